@@ -1,0 +1,1 @@
+"""flatout: makes PyTorch models run flat out, and proves it."""

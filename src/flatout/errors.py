@@ -1,0 +1,27 @@
+"""One family of errors. Each message gives the value, the rule that it broke, and what to do."""
+
+from __future__ import annotations
+
+
+class FlatoutError(Exception):
+    """Something a user can cause and can mend; the command line prints it without a traceback."""
+
+
+class RecordError(FlatoutError):
+    """A file does not hold the record it should: wrong kind, wrong version, or damaged."""
+
+
+class HardwareError(FlatoutError):
+    """A device is unknown, or a figure about it is missing or contradictory."""
+
+
+class ScriptError(FlatoutError):
+    """The script to observe cannot be found or started."""
+
+
+class CaptureError(FlatoutError):
+    """Nothing could be observed; the message says what was looked for."""
+
+
+class UsageError(FlatoutError):
+    """An argument has a value that its documentation rules out."""
