@@ -1,1 +1,10 @@
-"""TODO"""
+"""The command line: one thin file a command, each parses, calls a verb, and prints."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Entry point of the `flatout` command."""
+    from flatout.cli.app import run
+
+    run()

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Pure formulas: how much work an operation is, and how fast a device can possibly do it."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Memory traffic is the bottleneck."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The step waits for data."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The host is the bottleneck: Python, dispatch, waiting for the device."""

@@ -1,0 +1,93 @@
+# Everything starts from the files alone: the first target that needs the environment makes it.
+#
+#   make demo     one slow script and its fast twin, diagnosed
+#   make test     the test suite
+#   make check    style, types, arrows, doctests, documentation
+#   make format   mend what style finds, where a tool can
+#   make bench    the benchmarks behind the claims
+#   make docs     write the generated pages and build the site into site/
+#   make clean    remove caches and the built site; the environment stays (rm -r .venv for that)
+
+PYTHON ?= python3
+JOBS   ?= 2
+SLOW   ?= examples/slow/char_gpt.py
+FAST   ?= examples/fast/char_gpt.py
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+# The theme's notice about its end of life goes to every build; docs/dependencies.md says what we do about it.
+export NO_MKDOCS_2_WARNING := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check style types arrows doctests pages format bench docs clean
+
+help:
+	@sed -n 's/^#   make/make/p' Makefile
+
+# Two stamps: the demo needs flatout and its examples only; tests and checks need the tools as well. The constraints pin
+# torch, so that both get the same one.
+$(VENV)/examples.stamp: pyproject.toml constraints.txt
+	@echo "== environment: flatout and its examples, into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e '.[examples]'
+	@touch $@
+
+$(VENV)/tools.stamp: $(VENV)/examples.stamp
+	@echo "== environment: tools for tests, checks and documentation"
+	@$(PIP) -e '.[test,dev,docs]'
+	@touch $@
+
+demo: $(VENV)/examples.stamp
+	@echo "== this machine"
+	@$(BIN)/flatout machine
+	@echo; echo "== slow: $(SLOW)"
+	@$(BIN)/flatout check $(SLOW)
+	@echo; echo "== its fast twin: $(FAST)"
+	@$(BIN)/flatout check $(FAST)
+
+test: $(VENV)/tools.stamp
+	@$(BIN)/python -m pytest -q -n $(JOBS)
+
+# One target a check, so that 'make -k check' shows everything that is wrong, and 'make types' one thing.
+check: style types arrows doctests pages
+
+style: $(VENV)/tools.stamp
+	@echo "== style"
+	@$(BIN)/ruff format --quiet --check --output-format concise .
+	@$(BIN)/ruff check --quiet --output-format concise .
+
+types: $(VENV)/tools.stamp
+	@echo "== types"
+	@$(BIN)/mypy --no-error-summary
+
+arrows: $(VENV)/tools.stamp
+	@echo "== arrows"
+	@$(BIN)/lint-imports --no-logo
+
+doctests: $(VENV)/tools.stamp
+	@echo "== doctests"
+	@$(BIN)/python -m pytest -q --doctest-modules src docs/generate_rules.py
+
+pages: $(VENV)/tools.stamp
+	@echo "== documentation"
+	@$(BIN)/python docs/generate_rules.py --check
+	@$(BIN)/mkdocs build --quiet --strict
+
+format: $(VENV)/tools.stamp
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --quiet --fix --output-format concise .
+
+bench: $(VENV)/tools.stamp
+	@ls bench/*.py >/dev/null 2>&1 || { echo "bench/ holds no script yet"; exit 1; }
+	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+docs: $(VENV)/tools.stamp
+	@$(BIN)/python docs/generate_rules.py
+	@$(BIN)/mkdocs build --quiet --strict
+	@echo "the site is in site/index.html"
+
+clean:
+	@rm -rf site build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find src tests examples bench docs -name __pycache__ -type d -prune -exec rm -rf {} +

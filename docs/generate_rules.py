@@ -1,0 +1,114 @@
+"""Write the pages docs/rules/*.md: one page a rule, made from the docstring of the rule's module, and an index.
+
+python docs/generate_rules.py            writes the pages and removes those of rules that are gone
+python docs/generate_rules.py --check    writes nothing; exits with 1 and names the pages that are out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Iterable
+from inspect import cleandoc
+from itertools import groupby
+from pathlib import Path
+
+from flatout import registry
+from flatout.records.finding import Rule
+
+FOLDER = Path(__file__).parent / "rules"
+
+# A section of a rule's docstring starts at the margin, with its name and two or more spaces: "Costs        The host".
+SECTION = re.compile(r"^(?P<name>[A-Z][\w -]*?) {2,}(?P<text>\S.*)$")
+
+
+def plain(text: str) -> str:
+    r"""`text` so that Markdown shows it as it stands; what is between backquotes is left alone.
+
+    >>> print(plain("calls __getitem__ of `a_b` 2 * n times"))
+    calls \_\_getitem\_\_ of `a_b` 2 \* n times
+    """
+    pieces = re.split(r"(`[^`]*`)", text)
+    return "".join(p if p.startswith("`") else re.sub(r"([\\*_<\[\]])", r"\\\1", p) for p in pieces)
+
+
+def markdown(docstring: str) -> str:
+    """The body of a page: the docstring's first line, its prose, and its sections as a definition list.
+
+    >>> print(markdown('''The host waits.
+    ...
+    ... Costs      Launch latency is exposed,
+    ...            once per wait.
+    ... Levers     graph.defer-host-read
+    ... '''))
+    The host waits.
+    <BLANKLINE>
+    Costs
+    :   Launch latency is exposed,
+        once per wait.
+    <BLANKLINE>
+    Levers
+    :   graph.defer-host-read
+    """
+    lines: list[str] = []
+    is_in_section = False
+    for line in cleandoc(docstring).splitlines():
+        if section := SECTION.match(line):
+            if lines and lines[-1]:
+                lines.append("")
+            lines += [section["name"], f":   {plain(section['text'])}"]
+            is_in_section = True
+        elif is_in_section and line.startswith(" "):
+            lines.append(f"    {plain(line.strip())}")
+        else:
+            if line:
+                is_in_section = False
+            lines.append(plain(line))
+    return "\n".join(lines)
+
+
+def page(rule: Rule) -> str:
+    """The page of one rule."""
+    docstring = importlib.import_module(rule.module).__doc__
+    if not docstring:
+        raise SystemExit(f"{rule.module} has no docstring, so '{rule.id}' has no page; write one as docs/how-to says")
+    path = f"src/{rule.module.replace('.', '/')}.py"
+    return f"# {plain(rule.title)}\n\nRule `{rule.id}`, in `{path}`.\n\n{markdown(docstring)}\n"
+
+
+def index(rules: Iterable[Rule]) -> str:
+    """The list of all rules, shelf by shelf."""
+    lines = ["# Rules", "", "What flatout looks for, by bottleneck. Each page is the docstring of the rule's module."]
+    for shelf, members in groupby(sorted(rules, key=lambda rule: rule.id), key=lambda rule: rule.id.partition(".")[0]):
+        lines += ["", f"## {shelf}", ""]
+        lines += [f"- [`{rule.id}`]({rule.id}.md): {plain(rule.title)}" for rule in members]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write docs/rules/*.md from the rules' docstrings.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when a page is out of date")
+    is_check = parser.parse_args().check
+
+    rules = registry.rules()
+    wanted = {FOLDER / "index.md": index(rules)} | {FOLDER / f"{rule.id}.md": page(rule) for rule in rules}
+    present = {path: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
+    stale = sorted(path for path in wanted.keys() | present.keys() if wanted.get(path) != present.get(path))
+
+    if is_check:
+        for path in stale:
+            sys.stdout.write(f"docs/rules/{path.name} is out of date; run 'make docs' and commit it\n")
+        return 1 if stale else 0
+    FOLDER.mkdir(exist_ok=True)
+    for path in stale:
+        if path in wanted:
+            path.write_text(wanted[path], encoding="utf-8")
+        else:
+            path.unlink()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

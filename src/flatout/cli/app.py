@@ -1,0 +1,44 @@
+"""The commands, gathered; errors of ours end here, as one line."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from flatout.cli.check import check
+from flatout.cli.machine import machine
+from flatout.cli.report import report
+from flatout.cli.rules import rules
+from flatout.errors import FlatoutError
+
+app = typer.Typer(
+    name="flatout",
+    help="Makes PyTorch models run flat out, and proves it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command(context_settings={"allow_interspersed_args": False})(check)
+app.command()(machine)
+app.command()(report)
+app.command()(rules)
+
+
+def run() -> None:
+    """Parse and run; an error of ours is printed without a traceback and exits with 2."""
+    try:
+        app()
+    except FlatoutError as e:
+        Console(stderr=True).print(f"flatout: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def _root(show_version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
+    if show_version:
+        print(version("flatout"))
+        raise typer.Exit

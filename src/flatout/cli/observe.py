@@ -1,0 +1,37 @@
+"""The observed process of `flatout check`: `python -m flatout.cli.observe REQUEST`. Not a command of its own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Run the requested script under observation; its exit code."""
+    from flatout.cli.check import _REFUSED
+    from flatout.errors import FlatoutError
+    from flatout.measure import cache, probe
+    from flatout.profiling.script import load_module, load_script, print_to_stderr
+    from flatout.records.record import from_json
+    from flatout.session import Observation, observe_script
+
+    observation = from_json(Path(sys.argv[1]).read_bytes(), Observation)
+    sys.path[0] = ""  # python -m put our start folder there; the script's own goes first later
+    try:
+        if observation.kind == "script":
+            script = load_script(observation.target, observation.arguments)
+        else:
+            script = load_module(observation.target, observation.arguments)
+        machine = cache.read_or_measure(Path(observation.machine_path), probe.identify(), probe.quick_probe).machine
+    except FlatoutError as e:
+        print_to_stderr(f"flatout: {e}")
+        return _REFUSED
+    sys.path.pop(0)
+    return observe_script(observation, script, machine)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)

@@ -1,0 +1,88 @@
+"""Sums over Evidence that several rules need: what a line costs, what a trial found, which loops are the training's own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from flatout.records.evidence import Evidence, Operator
+from flatout.records.trial import Trial, TrialResult
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+
+def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by key, in order of first appearance."""
+    groups: dict[K, list[T]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return dict(groups)
+
+
+def rows_at(evidence: Evidence, sources: Iterable[int]) -> tuple[int, ...]:
+    """Indices of all operators, forward and backward, that belong to these source lines."""
+    wanted = set(sources)
+    return tuple(i for i, o in enumerate(evidence.operators) if o.source in wanted)
+
+
+def seconds_of(evidence: Evidence, rows: Iterable[int]) -> float:
+    """Seconds of these operators in a step, the Python before them included."""
+    return sum(evidence.operators[i].total_s for i in rows)
+
+
+def has_backward(evidence: Evidence, rows: Iterable[int]) -> bool:
+    """Whether any of these operators runs in the backward pass."""
+    return any(evidence.operators[i].phase == "backward" for i in rows)
+
+
+def result_of(evidence: Evidence, trial: Trial) -> TrialResult | None:
+    """What came of this trial; None when it has not run or was refused."""
+    for result in evidence.trials:
+        if result.trial == trial and result.now_s is not None and result.cured_s is not None:
+            return result
+    return None
+
+
+def kept_fraction(result: TrialResult) -> float:
+    """What is left of the time after the cure: cured over now."""
+    if not result.now_s or result.cured_s is None:
+        return 1.0
+    return result.cured_s / result.now_s
+
+
+def around(seconds: float, spread: float) -> tuple[float, float]:
+    """A range of +-`spread` (a fraction) around a saving, never negative."""
+    return max(0.0, seconds * (1.0 - spread)), max(0.0, seconds * (1.0 + spread))
+
+
+def model_seconds(evidence: Evidence) -> float:
+    """Seconds of forward, loss and backward in a step."""
+    phases = evidence.steps.phases
+    return phases.get("forward", 0.0) + phases.get("backward", 0.0)
+
+
+def step_loops(evidence: Evidence) -> set[tuple[str, int]]:
+    """The loops (file, line) whose iterations are steps or micro-batches: they enclose the optimizer's step or the backward."""
+    marks = [o.source for o in evidence.optimizers] + list(evidence.backward_sources)
+    if evidence.steps.kind == "inference":
+        marks += [m.source for m in evidence.models]
+    return {loop for mark in marks for loop in loops_around(evidence, mark)}
+
+
+def loops_around(evidence: Evidence, source: int) -> Iterator[tuple[str, int]]:
+    """Loops (file, line) around a source line, innermost first, through its callers."""
+    for index in (source, *evidence.callers.get(source, ())):
+        line = evidence.source_of(index)
+        if line is not None:
+            for loop in reversed(line.loops):
+                yield line.file, loop
+
+
+def calls_by_operator(operators: Iterable[Operator]) -> float:
+    """The largest number of calls of one operator from one line in one module, whatever its shapes."""
+    counts: dict[tuple[str, int, str], float] = defaultdict(float)
+    for o in operators:
+        counts[o.op, o.source, o.module] += o.num_calls
+    return max(counts.values(), default=0.0)

@@ -1,0 +1,179 @@
+"""Runs the rules over Evidence, merges claims on the same time, ranks by time at stake, and says what stays unexplained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from flatout.cost.accounting import group_by
+from flatout.cost.roofline import Regime, operation_floor
+from flatout.cost.throughput import speed_up
+from flatout.errors import HardwareError
+from flatout.records.evidence import Evidence, Operator
+from flatout.records.finding import Diagnosis, Finding, HotLine, Note, RankedFinding, Rule
+from flatout.records.hardware import Machine
+from flatout.records.trial import Trial
+
+SMALLEST_FRACTION: Final = 0.04
+"""A saving below this share of the step is not reported, however sure: the noise of a shared machine is of that size."""
+
+_OVERLAP: Final = 0.5
+_NUM_HOT_LINES: Final = 40
+
+
+def proposals(evidence: Evidence, rules: Iterable[Rule]) -> tuple[Trial, ...]:
+    """The trials that would price what the rules suspect, each once."""
+    wanted: dict[Trial, None] = {}
+    if evidence.steps.num_timed:
+        for rule in rules:
+            if rule.propose is not None:
+                wanted.update(dict.fromkeys(rule.propose(evidence)))
+    return tuple(wanted)
+
+
+def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
+    """What costs a step its time, by these rules."""
+    rules = tuple(rules)
+    whole_s = evidence.steps.whole_s
+    titles = {r.id: r.title for r in rules}
+    found = [f for r in rules for f in r.check(evidence)] if whole_s > 0 else []
+    least_s = max(SMALLEST_FRACTION * whole_s, evidence.steps.noise_s)
+    worthy = [f for f in found if _middle(f) >= least_s]
+    general = {r.id for r in rules if r.is_general}
+    ranked = _merge(worthy, general, evidence)
+    findings = tuple(_ranked(f, merged, whole_s, titles) for f, merged in ranked)
+    explained_s = min(whole_s, sum(_middle(f) for f, _ in ranked))
+    floor_s, lines = _floor(evidence)
+    named = {f.rule for f in findings} | {m for f in findings for m in f.merged}
+    return Diagnosis(
+        step_s=whole_s,
+        floor_s=floor_s,
+        explained_s=explained_s,
+        unexplained_s=max(0.0, whole_s - (floor_s or 0.0) - explained_s),
+        findings=findings,
+        notes=tuple(_notes(evidence, rules, findings)),
+        hot_lines=lines,
+        checked=tuple(r.id for r in rules if r.id not in named),
+        refused=tuple(dict.fromkeys(f"{_words(t.trial)}: {t.refused}" for t in evidence.trials if t.refused)),
+    )
+
+
+def _middle(finding: Finding) -> float:
+    return sum(finding.saved_s) / 2
+
+
+def _merge(findings: list[Finding], general: set[str], evidence: Evidence) -> list[tuple[Finding, list[str]]]:
+    """Findings by time at stake, each with the ids of weaker ones that claim mostly the same time."""
+    kept: list[tuple[Finding, list[str]]] = []
+    specific = sorted((f for f in findings if f.rule not in general), key=_middle, reverse=True)
+    for finding in specific + sorted((f for f in findings if f.rule in general), key=_middle, reverse=True):
+        over = next((k for k in kept if _overlap(finding, k[0], evidence) >= _OVERLAP), None)
+        if over is None and finding.rule in general:
+            explained_s = sum(_middle(f) for f, _ in kept if f.rule not in general)
+            if explained_s >= _OVERLAP * _middle(finding):
+                over = kept[0]
+        if over is None:
+            kept.append((finding, []))
+        elif finding.rule != over[0].rule and finding.rule not in over[1]:
+            over[1].append(finding.rule)
+    return sorted(kept, key=lambda k: _middle(k[0]), reverse=True)
+
+
+def _overlap(weaker: Finding, stronger: Finding, evidence: Evidence) -> float:
+    """Share of the weaker finding's time that the stronger one claims too."""
+    if weaker.where is not None and weaker.where == stronger.where and weaker.rule != stronger.rule:
+        return 1.0
+    theirs = set(stronger.operators)
+    total_s = both_s = 0.0
+    for index in weaker.operators:
+        operator = evidence.operators[index]
+        total_s += operator.total_s
+        if index in theirs or operator.phase in stronger.phases:
+            both_s += operator.total_s
+    return both_s / total_s if total_s else 0.0
+
+
+def _ranked(finding: Finding, merged: list[str], whole_s: float, titles: dict[str, str]) -> RankedFinding:
+    low, high = (min(s, 0.99 * whole_s) for s in finding.saved_s)
+    where = finding.where
+    return RankedFinding(
+        rule=finding.rule,
+        title=titles[finding.rule],
+        file=where.file if where is not None else "",
+        line=where.line if where is not None else 0,
+        regime=finding.regime,
+        cost_s=min(finding.cost_s, whole_s),
+        share=min(1.0, finding.cost_s / whole_s),
+        gain=(speed_up(whole_s, low), speed_up(whole_s, high)),
+        because=finding.because,
+        edit=finding.edit,
+        text=where.text if where is not None else "",
+        also=finding.also,
+        module=finding.module,
+        levers=finding.levers,
+        measured=finding.measured,
+        merged=tuple(merged),
+    )
+
+
+def _notes(evidence: Evidence, rules: Iterable[Rule], findings: tuple[RankedFinding, ...]) -> Iterator[Note]:
+    told = {(f.rule, f.file, f.line) for f in findings}
+    for rule in rules:
+        for note in rule.note(evidence) if rule.note is not None else ():
+            if note.where is None or (note.rule, note.where.file, note.where.line) not in told:
+                yield note
+
+
+def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...]]:
+    """The roofline's time for the step's operators, and the lines that take longest beside their own floor."""
+    machine = evidence.machine
+    if machine is None or not evidence.operators:
+        return None, ()
+    rows = []
+    total_s = 0.0
+    by_line = group_by(evidence.operators, lambda o: o.source)
+    for source, operators in by_line.items():
+        floors = [_floor_of(machine, o) for o in operators]
+        floor_s = sum(f for f, _ in floors)
+        total_s += floor_s
+        line = evidence.source_of(source)
+        if line is not None:
+            seconds = sum(o.total_s for o in operators)
+            python_s = sum(o.python_s for o in operators)
+            rows.append(
+                HotLine(
+                    source=line,
+                    seconds=seconds,
+                    python_s=python_s,
+                    flop=round(sum(o.flop * o.num_calls for o in operators)),
+                    bytes=round(sum(o.bytes * o.num_calls for o in operators)),
+                    floor_s=floor_s,
+                    regime=_regime(seconds, floor_s, floors),
+                )
+            )
+    return total_s, tuple(sorted(rows, key=lambda r: -r.seconds)[:_NUM_HOT_LINES])
+
+
+def _floor_of(machine: Machine, operator: Operator) -> tuple[float, Regime]:
+    dtype = next((t.dtype for t in operator.inputs + operator.outputs if t.dtype in machine.matmul_flop_per_s), "float32")
+    try:
+        floor = operation_floor(machine, flop=operator.flop, traffic_bytes=operator.bytes, dtype=dtype)
+    except HardwareError:  # no rate for this dtype was measured here: the traffic alone is a floor too
+        floor = operation_floor(machine, flop=0, traffic_bytes=operator.bytes, dtype=dtype)
+    kind: Regime = "compute" if floor.compute_s > floor.bandwidth_s else "bandwidth"
+    return floor.floor_s * operator.num_calls, kind
+
+
+def _regime(seconds: float, floor_s: float, floors: list[tuple[float, Regime]]) -> Regime:
+    """Overhead when the line takes over five times its floor; else what bounds the larger part of its floor."""
+    if seconds > 5 * floor_s:
+        return "overhead"
+    compute_s = sum(f for f, kind in floors if kind == "compute")
+    return "compute" if compute_s >= floor_s / 2 else "bandwidth"
+
+
+def _words(trial: Trial) -> str:
+    """The trial in half a line."""
+    name = type(trial).__name__.removeprefix("Time")
+    variant = getattr(trial, "variant", "")
+    return f"{name.lower()} {variant}".strip()

@@ -1,0 +1,401 @@
+"""From what an Observer kept to Evidence."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from typing import Final, cast
+
+import torch
+
+from flatout.cost.flops import operator_flop
+from flatout.measure.stats import median_interval
+from flatout.profiling.calls import Root
+from flatout.profiling.observer import Observer
+from flatout.profiling.operators import Call, DeepStep, Example, OperatorKey, TensorMeta
+from flatout.profiling.schedule import Mode
+from flatout.profiling.timeline import TimedStep
+from flatout.records.evidence import (
+    Constant,
+    HostRead,
+    LineTime,
+    Loader,
+    Model,
+    Observing,
+    Operator,
+    OptimizerUse,
+    Padding,
+    Phase,
+    RepeatedModule,
+    Steps,
+    TensorSpec,
+    Trace,
+    UnusedGradient,
+)
+from flatout.records.workload import Source
+
+VIEWS: Final = frozenset(
+    "aten." + n
+    for n in (
+        "view _unsafe_view reshape expand expand_as t transpose permute select slice unsqueeze squeeze detach alias "
+        "as_strided split split_with_sizes chunk unbind unfold diagonal _reshape_alias lift_fresh narrow "
+        "empty empty_like empty_strided new_empty new_empty_strided"
+    ).split()
+)
+"""Operators that move no data."""
+
+
+class OperatorTable:
+    """The deep steps as rows of equal calls, with the times of a light step."""
+
+    def __init__(self, observer: Observer, step_s: float) -> None:
+        self.keys: list[OperatorKey] = []
+        self.examples: list[Example | None] = []
+        self.operators: tuple[Operator, ...] = ()
+        self.trace = Trace()
+        self.agreement: float | None = None
+        self.device_s: float | None = None
+        steps = observer.deep[1:] or observer.deep
+        if steps:
+            self._fill(observer, steps, step_s)
+
+    def _fill(self, observer: Observer, steps: list[DeepStep], step_s: float) -> None:
+        index: dict[OperatorKey, int] = {}
+        counts: dict[int, int] = defaultdict(int)
+        op_s: dict[int, float] = defaultdict(float)
+        python_s: dict[int, float] = defaultdict(float)
+        cost = observer.interception
+        accounted = 0.0
+        for step in steps:
+            for call in step.calls:
+                row = index.setdefault(call.key, len(index))
+                op, python = _times(call, cost.in_op_s, cost.in_python_s)
+                counts[row] += 1
+                op_s[row] += op
+                python_s[row] += python
+                accounted += python if observer.is_device else op + python
+            accounted += step.tail_s
+        accounted /= len(steps)
+        scale = 1.0
+        if not observer.is_device and accounted > 0 and step_s > 0:
+            self.agreement = accounted / step_s
+            scale = step_s / accounted
+        n = len(steps)
+        self.keys = list(index)
+        self.examples = [observer.examples.get(k) for k in self.keys]
+        self.operators = tuple(
+            _operator(key, counts[i] / n, op_s[i] * scale / n, python_s[i] * scale / n) for key, i in index.items()
+        )
+        if observer.is_device:
+            self.device_s = sum(o.op_s for o in self.operators)
+        last = steps[-1]
+        times = [_times(c, cost.in_op_s, cost.in_python_s) for c in last.calls]
+        self.trace = Trace(
+            operator=tuple(index[c.key] for c in last.calls),
+            op_s=tuple(round(op * scale, 9) for op, _ in times),
+            python_s=tuple(round(python * scale, 9) for _, python in times),
+            producers=tuple(c.producers for c in last.calls),
+            truncated=any(s.truncated for s in steps),
+        )
+
+
+def steps_of(observer: Observer, device_s: float | None) -> Steps:
+    """Honest timing from the light steps (from the warm-up when there are no others)."""
+    observer.timeline.drain()
+    timed = observer.timeline.steps
+    light = [s for s in timed if s.mode == Mode.LIGHT.value] or timed[1:] or timed
+    kind = "training" if observer.kind == "manual" else observer.kind
+    if not light:
+        return Steps(kind=kind, num_seen=observer.seen, num_timed=0, step_s=0.0, low_s=0.0, high_s=0.0, device_s=device_s)
+    ordinary, extra = _split(light)
+    durations = [s.duration_s for s in ordinary]
+    middle = statistics.median(durations)
+    low, high = median_interval(durations) if len(durations) > 1 else (middle, middle)
+    return Steps(
+        kind=kind,
+        num_seen=observer.seen,
+        num_timed=len(light),
+        step_s=middle,
+        low_s=low,
+        high_s=high,
+        evaluation_s=sum(max(0.0, s.duration_s - middle) for s in extra) / len(light),
+        device_s=device_s,
+        durations_s=tuple(round(s.duration_s, 9) for s in light[-2000:]),
+        phases=_phases(ordinary, extra, middle, len(light)),
+    )
+
+
+def _split(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
+    """Ordinary steps, and those with more root calls than usual: an evaluation pass lies in them."""
+    usual = Counter(s.root_calls for s in steps).most_common(1)[0][0]
+    ordinary = [s for s in steps if s.root_calls <= usual]
+    return ordinary, [s for s in steps if s.root_calls > usual]
+
+
+def _phases(ordinary: list[TimedStep], extra: list[TimedStep], step_s: float, num: int) -> dict[str, float]:
+    """Mean share of each phase, scaled to the median step, and the evaluation between steps."""
+    total = sum(s.duration_s for s in ordinary)
+    names = {name for s in ordinary for name in s.phases}
+    phases = {n: sum(s.phases.get(n, 0.0) for s in ordinary) / total * step_s for n in sorted(names)} if total else {}
+    if extra:
+        phases["evaluation"] = phases.get("evaluation", 0.0) + sum(max(0.0, s.duration_s - step_s) for s in extra) / num
+    return phases
+
+
+def constants_of(observer: Observer, table: OperatorTable) -> tuple[Constant, ...]:
+    """Lines whose constant results were equal in all deep steps."""
+    steps = observer.deep
+    if len(steps) < 2:
+        return ()
+    by_site: dict[int, list[int]] = defaultdict(list)
+    flags = {call.key for call in steps[-1].calls if call.is_constant}
+    for row, key in enumerate(table.keys):
+        if key in flags:
+            by_site[key.site].append(row)
+    found = []
+    for site, marks in steps[-1].constants.items():
+        if all(s.constants.get(site) == marks for s in steps) and by_site[site]:
+            rows = by_site[site]
+            operators = [table.operators[r] for r in rows]
+            found.append(
+                Constant(
+                    source=site,
+                    operators=tuple(rows),
+                    num_tensors=len(marks),
+                    bytes=sum(o.bytes for o in operators),
+                    seconds=sum(o.total_s for o in operators),
+                )
+            )
+    return tuple(found)
+
+
+def lines_of(observer: Observer, table: OperatorTable) -> tuple[LineTime, ...]:
+    """Sampled lines in seconds of a step, and the lines of worker processes."""
+    total = sum(observer.sampler.counts.values())
+    light = [s for s in observer.timeline.steps if s.mode == Mode.LIGHT.value]
+    num_light = max(1, len(light))
+    mean_s = sum(s.duration_s for s in light) / num_light
+    in_torch: dict[int, float] = defaultdict(float)
+    for operator in table.operators:
+        if operator.phase not in ("backward",):
+            in_torch[operator.source] += operator.op_s
+    merged: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
+    for (phase, site, own), count in observer.sampler.counts.items():
+        merged[phase, site][0] += count
+        merged[phase, site][1] += count if own else 0
+    rows = [
+        LineTime(
+            source=site,
+            phase=cast(Phase, phase),
+            seconds=count / total * mean_s,
+            num_samples=count,
+            in_python_s=max(0.0, own / total * mean_s - in_torch.get(site, 0.0)),
+        )
+        for (phase, site), (count, own) in merged.items()
+        if total
+    ]
+    for file, line, function, count in observer.feeding.worker_samples():
+        site = observer.sites.add(Source(file=file, line=line, function=function))
+        seconds = count / observer.feeding.worker_rate_hz / max(1, observer.seen)
+        rows.append(LineTime(source=site, phase="data", seconds=seconds, num_samples=count, process="worker"))
+    return tuple(sorted(rows, key=lambda r: -r.seconds))
+
+
+def host_reads_of(observer: Observer) -> tuple[HostRead, ...]:
+    """Reads by line from the steps that watched for them, and those only the operators show (boolean indexing and the like)."""
+    n = max(1, observer.reads.num_steps)
+    rows = [
+        HostRead(
+            source=r.site,
+            call=r.call,
+            calls=len(times) / n,
+            wait_s=sum(times) / n,
+            phase=cast(Phase, r.phase),
+            on_device=r.on_device,
+        )
+        for r, times in observer.reads.seen.items()
+    ]
+    seen = {r.source for r in rows}
+    deep = Counter(read for step in observer.deep for read in step.reads)
+    for (site, call, phase, on_device), count in deep.items():
+        if site not in seen and site >= 0:
+            calls = count / len(observer.deep)
+            rows.append(
+                HostRead(source=site, call=call, calls=calls, wait_s=0.0, phase=cast(Phase, phase), on_device=on_device)
+            )
+    return tuple(rows)
+
+
+def models_of(observer: Observer) -> tuple[tuple[Model, ...], list[Root]]:
+    """Root modules that hold parameters, with the objects behind them in the same order."""
+    roots = [r for r in observer.calls.roots.values() if r.has_parameters]
+    steps = max(1, len(observer.timeline.steps))
+    models = tuple(
+        Model(
+            name=r.name,
+            source=r.site,
+            num_parameters=r.num_parameters,
+            is_training=r.is_training,
+            grad_enabled=r.grad_enabled,
+            calls=r.calls / steps,
+            call_s=r.total_s / max(1, r.calls),
+            num_calls_seen=r.calls,
+            num_graphs_built=r.graphs_built,
+            num_graphs_used=min(r.graphs_used, r.graphs_built),
+        )
+        for r in roots
+    )
+    return models, roots
+
+
+def optimizers_of(observer: Observer) -> tuple[OptimizerUse, ...]:
+    """The optimizers that stepped."""
+    return tuple(
+        OptimizerUse(
+            name=w.name,
+            variant=w.variant,
+            source=w.site,
+            constructed=w.constructed,
+            num_tensors=w.num_tensors,
+            num_elements=w.num_elements,
+            step_s=statistics.median(w.step_s) if w.step_s else 0.0,
+            fused_supported=w.fused_supported,
+        )
+        for w in observer.optimizing.watched.values()
+    )
+
+
+def loaders_of(observer: Observer) -> tuple[Loader, ...]:
+    """The DataLoaders that were iterated."""
+    steps = max(1, len(observer.timeline.steps))
+    return tuple(
+        Loader(
+            source=u.site,
+            getitem=u.getitem_site,
+            collate=u.collate_site,
+            dataset=type(u.dataset).__name__,
+            num_workers=u.num_workers,
+            batch_size=u.batch_size,
+            wait_s=u.wait_s / max(1, u.fetches),
+            fetches=u.fetches / steps,
+            is_map_style=u.is_map_style,
+            has_own_collate=u.has_own_collate,
+        )
+        for u in observer.feeding.loaders.values()
+    )
+
+
+def unused_gradients_of(observer: Observer, table: OperatorTable) -> tuple[UnusedGradient, ...]:
+    """Modules whose own parameters get gradients that no optimizer reads."""
+    paths = {p for p in observer.unused if p not in observer.trained_modules}
+    rows = [i for i, o in enumerate(table.operators) if o.phase == "backward" and o.module in paths]
+    if not rows:
+        return ()
+    forward = [o.source for o in table.operators if o.phase == "forward" and o.module in paths and o.source >= 0]
+    root_sites = [r.site for r in observer.calls.roots.values() if r.has_parameters]
+    return (
+        UnusedGradient(
+            num_tensors=sum(observer.unused[p][0] for p in paths),
+            num_elements=sum(observer.unused[p][1] for p in paths),
+            modules=tuple(sorted(paths)),
+            operators=tuple(rows),
+            seconds=sum(table.operators[i].total_s for i in rows),
+            source=forward[0] if forward else (root_sites[0] if root_sites else -1),
+        ),
+    )
+
+
+def paddings_of(observer: Observer) -> tuple[Padding, ...]:
+    """Tensors of the batches that end in constants."""
+    rows = []
+    for found in observer.padded.values():
+        padding = sum(found.padding) / len(found.padding)
+        if padding > 0:
+            signs = observer.padding_signs + (("integers",) if len(found.shape) == 2 else ())
+            rows.append(
+                Padding(
+                    name=found.name,
+                    source=found.source,
+                    shape=found.shape,
+                    dtype=found.dtype,
+                    pad_value=found.pad_value,
+                    padding_fraction=padding,
+                    longest_fraction=sum(found.longest) / len(found.longest),
+                    num_batches=len(found.padding),
+                    signs=signs,
+                    mean_length=sum(found.mean_length) / len(found.mean_length),
+                    longest=max(found.longest) * found.shape[1],
+                )
+            )
+    return tuple(rows)
+
+
+def recurrences_of(observer: Observer, table: OperatorTable) -> tuple[RepeatedModule, ...]:
+    """Recurrent cells called step by step."""
+    if not observer.deep:
+        return ()
+    return tuple(
+        RepeatedModule(
+            kind=c.kind,
+            module=c.path,
+            source=c.site,
+            calls=c.calls,
+            batch=c.batch,
+            input_size=c.input_size,
+            hidden_size=c.hidden_size,
+            operators=tuple(i for i, o in enumerate(table.operators) if o.module == c.path),
+        )
+        for c in observer.deep[-1].cells
+    )
+
+
+def observing_of(observer: Observer, table: OperatorTable, other_s: float) -> Observing:
+    """What all this cost."""
+    return Observing(
+        light_fraction=observer.light_fraction(),
+        deep_s=max(0.0, observer.deep_s),
+        trials_s=observer.trials_s,
+        other_s=other_s,
+        num_deep_steps=len(observer.deep),
+        deep_agreement=table.agreement,
+    )
+
+
+def _times(call: Call, in_op_s: float, in_python_s: float) -> tuple[float, float]:
+    """(operator, Python) seconds of one call without the recorder's own share; device time when there are events."""
+    python = max(0.0, call.python_s - in_python_s)
+    if call.events is None:
+        return max(0.0, call.op_s - in_op_s), python
+    call.events[1].synchronize()
+    return call.events[0].elapsed_time(call.events[1]) * 1e-3, python + max(0.0, call.op_s - in_op_s)
+
+
+def _operator(key: OperatorKey, num_calls: float, op_s: float, python_s: float) -> Operator:
+    inputs = tuple(map(_spec, key.inputs))
+    outputs = tuple(map(_spec, key.outputs))
+    moved = 0 if key.op in VIEWS else sum(_num_bytes(m) for m in key.inputs + key.outputs)
+    return Operator(
+        op=key.op,
+        source=key.site,
+        module=key.module,
+        phase=cast(Phase, key.phase),
+        inputs=inputs,
+        outputs=outputs,
+        num_calls=num_calls,
+        op_s=op_s,
+        python_s=python_s,
+        flop=operator_flop(key.op, [m.shape for m in key.inputs], [m.shape for m in key.outputs]) or 0,
+        bytes=moved,
+        scalars=key.scalars,
+    )
+
+
+def _spec(meta: TensorMeta) -> TensorSpec:
+    return TensorSpec(shape=meta.shape, dtype=str(meta.dtype).removeprefix("torch."), is_contiguous=meta.is_contiguous)
+
+
+def _num_bytes(meta: TensorMeta) -> int:
+    n = torch.empty((), dtype=meta.dtype).element_size()
+    for size in meta.shape:
+        n *= size
+    return n

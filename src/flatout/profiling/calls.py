@@ -1,0 +1,235 @@
+"""Calls of modules: which root modules run, from which line, whether their graphs are used, and where inside them we are."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from time import perf_counter
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flatout.profiling.patching import Patches
+from flatout.profiling.sites import Sites
+
+_CAPTURE_LIMIT_BYTES: Final = 256 << 20
+_GRAPHS_FOLLOWED: Final = 64
+"""Calls per line whose graph is followed to see whether a backward uses it."""
+
+
+class RootListener(Protocol):
+    """Who is told of root calls; both run on the observed thread."""
+
+    def on_root_start(self, root: Root) -> None: ...
+
+    def on_root_end(self, root: Root) -> None: ...
+
+    def on_root_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+
+class Captured:
+    """Inputs of one root call, copied, with the autocast state it ran under."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, grad_enabled: bool) -> None:
+        self.args = map_tensors(args, _copy)
+        self.kwargs = map_tensors(kwargs, _copy)
+        self.grad_enabled = grad_enabled
+        self.autocast = {
+            device: torch.get_autocast_dtype(device)
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        }
+
+
+class Root:
+    """One root module called from one line."""
+
+    def __init__(self, module: nn.Module, site: int) -> None:
+        self.module = weakref.ref(module)
+        self.held: nn.Module | None = None
+        self.name = type(module).__name__
+        self.site = site
+        self.is_training = module.training
+        self.grad_enabled = torch.is_grad_enabled()
+        self.num_parameters = sum(p.numel() for p in module.parameters())
+        self.has_parameters = self.num_parameters > 0
+        self.calls = 0
+        self.total_s = 0.0
+        self.graphs_built = 0
+        self.graphs_used = 0
+        self.captured: Captured | None = None
+
+    def use_graph(self, *_: object) -> None:
+        """Told by autograd that a backward reached the output of a call."""
+        self.graphs_used += 1
+
+
+class RepeatedCell:
+    """Calls of one recurrent cell in a deep step."""
+
+    def __init__(self, module: nn.RNNCellBase, path: str, site: int, batch: int) -> None:
+        self.kind = type(module).__name__
+        self.path = path
+        self.site = site
+        self.calls = 0
+        self.batch = batch
+        self.input_size = module.input_size
+        self.hidden_size = module.hidden_size
+
+
+class ModuleCalls:
+    """Watches `nn.Module.__call__`: root calls always, the path inside them only while `is_deep`."""
+
+    def __init__(self, sites: Sites, listener: RootListener) -> None:
+        self.roots: dict[tuple[int, int], Root] = {}
+        self.is_active = False
+        self.is_deep = False
+        self.path = ""
+        self.cells: dict[int, RepeatedCell] = {}
+        self._inside = False
+        self._names: dict[int, str] = {}
+        self._named_roots: set[int] = set()
+        self._sites = sites
+        self._listener = listener
+        self._thread_id = get_ident()
+
+    def install(self, patches: Patches) -> None:
+        """Replace `nn.Module.__call__` by a wrapper that costs 0.3 us inside a root call."""
+        original: Callable[..., Any] = nn.Module.__call__
+        watch = self
+        is_compiling = torch.compiler.is_compiling
+
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807  # ruff: keeps the method's name
+            if is_compiling() or (watch._inside and not watch.is_deep) or not watch.is_active:
+                return original(self, *args, **kwargs)
+            if get_ident() != watch._thread_id:
+                return original(self, *args, **kwargs)
+            if watch._inside:
+                return watch._inner(original, self, args, kwargs)
+            return watch._root(original, self, args, kwargs)
+
+        patches.set(nn.Module, "__call__", __call__)
+
+    def begin_deep(self) -> None:
+        """Forget the names and cells of the deep step before."""
+        self._names.clear()
+        self._named_roots.clear()
+        self.cells.clear()
+
+    def module_path(self) -> str:
+        """Dotted path of the module now running, '' outside any."""
+        return self.path
+
+    def _root(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        root = self._enter(module, args, kwargs)
+        self._inside = True
+        start = perf_counter()
+        try:
+            output = original(module, *args, **kwargs)
+        finally:
+            self._inside = False
+            self.path = ""
+            root.total_s += perf_counter() - start
+            self._listener.on_root_end(root)
+        if torch.is_grad_enabled():
+            self._follow_graph(root, output)
+        return output
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root:
+        key = (id(module), self._sites.of_frame(sys._getframe(3)))
+        root = self.roots.get(key)
+        if root is None or root.module() is not module:
+            root = self.roots[key] = Root(module, key[1])
+        root.calls += 1
+        root.is_training = module.training
+        root.grad_enabled = torch.is_grad_enabled()
+        try:
+            if root.calls == 2:
+                self._capture(root, args, kwargs)
+            self._listener.on_root_inputs(root, args, kwargs)
+            if self.is_deep:
+                self._name(module)
+                self.path = self._names.get(id(module), root.name)
+        except Exception as e:  # ours, not the user's: give up observing, let the script go on
+            self._listener.fail(e)
+        self._listener.on_root_start(root)
+        return root
+
+    def _inner(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = self.path
+        self.path = self._names.get(id(module), before)
+        if isinstance(module, nn.RNNCellBase):
+            self._note_cell(module, args)
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self.path = before
+
+    def _note_cell(self, module: nn.RNNCellBase, args: tuple[Any, ...]) -> None:
+        cell = self.cells.get(id(module))
+        if cell is None:
+            batch = args[0].shape[0] if args and isinstance(args[0], Tensor) and args[0].dim() == 2 else 1
+            cell = RepeatedCell(module, self.path, self._sites.of_frame(sys._getframe(3)), batch)
+            self.cells[id(module)] = cell
+        cell.calls += 1
+
+    def _name(self, module: nn.Module) -> None:
+        if id(module) not in self._named_roots:
+            self._named_roots.add(id(module))
+            top = type(module).__name__
+            for name, inner in module.named_modules():
+                self._names[id(inner)] = f"{top}.{name}" if name else top
+
+    def _capture(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        total = sum(t.numel() * t.element_size() for t in iter_tensors((args, kwargs)))
+        if root.has_parameters and total <= _CAPTURE_LIMIT_BYTES:
+            root.captured = Captured(args, kwargs, grad_enabled=root.grad_enabled)
+
+    def _follow_graph(self, root: Root, output: Any) -> None:
+        if root.graphs_built >= _GRAPHS_FOLLOWED:
+            return
+        for tensor in iter_tensors(output):
+            if tensor.grad_fn is not None:
+                root.graphs_built += 1
+                tensor.grad_fn.register_prehook(root.use_graph)
+                return
+
+
+def iter_tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    """All tensors inside tuples, lists, dicts and dataclass-like outputs, `depth` levels down."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth:
+        if isinstance(value, dict):
+            inner: Any = value.values()
+        elif isinstance(value, (list, tuple)):
+            inner = value
+        elif hasattr(value, "__dataclass_fields__"):
+            inner = vars(value).values()
+        else:
+            return
+        for item in inner:
+            yield from iter_tensors(item, depth - 1)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest of tuples, lists and dicts with every tensor changed; other values as they are."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {k: map_tensors(v, change) for k, v in value.items()}
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(map_tensors(v, change) for v in value)
+    if isinstance(value, list):
+        return [map_tensors(v, change) for v in value]
+    return value
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return copy.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else copy

@@ -1,0 +1,157 @@
+"""One observation from start to Evidence: for a script, or for a step function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import msgspec
+
+from flatout.profiling import assemble
+from flatout.profiling.observer import Observer
+from flatout.profiling.schedule import Schedule
+from flatout.profiling.settings import environment
+from flatout.profiling.trials.runner import run_trials
+from flatout.profiling.trials.scene import Scene
+from flatout.profiling.workload import workload_of
+from flatout.records.evidence import Evidence
+from flatout.records.hardware import Machine
+from flatout.records.trial import Trial, TrialResult
+
+Propose = Callable[[Evidence], Iterable[Trial]]
+"""The thinking half's part in a capture: which trials would price what the Evidence suggests."""
+
+
+class Capture:
+    """Observes the thread that made it. Call `start`, let the code run, call `finish`.
+
+    `publish` receives the Evidence as soon as the observation is complete, while the script may still be running, and never
+    more than once before `finish`.
+    """
+
+    def __init__(
+        self,
+        *,
+        command: tuple[str, ...],
+        cwd: str,
+        schedule: Schedule,
+        machine: Machine | None,
+        propose: Propose,
+        user_root: str | None = None,
+        publish: Callable[[Evidence], None] | None = None,
+    ) -> None:
+        self._command = command
+        self._cwd = cwd
+        self._machine = machine
+        self._propose = propose
+        self._publish = publish
+        self._results: list[TrialResult] = []
+        self._other_s = 0.0
+        self._last: Evidence | None = None
+        self.observer = Observer(schedule, user_root=user_root, pause=self._pause, complete=self._complete)
+
+    def start(self) -> None:
+        """Begin to observe."""
+        self.observer.install()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether enough was seen."""
+        return self.observer.is_complete
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one call of a step function, whose borders are the steps."""
+        self.observer.begin_call()
+        yield
+        self.observer.end_call()
+
+    def finish(self, *, exit: str, exit_code: int | None) -> Evidence:
+        """End the observation (if it has not ended by itself), run the trials that are left, and return the Evidence."""
+        if self._last is None:
+            self._last = self._conclude()
+        return msgspec.structs.replace(self._last, exit=exit, exit_code=exit_code)
+
+    def _complete(self) -> None:
+        """The observer has seen enough; the script goes on without it."""
+        if self._last is None:
+            self._last = self._conclude()
+            if self._publish is not None:
+                self._publish(self._last)
+
+    def _conclude(self) -> Evidence:
+        self.observer.remove()
+        self._pause(self.observer)
+        began = perf_counter()
+        evidence = self._evidence()
+        self.observer.feeding.close()
+        self._other_s += perf_counter() - began
+        return evidence
+
+    def _pause(self, observer: Observer) -> None:
+        """Ask for trials and run those that have not run yet, within what is left of the budget."""
+        began = perf_counter()
+        evidence = self._evidence()
+        done = {r.trial for r in self._results}
+        wanted = [t for t in dict.fromkeys(self._propose(evidence)) if t not in done]
+        self._other_s += perf_counter() - began
+        left = observer.schedule.trials_budget_s - observer.trials_s
+        if wanted and left > 0:
+            began = perf_counter()
+            self._results += run_trials(wanted, self._scene(), budget_s=left)
+            observer.trials_s += perf_counter() - began
+
+    def _scene(self) -> Scene:
+        observer = self.observer
+        steps = assemble.steps_of(observer, None)
+        table = assemble.OperatorTable(observer, steps.step_s)
+        _, roots = assemble.models_of(observer)
+        unused = assemble.unused_gradients_of(observer, table)
+        return Scene(
+            examples=table.examples,
+            num_calls=[o.num_calls for o in table.operators],
+            roots=roots,
+            optimizers=list(observer.optimizing.watched.values()),
+            loaders=list(observer.feeding.loaders.values()),
+            unused_modules=unused[0].modules if unused else (),
+            device="cuda" if observer.is_device else "cpu",
+            limit_s=5.0,
+        )
+
+    def _evidence(self) -> Evidence:
+        observer = self.observer
+        timing = assemble.steps_of(observer, None)
+        table = assemble.OperatorTable(observer, timing.step_s)
+        steps = assemble.steps_of(observer, table.device_s)
+        models, roots = assemble.models_of(observer)
+        workload = workload_of(
+            self._command,
+            self._cwd,
+            roots,
+            observer.optimizing.optimized_ids(),
+            observer.settings.read(environment()),
+        )
+        lines = assemble.lines_of(observer, table)
+        return Evidence(
+            workload=workload,
+            machine=self._machine,
+            steps=steps,
+            sources=observer.sites.table(),
+            callers={k: v for k, v in (observer.callers | observer.optimizing.callers).items() if k >= 0 and v},
+            backward_sources=tuple(sorted(s for s in observer.backward_sites if s >= 0)),
+            operators=table.operators,
+            trace=table.trace,
+            lines=lines,
+            host_reads=assemble.host_reads_of(observer),
+            constants=assemble.constants_of(observer, table),
+            models=models,
+            optimizers=assemble.optimizers_of(observer),
+            unused_gradients=assemble.unused_gradients_of(observer, table),
+            loaders=assemble.loaders_of(observer),
+            paddings=assemble.paddings_of(observer),
+            recurrences=assemble.recurrences_of(observer, table),
+            trials=tuple(self._results),
+            observing=assemble.observing_of(observer, table, self._other_s),
+            notes=tuple(observer.notes),
+        )

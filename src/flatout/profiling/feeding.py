@@ -1,0 +1,184 @@
+"""The data pipeline: what waits on it, and what its worker processes do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from threading import get_ident
+from time import perf_counter
+from typing import Any, Final, Protocol
+
+import torch.utils.data._utils.collate as torch_collate
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from flatout.profiling.patching import Patches
+from flatout.profiling.sites import Sites
+
+_WORKER_RATE_HZ: Final = 50.0
+_WORKER_FLUSH_S: Final = 0.5
+_original_worker_loop: Callable[..., None] = torch_worker._worker_loop
+
+
+class LoaderListener(Protocol):
+    """Who is told when the loop waits for data."""
+
+    def on_fetch_start(self) -> None: ...
+
+    def on_fetch_end(self, batch: Any) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+
+class LoaderUse:
+    """One DataLoader that was iterated over from one line."""
+
+    def __init__(self, iterator: Any, site: int, sites: Sites) -> None:
+        self.site = site
+        self.dataset = iterator._dataset
+        self.collate = iterator._collate_fn
+        self.num_workers = int(iterator._num_workers)
+        sampler = getattr(iterator, "_index_sampler", None)
+        self.batch_size = int(getattr(sampler, "batch_size", 0) or 0)
+        self.is_map_style = hasattr(type(self.dataset), "__getitem__") and iterator._dataset_kind == 0
+        self.has_own_collate = self.collate not in (torch_collate.default_collate, torch_collate.default_convert)
+        fetch = getattr(type(self.dataset), "__getitems__", None) or getattr(type(self.dataset), "__getitem__", None)
+        self.getitem_site = sites.of_code(fetch.__code__) if hasattr(fetch, "__code__") else -1
+        self.collate_site = sites.of_code(self.collate.__code__) if hasattr(self.collate, "__code__") else -1
+        self.fetches = 0
+        self.wait_s = 0.0
+
+
+class Feeding:
+    """Watches `next()` of every DataLoader iterator on the observed thread."""
+
+    def __init__(self, sites: Sites, listener: LoaderListener) -> None:
+        self.loaders: dict[tuple[int, int], LoaderUse] = {}
+        self.is_active = False
+        self._sites = sites
+        self._listener = listener
+        self._thread_id = get_ident()
+        self._folder = tempfile.TemporaryDirectory(prefix="flatout-workers-")
+
+    def install(self, patches: Patches) -> None:
+        """Replace the iterators' `__next__` and the workers' main loop."""
+        original = _BaseDataLoaderIter.__next__
+        watch = self
+
+        def __next__(self: Any) -> Any:  # noqa: N807  # ruff: keeps the method's name
+            if not watch.is_active or get_ident() != watch._thread_id:
+                return original(self)
+            return watch._next(original, self)
+
+        patches.set(_BaseDataLoaderIter, "__next__", __next__)
+        os.environ[ObservedWorker.FOLDER] = self._folder.name
+        patches.set(torch_worker, "_worker_loop", ObservedWorker.loop)
+
+    def close(self) -> None:
+        """Remove what the workers wrote."""
+        os.environ.pop(ObservedWorker.FOLDER, None)
+        self._folder.cleanup()
+
+    def worker_samples(self) -> list[tuple[str, int, str, int]]:
+        """(file, line, function, samples) from all workers, and `worker_rate_hz` samples make a second."""
+        total: Counter[tuple[str, int, str]] = Counter()
+        for path in Path(self._folder.name).glob("*.json"):
+            try:
+                rows = json.loads(path.read_text())
+            except ValueError:  # the worker was killed while it wrote its first file
+                continue
+            for file, line, function, count in rows:
+                total[file, line, function] += count
+        return [(*key, count) for key, count in total.items()]
+
+    @property
+    def worker_rate_hz(self) -> float:
+        return _WORKER_RATE_HZ
+
+    def _next(self, original: Callable[[Any], Any], iterator: Any) -> Any:
+        use = self._use_of(iterator)
+        self._listener.on_fetch_start()
+        start = perf_counter()
+        batch = None
+        try:
+            batch = original(iterator)
+            use.fetches += 1
+            return batch
+        finally:
+            use.wait_s += perf_counter() - start
+            self._listener.on_fetch_end(batch)
+
+    def _use_of(self, iterator: Any) -> LoaderUse:
+        site = self._sites.of_frame(sys._getframe(3))
+        key = (id(iterator._dataset), site)
+        use = self.loaders.get(key)
+        if use is None:
+            use = self.loaders[key] = LoaderUse(iterator, site, self._sites)
+        return use
+
+
+class ObservedWorker:
+    """The loop of a DataLoader worker process with a line sampler beside it.
+
+    A class with a static method at module level, so that spawned workers can import it.
+    """
+
+    FOLDER: Final = "FLATOUT_WORKER_FOLDER"
+
+    @staticmethod
+    def loop(*args: Any, **kwargs: Any) -> None:
+        """Run torch's worker loop; every half second and at the end write what was sampled."""
+        folder = os.environ.get(ObservedWorker.FOLDER)
+        if folder is None or not os.path.isdir(folder):
+            return _original_worker_loop(*args, **kwargs)
+        counts: Counter[tuple[str, int, str]] = Counter()
+        stop = threading.Event()
+        path = Path(folder) / f"{os.getpid()}.json"
+        thread = threading.Thread(target=_sample_worker, args=(get_ident(), counts, stop, path), daemon=True)
+        thread.start()
+        try:
+            return _original_worker_loop(*args, **kwargs)
+        finally:
+            stop.set()
+            thread.join(timeout=1.0)
+
+
+def _sample_worker(thread_id: int, counts: Counter[tuple[str, int, str]], stop: threading.Event, path: Path) -> None:
+    sites = Sites()
+    since_flush = 0.0
+    while not stop.wait(1.0 / _WORKER_RATE_HZ):
+        frame = sys._current_frames().get(thread_id)
+        site = sites.of_frame(frame)
+        if site >= 0 and _is_in_fetch(frame):
+            source = sites.table()[site]
+            counts[source.file, source.line, source.function] += 1
+        since_flush += 1.0 / _WORKER_RATE_HZ
+        if since_flush >= _WORKER_FLUSH_S:
+            since_flush = 0.0
+            _flush(counts, path)
+    _flush(counts, path)
+
+
+def _is_in_fetch(frame: Any) -> bool:
+    """Whether the worker is fetching a sample rather than waiting for work."""
+    while frame is not None:
+        if frame.f_code.co_name == "fetch":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _flush(counts: Counter[tuple[str, int, str]], path: Path) -> None:
+    rows = [[file, line, function, count] for (file, line, function), count in counts.items()]
+    beside = path.with_suffix(".part")
+    try:
+        beside.write_text(json.dumps(rows))
+        os.replace(beside, path)
+    except OSError:  # the observation is over and its folder is gone
+        pass

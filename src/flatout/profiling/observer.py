@@ -1,0 +1,385 @@
+"""The observation of one run: light stamps at every step, a few deep steps, and trials of what they suggest."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter
+from typing import Any, Final, Literal
+
+import torch
+
+from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
+from flatout.profiling.feeding import Feeding
+from flatout.profiling.operators import DeepStep, Example, OperatorKey, OperatorRecorder, storage_of
+from flatout.profiling.optimizing import Optimizing
+from flatout.profiling.overhead import InterceptionCost, interception_cost, light_cost_s
+from flatout.profiling.padding import PaddedTensor, name_tensors, padded_rows, signs_of
+from flatout.profiling.patching import Patches
+from flatout.profiling.reads import HostReads, is_on_accelerator
+from flatout.profiling.sampler import Sampler
+from flatout.profiling.schedule import Mode, Schedule
+from flatout.profiling.settings import Settings
+from flatout.profiling.sites import Sites
+from flatout.profiling.timeline import Timeline
+
+_INFERENCE_AFTER: Final = 3
+"""Root calls without a backward after which a loop counts as inference."""
+
+
+class Observer:
+    """Watches the thread that made it, from `install` to `remove`. Every event handler is here; what is kept lies in the parts.
+
+    `pause` is called at the border after the deep steps with the observer inactive: the time for trials. `complete` is called
+    when the schedule is done.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        user_root: str | None,
+        pause: Callable[[Observer], None],
+        complete: Callable[[], None],
+    ) -> None:
+        self.schedule = schedule
+        self.sites = Sites(user_root=user_root)
+        self.settings = Settings(self.sites)
+        self.calls = ModuleCalls(self.sites, self)
+        self.feeding = Feeding(self.sites, self)
+        self.optimizing = Optimizing(self.sites, self)
+        self.thread_id = get_ident()
+        self.kind: Literal["none", "inference", "manual", "training", "call"] = "none"
+        self.is_device = False
+        self.timeline = Timeline(use_events=False)
+        self.sampler = Sampler(self.sites, thread_id=self.thread_id, phase=lambda: self.timeline.phase)
+        self.reads = HostReads(self.sites, lambda: self.timeline.phase)
+        self.mode = Mode.WARM_UP
+        self.seen = 0
+        self.deep: list[DeepStep] = []
+        self.recorder: OperatorRecorder | None = None
+        self.examples: dict[OperatorKey, Example] = {}
+        self.callers: dict[int, tuple[int, ...]] = {}
+        self.backward_sites: set[int] = set()
+        self.interception = InterceptionCost(0.0, 0.0)
+        self.padded: dict[str, PaddedTensor] = {}
+        self.padding_signs: tuple[str, ...] = ()
+        self.unused: dict[str, tuple[int, int]] = {}
+        self.trained_modules: set[str] = set()
+        self.light_s = 0.0
+        self.deep_s = 0.0
+        self.pause_s = 0.0
+        self.trials_s = 0.0
+        self.notes: list[str] = []
+        self.is_complete = False
+        self._pause = pause
+        self._on_complete = complete
+        self._patches = Patches()
+        self._in_optimizer = False
+        self._in_backward = False
+        self._roots_without_backward = 0
+        self._leader: Root | None = None
+        self._is_installed = False
+
+    # -- life -------------------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Put all watches in place; what they cost is told by `light_fraction`."""
+        self._is_installed = True
+        self.settings.install(self._patches)
+        self.calls.install(self._patches)
+        self.feeding.install(self._patches)
+        self.optimizing.install(self._patches)
+        for name in ("backward", "grad"):
+            self._patches.set(torch.autograd, name, self._watching_backward(getattr(torch.autograd, name)))
+        self._activate(True)
+        self.sampler.start()
+        self.sampler.is_on = False
+
+    def remove(self) -> None:
+        """Take every watch away; what was patched is as before."""
+        if not self._is_installed:
+            return
+        self._is_installed = False
+        self._activate(False)
+        self.sampler.stop()
+        if self.mode is Mode.READS:
+            self.reads.end()
+        if self.mode is Mode.DEEP and self.recorder is not None:
+            self._leave_deep()
+        self.optimizing.remove()
+        self._patches.undo()
+
+    def fail(self, error: Exception) -> None:
+        """Our own mistake: say so in the Evidence, stop observing, and let the script go on."""
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        self.notes.append(f"observing stopped early: {type(error).__name__}: {error} ({where.name}, line {where.lineno})")
+        self._complete()
+
+    def _activate(self, on: bool) -> None:
+        self.calls.is_active = self.feeding.is_active = self.optimizing.is_active = on
+
+    # -- events -----------------------------------------------------------------------------------------------------------
+
+    def on_root_start(self, root: Root) -> None:
+        if root.has_parameters and self.kind in ("none", "inference") and not self._in_backward:
+            self._roots_without_backward += 1
+            if self.kind == "none" and self._roots_without_backward >= _INFERENCE_AFTER:
+                self._leader = root
+                self._restart("inference")
+            elif self.kind == "inference" and root is self._leader:
+                self._border()
+        is_training = root.is_training and root.grad_enabled
+        is_evaluation = self.kind == "training" and root.has_parameters and not is_training
+        if root.has_parameters:
+            self.timeline.root_calls += 1
+        self.timeline.switch("evaluation" if is_evaluation else "forward")
+
+    def on_root_end(self, root: Root) -> None:
+        self.timeline.end_root("optimizer" if self._in_optimizer else "other")
+
+    def on_root_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.mode is Mode.DEEP and self.recorder is not None and root.has_parameters:
+            for tensor in iter_tensors((args, kwargs)):
+                if not self.recorder.has_producer(tensor):
+                    self.recorder.data_storages.add(storage_of(tensor))
+        if self.mode in (Mode.WARM_UP, Mode.DEEP) and root.has_parameters and (root.is_training or self.kind != "training"):
+            self._look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
+
+    def on_fetch_start(self) -> None:
+        self.timeline.switch("data")
+
+    def on_fetch_end(self, batch: Any) -> None:
+        self.timeline.switch("optimizer" if self._in_optimizer else "other")
+        if self.mode is Mode.DEEP and self.recorder is not None:
+            self.recorder.data_storages.update(storage_of(t) for t in iter_tensors(batch))
+
+    def on_optimizer_start(self) -> None:
+        self._in_optimizer = True
+        self.timeline.switch("optimizer")
+
+    def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None:
+        self._in_optimizer = False
+        self.timeline.switch("other")
+        if self.kind != "training" or leader_changed:
+            self._restart("training")
+        elif is_border:
+            self._border()
+
+    def begin_call(self) -> None:
+        """A step function is about to be called (`flatout.check(step, batches)`)."""
+        if self.kind != "call":
+            self._restart("call")
+
+    def end_call(self) -> None:
+        """The step function returned."""
+        self._border()
+
+    def _watching_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._in_backward or get_ident() != self.thread_id or not self.calls.is_active:
+                return original(*args, **kwargs)
+            self._in_backward = True
+            self._roots_without_backward = 0
+            self.timeline.switch("backward")
+            if self.recorder is not None:
+                self.recorder.mark_backward(sys._getframe(1))
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._in_backward = False
+                if self.recorder is not None:
+                    self.recorder.mark_backward(None)
+                self.timeline.switch("optimizer" if self._in_optimizer else "other")
+                if self.kind in ("none", "inference"):
+                    self._restart("manual")
+                elif self.kind == "manual":
+                    self._border()
+
+        return watched
+
+    # -- steps ------------------------------------------------------------------------------------------------------------
+
+    def _restart(self, kind: Literal["inference", "manual", "training", "call"]) -> None:
+        """A better border of steps was found: begin again from the warm-up."""
+        if self.kind == "call":
+            return
+        try:
+            if self.mode is Mode.DEEP:
+                self._leave_deep()
+            elif self.mode is Mode.READS:
+                self.reads.end()
+            self.kind = kind
+            self.is_device = is_on_accelerator()
+            self.timeline = Timeline(use_events=self.is_device)
+            self.mode = Mode.WARM_UP
+            self.seen = 0
+            self.light_s = 0.0
+            self.deep.clear()
+            self.reads.seen.clear()
+            self.reads.num_steps = 0
+            self.sampler.counts.clear()
+            self.sampler.is_on = False
+        except Exception as e:  # ours, not the user's: give up observing, let the script go on
+            self.fail(e)
+
+    def _border(self) -> None:
+        """A step ended: file it, and prepare the next."""
+        if self.is_complete:
+            return
+        try:
+            duration = self.timeline.boundary(self.mode.value)
+            self._end_step(duration)
+        except Exception as e:  # ours, not the user's: give up observing, let the script go on
+            self.fail(e)
+
+    def _end_step(self, duration_s: float) -> None:
+        before = self.mode
+        began = perf_counter()
+        self.seen += 1
+        if before is Mode.DEEP:
+            self.deep_s += duration_s
+            self._close_deep(duration_s)
+        elif before is Mode.LIGHT:
+            self.light_s += duration_s
+        elif before is Mode.READS:
+            self.reads.end()
+            self.reads.num_steps += 1
+        self.mode = self.schedule.mode(
+            seen=self.seen,
+            deep_elapsed_s=self.deep_s,
+            light_elapsed_s=self.light_s,
+            deep_allowed=self._is_deep_allowed(),
+        )
+        if before is Mode.DEEP and self.mode is not Mode.DEEP:
+            self._leave_deep()
+            if self.kind != "inference":
+                self._take_pause()
+        self.sampler.is_on = self.mode is Mode.LIGHT
+        if self.mode is Mode.READS:
+            self.reads.begin()
+        elif self.mode is Mode.DEEP:
+            self._open_deep()
+        elif self.mode is Mode.DONE:
+            self._complete()
+        if before in (Mode.DEEP, Mode.READS) or self.mode in (Mode.DEEP, Mode.READS):
+            self.deep_s += perf_counter() - began
+            self.timeline.restart()
+            if self.recorder is not None:
+                self.recorder.resume()
+
+    def _take_pause(self) -> None:
+        began = perf_counter()
+        self._activate(False)
+        try:
+            self._pause(self)
+        finally:
+            self._activate(True)
+            self.pause_s += perf_counter() - began
+            self.deep_s -= perf_counter() - began
+
+    def _complete(self) -> None:
+        if not self.is_complete:
+            self.is_complete = True
+            self.remove()
+            self._on_complete()
+
+    # -- deep steps -------------------------------------------------------------------------------------------------------
+
+    def _is_deep_allowed(self) -> bool:
+        if not _uses_compile():
+            return True
+        note = "the script uses torch.compile: no operators were recorded, since recording would switch the compiled code off"
+        if note not in self.notes:
+            self.notes.append(note)
+        return False
+
+    def _open_deep(self) -> None:
+        if self.recorder is None:
+            self.interception = interception_cost(self.sites)
+            self.recorder = OperatorRecorder(
+                self.sites,
+                phase=lambda: self.timeline.phase,
+                module=self.calls.module_path,
+                is_device=self.is_device,
+                thread_id=self.thread_id,
+            )
+            self.recorder.__enter__()
+        self.calls.is_deep = True
+        self.calls.begin_deep()
+        self.recorder.begin()
+
+    def _close_deep(self, duration_s: float) -> None:
+        assert self.recorder is not None
+        self.recorder.is_paused = True
+        step = self.recorder.end(tuple(self.calls.cells.values()))
+        step.duration_s = duration_s
+        self.deep.append(step)
+        self._note_gradients()
+        self.recorder.is_paused = False
+
+    def _leave_deep(self) -> None:
+        self.calls.is_deep = False
+        if self.recorder is not None:
+            self.recorder.__exit__(None, None, None)
+            self.recorder.is_paused = True
+            self.examples = self.recorder.examples
+            self.callers = self.recorder.callers
+            self.backward_sites = self.recorder.backward_sites
+            self.recorder = None
+
+    def _note_gradients(self) -> None:
+        """Which modules' own parameters got gradients though no optimizer holds them."""
+        optimized = self.optimizing.optimized_ids()
+        if not optimized:
+            return
+        for root in self.calls.roots.values():
+            module = root.module()
+            if module is None or not root.has_parameters:
+                continue
+            top = type(module).__name__
+            for name, inner in module.named_modules():
+                path = f"{top}.{name}" if name else top
+                own = list(inner.parameters(recurse=False))
+                unused = [p for p in own if p.grad is not None and id(p) not in optimized]
+                if unused:
+                    self.unused[path] = (len(unused), sum(p.numel() for p in unused))
+                if any(id(p) in optimized for p in own):
+                    self.trained_modules.add(path)
+
+    def _look_for_padding(self, tensors: dict[str, torch.Tensor], root: Root) -> None:
+        is_recording = self.recorder is not None
+        if self.recorder is not None:
+            self.recorder.is_paused = True
+        for name, tensor in tensors.items():
+            rows = padded_rows(tensor)
+            if rows is None:
+                continue
+            found = self.padded.setdefault(name, PaddedTensor(name, tensor))
+            found.add(rows)
+            if min(rows.lengths) < rows.width:
+                signs = signs_of(root.module(), list(tensors.values()), rows.lengths)
+                self.padding_signs = tuple(dict.fromkeys(self.padding_signs + signs))
+            if self.recorder is not None:
+                found.source = self.recorder.creator_site(tensor)
+        if is_recording and self.recorder is not None:
+            self.recorder.is_paused = False
+            self.recorder.resume()
+
+    # -- costs ------------------------------------------------------------------------------------------------------------
+
+    def light_fraction(self) -> float:
+        """Share of the light steps' time that the light observation took, from unit prices and the sampler's own clock."""
+        steps = [s for s in self.timeline.steps if s.mode == Mode.LIGHT.value]
+        total = sum(s.duration_s for s in steps)
+        return light_cost_s(steps, self.sampler.cpu_s, self.is_device) / total if total else 0.0
+
+
+def _uses_compile() -> bool:
+    """Whether dynamo compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["frames"]["ok"] > 0
+
+

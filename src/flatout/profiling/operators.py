@@ -1,0 +1,361 @@
+"""Every operator of a few deep steps: what it was, on which line, how long it took, and who made its inputs.
+
+A TorchDispatchMode sees each operator below autograd, so forward and backward alike, and the user's frames above it. A
+backward operator is brought home to its forward line through autograd's sequence numbers: a node's number is the counter's
+value when the forward operator made it.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout.profiling.sites import Sites
+
+if TYPE_CHECKING:
+    from flatout.profiling.calls import RepeatedCell
+
+MAX_CALLS: Final = 60_000
+"""Calls recorded in one deep step; a step with more is recorded up to here and marked truncated."""
+
+_SKIPPED_NAMESPACES: Final = ("profiler", "prim")
+_HASH_LIMIT_BYTES: Final = 64 << 20
+_RANDOM: Final = ("rand", "normal", "bernoulli", "multinomial", "dropout", "exponential", "uniform", "poisson", "cauchy")
+_EMPTY: Final = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
+_READS: Final = {
+    "aten._local_scalar_dense": "item",
+    "aten.nonzero": "nonzero",
+    "aten.masked_select": "masked_select",
+    "aten.equal": "equal",
+    "aten._unique2": "unique",
+    "aten.unique_dim": "unique",
+}
+_HEAD_START_CALLS: Final = 128
+_HEAD_START_CYCLES: Final = 12_000_000
+"""About 6 ms at 2 GHz: the host needs less than that to queue 128 observed operators."""
+
+
+class TensorMeta(NamedTuple):
+    """What identifies a tensor argument's kind."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_contiguous: bool
+    device: str
+
+
+class OperatorKey(NamedTuple):
+    """What makes two calls the same row."""
+
+    op: str
+    site: int
+    module: str
+    phase: str
+    inputs: tuple[TensorMeta, ...]
+    outputs: tuple[TensorMeta, ...]
+    scalars: str
+
+
+class Call(NamedTuple):
+    """One recorded call. Times in seconds; `events` are device events around it, or None."""
+
+    key: OperatorKey
+    op_s: float
+    python_s: float
+    producers: tuple[int, ...]
+    creators: tuple[int, ...]
+    is_constant: bool
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+
+class Example(NamedTuple):
+    """One call's function and arguments, tensors replaced by their description, small index tensors kept."""
+
+    func: Callable[..., object]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class DeepStep:
+    """What was recorded in one deep step."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.reads: list[tuple[int, str, str, bool]] = []
+        self.constants: dict[int, list[int]] = {}
+        self.truncated = False
+        self.nodes_run: set[int] = set()
+        self.duration_s = 0.0
+        self.tail_s = 0.0
+        self.cells: tuple[RepeatedCell, ...] = ()
+
+
+class OperatorRecorder(TorchDispatchMode):
+    """Records into `step` while entered.
+
+    `phase` and `module` are asked at each operator; `is_device` switches on device events; `is_data` tells whether an outside
+    tensor came with the batch.
+    """
+
+    def __init__(
+        self,
+        sites: Sites,
+        *,
+        phase: Callable[[], str],
+        module: Callable[[], str],
+        is_device: bool,
+        thread_id: int,
+    ) -> None:
+        super().__init__()
+        self.step = DeepStep()
+        self.examples: dict[OperatorKey, Example] = {}
+        self.callers: dict[int, tuple[int, ...]] = {}
+        self.backward_sites: set[int] = set()
+        self.data_storages: set[int] = set()
+        self._backward_frame: FrameType | None = None
+        self.is_paused = False
+        self._sites = sites
+        self._phase = phase
+        self._module = module
+        self._is_device = is_device
+        self._thread_id = thread_id
+        self._last_end = perf_counter()
+        self._line_of_node: dict[int, tuple[int, str]] = {}
+        self._last_node = torch._C._autograd._get_sequence_nr() - 1
+        self._producer: dict[int, int] = {}
+        self._creator: dict[int, int] = {}
+        self._constant: dict[int, bool] = {}
+        self._known: dict[Any, str] = {}
+
+    def begin(self) -> None:
+        """Start a new deep step; the one before stays with the caller."""
+        self.step = DeepStep()
+        self._producer.clear()
+        self._creator.clear()
+        self._constant.clear()
+        self._line_of_node.clear()
+        self._last_node = torch._C._autograd._get_sequence_nr() - 1
+        self._head_start()
+        self._last_end = perf_counter()
+
+    def resume(self) -> None:
+        """Forget the time since the last operator: it was ours, not the user's."""
+        self._last_end = perf_counter()
+
+    def end(self, cells: tuple[RepeatedCell, ...]) -> DeepStep:
+        """The step is over; hand it out."""
+        self.step.tail_s = perf_counter() - self._last_end
+        self.step.cells = cells
+        return self.step
+
+    def mark_backward(self, frame: FrameType | None) -> None:
+        """A backward begins, called from this frame (None: it ended)."""
+        while frame is not None and not self._sites.is_user_code(frame.f_code):
+            frame = frame.f_back
+        self._backward_frame = frame
+        if frame is not None:
+            site = self._sites.of_frame(frame)
+            self.backward_sites.add(site)
+            self.callers.setdefault(site, self._sites.chain(frame)[1:])
+
+    def has_producer(self, tensor: Tensor) -> bool:
+        """Whether an operator of this step wrote the tensor's memory."""
+        return storage_of(tensor) in self._producer
+
+    def creator_site(self, tensor: Tensor) -> int:
+        """The line that made the memory of a tensor in this step, followed through stack and cat to where its width arose."""
+        index = self._creator.get(storage_of(tensor), -1)
+        site = -1
+        while index >= 0:
+            call = self.step.calls[index]
+            site = call.key.site
+            if call.key.op not in ("aten.stack", "aten.cat", "aten._to_copy", "aten.clone"):
+                break
+            index = call.creators[0] if call.creators else -1
+        return site
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        start = perf_counter()
+        kwargs = kwargs or {}
+        name = self._known.get(func)
+        if name is None:
+            name = self._known[func] = f"{func.namespace}.{func._schema.name.partition('::')[2]}"
+        if self.is_paused or len(self.step.calls) >= MAX_CALLS or name.startswith(_SKIPPED_NAMESPACES):
+            self.step.truncated |= not self.is_paused and len(self.step.calls) >= MAX_CALLS
+            return func(*args, **kwargs)
+        python_s = start - self._last_end
+        tensors = _tensors(args)
+        if kwargs:
+            tensors += _tensors(tuple(kwargs.values()))
+        inputs = tuple(map(_meta, tensors))
+        storages = tuple(map(_storage, tensors))
+        producers = tuple(self._producer.get(s, -1) for s in storages)
+        creators = tuple(self._creator.get(s, -1) for s in storages)
+        site, module, phase = self._place()
+        constant = self._is_constant(name, tensors, storages, phase, site)
+        on_device = self._is_device and (not inputs or any(m.device != "cpu" for m in inputs))
+        events = _event_pair() if on_device else None
+        if events:
+            events[0].record()
+        before = perf_counter()
+        out = func(*args, **kwargs)
+        op_s = perf_counter() - before
+        if events:
+            events[1].record()
+        results = _tensors((out,))
+        outputs = tuple(map(_meta, results))
+        key = OperatorKey(name, site, module, phase, inputs, outputs, _scalars(args, kwargs))
+        index = len(self.step.calls)
+        for result in results:
+            storage = _storage(result)
+            self._producer[storage] = index
+            if storage not in storages:
+                self._creator[storage] = index
+            self._constant[storage] = constant
+        self.step.calls.append(Call(key, op_s, python_s, producers, creators, constant, events))
+        if key not in self.examples:
+            self.examples[key] = Example(func, tuple(_describe(a) for a in args), {k: _describe(v) for k, v in kwargs.items()})
+        if constant and results and not name.startswith(_EMPTY):
+            self.step.constants.setdefault(site, []).append(_fingerprint(results[0]))
+        self._note_read(name, site, phase, inputs, outputs)
+        if on_device and index % _HEAD_START_CALLS == 0:
+            self._head_start()
+        self._last_end = perf_counter()
+        return out
+
+    def _place(self) -> tuple[int, str, str]:
+        """(user line, module path, phase) of the operator now being dispatched."""
+        node = torch._C._current_autograd_node()
+        frame = sys._getframe(2)
+        site = self._sites.of_frame(frame)
+        if site not in self.callers:
+            self.callers[site] = self._sites.chain(frame)[1:]
+        if node is None:
+            last = torch._C._autograd._get_sequence_nr() - 1
+            module = self._module()
+            if last > self._last_node:
+                for number in range(self._last_node + 1, last + 1):
+                    self._line_of_node[number] = (site, module)
+                self._last_node = last
+            return site, module, self._phase()
+        number = node._sequence_nr()
+        self.step.nodes_run.add(number)
+        forward = self._line_of_node.get(number)
+        if forward is not None and not self._is_inside_user_backward():
+            return forward[0], forward[1], "backward"
+        return site, "", "backward"
+
+    def _is_inside_user_backward(self) -> bool:
+        """Whether user code runs below the backward call: a custom backward, or a recomputed forward."""
+        frame = sys._getframe(3)
+        while frame is not None:
+            if frame is self._backward_frame:
+                return False
+            if self._sites.is_user_code(frame.f_code):
+                return self._backward_frame is not None
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
+
+    def _is_constant(
+        self, name: str, tensors: list[Tensor], storages: tuple[int, ...], phase: str, site: int
+    ) -> bool:
+        """Whether the result depends on nothing but constants: no parameter, no batch, no random number."""
+        if site < 0 or phase in ("backward", "optimizer") or any(r in name for r in _RANDOM):
+            return False
+        for tensor, storage in zip(tensors, storages, strict=True):
+            known = self._constant.get(storage)
+            if known is None:
+                known = not (tensor.requires_grad or storage in self.data_storages)
+            if not known:
+                return False
+        return True
+
+    def _note_read(
+        self, name: str, site: int, phase: str, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta, ...]
+    ) -> None:
+        call = _READS.get(name)
+        on_device = any(m.device != "cpu" for m in inputs)
+        if call is None and name == "aten._to_copy" and on_device and outputs and outputs[0].device == "cpu":
+            call = "to cpu"
+        if call is not None and phase != "optimizer":
+            self.step.reads.append((site, call, phase, on_device))
+
+    def _head_start(self) -> None:
+        """Keep the device busy while the host queues, so that device events measure kernels and not the host."""
+        if self._is_device:
+            torch.cuda._sleep(_HEAD_START_CYCLES)
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(v for v in value if isinstance(v, Tensor))
+    return found
+
+
+def _meta(tensor: Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.is_contiguous(), tensor.device.type)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The identity of the memory behind a tensor, equal for views of one another; -1 where there is none."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return -1
+
+
+def _scalars(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """The arguments that are not tensors, short; they tell masks, dims and scales apart."""
+    parts = [repr(a) for a in args if _is_plain(a)]
+    parts += [f"{k}={v!r}" for k, v in kwargs.items() if _is_plain(v)]
+    return ", ".join(parts)[:80]
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(v, (int, float, bool)) for v in value)
+    return isinstance(value, (int, float, bool, str, torch.dtype))
+
+
+def _describe(value: Any) -> Any:
+    """A tensor's description in place of the tensor; integer tensors up to 1 MiB are kept, they are indices."""
+    if isinstance(value, Tensor):
+        is_index = not value.dtype.is_floating_point and not value.dtype.is_complex
+        if is_index and value.numel() * value.element_size() <= 1 << 20:
+            return value.detach().clone()
+        return (_meta(value), tuple(value.stride()))
+    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+        return [_describe(v) for v in value]
+    return value
+
+
+def _fingerprint(tensor: Tensor) -> int:
+    """A number that differs when a bit of the tensor differs (with overwhelming probability)."""
+    if tensor.numel() * tensor.element_size() > _HASH_LIMIT_BYTES or tensor.is_sparse:
+        return id(tensor)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return 0
+    return zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
+
+
+def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,157 @@
+"""Optimizers: when they step, which one marks the border of a step, and how they walk over their parameters."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable
+from threading import get_ident
+from time import perf_counter
+from typing import Any, Final, Literal, Protocol
+
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from flatout.profiling.patching import Patches
+from flatout.profiling.sites import Sites
+
+_HAS_FUSED: Final = ("Adam", "AdamW", "SGD", "Adagrad")
+"""torch.optim classes with a fused implementation on CPU and CUDA (torch 2.11 to 2.13 documentation)."""
+
+
+_CYCLE_SEEN: Final = 24
+"""Optimizer steps looked back upon to find the cycle; a GAN with five critic steps has a cycle of six."""
+
+
+class OptimizerListener(Protocol):
+    """Who is told of optimizer steps, on the observed thread."""
+
+    def on_optimizer_start(self) -> None: ...
+
+    def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None: ...
+
+
+class OptimizerWatched:
+    """One optimizer that stepped."""
+
+    def __init__(self, optimizer: Optimizer, site: int, constructed: int) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.name = type(optimizer).__name__
+        self.site = site
+        self.constructed = constructed
+        self.variant = variant_of(optimizer)
+        parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        self.num_tensors = len(parameters)
+        self.num_elements = sum(p.numel() for p in parameters)
+        self.parameter_ids = {id(p) for p in parameters}
+        self.fused_supported = (
+            is_torchs_own(optimizer) and self.name in _HAS_FUSED and all(p.is_floating_point() for p in parameters)
+        )
+        self.started_s = 0.0
+        self.step_s: list[float] = []
+
+
+class Optimizing:
+    """Watches all optimizers through torch's global hooks; finds the leader, whose step ends a step of the loop.
+
+    With several optimizers (a GAN, several groups) the leader is the one that stepped least often of late, the latest in the
+    cycle among equals: its step closes the cycle.
+    """
+
+    def __init__(self, sites: Sites, listener: OptimizerListener) -> None:
+        self.watched: dict[int, OptimizerWatched] = {}
+        self.is_active = False
+        self.callers: dict[int, tuple[int, ...]] = {}
+        self._constructed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._leader: OptimizerWatched | None = None
+        self._recent: deque[int] = deque(maxlen=_CYCLE_SEEN)
+        self._handles: list[RemovableHandle] = []
+        self._sites = sites
+        self._listener = listener
+        self._thread_id = get_ident()
+
+    def install(self, patches: Patches) -> None:
+        """Register torch's global step hooks and note where optimizers are made."""
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+        original: Callable[..., None] = Optimizer.__init__
+        watch = self
+
+        def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # ruff: keeps the method's name
+            original(self, *args, **kwargs)
+            watch._constructed[self] = watch._sites.of_frame(sys._getframe(1))
+
+        patches.set(Optimizer, "__init__", __init__)
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def optimized_ids(self) -> set[int]:
+        """Identities of all parameters that a stepping optimizer holds."""
+        return set().union(*(w.parameter_ids for w in self.watched.values()))
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.is_active or get_ident() != self._thread_id:
+            return
+        watched = self.watched.get(id(optimizer))
+        if watched is None or watched.optimizer() is not optimizer:
+            frame = sys._getframe(2)
+            site = self._sites.of_frame(frame)
+            self.callers[site] = self._sites.chain(frame)[1:]
+            watched = OptimizerWatched(optimizer, site, self._constructed.get(optimizer, -1))
+            self.watched[id(optimizer)] = watched
+        self._listener.on_optimizer_start()
+        watched.started_s = perf_counter()
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.is_active or get_ident() != self._thread_id:
+            return
+        watched = self.watched.get(id(optimizer))
+        if watched is None:
+            return
+        watched.step_s.append(perf_counter() - watched.started_s)
+        self._recent.append(id(watched))
+        leader = self._find_leader()
+        changed, self._leader = self._leader is not leader, leader
+        self._listener.on_optimizer_end(is_border=leader is watched, leader_changed=changed)
+
+    def _find_leader(self) -> OptimizerWatched:
+        counts = Counter(self._recent)
+        fewest = min(counts.values())
+        leader = self._leader
+        if leader is not None and counts.get(id(leader), -1) == fewest:
+            return leader
+        latest = next(key for key in reversed(self._recent) if counts[key] == fewest)
+        return next(w for w in self.watched.values() if id(w) == latest)
+
+
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether the class comes with torch (a subclass of one does not count)."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def variant_of(optimizer: Optimizer) -> Literal["for-loop", "foreach", "fused", "own"]:
+    """How the optimizer walks over its parameters, by its options and torch's defaults.
+
+    With neither option set torch takes foreach when all parameters are on an accelerator and the loop otherwise
+    (torch.optim.optimizer._default_to_fused_or_foreach).
+    """
+    if not is_torchs_own(optimizer):
+        return "own"
+    group = optimizer.param_groups[0]
+    if group.get("fused"):
+        return "fused"
+    if group.get("foreach"):
+        return "foreach"
+    if "foreach" in group and group["foreach"] is None and all(p.device.type == "cuda" for p in group["params"]):
+        return "foreach"
+    return "for-loop"
+
+

@@ -1,0 +1,60 @@
+"""What observing costs: unit prices, measured on this machine in some milliseconds."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from flatout.profiling.sites import Sites
+from flatout.profiling.timeline import TimedStep, Timeline
+
+_CALLS = 300
+
+
+class InterceptionCost(NamedTuple):
+    """Seconds that recording adds to one operator: inside its measured time, and to the Python before it."""
+
+    in_op_s: float
+    in_python_s: float
+
+
+def interception_cost(sites: Sites) -> InterceptionCost:
+    """The price of recording one tiny operator in a deep step, less what it costs unobserved."""
+    from flatout.profiling.operators import OperatorRecorder
+
+    x = torch.ones(4)
+    plain = min(_loop_s(x) for _ in range(5)) / _CALLS
+    recorder = OperatorRecorder(sites, phase=lambda: "other", module=lambda: "", is_device=False, thread_id=0)
+    best: tuple[float, float] | None = None
+    with recorder:
+        for _ in range(5):
+            recorder.begin()
+            _loop_s(x)
+            calls = recorder.step.calls
+            op, python = sum(c.op_s for c in calls) / len(calls), sum(c.python_s for c in calls) / len(calls)
+            if best is None or op + python < sum(best):
+                best = (op, python)
+    assert best is not None
+    excess = max(0.0, sum(best) - plain)
+    in_op = min(excess, max(0.0, best[0] - 0.8 * plain))
+    return InterceptionCost(in_op, excess - in_op)
+
+
+def _loop_s(x: torch.Tensor) -> float:
+    start = perf_counter()
+    for _ in range(_CALLS):
+        x.neg()
+    return perf_counter() - start
+
+
+def light_cost_s(steps: list[TimedStep], sampler_s: float, is_device: bool) -> float:
+    """Seconds the light observation took in these steps: phase marks, root calls and the sampling thread."""
+    scratch = Timeline(use_events=is_device)
+    start = perf_counter()
+    for _ in range(_CALLS):
+        scratch.switch("forward")
+    mark_s = (perf_counter() - start) / _CALLS
+    marks = sum(6 + 2 * s.root_calls for s in steps)
+    return marks * (mark_s + 1.5e-6) + sampler_s

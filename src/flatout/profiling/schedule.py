@@ -1,0 +1,50 @@
+"""Which steps are watched how. Pure: it sees only counts and times."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from flatout.records.record import Record
+
+
+class Mode(Enum):
+    """How the step that begins now is observed."""
+
+    WARM_UP = "warm-up"
+    LIGHT = "light"
+    READS = "reads"
+    DEEP = "deep"
+    DONE = "done"
+
+
+class Schedule(Record, frozen=True, kw_only=True):
+    """Budgets of one observation, in steps and seconds.
+
+    A few light steps come before the deep ones, so that even a short script is seen from all sides; then light steps go on
+    until `observe_s` have passed or the script ends. Honest timing uses all light steps.
+    """
+
+    num_warm_up: int = 3
+    num_light_before: int = 3
+    num_reads: int = 1
+    num_deep: int = 3
+    deep_budget_s: float = 15.0
+    trials_budget_s: float = 15.0
+    observe_s: float = 30.0
+    max_light: int = 20_000
+
+    def mode(self, *, seen: int, deep_elapsed_s: float, light_elapsed_s: float, deep_allowed: bool) -> Mode:
+        """The mode of the next step, after `seen` whole steps."""
+        before = self.num_warm_up + self.num_light_before
+        num_deep = self.num_deep if deep_allowed else 0
+        if seen < self.num_warm_up:
+            return Mode.WARM_UP
+        if seen < before:
+            return Mode.LIGHT
+        if seen < before + self.num_reads:
+            return Mode.READS
+        if seen < before + self.num_reads + num_deep and deep_elapsed_s < self.deep_budget_s:
+            return Mode.DEEP
+        if light_elapsed_s > self.observe_s or seen > self.max_light:
+            return Mode.DONE
+        return Mode.LIGHT

@@ -1,0 +1,137 @@
+"""Running a user's script or module as python itself would, inside this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import NamedTuple
+
+
+from flatout.errors import ScriptError
+
+_OURS = str(Path(__file__).parents[1])
+
+
+class Outcome(NamedTuple):
+    """How a script ended: 'finished', or the last line of its exception; and the exit code python would give."""
+
+    exit: str
+    exit_code: int
+
+
+class Script(NamedTuple):
+    """Code ready to run as `__main__`. `root` is the folder whose files count as the user's."""
+
+    code: CodeType
+    module: ModuleType
+    argv: tuple[str, ...]
+    search_path: str
+    root: str
+
+
+def load_script(path: str, arguments: tuple[str, ...]) -> Script:
+    """A file to run like `python path arguments`.
+
+    Raises ScriptError when there is no such file or it does not compile.
+    """
+    file = Path(path)
+    if file.is_dir() and (file / "__main__.py").is_file():
+        return _main_module((file / "__main__.py"), (path, *arguments), search_path=str(file))
+    if not file.is_file():
+        raise ScriptError(f"'{path}' is not a file; give the script that you would give to python")
+    return _main_module(file, (path, *arguments), search_path=str(file.parent.resolve()))
+
+
+def load_module(name: str, arguments: tuple[str, ...]) -> Script:
+    """A module to run like `python -m name arguments`.
+
+    Raises ScriptError when it cannot be found.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as e:
+        raise ScriptError(f"module '{name}' cannot be found: {e}; run flatout where `python -m {name}` works") from e
+    if spec is None or spec.origin is None or spec.loader is None:
+        raise ScriptError(f"module '{name}' cannot be found; run flatout where `python -m {name}` works")
+    script = _main_module(Path(spec.origin), (spec.origin, *arguments), search_path=os.getcwd())
+    script.module.__spec__ = spec
+    script.module.__package__ = spec.parent
+    return script
+
+
+def run_script(script: Script) -> Outcome:
+    """Run to the end. What the script raises is printed as python would, without our frames, and becomes the outcome."""
+    before_main, before_argv, before_path = sys.modules["__main__"], sys.argv, sys.path[:]
+    sys.modules["__main__"] = script.module
+    sys.argv = list(script.argv)
+    if script.search_path not in sys.path[:1]:
+        sys.path.insert(0, script.search_path)
+    try:
+        exec(script.code, script.module.__dict__)
+        return Outcome("finished", 0)
+    except SystemExit as e:
+        return Outcome("finished" if e.code in (None, 0) else f"SystemExit: {e.code}", _exit_code(e))
+    except BaseException as e:  # the script's own, whatever it is: python would print it and exit with 1
+        _print_exception(e)
+        code = 130 if isinstance(e, KeyboardInterrupt) else 1
+        return Outcome("".join(traceback.format_exception_only(e)).strip().splitlines()[-1], code)
+    finally:
+        sys.argv, sys.path[:] = before_argv, before_path
+        sys.modules["__main__"] = before_main
+
+
+def _main_module(file: Path, argv: tuple[str, ...], *, search_path: str) -> Script:
+    try:
+        code = compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    except SyntaxError as e:
+        raise ScriptError(f"'{file}' does not compile: {e}; mend it until `python {file}` starts") from e
+    module = ModuleType("__main__")
+    module.__file__ = str(file)
+    module.__dict__.update(__builtins__=__builtins__, __cached__=None, __spec__=None, __loader__=None, __package__=None)
+    return Script(code=code, module=module, argv=argv, search_path=search_path, root=str(file.parent.resolve()))
+
+
+def _exit_code(e: SystemExit) -> int:
+    if e.code is None:
+        return 0
+    if isinstance(e.code, int):
+        return e.code & 0xFF
+    print_to_stderr(str(e.code))
+    return 1
+
+
+def _print_exception(error: BaseException) -> None:
+    error.__traceback__ = _without_ours(error.__traceback__)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _without_ours(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback less the frames of this package."""
+    if tb is None:
+        return None
+    rest = _without_ours(tb.tb_next)
+    if tb.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
+        return rest
+    return TracebackType(rest, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+
+
+def print_to_stderr(text: str) -> None:
+    """What python prints for `sys.exit("text")`."""
+    sys.stderr.write(text + "\n")
+
+
+class Enough(SystemExit):
+    """Raised in the user's loop at the border of a step when the observation is complete and the user asked to stop then."""
+
+
+def end_script() -> None:
+    """End the running script between two steps, politely: as `sys.exit(0)` there would."""
+    raise Enough(0)

@@ -1,0 +1,76 @@
+"""Global switches in force, and the lines that set them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from flatout.profiling.patching import Patches
+from flatout.profiling.sites import Sites
+from flatout.records.workload import Setting
+
+ENVIRONMENT: Final = (
+    "CUDA_LAUNCH_BLOCKING",
+    "TORCH_LOGS",
+    "TORCH_SHOW_CPP_STACKTRACES",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+)
+"""Environment variables that slow torch down or change its threads; read once, at the observer's request."""
+
+
+class Settings:
+    """Notes the user's line at which each switch was thrown."""
+
+    def __init__(self, sites: Sites) -> None:
+        self.set_at: dict[str, int] = {}
+        self._sites = sites
+
+    def install(self, patches: Patches) -> None:
+        """Wrap the functions that throw switches; they are rare, so this costs nothing in a step."""
+        for owner, name, setting in (
+            (torch, "use_deterministic_algorithms", "deterministic_algorithms"),
+            (torch, "set_default_dtype", "default_dtype"),
+            (torch, "set_num_threads", "num_threads"),
+            (torch, "set_float32_matmul_precision", "float32_matmul_precision"),
+        ):
+            patches.set(owner, name, self._noting(getattr(owner, name), setting))
+        for kind in (torch.autograd.set_detect_anomaly, torch.autograd.detect_anomaly):
+            patches.set(kind, "__init__", self._noting(kind.__init__, "detect_anomaly"))
+
+    def read(self, environment: dict[str, str]) -> tuple[Setting, ...]:
+        """The switches as they stand now; `environment` is the process's, given by the caller."""
+        values = {
+            "detect_anomaly": torch.is_anomaly_enabled(),
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+            "num_threads": torch.get_num_threads(),
+            "num_interop_threads": torch.get_num_interop_threads(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        }
+        values.update({name: environment[name] for name in ENVIRONMENT if name in environment})
+        sources = self._sites.table()
+        return tuple(
+            Setting(name=name, value=str(value), source=sources[at] if (at := self.set_at.get(name, -1)) >= 0 else None)
+            for name, value in values.items()
+        )
+
+    def _noting(self, original: Callable[..., Any], setting: str) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            site = self._sites.of_frame(sys._getframe(1))
+            if site >= 0:
+                self.set_at[setting] = site
+            return original(*args, **kwargs)
+
+        return noting
+
+
+def environment() -> dict[str, str]:
+    """The process's environment, as a plain dict."""
+    return dict(os.environ)

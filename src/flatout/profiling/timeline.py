@@ -1,0 +1,106 @@
+"""When which phase began in a step: a handful of time stamps, on a GPU also as events on its own clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+
+class Mark(NamedTuple):
+    """From `host_s` on, the step was in `phase`."""
+
+    phase: str
+    host_s: float
+    event: torch.cuda.Event | None
+
+
+class TimedStep(NamedTuple):
+    """One finished step: its length and the seconds in each phase."""
+
+    mode: str
+    duration_s: float
+    phases: dict[str, float]
+    root_calls: int
+
+
+class Timeline:
+    """The phases of the step in progress.
+
+    Forward runs from the call of a root module to the backward (the loss in between belongs to it); when no backward follows,
+    it ends where the module returned and the rest is other host work.
+    """
+
+    def __init__(self, *, use_events: bool) -> None:
+        self.phase = "other"
+        self.steps: list[TimedStep] = []
+        self.root_calls = 0
+        self._use_events = use_events
+        self._marks: list[Mark] = [self._mark("other")]
+        self._forward_end: Mark | None = None
+        self._waiting: deque[tuple[str, list[Mark], int]] = deque()
+
+    def switch(self, phase: str) -> None:
+        """Enter `phase` now."""
+        if self._forward_end is not None and phase != "backward":
+            self._marks.append(self._forward_end)
+        self._forward_end = None
+        self.phase = phase
+        self._marks.append(self._mark(phase))
+
+    def end_root(self, resume: str) -> None:
+        """A root module returned: forward ends here unless a backward follows."""
+        self._forward_end = self._mark(resume)
+
+    def boundary(self, mode: str) -> float:
+        """End the step, begin the next, and return the host's seconds of the one that ended."""
+        self.switch("other")
+        marks, self._marks = self._marks, [self._marks[-1]]
+        calls, self.root_calls = self.root_calls, 0
+        if self._use_events:
+            self._waiting.append((mode, marks, calls))
+            self._collect()
+        else:
+            self.steps.append(_finish(mode, marks, calls, [b.host_s - a.host_s for a, b in zip(marks, marks[1:])]))
+        return marks[-1].host_s - marks[0].host_s
+
+    def restart(self) -> None:
+        """Forget the time since the last mark: it was ours."""
+        self._marks = [self._mark(self.phase)]
+        self._forward_end = None
+        self.root_calls = 0
+
+    def drain(self) -> None:
+        """Read all events that are still under way; waits for the device."""
+        if self._waiting:
+            last = self._waiting[-1][1][-1].event
+            assert last is not None
+            last.synchronize()
+            self._collect()
+
+    def _mark(self, phase: str) -> Mark:
+        event = None
+        if self._use_events:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        return Mark(phase, perf_counter(), event)
+
+    def _collect(self) -> None:
+        while self._waiting:
+            mode, marks, calls = self._waiting[0]
+            events = [m.event for m in marks]
+            last = events[-1]
+            if last is None or not last.query():
+                return
+            self._waiting.popleft()
+            lengths = [a.elapsed_time(b) * 1e-3 for a, b in zip(events, events[1:]) if a is not None and b is not None]
+            self.steps.append(_finish(mode, marks, calls, lengths))
+
+
+def _finish(mode: str, marks: list[Mark], calls: int, lengths: list[float]) -> TimedStep:
+    phases: dict[str, float] = {}
+    for mark, length in zip(marks, lengths):
+        phases[mark.phase] = phases.get(mark.phase, 0.0) + length
+    return TimedStep(mode, sum(lengths), phases, calls)

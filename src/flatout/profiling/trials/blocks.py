@@ -1,0 +1,138 @@
+"""Known patterns against their cure at the same shapes: attention, growing cat, recurrent cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flatout.measure.timer import compare
+from flatout.profiling.trials.scene import Scene, random_tensor
+from flatout.records.trial import TimeAttention, TimeGrowingCat, TimeRecurrence, TrialResult
+
+
+def attention(trial: TimeAttention, scene: Scene) -> TrialResult:
+    """softmax(q k^T) v written out, against scaled_dot_product_attention."""
+    # B batch, N heads, Q query tokens, K key tokens, D head dim
+    dtype, device = getattr(torch, trial.dtype), scene.device
+    shape_q = (trial.batch, trial.heads, trial.q_len, trial.head_dim)
+    shape_k = (trial.batch, trial.heads, trial.kv_len, trial.head_dim)
+    q, k, v = (random_tensor(s, dtype, device=device).requires_grad_(trial.backward) for s in (shape_q, shape_k, shape_k))
+    mask = None
+    if trial.causal or trial.masked:
+        mask = torch.ones(trial.q_len, trial.kv_len, dtype=torch.bool, device=device).tril()
+
+    def written_out() -> Tensor:
+        scores = (q @ k.transpose(-2, -1)) * trial.head_dim**-0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        weights = F.dropout(scores.softmax(dim=-1), trial.dropout)
+        return weights @ v
+
+    def fused() -> Tensor:
+        own_mask = None if trial.causal else mask
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=own_mask, is_causal=trial.causal, dropout_p=trial.dropout
+        )
+
+    error = None
+    if trial.dropout == 0.0:
+        with torch.no_grad():
+            a, b = written_out(), fused()
+            error = float((a - b).abs().max() / a.abs().max())
+    return _result(trial, written_out, fused, (q, k, v), scene, error)
+
+
+def growing_cat(trial: TimeGrowingCat, scene: Scene) -> TrialResult:
+    """Pieces appended one by one, against one cat of them all."""
+    dtype = getattr(torch, trial.dtype)
+    pieces = tuple(
+        random_tensor(trial.piece, dtype, device=scene.device).requires_grad_(trial.backward) for _ in range(trial.count)
+    )
+
+    def growing() -> Tensor:
+        whole = pieces[0]
+        for piece in pieces[1:]:
+            whole = torch.cat((whole, piece), dim=trial.dim)
+        return whole
+
+    def at_once() -> Tensor:
+        return torch.cat(pieces, dim=trial.dim)
+
+    return _result(trial, growing, at_once, pieces, scene, 0.0)
+
+
+def recurrence(trial: TimeRecurrence, scene: Scene) -> TrialResult:
+    """A cell called step by step, against torch's layer over the sequence with the same weights."""
+    # B batch, T steps, I input size, H hidden size
+    cell: nn.RNNCellBase = getattr(nn, trial.cell)(trial.input_size, trial.hidden_size, device=scene.device)
+    layer: nn.RNNBase = getattr(nn, trial.cell.removesuffix("Cell"))(
+        trial.input_size, trial.hidden_size, batch_first=True, device=scene.device
+    )
+    with torch.no_grad():
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
+            getattr(layer, f"{name}_l0").copy_(getattr(cell, name))
+    x_BTI = random_tensor((trial.batch, trial.steps, trial.input_size), torch.float32, device=scene.device)
+    is_lstm = trial.cell == "LSTMCell"
+
+    def stepwise() -> Tensor:
+        state = None
+        outputs = []
+        for t in range(trial.steps):
+            state = cell(x_BTI[:, t], state)
+            outputs.append(state[0] if is_lstm else state)
+        return torch.stack(outputs, dim=1)
+
+    def whole() -> Tensor:
+        output: Tensor = layer(x_BTI)[0]
+        return output
+
+    with torch.no_grad():
+        a, b = stepwise(), whole()
+        error = float((a - b).abs().max() / a.abs().max())
+    parameters = (*cell.parameters(), *layer.parameters())
+    return _result(trial, stepwise, whole, parameters, scene, error, backward=trial.backward)
+
+
+def _result(
+    trial: TimeAttention | TimeGrowingCat | TimeRecurrence,
+    now: Callable[[], Tensor],
+    cured: Callable[[], Tensor],
+    inputs: tuple[Tensor, ...],
+    scene: Scene,
+    error: float | None,
+    *,
+    backward: bool | None = None,
+) -> TrialResult:
+    runs = trial.backward if backward is None else backward
+    timings = compare(
+        {"now": _pass(now, inputs, runs), "cured": _pass(cured, inputs, runs)},
+        device=scene.device,
+        min_time_s=min(0.4, scene.limit_s / 4),
+        max_time_s=min(3.0, scene.limit_s),
+    )
+    return TrialResult(
+        trial=trial,
+        now_s=timings["now"].call_s.value,
+        cured_s=timings["cured"].call_s.value,
+        spread_fraction=timings["now"].spread or 0.0,
+        error=error,
+    )
+
+
+def _pass(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], backward: bool) -> Callable[[], object]:
+    if not backward:
+
+        def run_forward() -> object:
+            with torch.no_grad():
+                return forward()
+
+        return run_forward
+
+    def run_both() -> object:
+        out = forward()
+        return torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
+
+    return run_both

@@ -1,0 +1,161 @@
+"""One call of a captured root module on a deep copy of it, against a variant of the call."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatout.measure.timer import compare, host_clock_for
+from flatout.profiling.calls import Captured, iter_tensors, map_tensors
+from flatout.profiling.trials.scene import Refused, Scene
+from flatout.records.trial import TimeModel, TrialResult
+
+
+def run(trial: TimeModel, scene: Scene) -> TrialResult:
+    """Seconds of the call as it was and of its variant; a copy of the module runs, never the user's own."""
+    root = scene.roots[trial.model]
+    module, captured = root.held or root.module(), root.captured
+    if module is None or captured is None:
+        raise Refused("the module or its inputs could not be kept")
+    try:
+        twin = copy.deepcopy(module)
+    except (RuntimeError, TypeError, NotImplementedError) as e:
+        raise Refused(f"the module cannot be copied ({e})") from e
+    now = _call(twin, captured, captured.args, captured.kwargs, backward=trial.backward)
+    contexts, cured, per = _variant(trial, twin, captured, scene)
+    runs = {"now": _in(contexts["now"], now), "cured": _in(contexts["cured"], cured)}
+    timings = compare(
+        runs,
+        min_time_s=min(0.8, scene.limit_s / 3),
+        max_time_s=min(5.0, scene.limit_s),
+        clock=host_clock_for(scene.device),
+    )
+    return TrialResult(
+        trial=trial,
+        now_s=timings["now"].call_s.value,
+        cured_s=timings["cured"].call_s.value / per,
+        spread_fraction=timings["now"].spread or 0.0,
+    )
+
+
+Context = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+def _variant(
+    trial: TimeModel, twin: nn.Module, captured: Captured, scene: Scene
+) -> tuple[dict[str, Context], Callable[[], object], float]:
+    """(contexts of both calls, the cured call, how many calls of now it stands for)."""
+    plain: Context = contextlib.nullcontext
+    contexts: dict[str, Context] = {"now": plain, "cured": plain}
+    args, kwargs = captured.args, captured.kwargs
+    per = 1.0
+    backward = trial.backward
+    if trial.variant == "without-graph":
+        contexts["cured"] = torch.no_grad
+        backward = False
+    elif trial.variant == "without-anomaly":
+        contexts = {"now": lambda: _anomaly(True), "cured": lambda: _anomaly(False)}
+    elif trial.variant == "deterministic-off":
+        contexts = {"now": lambda: _deterministic(True), "cured": lambda: _deterministic(False)}
+    elif trial.variant == "cropped":
+        args, kwargs = (map_tensors(v, lambda t: _crop(t, trial)) for v in (args, kwargs))
+    elif trial.variant == "batched":
+        size = next((t.shape[0] for t in iter_tensors((args, kwargs)) if t.dim() > 0), 0)
+        args, kwargs = (map_tensors(v, lambda t: _repeat(t, size, trial.factor)) for v in (args, kwargs))
+        per = float(trial.factor)
+    elif trial.variant == "frozen":
+        twin = copy.deepcopy(twin)
+        _freeze(twin, set(scene.unused_modules))
+    cured = _call(twin, captured, args, kwargs, backward=backward)
+    return contexts, cured, per
+
+
+def _call(
+    module: nn.Module, captured: Captured, args: Any, kwargs: Any, *, backward: bool
+) -> Callable[[], object]:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+
+    def forward() -> Any:
+        with contextlib.ExitStack() as stack:
+            for device, dtype in captured.autocast.items():
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+            return module(*args, **kwargs)
+
+    def both() -> object:
+        for parameter in parameters:
+            parameter.grad = None
+        loss = _scalar(forward())
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    call = both if backward else forward
+    try:
+        call()
+    except Exception as e:  # the user's own module may raise anything on a variant of its inputs
+        raise Refused(f"the module does not take these inputs ({type(e).__name__}: {str(e)[:80]})") from e
+    return call
+
+
+def _scalar(output: Any) -> Tensor:
+    total: Tensor | None = None
+    for tensor in iter_tensors(output):
+        if tensor.requires_grad and tensor.is_floating_point():
+            total = tensor.float().sum() if total is None else total + tensor.float().sum()
+    if total is None:
+        raise Refused("the module's output has no gradient")
+    return total
+
+
+def _in(context: Context, call: Callable[[], object]) -> Callable[[], object]:
+    def inside() -> object:
+        with context():
+            return call()
+
+    return inside
+
+
+def _crop(tensor: Tensor, trial: TimeModel) -> Tensor:
+    if tensor.dim() >= 2 and tensor.shape[1] == trial.length:
+        return tensor[:, : trial.cropped_length].contiguous()
+    if tensor.dim() == 1 and not tensor.is_floating_point():
+        return tensor.clamp(max=trial.cropped_length)
+    return tensor
+
+
+def _repeat(tensor: Tensor, size: int, factor: int) -> Tensor:
+    if tensor.dim() == 0 or tensor.shape[0] != size:
+        return tensor
+    return torch.cat([tensor] * factor)
+
+
+def _freeze(module: nn.Module, paths: set[str]) -> None:
+    top = type(module).__name__
+    for name, inner in module.named_modules():
+        if (f"{top}.{name}" if name else top) in paths:
+            for parameter in inner.parameters(recurse=False):
+                parameter.requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _anomaly(on: bool) -> Iterator[None]:
+    before, check = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch._C._set_anomaly_enabled(on, check)
+    try:
+        yield
+    finally:
+        torch._C._set_anomaly_enabled(before, check)
+
+
+@contextlib.contextmanager
+def _deterministic(on: bool) -> Iterator[None]:
+    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(on, warn_only=warn)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before, warn_only=warn)

@@ -1,0 +1,59 @@
+"""Runs trials one after another within a budget; a trial that fails refuses, and costs nothing but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+
+import torch
+
+from flatout.profiling.trials import blocks, dataset, model, operators, optimizer
+from flatout.profiling.trials.scene import Refused, Scene, untouched
+from flatout.records.trial import (
+    TimeAttention,
+    TimeDataset,
+    TimeGrowingCat,
+    TimeInDtype,
+    TimeModel,
+    TimeOptimizer,
+    TimeRecurrence,
+    Trial,
+    TrialResult,
+)
+
+
+def run_trials(trials: Iterable[Trial], scene: Scene, *, budget_s: float) -> tuple[TrialResult, ...]:
+    """Results in the order of the requests; what the budget does not reach is refused with that reason."""
+    end = perf_counter() + budget_s
+    results = []
+    for trial in trials:
+        left = end - perf_counter()
+        if left <= 0:
+            results.append(TrialResult(trial=trial, refused=f"the {budget_s:.0f} s for trials were spent"))
+            continue
+        with untouched():
+            results.append(_run(trial, scene._replace(limit_s=min(scene.limit_s, left))))
+    return tuple(results)
+
+
+def _run(trial: Trial, scene: Scene) -> TrialResult:
+    try:
+        match trial:
+            case TimeInDtype():
+                return operators.run(trial, scene)
+            case TimeAttention():
+                return blocks.attention(trial, scene)
+            case TimeGrowingCat():
+                return blocks.growing_cat(trial, scene)
+            case TimeRecurrence():
+                return blocks.recurrence(trial, scene)
+            case TimeOptimizer():
+                return optimizer.run(trial, scene)
+            case TimeModel():
+                return model.run(trial, scene)
+            case TimeDataset():
+                return dataset.run(trial, scene)
+    except Refused as e:
+        return TrialResult(trial=trial, refused=str(e))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError, torch.OutOfMemoryError) as e:
+        return TrialResult(trial=trial, refused=f"it failed ({type(e).__name__}: {str(e)[:100]})")

@@ -1,0 +1,66 @@
+"""What trials may work with, and the care they take of the user's state."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from flatout.profiling.calls import Root
+from flatout.profiling.feeding import LoaderUse
+from flatout.profiling.operators import Example
+from flatout.profiling.optimizing import OptimizerWatched
+
+
+class Scene(NamedTuple):
+    """Live objects behind the Evidence's indices, and the seconds one trial may take."""
+
+    examples: list[Example | None]
+    num_calls: list[float]
+    roots: list[Root]
+    optimizers: list[OptimizerWatched]
+    loaders: list[LoaderUse]
+    unused_modules: tuple[str, ...]
+    device: str
+    limit_s: float
+
+
+class Refused(Exception):
+    """A trial cannot be run; the message says why in half a sentence."""
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Leave random streams, grad mode and inference mode as they were."""
+    numpy: Any = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+def random_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, *, device: str, stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Random data of this kind (never zeros: they run faster); integers are 0 and 1, bools even odds."""
+    size = shape
+    if stride is not None:
+        extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True) if n > 0)
+        size = (max(extent, 1),)
+    if dtype.is_floating_point or dtype.is_complex:
+        values = torch.randn(size, dtype=torch.float32, device=device).to(dtype)
+    elif dtype == torch.bool:
+        values = torch.rand(size, device=device) < 0.5
+    else:
+        values = torch.randint(0, 2, size, device=device).to(dtype)
+    return values if stride is None else torch.as_strided(values, shape, stride)

@@ -1,0 +1,275 @@
+"""What was seen while a script ran: raw facts, aggregated; no judgement.
+
+All times are seconds for one step unless a name says otherwise. A step is what lies between two optimizer steps of a
+training loop, between two forward passes of an inference loop, or one call of a step function.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from flatout.records.hardware import Machine
+from flatout.records.record import Record
+from flatout.records.trial import TrialResult
+from flatout.records.workload import Source, Workload
+
+SCHEMA_VERSION = 1
+
+StepKind = Literal["training", "inference", "call", "none"]
+Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "evaluation", "other"]
+
+
+class Steps(Record, frozen=True, kw_only=True):
+    """The honest timing: light observation only, warm-up left out.
+
+    `step_s` is the median of the ordinary steps, `low_s`..`high_s` its 95 % interval, `evaluation_s` what evaluation passes
+    between the steps add to each of them on average. `device_s` is the device's busy time in a step, None on a CPU.
+    """
+
+    kind: StepKind
+    num_seen: int
+    num_timed: int
+    step_s: float
+    low_s: float
+    high_s: float
+    evaluation_s: float = 0.0
+    device_s: float | None = None
+    durations_s: tuple[float, ...] = ()
+    phases: dict[str, float] = {}
+
+    @property
+    def whole_s(self) -> float:
+        """A step and its share of the evaluation passes."""
+        return self.step_s + self.evaluation_s
+
+    @property
+    def noise_s(self) -> float:
+        """Half the interval of the median: what a change must exceed to be seen."""
+        return (self.high_s - self.low_s) / 2
+
+
+class TensorSpec(Record, frozen=True, kw_only=True):
+    """Shape, dtype ('float32') and layout of a tensor an operator read or wrote."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    is_contiguous: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+
+class Operator(Record, frozen=True, kw_only=True):
+    """All calls of one operator from one line, in one module, on one set of shapes, in a step.
+
+    `op` is the aten name without overload ('aten.bmm'); `source` is an index into Evidence.sources, -1 when no user line was
+    on the stack (for a backward operator it is the forward line that made it). `num_calls` and the times are per step;
+    `flop` and `bytes` are per call. `python_s` is the host's time between the previous operator and this one.
+    """
+
+    op: str
+    source: int
+    module: str
+    phase: Phase
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    num_calls: float
+    op_s: float
+    python_s: float
+    flop: int
+    bytes: int
+    scalars: str = ""
+
+    @property
+    def total_s(self) -> float:
+        return self.op_s + self.python_s
+
+
+class Trace(Record, frozen=True, kw_only=True):
+    """One deep step in order, as columns: which Operator ran, for how long, and which earlier calls made its inputs.
+
+    `producers[i]` holds indices into the trace, one for each input tensor of call i; -1 is a tensor made before the step.
+    """
+
+    operator: tuple[int, ...] = ()
+    op_s: tuple[float, ...] = ()
+    python_s: tuple[float, ...] = ()
+    producers: tuple[tuple[int, ...], ...] = ()
+    truncated: bool = False
+
+
+class LineTime(Record, frozen=True, kw_only=True):
+    """Share of a step's time that a sampler found at this line (its callees in libraries included).
+
+    `process` is 'main' or 'worker'; a worker's seconds are those spent for one step in all workers together.
+    """
+
+    source: int
+    phase: Phase
+    seconds: float
+    num_samples: int
+    in_python_s: float = 0.0
+    process: Literal["main", "worker"] = "main"
+
+
+class HostRead(Record, frozen=True, kw_only=True):
+    """A line that makes the host read a tensor's values: it waits for the device if the tensor is on one."""
+
+    source: int
+    call: str
+    calls: float
+    wait_s: float
+    phase: Phase
+    on_device: bool
+
+
+class Constant(Record, frozen=True, kw_only=True):
+    """Tensors computed from nothing but constants at this line, equal bit for bit in two steps.
+
+    `seconds` is the time of the operators and of the Python between them; `operators` their indices.
+    """
+
+    source: int
+    operators: tuple[int, ...]
+    num_tensors: int
+    bytes: int
+    seconds: float
+
+
+class Model(Record, frozen=True, kw_only=True):
+    """A module called from outside any other module, from one line."""
+
+    name: str
+    source: int
+    num_parameters: int
+    is_training: bool
+    grad_enabled: bool
+    calls: float
+    call_s: float
+    num_calls_seen: int
+    num_graphs_built: int
+    num_graphs_used: int
+    evaluation_s: float = 0.0
+
+
+class OptimizerUse(Record, frozen=True, kw_only=True):
+    """An optimizer that stepped. `variant` is how it walks over the parameters."""
+
+    name: str
+    variant: Literal["for-loop", "foreach", "fused", "own"]
+    source: int
+    constructed: int
+    num_tensors: int
+    num_elements: int
+    step_s: float
+    fused_supported: bool
+
+
+class UnusedGradient(Record, frozen=True, kw_only=True):
+    """Parameters that received a gradient but belong to no optimizer that steps."""
+
+    num_tensors: int
+    num_elements: int
+    modules: tuple[str, ...]
+    operators: tuple[int, ...]
+    seconds: float
+    source: int
+
+
+class Loader(Record, frozen=True, kw_only=True):
+    """A torch DataLoader that fed the steps."""
+
+    source: int
+    getitem: int
+    collate: int
+    dataset: str
+    num_workers: int
+    batch_size: int
+    wait_s: float
+    fetches: float
+    is_map_style: bool
+    has_own_collate: bool
+    worker_item_s: float | None = None
+
+
+class Padding(Record, frozen=True, kw_only=True):
+    """Padding found in one tensor of the batches: trailing constants along dimension 1.
+
+    `padding_fraction` is the mean share of padded positions; `longest_fraction` the mean of the longest row over the width;
+    `signs` say what supports it being padding ('padding_idx', 'mask', 'lengths', 'integers').
+    """
+
+    name: str
+    source: int
+    shape: tuple[int, ...]
+    dtype: str
+    pad_value: float
+    padding_fraction: float
+    longest_fraction: float
+    num_batches: int
+    signs: tuple[str, ...]
+    mean_length: float
+    longest: float
+
+
+class RepeatedModule(Record, frozen=True, kw_only=True):
+    """A module called many times in one step, each time on the output of the time before (a recurrence)."""
+
+    kind: Literal["GRUCell", "LSTMCell", "RNNCell"]
+    module: str
+    source: int
+    calls: int
+    batch: int
+    input_size: int
+    hidden_size: int
+    operators: tuple[int, ...]
+
+
+class Observing(Record, frozen=True, kw_only=True):
+    """What the observation itself cost."""
+
+    light_fraction: float
+    deep_s: float
+    trials_s: float
+    other_s: float
+    num_deep_steps: int
+    deep_agreement: float | None = None
+    """Time accounted for in the deep steps over the light step's time, before scaling; None without deep steps."""
+
+
+class Evidence(Record, frozen=True, kw_only=True):
+    """All that was seen in one run. `notes` say what could not be seen, and why."""
+
+    schema_version: int = SCHEMA_VERSION
+    workload: Workload
+    machine: Machine | None
+    steps: Steps
+    sources: tuple[Source, ...] = ()
+    callers: dict[int, tuple[int, ...]] = {}
+    """For a source line that ran operators: the user's lines that called its function, innermost first."""
+    backward_sources: tuple[int, ...] = ()
+    operators: tuple[Operator, ...] = ()
+    trace: Trace = Trace()
+    lines: tuple[LineTime, ...] = ()
+    host_reads: tuple[HostRead, ...] = ()
+    constants: tuple[Constant, ...] = ()
+    models: tuple[Model, ...] = ()
+    optimizers: tuple[OptimizerUse, ...] = ()
+    unused_gradients: tuple[UnusedGradient, ...] = ()
+    loaders: tuple[Loader, ...] = ()
+    paddings: tuple[Padding, ...] = ()
+    recurrences: tuple[RepeatedModule, ...] = ()
+    trials: tuple[TrialResult, ...] = ()
+    observing: Observing
+    exit: str = ""
+    """How the script ended: '' while it went on, 'finished', 'stopped', or the exception's last line."""
+    exit_code: int | None = None
+    notes: tuple[str, ...] = ()
+
+    def source_of(self, index: int) -> Source | None:
+        """The source line with this index; None for -1."""
+        return self.sources[index] if 0 <= index < len(self.sources) else None

@@ -1,0 +1,116 @@
+"""What diagnosis says: findings, ranked, and what remains unexplained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from flatout.records.evidence import Evidence
+from flatout.records.record import Record
+from flatout.records.trial import Trial
+from flatout.records.workload import Source
+
+Regime = Literal["compute", "bandwidth", "overhead", "input", "communication", "capacity"]
+
+
+class Finding(Record, frozen=True, kw_only=True):
+    """One cause of slowness.
+
+    `cost_s` is what the cause takes of a step now. `saved_s` is (low, high): what a cure would take off the step. `operators`
+    are the indices of the operators whose time it claims and `phases` the phases it claims whole; both serve to merge
+    findings that speak of the same time. `measured` is True when a trial priced it.
+    """
+
+    rule: str
+    regime: Regime
+    where: Source | None
+    cost_s: float
+    saved_s: tuple[float, float]
+    because: str
+    edit: str
+    also: tuple[Source, ...] = ()
+    module: str = ""
+    levers: tuple[str, ...] = ()
+    operators: tuple[int, ...] = ()
+    phases: tuple[str, ...] = ()
+    measured: bool = False
+
+
+class RankedFinding(Record, frozen=True, kw_only=True):
+    """A finding as reported: with its file and line, its gain as [low, high] speed-ups of the whole step, and what it absorbed."""
+
+    rule: str
+    title: str
+    file: str
+    line: int
+    regime: Regime
+    cost_s: float
+    share: float
+    gain: tuple[float, float]
+    because: str
+    edit: str
+    text: str
+    also: tuple[Source, ...]
+    module: str
+    levers: tuple[str, ...]
+    measured: bool
+    merged: tuple[str, ...] = ()
+
+
+class Note(Record, frozen=True, kw_only=True):
+    """Something true and worth knowing that costs nothing measurable here."""
+
+    rule: str
+    where: Source | None
+    text: str
+
+
+class HotLine(Record, frozen=True, kw_only=True):
+    """A line's work against the roofline: all its operators, forward and backward, in one step."""
+
+    source: Source
+    seconds: float
+    python_s: float
+    flop: int
+    bytes: int
+    floor_s: float
+    regime: Regime
+
+    @property
+    def intensity(self) -> float:
+        """FLOP per byte moved; 0 when nothing was moved."""
+        return self.flop / self.bytes if self.bytes else 0.0
+
+
+class Diagnosis(Record, frozen=True, kw_only=True):
+    """The answer: how long a step takes, how long it need take, and why it takes longer."""
+
+    step_s: float
+    floor_s: float | None
+    explained_s: float
+    unexplained_s: float
+    findings: tuple[RankedFinding, ...]
+    notes: tuple[Note, ...]
+    hot_lines: tuple[HotLine, ...]
+    checked: tuple[str, ...]
+    """Ids of the rules that looked and found nothing above the noise."""
+    refused: tuple[str, ...] = ()
+    """Hypotheses whose trial could not be run, and why."""
+
+
+class Rule(Record, frozen=True, kw_only=True):
+    """A pattern that hurts: how to suspect it, how to price it, how to report it.
+
+    `propose` yields the trials that would price it; `check` decides with what they measured; `note` yields what is worth
+    saying although it costs nothing here. All three are pure functions of the Evidence.
+    """
+
+    id: str
+    title: str
+    module: str
+    check: Callable[[Evidence], Iterator[Finding]]
+    propose: Callable[[Evidence], Iterator[Trial]] | None = None
+    note: Callable[[Evidence], Iterator[Note]] | None = None
+    levers: tuple[str, ...] = ()
+    is_general: bool = False
+    """A general rule names a symptom; it stays silent where rules that name a cause explain the same time."""

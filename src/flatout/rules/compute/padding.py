@@ -1,0 +1,99 @@
+"""Arithmetic on padding.
+
+Costs        The share of every product and pointwise operator that works on padded positions.
+Evidence     Trailing constants in the batch's tensors, with something that says they are padding (integer tokens, padding_idx,
+             a mask, lengths). Trial: the model's forward and backward on the same batch, cropped to its longest row and to its
+             mean length.
+Levers       communication.bucket-lengths, communication.pack
+False alarm  Images with black borders, tokens that repeat: without a sign of padding, or where the model refuses shorter input
+             or gets no faster, nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.cost.accounting import kept_fraction, model_seconds, result_of
+from flatout.records.evidence import Evidence, Padding
+from flatout.records.finding import Finding, Rule
+from flatout.records.trial import TimeModel
+from flatout.records.workload import Source
+
+_SUSPICIOUS_FRACTION = 0.12
+_LONGEST_FRACTION = 0.95
+
+
+def propose(evidence: Evidence) -> Iterator[TimeModel]:
+    """Crop the batch to its longest row, and to its mean length."""
+    padding, model = _padding(evidence), _model(evidence)
+    if padding is not None and model is not None:
+        yield from _trials(evidence, padding, model)
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding for the most padded tensor."""
+    padding, model = _padding(evidence), _model(evidence)
+    if padding is None or model is None:
+        return
+    results = [result_of(evidence, t) for t in _trials(evidence, padding, model)]
+    kept = [kept_fraction(r) for r in results if r is not None]
+    if not kept:
+        return
+    busy_s = model_seconds(evidence)
+    best = busy_s * (1 - min(kept))
+    least = busy_s * (1 - max(kept)) if len(kept) > 1 else 0.7 * best
+    yield Finding(
+        rule=RULE.id,
+        regime="compute",
+        where=_where(evidence, padding),
+        cost_s=best,
+        saved_s=(max(0.0, min(least, best)), max(0.0, best)),
+        because=f"{padding.padding_fraction:.0%} of '{padding.name}' ({'x'.join(map(str, padding.shape))}) is padding; the longest "
+        f"row of a batch fills {padding.longest_fraction:.0%} of the width, the mean row {padding.mean_length:.0f} positions; "
+        f"cropped, forward and backward take {min(kept):.0%} (tried)",
+        edit="pad each batch to its own longest row, and batch rows of similar length (bucketing), or pack them",
+        levers=RULE.levers,
+        measured=True,
+    )
+
+
+def _padding(evidence: Evidence) -> Padding | None:
+    real = [p for p in evidence.paddings if p.signs and p.padding_fraction >= _SUSPICIOUS_FRACTION]
+    return max(real, key=lambda p: p.padding_fraction, default=None)
+
+
+def _model(evidence: Evidence) -> int | None:
+    training = [i for i, m in enumerate(evidence.models) if m.is_training or evidence.steps.kind == "inference"]
+    return max(training, key=lambda i: evidence.models[i].call_s * evidence.models[i].calls, default=None)
+
+
+def _trials(evidence: Evidence, padding: Padding, model: int) -> list[TimeModel]:
+    width = padding.shape[1]
+    backward = evidence.steps.kind != "inference"
+    lengths = {max(1, round(padding.mean_length))}
+    if padding.longest_fraction < _LONGEST_FRACTION:
+        lengths.add(max(1, round(padding.longest_fraction * width)))
+    return [
+        TimeModel(model=model, variant="cropped", backward=backward, length=width, cropped_length=n)
+        for n in sorted(lengths)
+        if n < width
+    ]
+
+
+def _where(evidence: Evidence, padding: Padding) -> Source | None:
+    """The line that made the padded tensor, as far as it was seen; else the collate function, else the loop over the loader."""
+    for source in (padding.source, *(s for u in evidence.loaders for s in (u.collate if u.has_own_collate else -1, u.source))):
+        if source >= 0:
+            return evidence.source_of(source)
+    model = _model(evidence)
+    return evidence.source_of(evidence.models[model].source) if model is not None else None
+
+
+RULE = Rule(
+    id="compute.padding",
+    title="Arithmetic on padding",
+    module=__name__,
+    check=check,
+    propose=propose,
+    levers=("communication.bucket-lengths", "communication.pack"),
+)

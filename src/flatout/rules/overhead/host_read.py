@@ -1,0 +1,80 @@
+"""The host waits in the middle of a step until the device has computed a value.
+
+Costs        The host cannot queue ahead: the device idles while the next operators are launched one by one.
+Evidence     Calls such as `.item()`, `bool(t)` or `.tolist()` on a device tensor, with the line and the wait.
+Levers       graph.defer-host-read
+False alarm  A read when the device has drained anyway, or once in many steps. On a CPU there is nothing to wait for: the
+             line is told as a note, since it would stall a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.cost.accounting import group_by
+from flatout.records.evidence import Evidence, HostRead
+from flatout.records.finding import Finding, Note, Rule
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding per source line that waits for the device in every step or oftener."""
+    device_s = evidence.steps.device_s
+    if device_s is None:
+        return
+    waits = _by_line([r for r in evidence.host_reads if r.on_device])
+    all_waits_s = sum(r.wait_s for reads in waits.values() for r in reads)
+    idle_s = max(0.0, evidence.steps.step_s - device_s)
+    for source, reads in waits.items():
+        wait_s = sum(r.wait_s for r in reads)
+        share = wait_s / all_waits_s if all_waits_s else 0.0
+        # Without the wait the step takes the longer of device and host; the device's idle time is all there is to gain.
+        saved_s = min(wait_s, idle_s * share)
+        calls = sum(r.calls for r in reads)
+        yield Finding(
+            rule=RULE.id,
+            regime="overhead",
+            where=evidence.source_of(source),
+            cost_s=wait_s,
+            saved_s=(0.5 * saved_s, saved_s),
+            because=f"{_names(reads)} {_times(calls)} a step makes the host wait {wait_s * 1e3:.2f} ms for the device, "
+            f"which idles {idle_s * 1e3:.2f} ms of the step",
+            edit="keep the value on the device (a running sum under no_grad) and read it every 50 steps or so",
+            levers=RULE.levers,
+            measured=True,
+        )
+
+
+def note(evidence: Evidence) -> Iterator[Note]:
+    """Yield a note per line that would stall a GPU, or stalls this one at no cost."""
+    for source, reads in _by_line(list(evidence.host_reads)).items():
+        on_device = any(r.on_device for r in reads)
+        wait_s = sum(r.wait_s for r in reads)
+        if on_device and wait_s > 0.02 * evidence.steps.step_s:
+            text = f"{_names(reads)} {_times(sum(r.calls for r in reads))} a step; the wait of {wait_s * 1e3:.2f} ms hides work"
+        elif on_device:
+            text = f"{_names(reads)} {_times(sum(r.calls for r in reads))} a step costs nothing here: the device had finished"
+        else:
+            text = f"{_names(reads)} {_times(sum(r.calls for r in reads))} a step; harmless on a CPU, would stall a GPU"
+        yield Note(rule=RULE.id, where=evidence.source_of(source), text=text)
+
+
+def _by_line(reads: list[HostRead]) -> dict[int, list[HostRead]]:
+    return group_by((r for r in reads if r.calls >= 0.5 and r.source >= 0), lambda r: r.source)
+
+
+def _names(reads: list[HostRead]) -> str:
+    return " and ".join(sorted({f"'{r.call}'" for r in reads}))
+
+
+def _times(calls: float) -> str:
+    return "once" if round(calls) <= 1 else f"{calls:.0f} times"
+
+
+RULE = Rule(
+    id="overhead.host-read",
+    title="The host waits for the device in the middle of a step",
+    module=__name__,
+    check=check,
+    note=note,
+    levers=("graph.defer-host-read",),
+)

@@ -1,0 +1,60 @@
+"""The optimizer walks over the parameters one by one.
+
+Costs        Some ten operators for each parameter tensor and step, where a fused kernel takes one for all.
+Evidence     The optimizer's options and its share of the step. Trial: a step of the optimizer as it is, with foreach=True and with
+             fused=True, on copies of its own parameters.
+Levers       parallelism.fused-optimizer
+False alarm  A few large tensors, where the walk does not matter: the trial says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.cost.accounting import around, kept_fraction, result_of
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding, Rule
+from flatout.records.trial import TimeOptimizer
+
+_WORTH_A_TRIAL = 0.04
+
+
+def propose(evidence: Evidence) -> Iterator[TimeOptimizer]:
+    """Time the variants of every optimizer that takes a share of the step and is not fused."""
+    for index, use in enumerate(evidence.optimizers):
+        if use.variant in ("for-loop", "foreach") and use.step_s > _WORTH_A_TRIAL * evidence.steps.step_s:
+            yield TimeOptimizer(optimizer=index)
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding per optimizer."""
+    for index, use in enumerate(evidence.optimizers):
+        result = result_of(evidence, TimeOptimizer(optimizer=index))
+        if result is None:
+            continue
+        cost_s = min(use.step_s, evidence.steps.phases.get("optimizer", use.step_s))
+        kept = kept_fraction(result)
+        where = use.constructed if use.constructed >= 0 else use.source
+        yield Finding(
+            rule=RULE.id,
+            regime="overhead",
+            where=evidence.source_of(where),
+            cost_s=cost_s,
+            saved_s=around(cost_s * max(0.0, 1 - kept), 0.15),
+            because=f"{use.name} ({use.variant}) takes {cost_s * 1e3:.2f} ms a step over {use.num_tensors} tensors; "
+            f"{result.variant}=True takes {kept:.0%} of that (tried)",
+            edit=f"torch.optim.{use.name}(..., {result.variant}=True)",
+            levers=RULE.levers,
+            operators=tuple(i for i, o in enumerate(evidence.operators) if o.phase == "optimizer"),
+            measured=True,
+        )
+
+
+RULE = Rule(
+    id="overhead.per-parameter-optimizer",
+    title="The optimizer walks over the parameters one by one",
+    module=__name__,
+    check=check,
+    propose=propose,
+    levers=("parallelism.fused-optimizer",),
+)

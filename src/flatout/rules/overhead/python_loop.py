@@ -1,0 +1,152 @@
+"""A Python loop does in many tiny operators what a few large ones would do.
+
+Costs        The dispatch of every operator, forward and backward, and the Python in between.
+Evidence     Lines inside one loop whose operators run many times a step on little data. Recurrent cells called step by step
+             are priced by a trial of torch's layer over the whole sequence; loops whose iterations do not feed one another by
+             what the same arithmetic costs in one piece on the measured machine.
+Levers       graph.vectorise, graph.fused-recurrence
+False alarm  A loop over a model's layers (each iteration is another module), over micro-batches or steps, or over operators so
+             large that the dispatch does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.cost.accounting import (
+    calls_by_operator,
+    group_by,
+    has_backward,
+    loops_around,
+    result_of,
+    rows_at,
+    seconds_of,
+    step_loops,
+)
+from flatout.cost.roofline import operation_floor
+from flatout.cost.trace import longest_dependence
+from flatout.records.evidence import Evidence, RepeatedModule
+from flatout.records.finding import Finding, Rule
+from flatout.records.trial import TimeRecurrence
+from flatout.records.workload import Source
+
+_MANY = 12
+_SMALL_OP_S = 150e-6
+_WORTH_A_TRIAL = 0.05
+
+
+def propose(evidence: Evidence) -> Iterator[TimeRecurrence]:
+    """Time torch's layer for each recurrent cell that is called step by step."""
+    for cell in evidence.recurrences:
+        rows = rows_at(evidence, (cell.source,))
+        if cell.calls >= _MANY and seconds_of(evidence, rows) > _WORTH_A_TRIAL * evidence.steps.step_s:
+            yield _trial_of(evidence, cell)
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding per loop."""
+    own = step_loops(evidence)
+    candidates = [s for s in {o.source for o in evidence.operators if o.phase != "backward"} if s >= 0]
+    repeated = [s for s in candidates if _is_repeated(evidence, s)]
+    inside = group_by(repeated, lambda s: next((loop for loop in loops_around(evidence, s) if loop not in own), None))
+    for loop, sources in inside.items():
+        if loop is not None:
+            yield from _judge(evidence, sources)
+
+
+def _is_repeated(evidence: Evidence, source: int) -> bool:
+    """Whether this line's operators run many times a step in one module, on little data each."""
+    rows = [o for o in evidence.operators if o.source == source and o.phase not in ("backward", "optimizer")]
+    calls = sum(o.num_calls for o in rows)
+    if calls_by_operator(rows) < _MANY:
+        return False
+    return sum(o.op_s for o in rows) / calls < _SMALL_OP_S
+
+
+def _judge(evidence: Evidence, sources: list[int]) -> Iterator[Finding]:
+    rows = rows_at(evidence, sources)
+    cost_s = seconds_of(evidence, rows)
+    forward = [i for i in rows if evidence.operators[i].phase != "backward"]
+    calls = calls_by_operator(evidence.operators[i] for i in forward)
+    num_operators = sum(evidence.operators[i].num_calls for i in rows)
+    hottest = max(sources, key=lambda s: seconds_of(evidence, rows_at(evidence, (s,))))
+    also = tuple(s for s in map(evidence.source_of, sources) if s is not None and s != evidence.source_of(hottest))
+    cell = next((c for c in evidence.recurrences if c.source in sources and c.calls >= _MANY), None)
+    result = result_of(evidence, _trial_of(evidence, cell)) if cell is not None else None
+    if cell is not None and result is not None and result.now_s and result.cured_s is not None:
+        at_cell_s = seconds_of(evidence, rows_at(evidence, (cell.source,)))
+        kept = result.cured_s / result.now_s
+        saved_s = (0.9 * at_cell_s * (1 - kept), cost_s - at_cell_s * kept)
+        what = f"nn.{cell.kind.removesuffix('Cell')} over the whole sequence takes {kept:.0%} of that (tried)"
+        edit = f"use nn.{cell.kind.removesuffix('Cell')}(..., batch_first=True) on the whole sequence instead of the loop"
+        hottest_line: Source | None = evidence.source_of(cell.source)
+    elif _is_sequential(evidence, forward, calls):
+        python_s = sum(evidence.operators[i].python_s for i in rows)
+        saved_s = (0.25 * python_s, 0.9 * python_s)
+        what = "each iteration needs the one before, so only the overhead can go"
+        edit = "move what does not depend on the state out of the loop, then compile the rest of the body"
+        hottest_line = evidence.source_of(hottest)
+    else:
+        whole_s = _in_one_piece_s(evidence, rows)
+        saved_s = (max(0.0, 0.9 * cost_s - whole_s), max(0.0, cost_s - 0.5 * whole_s))
+        what = f"the iterations do not feed one another; in one piece the same arithmetic takes about {whole_s * 1e3:.2f} ms"
+        edit = "do it for all rows at once: index or stack the inputs with a leading dimension and drop the loop"
+        hottest_line = evidence.source_of(hottest)
+    yield Finding(
+        rule=RULE.id,
+        regime="overhead",
+        where=hottest_line,
+        cost_s=cost_s,
+        saved_s=saved_s,
+        because=f"a loop runs {calls:.0f} times a step, {num_operators:.0f} operators in all, {cost_s * 1e3:.2f} ms; {what}",
+        edit=edit,
+        also=also,
+        levers=RULE.levers,
+        operators=rows,
+        measured=result is not None,
+    )
+
+
+def _trial_of(evidence: Evidence, cell: RepeatedModule) -> TimeRecurrence:
+    rows = rows_at(evidence, (cell.source,))
+    return TimeRecurrence(
+        cell=cell.kind,
+        batch=cell.batch,
+        steps=cell.calls,
+        input_size=cell.input_size,
+        hidden_size=cell.hidden_size,
+        backward=has_backward(evidence, rows),
+    )
+
+
+def _is_sequential(evidence: Evidence, forward: list[int], calls: float) -> bool:
+    return longest_dependence(evidence.trace, evidence.operators, set(forward)) >= 0.7 * calls
+
+
+def _in_one_piece_s(evidence: Evidence, rows: tuple[int, ...]) -> float:
+    """Seconds of the same work with each operator called once on all the data."""
+    machine = evidence.machine
+    groups = group_by((evidence.operators[i] for i in rows), lambda o: (o.op, o.source, o.module, o.phase))
+    total = 0.0
+    for operators in groups.values():
+        flop = sum(o.flop * o.num_calls for o in operators)
+        moved = sum(o.bytes * o.num_calls for o in operators)
+        dispatch_s = 10e-6
+        if machine is not None:
+            dtype = operators[0].inputs[0].dtype if operators[0].inputs else "float32"
+            dtype = dtype if dtype in machine.matmul_flop_per_s else "float32"
+            floor = operation_floor(machine, flop=flop, traffic_bytes=moved, dtype=dtype)
+            total += max(2 * floor.floor_s, floor.overhead_s or dispatch_s)
+        else:
+            total += dispatch_s
+    return total
+
+
+RULE = Rule(
+    id="overhead.python-loop",
+    title="A Python loop of tiny operators",
+    module=__name__,
+    check=check,
+    propose=propose,
+    levers=("graph.vectorise", "graph.fused-recurrence"),
+)

@@ -1,0 +1,55 @@
+"""The same constant is computed anew in every step.
+
+Costs        The operators, and the Python that builds them.
+Evidence     Tensors made from nothing but constants (no parameter, no batch, no random number), bit for bit equal in several
+             steps.
+Levers       graph.hoist-constant
+False alarm  Something that happens to be equal in the steps looked at, such as a mask while no row is padded: it depends on the
+             batch, which the data flow shows. An `arange` that costs microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.cost.accounting import group_by
+from flatout.records.evidence import Constant, Evidence
+from flatout.records.finding import Finding, Rule
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding per function that computes constants."""
+    groups = group_by((c for c in evidence.constants if c.source >= 0), lambda c: _function(evidence, c))
+    for constants in groups.values():
+        cost_s = sum(c.seconds for c in constants)
+        ranked = sorted(constants, key=lambda c: -c.seconds)
+        sources = [s for s in (evidence.source_of(c.source) for c in ranked) if s is not None]
+        num_tensors = sum(c.num_tensors for c in constants)
+        yield Finding(
+            rule=RULE.id,
+            regime="overhead",
+            where=sources[0],
+            cost_s=cost_s,
+            saved_s=(0.85 * cost_s, cost_s),
+            because=f"{num_tensors} tensor(s) made from constants alone came out bit for bit the same in every step looked at; "
+            f"making them takes {cost_s * 1e3:.2f} ms a step",
+            edit="compute it once: self.register_buffer(..., persistent=False) in __init__, or before the loop",
+            also=tuple(sources[1:]),
+            levers=RULE.levers,
+            operators=tuple(sorted({i for c in constants for i in c.operators})),
+            measured=True,
+        )
+
+
+def _function(evidence: Evidence, constant: Constant) -> tuple[str, str]:
+    source = evidence.source_of(constant.source)
+    return (source.file, source.function) if source is not None else ("", "")
+
+
+RULE = Rule(
+    id="overhead.recomputed-constant",
+    title="A constant computed in every step",
+    module=__name__,
+    check=check,
+    levers=("graph.hoist-constant",),
+)

@@ -1,0 +1,93 @@
+"""The step is bound by overhead: its operators are so small that dispatching them takes longer than their work.
+
+Costs        Host time for each operator, whatever its size.
+Evidence     The mean operator takes about as long as the measured cost of dispatching one. Trial: the model's forward and
+             backward on its batch repeated 2 and 8 times; if that takes hardly longer, the batch is too small.
+Levers       parallelism.batch-size, graph.compile, graph.capture
+False alarm  Large operators between small ones; a batch that cannot grow (streaming inference).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.cost.accounting import kept_fraction, model_seconds, result_of
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding, Rule
+from flatout.records.trial import TimeModel
+
+_FACTORS = (2, 8)
+_SHARE = 0.4
+_DISPATCHES = 6.0
+"""An operator shorter than this many dispatches counts as tiny: most of it is call, allocation and argument checks."""
+
+
+def propose(evidence: Evidence) -> Iterator[TimeModel]:
+    """Repeat the batch."""
+    model = _model(evidence)
+    if model is not None and _tiny_fraction(evidence) >= _SHARE:
+        yield from _trials(evidence, model)
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding for the step."""
+    model = _model(evidence)
+    if model is None or _tiny_fraction(evidence) < _SHARE:
+        return
+    results = [result_of(evidence, t) for t in _trials(evidence, model)]
+    measured = [r for r in results if r is not None]
+    if len(measured) < len(_FACTORS):
+        return
+    whole_s, busy_s = evidence.steps.whole_s, model_seconds(evidence)
+    data_s = evidence.steps.phases.get("data", 0.0)
+    rest_s = max(0.0, whole_s - busy_s - data_s)
+    saved = [busy_s * (1 - kept_fraction(r)) + rest_s * (1 - 1 / f) for r, f in zip(measured, _FACTORS, strict=True)]
+    num = sum(o.num_calls for o in evidence.operators)
+    yield Finding(
+        rule=RULE.id,
+        regime="overhead",
+        where=evidence.source_of(evidence.models[model].source),
+        cost_s=_tiny_s(evidence),
+        saved_s=(max(0.0, min(saved)), max(0.0, max(saved))),
+        because=f"{num:.0f} operators a step, most shorter than their own dispatch; the batch repeated {_FACTORS[1]} times takes "
+        f"{kept_fraction(measured[1]) * _FACTORS[1]:.1f} times as long (tried)",
+        edit=f"raise the batch size (up to {_FACTORS[1]}x; the learning rate with it), or torch.compile the model",
+        levers=RULE.levers,
+        measured=True,
+    )
+
+
+def _tiny_s(evidence: Evidence) -> float:
+    """Seconds of Python, and of operators that take no more than a few dispatches each."""
+    dispatch_s = evidence.machine.dispatch_s if evidence.machine is not None else 2e-6
+    total = 0.0
+    for o in evidence.operators:
+        total += o.python_s
+        if o.num_calls and o.op_s / o.num_calls < _DISPATCHES * dispatch_s:
+            total += o.op_s
+    return total
+
+
+def _tiny_fraction(evidence: Evidence) -> float:
+    return _tiny_s(evidence) / evidence.steps.step_s if evidence.steps.step_s else 0.0
+
+
+def _model(evidence: Evidence) -> int | None:
+    used = [i for i, m in enumerate(evidence.models) if m.num_graphs_used or evidence.steps.kind == "inference"]
+    return max(used, key=lambda i: evidence.models[i].call_s * evidence.models[i].calls, default=None)
+
+
+def _trials(evidence: Evidence, model: int) -> list[TimeModel]:
+    backward = evidence.models[model].num_graphs_used > 0
+    return [TimeModel(model=model, variant="batched", backward=backward, factor=f) for f in _FACTORS]
+
+
+RULE = Rule(
+    id="overhead.tiny-operators",
+    title="The step is bound by overhead",
+    module=__name__,
+    check=check,
+    propose=propose,
+    levers=("parallelism.batch-size", "graph.compile", "graph.capture"),
+    is_general=True,
+)

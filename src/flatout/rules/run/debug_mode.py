@@ -1,0 +1,95 @@
+"""A debug mode is on in every step.
+
+Costs        Anomaly detection records a Python traceback for every forward operator and checks every gradient for NaN;
+             deterministic algorithms can be slower kernels; blocking launches and debug logs stop the host.
+Evidence     The switches in force, and the line that threw them. Trial: forward and backward with the mode off.
+Levers       graph.debug-off
+False alarm  Hunting a NaN right now; determinism that is wanted: the trial says what it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, Literal
+
+from flatout.cost.accounting import around, kept_fraction, model_seconds, result_of
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding, Note, Rule
+from flatout.records.trial import TimeModel
+from flatout.records.workload import Setting
+
+_Variant = Literal["without-anomaly", "deterministic-off"]
+_MODES: Final[dict[str, tuple[_Variant, str, str]]] = {
+    "detect_anomaly": ("without-anomaly", "anomaly detection", "remove torch.autograd.set_detect_anomaly(True)"),
+    "deterministic_algorithms": (
+        "deterministic-off",
+        "deterministic algorithms",
+        "remove torch.use_deterministic_algorithms(True) unless you need bitwise repeatable runs",
+    ),
+}
+_ENVIRONMENT: Final = {
+    "CUDA_LAUNCH_BLOCKING": "makes every launch wait for its kernel",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "turns the caching allocator off: every tensor is a cudaMalloc",
+    "TORCH_SHOW_CPP_STACKTRACES": "collects C++ stacks for errors",
+}
+
+
+def propose(evidence: Evidence) -> Iterator[TimeModel]:
+    """Time the model without each mode that is on."""
+    for setting in _on(evidence):
+        trial = _trial_of(evidence, setting)
+        if trial is not None:
+            yield trial
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding per mode."""
+    for setting in _on(evidence):
+        trial = _trial_of(evidence, setting)
+        result = result_of(evidence, trial) if trial is not None else None
+        if result is None:
+            continue
+        kept = kept_fraction(result)
+        cost_s = model_seconds(evidence) * max(0.0, 1 - kept)
+        _, name, edit = _MODES[setting.name]
+        yield Finding(
+            rule=RULE.id,
+            regime="overhead",
+            where=setting.source,
+            cost_s=cost_s,
+            saved_s=around(cost_s, 0.15),
+            because=f"{name} is on; without it forward and backward take {kept:.0%} (tried)",
+            edit=edit,
+            levers=RULE.levers,
+            measured=True,
+        )
+
+
+def note(evidence: Evidence) -> Iterator[Note]:
+    """Yield a note for each environment variable that slows torch down; its cost cannot be tried from inside."""
+    for setting in evidence.workload.settings:
+        if setting.name in _ENVIRONMENT and setting.value not in ("", "0"):
+            yield Note(rule=RULE.id, where=None, text=f"{setting.name}={setting.value} {_ENVIRONMENT[setting.name]}")
+
+
+def _on(evidence: Evidence) -> list[Setting]:
+    return [s for s in evidence.workload.settings if s.name in _MODES and s.value == "True"]
+
+
+def _trial_of(evidence: Evidence, setting: Setting) -> TimeModel | None:
+    used = [i for i, m in enumerate(evidence.models) if m.num_graphs_used]
+    if not used:
+        return None
+    largest = max(used, key=lambda i: evidence.models[i].call_s * evidence.models[i].calls)
+    return TimeModel(model=largest, variant=_MODES[setting.name][0], backward=True)
+
+
+RULE = Rule(
+    id="run.debug-mode",
+    title="A debug mode is left on",
+    module=__name__,
+    check=check,
+    propose=propose,
+    note=note,
+    levers=("graph.debug-off",),
+)

@@ -1,0 +1,126 @@
+"""The verbs: each a few composed lines over the rooms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from flatout.diagnosis import diagnose, proposals
+from flatout.errors import CaptureError
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Diagnosis
+from flatout.records.hardware import Machine
+from flatout.records.record import Record, to_json, write_file
+from flatout.records.trial import Trial
+from flatout.registry import rules
+
+if TYPE_CHECKING:
+    from flatout.profiling.script import Script
+
+Batch = TypeVar("Batch")
+
+
+class Checked(Record, frozen=True, kw_only=True):
+    """What `check` returns: what was seen, and what it means. Print it for the report."""
+
+    evidence: Evidence
+    diagnosis: Diagnosis
+
+    def __str__(self) -> str:
+        from flatout.reporting.text import as_text
+
+        return as_text(self.evidence, self.diagnosis)
+
+
+class Observation(Record, frozen=True, kw_only=True):
+    """A request to observe a script in a fresh process: what the parent tells the child, and where the Evidence goes."""
+
+    target: str
+    kind: Literal["script", "module"]
+    arguments: tuple[str, ...]
+    command: tuple[str, ...]
+    evidence_path: str
+    machine_path: str
+    observe_s: float
+    stop: bool
+
+
+def check(
+    step: Callable[[Batch], object],
+    batches: Iterable[Batch],
+    *,
+    observe_s: float = 30.0,
+    machine: Machine | None = None,
+) -> Checked:
+    """Observe `step(batch)` over `batches`, and say where its time goes and what would make it faster.
+
+    Stops drawing batches after `observe_s` seconds of light observation. `machine` is what `flatout.measure_machine()` returned;
+    without it the report has no roofline. What `step` computes, the random streams and global switches stay as they are.
+
+    Raises CaptureError when `batches` is empty; what `step` raises is the caller's.
+    """
+    from flatout.profiling.capture import Capture
+    from flatout.profiling.schedule import Schedule
+
+    capture = Capture(
+        command=(f"{step.__module__}.{getattr(step, '__qualname__', type(step).__name__)}",),
+        cwd=os.getcwd(),
+        schedule=Schedule(observe_s=observe_s),
+        machine=machine,
+        propose=_propose,
+    )
+    capture.start()
+    error: BaseException | None = None
+    try:
+        for batch in batches:
+            with capture.step():
+                step(batch)
+            if capture.is_complete:
+                break
+    except BaseException as e:
+        error = e
+        raise
+    finally:
+        evidence = capture.finish(exit="finished" if error is None else repr(error), exit_code=None)
+    if not evidence.steps.num_seen:
+        raise CaptureError("`batches` gave no batch, so no step ran; pass an iterable with at least ten batches")
+    return Checked(evidence=evidence, diagnosis=diagnose(evidence, rules()))
+
+
+def diagnose_all(evidence: Evidence) -> Diagnosis:
+    """Diagnose Evidence, captured here or elsewhere, by every rule that is installed."""
+    return diagnose(evidence, rules())
+
+
+def observe_script(observation: Observation, script: Script, machine: Machine | None) -> int:
+    """Run `script` under observation in this process, write its Evidence, and return the exit code python would give."""
+    from flatout.profiling.capture import Capture
+    from flatout.profiling.schedule import Schedule
+    from flatout.profiling.script import end_script, run_script
+
+    path = Path(observation.evidence_path)
+
+    def publish(evidence: Evidence) -> None:
+        write_file(path, to_json(evidence))
+        if observation.stop:
+            end_script()
+
+    capture = Capture(
+        command=observation.command,
+        cwd=os.getcwd(),
+        schedule=Schedule(observe_s=observation.observe_s),
+        machine=machine,
+        propose=_propose,
+        user_root=script.root,
+        publish=publish,
+    )
+    capture.start()
+    outcome = run_script(script)
+    write_file(path, to_json(capture.finish(exit=outcome.exit, exit_code=outcome.exit_code)))
+    return outcome.exit_code
+
+
+def _propose(evidence: Evidence) -> tuple[Trial, ...]:
+    return proposals(evidence, rules())
