@@ -34,7 +34,7 @@ class Trainer:
         self.labels = labels
         self.classes = [torch.nonzero(labels == label).flatten() for label in labels.unique()]
         self.per_class = per_class
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=lr, fused=True)
 
     def step(self):
         rows = torch.cat([members[torch.randperm(len(members))[: self.per_class]] for members in self.classes])
@@ -50,7 +50,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--per-class", type=int, default=10)
-    parser.add_argument("--lr", type=float, default=0.03)
+    parser.add_argument("--lr", type=float, default=1e-4)
     args = parser.parse_args()
 
     torch.manual_seed(1)

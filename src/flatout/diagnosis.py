@@ -155,7 +155,9 @@ def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...]]:
 
 
 def _floor_of(machine: Machine, operator: Operator) -> tuple[float, Regime]:
-    dtype = next((t.dtype for t in operator.inputs + operator.outputs if t.dtype in machine.matmul_flop_per_s), "float32")
+    dtype = next(
+        (t.dtype for t in operator.inputs + operator.outputs if t.dtype in machine.matmul_flop_per_s), "float32"
+    )
     try:
         floor = operation_floor(machine, flop=operator.flop, traffic_bytes=operator.bytes, dtype=dtype)
     except HardwareError:  # no rate for this dtype was measured here: the traffic alone is a floor too

@@ -33,5 +33,7 @@ def rules() -> tuple[Rule, ...]:
 
 def _add(found: dict[str, Rule], rule: Rule) -> None:
     if rule.id in found:
-        raise UsageError(f"rule id '{rule.id}' is taken by {found[rule.id].module}; give {rule.module} an id of its own")
+        raise UsageError(
+            f"rule id '{rule.id}' is taken by {found[rule.id].module}; give {rule.module} an id of its own"
+        )
     found[rule.id] = rule

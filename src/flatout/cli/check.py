@@ -24,8 +24,12 @@ _PATIENCE_S: Final = 5.0
 
 def check(
     context: typer.Context,
-    target: Annotated[str | None, typer.Argument(metavar="SCRIPT", help="The script, as you would give it to python.")] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")] = None,
+    target: Annotated[
+        str | None, typer.Argument(metavar="SCRIPT", help="The script, as you would give it to python.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")
+    ] = None,
     module: Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module, like `python -m`.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write Evidence and findings to this file.")] = None,
     seconds: Annotated[float, typer.Option(help="How long to observe steps, besides the few deep ones.")] = 30.0,
@@ -43,7 +47,9 @@ def check(
     elif target is not None:
         own, name = arguments or [], target
     else:
-        raise UsageError("no script given; call `flatout check train.py -- --its --arguments` or `flatout check -m package.module`")
+        raise UsageError(
+            "no script given; call `flatout check train.py -- --its --arguments` or `flatout check -m package.module`"
+        )
     own = own[1:] if own[:1] == ["--"] else own
     if json is not None and not json.absolute().parent.is_dir():
         raise UsageError(f"--json {json}: the folder does not exist; make it first, so that nothing is lost at the end")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -80,9 +80,10 @@ def loops_around(evidence: Evidence, source: int) -> Iterator[tuple[str, int]]:
                 yield line.file, loop
 
 
-def calls_by_operator(operators: Iterable[Operator]) -> float:
-    """The largest number of calls of one operator from one line in one module, whatever its shapes."""
+def usual_calls(operators: Iterable[Operator]) -> float:
+    """How often the operators of a loop's lines run in a step: the commonest count of (operator, line, module), any shapes."""
     counts: dict[tuple[str, int, str], float] = defaultdict(float)
     for o in operators:
         counts[o.op, o.source, o.module] += o.num_calls
-    return max(counts.values(), default=0.0)
+    by_count = Counter(round(c) for c in counts.values())
+    return max(by_count, key=lambda count: (by_count[count], count), default=0)

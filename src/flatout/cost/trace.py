@@ -7,13 +7,12 @@ from typing import Final
 
 from flatout.records.evidence import Operator, Trace
 
-_GATHERING: Final = frozenset(
-    "aten." + name
-    for name in (
-        "add add_ cat stack copy_ fill_ index_put_ index_put select slice view _unsafe_view reshape expand t transpose "
-        "permute unsqueeze squeeze detach alias maximum minimum zeros ones zero_ lift_fresh clone _to_copy index select_scatter"
-    ).split()
-)
+_GATHERING_NAMES: Final = """
+add add_ cat stack copy_ fill_ index_put_ index_put select slice view _unsafe_view reshape expand t transpose
+permute unsqueeze squeeze detach alias maximum minimum zeros ones zero_ lift_fresh clone _to_copy index
+select_scatter
+"""
+_GATHERING: Final = frozenset(f"aten.{name}" for name in _GATHERING_NAMES.split())
 """Operators that collect results or move data: a chain of only these does not make iterations depend on one another."""
 
 
@@ -54,7 +53,9 @@ def consumers(trace: Trace) -> dict[int, list[int]]:
     return readers
 
 
-def walk_back(trace: Trace, operators: Sequence[Operator], start: int, through: frozenset[str], limit: int = 24) -> Iterator[int]:
+def walk_back(
+    trace: Trace, operators: Sequence[Operator], start: int, through: frozenset[str], limit: int = 24
+) -> Iterator[int]:
     """The calls that lead to `start`, nearest first, passing only through the named operators; the first other is included."""
     frontier, seen = [start], {start}
     while frontier and limit:
@@ -69,9 +70,14 @@ def walk_back(trace: Trace, operators: Sequence[Operator], start: int, through: 
 
 
 def walk_forward(
-    readers: dict[int, list[int]], trace: Trace, operators: Sequence[Operator], start: int, through: frozenset[str], limit: int = 24
+    readers: dict[int, list[int]],
+    trace: Trace,
+    operators: Sequence[Operator],
+    start: int,
+    through: frozenset[str],
+    limit: int = 24,
 ) -> Iterator[int]:
-    """The calls that follow from `start`, nearest first, passing only through the named operators; the first other is included."""
+    """The calls that follow from `start`, nearest first, through the named operators; the first other is included."""
     frontier, seen = [start], {start}
     while frontier and limit:
         limit -= 1

@@ -166,7 +166,7 @@ def _drop_impossible(results: _Results) -> None:
     cache, memory = (results.values.get(figure) for figure in ("cache_bytes_per_s", "copy_bytes_per_s"))
     if cache is not None and memory is not None and cache < memory:
         del results.values["cache_bytes_per_s"]
-        results.unknown["cache_bytes_per_s"] = "it came out slower than memory: the machine is busy"
+        results.unknown["cache_bytes_per_s"] = "it came out slower than memory, as on a busy machine"
 
 
 def _cpu_probes(effort: Effort) -> list[_Probe]:

@@ -9,7 +9,7 @@ from typing import Final, cast
 import torch
 
 from flatout.cost.flops import operator_flop
-from flatout.measure.stats import median_interval
+from flatout.measure.stats import median_estimate
 from flatout.profiling.calls import Root
 from flatout.profiling.observer import Observer
 from flatout.profiling.operators import Call, DeepStep, Example, OperatorKey, TensorMeta
@@ -34,30 +34,34 @@ from flatout.records.evidence import (
 )
 from flatout.records.workload import Source
 
-VIEWS: Final = frozenset(
-    "aten." + n
-    for n in (
-        "view _unsafe_view reshape expand expand_as t transpose permute select slice unsqueeze squeeze detach alias "
-        "as_strided split split_with_sizes chunk unbind unfold diagonal _reshape_alias lift_fresh narrow "
-        "empty empty_like empty_strided new_empty new_empty_strided"
-    ).split()
-)
+_VIEW_NAMES: Final = """
+view _unsafe_view reshape expand expand_as t transpose permute select slice unsqueeze squeeze detach alias
+as_strided split split_with_sizes chunk unbind unfold diagonal _reshape_alias lift_fresh narrow empty
+empty_like empty_strided new_empty new_empty_strided
+"""
+VIEWS: Final = frozenset(f"aten.{name}" for name in _VIEW_NAMES.split())
 """Operators that move no data."""
+
+
+_USUAL_FRACTION: Final = 0.25
+_NEARBY: Final = 9
 
 
 class OperatorTable:
     """The deep steps as rows of equal calls, with the times of a light step."""
 
-    def __init__(self, observer: Observer, step_s: float) -> None:
+    def __init__(self, observer: Observer) -> None:
         self.keys: list[OperatorKey] = []
         self.examples: list[Example | None] = []
         self.operators: tuple[Operator, ...] = ()
         self.trace = Trace()
         self.agreement: float | None = None
         self.device_s: float | None = None
-        steps = observer.deep[1:] or observer.deep
+        usual = usual_root_calls([s for s in observer.timeline.steps if s.mode == Mode.LIGHT.value])
+        ordinary = [s for s in observer.deep if s.root_calls <= usual] or observer.deep
+        steps = ordinary[1:] or ordinary
         if steps:
-            self._fill(observer, steps, step_s)
+            self._fill(observer, steps, _seconds_nearby(observer.timeline.steps))
 
     def _fill(self, observer: Observer, steps: list[DeepStep], step_s: float) -> None:
         index: dict[OperatorKey, int] = {}
@@ -77,7 +81,8 @@ class OperatorTable:
             accounted += step.tail_s
         accounted /= len(steps)
         scale = 1.0
-        if not observer.is_device and accounted > 0 and step_s > 0:
+        is_whole = not any(s.truncated for s in steps)
+        if is_whole and not observer.is_device and accounted > 0 and step_s > 0:
             self.agreement = accounted / step_s
             scale = step_s / accounted
         n = len(steps)
@@ -95,7 +100,7 @@ class OperatorTable:
             op_s=tuple(round(op * scale, 9) for op, _ in times),
             python_s=tuple(round(python * scale, 9) for _, python in times),
             producers=tuple(c.producers for c in last.calls),
-            truncated=any(s.truncated for s in steps),
+            truncated=not is_whole,
         )
 
 
@@ -106,18 +111,20 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
     light = [s for s in timed if s.mode == Mode.LIGHT.value] or timed[1:] or timed
     kind = "training" if observer.kind == "manual" else observer.kind
     if not light:
-        return Steps(kind=kind, num_seen=observer.seen, num_timed=0, step_s=0.0, low_s=0.0, high_s=0.0, device_s=device_s)
+        return Steps(
+            kind=kind, num_seen=observer.seen, num_timed=0, step_s=0.0, low_s=0.0, high_s=0.0, device_s=device_s
+        )
     ordinary, extra = _split(light)
     durations = [s.duration_s for s in ordinary]
     middle = statistics.median(durations)
-    low, high = median_interval(durations) if len(durations) > 1 else (middle, middle)
+    interval = median_estimate(durations)
     return Steps(
         kind=kind,
         num_seen=observer.seen,
         num_timed=len(light),
         step_s=middle,
-        low_s=low,
-        high_s=high,
+        low_s=interval.low,
+        high_s=interval.high,
         evaluation_s=sum(max(0.0, s.duration_s - middle) for s in extra) / len(light),
         device_s=device_s,
         durations_s=tuple(round(s.duration_s, 9) for s in light[-2000:]),
@@ -127,9 +134,27 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
 
 def _split(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
     """Ordinary steps, and those with more root calls than usual: an evaluation pass lies in them."""
-    usual = Counter(s.root_calls for s in steps).most_common(1)[0][0]
+    usual = usual_root_calls(steps)
     ordinary = [s for s in steps if s.root_calls <= usual]
     return ordinary, [s for s in steps if s.root_calls > usual]
+
+
+def usual_root_calls(steps: list[TimedStep]) -> int:
+    """The fewest root calls that a good share of the steps have; where all differ (rollouts), the most there are."""
+    counts = Counter(s.root_calls for s in steps)
+    common = [calls for calls, num in counts.items() if num >= _USUAL_FRACTION * len(steps)]
+    return min(common, default=max(counts, default=0))
+
+
+def _seconds_nearby(steps: list[TimedStep]) -> float:
+    """Median of the ordinary light steps closest to the deep ones: a step may grow while the script runs."""
+    deep = [i for i, s in enumerate(steps) if s.mode == Mode.DEEP.value]
+    light = [(i, s) for i, s in enumerate(steps) if s.mode == Mode.LIGHT.value]
+    if not deep or not light:
+        return 0.0
+    usual = usual_root_calls([s for _, s in light])
+    near = sorted((min(abs(i - d) for d in deep), s.duration_s) for i, s in light if s.root_calls <= usual)
+    return statistics.median(duration for _, duration in near[:_NEARBY])
 
 
 def _phases(ordinary: list[TimedStep], extra: list[TimedStep], step_s: float, num: int) -> dict[str, float]:
@@ -234,6 +259,7 @@ def models_of(observer: Observer) -> tuple[tuple[Model, ...], list[Root]]:
         Model(
             name=r.name,
             source=r.site,
+            callers=r.callers,
             num_parameters=r.num_parameters,
             is_training=r.is_training,
             grad_enabled=r.grad_enabled,

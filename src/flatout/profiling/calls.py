@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from time import perf_counter
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from flatout.profiling.patching import Patches
 from flatout.profiling.sites import Sites
 
 _CAPTURE_LIMIT_BYTES: Final = 256 << 20
+_CALLERS: Final = 4
 _GRAPHS_FOLLOWED: Final = 64
 """Calls per line whose graph is followed to see whether a backward uses it."""
 
@@ -40,20 +41,19 @@ class Captured:
         self.kwargs = map_tensors(kwargs, _copy)
         self.grad_enabled = grad_enabled
         self.autocast = {
-            device: torch.get_autocast_dtype(device)
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
+            device: torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
         }
 
 
 class Root:
-    """One root module called from one line."""
+    """One root module called from one line, by one chain of callers."""
 
-    def __init__(self, module: nn.Module, site: int) -> None:
+    def __init__(self, module: nn.Module, chain: tuple[int, ...]) -> None:
         self.module = weakref.ref(module)
         self.held: nn.Module | None = None
         self.name = type(module).__name__
-        self.site = site
+        self.site = chain[0] if chain else -1
+        self.callers = chain[1:]
         self.is_training = module.training
         self.grad_enabled = torch.is_grad_enabled()
         self.num_parameters = sum(p.numel() for p in module.parameters())
@@ -73,7 +73,13 @@ class RepeatedCell:
     """Calls of one recurrent cell in a deep step."""
 
     def __init__(self, module: nn.RNNCellBase, path: str, site: int, batch: int) -> None:
-        self.kind = type(module).__name__
+        self.kind: Literal["GRUCell", "LSTMCell", "RNNCell"] = (
+            "GRUCell"
+            if isinstance(module, nn.GRUCell)
+            else "LSTMCell"
+            if isinstance(module, nn.LSTMCell)
+            else "RNNCell"
+        )
         self.path = path
         self.site = site
         self.calls = 0
@@ -86,7 +92,7 @@ class ModuleCalls:
     """Watches `nn.Module.__call__`: root calls always, the path inside them only while `is_deep`."""
 
     def __init__(self, sites: Sites, listener: RootListener) -> None:
-        self.roots: dict[tuple[int, int], Root] = {}
+        self.roots: dict[tuple[int, tuple[int, ...]], Root] = {}
         self.is_active = False
         self.is_deep = False
         self.path = ""
@@ -104,7 +110,7 @@ class ModuleCalls:
         watch = self
         is_compiling = torch.compiler.is_compiling
 
-        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807  # ruff: keeps the method's name
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or (watch._inside and not watch.is_deep) or not watch.is_active:
                 return original(self, *args, **kwargs)
             if get_ident() != watch._thread_id:
@@ -125,7 +131,9 @@ class ModuleCalls:
         """Dotted path of the module now running, '' outside any."""
         return self.path
 
-    def _root(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _root(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         root = self._enter(module, args, kwargs)
         self._inside = True
         start = perf_counter()
@@ -141,7 +149,7 @@ class ModuleCalls:
         return output
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Root:
-        key = (id(module), self._sites.of_frame(sys._getframe(3)))
+        key = (id(module), self._sites.chain(sys._getframe(3), deepest=_CALLERS))
         root = self.roots.get(key)
         if root is None or root.module() is not module:
             root = self.roots[key] = Root(module, key[1])
@@ -155,12 +163,14 @@ class ModuleCalls:
             if self.is_deep:
                 self._name(module)
                 self.path = self._names.get(id(module), root.name)
-        except Exception as e:  # ours, not the user's: give up observing, let the script go on
+        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self._listener.fail(e)
         self._listener.on_root_start(root)
         return root
 
-    def _inner(self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _inner(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         before = self.path
         self.path = self._names.get(id(module), before)
         if isinstance(module, nn.RNNCellBase):

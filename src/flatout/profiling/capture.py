@@ -104,8 +104,7 @@ class Capture:
 
     def _scene(self) -> Scene:
         observer = self.observer
-        steps = assemble.steps_of(observer, None)
-        table = assemble.OperatorTable(observer, steps.step_s)
+        table = assemble.OperatorTable(observer)
         _, roots = assemble.models_of(observer)
         unused = assemble.unused_gradients_of(observer, table)
         return Scene(
@@ -121,8 +120,7 @@ class Capture:
 
     def _evidence(self) -> Evidence:
         observer = self.observer
-        timing = assemble.steps_of(observer, None)
-        table = assemble.OperatorTable(observer, timing.step_s)
+        table = assemble.OperatorTable(observer)
         steps = assemble.steps_of(observer, table.device_s)
         models, roots = assemble.models_of(observer)
         workload = workload_of(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter
+from types import CodeType
 from typing import Any, Final, Protocol
 
 import torch.utils.data._utils.collate as torch_collate
@@ -49,10 +50,15 @@ class LoaderUse:
         self.is_map_style = hasattr(type(self.dataset), "__getitem__") and iterator._dataset_kind == 0
         self.has_own_collate = self.collate not in (torch_collate.default_collate, torch_collate.default_convert)
         fetch = getattr(type(self.dataset), "__getitems__", None) or getattr(type(self.dataset), "__getitem__", None)
-        self.getitem_site = sites.of_code(fetch.__code__) if hasattr(fetch, "__code__") else -1
-        self.collate_site = sites.of_code(self.collate.__code__) if hasattr(self.collate, "__code__") else -1
+        self.getitem_site = _first_line(fetch, sites)
+        self.collate_site = _first_line(self.collate, sites)
         self.fetches = 0
         self.wait_s = 0.0
+
+
+def _first_line(function: object, sites: Sites) -> int:
+    code = getattr(function, "__code__", None)
+    return sites.of_code(code) if isinstance(code, CodeType) else -1
 
 
 class Feeding:
@@ -71,7 +77,7 @@ class Feeding:
         original = _BaseDataLoaderIter.__next__
         watch = self
 
-        def __next__(self: Any) -> Any:  # noqa: N807  # ruff: keeps the method's name
+        def __next__(self: Any) -> Any:
             if not watch.is_active or get_ident() != watch._thread_id:
                 return original(self)
             return watch._next(original, self)

@@ -115,7 +115,9 @@ class Observer:
     def fail(self, error: Exception) -> None:
         """Our own mistake: say so in the Evidence, stop observing, and let the script go on."""
         where = traceback.extract_tb(error.__traceback__)[-1]
-        self.notes.append(f"observing stopped early: {type(error).__name__}: {error} ({where.name}, line {where.lineno})")
+        self.notes.append(
+            f"observing stopped early: {type(error).__name__}: {error} ({where.name}, line {where.lineno})"
+        )
         self._complete()
 
     def _activate(self, on: bool) -> None:
@@ -138,14 +140,19 @@ class Observer:
         self.timeline.switch("evaluation" if is_evaluation else "forward")
 
     def on_root_end(self, root: Root) -> None:
-        self.timeline.end_root("optimizer" if self._in_optimizer else "other")
+        if self.timeline.phase != "evaluation":  # what follows an evaluation call belongs to it: its metrics, its loop
+            self.timeline.end_root("optimizer" if self._in_optimizer else "other")
 
     def on_root_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.mode is Mode.DEEP and self.recorder is not None and root.has_parameters:
             for tensor in iter_tensors((args, kwargs)):
                 if not self.recorder.has_producer(tensor):
                     self.recorder.data_storages.add(storage_of(tensor))
-        if self.mode in (Mode.WARM_UP, Mode.DEEP) and root.has_parameters and (root.is_training or self.kind != "training"):
+        if (
+            self.mode in (Mode.WARM_UP, Mode.DEEP)
+            and root.has_parameters
+            and (root.is_training or self.kind != "training")
+        ):
             self._look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
 
     def on_fetch_start(self) -> None:
@@ -222,7 +229,7 @@ class Observer:
             self.reads.num_steps = 0
             self.sampler.counts.clear()
             self.sampler.is_on = False
-        except Exception as e:  # ours, not the user's: give up observing, let the script go on
+        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
 
     def _border(self) -> None:
@@ -230,18 +237,19 @@ class Observer:
         if self.is_complete:
             return
         try:
+            calls = self.timeline.root_calls
             duration = self.timeline.boundary(self.mode.value)
-            self._end_step(duration)
-        except Exception as e:  # ours, not the user's: give up observing, let the script go on
+            self._end_step(duration, calls)
+        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
 
-    def _end_step(self, duration_s: float) -> None:
+    def _end_step(self, duration_s: float, root_calls: int) -> None:
         before = self.mode
         began = perf_counter()
         self.seen += 1
         if before is Mode.DEEP:
             self.deep_s += duration_s
-            self._close_deep(duration_s)
+            self._close_deep(duration_s, root_calls)
         elif before is Mode.LIGHT:
             self.light_s += duration_s
         elif before is Mode.READS:
@@ -306,16 +314,17 @@ class Observer:
                 is_device=self.is_device,
                 thread_id=self.thread_id,
             )
-            self.recorder.__enter__()
+            self.recorder.enter()
         self.calls.is_deep = True
         self.calls.begin_deep()
         self.recorder.begin()
 
-    def _close_deep(self, duration_s: float) -> None:
+    def _close_deep(self, duration_s: float, root_calls: int) -> None:
         assert self.recorder is not None
         self.recorder.is_paused = True
         step = self.recorder.end(tuple(self.calls.cells.values()))
         step.duration_s = duration_s
+        step.root_calls = root_calls
         self.deep.append(step)
         self._note_gradients()
         self.recorder.is_paused = False
@@ -323,8 +332,7 @@ class Observer:
     def _leave_deep(self) -> None:
         self.calls.is_deep = False
         if self.recorder is not None:
-            self.recorder.__exit__(None, None, None)
-            self.recorder.is_paused = True
+            self.recorder.leave()
             self.examples = self.recorder.examples
             self.callers = self.recorder.callers
             self.backward_sites = self.recorder.backward_sites
@@ -381,5 +389,3 @@ def _uses_compile() -> bool:
     """Whether dynamo compiled anything in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["frames"]["ok"] > 0
-
-

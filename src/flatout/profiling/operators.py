@@ -28,7 +28,17 @@ MAX_CALLS: Final = 60_000
 
 _SKIPPED_NAMESPACES: Final = ("profiler", "prim")
 _HASH_LIMIT_BYTES: Final = 64 << 20
-_RANDOM: Final = ("rand", "normal", "bernoulli", "multinomial", "dropout", "exponential", "uniform", "poisson", "cauchy")
+_RANDOM: Final = (
+    "rand",
+    "normal",
+    "bernoulli",
+    "multinomial",
+    "dropout",
+    "exponential",
+    "uniform",
+    "poisson",
+    "cauchy",
+)
 _EMPTY: Final = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
 _READS: Final = {
     "aten._local_scalar_dense": "item",
@@ -94,6 +104,7 @@ class DeepStep:
         self.truncated = False
         self.nodes_run: set[int] = set()
         self.duration_s = 0.0
+        self.root_calls = 0
         self.tail_s = 0.0
         self.cells: tuple[RepeatedCell, ...] = ()
 
@@ -114,7 +125,7 @@ class OperatorRecorder(TorchDispatchMode):
         is_device: bool,
         thread_id: int,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.step = DeepStep()
         self.examples: dict[OperatorKey, Example] = {}
         self.callers: dict[int, tuple[int, ...]] = {}
@@ -134,6 +145,15 @@ class OperatorRecorder(TorchDispatchMode):
         self._creator: dict[int, int] = {}
         self._constant: dict[int, bool] = {}
         self._known: dict[Any, str] = {}
+
+    def enter(self) -> None:
+        """Begin to intercept operators."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Intercept no more."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.is_paused = True
 
     def begin(self) -> None:
         """Start a new deep step; the one before stays with the caller."""
@@ -224,7 +244,9 @@ class OperatorRecorder(TorchDispatchMode):
             self._constant[storage] = constant
         self.step.calls.append(Call(key, op_s, python_s, producers, creators, constant, events))
         if key not in self.examples:
-            self.examples[key] = Example(func, tuple(_describe(a) for a in args), {k: _describe(v) for k, v in kwargs.items()})
+            self.examples[key] = Example(
+                func, tuple(_describe(a) for a in args), {k: _describe(v) for k, v in kwargs.items()}
+            )
         if constant and results and not name.startswith(_EMPTY):
             self.step.constants.setdefault(site, []).append(_fingerprint(results[0]))
         self._note_read(name, site, phase, inputs, outputs)
@@ -266,9 +288,7 @@ class OperatorRecorder(TorchDispatchMode):
             frame = frame.f_back  # type: ignore[assignment]
         return False
 
-    def _is_constant(
-        self, name: str, tensors: list[Tensor], storages: tuple[int, ...], phase: str, site: int
-    ) -> bool:
+    def _is_constant(self, name: str, tensors: list[Tensor], storages: tuple[int, ...], phase: str, site: int) -> bool:
         """Whether the result depends on nothing but constants: no parameter, no batch, no random number."""
         if site < 0 or phase in ("backward", "optimizer") or any(r in name for r in _RANDOM):
             return False
@@ -311,13 +331,13 @@ def _meta(tensor: Tensor) -> TensorMeta:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_of(tensor: Tensor) -> int:
     """The identity of the memory behind a tensor, equal for views of one another; -1 where there is none."""
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         return -1
 

@@ -10,7 +10,6 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any, Final, Literal, Protocol
 
-
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -81,7 +80,7 @@ class Optimizing:
         original: Callable[..., None] = Optimizer.__init__
         watch = self
 
-        def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # ruff: keeps the method's name
+        def __init__(self: Optimizer, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             watch._constructed[self] = watch._sites.of_frame(sys._getframe(1))
 
@@ -153,5 +152,3 @@ def variant_of(optimizer: Optimizer) -> Literal["for-loop", "foreach", "fused", 
     if "foreach" in group and group["foreach"] is None and all(p.device.type == "cuda" for p in group["params"]):
         return "foreach"
     return "for-loop"
-
-

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NamedTuple
 
-
 from flatout.errors import ScriptError
 
 _OURS = str(Path(__file__).parents[1])
@@ -79,7 +78,7 @@ def run_script(script: Script) -> Outcome:
         return Outcome("finished", 0)
     except SystemExit as e:
         return Outcome("finished" if e.code in (None, 0) else f"SystemExit: {e.code}", _exit_code(e))
-    except BaseException as e:  # the script's own, whatever it is: python would print it and exit with 1
+    except BaseException as e:  # noqa: BLE001  # the script's own, whatever it is: python would print it and exit with 1
         _print_exception(e)
         code = 130 if isinstance(e, KeyboardInterrupt) else 1
         return Outcome("".join(traceback.format_exception_only(e)).strip().splitlines()[-1], code)

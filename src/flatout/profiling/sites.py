@@ -12,7 +12,6 @@ from typing import Final
 
 import torch
 
-
 from flatout.records.workload import Source
 
 _STDLIB: Final = tuple({os.path.realpath(sysconfig.get_paths()[k]) for k in ("stdlib", "platstdlib")})
@@ -42,7 +41,9 @@ class Loops:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             function = node.lineno
             self._functions.append((node.lineno, node.end_lineno or node.lineno))
-        elif isinstance(node, (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)):
+        elif isinstance(
+            node, (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+        ):
             self._spans.append((node.lineno, node.end_lineno or node.lineno, function))
         for child in ast.iter_child_nodes(node):
             self._visit(child, function=function)
@@ -148,7 +149,7 @@ class Sites:
 def _short(filename: str) -> str:
     """The path from the package folder on."""
     for folder in ("site-packages", "dist-packages"):
-        head, found, tail = filename.rpartition(folder + os.sep)
+        _, found, tail = filename.rpartition(folder + os.sep)
         if found:
             return tail
     return filename

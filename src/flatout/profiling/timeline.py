@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import pairwise
 from time import perf_counter
 from typing import NamedTuple
 
@@ -63,7 +64,7 @@ class Timeline:
             self._waiting.append((mode, marks, calls))
             self._collect()
         else:
-            self.steps.append(_finish(mode, marks, calls, [b.host_s - a.host_s for a, b in zip(marks, marks[1:])]))
+            self.steps.append(_finish(mode, marks, calls, [b.host_s - a.host_s for a, b in pairwise(marks)]))
         return marks[-1].host_s - marks[0].host_s
 
     def restart(self) -> None:
@@ -95,12 +96,12 @@ class Timeline:
             if last is None or not last.query():
                 return
             self._waiting.popleft()
-            lengths = [a.elapsed_time(b) * 1e-3 for a, b in zip(events, events[1:]) if a is not None and b is not None]
+            lengths = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events) if a is not None and b is not None]
             self.steps.append(_finish(mode, marks, calls, lengths))
 
 
 def _finish(mode: str, marks: list[Mark], calls: int, lengths: list[float]) -> TimedStep:
     phases: dict[str, float] = {}
-    for mark, length in zip(marks, lengths):
+    for mark, length in zip(marks, lengths, strict=False):
         phases[mark.phase] = phases.get(mark.phase, 0.0) + length
     return TimedStep(mode, sum(lengths), phases, calls)

@@ -141,10 +141,11 @@ class Constant(Record, frozen=True, kw_only=True):
 
 
 class Model(Record, frozen=True, kw_only=True):
-    """A module called from outside any other module, from one line."""
+    """A module called from outside any other module, from one line, by one chain of callers (innermost first)."""
 
     name: str
     source: int
+    callers: tuple[int, ...]
     num_parameters: int
     is_training: bool
     grad_enabled: bool
@@ -153,7 +154,6 @@ class Model(Record, frozen=True, kw_only=True):
     num_calls_seen: int
     num_graphs_built: int
     num_graphs_used: int
-    evaluation_s: float = 0.0
 
 
 class OptimizerUse(Record, frozen=True, kw_only=True):

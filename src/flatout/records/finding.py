@@ -37,7 +37,7 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 class RankedFinding(Record, frozen=True, kw_only=True):
-    """A finding as reported: with its file and line, its gain as [low, high] speed-ups of the whole step, and what it absorbed."""
+    """A finding as reported: file and line, the gain as [low, high] speed-ups of the whole step, and what it absorbed."""
 
     rule: str
     title: str

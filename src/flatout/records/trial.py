@@ -70,7 +70,9 @@ class TimeModel(Record, frozen=True, kw_only=True, tag="time-model"):
 
     'without-graph': under no_grad. 'without-anomaly': anomaly detection off. 'deterministic-off': deterministic algorithms
     off. 'cropped': every tensor with `length` at dimension 1 cropped to `cropped_length`. 'batched': the batch repeated
-    `factor` times. 'frozen': parameters in modules that no optimizer trains do not require gradients. The result's `cured_s` for 'batched' is the time of one original batch (divided by the factor).
+    `factor` times; the result's `cured_s` is then the time of one original batch (divided by the factor). 'frozen':
+    parameters in modules that no optimizer trains do not require gradients. `held` calls are made in a row and their outputs
+    kept until the last, as a pass over several modules keeps its graph.
     """
 
     model: int
@@ -79,6 +81,7 @@ class TimeModel(Record, frozen=True, kw_only=True, tag="time-model"):
     length: int = 0
     cropped_length: int = 0
     factor: int = 1
+    held: int = 1
 
 
 class TimeDataset(Record, frozen=True, kw_only=True, tag="time-dataset"):

@@ -19,7 +19,9 @@ def attention(trial: TimeAttention, scene: Scene) -> TrialResult:
     dtype, device = getattr(torch, trial.dtype), scene.device
     shape_q = (trial.batch, trial.heads, trial.q_len, trial.head_dim)
     shape_k = (trial.batch, trial.heads, trial.kv_len, trial.head_dim)
-    q, k, v = (random_tensor(s, dtype, device=device).requires_grad_(trial.backward) for s in (shape_q, shape_k, shape_k))
+    q, k, v = (
+        random_tensor(s, dtype, device=device).requires_grad_(trial.backward) for s in (shape_q, shape_k, shape_k)
+    )
     mask = None
     if trial.causal or trial.masked:
         mask = torch.ones(trial.q_len, trial.kv_len, dtype=torch.bool, device=device).tril()
@@ -49,7 +51,8 @@ def growing_cat(trial: TimeGrowingCat, scene: Scene) -> TrialResult:
     """Pieces appended one by one, against one cat of them all."""
     dtype = getattr(torch, trial.dtype)
     pieces = tuple(
-        random_tensor(trial.piece, dtype, device=scene.device).requires_grad_(trial.backward) for _ in range(trial.count)
+        random_tensor(trial.piece, dtype, device=scene.device).requires_grad_(trial.backward)
+        for _ in range(trial.count)
     )
 
     def growing() -> Tensor:

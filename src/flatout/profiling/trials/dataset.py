@@ -40,7 +40,7 @@ def run(trial: TimeDataset, scene: Scene) -> TrialResult:
         collated = use.collate(items)
     except Exception as e:  # the user's own dataset may raise anything when asked outside its loop
         raise Refused(f"the dataset could not be read here ({type(e).__name__}: {str(e)[:80]})") from e
-    repeatable = all(_same(a, b) for a, b in zip(items, again))
+    repeatable = all(_same(a, b) for a, b in zip(items, again, strict=False))
     item_s = seconds / len(items)
     return TrialResult(
         trial=trial,
@@ -75,7 +75,7 @@ def _from_memory_s(collated: Any) -> float:
 def _same(a: Any, b: Any) -> bool:
     left, right = list(iter_tensors(a)), list(iter_tensors(b))
     if left or right:
-        return len(left) == len(right) and all(torch.equal(x, y) for x, y in zip(left, right))
+        return len(left) == len(right) and all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
     try:
         return bool(a == b)
     except (ValueError, RuntimeError):  # arrays that do not compare to one bool

@@ -26,7 +26,7 @@ def run(trial: TimeModel, scene: Scene) -> TrialResult:
         twin = copy.deepcopy(module)
     except (RuntimeError, TypeError, NotImplementedError) as e:
         raise Refused(f"the module cannot be copied ({e})") from e
-    now = _call(twin, captured, captured.args, captured.kwargs, backward=trial.backward)
+    now = _held(_call(twin, captured, captured.args, captured.kwargs, backward=trial.backward), trial.held)
     contexts, cured, per = _variant(trial, twin, captured, scene)
     runs = {"now": _in(contexts["now"], now), "cured": _in(contexts["cured"], cured)}
     timings = compare(
@@ -71,13 +71,11 @@ def _variant(
     elif trial.variant == "frozen":
         twin = copy.deepcopy(twin)
         _freeze(twin, set(scene.unused_modules))
-    cured = _call(twin, captured, args, kwargs, backward=backward)
+    cured = _held(_call(twin, captured, args, kwargs, backward=backward), trial.held)
     return contexts, cured, per
 
 
-def _call(
-    module: nn.Module, captured: Captured, args: Any, kwargs: Any, *, backward: bool
-) -> Callable[[], object]:
+def _call(module: nn.Module, captured: Captured, args: Any, kwargs: Any, *, backward: bool) -> Callable[[], object]:
     parameters = [p for p in module.parameters() if p.requires_grad]
 
     def forward() -> Any:
@@ -90,7 +88,7 @@ def _call(
         for parameter in parameters:
             parameter.grad = None
         loss = _scalar(forward())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     call = both if backward else forward
@@ -99,6 +97,10 @@ def _call(
     except Exception as e:  # the user's own module may raise anything on a variant of its inputs
         raise Refused(f"the module does not take these inputs ({type(e).__name__}: {str(e)[:80]})") from e
     return call
+
+
+def _held(call: Callable[[], object], num: int) -> Callable[[], object]:
+    return call if num == 1 else lambda: [call() for _ in range(num)]
 
 
 def _scalar(output: Any) -> Tensor:
@@ -144,11 +146,11 @@ def _freeze(module: nn.Module, paths: set[str]) -> None:
 @contextlib.contextmanager
 def _anomaly(on: bool) -> Iterator[None]:
     before, check = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    torch._C._set_anomaly_enabled(on, check)
+    torch.set_anomaly_enabled(on, check)
     try:
         yield
     finally:
-        torch._C._set_anomaly_enabled(before, check)
+        torch.set_anomaly_enabled(before, check)
 
 
 @contextlib.contextmanager

@@ -21,13 +21,12 @@ from flatout.records.trial import TimeAttention
 _SHORTEST: Final = 32
 _WORTH_A_TRIAL: Final = 0.05
 _PRODUCTS: Final = frozenset({"aten.bmm", "aten.baddbmm", "aten.matmul"})
-_BETWEEN: Final = frozenset(
-    "aten." + n
-    for n in (
-        "mul mul_ div div_ add add_ sub masked_fill masked_fill_ where view _unsafe_view reshape expand clone _to_copy tanh "
-        "native_dropout dropout bernoulli_ transpose permute detach alias copy_ nan_to_num slice unsqueeze squeeze rsub"
-    ).split()
-)
+_BETWEEN_NAMES: Final = """
+mul mul_ div div_ add add_ sub masked_fill masked_fill_ where view _unsafe_view reshape expand clone _to_copy
+tanh native_dropout dropout bernoulli_ transpose permute detach alias copy_ nan_to_num slice unsqueeze squeeze
+rsub
+"""
+_BETWEEN: Final = frozenset(f"aten.{name}" for name in _BETWEEN_NAMES.split())
 
 
 class Attention(NamedTuple):
@@ -99,13 +98,21 @@ def _attentions(evidence: Evidence) -> Iterator[Attention]:
             continue
         keys = operator.outputs[0].shape[-1]
         chain = [scores, call, values] + [
-            c for c in before + after if scores < c < values and any(t.shape[-1:] == (keys,) for t in _op(evidence, c).outputs)
+            c
+            for c in before + after
+            if scores < c < values and any(t.shape[-1:] == (keys,) for t in _op(evidence, c).outputs)
         ]
         ops = {_op(evidence, c).op for c in chain}
-        masks = [c for c in before if _op(evidence, c).op in ("aten.masked_fill", "aten.masked_fill_", "aten.where", "aten.add")]
+        masks = [
+            c
+            for c in before
+            if _op(evidence, c).op in ("aten.masked_fill", "aten.masked_fill_", "aten.where", "aten.add")
+        ]
         sources = tuple(sorted({_op(evidence, c).source for c in chain if _op(evidence, c).source >= 0}))
         has_dropout = bool(ops & {"aten.native_dropout", "aten.bernoulli_"})
-        yield Attention(call, scores, values, sources, bool(masks), _is_causal(evidence, masks), 0.1 if has_dropout else 0.0)
+        yield Attention(
+            call, scores, values, sources, bool(masks), _is_causal(evidence, masks), 0.1 if has_dropout else 0.0
+        )
 
 
 def _op(evidence: Evidence, call: int) -> Operator:

@@ -82,7 +82,10 @@ def _trials(evidence: Evidence, padding: Padding, model: int) -> list[TimeModel]
 
 def _where(evidence: Evidence, padding: Padding) -> Source | None:
     """The line that made the padded tensor, as far as it was seen; else the collate function, else the loop over the loader."""
-    for source in (padding.source, *(s for u in evidence.loaders for s in (u.collate if u.has_own_collate else -1, u.source))):
+    for source in (
+        padding.source,
+        *(s for u in evidence.loaders for s in (u.collate if u.has_own_collate else -1, u.source)),
+    ):
         if source >= 0:
             return evidence.source_of(source)
     model = _model(evidence)

@@ -16,12 +16,14 @@ from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 
 _FEWEST_SAMPLES = 8
-_PHASES = ("forward", "other", "evaluation")
+_PHASES = ("forward", "other")
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding per line that a sampler found busy without operators."""
-    skip = set(evidence.backward_sources) | {o.source for o in evidence.optimizers} | {u.source for u in evidence.loaders}
+    skip = (
+        set(evidence.backward_sources) | {o.source for o in evidence.optimizers} | {u.source for u in evidence.loaders}
+    )
     seconds: dict[int, float] = defaultdict(float)
     samples: dict[int, int] = defaultdict(int)
     for line in evidence.lines:
@@ -47,7 +49,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             edit="do it once before the loop, less often, or with tensor operators on all the data at once",
             levers=RULE.levers,
             operators=tuple(
-                i for i, o in enumerate(evidence.operators) if o.source == source and o.phase not in ("backward", "optimizer")
+                i
+                for i, o in enumerate(evidence.operators)
+                if o.source == source and o.phase not in ("backward", "optimizer")
             ),
         )
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flatout.cost.accounting import (
-    calls_by_operator,
     group_by,
     has_backward,
     loops_around,
@@ -22,6 +21,7 @@ from flatout.cost.accounting import (
     rows_at,
     seconds_of,
     step_loops,
+    usual_calls,
 )
 from flatout.cost.roofline import operation_floor
 from flatout.cost.trace import longest_dependence
@@ -32,6 +32,7 @@ from flatout.records.workload import Source
 
 _MANY = 12
 _SMALL_OP_S = 150e-6
+_SEQUENTIAL = 0.7
 _WORTH_A_TRIAL = 0.05
 
 
@@ -58,7 +59,7 @@ def _is_repeated(evidence: Evidence, source: int) -> bool:
     """Whether this line's operators run many times a step in one module, on little data each."""
     rows = [o for o in evidence.operators if o.source == source and o.phase not in ("backward", "optimizer")]
     calls = sum(o.num_calls for o in rows)
-    if calls_by_operator(rows) < _MANY:
+    if usual_calls(rows) < _MANY:
         return False
     return sum(o.op_s for o in rows) / calls < _SMALL_OP_S
 
@@ -67,8 +68,9 @@ def _judge(evidence: Evidence, sources: list[int]) -> Iterator[Finding]:
     rows = rows_at(evidence, sources)
     cost_s = seconds_of(evidence, rows)
     forward = [i for i in rows if evidence.operators[i].phase != "backward"]
-    calls = calls_by_operator(evidence.operators[i] for i in forward)
+    calls = usual_calls(evidence.operators[i] for i in forward)
     num_operators = sum(evidence.operators[i].num_calls for i in rows)
+    depth = longest_dependence(evidence.trace, evidence.operators, set(forward))
     hottest = max(sources, key=lambda s: seconds_of(evidence, rows_at(evidence, (s,))))
     also = tuple(s for s in map(evidence.source_of, sources) if s is not None and s != evidence.source_of(hottest))
     cell = next((c for c in evidence.recurrences if c.source in sources and c.calls >= _MANY), None)
@@ -78,16 +80,18 @@ def _judge(evidence: Evidence, sources: list[int]) -> Iterator[Finding]:
         kept = result.cured_s / result.now_s
         saved_s = (0.9 * at_cell_s * (1 - kept), cost_s - at_cell_s * kept)
         what = f"nn.{cell.kind.removesuffix('Cell')} over the whole sequence takes {kept:.0%} of that (tried)"
-        edit = f"use nn.{cell.kind.removesuffix('Cell')}(..., batch_first=True) on the whole sequence instead of the loop"
+        edit = (
+            f"use nn.{cell.kind.removesuffix('Cell')}(..., batch_first=True) on the whole sequence instead of the loop"
+        )
         hottest_line: Source | None = evidence.source_of(cell.source)
-    elif _is_sequential(evidence, forward, calls):
+    elif depth >= _SEQUENTIAL * calls:
         python_s = sum(evidence.operators[i].python_s for i in rows)
         saved_s = (0.25 * python_s, 0.9 * python_s)
         what = "each iteration needs the one before, so only the overhead can go"
         edit = "move what does not depend on the state out of the loop, then compile the rest of the body"
         hottest_line = evidence.source_of(hottest)
     else:
-        whole_s = _in_one_piece_s(evidence, rows)
+        whole_s = _in_one_piece_s(evidence, rows, max(1, depth))
         saved_s = (max(0.0, 0.9 * cost_s - whole_s), max(0.0, cost_s - 0.5 * whole_s))
         what = f"the iterations do not feed one another; in one piece the same arithmetic takes about {whole_s * 1e3:.2f} ms"
         edit = "do it for all rows at once: index or stack the inputs with a leading dimension and drop the loop"
@@ -119,12 +123,8 @@ def _trial_of(evidence: Evidence, cell: RepeatedModule) -> TimeRecurrence:
     )
 
 
-def _is_sequential(evidence: Evidence, forward: list[int], calls: float) -> bool:
-    return longest_dependence(evidence.trace, evidence.operators, set(forward)) >= 0.7 * calls
-
-
-def _in_one_piece_s(evidence: Evidence, rows: tuple[int, ...]) -> float:
-    """Seconds of the same work with each operator called once on all the data."""
+def _in_one_piece_s(evidence: Evidence, rows: tuple[int, ...], depth: int) -> float:
+    """Seconds of the same work with each operator called on all the data at once, `depth` times where iterations follow."""
     machine = evidence.machine
     groups = group_by((evidence.operators[i] for i in rows), lambda o: (o.op, o.source, o.module, o.phase))
     total = 0.0
@@ -136,9 +136,9 @@ def _in_one_piece_s(evidence: Evidence, rows: tuple[int, ...]) -> float:
             dtype = operators[0].inputs[0].dtype if operators[0].inputs else "float32"
             dtype = dtype if dtype in machine.matmul_flop_per_s else "float32"
             floor = operation_floor(machine, flop=flop, traffic_bytes=moved, dtype=dtype)
-            total += max(2 * floor.floor_s, floor.overhead_s or dispatch_s)
+            total += max(2 * floor.floor_s, depth * (floor.overhead_s or dispatch_s))
         else:
-            total += dispatch_s
+            total += depth * dispatch_s
     return total
 
 

@@ -39,8 +39,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     if len(measured) < len(_FACTORS):
         return
     whole_s, busy_s = evidence.steps.whole_s, model_seconds(evidence)
-    data_s = evidence.steps.phases.get("data", 0.0)
-    rest_s = max(0.0, whole_s - busy_s - data_s)
+    per_sample_s = evidence.steps.phases.get("data", 0.0) + evidence.steps.phases.get("evaluation", 0.0)
+    rest_s = max(0.0, whole_s - busy_s - per_sample_s)
     saved = [busy_s * (1 - kept_fraction(r)) + rest_s * (1 - 1 / f) for r, f in zip(measured, _FACTORS, strict=True)]
     num = sum(o.num_calls for o in evidence.operators)
     yield Finding(
@@ -48,7 +48,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         regime="overhead",
         where=evidence.source_of(evidence.models[model].source),
         cost_s=_tiny_s(evidence),
-        saved_s=(max(0.0, min(saved)), max(0.0, max(saved))),
+        saved_s=(max(0.0, min(saved)), max(0.0, *saved)),
         because=f"{num:.0f} operators a step, most shorter than their own dispatch; the batch repeated {_FACTORS[1]} times takes "
         f"{kept_fraction(measured[1]) * _FACTORS[1]:.1f} times as long (tried)",
         edit=f"raise the batch size (up to {_FACTORS[1]}x; the learning rate with it), or torch.compile the model",

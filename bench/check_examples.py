@@ -1,0 +1,131 @@
+"""Is flatout right? Every slow example against its repaired twin, and the clean controls.
+
+    python bench/check_examples.py [--only NAME ...] [--rounds 2] [--seconds 8] [--out bench/results/...]
+
+For each slow example: is the cause named first, is the line exact, and does the predicted gain agree with the gain of the twin,
+measured by bench/step_time.py on interleaved runs (the mean step, evaluation passes included). A prediction is the geometric mean
+of the gain's two ends; it agrees when it lies within 30 % of the measured gain. For each control: what a finding claims.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WITHIN = 0.30
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--no-controls", action="store_true")
+    options = parser.parse_args()
+    manifest = tomllib.loads((ROOT / "examples" / "manifest.toml").read_text())
+    chosen = [e for e in manifest["example"] if not options.only or e["name"] in options.only]
+    rows = [judge(e, rounds=options.rounds, seconds=options.seconds) for e in chosen]
+    controls = [] if options.only or options.no_controls else manifest["control"]
+    clean = [judge_control(c, seconds=options.seconds) for c in controls]
+    summary = summarise(rows, clean)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"summary": summary, "examples": rows, "controls": clean}, indent=1) + "\n")
+    return 0
+
+
+def judge(example: dict[str, Any], *, rounds: int, seconds: float) -> dict[str, Any]:
+    report = check(ROOT / "examples" / example["slow"], seconds=seconds)
+    finding = report["findings"][0] if report["findings"] else None
+    lines = {
+        number
+        for number, text in enumerate((ROOT / "examples" / example["slow"]).read_text().splitlines(), 1)
+        if any(snippet in text for snippet in example["lines_contain"])
+    }
+    accepted = {example["rule"], *example.get("also", [])}
+    timings = [(step_s(example["slow"]), step_s(example["fast"])) for _ in range(rounds)]
+    per = example.get("samples_fast", 1) / example.get("samples_slow", 1)
+    measured = statistics.median(slow / fast for slow, fast in timings) * per
+    predicted = math.sqrt(finding["gain"][0] * finding["gain"][1]) if finding else 1.0
+    row = {
+        "name": example["name"],
+        "rule": example["rule"],
+        "named": finding["rule"] if finding else None,
+        "cause_first": bool(finding and finding["rule"] in accepted),
+        "line": finding["line"] if finding else None,
+        "line_exact": bool(finding and finding["line"] in lines),
+        "expected_lines": sorted(lines),
+        "gain": finding["gain"] if finding else None,
+        "predicted": predicted,
+        "measured": measured,
+        "agrees": abs(predicted / measured - 1) <= WITHIN,
+        "step_s": report["evidence"]["steps"]["step_s"],
+        "observing": report["evidence"]["observing"],
+        "all": [(f["rule"], f["line"], f["gain"]) for f in report["findings"]],
+    }
+    yes = {True: "yes", False: "NO "}
+    print(
+        f"{row['name']:22} {row['rule']:32} first {yes[row['cause_first']]} line {yes[row['line_exact']]} "
+        f"({row['line']}) predicted {predicted:5.2f} measured {measured:5.2f} agrees {yes[row['agrees']]}"
+        + ("" if row["cause_first"] else f"  named {row['named']}"),
+        flush=True,
+    )
+    return row
+
+
+def judge_control(control: dict[str, Any], *, seconds: float) -> dict[str, Any]:
+    report = check(ROOT / "examples" / control["path"], seconds=seconds)
+    claims = [(f["rule"], f["line"], f["share"], f["gain"]) for f in report["findings"]]
+    print(f"{control['name']:22} control: {claims or 'nothing claimed'}", flush=True)
+    return {"name": control["name"], "claims": claims, "observing": report["evidence"]["observing"]}
+
+
+def summarise(rows: list[dict[str, Any]], clean: list[dict[str, Any]]) -> dict[str, Any]:
+    n = max(1, len(rows))
+    fractions = [r["observing"]["light_fraction"] for r in rows + clean]
+    summary = {
+        "num_examples": len(rows),
+        "cause_first": sum(r["cause_first"] for r in rows) / n,
+        "line_exact": sum(r["line_exact"] for r in rows) / n,
+        "gain_within_30_percent": sum(r["agrees"] for r in rows) / n,
+        "controls": len(clean),
+        "controls_with_claims": sum(bool(c["claims"]) for c in clean),
+        "light_fraction_median": statistics.median(fractions),
+        "light_fraction_worst": max(fractions),
+        "deep_and_trials_worst_s": max(
+            r["observing"]["deep_s"] + r["observing"]["trials_s"] + r["observing"]["other_s"] for r in rows + clean
+        ),
+    }
+    print()
+    for key, value in summary.items():
+        print(f"{key:28} {value:.3g}")
+    return summary
+
+
+def check(script: Path, *, seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "report.json"
+        command = [sys.executable, "-c", "from flatout.cli import main; main()", "check"]
+        options = ["--json", str(out), "--seconds", str(seconds), "--stop", str(script)]
+        subprocess.run([*command, *options], stdout=subprocess.DEVNULL, check=False)
+        return json.loads(out.read_text())
+
+
+def step_s(script: str) -> float:
+    command = [sys.executable, str(ROOT / "bench" / "step_time.py"), str(ROOT / "examples" / script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])["mean_s"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
