@@ -22,7 +22,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command(context_settings={"allow_interspersed_args": False})(check)
+# What flatout does not know is the script's own; after `--` everything is.
+app.command(context_settings={"ignore_unknown_options": True})(check)
 app.command()(machine)
 app.command()(report)
 app.command()(rules)

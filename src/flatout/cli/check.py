@@ -82,7 +82,7 @@ def _run(observation: object, folder: Path, json: Path | None) -> int:
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the script too; it decides
     terminate = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     try:
-        code, told = _wait(child, Path(observation.evidence_path), notes)
+        code, told = _wait(child, Path(observation.evidence_path), notes, stop=observation.stop)
     finally:
         signal.signal(signal.SIGINT, previous)
         signal.signal(signal.SIGTERM, terminate)
@@ -98,8 +98,11 @@ _REFUSED: Final = 78
 """Exit code of the observed process when it has said itself why it could not start (EX_CONFIG)."""
 
 
-def _wait(child: subprocess.Popen[bytes], path: Path, notes: Console) -> tuple[int, bool]:
-    """(exit code, whether the report was printed while the script went on)."""
+def _wait(child: subprocess.Popen[bytes], path: Path, notes: Console, *, stop: bool) -> tuple[int, bool]:
+    """(exit code, whether the report was printed while the script went on).
+
+    With `stop` the observed process ends itself; one that swallows that is ended from here.
+    """
     complete_at: float | None = None
     told = False
     while True:
@@ -109,6 +112,10 @@ def _wait(child: subprocess.Popen[bytes], path: Path, notes: Console) -> tuple[i
             pass
         if complete_at is None and path.exists():
             complete_at = monotonic()
+        if complete_at is not None and stop and monotonic() - complete_at > _PATIENCE_S:
+            child.kill()
+            child.wait()
+            return 0, False
         if complete_at is not None and not told and monotonic() - complete_at > _PATIENCE_S:
             told = True
             _tell(path, None, 0, print_it=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Final
 
 import msgspec
 
@@ -18,6 +19,9 @@ from flatout.profiling.workload import workload_of
 from flatout.records.evidence import Evidence
 from flatout.records.hardware import Machine
 from flatout.records.trial import Trial, TrialResult
+
+FEWEST_STEPS: Final = 12
+"""A script with fewer steps may end before the deep steps are done."""
 
 Propose = Callable[[Evidence], Iterable[Trial]]
 """The thinking half's part in a capture: which trials would price what the Evidence suggests."""
@@ -118,6 +122,18 @@ class Capture:
             limit_s=5.0,
         )
 
+    def _notes(self) -> Iterator[str]:
+        """What could not be seen, and why."""
+        observer = self.observer
+        yield from observer.notes
+        if (processes := observer.processes.note()) is not None:
+            yield processes
+        if 0 < observer.seen < FEWEST_STEPS and not observer.deep:
+            yield (
+                f"only {observer.seen} steps, too few to look inside one: no operators, lines or trials; "
+                f"let the script make {FEWEST_STEPS} or more"
+            )
+
     def _evidence(self) -> Evidence:
         observer = self.observer
         table = assemble.OperatorTable(observer)
@@ -151,5 +167,5 @@ class Capture:
             recurrences=assemble.recurrences_of(observer, table),
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
-            notes=tuple(observer.notes),
+            notes=tuple(self._notes()),
         )

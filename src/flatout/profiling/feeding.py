@@ -20,6 +20,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.profiling.patching import Patches
+from flatout.profiling.sampler import SWITCH_S
 from flatout.profiling.sites import Sites
 
 _WORKER_RATE_HZ: Final = 50.0
@@ -148,6 +149,7 @@ class ObservedWorker:
         path = Path(folder) / f"{os.getpid()}.json"
         thread = threading.Thread(target=_sample_worker, args=(get_ident(), counts, stop, path), daemon=True)
         thread.start()
+        sys.setswitchinterval(SWITCH_S)  # this process is ours to the end: it serves this loader alone
         try:
             return _original_worker_loop(*args, **kwargs)
         finally:

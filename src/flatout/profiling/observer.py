@@ -18,6 +18,7 @@ from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import InterceptionCost, interception_cost, light_cost_s
 from flatout.profiling.padding import PaddedTensor, name_tensors, padded_rows, signs_of
 from flatout.profiling.patching import Patches
+from flatout.profiling.processes import Processes
 from flatout.profiling.reads import HostReads, is_on_accelerator
 from flatout.profiling.sampler import Sampler
 from flatout.profiling.schedule import Mode, Schedule
@@ -50,6 +51,7 @@ class Observer:
         self.calls = ModuleCalls(self.sites, self)
         self.feeding = Feeding(self.sites, self)
         self.optimizing = Optimizing(self.sites, self)
+        self.processes = Processes()
         self.thread_id = get_ident()
         self.kind: Literal["none", "inference", "manual", "training", "call"] = "none"
         self.is_device = False
@@ -92,6 +94,7 @@ class Observer:
         self.calls.install(self._patches)
         self.feeding.install(self._patches)
         self.optimizing.install(self._patches)
+        self.processes.install(self._patches)
         for name in ("backward", "grad"):
             self._patches.set(torch.autograd, name, self._watching_backward(getattr(torch.autograd, name)))
         self._activate(True)

@@ -22,6 +22,10 @@ class Outcome(NamedTuple):
     exit_code: int
 
 
+class Enough(SystemExit):
+    """Raised in the user's loop at the border of a step when the observation is complete and the user asked to stop then."""
+
+
 class Script(NamedTuple):
     """Code ready to run as `__main__`. `root` is the folder whose files count as the user's."""
 
@@ -76,6 +80,8 @@ def run_script(script: Script) -> Outcome:
     try:
         exec(script.code, script.module.__dict__)
         return Outcome("finished", 0)
+    except Enough:
+        return Outcome("stopped", 0)
     except SystemExit as e:
         return Outcome("finished" if e.code in (None, 0) else f"SystemExit: {e.code}", _exit_code(e))
     except BaseException as e:  # noqa: BLE001  # the script's own, whatever it is: python would print it and exit with 1
@@ -125,10 +131,6 @@ def _without_ours(tb: TracebackType | None) -> TracebackType | None:
 def print_to_stderr(text: str) -> None:
     """What python prints for `sys.exit("text")`."""
     sys.stderr.write(text + "\n")
-
-
-class Enough(SystemExit):
-    """Raised in the user's loop at the border of a step when the observation is complete and the user asked to stop then."""
 
 
 def end_script() -> None:

@@ -48,9 +48,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         where=_where(evidence, padding),
         cost_s=best,
         saved_s=(max(0.0, min(least, best)), max(0.0, best)),
-        because=f"{padding.padding_fraction:.0%} of '{padding.name}' ({'x'.join(map(str, padding.shape))}) is padding; the longest "
-        f"row of a batch fills {padding.longest_fraction:.0%} of the width, the mean row {padding.mean_length:.0f} positions; "
-        f"cropped, forward and backward take {min(kept):.0%} (tried)",
+        because=f"{padding.padding_fraction:.0%} of '{padding.name}' ({'x'.join(map(str, padding.shape))}) is padding; the "
+        f"longest row of a batch fills {padding.longest_fraction:.0%} of the width, the mean row {padding.mean_length:.0f} "
+        f"positions; cropped, forward and backward take {min(kept):.0%} (tried)",
         edit="pad each batch to its own longest row, and batch rows of similar length (bucketing), or pack them",
         levers=RULE.levers,
         measured=True,

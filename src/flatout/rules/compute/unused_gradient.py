@@ -41,8 +41,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(unused.source),
             cost_s=unused.seconds,
             saved_s=saved_s,
-            because=f"{unused.num_tensors} parameters ({unused.num_elements / 1e6:.2f} M) get gradients but no optimizer holds them; "
-            f"their backward takes {unused.seconds * 1e3:.2f} ms a step",
+            because=f"{unused.num_tensors} parameters ({unused.num_elements / 1e6:.2f} M) get gradients but no optimizer "
+            f"holds them; their backward takes {unused.seconds * 1e3:.2f} ms a step",
             edit="run the frozen part under torch.no_grad(), or body.requires_grad_(False) once before training",
             module=unused.modules[0] if unused.modules else "",
             levers=RULE.levers,

@@ -1,8 +1,8 @@
 """The optimizer walks over the parameters one by one.
 
 Costs        Some ten operators for each parameter tensor and step, where a fused kernel takes one for all.
-Evidence     The optimizer's options and its share of the step. Trial: a step of the optimizer as it is, with foreach=True and with
-             fused=True, on copies of its own parameters.
+Evidence     The optimizer's options and its share of the step. Trial: a step of the optimizer as it is, with foreach=True and
+             with fused=True, on copies of its own parameters.
 Levers       parallelism.fused-optimizer
 False alarm  A few large tensors, where the walk does not matter: the trial says so.
 """

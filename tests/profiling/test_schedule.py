@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.profiling.schedule import Mode, Schedule
+
+
+def modes(schedule: Schedule, num: int, *, deep_allowed: bool = True) -> list[Mode]:
+    return [
+        schedule.mode(seen=seen, deep_elapsed_s=0.0, light_elapsed_s=0.0, deep_allowed=deep_allowed)
+        for seen in range(num)
+    ]
+
+
+def test_a_short_script_is_seen_from_all_sides() -> None:
+    assert set(modes(Schedule(), 12)) == {Mode.WARM_UP, Mode.LIGHT, Mode.READS, Mode.DEEP}
+
+
+def test_no_deep_step_where_they_are_not_allowed() -> None:
+    assert Mode.DEEP not in modes(Schedule(), 50, deep_allowed=False)
+
+
+def test_the_observation_ends_after_its_time() -> None:
+    late = Schedule(observe_s=1.0).mode(seen=100, deep_elapsed_s=0.0, light_elapsed_s=1.1, deep_allowed=True)
+    assert late is Mode.DONE
+
+
+@given(
+    seen=st.integers(0, 100_000),
+    deep=st.floats(0, 1e3),
+    light=st.floats(0, 1e3),
+    allowed=st.booleans(),
+)
+def test_deep_steps_never_come_before_a_light_one_nor_beyond_their_number(
+    seen: int, deep: float, light: float, allowed: bool
+) -> None:
+    schedule = Schedule()
+    mode = schedule.mode(seen=seen, deep_elapsed_s=deep, light_elapsed_s=light, deep_allowed=allowed)
+    before = schedule.num_warm_up + schedule.num_light_before + schedule.num_reads
+    if mode is Mode.DEEP:
+        assert allowed
+        assert before <= seen < before + schedule.num_deep
