@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from typing import Final, cast
+from typing import Final, Literal, cast
 
 import torch
 
@@ -13,6 +13,7 @@ from flatout.measure.stats import median_estimate
 from flatout.profiling.calls import Root
 from flatout.profiling.observer import Observer
 from flatout.profiling.operators import Call, DeepStep, Example, OperatorKey, TensorMeta
+from flatout.profiling.overhead import InterceptionCost
 from flatout.profiling.schedule import Mode
 from flatout.profiling.timeline import TimedStep
 from flatout.records.evidence import (
@@ -73,7 +74,7 @@ class OperatorTable:
         for step in steps:
             for call in step.calls:
                 row = index.setdefault(call.key, len(index))
-                op, python = _times(call, cost.in_op_s, cost.in_python_s)
+                op, python = _times(call, cost)
                 counts[row] += 1
                 op_s[row] += op
                 python_s[row] += python
@@ -88,13 +89,16 @@ class OperatorTable:
         n = len(steps)
         self.keys = list(index)
         self.examples = [observer.examples.get(k) for k in self.keys]
-        self.operators = tuple(
-            _operator(key, counts[i] / n, op_s[i] * scale / n, python_s[i] * scale / n) for key, i in index.items()
-        )
+        bound: Literal["sum", "device", "host"] = "sum"
         if observer.is_device:
-            self.device_s = sum(o.op_s for o in self.operators)
+            self.device_s = sum(op_s.values()) / n
+            bound = "device" if self.device_s >= 0.9 * step_s else "host"
+        self.operators = tuple(
+            _operator(key, counts[i] / n, op_s[i] * scale / n, python_s[i] * scale / n, bound)
+            for key, i in index.items()
+        )
         last = steps[-1]
-        times = [_times(c, cost.in_op_s, cost.in_python_s) for c in last.calls]
+        times = [_times(c, cost) for c in last.calls]
         self.trace = Trace(
             operator=tuple(index[c.key] for c in last.calls),
             op_s=tuple(round(op * scale, 9) for op, _ in times),
@@ -387,16 +391,19 @@ def observing_of(observer: Observer, table: OperatorTable, other_s: float) -> Ob
     )
 
 
-def _times(call: Call, in_op_s: float, in_python_s: float) -> tuple[float, float]:
+def _times(call: Call, cost: InterceptionCost) -> tuple[float, float]:
     """(operator, Python) seconds of one call without the recorder's own share; device time when there are events."""
-    python = max(0.0, call.python_s - in_python_s)
+    python = max(0.0, call.python_s - cost.in_python_s)
     if call.events is None:
-        return max(0.0, call.op_s - in_op_s), python
+        return max(0.0, call.op_s - cost.in_op_s), python
     call.events[1].synchronize()
-    return call.events[0].elapsed_time(call.events[1]) * 1e-3, python + max(0.0, call.op_s - in_op_s)
+    device_s = call.events[0].elapsed_time(call.events[1]) * 1e-3 - cost.in_device_s
+    return max(0.0, device_s), python + max(0.0, call.op_s - cost.in_op_s)
 
 
-def _operator(key: OperatorKey, num_calls: float, op_s: float, python_s: float) -> Operator:
+def _operator(
+    key: OperatorKey, num_calls: float, op_s: float, python_s: float, bound: Literal["sum", "device", "host"]
+) -> Operator:
     inputs = tuple(map(_spec, key.inputs))
     outputs = tuple(map(_spec, key.outputs))
     moved = 0 if key.op in VIEWS else sum(_num_bytes(m) for m in key.inputs + key.outputs)
@@ -413,6 +420,7 @@ def _operator(key: OperatorKey, num_calls: float, op_s: float, python_s: float) 
         flop=operator_flop(key.op, [m.shape for m in key.inputs], [m.shape for m in key.outputs]) or 0,
         bytes=moved,
         scalars=key.scalars,
+        bound=bound,
     )
 
 

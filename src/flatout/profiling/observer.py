@@ -309,7 +309,7 @@ class Observer:
 
     def _open_deep(self) -> None:
         if self.recorder is None:
-            self.interception = interception_cost(self.sites)
+            self.interception = interception_cost(self.sites, is_device=self.is_device)
             self.recorder = OperatorRecorder(
                 self.sites,
                 phase=lambda: self.timeline.phase,
@@ -385,7 +385,7 @@ class Observer:
         """Share of the light steps' time that the light observation took, from unit prices and the sampler's own clock."""
         steps = [s for s in self.timeline.steps if s.mode == Mode.LIGHT.value]
         total = sum(s.duration_s for s in steps)
-        return light_cost_s(steps, self.sampler.cpu_s, self.is_device) / total if total else 0.0
+        return light_cost_s(steps, self.sampler.cpu_s, is_device=self.is_device) / total if total else 0.0
 
 
 def _uses_compile() -> bool:

@@ -25,6 +25,7 @@ class TimedStep(NamedTuple):
     duration_s: float
     phases: dict[str, float]
     root_calls: int
+    num_marks: int
 
 
 class Timeline:
@@ -41,10 +42,13 @@ class Timeline:
         self._use_events = use_events
         self._marks: list[Mark] = [self._mark("other")]
         self._forward_end: Mark | None = None
+        self._free: list[torch.cuda.Event] = []
         self._waiting: deque[tuple[str, list[Mark], int]] = deque()
 
     def switch(self, phase: str) -> None:
         """Enter `phase` now."""
+        if phase == self.phase and self._forward_end is None:
+            return
         if self._forward_end is not None and phase != "backward":
             self._marks.append(self._forward_end)
         self._forward_end = None
@@ -57,7 +61,9 @@ class Timeline:
 
     def boundary(self, mode: str) -> float:
         """End the step, begin the next, and return the host's seconds of the one that ended."""
-        self.switch("other")
+        self.switch("border")
+        self.phase = "other"
+        self._marks[-1] = self._marks[-1]._replace(phase="other")
         marks, self._marks = self._marks, [self._marks[-1]]
         calls, self.root_calls = self.root_calls, 0
         if self._use_events:
@@ -84,7 +90,7 @@ class Timeline:
     def _mark(self, phase: str) -> Mark:
         event = None
         if self._use_events:
-            event = torch.cuda.Event(enable_timing=True)
+            event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
             event.record()
         return Mark(phase, perf_counter(), event)
 
@@ -98,10 +104,12 @@ class Timeline:
             self._waiting.popleft()
             lengths = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events) if a is not None and b is not None]
             self.steps.append(_finish(mode, marks, calls, lengths))
+            # The last mark begins the next step; the others' events can be recorded anew, which is cheaper than making them.
+            self._free += [e for e in events[:-1] if e is not None]
 
 
 def _finish(mode: str, marks: list[Mark], calls: int, lengths: list[float]) -> TimedStep:
     phases: dict[str, float] = {}
     for mark, length in zip(marks, lengths, strict=False):
         phases[mark.phase] = phases.get(mark.phase, 0.0) + length
-    return TimedStep(mode, sum(lengths), phases, calls)
+    return TimedStep(mode, sum(lengths), phases, calls, len(marks))

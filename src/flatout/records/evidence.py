@@ -43,6 +43,11 @@ class Steps(Record, frozen=True, kw_only=True):
         return self.step_s + self.evaluation_s
 
     @property
+    def is_device_bound(self) -> bool:
+        """Whether the device is busy nearly all of the step, so that saving host time gains nothing."""
+        return self.device_s is not None and self.device_s >= 0.9 * self.step_s
+
+    @property
     def noise_s(self) -> float:
         """Half the interval of the median: what a change must exceed to be seen."""
         return (self.high_s - self.low_s) / 2
@@ -68,7 +73,9 @@ class Operator(Record, frozen=True, kw_only=True):
 
     `op` is the aten name without overload ('aten.bmm'); `source` is an index into Evidence.sources, -1 when no user line was
     on the stack (for a backward operator it is the forward line that made it). `num_calls` and the times are per step;
-    `flop` and `bytes` are per call. `python_s` is the host's time between the previous operator and this one.
+    `flop` and `bytes` are per call. On a CPU `op_s` is the operator and `python_s` the host's time between the previous operator
+    and this one; they follow one another (`bound` 'sum'). On a device `op_s` is the device's time and `python_s` the host's, its
+    dispatch included; they run beside one another, and `bound` tells which of them the step waits for.
     """
 
     op: str
@@ -83,10 +90,14 @@ class Operator(Record, frozen=True, kw_only=True):
     flop: int
     bytes: int
     scalars: str = ""
+    bound: Literal["sum", "device", "host"] = "sum"
 
     @property
     def total_s(self) -> float:
-        return self.op_s + self.python_s
+        """Seconds of the step that these calls account for."""
+        if self.bound == "sum":
+            return self.op_s + self.python_s
+        return self.op_s if self.bound == "device" else self.python_s
 
 
 class Trace(Record, frozen=True, kw_only=True):

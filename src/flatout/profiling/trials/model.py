@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.measure.timer import compare, host_clock_for
+from flatout.measure.timer import compare
 from flatout.profiling.calls import Captured, iter_tensors, map_tensors
 from flatout.profiling.trials.scene import Refused, Scene
 from flatout.records.trial import TimeModel, TrialResult
@@ -31,9 +31,9 @@ def run(trial: TimeModel, scene: Scene) -> TrialResult:
     runs = {"now": _in(contexts["now"], now), "cured": _in(contexts["cured"], cured)}
     timings = compare(
         runs,
+        device=scene.device,
         min_time_s=min(0.8, scene.limit_s / 3),
         max_time_s=min(5.0, scene.limit_s),
-        clock=host_clock_for(scene.device),
     )
     return TrialResult(
         trial=trial,

@@ -49,12 +49,13 @@ def note(evidence: Evidence) -> Iterator[Note]:
     for source, reads in _by_line(list(evidence.host_reads)).items():
         on_device = any(r.on_device for r in reads)
         wait_s = sum(r.wait_s for r in reads)
+        what = f"{_names(reads)} {_times(sum(r.calls for r in reads))} a step"
         if on_device and wait_s > 0.02 * evidence.steps.step_s:
-            text = f"{_names(reads)} {_times(sum(r.calls for r in reads))} a step; the wait of {wait_s * 1e3:.2f} ms hides work"
+            text = f"{what} stalls the host {wait_s * 1e3:.2f} ms; the device is busy meanwhile, so little is gained without"
         elif on_device:
-            text = f"{_names(reads)} {_times(sum(r.calls for r in reads))} a step costs nothing here: the device had finished"
+            text = f"{what} costs nothing here: the device had finished"
         else:
-            text = f"{_names(reads)} {_times(sum(r.calls for r in reads))} a step; harmless on a CPU, would stall a GPU"
+            text = f"{what}; harmless on a CPU, would stall a GPU"
         yield Note(rule=RULE.id, where=evidence.source_of(source), text=text)
 
 

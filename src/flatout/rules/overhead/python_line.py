@@ -21,7 +21,10 @@ _PHASES = ("forward", "other")
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding per line that a sampler found busy without operators."""
-    skip = (
+    if evidence.steps.is_device_bound:
+        return
+    skip = {r.source for r in evidence.host_reads if r.on_device}  # there the host waits; overhead.host-read judges it
+    skip |= (
         set(evidence.backward_sources) | {o.source for o in evidence.optimizers} | {u.source for u in evidence.loaders}
     )
     seconds: dict[int, float] = defaultdict(float)

@@ -69,6 +69,8 @@ def _tiny_s(evidence: Evidence) -> float:
 
 
 def _tiny_fraction(evidence: Evidence) -> float:
+    if evidence.steps.is_device_bound:
+        return 0.0
     return _tiny_s(evidence) / evidence.steps.step_s if evidence.steps.step_s else 0.0
 
 
