@@ -59,6 +59,15 @@ class TimeRecurrence(Record, frozen=True, kw_only=True, tag="time-recurrence"):
     backward: bool
 
 
+class TimeNormalisation(Record, frozen=True, kw_only=True, tag="time-normalisation"):
+    """A normalisation over the last dimension written out, against torch's layer_norm ('layer') or rms_norm ('rms')."""
+
+    kind: Literal["layer", "rms"]
+    shape: tuple[int, ...]
+    dtype: str
+    backward: bool
+
+
 class TimeOptimizer(Record, frozen=True, kw_only=True, tag="time-optimizer"):
     """The optimizer (by index in Evidence.optimizers) on clones of its parameters: as it is, foreach, and fused."""
 
@@ -90,7 +99,16 @@ class TimeDataset(Record, frozen=True, kw_only=True, tag="time-dataset"):
     loader: int
 
 
-Trial = TimeInDtype | TimeAttention | TimeGrowingCat | TimeRecurrence | TimeOptimizer | TimeModel | TimeDataset
+Trial = (
+    TimeInDtype
+    | TimeAttention
+    | TimeGrowingCat
+    | TimeRecurrence
+    | TimeNormalisation
+    | TimeOptimizer
+    | TimeModel
+    | TimeDataset
+)
 
 
 class TrialResult(Record, frozen=True, kw_only=True):

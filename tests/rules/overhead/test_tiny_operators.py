@@ -8,7 +8,7 @@ from flatout.records.trial import TimeModel
 from flatout.rules.overhead.tiny_operators import RULE
 
 
-def small_batch(*, num_operators: int = 6000, op_s: float = 4 * MACHINE.dispatch_s) -> EvidenceBuilder:
+def small_batch(*, num_operators: int = 10_000, op_s: float = 4 * MACHINE.dispatch_s) -> EvidenceBuilder:
     """A model called on line 24 of train.py, most of whose step goes to `num_operators` operators of `op_s` seconds."""
     run = EvidenceBuilder(forward=0.043, backward=0.055, optimizer=0.0, other=0.0)
     run.model(run.line("train.py", 24))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from flatout.measure.timer import compare
 from flatout.profiling.trials.scene import Scene, random_tensor
-from flatout.records.trial import TimeAttention, TimeGrowingCat, TimeRecurrence, TrialResult
+from flatout.records.trial import TimeAttention, TimeGrowingCat, TimeNormalisation, TimeRecurrence, TrialResult
 
 
 def attention(trial: TimeAttention, scene: Scene) -> TrialResult:
@@ -99,8 +99,36 @@ def recurrence(trial: TimeRecurrence, scene: Scene) -> TrialResult:
     return _result(trial, stepwise, whole, parameters, scene, error, backward=trial.backward)
 
 
+def normalisation(trial: TimeNormalisation, scene: Scene) -> TrialResult:
+    """The textbook formula in separate operators, against torch's own."""
+    dtype, device, width = getattr(torch, trial.dtype), scene.device, trial.shape[-1]
+    x, weight, bias = (
+        random_tensor(s, dtype, device=device).requires_grad_(trial.backward) for s in (trial.shape, (width,), (width,))
+    )
+
+    def layer_written_out() -> Tensor:
+        mean = x.mean(dim=-1, keepdim=True)
+        variance = ((x - mean) ** 2).mean(dim=-1, keepdim=True)
+        return (x - mean) / torch.sqrt(variance + 1e-5) * weight + bias
+
+    def rms_written_out() -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-5) * weight
+
+    is_layer = trial.kind == "layer"
+    now = layer_written_out if is_layer else rms_written_out
+    inputs = (x, weight, bias) if is_layer else (x, weight)
+
+    def cured() -> Tensor:
+        return F.layer_norm(x, (width,), weight, bias) if is_layer else F.rms_norm(x, (width,), weight, 1e-5)
+
+    with torch.no_grad():
+        a, b = now(), cured()
+        error = float((a - b).abs().max() / a.abs().max())
+    return _result(trial, now, cured, inputs, scene, error)
+
+
 def _result(
-    trial: TimeAttention | TimeGrowingCat | TimeRecurrence,
+    trial: TimeAttention | TimeGrowingCat | TimeRecurrence | TimeNormalisation,
     now: Callable[[], Tensor],
     cured: Callable[[], Tensor],
     inputs: tuple[Tensor, ...],

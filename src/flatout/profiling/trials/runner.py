@@ -13,6 +13,7 @@ from flatout.records.trial import (
     TimeGrowingCat,
     TimeInDtype,
     TimeModel,
+    TimeNormalisation,
     TimeOptimizer,
     TimeRecurrence,
     Trial,
@@ -45,6 +46,8 @@ def _run(trial: Trial, scene: Scene) -> TrialResult:
                 return blocks.growing_cat(trial, scene)
             case TimeRecurrence():
                 return blocks.recurrence(trial, scene)
+            case TimeNormalisation():
+                return blocks.normalisation(trial, scene)
             case TimeOptimizer():
                 return optimizer.run(trial, scene)
             case TimeModel():
