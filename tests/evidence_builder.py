@@ -172,8 +172,12 @@ class EvidenceBuilder:
         phase: Phase = "forward",
         module: str = "Net",
         flop: int = 0,
+        scalars: str = "",
     ) -> int:
-        """A row of equal calls; its index. Times are those of all `calls` of a step, `flop` is that of one call."""
+        """A row of equal calls; its index. Times are those of all `calls` of a step, `flop` is that of one call.
+
+        On a device `op_s` is the device's time and `python_s` the host's; the step waits for the device or for the host.
+        """
         tensors = [t if isinstance(t, TensorSpec) else tensor(*t) for t in (*inputs, output)]
         self.operators.append(
             Operator(
@@ -188,6 +192,8 @@ class EvidenceBuilder:
                 python_s=python_s,
                 flop=flop,
                 bytes=sum(prod(t.shape) * _ELEMENT_BYTES[t.dtype] for t in tensors),
+                scalars=scalars,
+                bound=self._bound,
             )
         )
         return len(self.operators) - 1
@@ -427,6 +433,12 @@ class EvidenceBuilder:
             exit="finished",
             exit_code=0,
         )
+
+    @property
+    def _bound(self) -> Literal["sum", "device", "host"]:
+        if self.steps.device_s is None:
+            return "sum"
+        return "device" if self.steps.is_device_bound else "host"
 
     def _trace(self) -> Trace:
         rows = [self.operators[row] for row, _ in self.calls]

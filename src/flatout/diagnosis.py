@@ -18,6 +18,8 @@ SMALLEST_FRACTION: Final = 0.04
 """A saving below this share of the step is not reported, however sure: the noise of a shared machine is of that size."""
 
 _OVERLAP: Final = 0.5
+_CAUSE_FIRST: Final = 0.25
+"""A cause with this share of a symptom's saving comes before the symptom: it is what a person can mend at a line."""
 _NUM_HOT_LINES: Final = 40
 
 
@@ -76,25 +78,35 @@ def _merge(findings: list[Finding], general: set[str], evidence: Evidence) -> li
             kept.append((finding, []))
         elif finding.rule != over[0].rule and finding.rule not in over[1]:
             over[1].append(finding.rule)
-    return sorted(kept, key=lambda k: _middle(k[0]), reverse=True)
+    best_general_s = max((_middle(f) for f, _ in kept if f.rule in general), default=0.0)
+
+    def order(item: tuple[Finding, list[str]]) -> tuple[bool, float]:
+        finding = item[0]
+        is_cause = finding.rule not in general and _middle(finding) >= _CAUSE_FIRST * best_general_s
+        return is_cause, _middle(finding)
+
+    return sorted(kept, key=order, reverse=True)
 
 
 def _overlap(weaker: Finding, stronger: Finding, evidence: Evidence) -> float:
     """Share of the weaker finding's time that the stronger one claims too."""
-    if weaker.where is not None and weaker.where == stronger.where and weaker.rule != stronger.rule:
-        return 1.0
     theirs = set(stronger.operators)
-    total_s = both_s = 0.0
+    total_s = sum(evidence.steps.phases.get(p, 0.0) for p in weaker.phases)
+    both_s = sum(evidence.steps.phases.get(p, 0.0) for p in weaker.phases if p in stronger.phases)
+    both_s += sum(evidence.operators[i].total_s for i in theirs if evidence.operators[i].phase in weaker.phases)
     for index in weaker.operators:
         operator = evidence.operators[index]
         total_s += operator.total_s
         if index in theirs or operator.phase in stronger.phases:
             both_s += operator.total_s
-    return both_s / total_s if total_s else 0.0
+    if total_s:
+        return min(1.0, both_s / total_s)
+    is_same_line = weaker.where is not None and weaker.where == stronger.where
+    return 1.0 if is_same_line and weaker.rule != stronger.rule and not stronger.phases else 0.0
 
 
 def _ranked(finding: Finding, merged: list[str], whole_s: float, titles: dict[str, str]) -> RankedFinding:
-    low, high = (min(s, 0.99 * whole_s) for s in finding.saved_s)
+    low, high = (min(max(0.0, s), 0.99 * whole_s) for s in finding.saved_s)
     where = finding.where
     return RankedFinding(
         rule=finding.rule,

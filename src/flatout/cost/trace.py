@@ -25,8 +25,6 @@ def longest_dependence(trace: Trace, operators: Sequence[Operator], inside: set[
     depth: dict[int, dict[tuple[str, int], int]] = {}
     longest = 0
     for call, row in enumerate(trace.operator):
-        if row not in inside:
-            continue
         operator = operators[row]
         merged: dict[tuple[str, int], int] = {}
         producers = trace.producers[call]
@@ -35,11 +33,12 @@ def longest_dependence(trace: Trace, operators: Sequence[Operator], inside: set[
         for producer in producers:
             for key, value in depth.get(producer, {}).items():
                 merged[key] = max(value, merged.get(key, 0))
-        if operator.op not in _GATHERING:
+        if row in inside and operator.op not in _GATHERING:
             key = (operator.op, operator.source)
             merged[key] = merged.get(key, 0) + 1
             longest = max(longest, merged[key])
-        depth[call] = merged
+        if merged:
+            depth[call] = merged
     return longest
 
 

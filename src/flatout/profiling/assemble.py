@@ -64,13 +64,28 @@ class OperatorTable:
         if steps:
             self._fill(observer, steps, _seconds_nearby(observer.timeline.steps))
 
+    def _calibrate(self, observer: Observer, steps: list[DeepStep], step_s: float) -> InterceptionCost:
+        """The price of recording, corrected by what these steps took beyond a light one: deeper stacks cost more to walk.
+
+        The excess is the same for every call, large or small, so it is taken off call by call and not by scaling.
+        """
+        cost = observer.interception
+        accounted = _accounted_s(steps, cost, is_device=observer.is_device)
+        if observer.is_device or step_s <= 0 or accounted <= 0:
+            return cost
+        self.agreement = accounted / step_s
+        calls = sum(len(s.calls) for s in steps) / len(steps)
+        excess = max(0.0, accounted - step_s) / max(1.0, calls)
+        share = cost.in_op_s / (cost.in_op_s + cost.in_python_s) if cost.in_op_s + cost.in_python_s > 0 else 0.5
+        return InterceptionCost(cost.in_op_s + share * excess, cost.in_python_s + (1 - share) * excess)
+
     def _fill(self, observer: Observer, steps: list[DeepStep], step_s: float) -> None:
         index: dict[OperatorKey, int] = {}
         counts: dict[int, int] = defaultdict(int)
         op_s: dict[int, float] = defaultdict(float)
         python_s: dict[int, float] = defaultdict(float)
-        cost = observer.interception
-        accounted = 0.0
+        is_whole = not any(s.truncated for s in steps)
+        cost = self._calibrate(observer, steps, step_s) if is_whole else observer.interception
         for step in steps:
             for call in step.calls:
                 row = index.setdefault(call.key, len(index))
@@ -78,15 +93,11 @@ class OperatorTable:
                 counts[row] += 1
                 op_s[row] += op
                 python_s[row] += python
-                accounted += python if observer.is_device else op + python
-            accounted += step.tail_s
-        accounted /= len(steps)
-        scale = 1.0
-        is_whole = not any(s.truncated for s in steps)
-        if is_whole and not observer.is_device and accounted > 0 and step_s > 0:
-            self.agreement = accounted / step_s
-            scale = step_s / accounted
         n = len(steps)
+        scale = 1.0
+        accounted = _accounted_s(steps, cost, is_device=observer.is_device)
+        if is_whole and not observer.is_device and accounted > 0 and step_s > 0:
+            scale = step_s / accounted
         self.keys = list(index)
         self.examples = [observer.examples.get(k) for k in self.keys]
         bound: Literal["sum", "device", "host"] = "sum"
@@ -106,6 +117,17 @@ class OperatorTable:
             producers=tuple(c.producers for c in last.calls),
             truncated=not is_whole,
         )
+
+
+def _accounted_s(steps: list[DeepStep], cost: InterceptionCost, *, is_device: bool) -> float:
+    """Seconds of a step that the recorded calls and the Python between them add up to."""
+    total = 0.0
+    for step in steps:
+        for call in step.calls:
+            op, python = _times(call, cost)
+            total += python if is_device else op + python
+        total += step.tail_s
+    return total / len(steps)
 
 
 def steps_of(observer: Observer, device_s: float | None) -> Steps:
@@ -200,33 +222,31 @@ def constants_of(observer: Observer, table: OperatorTable) -> tuple[Constant, ..
 
 def lines_of(observer: Observer, table: OperatorTable) -> tuple[LineTime, ...]:
     """Sampled lines in seconds of a step, and the lines of worker processes."""
-    total = sum(observer.sampler.counts.values())
-    light = [s for s in observer.timeline.steps if s.mode == Mode.LIGHT.value]
-    num_light = max(1, len(light))
-    mean_s = sum(s.duration_s for s in light) / num_light
+    num_light = sum(s.mode == Mode.LIGHT.value for s in observer.timeline.steps)
     in_torch: dict[int, float] = defaultdict(float)
     for operator in table.operators:
-        if operator.phase not in ("backward",):
+        if operator.phase != "backward":
             in_torch[operator.source] += operator.op_s
-    merged: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
-    for (phase, site, own), count in observer.sampler.counts.items():
-        merged[phase, site][0] += count
-        merged[phase, site][1] += count if own else 0
+    merged: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for spot, seconds in observer.sampler.seconds.items():
+        row = merged[spot.phase, spot.site]
+        row[0] += seconds / max(1, num_light)
+        row[1] += observer.sampler.samples[spot]
+        row[2] += seconds / max(1, num_light) if spot.is_own else 0.0
     rows = [
         LineTime(
             source=site,
             phase=cast(Phase, phase),
-            seconds=count / total * mean_s,
-            num_samples=count,
-            in_python_s=max(0.0, own / total * mean_s - in_torch.get(site, 0.0)),
+            seconds=seconds,
+            num_samples=int(samples),
+            in_python_s=max(0.0, own_s - in_torch.get(site, 0.0)),
         )
-        for (phase, site), (count, own) in merged.items()
-        if total
+        for (phase, site), (seconds, samples, own_s) in merged.items()
     ]
-    for file, line, function, count in observer.feeding.worker_samples():
+    for file, line, function, seconds, count in observer.feeding.worker_samples():
         site = observer.sites.add(Source(file=file, line=line, function=function))
-        seconds = count / observer.feeding.worker_rate_hz / max(1, observer.seen)
-        rows.append(LineTime(source=site, phase="data", seconds=seconds, num_samples=count, process="worker"))
+        a_step_s = seconds / max(1, observer.seen)
+        rows.append(LineTime(source=site, phase="data", seconds=a_step_s, num_samples=count, process="worker"))
     return tuple(sorted(rows, key=lambda r: -r.seconds))
 
 

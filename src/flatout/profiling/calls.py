@@ -17,6 +17,8 @@ from flatout.profiling.sites import Sites
 
 _CAPTURE_LIMIT_BYTES: Final = 256 << 20
 _CALLERS: Final = 4
+_MODULES_HELD: Final = 32
+_LARGEST_HELD: Final = 100_000_000
 _GRAPHS_FOLLOWED: Final = 64
 """Calls per line whose graph is followed to see whether a backward uses it."""
 
@@ -51,6 +53,7 @@ class Root:
     def __init__(self, module: nn.Module, chain: tuple[int, ...]) -> None:
         self.module = weakref.ref(module)
         self.held: nn.Module | None = None
+        """Kept alive for trials after the script's own references are gone; a few modules of ordinary size only."""
         self.name = type(module).__name__
         self.site = chain[0] if chain else -1
         self.callers = chain[1:]
@@ -153,6 +156,8 @@ class ModuleCalls:
         root = self.roots.get(key)
         if root is None or root.module() is not module:
             root = self.roots[key] = Root(module, key[1])
+            if len(self.roots) <= _MODULES_HELD and root.num_parameters <= _LARGEST_HELD:
+                root.held = module
         root.calls += 1
         root.is_training = module.training
         root.grad_enabled = torch.is_grad_enabled()

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from threading import get_ident
@@ -20,10 +20,9 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.profiling.patching import Patches
-from flatout.profiling.sampler import SWITCH_S
+from flatout.profiling.sampler import Sampler
 from flatout.profiling.sites import Sites
 
-_WORKER_RATE_HZ: Final = 50.0
 _WORKER_FLUSH_S: Final = 0.5
 _original_worker_loop: Callable[..., None] = torch_worker._worker_loop
 
@@ -92,21 +91,14 @@ class Feeding:
         os.environ.pop(ObservedWorker.FOLDER, None)
         self._folder.cleanup()
 
-    def worker_samples(self) -> list[tuple[str, int, str, int]]:
-        """(file, line, function, samples) from all workers, and `worker_rate_hz` samples make a second."""
-        total: Counter[tuple[str, int, str]] = Counter()
+    def worker_samples(self) -> list[tuple[str, int, str, float, int]]:
+        """(file, line, function, seconds, samples) from all workers together."""
+        total: dict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for path in Path(self._folder.name).glob("*.json"):
-            try:
-                rows = json.loads(path.read_text())
-            except ValueError:  # the worker was killed while it wrote its first file
-                continue
-            for file, line, function, count in rows:
-                total[file, line, function] += count
-        return [(*key, count) for key, count in total.items()]
-
-    @property
-    def worker_rate_hz(self) -> float:
-        return _WORKER_RATE_HZ
+            for file, line, function, seconds, count in json.loads(path.read_text()):
+                total[file, line, function][0] += seconds
+                total[file, line, function][1] += count
+        return [(*key, seconds, int(count)) for key, (seconds, count) in total.items()]
 
     def _next(self, original: Callable[[Any], Any], iterator: Any) -> Any:
         use = self._use_of(iterator)
@@ -131,7 +123,7 @@ class Feeding:
 
 
 class ObservedWorker:
-    """The loop of a DataLoader worker process with a line sampler beside it.
+    """The loop of a DataLoader worker process with a line sampler in it.
 
     A class with a static method at module level, so that spawned workers can import it.
     """
@@ -144,46 +136,36 @@ class ObservedWorker:
         folder = os.environ.get(ObservedWorker.FOLDER)
         if folder is None or not os.path.isdir(folder):
             return _original_worker_loop(*args, **kwargs)
-        counts: Counter[tuple[str, int, str]] = Counter()
+        sites = Sites()
+        sampler = Sampler(sites, phase=lambda: "data")
         stop = threading.Event()
         path = Path(folder) / f"{os.getpid()}.json"
-        thread = threading.Thread(target=_sample_worker, args=(get_ident(), counts, stop, path), daemon=True)
+        thread = threading.Thread(target=_keep, args=(sampler, sites, stop, path), daemon=True)
+        sampler.start()
+        sampler.is_on = True
         thread.start()
-        sys.setswitchinterval(SWITCH_S)  # this process is ours to the end: it serves this loader alone
         try:
             return _original_worker_loop(*args, **kwargs)
         finally:
+            sampler.stop()
             stop.set()
             thread.join(timeout=1.0)
 
 
-def _sample_worker(thread_id: int, counts: Counter[tuple[str, int, str]], stop: threading.Event, path: Path) -> None:
-    sites = Sites()
-    since_flush = 0.0
-    while not stop.wait(1.0 / _WORKER_RATE_HZ):
-        frame = sys._current_frames().get(thread_id)
-        site = sites.of_frame(frame)
-        if site >= 0 and _is_in_fetch(frame):
-            source = sites.table()[site]
-            counts[source.file, source.line, source.function] += 1
-        since_flush += 1.0 / _WORKER_RATE_HZ
-        if since_flush >= _WORKER_FLUSH_S:
-            since_flush = 0.0
-            _flush(counts, path)
-    _flush(counts, path)
+def _keep(sampler: Sampler, sites: Sites, stop: threading.Event, path: Path) -> None:
+    """Write the samples now and then: a worker is often killed rather than asked to end."""
+    while not stop.wait(_WORKER_FLUSH_S):
+        _flush(sampler, sites, path)
+    _flush(sampler, sites, path)
 
 
-def _is_in_fetch(frame: Any) -> bool:
-    """Whether the worker is fetching a sample rather than waiting for work."""
-    while frame is not None:
-        if frame.f_code.co_name == "fetch":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _flush(counts: Counter[tuple[str, int, str]], path: Path) -> None:
-    rows = [[file, line, function, count] for (file, line, function), count in counts.items()]
+def _flush(sampler: Sampler, sites: Sites, path: Path) -> None:
+    sources = sites.table()
+    rows = [
+        [sources[spot.site].file, sources[spot.site].line, sources[spot.site].function, seconds, sampler.samples[spot]]
+        for spot, seconds in list(sampler.seconds.items())
+        if spot.site >= 0
+    ]
     beside = path.with_suffix(".part")
     try:
         beside.write_text(json.dumps(rows))

@@ -56,7 +56,7 @@ class Observer:
         self.kind: Literal["none", "inference", "manual", "training", "call"] = "none"
         self.is_device = False
         self.timeline = Timeline(use_events=False)
-        self.sampler = Sampler(self.sites, thread_id=self.thread_id, phase=lambda: self.timeline.phase)
+        self.sampler = Sampler(self.sites, phase=lambda: self.timeline.phase)
         self.reads = HostReads(self.sites, lambda: self.timeline.phase)
         self.mode = Mode.WARM_UP
         self.seen = 0
@@ -230,7 +230,7 @@ class Observer:
             self.deep.clear()
             self.reads.seen.clear()
             self.reads.num_steps = 0
-            self.sampler.counts.clear()
+            self.sampler.clear()
             self.sampler.is_on = False
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
@@ -385,7 +385,7 @@ class Observer:
         """Share of the light steps' time that the light observation took, from unit prices and the sampler's own clock."""
         steps = [s for s in self.timeline.steps if s.mode == Mode.LIGHT.value]
         total = sum(s.duration_s for s in steps)
-        return light_cost_s(steps, self.sampler.cpu_s, is_device=self.is_device) / total if total else 0.0
+        return light_cost_s(steps, self.sampler.own_s, is_device=self.is_device) / total if total else 0.0
 
 
 def _uses_compile() -> bool:

@@ -145,6 +145,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._creator: dict[int, int] = {}
         self._constant: dict[int, bool] = {}
         self._known: dict[Any, str] = {}
+        self._views: set[str] = set()
 
     def enter(self) -> None:
         """Begin to intercept operators."""
@@ -210,6 +211,8 @@ class OperatorRecorder(TorchDispatchMode):
         name = self._known.get(func)
         if name is None:
             name = self._known[func] = f"{func.namespace}.{func._schema.name.partition('::')[2]}"
+            if any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments):
+                self._views.add(name)
         if self.is_paused or len(self.step.calls) >= MAX_CALLS or name.startswith(_SKIPPED_NAMESPACES):
             self.step.truncated |= not self.is_paused and len(self.step.calls) >= MAX_CALLS
             return func(*args, **kwargs)
@@ -236,8 +239,11 @@ class OperatorRecorder(TorchDispatchMode):
         outputs = tuple(map(_meta, results))
         key = OperatorKey(name, site, module, phase, inputs, outputs, _scalars(args, kwargs))
         index = len(self.step.calls)
+        is_view = name in self._views
         for result in results:
             storage = _storage(result)
+            if is_view and storage in storages:
+                continue  # who reads a view reads what the memory's last writer wrote
             self._producer[storage] = index
             if storage not in storages:
                 self._creator[storage] = index

@@ -1,61 +1,95 @@
-"""A thread that looks many times a second at the line the main thread is on.
+"""Looks many times a second at the line the observed thread is on, and adds up the time since the look before.
 
-Its price is one glance at the interpreter's frames per sample (0.3 us) and the thread switch; measured and reported.
+Its price is the handler's own time (some microseconds a sample), which it measures itself.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
+from time import perf_counter
+from types import FrameType
+from typing import NamedTuple
 
 from flatout.profiling.sites import Sites
+from flatout.profiling.timer_signal import TimerSignal
 
 RATE_HZ = 50.0
-SWITCH_S = 0.0005
-"""The interpreter's switch interval while sampling. A thread that wants the interpreter gets it when the other one calls into
-C or, in pure Python, after this interval: with the default of 5 ms most samples of a shorter Python loop would fall on the
-next torch call instead."""
+
+
+class Spot(NamedTuple):
+    """What a sample is filed under: the phase, the user's line, and whether the user's own frame was innermost."""
+
+    phase: str
+    site: int
+    is_own: bool
 
 
 class Sampler:
-    """Counts (phase, user line, is the user's own frame innermost) of one thread while it is on."""
+    """Seconds and samples by Spot, gathered while `is_on`.
 
-    def __init__(self, sites: Sites, *, thread_id: int, phase: Callable[[], str], rate_hz: float = RATE_HZ) -> None:
-        self.counts: Counter[tuple[str, int, bool]] = Counter()
-        self.cpu_s = 0.0
-        self.is_on = False
+    By a timer's signal where that can be had; else by a thread, which sees pure Python only where it gives the interpreter up.
+    """
+
+    def __init__(self, sites: Sites, *, phase: Callable[[], str], rate_hz: float = RATE_HZ) -> None:
+        self.seconds: dict[Spot, float] = defaultdict(float)
+        self.samples: dict[Spot, int] = defaultdict(int)
+        self.own_s = 0.0
+        self._is_on = False
+        self._last_s = 0.0
         self._sites = sites
-        self._thread_id = thread_id
         self._phase = phase
         self._period_s = 1.0 / rate_hz
-        self._switch_s = sys.getswitchinterval()
+        self._thread_id = threading.get_ident()
+        self._signal = TimerSignal(self._sample, period_s=self._period_s)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether samples are kept."""
+        return self._is_on
+
+    @is_on.setter
+    def is_on(self, on: bool) -> None:
+        self._is_on = on
+        self._last_s = perf_counter()
 
     def start(self) -> None:
-        """Begin sampling."""
-        self.is_on = True
-        self._switch_s = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_S)
-        self._thread.start()
+        """Begin to be called; samples are kept only while `is_on`."""
+        self._signal.start()
+        if not self._signal.is_running:
+            self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and wait for it."""
+        """End the timer or the thread."""
+        self._is_on = False
+        self._signal.stop()
         self._stop.set()
-        sys.setswitchinterval(self._switch_s)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
+
+    def clear(self) -> None:
+        """Forget all samples."""
+        self.seconds.clear()
+        self.samples.clear()
+
+    def _sample(self, frame: FrameType) -> None:
+        if not self._is_on:
+            return
+        now_s = perf_counter()
+        spot = Spot(self._phase(), self._sites.of_frame(frame), self._sites.is_user_code(frame.f_code))
+        self.seconds[spot] += now_s - self._last_s
+        self.samples[spot] += 1
+        self._last_s = now_s
+        self.own_s += perf_counter() - now_s
 
     def _run(self) -> None:
         while not self._stop.wait(self._period_s):
-            if not self.is_on:
-                continue
             frame = sys._current_frames().get(self._thread_id)
             if frame is not None:
-                own = self._sites.is_user_code(frame.f_code)
-                self.counts[self._phase(), self._sites.of_frame(frame), own] += 1
+                self._sample(frame)
             del frame
-            self.cpu_s = time.thread_time()

@@ -111,7 +111,6 @@ def test_a_cat_of_ragged_batches_is_left_alone() -> None:
     assert not list(RULE.check(run.build()))
 
 
-@pytest.mark.xfail(strict=True, reason="growth inside one step is taken for growth over the steps")
 def test_a_few_pieces_after_a_long_start_are_left_alone() -> None:
     run = gathered(pieces=3, seed=10)  # a prompt of 10 tokens and 3 more, in every step
     assert not list(RULE.check(run.build()))

@@ -86,6 +86,5 @@ def test_data_without_a_loader_are_left_alone() -> None:
     assert not list(RULE.check(run.build()))
 
 
-@pytest.mark.xfail(strict=True, reason="'or overlap it' stands alone when there is no trial result")
 def test_the_edit_does_not_begin_in_the_middle_of_a_sentence() -> None:
     assert not only_finding(RULE, waiting().build()).edit.startswith("or ")

@@ -12,7 +12,7 @@ def stepping(*, variant: str = "for-loop", step_s: float = 0.03) -> EvidenceBuil
     """An Adam made on line 8 of train.py that steps on line 27."""
     run = EvidenceBuilder(optimizer=step_s)
     made, step = run.line("train.py", 8, "optimizer = Adam(net.parameters())"), run.line("train.py", 27)
-    run.optimizer(step, constructed=made, variant=variant, step_s=step_s)  # type: ignore[arg-type]
+    run.optimizer(step, constructed=made, variant=variant, step_s=step_s)
     run.operator("aten.addcdiv_", step, op_s=step_s, calls=148, phase="optimizer")
     return run
 
@@ -61,7 +61,6 @@ def test_a_few_large_tensors_where_the_trial_shows_no_gain_are_not_reported(kept
     assert diagnose(run.build(), [RULE]).findings == ()
 
 
-@pytest.mark.xfail(strict=True, reason="each claims the operators of both, so that the second is merged away")
 def test_two_optimizers_are_two_findings() -> None:
     run = EvidenceBuilder(optimizer=0.04)
     for number in (0, 1):

@@ -12,7 +12,7 @@ def busy(*, seconds: float = 0.03, num_samples: int = 60, op_s: float = 0.002, p
     run = EvidenceBuilder()
     line = run.line("train.py", 33, "rates.append(compute_rate(y.numpy()))")
     run.operator("aten.detach", line, op_s=op_s)
-    run.sampled(line, seconds, num_samples=num_samples, phase=phase)  # type: ignore[arg-type]
+    run.sampled(line, seconds, num_samples=num_samples, phase=phase)
     return run
 
 
@@ -48,6 +48,18 @@ def test_a_line_that_waits_on_purpose_is_left_alone(waits: str) -> None:
     run = busy()
     line = run.line("train.py", 33)
     {"loader": run.loader, "optimizer": run.optimizer, "backward": run.backward_at}[waits](line)
+    assert not list(RULE.check(run.build()))
+
+
+def test_a_line_that_waits_for_the_device_is_left_to_the_rule_on_host_reads() -> None:
+    run = busy()
+    run.host_read(run.line("train.py", 33), wait_s=0.02, on_device=True)
+    assert not list(RULE.check(run.build()))
+
+
+def test_host_time_beside_a_busy_device_is_left_alone() -> None:
+    run = EvidenceBuilder(device_s=0.098)
+    run.sampled(run.line("train.py", 33), 0.03)
     assert not list(RULE.check(run.build()))
 
 

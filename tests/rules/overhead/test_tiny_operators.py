@@ -8,9 +8,11 @@ from flatout.records.trial import TimeModel
 from flatout.rules.overhead.tiny_operators import RULE
 
 
-def small_batch(*, num_operators: int = 10_000, op_s: float = 4 * MACHINE.dispatch_s) -> EvidenceBuilder:
+def small_batch(
+    *, num_operators: int = 10_000, op_s: float = 4 * MACHINE.dispatch_s, device_s: float | None = None
+) -> EvidenceBuilder:
     """A model called on line 24 of train.py, most of whose step goes to `num_operators` operators of `op_s` seconds."""
-    run = EvidenceBuilder(forward=0.043, backward=0.055, optimizer=0.0, other=0.0)
+    run = EvidenceBuilder(device_s=device_s, forward=0.043, backward=0.055, optimizer=0.0, other=0.0)
     run.model(run.line("train.py", 24))
     run.operator("aten.add", run.line("model.py", 12), calls=num_operators, op_s=num_operators * op_s, python_s=0.002)
     return run
@@ -58,6 +60,10 @@ def test_a_batch_that_takes_as_much_longer_as_it_is_larger_is_not_reported() -> 
     run = small_batch()
     run.tried(batched(2), batched(8), kept=1.0)
     assert diagnose(run.build(), [RULE]).findings == ()
+
+
+def test_host_time_beside_a_busy_device_is_left_alone() -> None:
+    assert not proposed(RULE, small_batch(device_s=0.098).build())
 
 
 def test_it_is_general_since_it_names_a_symptom() -> None:

@@ -59,7 +59,15 @@ def _growing_over_steps(evidence: Evidence) -> Iterator[Finding]:
     for source, rows in group_by(cats, lambda i: evidence.operators[i].source).items():
         firsts = sorted({evidence.operators[i].inputs[0].num_elements for i in rows})
         pieces = {evidence.operators[i].inputs[-1].shape for i in rows}
-        if len(firsts) < 2 or len(pieces) > 1 or firsts[0] < 2 * evidence.operators[rows[0]].inputs[-1].num_elements:
+        is_once_a_step = all(
+            evidence.operators[i].num_calls < 1 for i in rows
+        )  # another length in every step looked at
+        if (
+            not is_once_a_step
+            or len(firsts) < 2
+            or len(pieces) > 1
+            or firsts[0] < 2 * evidence.operators[rows[0]].inputs[-1].num_elements
+        ):
             continue
         sampled_s = sum(r.seconds for r in evidence.lines if r.source == source and r.process == "main")
         cost_s = max(seconds_of(evidence, rows), sampled_s)

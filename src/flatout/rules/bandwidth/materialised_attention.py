@@ -137,12 +137,11 @@ def _is_causal(evidence: Evidence, masks: list[int]) -> bool:
 def _rows(evidence: Evidence, found: list[Attention]) -> tuple[int, ...]:
     """Operators, forward and backward, of these lines that touch the scores' shape."""
     sources = set(found[0].sources)
-    keys = _op(evidence, found[0].softmax).outputs[0].shape[-1]
-    queries = _op(evidence, found[0].softmax).outputs[0].shape[-2]
+    queries, keys = _op(evidence, found[0].softmax).outputs[0].shape[-2:]
     return tuple(
         i
         for i, o in enumerate(evidence.operators)
-        if o.source in sources and any({queries, keys} <= set(t.shape[-2:]) for t in o.inputs + o.outputs)
+        if o.source in sources and any(t.shape[-2:] in ((queries, keys), (keys, queries)) for t in o.inputs + o.outputs)
     )
 
 

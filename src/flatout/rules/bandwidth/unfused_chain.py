@@ -18,6 +18,7 @@ from flatout.cost.accounting import around, group_by, kept_fraction, result_of, 
 from flatout.cost.roofline import operation_floor
 from flatout.records.evidence import Evidence, Operator
 from flatout.records.finding import Finding, Rule
+from flatout.records.hardware import Machine
 from flatout.records.trial import TimeNormalisation
 
 _FEWEST: Final = 5
@@ -66,8 +67,10 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             kept = kept_fraction(result)
             saved_s, what = around(cost_s * (1 - kept), 0.2), f"F.{trial.kind}_norm takes {kept:.0%} of that (tried)"
             edit = f"F.{trial.kind}_norm(x, x.shape[-1:], weight, ...) in place of these lines"
+        elif evidence.machine is None:
+            continue  # no ceiling to compare with
         else:
-            fused_s = _fused_s(evidence, rows)
+            fused_s = _fused_s(evidence.machine, evidence, rows)
             saved_s = (0.4 * max(0.0, cost_s - fused_s), 0.9 * max(0.0, cost_s - fused_s))
             what = f"the traffic of one fused kernel would take about {fused_s * 1e3:.2f} ms"
             edit = "use torch's own function for the formula if there is one, or torch.compile this function"
@@ -98,8 +101,24 @@ def _chains(evidence: Evidence) -> Iterator[list[int]]:
         ]
         kinds = {(o.op, o.source) for o in forward}
         per_module = max((o.num_calls for o in forward), default=0.0)
-        if len(kinds) >= _FEWEST and per_module < _MANY_CALLS:
+        if len(kinds) >= _FEWEST and per_module < _MANY_CALLS and _is_connected(evidence, rows):
             yield rows
+
+
+def _is_connected(evidence: Evidence, rows: list[int]) -> bool:
+    """Whether enough of them feed one another directly, with nothing but views between: else no kernel could fuse them."""
+    trace, operators = evidence.trace, evidence.operators
+    inside = {i for i in rows if operators[i].phase != "backward"}
+    length: dict[int, int] = {}
+    longest = 0
+    for call, row in enumerate(trace.operator):
+        before = max((length.get(p, 0) for p in trace.producers[call]), default=0)
+        if row in inside:
+            length[call] = before + 1
+            longest = max(longest, before + 1)
+        elif operators[row].bytes == 0:  # a view
+            length[call] = before
+    return longest >= _FEWEST
 
 
 def _is_pointwise(operator: Operator) -> bool:
@@ -134,15 +153,13 @@ def _trial_of(evidence: Evidence, rows: list[int]) -> TimeNormalisation | None:
     )
 
 
-def _fused_s(evidence: Evidence, rows: list[int]) -> float:
+def _fused_s(machine: Machine, evidence: Evidence, rows: list[int]) -> float:
     """Seconds of one fused kernel forward and one backward, by traffic and dispatch."""
     operators = [evidence.operators[i] for i in rows]
     largest = max((t for o in operators for t in o.inputs), key=lambda t: t.num_elements)
     calls = max(sum(o.num_calls for o in group) for group in group_by(operators, lambda o: (o.op, o.source)).values())
-    if evidence.machine is None:
-        return 0.0
     passes = sum(_FUSED_PASSES) if any(o.phase == "backward" for o in operators) else _FUSED_PASSES[0]
-    floor = operation_floor(evidence.machine, flop=0, traffic_bytes=4 * largest.num_elements * passes, dtype="float32")
+    floor = operation_floor(machine, flop=0, traffic_bytes=4 * largest.num_elements * passes, dtype="float32")
     return calls * (floor.floor_s + 3 * (floor.overhead_s or 0.0))
 
 

@@ -42,7 +42,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             gained = max(0.0, wait_s - from_memory_s)
             saved_s, measured = (0.85 * gained, gained), True
             edit = (
-                "the items come out the same each time: prepare them once as tensors and index a whole batch at a time; "
+                "the items come out the same each time: prepare them once as tensors and index a whole batch at a time; or "
                 + _edit_workers(loader, evidence)
             )
     where, share = _hot_line(evidence, loader)
@@ -71,21 +71,23 @@ def _main_loader(evidence: Evidence) -> int | None:
 
 
 def _hot_line(evidence: Evidence, loader: Loader) -> tuple[Source | None, float]:
-    """The user's line in the data pipeline that most samples fell on, and its share of them."""
+    """The user's line in the data pipeline that took most of the sampled time, and its share of it.
+
+    In the main process the loader's own line stands for torch's share (collation, fetching); in a worker for waiting for work.
+    """
     process = "worker" if loader.num_workers else "main"
-    rows = [r for r in evidence.lines if r.phase == "data" and r.process == process and r.source >= 0]
-    rows = [r for r in rows if r.source != loader.source]
-    total = sum(r.num_samples for r in evidence.lines if r.phase == "data" and r.process == process)
-    inside = sum(r.num_samples for r in rows)
-    if rows and inside >= 0.3 * total:
-        best = max(rows, key=lambda r: r.num_samples)
-        return evidence.source_of(best.source), best.num_samples / max(1, total)
-    return evidence.source_of(loader.source), 0.0
+    rows = [r for r in evidence.lines if r.phase == "data" and r.process == process]
+    inside = [r for r in rows if r.source >= 0 and r.source != loader.source]
+    total_s = sum(r.seconds for r in (inside if process == "worker" else rows))
+    if not inside or sum(r.seconds for r in inside) < 0.3 * total_s:
+        return evidence.source_of(loader.source), 0.0
+    best = max(inside, key=lambda r: r.seconds)
+    return evidence.source_of(best.source), best.seconds / total_s
 
 
 def _edit_workers(loader: Loader, evidence: Evidence) -> str:
     if loader.num_workers == 0:
-        return f"or overlap it: DataLoader(..., num_workers={max(1, evidence.workload.num_cores - 1)}, persistent_workers=True)"
+        return f"overlap it: DataLoader(..., num_workers={max(1, evidence.workload.num_cores - 1)}, persistent_workers=True)"
     return "make the items cheaper (vectorise, cache), then try more workers"
 
 

@@ -45,7 +45,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             f"{result.variant}=True takes {kept:.0%} of that (tried)",
             edit=f"torch.optim.{use.name}(..., {result.variant}=True)",
             levers=RULE.levers,
-            operators=tuple(i for i, o in enumerate(evidence.operators) if o.phase == "optimizer"),
+            operators=tuple(
+                i for i, o in enumerate(evidence.operators) if o.phase == "optimizer" and o.source == use.source
+            ),
             measured=True,
         )
 

@@ -28,7 +28,6 @@ from flatout.cost.trace import longest_dependence
 from flatout.records.evidence import Evidence, RepeatedModule
 from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeRecurrence
-from flatout.records.workload import Source
 
 _MANY = 12
 _SMALL_OP_S = 150e-6
@@ -72,39 +71,37 @@ def _judge(evidence: Evidence, sources: list[int]) -> Iterator[Finding]:
     num_operators = sum(evidence.operators[i].num_calls for i in rows)
     depth = longest_dependence(evidence.trace, evidence.operators, set(forward))
     hottest = max(sources, key=lambda s: seconds_of(evidence, rows_at(evidence, (s,))))
-    also = tuple(s for s in map(evidence.source_of, sources) if s is not None and s != evidence.source_of(hottest))
     cell = next((c for c in evidence.recurrences if c.source in sources and c.calls >= _MANY), None)
     result = result_of(evidence, _trial_of(evidence, cell)) if cell is not None else None
     if cell is not None and result is not None and result.now_s and result.cured_s is not None:
         at_cell_s = seconds_of(evidence, rows_at(evidence, (cell.source,)))
         kept = result.cured_s / result.now_s
-        saved_s = (0.9 * at_cell_s * (1 - kept), cost_s - at_cell_s * kept)
+        saved_s = (max(0.0, 0.9 * at_cell_s * (1 - kept)), max(0.0, cost_s - at_cell_s * kept))
         what = f"nn.{cell.kind.removesuffix('Cell')} over the whole sequence takes {kept:.0%} of that (tried)"
         edit = (
             f"use nn.{cell.kind.removesuffix('Cell')}(..., batch_first=True) on the whole sequence instead of the loop"
         )
-        hottest_line: Source | None = evidence.source_of(cell.source)
+        hottest = cell.source
     elif depth >= _SEQUENTIAL * calls:
-        python_s = sum(evidence.operators[i].python_s for i in rows)
+        python_s = 0.0 if evidence.steps.is_device_bound else sum(evidence.operators[i].python_s for i in rows)
         saved_s = (0.25 * python_s, 0.9 * python_s)
         what = "each iteration needs the one before, so only the overhead can go"
         edit = "move what does not depend on the state out of the loop, then compile the rest of the body"
-        hottest_line = evidence.source_of(hottest)
     else:
         whole_s = _in_one_piece_s(evidence, rows, max(1, depth))
         saved_s = (max(0.0, 0.9 * cost_s - whole_s), max(0.0, cost_s - 0.5 * whole_s))
         what = f"the iterations do not feed one another; in one piece the same arithmetic takes about {whole_s * 1e3:.2f} ms"
         edit = "do it for all rows at once: index or stack the inputs with a leading dimension and drop the loop"
-        hottest_line = evidence.source_of(hottest)
+    where = evidence.source_of(hottest)
     yield Finding(
         rule=RULE.id,
         regime="overhead",
-        where=hottest_line,
+        where=where,
         cost_s=cost_s,
         saved_s=saved_s,
         because=f"a loop runs {calls:.0f} times a step, {num_operators:.0f} operators in all, {cost_s * 1e3:.2f} ms; {what}",
         edit=edit,
-        also=also,
+        also=tuple(s for s in map(evidence.source_of, sources) if s is not None and s != where),
         levers=RULE.levers,
         operators=rows,
         measured=result is not None,

@@ -5,14 +5,14 @@ from tests.evidence_builder import EvidenceBuilder, only_finding, proposed, tens
 
 from flatout.diagnosis import diagnose
 from flatout.records.trial import TimeInDtype
-from flatout.rules.compute.float64 import RULE
+from flatout.rules.compute.accidental_float64 import RULE
 
 DOUBLE = tensor(256, 256, dtype="float64")
 
 
-def in_float64(*, mm_s: float = 0.03) -> EvidenceBuilder:
+def in_float64(*, mm_s: float = 0.03, device_s: float | None = None) -> EvidenceBuilder:
     """A batch that comes in as float64 on line 12 of data.py, and a product of it on line 30 of model.py."""
-    run = EvidenceBuilder()
+    run = EvidenceBuilder(device_s=device_s)
     entrance = run.line("data.py", 12, "x = torch.as_tensor(row, dtype=torch.float64)")
     linear = run.line("model.py", 30, "return x @ self.weight")
     scalar = run.operator("aten._to_copy", run.line("data.py", 11), output=tensor(dtype="float64"), op_s=1e-6)
@@ -85,3 +85,9 @@ def test_float32_is_left_alone() -> None:
     run.operator("aten.mm", run.line("model.py", 30), inputs=[(256, 256)], output=(256, 256), op_s=0.05)
     assert not proposed(RULE, run.build())
     assert not list(RULE.check(run.build()))
+
+
+def test_a_device_that_waits_for_the_host_gains_nothing_by_less_work() -> None:
+    run = in_float64(mm_s=0.03, device_s=0.05)
+    run.tried(*proposed(RULE, run.build()), kept=0.5)
+    assert diagnose(run.build(), [RULE]).findings == ()
