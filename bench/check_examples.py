@@ -47,9 +47,10 @@ def main() -> int:
 def judge(example: dict[str, Any], *, rounds: int, seconds: float) -> dict[str, Any]:
     report = check(ROOT / "examples" / example["slow"], seconds=seconds)
     finding = report["findings"][0] if report["findings"] else None
+    place = ROOT / "examples" / example.get("in", example["slow"])
     lines = {
         number
-        for number, text in enumerate((ROOT / "examples" / example["slow"]).read_text().splitlines(), 1)
+        for number, text in enumerate(place.read_text().splitlines(), 1)
         if any(snippet in text for snippet in example["lines_contain"])
     }
     accepted = {example["rule"], *example.get("also", [])}
@@ -63,7 +64,7 @@ def judge(example: dict[str, Any], *, rounds: int, seconds: float) -> dict[str, 
         "named": finding["rule"] if finding else None,
         "cause_first": bool(finding and finding["rule"] in accepted),
         "line": finding["line"] if finding else None,
-        "line_exact": bool(finding and finding["line"] in lines),
+        "line_exact": bool(finding and finding["file"] == str(place) and finding["line"] in lines),
         "expected_lines": sorted(lines),
         "gain": finding["gain"] if finding else None,
         "predicted": predicted,

@@ -34,7 +34,7 @@ def build_model(channels, depth):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--channels", type=int, default=16)
-    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--images", type=int, default=2400, help="stop after this many images")
     parser.add_argument("--lr", type=float, default=0.003)

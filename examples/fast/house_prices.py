@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class PriceModel(nn.Module):
-    def __init__(self, width=64, depth=24):
+    def __init__(self, width=64, depth=36):
         super().__init__()
         self.first = nn.Linear(FEATURES, width)
         self.blocks = nn.Sequential(*[Block(width) for _ in range(depth)])

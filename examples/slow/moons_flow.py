@@ -57,9 +57,9 @@ def sample_moons(count, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--held-out", type=int, default=16384)
+    parser.add_argument("--held-out", type=int, default=65536)
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--evaluate-every", type=int, default=2)
+    parser.add_argument("--evaluate-every", type=int, default=4)
     args = parser.parse_args()
 
     torch.manual_seed(0)

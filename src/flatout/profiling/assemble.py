@@ -341,8 +341,13 @@ def unused_gradients_of(observer: Observer, table: OperatorTable) -> tuple[Unuse
     rows = [i for i, o in enumerate(table.operators) if o.phase == "backward" and o.module in paths]
     if not rows:
         return ()
-    forward = [o.source for o in table.operators if o.phase == "forward" and o.module in paths and o.source >= 0]
-    root_sites = [r.site for r in observer.calls.roots.values() if r.has_parameters]
+    forward = [o for o in table.operators if o.phase == "forward" and o.source >= 0]
+    frozen = [o.source for o in forward if o.module in paths]
+    sources = observer.sites.table()
+    others = {sources[o.source].function for o in forward if o.module not in paths and o.module}
+    chain = (frozen[0], *observer.callers.get(frozen[0], ())) if frozen else ()
+    # Where trained code calls the frozen part: the innermost line whose function does other work too.
+    place = next((s for s in chain if sources[s].function in others), chain[0] if chain else -1)
     return (
         UnusedGradient(
             num_tensors=sum(observer.unused[p][0] for p in paths),
@@ -350,7 +355,7 @@ def unused_gradients_of(observer: Observer, table: OperatorTable) -> tuple[Unuse
             modules=tuple(sorted(paths)),
             operators=tuple(rows),
             seconds=sum(table.operators[i].total_s for i in rows),
-            source=forward[0] if forward else (root_sites[0] if root_sites else -1),
+            source=place,
         ),
     )
 

@@ -154,6 +154,11 @@ class Capture:
             sources=observer.sites.table(),
             callers={k: v for k, v in (observer.callers | observer.optimizing.callers).items() if k >= 0 and v},
             backward_sources=tuple(sorted(s for s in observer.backward_sites if s >= 0)),
+            float64_sources=tuple(
+                sorted(
+                    {s for k, s in observer.settings.float64_arrays.items() if k in observer.outside_float64 and s >= 0}
+                )
+            ),
             operators=table.operators,
             trace=table.trace,
             lines=lines,

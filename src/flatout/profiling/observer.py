@@ -65,6 +65,7 @@ class Observer:
         self.examples: dict[OperatorKey, Example] = {}
         self.callers: dict[int, tuple[int, ...]] = {}
         self.backward_sites: set[int] = set()
+        self.outside_float64: set[int] = set()
         self.interception = InterceptionCost(0.0, 0.0)
         self.padded: dict[str, PaddedTensor] = {}
         self.padding_signs: tuple[str, ...] = ()
@@ -339,6 +340,7 @@ class Observer:
             self.examples = self.recorder.examples
             self.callers = self.recorder.callers
             self.backward_sites = self.recorder.backward_sites
+            self.outside_float64 = self.recorder.outside_float64
             self.recorder = None
 
     def _note_gradients(self) -> None:

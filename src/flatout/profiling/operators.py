@@ -131,6 +131,7 @@ class OperatorRecorder(TorchDispatchMode):
         self.callers: dict[int, tuple[int, ...]] = {}
         self.backward_sites: set[int] = set()
         self.data_storages: set[int] = set()
+        self.outside_float64: set[int] = set()
         self._backward_frame: FrameType | None = None
         self.is_paused = False
         self._sites = sites
@@ -224,6 +225,9 @@ class OperatorRecorder(TorchDispatchMode):
         storages = tuple(map(_storage, tensors))
         producers = tuple(self._producer.get(s, -1) for s in storages)
         creators = tuple(self._creator.get(s, -1) for s in storages)
+        for meta, storage in zip(inputs, storages, strict=True):
+            if meta.dtype == torch.float64 and storage not in self._producer:
+                self.outside_float64.add(storage)
         site, module, phase = self._place()
         constant = self._is_constant(name, tensors, storages, phase, site)
         on_device = self._is_device and (not inputs or any(m.device != "cpu" for m in inputs))

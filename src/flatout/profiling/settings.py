@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch import nn
 
+from flatout.profiling.operators import storage_of
 from flatout.profiling.patching import Patches
 from flatout.profiling.sites import Sites
 from flatout.records.workload import Setting
@@ -29,6 +31,7 @@ class Settings:
 
     def __init__(self, sites: Sites) -> None:
         self.set_at: dict[str, int] = {}
+        self.float64_arrays: dict[int, int] = {}
         self._sites = sites
 
     def install(self, patches: Patches) -> None:
@@ -40,6 +43,9 @@ class Settings:
             (torch, "set_float32_matmul_precision", "float32_matmul_precision"),
         ):
             patches.set(owner, name, self._noting(getattr(owner, name), setting))
+        patches.set(nn.Module, "double", self._noting(nn.Module.double, "module_dtype"))
+        patches.set(nn.Module, "to", self._noting_float64(nn.Module.to))
+        patches.set(torch, "from_numpy", self._noting_arrays(torch.from_numpy))
         for kind in (torch.autograd.set_detect_anomaly, torch.autograd.detect_anomaly):
             patches.set(kind, "__init__", self._noting(kind.__init__, "detect_anomaly"))
 
@@ -55,11 +61,34 @@ class Settings:
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
         }
         values.update({name: environment[name] for name in ENVIRONMENT if name in environment})
+        if "module_dtype" in self.set_at:
+            values["module_dtype"] = "float64"
         sources = self._sites.table()
         return tuple(
             Setting(name=name, value=str(value), source=sources[at] if (at := self.set_at.get(name, -1)) >= 0 else None)
             for name, value in values.items()
         )
+
+    def _noting_float64(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note the line of `module.to(torch.float64)`, however it is spelt."""
+
+        def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.float64 in (*args, *kwargs.values()):
+                self.set_at["module_dtype"] = self._sites.of_frame(sys._getframe(1))
+            return original(module, *args, **kwargs)
+
+        return to
+
+    def _noting_arrays(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note the line that brought a float64 array in from NumPy, by the memory it lies in."""
+
+        def from_numpy(array: Any) -> Any:
+            tensor = original(array)
+            if tensor.dtype == torch.float64:
+                self.float64_arrays[storage_of(tensor)] = self._sites.of_frame(sys._getframe(1))
+            return tensor
+
+        return from_numpy
 
     def _noting(self, original: Callable[..., Any], setting: str) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:

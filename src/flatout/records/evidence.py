@@ -263,6 +263,8 @@ class Evidence(Record, frozen=True, kw_only=True):
     callers: dict[int, tuple[int, ...]] = {}
     """For a source line that ran operators: the user's lines that called its function, innermost first."""
     backward_sources: tuple[int, ...] = ()
+    float64_sources: tuple[int, ...] = ()
+    """Lines outside the steps that brought float64 arrays in from NumPy which a step reads."""
     operators: tuple[Operator, ...] = ()
     trace: Trace = Trace()
     lines: tuple[LineTime, ...] = ()

@@ -88,6 +88,8 @@ def _entrance(evidence: Evidence) -> Source | None:
         for setting in evidence.workload.settings:
             if setting.name == name and "64" in setting.value and setting.source is not None:
                 return setting.source
+    for source in evidence.float64_sources:
+        return evidence.source_of(source)
     for row in evidence.trace.operator:
         operator = evidence.operators[row]
         makes = any(t.dtype == "float64" for t in operator.outputs)

@@ -18,9 +18,8 @@ from flatout.records.finding import Finding, Rule
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
-    """Yield one finding per function that computes constants."""
-    groups = group_by((c for c in evidence.constants if c.source >= 0), lambda c: _function(evidence, c))
-    for constants in groups.values():
+    """Yield one finding for each group of constants that are made from one another, or in one function."""
+    for constants in _groups(evidence):
         cost_s = sum(c.seconds for c in constants)
         ranked = sorted(constants, key=lambda c: -c.seconds)
         sources = [s for s in (evidence.source_of(c.source) for c in ranked) if s is not None]
@@ -39,6 +38,21 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             operators=tuple(sorted({i for c in constants for i in c.operators})),
             measured=True,
         )
+
+
+def _groups(evidence: Evidence) -> list[list[Constant]]:
+    constants = [c for c in evidence.constants if c.source >= 0]
+    by_function = list(group_by(constants, lambda c: _function(evidence, c)).values())
+    owner = {row: number for number, group in enumerate(by_function) for c in group for row in c.operators}
+    joined = list(range(len(by_function)))
+    trace = evidence.trace
+    for call, row in enumerate(trace.operator):
+        for producer in trace.producers[call]:
+            if row in owner and producer >= 0 and trace.operator[producer] in owner:
+                first, second = joined[owner[row]], joined[owner[trace.operator[producer]]]
+                joined = [first if number == second else number for number in joined]
+    merged = group_by(range(len(by_function)), lambda number: joined[number])
+    return [[c for number in numbers for c in by_function[number]] for numbers in merged.values()]
 
 
 def _function(evidence: Evidence, constant: Constant) -> tuple[str, str]:
