@@ -119,6 +119,8 @@ def check(script: Path, *, seconds: float) -> dict[str, Any]:
         command = [sys.executable, "-c", "from flatout.cli import main; main()", "check"]
         options = ["--json", str(out), "--seconds", str(seconds), "--stop", str(script)]
         subprocess.run([*command, *options], stdout=subprocess.DEVNULL, check=False)
+        if not out.exists():
+            raise SystemExit(f"flatout check {script} wrote no report")
         return json.loads(out.read_text())
 
 

@@ -444,8 +444,6 @@ class EvidenceBuilder:
         rows = [self.operators[row] for row, _ in self.calls]
         return Trace(
             operator=tuple(row for row, _ in self.calls),
-            op_s=tuple(o.op_s / o.num_calls for o in rows),
-            python_s=tuple(o.python_s / o.num_calls for o in rows),
             producers=tuple(producers for _, producers in self.calls),
         )
 

@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x):
-        return x + F.relu(self.linear(self.norm(x)))
+        return x + F.silu(self.linear(self.norm(x)))
 
 
 class PriceModel(nn.Module):
@@ -56,7 +56,7 @@ def main():
     torch.manual_seed(0)
     x, price = make_table(20640, torch.Generator().manual_seed(7))
     model = PriceModel()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     for step in range(1, STEPS + 1):
         rows = torch.randint(len(x), (BATCH,))
         loss = F.huber_loss(model(x[rows]), price[rows])

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from typing import Final, Literal, cast
+from typing import cast
 
-import torch
-
-from flatout.cost.flops import operator_flop
 from flatout.measure.stats import median_estimate
+from flatout.profiling.accounts import OperatorTable, usual_root_calls
 from flatout.profiling.calls import Root
 from flatout.profiling.observer import Observer
-from flatout.profiling.operators import Call, DeepStep, Example, OperatorKey, TensorMeta
-from flatout.profiling.overhead import InterceptionCost
 from flatout.profiling.schedule import Mode
 from flatout.profiling.timeline import TimedStep
 from flatout.records.evidence import (
@@ -23,111 +19,14 @@ from flatout.records.evidence import (
     Loader,
     Model,
     Observing,
-    Operator,
     OptimizerUse,
     Padding,
     Phase,
     RepeatedModule,
     Steps,
-    TensorSpec,
-    Trace,
     UnusedGradient,
 )
 from flatout.records.workload import Source
-
-_VIEW_NAMES: Final = """
-view _unsafe_view reshape expand expand_as t transpose permute select slice unsqueeze squeeze detach alias
-as_strided split split_with_sizes chunk unbind unfold diagonal _reshape_alias lift_fresh narrow empty
-empty_like empty_strided new_empty new_empty_strided
-"""
-VIEWS: Final = frozenset(f"aten.{name}" for name in _VIEW_NAMES.split())
-"""Operators that move no data."""
-
-
-_USUAL_FRACTION: Final = 0.25
-_NEARBY: Final = 9
-
-
-class OperatorTable:
-    """The deep steps as rows of equal calls, with the times of a light step."""
-
-    def __init__(self, observer: Observer) -> None:
-        self.keys: list[OperatorKey] = []
-        self.examples: list[Example | None] = []
-        self.operators: tuple[Operator, ...] = ()
-        self.trace = Trace()
-        self.agreement: float | None = None
-        self.device_s: float | None = None
-        usual = usual_root_calls([s for s in observer.timeline.steps if s.mode == Mode.LIGHT.value])
-        ordinary = [s for s in observer.deep if s.root_calls <= usual] or observer.deep
-        steps = ordinary[1:] or ordinary
-        if steps:
-            self._fill(observer, steps, _seconds_nearby(observer.timeline.steps))
-
-    def _calibrate(self, observer: Observer, steps: list[DeepStep], step_s: float) -> InterceptionCost:
-        """The price of recording, corrected by what these steps took beyond a light one: deeper stacks cost more to walk.
-
-        The excess is the same for every call, large or small, so it is taken off call by call and not by scaling.
-        """
-        cost = observer.interception
-        accounted = _accounted_s(steps, cost, is_device=observer.is_device)
-        if observer.is_device or step_s <= 0 or accounted <= 0:
-            return cost
-        self.agreement = accounted / step_s
-        calls = sum(len(s.calls) for s in steps) / len(steps)
-        excess = max(0.0, accounted - step_s) / max(1.0, calls)
-        share = cost.in_op_s / (cost.in_op_s + cost.in_python_s) if cost.in_op_s + cost.in_python_s > 0 else 0.5
-        return InterceptionCost(cost.in_op_s + share * excess, cost.in_python_s + (1 - share) * excess)
-
-    def _fill(self, observer: Observer, steps: list[DeepStep], step_s: float) -> None:
-        index: dict[OperatorKey, int] = {}
-        counts: dict[int, int] = defaultdict(int)
-        op_s: dict[int, float] = defaultdict(float)
-        python_s: dict[int, float] = defaultdict(float)
-        is_whole = not any(s.truncated for s in steps)
-        cost = self._calibrate(observer, steps, step_s) if is_whole else observer.interception
-        for step in steps:
-            for call in step.calls:
-                row = index.setdefault(call.key, len(index))
-                op, python = _times(call, cost)
-                counts[row] += 1
-                op_s[row] += op
-                python_s[row] += python
-        n = len(steps)
-        scale = 1.0
-        accounted = _accounted_s(steps, cost, is_device=observer.is_device)
-        if is_whole and not observer.is_device and accounted > 0 and step_s > 0:
-            scale = step_s / accounted
-        self.keys = list(index)
-        self.examples = [observer.examples.get(k) for k in self.keys]
-        bound: Literal["sum", "device", "host"] = "sum"
-        if observer.is_device:
-            self.device_s = sum(op_s.values()) / n
-            bound = "device" if self.device_s >= 0.9 * step_s else "host"
-        self.operators = tuple(
-            _operator(key, counts[i] / n, op_s[i] * scale / n, python_s[i] * scale / n, bound)
-            for key, i in index.items()
-        )
-        last = steps[-1]
-        times = [_times(c, cost) for c in last.calls]
-        self.trace = Trace(
-            operator=tuple(index[c.key] for c in last.calls),
-            op_s=tuple(round(op * scale, 9) for op, _ in times),
-            python_s=tuple(round(python * scale, 9) for _, python in times),
-            producers=tuple(c.producers for c in last.calls),
-            truncated=not is_whole,
-        )
-
-
-def _accounted_s(steps: list[DeepStep], cost: InterceptionCost, *, is_device: bool) -> float:
-    """Seconds of a step that the recorded calls and the Python between them add up to."""
-    total = 0.0
-    for step in steps:
-        for call in step.calls:
-            op, python = _times(call, cost)
-            total += python if is_device else op + python
-        total += step.tail_s
-    return total / len(steps)
 
 
 def steps_of(observer: Observer, device_s: float | None) -> Steps:
@@ -163,24 +62,6 @@ def _split(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
     usual = usual_root_calls(steps)
     ordinary = [s for s in steps if s.root_calls <= usual]
     return ordinary, [s for s in steps if s.root_calls > usual]
-
-
-def usual_root_calls(steps: list[TimedStep]) -> int:
-    """The fewest root calls that a good share of the steps have; where all differ (rollouts), the most there are."""
-    counts = Counter(s.root_calls for s in steps)
-    common = [calls for calls, num in counts.items() if num >= _USUAL_FRACTION * len(steps)]
-    return min(common, default=max(counts, default=0))
-
-
-def _seconds_nearby(steps: list[TimedStep]) -> float:
-    """Median of the ordinary light steps closest to the deep ones: a step may grow while the script runs."""
-    deep = [i for i, s in enumerate(steps) if s.mode == Mode.DEEP.value]
-    light = [(i, s) for i, s in enumerate(steps) if s.mode == Mode.LIGHT.value]
-    if not deep or not light:
-        return 0.0
-    usual = usual_root_calls([s for _, s in light])
-    near = sorted((min(abs(i - d) for d in deep), s.duration_s) for i, s in light if s.root_calls <= usual)
-    return statistics.median(duration for _, duration in near[:_NEARBY])
 
 
 def _phases(ordinary: list[TimedStep], extra: list[TimedStep], step_s: float, num: int) -> dict[str, float]:
@@ -414,47 +295,3 @@ def observing_of(observer: Observer, table: OperatorTable, other_s: float) -> Ob
         num_deep_steps=len(observer.deep),
         deep_agreement=table.agreement,
     )
-
-
-def _times(call: Call, cost: InterceptionCost) -> tuple[float, float]:
-    """(operator, Python) seconds of one call without the recorder's own share; device time when there are events."""
-    python = max(0.0, call.python_s - cost.in_python_s)
-    if call.events is None:
-        return max(0.0, call.op_s - cost.in_op_s), python
-    call.events[1].synchronize()
-    device_s = call.events[0].elapsed_time(call.events[1]) * 1e-3 - cost.in_device_s
-    return max(0.0, device_s), python + max(0.0, call.op_s - cost.in_op_s)
-
-
-def _operator(
-    key: OperatorKey, num_calls: float, op_s: float, python_s: float, bound: Literal["sum", "device", "host"]
-) -> Operator:
-    inputs = tuple(map(_spec, key.inputs))
-    outputs = tuple(map(_spec, key.outputs))
-    moved = 0 if key.op in VIEWS else sum(_num_bytes(m) for m in key.inputs + key.outputs)
-    return Operator(
-        op=key.op,
-        source=key.site,
-        module=key.module,
-        phase=cast(Phase, key.phase),
-        inputs=inputs,
-        outputs=outputs,
-        num_calls=num_calls,
-        op_s=op_s,
-        python_s=python_s,
-        flop=operator_flop(key.op, [m.shape for m in key.inputs], [m.shape for m in key.outputs]) or 0,
-        bytes=moved,
-        scalars=key.scalars,
-        bound=bound,
-    )
-
-
-def _spec(meta: TensorMeta) -> TensorSpec:
-    return TensorSpec(shape=meta.shape, dtype=str(meta.dtype).removeprefix("torch."), is_contiguous=meta.is_contiguous)
-
-
-def _num_bytes(meta: TensorMeta) -> int:
-    n = torch.empty((), dtype=meta.dtype).element_size()
-    for size in meta.shape:
-        n *= size
-    return n

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from flatout.profiling import assemble
+from flatout.profiling.accounts import OperatorTable
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
@@ -108,7 +109,7 @@ class Capture:
 
     def _scene(self) -> Scene:
         observer = self.observer
-        table = assemble.OperatorTable(observer)
+        table = OperatorTable(observer)
         _, roots = assemble.models_of(observer)
         unused = assemble.unused_gradients_of(observer, table)
         return Scene(
@@ -126,6 +127,8 @@ class Capture:
         """What could not be seen, and why."""
         observer = self.observer
         yield from observer.notes
+        if observer.sampler.failure:
+            yield observer.sampler.failure
         if (processes := observer.processes.note()) is not None:
             yield processes
         if 0 < observer.seen < FEWEST_STEPS and not observer.deep:
@@ -136,7 +139,7 @@ class Capture:
 
     def _evidence(self) -> Evidence:
         observer = self.observer
-        table = assemble.OperatorTable(observer)
+        table = OperatorTable(observer)
         steps = assemble.steps_of(observer, table.device_s)
         models, roots = assemble.models_of(observer)
         workload = workload_of(

@@ -37,6 +37,7 @@ class Sampler:
         self.seconds: dict[Spot, float] = defaultdict(float)
         self.samples: dict[Spot, int] = defaultdict(int)
         self.own_s = 0.0
+        self.failure = ""
         self._is_on = False
         self._last_s = 0.0
         self._sites = sites
@@ -81,9 +82,13 @@ class Sampler:
         if not self._is_on:
             return
         now_s = perf_counter()
-        spot = Spot(self._phase(), self._sites.of_frame(frame), self._sites.is_user_code(frame.f_code))
-        self.seconds[spot] += now_s - self._last_s
-        self.samples[spot] += 1
+        try:
+            spot = Spot(self._phase(), self._sites.of_frame(frame), self._sites.is_user_code(frame.f_code))
+            self.seconds[spot] += now_s - self._last_s
+            self.samples[spot] += 1
+        except Exception as e:  # noqa: BLE001  # raised here it would come out of the user's line
+            self._is_on = False
+            self.failure = f"sampling of lines stopped early: {type(e).__name__}: {e}"
         self._last_s = now_s
         self.own_s += perf_counter() - now_s
 

@@ -125,7 +125,8 @@ def _without_ours(tb: TracebackType | None) -> TracebackType | None:
     rest = _without_ours(tb.tb_next)
     if tb.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
         return rest
-    return TracebackType(rest, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+    line: int | None = tb.tb_lineno  # None while a frame is between two lines
+    return TracebackType(rest, tb.tb_frame, tb.tb_lasti, tb.tb_frame.f_code.co_firstlineno if line is None else line)
 
 
 def print_to_stderr(text: str) -> None:

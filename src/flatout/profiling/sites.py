@@ -109,12 +109,12 @@ class Sites:
         return tuple(self._sources)
 
     def _at(self, frame: FrameType, inner: FrameType | None) -> int:
-        key = (frame.f_code, frame.f_lineno, inner.f_code if inner else None, inner.f_lineno if inner else 0)
+        code, line, inner_line = frame.f_code, _line_of(frame), _line_of(inner) if inner else 0
+        key = (code, line, inner.f_code if inner else None, inner_line)
         found = self._by_position.get(key)
         if found is None:
-            library = f"{_short(inner.f_code.co_filename)}:{inner.f_lineno}" if inner else ""
-            code = frame.f_code
-            found = self._by_position[key] = self._add(code.co_filename, frame.f_lineno, code.co_qualname, library)
+            library = f"{_short(inner.f_code.co_filename)}:{inner_line}" if inner else ""
+            found = self._by_position[key] = self._add(code.co_filename, line, code.co_qualname, library)
         return found
 
     def _add(self, file: str, line: int, function: str, library: str) -> int:
@@ -144,6 +144,12 @@ class Sites:
         if "site-packages" in path or "dist-packages" in path:
             return _LIBRARY
         return _INSIDE if path.startswith(_STDLIB) else _USER
+
+
+def _line_of(frame: FrameType) -> int:
+    """The line a frame is on; a frame between two lines (None, seen at a generator's end) counts as on its first."""
+    line: int | None = frame.f_lineno
+    return frame.f_code.co_firstlineno if line is None else line
 
 
 def _short(filename: str) -> str:

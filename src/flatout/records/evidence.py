@@ -101,14 +101,12 @@ class Operator(Record, frozen=True, kw_only=True):
 
 
 class Trace(Record, frozen=True, kw_only=True):
-    """One deep step in order, as columns: which Operator ran, for how long, and which earlier calls made its inputs.
+    """One deep step in order, as columns: which Operator ran, and which earlier calls made its inputs.
 
     `producers[i]` holds indices into the trace, one for each input tensor of call i; -1 is a tensor made before the step.
     """
 
     operator: tuple[int, ...] = ()
-    op_s: tuple[float, ...] = ()
-    python_s: tuple[float, ...] = ()
     producers: tuple[tuple[int, ...], ...] = ()
     truncated: bool = False
 
