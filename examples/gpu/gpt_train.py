@@ -116,9 +116,11 @@ def main() -> None:
         running = loss.item() if running is None else 0.95 * running + 0.05 * loss.item()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        norms = {name: weight.grad.norm().item() for name, weight in model.named_parameters()}
         optimizer.step()
         if step % 20 == 0:
-            print(f"step {step:4d}  running loss {running:.4f}")
+            steepest = max(norms, key=lambda name: norms[name])
+            print(f"step {step:4d}  running loss {running:.4f}  steepest {steepest} {norms[steepest]:.3f}")
     print(f"final loss {running:.6f}")
 
 

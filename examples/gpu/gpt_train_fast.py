@@ -107,6 +107,7 @@ def main() -> None:
     num_weights = sum(p.numel() for p in model.parameters())
     print(f"{num_weights / 1e6:.1f} M weights on {args.device}")
 
+    names = [name for name, _ in model.named_parameters()]
     running = None
     for step in range(1, args.steps + 1):
         start = torch.randint(len(data) - args.context, (args.batch, 1), device=args.device)
@@ -116,9 +117,12 @@ def main() -> None:
         running = loss.detach() if running is None else running.lerp(loss.detach(), 0.05)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        norms = torch._foreach_norm([weight.grad for weight in model.parameters()])
         optimizer.step()
         if step % 20 == 0:
-            print(f"step {step:4d}  running loss {running.item():.4f}")
+            named = dict(zip(names, torch.stack(norms).tolist()))
+            steepest = max(named, key=lambda name: named[name])
+            print(f"step {step:4d}  running loss {running.item():.4f}  steepest {steepest} {named[steepest]:.3f}")
     print(f"final loss {running.item():.6f}")
 
 
