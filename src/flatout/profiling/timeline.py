@@ -40,9 +40,9 @@ class Timeline:
         self.steps: list[TimedStep] = []
         self.root_calls = 0
         self._use_events = use_events
+        self._free: list[torch.cuda.Event] = []
         self._marks: list[Mark] = [self._mark("other")]
         self._forward_end: Mark | None = None
-        self._free: list[torch.cuda.Event] = []
         self._waiting: deque[tuple[str, list[Mark], int]] = deque()
 
     def switch(self, phase: str) -> None:
