@@ -225,7 +225,7 @@ def unused_gradients_of(observer: Observer, table: OperatorTable) -> tuple[Unuse
     forward = [o for o in table.operators if o.phase == "forward" and o.source >= 0]
     frozen = [o.source for o in forward if o.module in paths]
     sources = observer.sites.table()
-    others = {sources[o.source].function for o in forward if o.module not in paths and o.module}
+    others = {sources[o.source].function for o in forward if o.module in observer.trained_modules}
     chain = (frozen[0], *observer.callers.get(frozen[0], ())) if frozen else ()
     # Where trained code calls the frozen part: the innermost line whose function does other work too.
     place = next((s for s in chain if sources[s].function in others), chain[0] if chain else -1)

@@ -260,8 +260,8 @@ class OperatorRecorder(TorchDispatchMode):
         if constant and results and not name.startswith(_EMPTY):
             self.step.constants.setdefault(site, []).append(_fingerprint(results[0]))
         self._note_read(name, site, phase, inputs, outputs)
-        if on_device and index % _HEAD_START_CALLS == 0:
-            self._head_start()
+        if on_device and (index % _HEAD_START_CALLS == 0 or name in _READS):
+            self._head_start()  # a read has just emptied the queue
         self._last_end = perf_counter()
         return out
 

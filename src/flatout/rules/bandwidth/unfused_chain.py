@@ -109,16 +109,17 @@ def _is_connected(evidence: Evidence, rows: list[int]) -> bool:
     """Whether enough of them feed one another directly, with nothing but views between: else no kernel could fuse them."""
     trace, operators = evidence.trace, evidence.operators
     inside = {i for i in rows if operators[i].phase != "backward"}
-    length: dict[int, int] = {}
-    longest = 0
+    passed: dict[int, frozenset[int]] = {}
     for call, row in enumerate(trace.operator):
-        before = max((length.get(p, 0) for p in trace.producers[call]), default=0)
-        if row in inside:
-            length[call] = before + 1
-            longest = max(longest, before + 1)
-        elif operators[row].bytes == 0:  # a view
-            length[call] = before
-    return longest >= _FEWEST
+        if row not in inside:
+            continue
+        # A chain that leaves the module and comes back (a residual stream) is not one kernel's work.
+        mine = operators[row].module
+        before = [
+            passed[p] for p in trace.producers[call] if p in passed and operators[trace.operator[p]].module == mine
+        ]
+        passed[call] = frozenset({row}).union(*before)
+    return max(map(len, passed.values()), default=0) >= _FEWEST
 
 
 def _is_pointwise(operator: Operator) -> bool:

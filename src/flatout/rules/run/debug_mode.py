@@ -49,8 +49,10 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         result = result_of(evidence, trial) if trial is not None else None
         if result is None:
             continue
-        kept = kept_fraction(result)
-        cost_s = model_seconds(evidence) * max(0.0, 1 - kept)
+        busy_s = model_seconds(evidence)
+        # Absolute, not relative: anomaly detection costs more the deeper the stack is, and a trial's stack is deeper.
+        cost_s = max(0.0, min(busy_s - (result.cured_s or 0.0), busy_s * (1 - kept_fraction(result))))
+        kept = 1 - cost_s / busy_s if busy_s else 1.0
         _, name, edit = _MODES[setting.name]
         yield Finding(
             rule=RULE.id,
