@@ -55,8 +55,9 @@ class Sampler:
 
     @is_on.setter
     def is_on(self, on: bool) -> None:
+        if on and not self._is_on:
+            self._last_s = perf_counter()
         self._is_on = on
-        self._last_s = perf_counter()
 
     def start(self) -> None:
         """Begin to be called; samples are kept only while `is_on`."""

@@ -147,9 +147,12 @@ class Sites:
 
 
 def _line_of(frame: FrameType) -> int:
-    """The line a frame is on; a frame between two lines (None, seen at a generator's end) counts as on its first."""
+    """The line a frame is on. Instructions without a line (a loop's jump back) count to the line before them."""
     line: int | None = frame.f_lineno
-    return frame.f_code.co_firstlineno if line is None else line
+    if line is None:
+        before = [n for start, _, n in frame.f_code.co_lines() if n is not None and start <= frame.f_lasti]
+        line = before[-1] if before else frame.f_code.co_firstlineno
+    return line
 
 
 def _short(filename: str) -> str:

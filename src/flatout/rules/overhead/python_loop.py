@@ -25,7 +25,7 @@ from flatout.cost.accounting import (
 )
 from flatout.cost.roofline import operation_floor
 from flatout.cost.trace import longest_dependence
-from flatout.records.evidence import Evidence, RepeatedModule
+from flatout.records.evidence import Evidence, RepeatedModule, TensorSpec
 from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeRecurrence
 
@@ -127,16 +127,24 @@ def _in_one_piece_s(evidence: Evidence, rows: tuple[int, ...], depth: int) -> fl
     total = 0.0
     for operators in groups.values():
         flop = sum(o.flop * o.num_calls for o in operators)
-        moved = sum(o.bytes * o.num_calls for o in operators)
-        dispatch_s = 10e-6
+        # Every result is written once; what the iterations read, they mostly read from one tensor.
+        moved = sum(o.num_calls * _num_bytes(o.outputs) for o in operators) + max(
+            _num_bytes(o.inputs) for o in operators
+        )
+        overhead_s = 10e-6
+        floor_s = 0.0
         if machine is not None:
             dtype = operators[0].inputs[0].dtype if operators[0].inputs else "float32"
             dtype = dtype if dtype in machine.matmul_flop_per_s else "float32"
-            floor = operation_floor(machine, flop=flop, traffic_bytes=moved, dtype=dtype)
-            total += max(2 * floor.floor_s, depth * (floor.overhead_s or dispatch_s))
-        else:
-            total += depth * dispatch_s
+            floor = operation_floor(machine, flop=flop, traffic_bytes=moved if operators[0].bytes else 0, dtype=dtype)
+            floor_s, overhead_s = floor.floor_s, floor.overhead_s or overhead_s
+        total += max(2 * floor_s, depth * overhead_s)
     return total
+
+
+def _num_bytes(tensors: tuple[TensorSpec, ...]) -> int:
+    """Bytes of these tensors, at four an element: near enough for an estimate."""
+    return sum(4 * t.num_elements for t in tensors)
 
 
 RULE = Rule(

@@ -1,7 +1,7 @@
 """The step is bound by overhead: its operators are so small that dispatching them takes longer than their work.
 
 Costs        Host time for each operator, whatever its size.
-Evidence     The mean operator takes about as long as the measured cost of dispatching one. Trial: the model's forward and
+Evidence     The mean operator is short beside the measured cost of dispatching one. Trial: the model's forward and
              backward on its batch repeated 2 and 8 times; if that takes hardly longer, the batch is too small.
 Levers       parallelism.batch-size, graph.compile, graph.capture
 False alarm  Large operators between small ones; a batch that cannot grow (streaming inference).
@@ -17,61 +17,58 @@ from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeModel
 
 _FACTORS = (2, 8)
-_SHARE = 0.4
-_DISPATCHES = 6.0
-"""An operator shorter than this many dispatches counts as tiny: most of it is call, allocation and argument checks."""
+_DISPATCHES = 60.0
+"""A step whose mean operator takes longer than so many dispatches is not worth a trial."""
+_MOST_KEPT = 0.75
+"""With twice the batch a sample must take at most this share of its time; else the operators are at work, not the overhead."""
 
 
 def propose(evidence: Evidence) -> Iterator[TimeModel]:
     """Repeat the batch."""
     model = _model(evidence)
-    if model is not None and _tiny_fraction(evidence) >= _SHARE:
+    if model is not None and _is_suspicious(evidence):
         yield from _trials(evidence, model)
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for the step."""
     model = _model(evidence)
-    if model is None or _tiny_fraction(evidence) < _SHARE:
+    if model is None or not _is_suspicious(evidence):
         return
     results = [result_of(evidence, t) for t in _trials(evidence, model)]
     measured = [r for r in results if r is not None]
-    if len(measured) < len(_FACTORS):
+    if len(measured) < len(_FACTORS) or kept_fraction(measured[0]) > _MOST_KEPT:
         return
     whole_s, busy_s = evidence.steps.whole_s, model_seconds(evidence)
     per_sample_s = evidence.steps.phases.get("data", 0.0) + evidence.steps.phases.get("evaluation", 0.0)
     rest_s = max(0.0, whole_s - busy_s - per_sample_s)
     saved = [busy_s * (1 - kept_fraction(r)) + rest_s * (1 - 1 / f) for r, f in zip(measured, _FACTORS, strict=True)]
-    num = sum(o.num_calls for o in evidence.operators)
+    num = _num_operators(evidence)
     yield Finding(
         rule=RULE.id,
         regime="overhead",
         where=evidence.source_of(evidence.models[model].source),
-        cost_s=_tiny_s(evidence),
+        cost_s=max(0.0, *saved),
         saved_s=(max(0.0, min(saved)), max(0.0, *saved)),
-        because=f"{num:.0f} operators a step, most shorter than their own dispatch; the batch repeated {_FACTORS[1]} times takes "
-        f"{kept_fraction(measured[1]) * _FACTORS[1]:.1f} times as long (tried)",
+        because=f"{num:.0f} operators a step, {whole_s / num * 1e6:.0f} us each with all around them; the batch repeated "
+        f"{_FACTORS[1]} times takes {kept_fraction(measured[1]) * _FACTORS[1]:.1f} times as long (tried)",
         edit=f"raise the batch size (up to {_FACTORS[1]}x; the learning rate with it), or torch.compile the model",
         levers=RULE.levers,
         measured=True,
     )
 
 
-def _tiny_s(evidence: Evidence) -> float:
-    """Seconds of Python, and of operators that take no more than a few dispatches each."""
+def _num_operators(evidence: Evidence) -> float:
+    return sum(o.num_calls for o in evidence.operators if o.bytes)
+
+
+def _is_suspicious(evidence: Evidence) -> bool:
+    """Whether the mean operator, with all around it, takes no more than some tens of dispatches."""
+    num = _num_operators(evidence)
+    if evidence.steps.is_device_bound or not num:
+        return False
     dispatch_s = evidence.machine.dispatch_s if evidence.machine is not None else 2e-6
-    total = 0.0
-    for o in evidence.operators:
-        total += o.python_s
-        if o.num_calls and o.op_s / o.num_calls < _DISPATCHES * dispatch_s:
-            total += o.op_s
-    return total
-
-
-def _tiny_fraction(evidence: Evidence) -> float:
-    if evidence.steps.is_device_bound:
-        return 0.0
-    return _tiny_s(evidence) / evidence.steps.step_s if evidence.steps.step_s else 0.0
+    return evidence.steps.step_s / num < _DISPATCHES * dispatch_s
 
 
 def _model(evidence: Evidence) -> int | None:
