@@ -441,7 +441,6 @@ class EvidenceBuilder:
         return "device" if self.steps.is_device_bound else "host"
 
     def _trace(self) -> Trace:
-        rows = [self.operators[row] for row, _ in self.calls]
         return Trace(
             operator=tuple(row for row, _ in self.calls),
             producers=tuple(producers for _, producers in self.calls),

@@ -25,13 +25,14 @@ from flatout.cost.accounting import (
 )
 from flatout.cost.roofline import operation_floor
 from flatout.cost.trace import longest_dependence
-from flatout.records.evidence import Evidence, RepeatedModule, TensorSpec
+from flatout.records.evidence import Evidence, RepeatedModule
 from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeRecurrence
 
 _MANY = 12
 _SMALL_OP_S = 150e-6
 _SEQUENTIAL = 0.7
+_PIECE_BYTES = 64 << 10
 _WORTH_A_TRIAL = 0.05
 
 
@@ -127,24 +128,17 @@ def _in_one_piece_s(evidence: Evidence, rows: tuple[int, ...], depth: int) -> fl
     total = 0.0
     for operators in groups.values():
         flop = sum(o.flop * o.num_calls for o in operators)
-        # Every result is written once; what the iterations read, they mostly read from one tensor.
-        moved = sum(o.num_calls * _num_bytes(o.outputs) for o in operators) + max(
-            _num_bytes(o.inputs) for o in operators
-        )
+        # Small pieces add up to the whole; an iteration that passes over a large tensor shares it with all others.
+        moved = max(o.bytes * (o.num_calls if o.bytes <= _PIECE_BYTES else 1) for o in operators)
         overhead_s = 10e-6
         floor_s = 0.0
         if machine is not None:
             dtype = operators[0].inputs[0].dtype if operators[0].inputs else "float32"
             dtype = dtype if dtype in machine.matmul_flop_per_s else "float32"
-            floor = operation_floor(machine, flop=flop, traffic_bytes=moved if operators[0].bytes else 0, dtype=dtype)
+            floor = operation_floor(machine, flop=flop, traffic_bytes=moved, dtype=dtype)
             floor_s, overhead_s = floor.floor_s, floor.overhead_s or overhead_s
         total += max(2 * floor_s, depth * overhead_s)
     return total
-
-
-def _num_bytes(tensors: tuple[TensorSpec, ...]) -> int:
-    """Bytes of these tensors, at four an element: near enough for an estimate."""
-    return sum(4 * t.num_elements for t in tensors)
 
 
 RULE = Rule(

@@ -17,7 +17,7 @@ from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeModel
 
 _FACTORS = (2, 8)
-_DISPATCHES = 60.0
+_DISPATCHES = 100.0
 """A step whose mean operator takes longer than so many dispatches is not worth a trial."""
 _MOST_KEPT = 0.75
 """With twice the batch a sample must take at most this share of its time; else the operators are at work, not the overhead."""
