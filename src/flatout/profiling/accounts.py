@@ -97,15 +97,17 @@ class OperatorTable:
 
 def _rows(steps: list[DeepStep], costs: dict[str, InterceptionCost], default: InterceptionCost) -> list[Row]:
     """Calls added up by key, each less what recording it cost in its group of phases."""
-    totals: dict[OperatorKey, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    op_s: dict[OperatorKey, list[float]] = defaultdict(list)
+    python_s: dict[OperatorKey, float] = defaultdict(float)
     for step in steps:
         for call in step.calls:
-            op_s, python_s = _times(call, costs.get(_group(call.key.phase), default))
-            total = totals[call.key]
-            total[0] += 1
-            total[1] += op_s
-            total[2] += python_s
-    return [Row(key, int(num), op_s, python_s) for key, (num, op_s, python_s) in totals.items()]
+            op, python = _times(call, costs.get(_group(call.key.phase), default))
+            op_s[call.key].append(op)
+            python_s[call.key] += python
+        is_device = any(call.events is not None for call in step.calls)
+    # A kernel takes the same time at each call; where the host was late, the time between its two events is longer.
+    typical = min if is_device else statistics.fmean
+    return [Row(key, len(times), typical(times) * len(times), python_s[key]) for key, times in op_s.items()]
 
 
 def _costs(known: InterceptionCost, steps: list[DeepStep], nearby: Nearby) -> dict[str, InterceptionCost]:

@@ -47,13 +47,8 @@ class Timeline:
 
     def switch(self, phase: str) -> None:
         """Enter `phase` now."""
-        if phase == self.phase and self._forward_end is None:
-            return
-        if self._forward_end is not None and phase != "backward":
-            self._marks.append(self._forward_end)
-        self._forward_end = None
-        self.phase = phase
-        self._marks.append(self._mark(phase))
+        if phase != self.phase or self._forward_end is not None:
+            self._begin(phase)
 
     def end_root(self, resume: str) -> None:
         """A root module returned: forward ends here unless a backward follows."""
@@ -61,9 +56,7 @@ class Timeline:
 
     def boundary(self, mode: str) -> float:
         """End the step, begin the next, and return the host's seconds of the one that ended."""
-        self.switch("border")
-        self.phase = "other"
-        self._marks[-1] = self._marks[-1]._replace(phase="other")
+        self._begin("other")
         marks, self._marks = self._marks, [self._marks[-1]]
         calls, self.root_calls = self.root_calls, 0
         if self._use_events:
@@ -86,6 +79,13 @@ class Timeline:
             assert last is not None
             last.synchronize()
             self._collect()
+
+    def _begin(self, phase: str) -> None:
+        if self._forward_end is not None and phase != "backward":
+            self._marks.append(self._forward_end)
+        self._forward_end = None
+        self.phase = phase
+        self._marks.append(self._mark(phase))
 
     def _mark(self, phase: str) -> Mark:
         event = None

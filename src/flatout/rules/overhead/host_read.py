@@ -22,14 +22,14 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     if device_s is None:
         return
     waits = _by_line([r for r in evidence.host_reads if r.on_device])
-    all_waits_s = sum(r.wait_s for reads in waits.values() for r in reads)
+    all_calls = sum(r.calls for reads in waits.values() for r in reads)
     idle_s = max(0.0, evidence.steps.step_s - device_s)
     for source, reads in waits.items():
         wait_s = sum(r.wait_s for r in reads)
-        share = wait_s / all_waits_s if all_waits_s else 0.0
-        # Without the wait the step takes the longer of device and host; the device's idle time is all there is to gain.
-        saved_s = min(wait_s, idle_s * share)
         calls = sum(r.calls for r in reads)
+        # Without the waits the step takes the longer of device and host: the device's idle time is all there is to gain. Each
+        # read empties the queue once, however long it waited for that.
+        saved_s = min(wait_s, idle_s * calls / all_calls)
         yield Finding(
             rule=RULE.id,
             regime="overhead",
