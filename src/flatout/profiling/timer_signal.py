@@ -8,6 +8,7 @@ that its samples pile up on those lines. A signal is delivered at once and handl
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 import threading
@@ -52,12 +53,13 @@ class TimerSignal:
         self._handle = handle
         self._period_s = period_s
         self._timer = ctypes.c_void_p()
+        self._process = os.getpid()
 
     def start(self) -> None:
         """Install the handler and arm the timer."""
         if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(self._signal) is not signal.SIG_DFL:
+        if self._is_taken():
             return
         library = ctypes.CDLL(None, use_errno=True)
         if not hasattr(library, "timer_create"):
@@ -84,10 +86,17 @@ class TimerSignal:
             signal.signal(self._signal, signal.SIG_IGN)
             signal.signal(self._signal, signal.SIG_DFL)
 
+    def _is_taken(self) -> bool:
+        """Whether somebody else handles the signal; our own handler in the process that forked this one does not count."""
+        handler = signal.getsignal(self._signal)
+        owner = getattr(handler, "__self__", None)
+        is_from_parent = isinstance(owner, TimerSignal) and owner._process != os.getpid()
+        return handler is not signal.SIG_DFL and not is_from_parent
+
     @property
     def _signal(self) -> int:
         return signal.SIGRTMIN + _SIGNAL_OFFSET
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if frame is not None and self.is_running:
+        if frame is not None and self.is_running and self._process == os.getpid():
             self._handle(frame)
