@@ -46,7 +46,7 @@ def main() -> int:
         machine = json.loads(Path(folder, "machine.json").read_text())
         sizes = {name: judge(name, size, out, Path(folder)) for name, size in SIZES.items()}
     summary = {"machine": machine, "sizes": sizes}
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    (out / "summary.json").write_text(json.dumps(summary, indent=1).replace(f"{ROOT}/", "") + "\n")
     print(json.dumps(sizes, indent=1))
     return 0
 

@@ -81,6 +81,7 @@ class OperatorTable:
             accounted_s = sum(r.op_s + r.python_s for r in _rows(steps, {}, observer.interception)) / len(steps)
             self.agreement = accounted_s / nearby.step_s
             rows = _to_samples(_to_phases(rows, len(steps), nearby), observer, len(steps))
+            rows = _to_phases(rows, len(steps), nearby)  # the samples shift time between lines and add none
         bound: Bound = "sum"
         if observer.is_device:
             self.device_s = sum(r.op_s for r in rows) / len(steps)
