@@ -21,6 +21,14 @@ def test_no_deep_step_where_they_are_not_allowed() -> None:
     assert Mode.DEEP not in modes(Schedule(), 50, deep_allowed=False)
 
 
+def test_a_device_gets_a_step_for_its_kernels() -> None:
+    schedule = Schedule()
+    seen = schedule.num_warm_up + schedule.num_light_before + schedule.num_reads
+    at = {"seen": seen, "deep_elapsed_s": 0.0, "light_elapsed_s": 0.0, "deep_allowed": True}
+    assert schedule.mode(**at, is_device=True) is Mode.KERNELS
+    assert schedule.mode(**at, is_device=False) is Mode.DEEP
+
+
 def test_the_observation_ends_after_its_time() -> None:
     late = Schedule(observe_s=1.0).mode(seen=100, deep_elapsed_s=0.0, light_elapsed_s=1.1, deep_allowed=True)
     assert late is Mode.DONE

@@ -84,7 +84,10 @@ class OperatorTable:
             rows = _to_phases(rows, len(steps), nearby)  # the samples shift time between lines and add none
         bound: Bound = "sum"
         if observer.is_device:
-            self.device_s = sum(r.op_s for r in rows) / len(steps)
+            recorded_s = sum(r.op_s for r in rows) / len(steps)
+            self.device_s = observer.kernels.busy_s if observer.kernels.busy_s is not None else recorded_s
+            scale = min(1.0, self.device_s / recorded_s) if recorded_s > 0 else 1.0  # events also span the launch
+            rows = [r._replace(op_s=r.op_s * scale) for r in rows]
             bound = "device" if self.device_s >= 0.9 * nearby.step_s else "host"
         self.operators = tuple(_operator(r, len(steps), bound) for r in rows)
         index = {key: row for row, key in enumerate(self.keys)}

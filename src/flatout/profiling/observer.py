@@ -13,6 +13,7 @@ import torch
 
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
 from flatout.profiling.feeding import Feeding
+from flatout.profiling.kernels import KernelTimes
 from flatout.profiling.operators import DeepStep, Example, OperatorKey, OperatorRecorder, storage_of
 from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import InterceptionCost, interception_cost, light_cost_s
@@ -26,6 +27,7 @@ from flatout.profiling.settings import Settings
 from flatout.profiling.sites import Sites
 from flatout.profiling.timeline import Timeline
 
+_CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP)
 _INFERENCE_AFTER: Final = 3
 """Root calls without a backward after which a loop counts as inference."""
 
@@ -58,6 +60,7 @@ class Observer:
         self.timeline = Timeline(use_events=False)
         self.sampler = Sampler(self.sites, phase=lambda: self.timeline.phase)
         self.reads = HostReads(self.sites, lambda: self.timeline.phase)
+        self.kernels = KernelTimes()
         self.mode = Mode.WARM_UP
         self.seen = 0
         self.deep: list[DeepStep] = []
@@ -111,6 +114,8 @@ class Observer:
         self.sampler.stop()
         if self.mode is Mode.READS:
             self.reads.end()
+        if self.mode is Mode.KERNELS:
+            self.kernels.end()
         if self.mode is Mode.DEEP and self.recorder is not None:
             self._leave_deep()
         self.optimizing.remove()
@@ -222,6 +227,8 @@ class Observer:
                 self._leave_deep()
             elif self.mode is Mode.READS:
                 self.reads.end()
+            elif self.mode is Mode.KERNELS:
+                self.kernels.end()
             self.kind = kind
             self.is_device = is_on_accelerator()
             self.timeline = Timeline(use_events=self.is_device)
@@ -259,11 +266,14 @@ class Observer:
         elif before is Mode.READS:
             self.reads.end()
             self.reads.num_steps += 1
+        elif before is Mode.KERNELS:
+            self.kernels.end()
         self.mode = self.schedule.mode(
             seen=self.seen,
             deep_elapsed_s=self.deep_s,
             light_elapsed_s=self.light_s,
             deep_allowed=self._is_deep_allowed(),
+            is_device=self.is_device,
         )
         if before is Mode.DEEP and self.mode is not Mode.DEEP:
             self._leave_deep()
@@ -272,11 +282,13 @@ class Observer:
         self.sampler.is_on = self.mode is Mode.LIGHT
         if self.mode is Mode.READS:
             self.reads.begin()
+        elif self.mode is Mode.KERNELS:
+            self.kernels.begin()
         elif self.mode is Mode.DEEP:
             self._open_deep()
         elif self.mode is Mode.DONE:
             self._complete()
-        if before in (Mode.DEEP, Mode.READS) or self.mode in (Mode.DEEP, Mode.READS):
+        if before in _CLOSE_LOOKS or self.mode in _CLOSE_LOOKS:
             self.deep_s += perf_counter() - began
             self.timeline.restart()
             if self.recorder is not None:

@@ -13,6 +13,7 @@ class Mode(Enum):
     WARM_UP = "warm-up"
     LIGHT = "light"
     READS = "reads"
+    KERNELS = "kernels"
     DEEP = "deep"
     DONE = "done"
 
@@ -27,13 +28,16 @@ class Schedule(Record, frozen=True, kw_only=True):
     num_warm_up: int = 3
     num_light_before: int = 3
     num_reads: int = 1
+    num_kernels: int = 1
     num_deep: int = 3
     deep_budget_s: float = 15.0
     trials_budget_s: float = 15.0
     observe_s: float = 30.0
     max_light: int = 20_000
 
-    def mode(self, *, seen: int, deep_elapsed_s: float, light_elapsed_s: float, deep_allowed: bool) -> Mode:
+    def mode(
+        self, *, seen: int, deep_elapsed_s: float, light_elapsed_s: float, deep_allowed: bool, is_device: bool = False
+    ) -> Mode:
         """The mode of the next step, after `seen` whole steps."""
         before = self.num_warm_up + self.num_light_before
         num_deep = self.num_deep if deep_allowed else 0
@@ -43,7 +47,11 @@ class Schedule(Record, frozen=True, kw_only=True):
             return Mode.LIGHT
         if seen < before + self.num_reads:
             return Mode.READS
-        if seen < before + self.num_reads + num_deep and deep_elapsed_s < self.deep_budget_s:
+        before += self.num_reads
+        num_kernels = self.num_kernels if is_device else 0
+        if seen < before + num_kernels:
+            return Mode.KERNELS
+        if seen < before + num_kernels + num_deep and deep_elapsed_s < self.deep_budget_s:
             return Mode.DEEP
         if light_elapsed_s > self.observe_s or seen > self.max_light:
             return Mode.DONE

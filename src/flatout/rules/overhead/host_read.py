@@ -35,7 +35,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             regime="overhead",
             where=evidence.source_of(source),
             cost_s=wait_s,
-            saved_s=(0.5 * saved_s, saved_s),
+            saved_s=(0.7 * saved_s, saved_s),
             because=f"{_names(reads)} {_times(calls)} a step makes the host wait {wait_s * 1e3:.2f} ms for the device, "
             f"which idles {idle_s * 1e3:.2f} ms of the step",
             edit="keep the value on the device (a running sum under no_grad) and read it every 50 steps or so",

@@ -1,0 +1,119 @@
+"""What light observation costs: blocks of steps with and without it, in turn, in one process.
+
+    python bench/light_cost.py [--out FILE]
+
+Two loops: a tiny MLP (about a millisecond a step) and a small GPT. Prints the median ratio observed / plain, 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from flatout.measure.stats import ratio_estimate
+from flatout.profiling.capture import Capture
+from flatout.profiling.schedule import Schedule
+
+LIGHT = Schedule(
+    num_warm_up=1, num_light_before=1, num_reads=0, num_kernels=0, num_deep=0, trials_budget_s=0.0, observe_s=1e9
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    result = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    for name, make, steps in (("mlp", mlp, 200), ("gpt", gpt, 8)):
+        ratio = measure(make(), steps)
+        result[name] = ratio
+        print(
+            f"{name}: observed / plain {ratio['value']:.4f} ({ratio['low']:.4f} - {ratio['high']:.4f}), n = {ratio['num_samples']}"
+        )
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def measure(step: Callable[[], object], steps: int, rounds: int = 25) -> dict[str, float]:
+    for _ in range(steps):
+        step()
+    plain, observed = [], []
+    for number in range(rounds):
+        order = (False, True) if number % 2 else (True, False)
+        for is_observed in order:
+            (observed if is_observed else plain).append(block(step, steps, is_observed=is_observed))
+    estimate = ratio_estimate(observed, plain)
+    return {
+        "value": estimate.value,
+        "low": estimate.low,
+        "high": estimate.high,
+        "num_samples": estimate.num_samples,
+        "step_s": min(plain),
+    }
+
+
+def block(step: Callable[[], object], steps: int, *, is_observed: bool) -> float:
+    """Seconds of one step, the mean of a block."""
+    if not is_observed:
+        return timed(step, steps)
+    capture = Capture(command=("bench",), cwd=".", schedule=LIGHT, machine=None, propose=lambda _: ())
+    capture.start()
+    for _ in range(4):
+        step()
+    seconds = timed(step, steps)
+    capture.finish(exit="", exit_code=0)
+    return seconds
+
+
+def timed(step: Callable[[], object], steps: int) -> float:
+    start = perf_counter()
+    for _ in range(steps):
+        step()
+    return (perf_counter() - start) / steps
+
+
+def mlp() -> Callable[[], object]:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
+    optimizer = torch.optim.Adam(net.parameters())
+    x, y = torch.randn(128, 64), torch.randint(0, 10, (128,))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def gpt() -> Callable[[], object]:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, norm_first=True)
+    net = nn.Sequential(
+        nn.Embedding(256, 128), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Linear(128, 256)
+    )
+    optimizer = torch.optim.AdamW(net.parameters())
+    tokens = torch.randint(0, 256, (8, 129))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    return step
+
+
+if __name__ == "__main__":
+    sys.exit(main())
