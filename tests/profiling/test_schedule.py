@@ -23,10 +23,14 @@ def test_no_deep_step_where_they_are_not_allowed() -> None:
 
 def test_a_device_gets_a_step_for_its_kernels() -> None:
     schedule = Schedule()
-    seen = schedule.num_warm_up + schedule.num_light_before + schedule.num_reads
-    at = {"seen": seen, "deep_elapsed_s": 0.0, "light_elapsed_s": 0.0, "deep_allowed": True}
-    assert schedule.mode(**at, is_device=True) is Mode.KERNELS
-    assert schedule.mode(**at, is_device=False) is Mode.DEEP
+    on_device = [
+        schedule.mode(seen=n, deep_elapsed_s=0.0, light_elapsed_s=0.0, deep_allowed=True, is_device=True)
+        for n in range(40)
+    ]
+    assert on_device.count(Mode.KERNELS) == schedule.num_kernels
+    assert on_device.index(Mode.KERNELS) < on_device.index(Mode.DEEP)
+    assert on_device[: on_device.index(Mode.KERNELS)].count(Mode.LIGHT) == schedule.num_light_on_device
+    assert Mode.KERNELS not in modes(schedule, 40)
 
 
 def test_the_observation_ends_after_its_time() -> None:

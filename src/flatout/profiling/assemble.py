@@ -33,7 +33,8 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
     """Honest timing from the light steps (from the warm-up when there are no others)."""
     observer.timeline.drain()
     timed = observer.timeline.steps
-    light = [s for s in timed if s.mode == Mode.LIGHT.value] or timed[1:] or timed
+    profiled = next((i for i, s in enumerate(timed) if s.mode == Mode.KERNELS.value), len(timed))
+    light = [s for s in timed[:profiled] if s.mode == Mode.LIGHT.value] or timed[1:] or timed
     kind = "training" if observer.kind == "manual" else observer.kind
     if not light:
         return Steps(

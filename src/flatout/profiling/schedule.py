@@ -27,6 +27,8 @@ class Schedule(Record, frozen=True, kw_only=True):
 
     num_warm_up: int = 3
     num_light_before: int = 3
+    num_light_on_device: int = 20
+    """More on a device: the profiler of its kernels slows launches down from then on, so honest timing must come before it."""
     num_reads: int = 1
     num_kernels: int = 1
     num_deep: int = 3
@@ -39,7 +41,7 @@ class Schedule(Record, frozen=True, kw_only=True):
         self, *, seen: int, deep_elapsed_s: float, light_elapsed_s: float, deep_allowed: bool, is_device: bool = False
     ) -> Mode:
         """The mode of the next step, after `seen` whole steps."""
-        before = self.num_warm_up + self.num_light_before
+        before = self.num_warm_up + (self.num_light_on_device if is_device else self.num_light_before)
         num_deep = self.num_deep if deep_allowed else 0
         if seen < self.num_warm_up:
             return Mode.WARM_UP
