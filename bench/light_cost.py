@@ -35,9 +35,8 @@ def main() -> int:
     for name, make, steps in (("mlp", mlp, 200), ("gpt", gpt, 8)):
         ratio = measure(make(), steps)
         result[name] = ratio
-        print(
-            f"{name}: observed / plain {ratio['value']:.4f} ({ratio['low']:.4f} - {ratio['high']:.4f}), n = {ratio['num_samples']}"
-        )
+        low, high = ratio["low"], ratio["high"]
+        print(f"{name}: observed / plain {ratio['value']:.4f} ({low:.4f} - {high:.4f}), n = {ratio['num_samples']}")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")

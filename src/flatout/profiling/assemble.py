@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from typing import cast
+from typing import Final, cast
 
 from flatout.measure.stats import median_estimate
 from flatout.profiling.accounts import OperatorTable, usual_root_calls
 from flatout.profiling.calls import Root
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Mode
-from flatout.profiling.timeline import TimedStep
+from flatout.profiling.timeline import BLOCK, TimedStep
 from flatout.records.evidence import (
     Constant,
     HostRead,
@@ -28,6 +28,8 @@ from flatout.records.evidence import (
 )
 from flatout.records.workload import Source
 
+_FEWEST_BLOCKS: Final = 5
+
 
 def steps_of(observer: Observer, device_s: float | None) -> Steps:
     """Honest timing from the light steps (from the warm-up when there are no others)."""
@@ -41,13 +43,14 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
             kind=kind, num_seen=observer.seen, num_timed=0, step_s=0.0, low_s=0.0, high_s=0.0, device_s=device_s
         )
     ordinary, extra = _split(light)
-    durations = [s.duration_s for s in ordinary]
+    blocks = [s.duration_s for s in timed if s.mode == BLOCK]
+    durations = blocks if len(blocks) >= _FEWEST_BLOCKS else [s.duration_s for s in ordinary]
     middle = statistics.median(durations)
     interval = median_estimate(durations)
     return Steps(
         kind=kind,
         num_seen=observer.seen,
-        num_timed=len(light),
+        num_timed=len(light) + observer.unwatched_steps,
         step_s=middle,
         low_s=interval.low,
         high_s=interval.high,
@@ -160,7 +163,7 @@ def host_reads_of(observer: Observer) -> tuple[HostRead, ...]:
 def models_of(observer: Observer) -> tuple[tuple[Model, ...], list[Root]]:
     """Root modules that hold parameters, with the objects behind them in the same order."""
     roots = [r for r in observer.calls.roots.values() if r.has_parameters]
-    steps = max(1, len(observer.timeline.steps))
+    steps = max(1, sum(s.mode != BLOCK for s in observer.timeline.steps))
     models = tuple(
         Model(
             name=r.name,
@@ -199,7 +202,7 @@ def optimizers_of(observer: Observer) -> tuple[OptimizerUse, ...]:
 
 def loaders_of(observer: Observer) -> tuple[Loader, ...]:
     """The DataLoaders that were iterated."""
-    steps = max(1, len(observer.timeline.steps))
+    steps = max(1, sum(s.mode != BLOCK for s in observer.timeline.steps))
     return tuple(
         Loader(
             source=u.site,

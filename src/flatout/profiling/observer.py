@@ -25,9 +25,13 @@ from flatout.profiling.sampler import Sampler
 from flatout.profiling.schedule import Mode, Schedule
 from flatout.profiling.settings import Settings
 from flatout.profiling.sites import Sites
-from flatout.profiling.timeline import Timeline
+from flatout.profiling.timeline import BLOCK, Timeline
 
 _CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP)
+_WATCHED_STEP_S: Final = 60e-6
+_AIM_FRACTION: Final = 0.01
+_LONGEST_BLOCK: Final = 32
+"""Watching one step lightly costs some 60 us (bench/light_cost.py); so many steps go by unwatched that this stays near 1 %."""
 _INFERENCE_AFTER: Final = 3
 """Root calls without a backward after which a loop counts as inference."""
 
@@ -83,6 +87,9 @@ class Observer:
         self._pause = pause
         self._on_complete = complete
         self._patches = Patches()
+        self.unwatched_steps = 0
+        self._block = 0
+        self._block_began_s = 0.0
         self._in_optimizer = False
         self._in_backward = False
         self._roots_without_backward = 0
@@ -110,6 +117,9 @@ class Observer:
         if not self._is_installed:
             return
         self._is_installed = False
+        if 0 < self.optimizing.unwatched < self._block:
+            self.seen += self._block - self.optimizing.unwatched  # seen go by, but cut short: not timed
+        self.optimizing.unwatched = 0
         self._activate(False)
         self.sampler.stop()
         if self.mode is Mode.READS:
@@ -235,6 +245,7 @@ class Observer:
             self.mode = Mode.WARM_UP
             self.seen = 0
             self.light_s = 0.0
+            self.unwatched_steps = 0
             self.deep.clear()
             self.reads.seen.clear()
             self.reads.num_steps = 0
@@ -280,7 +291,9 @@ class Observer:
             if self.kind != "inference":
                 self._take_pause()
         self.sampler.is_on = self.mode is Mode.LIGHT
-        if self.mode is Mode.READS:
+        if before is Mode.LIGHT and self.mode is Mode.LIGHT:
+            self._begin_block(duration_s)
+        elif self.mode is Mode.READS:
             self.reads.begin()
         elif self.mode is Mode.KERNELS:
             self.kernels.begin()
@@ -293,6 +306,37 @@ class Observer:
             self.timeline.restart()
             if self.recorder is not None:
                 self.recorder.resume()
+
+    def _begin_block(self, step_s: float) -> None:
+        """Let short steps go by unwatched, so many that the watched one in between costs them little; time them as a block."""
+        looks = (
+            self.schedule.num_warm_up
+            + self.schedule.num_light_before
+            + self.schedule.num_reads
+            + self.schedule.num_deep
+        )
+        is_late = self.seen > looks
+        is_plain = is_late and self.kind == "training" and len(self.optimizing.watched) == 1 and not self.is_device
+        self._block = min(_LONGEST_BLOCK, int(_WATCHED_STEP_S / (_AIM_FRACTION * step_s))) if is_plain else 0
+        if self._block:
+            self._activate(False)
+            self.sampler.is_on = False
+            self.optimizing.unwatched = self._block
+            self._block_began_s = perf_counter()
+
+    def on_block_end(self) -> None:
+        """The steps that went by unwatched are over."""
+        self._count_block(self._block)
+        self._activate(True)
+        self.sampler.is_on = True
+        self.timeline.restart()
+
+    def _count_block(self, num_steps: int) -> None:
+        block_s = perf_counter() - self._block_began_s
+        self.timeline.add_block(block_s / num_steps)
+        self.seen += num_steps
+        self.unwatched_steps += num_steps
+        self.light_s += block_s
 
     def _take_pause(self) -> None:
         began = perf_counter()
@@ -398,7 +442,10 @@ class Observer:
     def light_fraction(self) -> float:
         """Share of the light steps' time that the light observation took, from unit prices and the sampler's own clock."""
         steps = [s for s in self.timeline.steps if s.mode == Mode.LIGHT.value]
-        total = sum(s.duration_s for s in steps)
+        total = (
+            sum(s.duration_s for s in steps)
+            + sum(b.duration_s for b in self.timeline.steps if b.mode == BLOCK) * self._block
+        )
         return light_cost_s(steps, self.sampler.own_s, is_device=self.is_device) / total if total else 0.0
 
 

@@ -31,6 +31,8 @@ class OptimizerListener(Protocol):
 
     def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None: ...
 
+    def on_block_end(self) -> None: ...
+
 
 class OptimizerWatched:
     """One optimizer that stepped."""
@@ -62,6 +64,8 @@ class Optimizing:
     def __init__(self, sites: Sites, listener: OptimizerListener) -> None:
         self.watched: dict[int, OptimizerWatched] = {}
         self.is_active = False
+        self.unwatched = 0
+        """Steps still to go by unwatched; `on_block_end` tells when the last has ended."""
         self.callers: dict[int, tuple[int, ...]] = {}
         self._constructed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._leader: OptimizerWatched | None = None
@@ -97,7 +101,7 @@ class Optimizing:
         return set().union(*(w.parameter_ids for w in self.watched.values()))
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.is_active or get_ident() != self._thread_id:
+        if self.unwatched or not self.is_active or get_ident() != self._thread_id:
             return
         watched = self.watched.get(id(optimizer))
         if watched is None or watched.optimizer() is not optimizer:
@@ -110,6 +114,11 @@ class Optimizing:
         watched.started_s = perf_counter()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.unwatched:
+            self.unwatched -= 1
+            if not self.unwatched:
+                self._listener.on_block_end()
+            return
         if not self.is_active or get_ident() != self._thread_id:
             return
         watched = self.watched.get(id(optimizer))

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 from time import perf_counter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+
+BLOCK: Final = "block"
+"""The mode of an entry that is the mean of several unwatched steps."""
 
 
 class Mark(NamedTuple):
@@ -65,6 +68,10 @@ class Timeline:
         else:
             self.steps.append(_finish(mode, marks, calls, [b.host_s - a.host_s for a, b in pairwise(marks)]))
         return marks[-1].host_s - marks[0].host_s
+
+    def add_block(self, step_s: float) -> None:
+        """File the mean of steps that went by unwatched."""
+        self.steps.append(TimedStep(BLOCK, step_s, {}, 0, 0))
 
     def restart(self) -> None:
         """Forget the time since the last mark: it was ours."""
