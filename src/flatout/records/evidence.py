@@ -202,7 +202,6 @@ class Loader(Record, frozen=True, kw_only=True):
     fetches: float
     is_map_style: bool
     has_own_collate: bool
-    worker_item_s: float | None = None
 
 
 class Padding(Record, frozen=True, kw_only=True):
