@@ -32,8 +32,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     result = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    for name, make, steps in (("mlp", mlp, 1500), ("gpt", gpt, 10)):
-        ratio = measure(make(), steps)
+    for name, make, steps, rounds in (("mlp", mlp, 1500, 41), ("gpt", gpt, 10, 15)):
+        ratio = measure(make(), steps, rounds)
         result[name] = ratio
         low, high = ratio["low"], ratio["high"]
         print(f"{name}: observed / plain {ratio['value']:.4f} ({low:.4f} - {high:.4f}), n = {ratio['num_samples']}")
@@ -43,7 +43,7 @@ def main() -> int:
     return 0
 
 
-def measure(step: Callable[[], object], steps: int, rounds: int = 15) -> dict[str, float]:
+def measure(step: Callable[[], object], steps: int, rounds: int) -> dict[str, float]:
     for _ in range(steps):
         step()
     plain, observed = [], []
@@ -67,7 +67,7 @@ def block(step: Callable[[], object], steps: int, *, is_observed: bool) -> float
         return timed(step, steps)
     capture = Capture(command=("bench",), cwd=".", schedule=LIGHT, machine=None, propose=lambda _: ())
     capture.start()
-    for _ in range(40):  # past the start: first calls and lines met for the first time cost once
+    for _ in range(max(12, steps // 10)):  # past the start: first calls and lines met for the first time cost once
         step()
     seconds = timed(step, steps)
     capture.finish(exit="", exit_code=0)

@@ -329,7 +329,7 @@ def test_a_failing_observer_gives_up_and_the_loop_goes_on(monkeypatch: pytest.Mo
     def broken(*args: object, **kwargs: object) -> None:
         raise ValueError("our own mistake")
 
-    monkeypatch.setattr("flatout.profiling.observer.interception_cost", broken)
+    monkeypatch.setattr("flatout.profiling.deep.interception_cost", broken)
     net = model()
 
     evidence = observe(lambda: train(net, steps=20))

@@ -65,7 +65,7 @@ class OperatorTable:
         self.agreement: float | None = None
         self.device_s: float | None = None
         usual = usual_root_calls([s for s in observer.timeline.steps if s.mode == Mode.LIGHT.value])
-        ordinary = [s for s in observer.deep if s.root_calls <= usual] or observer.deep
+        ordinary = [s for s in observer.deep.steps if s.root_calls <= usual] or observer.deep.steps
         steps = ordinary[1:] or ordinary
         if steps:
             self._fill(observer, steps, _nearby(observer.timeline.steps))
@@ -73,12 +73,12 @@ class OperatorTable:
     def _fill(self, observer: Observer, steps: list[DeepStep], nearby: Nearby) -> None:
         is_whole = not any(s.truncated for s in steps)
         is_correctable = is_whole and not observer.is_device and nearby.step_s > 0
-        costs = _costs(observer.interception, steps, nearby) if is_correctable else {}
-        rows = _rows(steps, costs, observer.interception)
+        costs = _costs(observer.deep.interception, steps, nearby) if is_correctable else {}
+        rows = _rows(steps, costs, observer.deep.interception)
         self.keys = [r.key for r in rows]
-        self.examples = [observer.examples.get(k) for k in self.keys]
+        self.examples = [observer.deep.examples.get(k) for k in self.keys]
         if is_correctable:
-            accounted_s = sum(r.op_s + r.python_s for r in _rows(steps, {}, observer.interception)) / len(steps)
+            accounted_s = sum(r.op_s + r.python_s for r in _rows(steps, {}, observer.deep.interception)) / len(steps)
             self.agreement = accounted_s / nearby.step_s
             rows = _to_samples(_to_phases(rows, len(steps), nearby), observer, len(steps))
             rows = _to_phases(rows, len(steps), nearby)  # the samples shift time between lines and add none
@@ -139,13 +139,13 @@ def _to_phases(rows: list[Row], num_steps: int, nearby: Nearby) -> list[Row]:
 
 def _to_samples(rows: list[Row], observer: Observer, num_steps: int) -> list[Row]:
     """Forward rows drawn towards the sampled seconds of their line, the more the more samples there are."""
-    num_light = max(1, sum(s.mode == Mode.LIGHT.value for s in observer.timeline.steps))
+    num_sampled = max(1, observer.num_sampled)
     sampled_s: dict[int, float] = defaultdict(float)
     samples: dict[int, int] = defaultdict(int)
-    for spot, seconds in observer.sampler.seconds.items():
+    for spot, seconds, count in observer.sampler.by_phase():
         if _group(spot.phase) == "rest":
-            sampled_s[spot.site] += seconds / num_light
-            samples[spot.site] += observer.sampler.samples[spot]
+            sampled_s[spot.site] += seconds / num_sampled
+            samples[spot.site] += count
     recorded_s: dict[int, float] = defaultdict(float)
     for row in rows:
         if _group(row.key.phase) == "rest":

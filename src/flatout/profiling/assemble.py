@@ -50,7 +50,7 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
     return Steps(
         kind=kind,
         num_seen=observer.seen,
-        num_timed=len(light) + observer.unwatched_steps,
+        num_timed=len(light) + observer.blocks.num_steps,
         step_s=middle,
         low_s=interval.low,
         high_s=interval.high,
@@ -80,7 +80,7 @@ def _phases(ordinary: list[TimedStep], extra: list[TimedStep], step_s: float, nu
 
 def constants_of(observer: Observer, table: OperatorTable) -> tuple[Constant, ...]:
     """Lines whose constant results were equal in all deep steps."""
-    steps = observer.deep
+    steps = observer.deep.steps
     if len(steps) < 2:
         return ()
     by_site: dict[int, list[int]] = defaultdict(list)
@@ -107,26 +107,26 @@ def constants_of(observer: Observer, table: OperatorTable) -> tuple[Constant, ..
 
 def lines_of(observer: Observer, table: OperatorTable) -> tuple[LineTime, ...]:
     """Sampled lines in seconds of a step, and the lines of worker processes."""
-    num_light = sum(s.mode == Mode.LIGHT.value for s in observer.timeline.steps)
+    num_steps = max(1, observer.num_sampled)
     in_torch: dict[int, float] = defaultdict(float)
     for operator in table.operators:
         if operator.phase != "backward":
             in_torch[operator.source] += operator.op_s
     merged: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for spot, seconds in observer.sampler.seconds.items():
+    for spot, seconds, samples in observer.sampler.by_phase():
         row = merged[spot.phase, spot.site]
-        row[0] += seconds / max(1, num_light)
-        row[1] += observer.sampler.samples[spot]
-        row[2] += seconds / max(1, num_light) if spot.is_own else 0.0
+        row[0] += seconds / num_steps
+        row[1] += samples
+        row[2] += seconds / num_steps if spot.is_own else 0.0
     rows = [
         LineTime(
             source=site,
             phase=cast(Phase, phase),
             seconds=seconds,
-            num_samples=int(samples),
+            num_samples=int(num_samples),
             in_python_s=max(0.0, own_s - in_torch.get(site, 0.0)),
         )
-        for (phase, site), (seconds, samples, own_s) in merged.items()
+        for (phase, site), (seconds, num_samples, own_s) in merged.items()
     ]
     for file, line, function, seconds, count in observer.feeding.worker_samples():
         site = observer.sites.add(Source(file=file, line=line, function=function))
@@ -150,10 +150,10 @@ def host_reads_of(observer: Observer) -> tuple[HostRead, ...]:
         for r, times in observer.reads.seen.items()
     ]
     seen = {r.source for r in rows}
-    deep = Counter(read for step in observer.deep for read in step.reads)
+    deep = Counter(read for step in observer.deep.steps for read in step.reads)
     for (site, call, phase, on_device), count in deep.items():
         if site not in seen and site >= 0:
-            calls = count / len(observer.deep)
+            calls = count / len(observer.deep.steps)
             rows.append(
                 HostRead(source=site, call=call, calls=calls, wait_s=0.0, phase=cast(Phase, phase), on_device=on_device)
             )
@@ -222,21 +222,21 @@ def loaders_of(observer: Observer) -> tuple[Loader, ...]:
 
 def unused_gradients_of(observer: Observer, table: OperatorTable) -> tuple[UnusedGradient, ...]:
     """Modules whose own parameters get gradients that no optimizer reads."""
-    paths = {p for p in observer.unused if p not in observer.trained_modules}
+    paths = {p for p in observer.deep.unused if p not in observer.deep.trained_modules}
     rows = [i for i, o in enumerate(table.operators) if o.phase == "backward" and o.module in paths]
     if not rows:
         return ()
     forward = [o for o in table.operators if o.phase == "forward" and o.source >= 0]
     frozen = [o.source for o in forward if o.module in paths]
     sources = observer.sites.table()
-    others = {sources[o.source].function for o in forward if o.module in observer.trained_modules}
-    chain = (frozen[0], *observer.callers.get(frozen[0], ())) if frozen else ()
+    others = {sources[o.source].function for o in forward if o.module in observer.deep.trained_modules}
+    chain = (frozen[0], *observer.deep.callers.get(frozen[0], ())) if frozen else ()
     # Where trained code calls the frozen part: the innermost line whose function does other work too.
     place = next((s for s in chain if sources[s].function in others), chain[0] if chain else -1)
     return (
         UnusedGradient(
-            num_tensors=sum(observer.unused[p][0] for p in paths),
-            num_elements=sum(observer.unused[p][1] for p in paths),
+            num_tensors=sum(observer.deep.unused[p][0] for p in paths),
+            num_elements=sum(observer.deep.unused[p][1] for p in paths),
             modules=tuple(sorted(paths)),
             operators=tuple(rows),
             seconds=sum(table.operators[i].total_s for i in rows),
@@ -248,10 +248,10 @@ def unused_gradients_of(observer: Observer, table: OperatorTable) -> tuple[Unuse
 def paddings_of(observer: Observer) -> tuple[Padding, ...]:
     """Tensors of the batches that end in constants."""
     rows = []
-    for found in observer.padded.values():
+    for found in observer.deep.padded.values():
         padding = sum(found.padding) / len(found.padding)
         if padding > 0:
-            signs = observer.padding_signs + (("integers",) if len(found.shape) == 2 else ())
+            signs = observer.deep.padding_signs + (("integers",) if len(found.shape) == 2 else ())
             rows.append(
                 Padding(
                     name=found.name,
@@ -272,7 +272,7 @@ def paddings_of(observer: Observer) -> tuple[Padding, ...]:
 
 def recurrences_of(observer: Observer, table: OperatorTable) -> tuple[RepeatedModule, ...]:
     """Recurrent cells called step by step."""
-    if not observer.deep:
+    if not observer.deep.steps:
         return ()
     return tuple(
         RepeatedModule(
@@ -285,7 +285,7 @@ def recurrences_of(observer: Observer, table: OperatorTable) -> tuple[RepeatedMo
             hidden_size=c.hidden_size,
             operators=tuple(i for i, o in enumerate(table.operators) if o.module == c.path),
         )
-        for c in observer.deep[-1].cells
+        for c in observer.deep.steps[-1].cells
     )
 
 
@@ -296,6 +296,6 @@ def observing_of(observer: Observer, table: OperatorTable, other_s: float) -> Ob
         deep_s=max(0.0, observer.deep_s),
         trials_s=observer.trials_s,
         other_s=other_s,
-        num_deep_steps=len(observer.deep),
+        num_deep_steps=len(observer.deep.steps),
         deep_agreement=table.agreement,
     )

@@ -131,7 +131,7 @@ class Capture:
             yield observer.sampler.failure
         if (processes := observer.processes.note()) is not None:
             yield processes
-        if 0 < observer.seen < FEWEST_STEPS and not observer.deep:
+        if 0 < observer.seen < FEWEST_STEPS and not observer.deep.steps:
             yield (
                 f"only {observer.seen} steps, too few to look inside one: no operators, lines or trials; "
                 f"let the script make {FEWEST_STEPS} or more"
@@ -155,11 +155,15 @@ class Capture:
             machine=self._machine,
             steps=steps,
             sources=observer.sites.table(),
-            callers={k: v for k, v in (observer.callers | observer.optimizing.callers).items() if k >= 0 and v},
-            backward_sources=tuple(sorted(s for s in observer.backward_sites if s >= 0)),
+            callers={k: v for k, v in (observer.deep.callers | observer.optimizing.callers).items() if k >= 0 and v},
+            backward_sources=tuple(sorted(s for s in observer.deep.backward_sites if s >= 0)),
             float64_sources=tuple(
                 sorted(
-                    {s for k, s in observer.settings.float64_arrays.items() if k in observer.outside_float64 and s >= 0}
+                    {
+                        s
+                        for k, s in observer.settings.float64_arrays.items()
+                        if k in observer.deep.outside_float64 and s >= 0
+                    }
                 )
             ),
             operators=table.operators,

@@ -11,27 +11,25 @@ from typing import Any, Final, Literal
 
 import torch
 
+from flatout.profiling.blocks import Blocks, block_size
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
+from flatout.profiling.deep import DeepLooks, uses_compile
 from flatout.profiling.feeding import Feeding
 from flatout.profiling.kernels import KernelTimes
-from flatout.profiling.operators import DeepStep, Example, OperatorKey, OperatorRecorder, storage_of
+from flatout.profiling.operators import storage_of
 from flatout.profiling.optimizing import Optimizing
-from flatout.profiling.overhead import InterceptionCost, interception_cost, light_cost_s
-from flatout.profiling.padding import PaddedTensor, name_tensors, padded_rows, signs_of
+from flatout.profiling.overhead import light_cost_s
+from flatout.profiling.padding import name_tensors
 from flatout.profiling.patching import Patches
 from flatout.profiling.processes import Processes
 from flatout.profiling.reads import HostReads, is_on_accelerator
-from flatout.profiling.sampler import Sampler
+from flatout.profiling.sampler import UNWATCHED, Sampler
 from flatout.profiling.schedule import Mode, Schedule
 from flatout.profiling.settings import Settings
 from flatout.profiling.sites import Sites
-from flatout.profiling.timeline import BLOCK, Timeline
+from flatout.profiling.timeline import Timeline
 
 _CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP)
-_WATCHED_STEP_S: Final = 60e-6
-_AIM_FRACTION: Final = 0.01
-_LONGEST_BLOCK: Final = 32
-"""Watching one step lightly costs some 60 us (bench/light_cost.py); so many steps go by unwatched that this stays near 1 %."""
 _INFERENCE_AFTER: Final = 3
 """Root calls without a backward after which a loop counts as inference."""
 
@@ -62,22 +60,13 @@ class Observer:
         self.kind: Literal["none", "inference", "manual", "training", "call"] = "none"
         self.is_device = False
         self.timeline = Timeline(use_events=False)
-        self.sampler = Sampler(self.sites, phase=lambda: self.timeline.phase)
+        self.sampler = Sampler(self.sites, phase=lambda: UNWATCHED if self.blocks.is_open else self.timeline.phase)
         self.reads = HostReads(self.sites, lambda: self.timeline.phase)
         self.kernels = KernelTimes()
         self.mode = Mode.WARM_UP
         self.seen = 0
-        self.deep: list[DeepStep] = []
-        self.recorder: OperatorRecorder | None = None
-        self.examples: dict[OperatorKey, Example] = {}
-        self.callers: dict[int, tuple[int, ...]] = {}
-        self.backward_sites: set[int] = set()
-        self.outside_float64: set[int] = set()
-        self.interception = InterceptionCost(0.0, 0.0)
-        self.padded: dict[str, PaddedTensor] = {}
-        self.padding_signs: tuple[str, ...] = ()
-        self.unused: dict[str, tuple[int, int]] = {}
-        self.trained_modules: set[str] = set()
+        self.deep = DeepLooks(self.sites, self.calls, self.optimizing, thread_id=self.thread_id)
+        self.blocks = Blocks()
         self.light_s = 0.0
         self.deep_s = 0.0
         self.pause_s = 0.0
@@ -87,9 +76,6 @@ class Observer:
         self._pause = pause
         self._on_complete = complete
         self._patches = Patches()
-        self.unwatched_steps = 0
-        self._block = 0
-        self._block_began_s = 0.0
         self._in_optimizer = False
         self._in_backward = False
         self._roots_without_backward = 0
@@ -117,17 +103,17 @@ class Observer:
         if not self._is_installed:
             return
         self._is_installed = False
-        if 0 < self.optimizing.unwatched < self._block:
-            self.seen += self._block - self.optimizing.unwatched  # seen go by, but cut short: not timed
-        self.optimizing.unwatched = 0
+        if self.blocks.is_open:
+            self.seen += self.blocks.cut(self.optimizing.unwatched)
+            self.optimizing.unwatched = 0
         self._activate(False)
         self.sampler.stop()
         if self.mode is Mode.READS:
             self.reads.end()
         if self.mode is Mode.KERNELS:
             self.kernels.end()
-        if self.mode is Mode.DEEP and self.recorder is not None:
-            self._leave_deep()
+        if self.mode is Mode.DEEP:
+            self.deep.leave()
         self.optimizing.remove()
         self._patches.undo()
 
@@ -163,24 +149,25 @@ class Observer:
             self.timeline.end_root("optimizer" if self._in_optimizer else "other")
 
     def on_root_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.mode is Mode.DEEP and self.recorder is not None and root.has_parameters:
+        recorder = self.deep.recorder
+        if self.mode is Mode.DEEP and recorder is not None and root.has_parameters:
             for tensor in iter_tensors((args, kwargs)):
-                if not self.recorder.has_producer(tensor):
-                    self.recorder.data_storages.add(storage_of(tensor))
+                if not recorder.has_producer(tensor):
+                    recorder.data_storages.add(storage_of(tensor))
         if (
             self.mode in (Mode.WARM_UP, Mode.DEEP)
             and root.has_parameters
             and (root.is_training or self.kind != "training")
         ):
-            self._look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
+            self.deep.look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
 
     def on_fetch_start(self) -> None:
         self.timeline.switch("data")
 
     def on_fetch_end(self, batch: Any) -> None:
         self.timeline.switch("optimizer" if self._in_optimizer else "other")
-        if self.mode is Mode.DEEP and self.recorder is not None:
-            self.recorder.data_storages.update(storage_of(t) for t in iter_tensors(batch))
+        if self.mode is Mode.DEEP and self.deep.recorder is not None:
+            self.deep.recorder.data_storages.update(storage_of(t) for t in iter_tensors(batch))
 
     def on_optimizer_start(self) -> None:
         self._in_optimizer = True
@@ -210,14 +197,14 @@ class Observer:
             self._in_backward = True
             self._roots_without_backward = 0
             self.timeline.switch("backward")
-            if self.recorder is not None:
-                self.recorder.mark_backward(sys._getframe(1))
+            if self.deep.recorder is not None:
+                self.deep.recorder.mark_backward(sys._getframe(1))
             try:
                 return original(*args, **kwargs)
             finally:
                 self._in_backward = False
-                if self.recorder is not None:
-                    self.recorder.mark_backward(None)
+                if self.deep.recorder is not None:
+                    self.deep.recorder.mark_backward(None)
                 self.timeline.switch("optimizer" if self._in_optimizer else "other")
                 if self.kind in ("none", "inference"):
                     self._restart("manual")
@@ -234,7 +221,7 @@ class Observer:
             return
         try:
             if self.mode is Mode.DEEP:
-                self._leave_deep()
+                self.deep.leave()
             elif self.mode is Mode.READS:
                 self.reads.end()
             elif self.mode is Mode.KERNELS:
@@ -245,8 +232,8 @@ class Observer:
             self.mode = Mode.WARM_UP
             self.seen = 0
             self.light_s = 0.0
-            self.unwatched_steps = 0
-            self.deep.clear()
+            self.blocks = Blocks()
+            self.deep.steps.clear()
             self.reads.seen.clear()
             self.reads.num_steps = 0
             self.sampler.clear()
@@ -271,7 +258,7 @@ class Observer:
         self.seen += 1
         if before is Mode.DEEP:
             self.deep_s += duration_s
-            self._close_deep(duration_s, root_calls)
+            self.deep.close(duration_s, root_calls)
         elif before is Mode.LIGHT:
             self.light_s += duration_s
         elif before is Mode.READS:
@@ -287,7 +274,7 @@ class Observer:
             is_device=self.is_device,
         )
         if before is Mode.DEEP and self.mode is not Mode.DEEP:
-            self._leave_deep()
+            self.deep.leave()
             if self.kind != "inference":
                 self._take_pause()
         self.sampler.is_on = self.mode is Mode.LIGHT
@@ -298,14 +285,14 @@ class Observer:
         elif self.mode is Mode.KERNELS:
             self.kernels.begin()
         elif self.mode is Mode.DEEP:
-            self._open_deep()
+            self.deep.open(phase=lambda: self.timeline.phase, is_device=self.is_device)
         elif self.mode is Mode.DONE:
             self._complete()
         if before in _CLOSE_LOOKS or self.mode in _CLOSE_LOOKS:
             self.deep_s += perf_counter() - began
             self.timeline.restart()
-            if self.recorder is not None:
-                self.recorder.resume()
+            if self.deep.recorder is not None:
+                self.deep.recorder.resume()
 
     def _begin_block(self, step_s: float) -> None:
         """Let short steps go by unwatched, so many that the watched one in between costs them little; time them as a block."""
@@ -315,28 +302,23 @@ class Observer:
             + self.schedule.num_reads
             + self.schedule.num_deep
         )
-        is_late = self.seen > looks
-        is_plain = is_late and self.kind == "training" and len(self.optimizing.watched) == 1 and not self.is_device
-        self._block = min(_LONGEST_BLOCK, int(_WATCHED_STEP_S / (_AIM_FRACTION * step_s))) if is_plain else 0
-        if self._block:
+        is_plain = self.kind == "training" and len(self.optimizing.watched) == 1 and not self.is_device
+        size = block_size(step_s, seen=self.seen) if is_plain and self.seen > looks else 0
+        if size:
             self._activate(False)
-            self.sampler.is_on = False
-            self.optimizing.unwatched = self._block
-            self._block_began_s = perf_counter()
+            self.optimizing.unwatched = size
+            self.sampler.spare()
+            self.blocks.open(size)
 
     def on_block_end(self) -> None:
         """The steps that went by unwatched are over."""
-        self._count_block(self._block)
-        self._activate(True)
-        self.sampler.is_on = True
-        self.timeline.restart()
-
-    def _count_block(self, num_steps: int) -> None:
-        block_s = perf_counter() - self._block_began_s
-        self.timeline.add_block(block_s / num_steps)
-        self.seen += num_steps
-        self.unwatched_steps += num_steps
+        size = self.blocks.size
+        block_s = self.blocks.close()
+        self.timeline.add_block(block_s / size)
+        self.seen += size
         self.light_s += block_s
+        self._activate(True)
+        self.timeline.restart()
 
     def _take_pause(self) -> None:
         began = perf_counter()
@@ -354,102 +336,22 @@ class Observer:
             self.remove()
             self._on_complete()
 
-    # -- deep steps -------------------------------------------------------------------------------------------------------
-
     def _is_deep_allowed(self) -> bool:
-        if not _uses_compile():
+        if not uses_compile():
             return True
         note = "the script uses torch.compile: no operators were recorded, since recording would switch the compiled code off"
         if note not in self.notes:
             self.notes.append(note)
         return False
 
-    def _open_deep(self) -> None:
-        if self.recorder is None:
-            self.interception = interception_cost(self.sites, is_device=self.is_device)
-            self.recorder = OperatorRecorder(
-                self.sites,
-                phase=lambda: self.timeline.phase,
-                module=self.calls.module_path,
-                is_device=self.is_device,
-                thread_id=self.thread_id,
-            )
-            self.recorder.enter()
-        self.calls.is_deep = True
-        self.calls.begin_deep()
-        self.recorder.begin()
-
-    def _close_deep(self, duration_s: float, root_calls: int) -> None:
-        assert self.recorder is not None
-        self.recorder.is_paused = True
-        step = self.recorder.end(tuple(self.calls.cells.values()))
-        step.duration_s = duration_s
-        step.root_calls = root_calls
-        self.deep.append(step)
-        self._note_gradients()
-        self.recorder.is_paused = False
-
-    def _leave_deep(self) -> None:
-        self.calls.is_deep = False
-        if self.recorder is not None:
-            self.recorder.leave()
-            self.examples = self.recorder.examples
-            self.callers = self.recorder.callers
-            self.backward_sites = self.recorder.backward_sites
-            self.outside_float64 = self.recorder.outside_float64
-            self.recorder = None
-
-    def _note_gradients(self) -> None:
-        """Which modules' own parameters got gradients though no optimizer holds them."""
-        optimized = self.optimizing.optimized_ids()
-        if not optimized:
-            return
-        for root in self.calls.roots.values():
-            module = root.module()
-            if module is None or not root.has_parameters:
-                continue
-            top = type(module).__name__
-            for name, inner in module.named_modules():
-                path = f"{top}.{name}" if name else top
-                own = list(inner.parameters(recurse=False))
-                unused = [p for p in own if p.grad is not None and id(p) not in optimized]
-                if unused:
-                    self.unused[path] = (len(unused), sum(p.numel() for p in unused))
-                if any(id(p) in optimized for p in own):
-                    self.trained_modules.add(path)
-
-    def _look_for_padding(self, tensors: dict[str, torch.Tensor], root: Root) -> None:
-        is_recording = self.recorder is not None
-        if self.recorder is not None:
-            self.recorder.is_paused = True
-        for name, tensor in tensors.items():
-            rows = padded_rows(tensor)
-            if rows is None:
-                continue
-            found = self.padded.setdefault(name, PaddedTensor(name, tensor))
-            found.add(rows)
-            if min(rows.lengths) < rows.width:
-                signs = signs_of(root.module(), list(tensors.values()), rows.lengths)
-                self.padding_signs = tuple(dict.fromkeys(self.padding_signs + signs))
-            if self.recorder is not None:
-                found.source = self.recorder.creator_site(tensor)
-        if is_recording and self.recorder is not None:
-            self.recorder.is_paused = False
-            self.recorder.resume()
-
-    # -- costs ------------------------------------------------------------------------------------------------------------
+    @property
+    def num_sampled(self) -> int:
+        """Steps during which lines were sampled."""
+        light = sum(s.mode == Mode.LIGHT.value for s in self.timeline.steps)
+        return light + self.blocks.num_steps + self.blocks.num_cut
 
     def light_fraction(self) -> float:
         """Share of the light steps' time that the light observation took, from unit prices and the sampler's own clock."""
         steps = [s for s in self.timeline.steps if s.mode == Mode.LIGHT.value]
-        total = (
-            sum(s.duration_s for s in steps)
-            + sum(b.duration_s for b in self.timeline.steps if b.mode == BLOCK) * self._block
-        )
-        return light_cost_s(steps, self.sampler.own_s, is_device=self.is_device) / total if total else 0.0
-
-
-def _uses_compile() -> bool:
-    """Whether dynamo compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["frames"]["ok"] > 0
+        total_s = sum(s.duration_s for s in steps) + self.blocks.total_s
+        return light_cost_s(steps, self.sampler.own_s, is_device=self.is_device) / total_s if total_s else 0.0

@@ -11,12 +11,16 @@ from collections import defaultdict
 from collections.abc import Callable
 from time import perf_counter
 from types import FrameType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from flatout.profiling.sites import Sites
 from flatout.profiling.timer_signal import TimerSignal
 
-RATE_HZ = 50.0
+RATE_HZ: Final = 50.0
+SPARING_RATE_HZ: Final = 20.0
+"""Where light observation must be cheapest; a sample costs some 80 us, half of it by what the signal does to the caches."""
+UNWATCHED: Final = "unwatched"
+"""The phase of a sample from a step whose phases nobody marks."""
 
 
 class Spot(NamedTuple):
@@ -66,6 +70,12 @@ class Sampler:
             self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
             self._thread.start()
 
+    def spare(self) -> None:
+        """Sample at the sparing rate from now on."""
+        if self._period_s != 1.0 / SPARING_RATE_HZ:
+            self._period_s = 1.0 / SPARING_RATE_HZ
+            self._signal.set_period(self._period_s)
+
     def stop(self) -> None:
         """End the timer or the thread."""
         self._is_on = False
@@ -78,6 +88,21 @@ class Sampler:
         """Forget all samples."""
         self.seconds.clear()
         self.samples.clear()
+
+    def by_phase(self) -> list[tuple[Spot, float, int]]:
+        """(spot, seconds, samples); what was sampled in unwatched steps goes to the phase its line has in the watched ones."""
+        phase_s: dict[tuple[int, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for spot, seconds in self.seconds.items():
+            if spot.phase != UNWATCHED:
+                phase_s[spot.site, spot.is_own][spot.phase] += seconds
+        total_s: dict[Spot, float] = defaultdict(float)
+        counts: dict[Spot, int] = defaultdict(int)
+        for spot, seconds in self.seconds.items():
+            known = phase_s.get((spot.site, spot.is_own)) or {"other": 1.0}
+            phase = max(known, key=lambda name: known[name]) if spot.phase == UNWATCHED else spot.phase
+            total_s[spot._replace(phase=phase)] += seconds
+            counts[spot._replace(phase=phase)] += self.samples[spot]
+        return [(spot, seconds, counts[spot]) for spot, seconds in total_s.items()]
 
     def _sample(self, frame: FrameType) -> None:
         if not self._is_on:

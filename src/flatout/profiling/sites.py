@@ -57,10 +57,12 @@ class Sites:
     """
 
     def __init__(self, *, user_root: str | None = None) -> None:
-        self._kinds: dict[CodeType, int] = {}
+        self._kinds: dict[int, int] = {}
+        self._codes: list[CodeType] = []
+        """Codes are told apart by `id`, since hashing one walks over its bytecode; held here, so that no id comes twice."""
         self._index: dict[tuple[str, int, str], int] = {}
         self._sources: list[Source] = []
-        self._by_position: dict[tuple[CodeType, int, CodeType | None, int], int] = {}
+        self._by_position: dict[tuple[int, int, int, int], int] = {}
         self._loops: dict[str, Loops] = {}
         self._user_root = os.path.realpath(user_root) + os.sep if user_root else None
 
@@ -70,9 +72,9 @@ class Sites:
         kinds = self._kinds
         while frame is not None:
             code = frame.f_code
-            kind = kinds.get(code)
+            kind = kinds.get(id(code))
             if kind is None:
-                kind = kinds[code] = self._kind(code.co_filename)
+                kind = self._new_kind(code)
             if kind == _USER:
                 return self._at(frame, inner)
             if kind == _LIBRARY and inner is None:
@@ -95,10 +97,8 @@ class Sites:
 
     def is_user_code(self, code: CodeType) -> bool:
         """Whether this code object belongs to the user."""
-        kind = self._kinds.get(code)
-        if kind is None:
-            kind = self._kinds[code] = self._kind(code.co_filename)
-        return kind == _USER
+        kind = self._kinds.get(id(code))
+        return (self._new_kind(code) if kind is None else kind) == _USER
 
     def add(self, source: Source) -> int:
         """Index of a source line met elsewhere (in a worker process)."""
@@ -110,7 +110,7 @@ class Sites:
 
     def _at(self, frame: FrameType, inner: FrameType | None) -> int:
         code, line, inner_line = frame.f_code, _line_of(frame), _line_of(inner) if inner else 0
-        key = (code, line, inner.f_code if inner else None, inner_line)
+        key = (id(code), line, id(inner.f_code) if inner else 0, inner_line)
         found = self._by_position.get(key)
         if found is None:
             library = f"{_short(inner.f_code.co_filename)}:{inner_line}" if inner else ""
@@ -132,6 +132,11 @@ class Sites:
         if file not in self._loops:
             self._loops[file] = Loops("".join(linecache.getlines(file)))
         return self._loops[file]
+
+    def _new_kind(self, code: CodeType) -> int:
+        self._codes.append(code)
+        kind = self._kinds[id(code)] = self._kind(code.co_filename)
+        return kind
 
     def _kind(self, filename: str) -> int:
         if filename.startswith("<"):

@@ -7,6 +7,7 @@ that its samples pile up on those lines. A signal is delivered at once and handl
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -70,15 +71,23 @@ class TimerSignal:
         if library.timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)) != 0:
             signal.signal(self._signal, signal.SIG_DFL)
             return
-        period = _TimeSpec(seconds=int(self._period_s), nanoseconds=int(self._period_s % 1 * 1e9))
-        library.timer_settime(self._timer, 0, ctypes.byref(_TimerSpec(interval=period, first=period)), None)
         self.is_running = True
+        atexit.register(self.stop)  # a signal after Python has put the default action back would end the process
+        self.set_period(self._period_s)
+
+    def set_period(self, period_s: float) -> None:
+        """Let the next signals come `period_s` apart."""
+        if self.is_running:
+            period = _TimeSpec(seconds=int(period_s), nanoseconds=int(period_s % 1 * 1e9))
+            spec = _TimerSpec(interval=period, first=period)
+            ctypes.CDLL(None).timer_settime(self._timer, 0, ctypes.byref(spec), None)
 
     def stop(self) -> None:
         """Delete the timer and take the handler away."""
         if not self.is_running:
             return
         self.is_running = False
+        atexit.unregister(self.stop)
         ctypes.CDLL(None).timer_delete(self._timer)
         # A signal sent before the timer was gone may still be on its way, and the default action would end the process.
         ours = signal.getsignal(self._signal) == self._on_signal
