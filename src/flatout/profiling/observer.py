@@ -13,6 +13,7 @@ import torch
 
 from flatout.profiling.blocks import Blocks, block_size
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
+from flatout.profiling.collector import Collector
 from flatout.profiling.deep import DeepLooks, uses_compile
 from flatout.profiling.feeding import Feeding
 from flatout.profiling.kernels import KernelTimes
@@ -29,7 +30,7 @@ from flatout.profiling.settings import Settings
 from flatout.profiling.sites import Sites
 from flatout.profiling.timeline import Timeline
 
-_CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP)
+_CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP, Mode.MEMORY)
 _INFERENCE_AFTER: Final = 3
 """Root calls without a backward after which a loop counts as inference."""
 
@@ -67,6 +68,7 @@ class Observer:
         self.seen = 0
         self.deep = DeepLooks(self.sites, self.calls, self.optimizing, thread_id=self.thread_id)
         self.blocks = Blocks()
+        self.collectors: tuple[Collector, ...] = ()
         self.light_s = 0.0
         self.deep_s = 0.0
         self.pause_s = 0.0
@@ -92,6 +94,8 @@ class Observer:
         self.feeding.install(self._patches)
         self.optimizing.install(self._patches)
         self.processes.install(self._patches)
+        for collector in self.collectors:
+            collector.install(self._patches)
         for name in ("backward", "grad"):
             self._patches.set(torch.autograd, name, self._watching_backward(getattr(torch.autograd, name)))
         self._activate(True)
@@ -114,6 +118,8 @@ class Observer:
             self.kernels.end()
         if self.mode is Mode.DEEP:
             self.deep.leave()
+        for collector in self.collectors:
+            collector.remove()
         self.optimizing.remove()
         self._patches.undo()
 
@@ -266,6 +272,9 @@ class Observer:
             self.reads.num_steps += 1
         elif before is Mode.KERNELS:
             self.kernels.end()
+        if before is not Mode.LIGHT:
+            for collector in self.collectors:
+                collector.end(before)
         self.mode = self.schedule.mode(
             seen=self.seen,
             deep_elapsed_s=self.deep_s,
@@ -288,6 +297,9 @@ class Observer:
             self.deep.open(phase=lambda: self.timeline.phase, is_device=self.is_device)
         elif self.mode is Mode.DONE:
             self._complete()
+        if self.mode not in (Mode.LIGHT, Mode.DONE):
+            for collector in self.collectors:
+                collector.begin(self.mode)
         if before in _CLOSE_LOOKS or self.mode in _CLOSE_LOOKS:
             self.deep_s += perf_counter() - began
             self.timeline.restart()
@@ -301,6 +313,7 @@ class Observer:
             + self.schedule.num_light_before
             + self.schedule.num_reads
             + self.schedule.num_deep
+            + self.schedule.num_memory
         )
         is_plain = self.kind == "training" and len(self.optimizing.watched) == 1 and not self.is_device
         size = block_size(step_s, seen=self.seen) if is_plain and self.seen > looks else 0

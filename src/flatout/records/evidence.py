@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from typing import Literal
 
+from flatout.records.compilation import Compilation
+from flatout.records.device import DeviceStep
+from flatout.records.distributed import Distributed
 from flatout.records.hardware import Machine
+from flatout.records.memory import Memory
 from flatout.records.record import Record
+from flatout.records.span import StepTimeline
 from flatout.records.trial import TrialResult
+from flatout.records.usage import CallUse, ModuleFact
 from flatout.records.workload import Source, Workload
 
 SCHEMA_VERSION = 1
@@ -202,6 +208,16 @@ class Loader(Record, frozen=True, kw_only=True):
     fetches: float
     is_map_style: bool
     has_own_collate: bool
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int = 0
+    num_epochs: float = 0.0
+    """Iterators made, for each step observed: how often worker processes start anew."""
+    first_wait_s: float = 0.0
+    """Mean wait for the first batch of an iterator: what starting workers costs each epoch."""
+    is_in_ram: bool = False
+    """Whether the data set's items are views of tensors that lie in memory (TensorDataset and the like)."""
+    sampler: str = ""
 
 
 class Padding(Record, frozen=True, kw_only=True):
@@ -273,6 +289,14 @@ class Evidence(Record, frozen=True, kw_only=True):
     loaders: tuple[Loader, ...] = ()
     paddings: tuple[Padding, ...] = ()
     recurrences: tuple[RepeatedModule, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    """One for the host and one for each device that was used."""
+    compilation: Compilation | None = None
+    device_step: DeviceStep | None = None
+    distributed: Distributed | None = None
+    timeline: StepTimeline | None = None
+    uses: tuple[CallUse, ...] = ()
+    module_facts: tuple[ModuleFact, ...] = ()
     trials: tuple[TrialResult, ...] = ()
     observing: Observing
     exit: str = ""
