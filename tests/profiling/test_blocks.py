@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,3 +81,12 @@ def test_samples_of_unwatched_steps_go_to_the_phase_of_their_line() -> None:
         sampler.samples[Spot(phase, site, True)] = 1
     found = {(spot.phase, spot.site): (round(s, 9), n) for spot, s, n in sampler.by_phase()}
     assert found == {("forward", 1): (0.7, 2), ("data", 2): (0.1, 1), ("other", 3): (0.3, 1)}
+
+
+def test_samples_of_an_unwatched_step_wait_for_its_end() -> None:
+    sampler = Sampler(Sites(), phase=lambda: UNWATCHED)
+    sampler.is_on = True
+    sampler._sample(sys._getframe())
+    assert not sampler.seconds
+    sampler.settle("evaluation")
+    assert [spot.phase for spot in sampler.samples] == ["evaluation"]

@@ -40,8 +40,12 @@ class Rhythm:
     def add(self, number: int, duration_s: float) -> None:
         """Step `number` took so long."""
         self._recent_s.append(duration_s)
-        if duration_s > _STANDS_OUT * statistics.median(self._recent_s):
+        if self.stands_out(duration_s):
             self._out.append(number)
+
+    def stands_out(self, duration_s: float) -> bool:
+        """Whether a step of this length is unlike those before."""
+        return bool(self._recent_s) and duration_s > _STANDS_OUT * statistics.median(self._recent_s)
 
     def next_after(self, number: int, *, rarer_than: int = 0) -> int | None:
         """The first step after `number` that should stand out; None while no rhythm slower than `rarer_than` steps is known.

@@ -76,6 +76,7 @@ class Observer:
         self._pause = pause
         self._on_complete = complete
         self._patches = Patches()
+        self._num_light = 0
         self._in_optimizer = False
         self._in_backward = False
         self._roots_without_backward = 0
@@ -232,6 +233,7 @@ class Observer:
             self.mode = Mode.WARM_UP
             self.seen = 0
             self.light_s = 0.0
+            self._num_light = 0
             self.blocks = Blocks()
             self.calls.weight = self.feeding.weight = 1
             self.deep.steps.clear()
@@ -262,6 +264,7 @@ class Observer:
             self.deep.close(duration_s, root_calls)
         elif before is Mode.LIGHT:
             self.light_s += duration_s
+            self._num_light += 1
         elif before is Mode.READS:
             self.reads.end()
             self.reads.num_steps += 1
@@ -307,7 +310,8 @@ class Observer:
         if not is_plain or self.seen <= looks:
             return
         self.blocks.rhythm.add(self.seen, step_s)
-        if self.blocks.open(step_s, seen=self.seen):
+        mean_s = self.light_s / max(1, self.num_sampled)  # evaluation passes included: where they are long, watching costs little
+        if self.blocks.open(mean_s, seen=self.seen):
             self.sampler.spare()
             self._activate(False)
             self.optimizing.is_unwatched = True
@@ -315,7 +319,11 @@ class Observer:
 
     def on_unwatched_step(self) -> None:
         """A step went by unwatched."""
-        if self.blocks.step(seen=self.seen):
+        num_left = self.blocks.step(seen=self.seen)
+        if self.sampler.pending:
+            is_usual = not self.blocks.rhythm.stands_out(self.blocks.durations_s[-1])
+            self.sampler.settle(UNWATCHED if is_usual else "evaluation")
+        if num_left:
             return
         self.seen += self.blocks.size
         self.light_s += sum(self.blocks.durations_s[-self.blocks.size :])
@@ -351,8 +359,7 @@ class Observer:
     @property
     def num_sampled(self) -> int:
         """Steps during which lines were sampled."""
-        light = sum(s.mode == Mode.LIGHT.value for s in self.timeline.steps)
-        return light + len(self.blocks.durations_s)
+        return self._num_light + len(self.blocks.durations_s)
 
     def light_fraction(self) -> float:
         """Share of the light steps' time that the light observation took, from unit prices and the sampler's own clock."""
