@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-BLOCK: Final = "block"
-"""The mode of an entry that is the mean of several unwatched steps."""
 
 
 class Mark(NamedTuple):
@@ -29,6 +26,8 @@ class TimedStep(NamedTuple):
     phases: dict[str, float]
     root_calls: int
     num_marks: int
+    weight: int = 1
+    """How many steps of the loop this one stands for."""
 
 
 class Timeline:
@@ -57,21 +56,18 @@ class Timeline:
         """A root module returned: forward ends here unless a backward follows."""
         self._forward_end = self._mark(resume)
 
-    def boundary(self, mode: str) -> float:
+    def boundary(self, mode: str, *, weight: int = 1) -> float:
         """End the step, begin the next, and return the host's seconds of the one that ended."""
         self._begin("other")
         marks, self._marks = self._marks, [self._marks[-1]]
         calls, self.root_calls = self.root_calls, 0
         if self._use_events:
-            self._waiting.append((mode, marks, calls))
+            self._waiting.append((mode, marks, calls))  # blocks are not used on a device: all weigh the same
             self._collect()
         else:
-            self.steps.append(_finish(mode, marks, calls, [b.host_s - a.host_s for a, b in pairwise(marks)]))
+            lengths = [b.host_s - a.host_s for a, b in pairwise(marks)]
+            self.steps.append(_finish(mode, marks, calls, lengths)._replace(weight=weight))
         return marks[-1].host_s - marks[0].host_s
-
-    def add_block(self, step_s: float) -> None:
-        """File the mean of steps that went by unwatched."""
-        self.steps.append(TimedStep(BLOCK, step_s, {}, 0, 0))
 
     def restart(self) -> None:
         """Forget the time since the last mark: it was ours."""
