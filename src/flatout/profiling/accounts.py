@@ -64,6 +64,7 @@ class OperatorTable:
         self.trace = Trace()
         self.agreement: float | None = None
         self.device_s: float | None = None
+        self.nearby_step_s: float | None = None
         usual = usual_root_calls([s for s in observer.timeline.steps if s.mode == Mode.LIGHT.value])
         ordinary = [s for s in observer.deep.steps if s.root_calls <= usual] or observer.deep.steps
         steps = ordinary[1:] or ordinary
@@ -71,6 +72,7 @@ class OperatorTable:
             self._fill(observer, steps, _nearby(observer.timeline.steps))
 
     def _fill(self, observer: Observer, steps: list[DeepStep], nearby: Nearby) -> None:
+        self.nearby_step_s = nearby.step_s or None
         is_whole = not any(s.truncated for s in steps)
         is_correctable = is_whole and not observer.is_device and nearby.step_s > 0
         costs = _costs(observer.deep.interception, steps, nearby) if is_correctable else {}

@@ -116,13 +116,16 @@ def constants_of(observer: Observer, table: OperatorTable) -> tuple[Constant, ..
     return tuple(found)
 
 
-def lines_of(observer: Observer, table: OperatorTable) -> tuple[LineTime, ...]:
+def lines_of(observer: Observer, table: OperatorTable, step_s: float) -> tuple[LineTime, ...]:
     """Sampled lines in seconds of a step, and the lines of worker processes."""
     num_steps = max(1, observer.num_sampled)
     in_torch: dict[int, float] = defaultdict(float)
+    growth = (
+        max(1.0, step_s / table.nearby_step_s) if table.nearby_step_s else 1.0
+    )  # steps that grow after they were recorded
     for operator in table.operators:
         if operator.phase != "backward":
-            in_torch[operator.source] += operator.op_s
+            in_torch[operator.source] += growth * operator.op_s
     merged: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for spot, seconds, samples in observer.sampler.by_phase():
         row = merged[spot.phase, spot.site]
@@ -188,6 +191,9 @@ def models_of(observer: Observer) -> tuple[tuple[Model, ...], list[Root]]:
             num_calls_seen=r.calls,
             num_graphs_built=r.graphs_built,
             num_graphs_used=min(r.graphs_used, r.graphs_built),
+            num_compared_calls=r.num_compared,
+            num_prefix_calls=r.num_prefix,
+            captured_length=r.captured_length,
         )
         for r in roots
     )
@@ -309,4 +315,5 @@ def observing_of(observer: Observer, table: OperatorTable, other_s: float) -> Ob
         other_s=other_s,
         num_deep_steps=len(observer.deep.steps),
         deep_agreement=table.agreement,
+        nearby_step_s=table.nearby_step_s,
     )

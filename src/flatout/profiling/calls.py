@@ -19,6 +19,7 @@ _CAPTURE_LIMIT_BYTES: Final = 256 << 20
 _CALLERS: Final = 4
 _MODULES_HELD: Final = 32
 _LARGEST_HELD: Final = 100_000_000
+_COMPARED_ELEMENTS: Final = 1 << 20
 _GRAPHS_FOLLOWED: Final = 64
 """Calls per line whose graph is followed to see whether a backward uses it."""
 
@@ -68,6 +69,27 @@ class Root:
         self.graphs_built = 0
         self.graphs_used = 0
         self.captured: Captured | None = None
+        self.last_input: Tensor | None = None
+        self.num_compared = 0
+        self.num_prefix = 0
+
+    @property
+    def captured_length(self) -> int:
+        """Positions of the first captured input."""
+        first = next(iter_tensors((self.captured.args, self.captured.kwargs)), None) if self.captured else None
+        return first.shape[1] if first is not None and first.dim() >= 2 else 0
+
+    def compare_with_last(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note whether this call's first input is the last one's with more behind it, and keep a copy for the next."""
+        first = next(iter_tensors((args, kwargs)), None)
+        if first is None or first.dim() < 2 or first.numel() > _COMPARED_ELEMENTS:
+            return
+        last, self.last_input = self.last_input, first.detach().clone()
+        if last is not None and last.dim() == first.dim() and last.dtype == first.dtype:
+            self.num_compared += 1
+            grew = first.shape[0] == last.shape[0] and first.shape[1] > last.shape[1] > 0
+            if grew and first.shape[2:] == last.shape[2:]:
+                self.num_prefix += int(torch.equal(first[:, : last.shape[1]], last))
 
     def use_graph(self, *_: object) -> None:
         """Told by autograd that a backward reached the output of a call."""

@@ -149,7 +149,7 @@ class Capture:
             observer.optimizing.optimized_ids(),
             observer.settings.read(environment()),
         )
-        lines = assemble.lines_of(observer, table)
+        lines = assemble.lines_of(observer, table, steps.step_s)
         return Evidence(
             workload=workload,
             machine=self._machine,

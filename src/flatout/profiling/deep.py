@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -89,6 +90,18 @@ class DeepLooks:
                 self.padding_signs = tuple(dict.fromkeys(self.padding_signs + signs))
             if recorder is not None:
                 found.source = recorder.creator_site(tensor)
+        if recorder is not None:
+            recorder.is_paused = False
+            recorder.resume()
+
+    def compare_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note whether a root call without gradients begins with what the call before was given."""
+        if root.grad_enabled and root.is_training:
+            return
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.is_paused = True
+        root.compare_with_last(args, kwargs)
         if recorder is not None:
             recorder.is_paused = False
             recorder.resume()

@@ -167,6 +167,7 @@ class Observer:
             and (root.is_training or self.kind != "training")
         ):
             self.deep.look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
+            self.deep.compare_inputs(root, args, kwargs)
 
     def on_fetch_start(self) -> None:
         self.timeline.switch("data")
@@ -323,7 +324,9 @@ class Observer:
         if not is_plain or self.seen <= looks:
             return
         self.blocks.rhythm.add(self.seen, step_s)
-        mean_s = self.light_s / max(1, self.num_sampled)  # evaluation passes included: where they are long, watching costs little
+        mean_s = self.light_s / max(
+            1, self.num_sampled
+        )  # evaluation passes included: where they are long, watching costs little
         if self.blocks.open(mean_s, seen=self.seen):
             self.sampler.spare()
             self._activate(False)

@@ -169,6 +169,12 @@ class Model(Record, frozen=True, kw_only=True):
     num_calls_seen: int
     num_graphs_built: int
     num_graphs_used: int
+    num_compared_calls: int = 0
+    """Calls whose input was compared with that of the call before."""
+    num_prefix_calls: int = 0
+    """Those of them that were the input of the call before with more positions behind it (dimension 1)."""
+    captured_length: int = 0
+    """Positions (dimension 1) of the first input that trials run on; 0 when it has no such dimension."""
 
 
 class OptimizerUse(Record, frozen=True, kw_only=True):
@@ -263,6 +269,8 @@ class Observing(Record, frozen=True, kw_only=True):
     num_deep_steps: int
     deep_agreement: float | None = None
     """Time accounted for in the deep steps over the light step's time, before scaling; None without deep steps."""
+    nearby_step_s: float | None = None
+    """The light steps next to the deep ones: what the operators' times add up to."""
 
 
 class Evidence(Record, frozen=True, kw_only=True):

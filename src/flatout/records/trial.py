@@ -68,6 +68,19 @@ class TimeNormalisation(Record, frozen=True, kw_only=True, tag="time-normalisati
     backward: bool
 
 
+class TimeDistance(Record, frozen=True, kw_only=True, tag="time-distance"):
+    """Squared distances of all pairs of `batch` times `num_a` by `num_b` points in `dim` dimensions: differences written out,
+    against torch.cdist.
+    """
+
+    batch: int
+    num_a: int
+    num_b: int
+    dim: int
+    dtype: str
+    backward: bool
+
+
 class TimeOptimizer(Record, frozen=True, kw_only=True, tag="time-optimizer"):
     """The optimizer (by index in Evidence.optimizers) on clones of its parameters: as it is, foreach, and fused."""
 
@@ -80,12 +93,15 @@ class TimeModel(Record, frozen=True, kw_only=True, tag="time-model"):
     'without-graph': under no_grad. 'without-anomaly': anomaly detection off. 'deterministic-off': deterministic algorithms
     off. 'cropped': every tensor with `length` at dimension 1 cropped to `cropped_length`. 'batched': the batch repeated
     `factor` times; the result's `cured_s` is then the time of one original batch (divided by the factor). 'frozen':
-    parameters in modules that no optimizer trains do not require gradients. `held` calls are made in a row and their outputs
+    parameters in modules that no optimizer trains do not require gradients. 'unpacked': recurrent layers that get a packed
+    sequence run on the padded batch. `held` calls are made in a row and their outputs
     kept until the last, as a pass over several modules keeps its graph.
     """
 
     model: int
-    variant: Literal["without-graph", "without-anomaly", "deterministic-off", "cropped", "batched", "frozen"]
+    variant: Literal[
+        "without-graph", "without-anomaly", "deterministic-off", "cropped", "batched", "frozen", "unpacked"
+    ]
     backward: bool
     length: int = 0
     cropped_length: int = 0
@@ -105,6 +121,7 @@ Trial = (
     | TimeGrowingCat
     | TimeRecurrence
     | TimeNormalisation
+    | TimeDistance
     | TimeOptimizer
     | TimeModel
     | TimeDataset

@@ -10,7 +10,14 @@ from torch.nn import functional as F
 
 from flatout.measure.timer import compare
 from flatout.profiling.trials.scene import Scene, random_tensor
-from flatout.records.trial import TimeAttention, TimeGrowingCat, TimeNormalisation, TimeRecurrence, TrialResult
+from flatout.records.trial import (
+    TimeAttention,
+    TimeDistance,
+    TimeGrowingCat,
+    TimeNormalisation,
+    TimeRecurrence,
+    TrialResult,
+)
 
 
 def attention(trial: TimeAttention, scene: Scene) -> TrialResult:
@@ -127,8 +134,29 @@ def normalisation(trial: TimeNormalisation, scene: Scene) -> TrialResult:
     return _result(trial, now, cured, inputs, scene, error)
 
 
+def distance(trial: TimeDistance, scene: Scene) -> TrialResult:
+    """All differences written out, squared and added up, against torch.cdist."""
+    # B batch, N points of a, M points of b, D dimensions
+    dtype = getattr(torch, trial.dtype)
+    a_BND, b_BMD = (
+        random_tensor((trial.batch, n, trial.dim), dtype, device=scene.device).requires_grad_(trial.backward)
+        for n in (trial.num_a, trial.num_b)
+    )
+
+    def written_out() -> Tensor:
+        return ((a_BND[:, :, None] - b_BMD[:, None]) ** 2).sum(dim=-1)
+
+    def cdist() -> Tensor:
+        return torch.cdist(a_BND, b_BMD) ** 2
+
+    with torch.no_grad():
+        a, b = written_out(), cdist()
+        error = float((a - b).abs().max() / a.abs().max())
+    return _result(trial, written_out, cdist, (a_BND, b_BMD), scene, error)
+
+
 def _result(
-    trial: TimeAttention | TimeGrowingCat | TimeRecurrence | TimeNormalisation,
+    trial: TimeDistance | TimeAttention | TimeGrowingCat | TimeRecurrence | TimeNormalisation,
     now: Callable[[], Tensor],
     cured: Callable[[], Tensor],
     inputs: tuple[Tensor, ...],

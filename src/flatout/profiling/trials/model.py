@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from flatout.measure.timer import compare
 from flatout.profiling.calls import Captured, iter_tensors, map_tensors
@@ -68,6 +69,9 @@ def _variant(
         size = next((t.shape[0] for t in iter_tensors((args, kwargs)) if t.dim() > 0), 0)
         args, kwargs = (map_tensors(v, lambda t: _repeat(t, size, trial.factor)) for v in (args, kwargs))
         per = float(trial.factor)
+    elif trial.variant == "unpacked":
+        twin = copy.deepcopy(twin)
+        _unpack(twin)
     elif trial.variant == "frozen":
         twin = copy.deepcopy(twin)
         _freeze(twin, set(scene.unused_modules))
@@ -133,6 +137,35 @@ def _repeat(tensor: Tensor, size: int, factor: int) -> Tensor:
     if tensor.dim() == 0 or tensor.shape[0] != size:
         return tensor
     return torch.cat([tensor] * factor)
+
+
+def _unpack(module: nn.Module) -> None:
+    """Let every recurrent layer inside run on the padded batch when it is given a packed one."""
+    layers = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+    if not layers or any(m.bidirectional or m.proj_size for m in layers):
+        raise Refused("no recurrent layer that runs in one direction; backwards, padding would come first")
+    for layer in layers:
+        layer.forward = _on_padded(layer)
+
+
+def _on_padded(layer: nn.RNNBase) -> Callable[..., Any]:
+    original = layer.forward
+
+    def forward(x: Any, state: Any = None) -> Any:
+        if not isinstance(x, PackedSequence):
+            return original(x, state)
+        padded, lengths = pad_packed_sequence(x, batch_first=layer.batch_first)
+        out, last = original(padded, state)
+        rows = torch.arange(len(lengths), device=out.device)
+        ends = lengths.to(out.device) - 1
+        final = out[rows, ends] if layer.batch_first else out[ends, rows]
+        if isinstance(last, tuple):  # the cell state is there for its shape alone: the trial only times
+            last = (torch.cat([last[0][:-1], final[None]]), last[1])
+        else:
+            last = torch.cat([last[:-1], final[None]])
+        return pack_padded_sequence(out, lengths, batch_first=layer.batch_first, enforce_sorted=False), last
+
+    return forward
 
 
 def _freeze(module: nn.Module, paths: set[str]) -> None:

@@ -10,6 +10,7 @@ from flatout.profiling.trials.scene import Refused, Scene, untouched
 from flatout.records.trial import (
     TimeAttention,
     TimeDataset,
+    TimeDistance,
     TimeGrowingCat,
     TimeInDtype,
     TimeModel,
@@ -48,6 +49,8 @@ def _run(trial: Trial, scene: Scene) -> TrialResult:
                 return blocks.recurrence(trial, scene)
             case TimeNormalisation():
                 return blocks.normalisation(trial, scene)
+            case TimeDistance():
+                return blocks.distance(trial, scene)
             case TimeOptimizer():
                 return optimizer.run(trial, scene)
             case TimeModel():
