@@ -143,7 +143,7 @@ def _to_samples(rows: list[Row], observer: Observer, num_steps: int) -> list[Row
     """Forward rows drawn towards the sampled seconds of their line, the more the more samples there are."""
     num_sampled = max(1, observer.num_sampled)
     sampled_s: dict[int, float] = defaultdict(float)
-    samples: dict[int, int] = defaultdict(int)
+    samples: dict[int, float] = defaultdict(float)
     for spot, seconds, count in observer.sampler.by_phase():
         if _group(spot.phase) == "rest":
             sampled_s[spot.site] += seconds / num_sampled

@@ -137,7 +137,7 @@ def lines_of(observer: Observer, table: OperatorTable, step_s: float) -> tuple[L
             source=site,
             phase=cast(Phase, phase),
             seconds=seconds,
-            num_samples=int(num_samples),
+            num_samples=round(num_samples),
             in_python_s=max(0.0, own_s - in_torch.get(site, 0.0)),
         )
         for (phase, site), (seconds, num_samples, own_s) in merged.items()

@@ -45,7 +45,9 @@ class Settings:
             patches.set(owner, name, self._noting(getattr(owner, name), setting))
         patches.set(nn.Module, "double", self._noting(nn.Module.double, "module_dtype"))
         patches.set(nn.Module, "to", self._noting_float64(nn.Module.to))
-        patches.set(torch, "from_numpy", self._noting_arrays(torch.from_numpy))
+        for name in ("from_numpy", "tensor", "as_tensor"):
+            patches.set(torch, name, self._noting_tensors(getattr(torch, name)))
+        patches.set(torch.Tensor, "double", self._noting_tensors(torch.Tensor.double))
         for kind in (torch.autograd.set_detect_anomaly, torch.autograd.detect_anomaly):
             patches.set(kind, "__init__", self._noting(kind.__init__, "detect_anomaly"))
 
@@ -79,16 +81,16 @@ class Settings:
 
         return to
 
-    def _noting_arrays(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Note the line that brought a float64 array in from NumPy, by the memory it lies in."""
+    def _noting_tensors(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note the line that made a float64 tensor in a way that does not say so, by the memory it lies in."""
 
-        def from_numpy(array: Any) -> Any:
-            tensor = original(array)
+        def making(*args: Any, **kwargs: Any) -> Any:
+            tensor = original(*args, **kwargs)
             if tensor.dtype == torch.float64:
                 self.float64_arrays[storage_of(tensor)] = self._sites.of_frame(sys._getframe(1))
             return tensor
 
-        return from_numpy
+        return making
 
     def _noting(self, original: Callable[..., Any], setting: str) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:

@@ -104,6 +104,10 @@ class Sites:
         """Index of a source line met elsewhere (in a worker process)."""
         return self._add(source.file, source.line, source.function, source.library)
 
+    def line_of(self, index: int) -> tuple[str, int]:
+        """File and line of a source, the same for all that lies in libraries below it."""
+        return (self._sources[index].file, self._sources[index].line) if index >= 0 else ("", 0)
+
     def table(self) -> tuple[Source, ...]:
         """All lines, in the order of their indices."""
         return tuple(self._sources)
