@@ -81,6 +81,16 @@ class TimeDistance(Record, frozen=True, kw_only=True, tag="time-distance"):
     backward: bool
 
 
+class TimeOneHot(Record, frozen=True, kw_only=True, tag="time-one-hot"):
+    """`rows` one-hot rows of `classes` numbers times a matrix of `width` columns, against looking the rows up."""
+
+    rows: int
+    classes: int
+    width: int
+    dtype: str
+    backward: bool
+
+
 class TimeOptimizer(Record, frozen=True, kw_only=True, tag="time-optimizer"):
     """The optimizer (by index in Evidence.optimizers) on clones of its parameters: as it is, foreach, and fused."""
 
@@ -122,6 +132,7 @@ Trial = (
     | TimeRecurrence
     | TimeNormalisation
     | TimeDistance
+    | TimeOneHot
     | TimeOptimizer
     | TimeModel
     | TimeDataset

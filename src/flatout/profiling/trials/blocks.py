@@ -15,6 +15,7 @@ from flatout.records.trial import (
     TimeDistance,
     TimeGrowingCat,
     TimeNormalisation,
+    TimeOneHot,
     TimeRecurrence,
     TrialResult,
 )
@@ -155,8 +156,24 @@ def distance(trial: TimeDistance, scene: Scene) -> TrialResult:
     return _result(trial, written_out, cdist, (a_BND, b_BMD), scene, error)
 
 
+def one_hot(trial: TimeOneHot, scene: Scene) -> TrialResult:
+    """One-hot rows made and multiplied, against an embedding."""
+    # R rows, C classes, W width
+    dtype = getattr(torch, trial.dtype)
+    index_R = torch.arange(trial.rows, device=scene.device) * 7919 % trial.classes
+    weight_CW = random_tensor((trial.classes, trial.width), dtype, device=scene.device).requires_grad_(trial.backward)
+
+    def product() -> Tensor:
+        return F.one_hot(index_R, trial.classes).to(dtype) @ weight_CW
+
+    def lookup() -> Tensor:
+        return F.embedding(index_R, weight_CW)
+
+    return _result(trial, product, lookup, (weight_CW,), scene, 0.0)
+
+
 def _result(
-    trial: TimeDistance | TimeAttention | TimeGrowingCat | TimeRecurrence | TimeNormalisation,
+    trial: TimeOneHot | TimeDistance | TimeAttention | TimeGrowingCat | TimeRecurrence | TimeNormalisation,
     now: Callable[[], Tensor],
     cured: Callable[[], Tensor],
     inputs: tuple[Tensor, ...],

@@ -15,6 +15,7 @@ from flatout.records.trial import (
     TimeInDtype,
     TimeModel,
     TimeNormalisation,
+    TimeOneHot,
     TimeOptimizer,
     TimeRecurrence,
     Trial,
@@ -51,6 +52,8 @@ def _run(trial: Trial, scene: Scene) -> TrialResult:
                 return blocks.normalisation(trial, scene)
             case TimeDistance():
                 return blocks.distance(trial, scene)
+            case TimeOneHot():
+                return blocks.one_hot(trial, scene)
             case TimeOptimizer():
                 return optimizer.run(trial, scene)
             case TimeModel():
