@@ -83,7 +83,7 @@ def evidence_of(trace: TraceFile, command: tuple[str, ...]) -> RankTrace:
         machine=None,
         steps=steps,
         sources=tuple(lines.sources),
-        operators=rows.operators,
+        operators=rows.operators if trace.has_shapes else (),
         host_reads=reads,
         optimizers=tuple(_optimizers(hosts)),
         loaders=tuple(_loaders(hosts)),

@@ -7,7 +7,8 @@ import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple
+from itertools import pairwise
+from typing import Final
 
 from flatout.records.workload import Source
 from flatout.traces.events import HostCall, HostOp, Place
@@ -28,10 +29,7 @@ _NO_OPERATORS: Final = (
 )
 _FRAME: Final = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
 _LIBRARIES: Final = frozenset(
-    "torch numpy triton torchvision torchaudio torchtext transformers accelerate datasets tokenizers peft trl diffusers "
-    "lightning pytorch_lightning lightning_fabric torchmetrics deepspeed apex megatron timm einops PIL cv2 sklearn scipy "
-    "pandas tqdm wandb tensorboard ignite fairscale xformers flash_attn torchao bitsandbytes safetensors huggingface_hub "
-    "hydra omegaconf yaml rich click typer matplotlib jax flax ray mlflow".split()
+    ["torch", "numpy", "triton", "torchvision", "torchaudio", "torchtext", "transformers", "accelerate", "datasets", "tokenizers", "peft", "trl", "diffusers", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "deepspeed", "apex", "megatron", "timm", "einops", "PIL", "cv2", "sklearn", "scipy", "pandas", "tqdm", "wandb", "tensorboard", "ignite", "fairscale", "xformers", "flash_attn", "torchao", "bitsandbytes", "safetensors", "huggingface_hub", "hydra", "omegaconf", "yaml", "rich", "click", "typer", "matplotlib", "jax", "flax", "ray", "mlflow"]
 )
 """Packages whose files the profiler names relative to where packages are installed; their lines are not the user's."""
 
@@ -241,7 +239,7 @@ class HostStep:
         edges = [self.start_ns, *(start for start, _ in backward)]
         forward: list[Interval] = []
         transfer: list[Interval] = []
-        pairs = list(zip(edges, edges[1:], strict=False)) or [(self.start_ns, self.end_ns)]
+        pairs = list(pairwise(edges)) or [(self.start_ns, self.end_ns)]
         for low, high in pairs:
             own = [e for e in work if low <= e.start_ns < high]
             lead = 0

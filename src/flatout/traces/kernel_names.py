@@ -17,7 +17,7 @@ _MATRIX: Final = re.compile(
     re.IGNORECASE,
 )
 """Tensor-core instructions (HMMA, IMMA, WGMMA and their shapes: 16x8x16, 16x8x8, 8x8x4) in names of cuBLAS, cuDNN, CUTLASS and
-FlashAttention; 'nvjet' is cuBLASLt from CUDA 12.8 on, always tensor cores; 'Cijk' is Tensile on AMD, MI its matrix instruction."""
+FlashAttention; 'nvjet' is cuBLASLt from CUDA 12.8 on, always tensor cores; 'Cijk' is Tensile on AMD with its MI instruction."""
 
 _NO_MATRIX: Final = re.compile(
     r"sgemm|dgemm|simt|ffma|gemv|gemmSN|dot_kernel|elementwise|reduce_kernel|softmax|layer_norm|batch_norm|bn_|CatArray|"

@@ -99,7 +99,7 @@ class _LooseFile(msgspec.Struct):
 
 
 class TraceFile:
-    """One rank's trace as neutral events. Times are nanoseconds; `base_ns` more make them nanoseconds of the epoch (where known)."""
+    """One rank's trace as neutral events. Times are nanoseconds from `base_ns` of the epoch on (from 0 where it is not recorded)."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -50,7 +50,8 @@ class OperatorRows:
                 inputs=tuple(
                     TensorSpec(shape=s, dtype=d or "unknown") for s, d in zip(key.shapes, key.dtypes, strict=False)
                 ),
-                outputs=(),
+                # Results are not recorded; nearly all operators' results have the dtype of what they read.
+                outputs=(TensorSpec(shape=(), dtype=next(filter(None, key.dtypes), "unknown")),),
                 num_calls=num,
                 op_s=op_ns * 1e-9,
                 python_s=host_ns * 1e-9,
