@@ -28,9 +28,13 @@ _NO_OPERATORS: Final = (
     "Optimizer.",
 )
 _FRAME: Final = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
-_LIBRARIES: Final = frozenset(
-    ["torch", "numpy", "triton", "torchvision", "torchaudio", "torchtext", "transformers", "accelerate", "datasets", "tokenizers", "peft", "trl", "diffusers", "lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics", "deepspeed", "apex", "megatron", "timm", "einops", "PIL", "cv2", "sklearn", "scipy", "pandas", "tqdm", "wandb", "tensorboard", "ignite", "fairscale", "xformers", "flash_attn", "torchao", "bitsandbytes", "safetensors", "huggingface_hub", "hydra", "omegaconf", "yaml", "rich", "click", "typer", "matplotlib", "jax", "flax", "ray", "mlflow"]
-)
+_LIBRARY_NAMES: Final = """
+torch numpy triton torchvision torchaudio torchtext transformers accelerate datasets tokenizers peft trl diffusers lightning
+pytorch_lightning lightning_fabric torchmetrics deepspeed apex megatron timm einops PIL cv2 sklearn scipy pandas tqdm wandb
+tensorboard ignite fairscale xformers flash_attn torchao bitsandbytes safetensors huggingface_hub hydra omegaconf yaml rich click
+typer matplotlib jax flax ray mlflow
+"""
+_LIBRARIES: Final = frozenset(_LIBRARY_NAMES.split())
 """Packages whose files the profiler names relative to where packages are installed; their lines are not the user's."""
 
 

@@ -99,7 +99,7 @@ class _LooseFile(msgspec.Struct):
 
 
 class TraceFile:
-    """One rank's trace as neutral events. Times are nanoseconds from `base_ns` of the epoch on (from 0 where it is not recorded)."""
+    """One rank's trace as neutral events. Times are nanoseconds; adding `base_ns` (0 when unknown) makes them those of the epoch."""
 
     def __init__(self, path: str) -> None:
         self.path = path
