@@ -14,7 +14,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="What `flatout check --json` wrote; or traces of torch.profiler (.json, .json.gz), one for each rank or a folder.",
+            help="What `flatout check --json` wrote, or traces of torch.profiler (.json[.gz]): one a rank, or their folder.",
         ),
     ],
     json: Annotated[Path | None, typer.Option("--json", help="Write Evidence and findings to this file.")] = None,

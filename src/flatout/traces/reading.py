@@ -99,7 +99,7 @@ class _LooseFile(msgspec.Struct):
 
 
 class TraceFile:
-    """One rank's trace as neutral events. Times are nanoseconds; adding `base_ns` (0 when unknown) makes them those of the epoch."""
+    """One rank's trace as neutral events. Times are nanoseconds; those of the epoch are `base_ns` later (0: not known)."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -48,7 +48,8 @@ class OperatorRows:
                 module=key.module,
                 phase=cast(Phase, key.phase),
                 inputs=tuple(
-                    TensorSpec(shape=s, dtype=d or "unknown") for s, d in zip(key.shapes, key.dtypes, strict=False)
+                    TensorSpec(shape=s, dtype=d or "unknown")
+                    for s, d in zip(key.shapes or ((),), key.dtypes or ("",), strict=False)
                 ),
                 # Results are not recorded; nearly all operators' results have the dtype of what they read.
                 outputs=(TensorSpec(shape=(), dtype=next(filter(None, key.dtypes), "unknown")),),
