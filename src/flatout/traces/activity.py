@@ -25,7 +25,7 @@ _NS: Final = 1e-9
 _WAITS: Final = (
     "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "hipDeviceSynchronize",
     "hipStreamSynchronize", "hipEventSynchronize", "hipMemcpy", "hipMemcpyWithStream", "cuStreamSynchronize",
-    "cuCtxSynchronize", "cuEventSynchronize",
+    "cuCtxSynchronize", "cuEventSynchronize", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "hipMalloc", "hipFree",
 )  # fmt: skip
 _SYNC_AFTER_COPY_NS: Final = 50_000
 """A stream synchronised so soon after a copy was issued on the same thread belongs to the copy: `tensor.cpu()` does both."""
@@ -63,6 +63,8 @@ class Activity:
                 self.linked.append(Linked(cut, call, place_of(call) if call is not None else Place()))
         self.place_of = place_of
         self.waits = [c for c in self.calls if plain_name(c.name) in _WAITS]
+        self._waits_by_end = sorted(self.waits, key=lambda c: c.end_ns)
+        self._wait_ends = [c.end_ns for c in self._waits_by_end]
         self.busy = union((p.work.start_ns, p.work.end_ns) for p in self.linked)
         self.gaps = gaps(self.busy, self.start_ns, self.end_ns)
 
@@ -160,26 +162,20 @@ class Activity:
                 after.place.source,
                 "unknown",
             )  # queued in time: the device's own latency, or a dependence between streams
-        thread = [c for c in self._between(start, launch.start_ns) if c.thread == launch.thread]
-        idle_ns = max(1, launch.start_ns - start)
-        waited = [(c, min(c.end_ns, launch.start_ns) - max(c.start_ns, start)) for c in thread if c in self._wait_set]
-        for call, ns in waited:
-            # A wait that ended in this gap had let the queue run empty: whatever follows it is late for that reason.
-            if call.start_ns <= start or ns > idle_ns // 2:
+        for call in self._waits_between(start, launch):
+            waited_ns = min(call.end_ns, launch.start_ns) - max(call.start_ns, start)
+            # A wait that ended in this gap had let the queue run empty: what follows it is late for that reason.
+            if call.start_ns <= start or waited_ns > (launch.start_ns - start) // 2:
                 return self.place_of(call).source, "host-wait"
         if _is_copy_call(launch) and launch.end_ns - launch.start_ns > (end - start) // 2:
             return after.place.source, "copy"
         return after.place.source, "data" if after.place.phase == "data" else "late-launch"
 
-    @property
-    def _wait_set(self) -> frozenset[HostCall]:
-        if not hasattr(self, "_waits_once"):
-            self._waits_once = frozenset(self.waits)
-        return self._waits_once
-
-    def _between(self, start: int, end: int) -> list[HostCall]:
-        """Waiting calls that overlap an interval; they are few beside the launches."""
-        return [c for c in self.waits if c.start_ns < end and c.end_ns > start]
+    def _waits_between(self, start: int, launch: HostCall) -> list[HostCall]:
+        """Waiting calls of the launching thread that reach past `start` and end before the launch."""
+        first = bisect_left(self._wait_ends, start + 1)
+        mine = self._waits_by_end[first : bisect_left(self._wait_ends, launch.start_ns + 1)]
+        return [c for c in mine if c.thread == launch.thread]
 
     def _copies(self) -> tuple[Copy, ...]:
         computing = Cover((p.work.start_ns, p.work.end_ns) for p in self.linked if p.work.kind != "copy")

@@ -111,7 +111,7 @@ def host_reads(step: HostStep, activity: Activity | None) -> tuple[HostRead, ...
     rows: dict[tuple[int, str, bool], list[float]] = defaultdict(lambda: [0, 0.0])
     for nesting in step.nestings.values():
         for index, event in enumerate(nesting.events):
-            if event.name in _READS:
+            if event.name in _READS and step.phase_at(event.start_ns) != "optimizer":
                 own = [w for w in waits if w.thread == event.thread and event.start_ns <= w.start_ns < event.end_ns]
                 key = (step.source_of(nesting, index), step.phase_at(event.start_ns), bool(own))
                 rows[key][0] += 1

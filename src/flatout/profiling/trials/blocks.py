@@ -10,7 +10,14 @@ from torch.nn import functional as F
 
 from flatout.measure.timer import compare
 from flatout.profiling.trials.scene import Scene, random_tensor
-from flatout.records.trial import TimeAttention, TimeGrowingCat, TimeNormalisation, TimeRecurrence, TrialResult
+from flatout.records.trial import (
+    TimeAttention,
+    TimeGrowingCat,
+    TimeNormalisation,
+    TimePaddedProduct,
+    TimeRecurrence,
+    TrialResult,
+)
 
 
 def attention(trial: TimeAttention, scene: Scene) -> TrialResult:
@@ -127,8 +134,28 @@ def normalisation(trial: TimeNormalisation, scene: Scene) -> TrialResult:
     return _result(trial, now, cured, inputs, scene, error)
 
 
+def padded_product(trial: TimePaddedProduct, scene: Scene) -> TrialResult:
+    """The product at its sizes, against the same padded; forward alone, since the backward's products are rows of their own."""
+    dtype = getattr(torch, trial.dtype)
+
+    def product(rows: int, inner: int, columns: int) -> Callable[[], Tensor]:
+        a = _factor(trial.batch, rows, inner, dtype, scene.device, is_transposed=trial.transposed[0])
+        b = _factor(trial.batch, inner, columns, dtype, scene.device, is_transposed=trial.transposed[1])
+        return lambda: a @ b
+
+    now, cured = product(trial.rows, trial.inner, trial.columns), product(*trial.padded)
+    return _result(trial, now, cured, (), scene, None, backward=False)
+
+
+def _factor(batch: int, rows: int, columns: int, dtype: torch.dtype, device: str, *, is_transposed: bool) -> Tensor:
+    lead = (batch,) if batch > 1 else ()
+    if is_transposed:
+        return random_tensor((*lead, columns, rows), dtype, device=device).transpose(-2, -1)
+    return random_tensor((*lead, rows, columns), dtype, device=device)
+
+
 def _result(
-    trial: TimeAttention | TimeGrowingCat | TimeRecurrence | TimeNormalisation,
+    trial: TimeAttention | TimeGrowingCat | TimeRecurrence | TimeNormalisation | TimePaddedProduct,
     now: Callable[[], Tensor],
     cured: Callable[[], Tensor],
     inputs: tuple[Tensor, ...],
@@ -137,9 +164,9 @@ def _result(
     *,
     backward: bool | None = None,
 ) -> TrialResult:
-    runs = trial.backward if backward is None else backward
+    runs = backward if backward is not None or isinstance(trial, TimePaddedProduct) else trial.backward
     timings = compare(
-        {"now": _pass(now, inputs, runs), "cured": _pass(cured, inputs, runs)},
+        {"now": _pass(now, inputs, bool(runs)), "cured": _pass(cured, inputs, bool(runs))},
         device=scene.device,
         min_time_s=min(0.4, scene.limit_s / 4),
         max_time_s=min(3.0, scene.limit_s),
