@@ -63,6 +63,7 @@ class Activity:
                 self.linked.append(Linked(cut, call, place_of(call) if call is not None else Place()))
         self.place_of = place_of
         self.waits = [c for c in self.calls if plain_name(c.name) in _WAITS]
+        self._kernel_threads = {p.call.thread for p in self.linked if p.call is not None and p.work.kind == "kernel"}
         self._waits_by_end = sorted(self.waits, key=lambda c: c.end_ns)
         self._wait_ends = [c.end_ns for c in self._waits_by_end]
         self.busy = union((p.work.start_ns, p.work.end_ns) for p in self.linked)
@@ -172,10 +173,13 @@ class Activity:
         return after.place.source, "data" if after.place.phase == "data" else "late-launch"
 
     def _waits_between(self, start: int, launch: HostCall) -> list[HostCall]:
-        """Waiting calls of the launching thread that reach past `start` and end before the launch."""
+        """Waiting calls that reach past `start` and end before the launch, on threads that launch kernels.
+
+        The backward is launched by a thread of autograd's, which begins when the user's thread has waited.
+        """
         first = bisect_left(self._wait_ends, start + 1)
         mine = self._waits_by_end[first : bisect_left(self._wait_ends, launch.start_ns + 1)]
-        return [c for c in mine if c.thread == launch.thread]
+        return [c for c in mine if c.thread in self._kernel_threads]
 
     def _copies(self) -> tuple[Copy, ...]:
         computing = Cover((p.work.start_ns, p.work.end_ns) for p in self.linked if p.work.kind != "copy")

@@ -25,7 +25,7 @@ _FEWEST_OPERATORS: Final = 3
 _SHORT_S: Final = 50e-6
 _POINTWISE: Final = ("elementwise", "triton_poi", "pointwise")
 _FUSED_LAUNCH_S: Final = 3e-6
-"""Least time of a pointwise kernel with its launch on the device, estimated: an empty node of a CUDA graph takes 1 us on an H200."""
+"""Least time of a pointwise kernel on the device, estimated: an empty node of a CUDA graph takes 1 us on an H200."""
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:

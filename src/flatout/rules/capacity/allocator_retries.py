@@ -17,7 +17,9 @@ from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Note, Rule
 
 _CALLS: Final = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree")
-_EDIT: Final = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start; else fewer different sizes, or less memory at the peak"
+_EDIT: Final = (
+    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; else fewer different sizes, or less memory at the peak"
+)
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:

@@ -65,9 +65,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(operator.source),
             cost_s=cost_s,
             saved_s=around(saved_s, 0.15),
-            because=f"products of {trial.rows} x {trial.inner} by {trial.inner} x {trial.columns} and their like in {trial.dtype} "
+            because=f"{len(rows)} products like {trial.rows} x {trial.inner} by {trial.inner} x {trial.columns} in {trial.dtype} "
             f"take {cost_s * 1e3:.2f} ms a step; with {padded} {1 - saved_s / cost_s:.0%} of that (tried)",
-            edit=f"make the size a multiple of {_ALIGNED_LARGE} ({padded}): extra rows of a vocabulary or features that nothing uses",
+            edit=f"make the size a multiple of {_ALIGNED_LARGE} ({padded}): rows of a vocabulary or features that nothing uses",
             module=operator.module,
             levers=RULE.levers,
             operators=rows,

@@ -43,8 +43,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(source),
             cost_s=min(cost_s, evidence.steps.step_s),
             saved_s=(_CERTAIN[0] * loss_s, _CERTAIN[1] * loss_s),
-            because=f"{worst.num_blocks} thread blocks on {slots} places ({num_sms} multiprocessors x {worst.blocks_per_sm}) need "
-            f"{-(-worst.num_blocks // slots)} rounds, the last nearly empty: {loss_s * 1e3:.2f} of {cost_s * 1e3:.2f} ms",
+            because=f"{worst.num_blocks} thread blocks on {slots} places ({num_sms} multiprocessors x {worst.blocks_per_sm}) "
+            f"need {-(-worst.num_blocks // slots)} rounds, the last nearly empty: {loss_s * 1e3:.2f} of {cost_s * 1e3:.2f} ms",
             edit="change the batch or the width a little, so that the product's tiles fill whole rounds",
             levers=RULE.levers,
         )

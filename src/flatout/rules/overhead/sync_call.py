@@ -60,7 +60,7 @@ def note(evidence: Evidence) -> Iterator[Note]:
     for source, waits in _by_line(evidence).items():
         wait_s = sum(w.seconds for w in waits)
         if wait_s > _WORTH_A_NOTE * evidence.steps.step_s:
-            text = f"{_names(waits)} stalls the host {wait_s * 1e3:.2f} ms a step; the device is busy meanwhile, so little is gained"
+            text = f"{_names(waits)} stalls the host {wait_s * 1e3:.2f} ms a step; the device is busy meanwhile, little is gained"
             yield Note(rule=RULE.id, where=evidence.source_of(source), text=f"{text} without")
 
 
