@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -13,7 +13,7 @@ from flatout.records.evidence import Evidence, Loader, Observing, OptimizerUse, 
 from flatout.records.span import Span, StepTimeline
 from flatout.records.workload import Workload
 from flatout.traces.activity import Activity, device_spans, window_of
-from flatout.traces.events import DeviceFacts, DeviceWork, HostCall
+from flatout.traces.events import DeviceFacts, DeviceWork, HostCall, HostOp
 from flatout.traces.host import HostStep, Lines, Marks, phase_seconds
 from flatout.traces.hostcomm import host_collectives
 from flatout.traces.intervals import Interval
@@ -59,7 +59,7 @@ def evidence_of(trace: TraceFile, command: tuple[str, ...]) -> RankTrace:
     launches = _launches(trace)
     marks = Marks((at, w.end_ns) for at, w in zip(launches.launched_ns, launches.work, strict=True))
     lines = Lines()
-    hosts = [_host_step(trace, found, i, lines) for i in _timed(found)]
+    hosts = _host_steps(trace, found, lines)
     times = [(marks.on_device(h.end_ns) - marks.on_device(h.start_ns)) * 1e-9 for h in hosts]
     typical = sorted(range(len(hosts)), key=lambda i: times[i])[(len(hosts) - 1) // 2]
     host = hosts[typical]
@@ -103,18 +103,41 @@ def _timed(found: FoundSteps) -> range:
     return range(1 if len(found.intervals) > _WARM else 0, len(found.intervals))
 
 
-def _host_step(trace: TraceFile, found: FoundSteps, index: int, lines: Lines) -> HostStep:
-    start, end = found.intervals[index]
-    return HostStep(
-        (start, end),
-        thread=found.thread,
-        operators=[o for o in trace.operators if start <= o.start_ns < end],
-        annotations=[
-            a for a in trace.annotations if start <= a.start_ns < end and not a.name.startswith("ProfilerStep")
-        ],
-        functions=[f for f in trace.functions if f.start_ns < end and f.end_ns > start],
-        lines=lines,
-    )
+class _InOrder:
+    """Events by their start, cut into steps; asked for steps in their order."""
+
+    def __init__(self, events: list[HostOp]) -> None:
+        self._events = sorted(events, key=lambda e: e.start_ns)
+        self._starts = [e.start_ns for e in self._events]
+        self._next = 0
+        self._open: list[HostOp] = []
+
+    def within(self, start: int, end: int) -> list[HostOp]:
+        """Those that begin in the step."""
+        return self._events[bisect_left(self._starts, start) : bisect_left(self._starts, end)]
+
+    def reaching_into(self, start: int, end: int) -> list[HostOp]:
+        """Those that overlap the step: the ones that began earlier are carried along from step to step."""
+        upto = max(self._next, bisect_left(self._starts, end))
+        self._open = [e for e in (*self._open, *self._events[self._next : upto]) if e.end_ns > start]
+        self._next = upto
+        return self._open
+
+
+def _host_steps(trace: TraceFile, found: FoundSteps, lines: Lines) -> list[HostStep]:
+    operators, functions = _InOrder(trace.operators), _InOrder(trace.functions)
+    annotations = _InOrder([a for a in trace.annotations if not a.name.startswith("ProfilerStep")])
+    return [
+        HostStep(
+            (start, end),
+            thread=found.thread,
+            operators=operators.within(start, end),
+            annotations=annotations.within(start, end),
+            functions=functions.reaching_into(start, end),
+            lines=lines,
+        )
+        for start, end in (found.intervals[i] for i in _timed(found))
+    ]
 
 
 def _launches(trace: TraceFile) -> _Launches:
