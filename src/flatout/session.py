@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from flatout.diagnosis import diagnose, proposals
-from flatout.errors import CaptureError
+from flatout.errors import CaptureError, RecordError
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Diagnosis
 from flatout.records.hardware import Machine
@@ -87,6 +87,29 @@ def check(
     if not evidence.steps.num_seen:
         raise CaptureError("`batches` gave no batch, so no step ran; pass an iterable with at least ten batches")
     return Checked(evidence=evidence, diagnosis=diagnose(evidence, rules()))
+
+
+def evidence_in(paths: Sequence[Path]) -> Evidence:
+    """The Evidence in a file that flatout wrote, or in traces of torch.profiler: one, one for each rank, or a folder of them.
+
+    Raises RecordError when a file cannot be read or is neither.
+    """
+    from flatout.reporting.json_report import read_evidence
+    from flatout.traces.ranks import evidence_of_bytes, evidence_of_files
+    from flatout.traces.reading import MOST_BYTES, is_trace
+
+    if len(paths) != 1 or paths[0].is_dir():
+        return evidence_of_files(paths)
+    [path] = paths
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return evidence_of_files(paths)  # which says that it is too large
+        data = path.read_bytes()
+    except OSError as e:
+        raise RecordError(
+            f"cannot read '{path}': {e.strerror or e}; give the file that --json wrote, or a trace of torch.profiler"
+        ) from e
+    return evidence_of_bytes(data, path) if is_trace(data) else read_evidence(data)
 
 
 def diagnose_all(evidence: Evidence) -> Diagnosis:

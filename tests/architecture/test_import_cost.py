@@ -37,6 +37,7 @@ def modules_after(code: str) -> set[str]:
         "flatout.records.evidence",
         "flatout.hardware",
         "flatout.cost",
+        "flatout.traces.ranks",
         "flatout.rules",
         "flatout.diagnosis",
         "flatout.reporting",

@@ -6,12 +6,15 @@ import statistics
 from collections import Counter, defaultdict
 from typing import Final, cast
 
+import msgspec
+
 from flatout.measure.stats import median_estimate
 from flatout.profiling.accounts import OperatorTable, usual_root_calls
 from flatout.profiling.calls import Root
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Mode
 from flatout.profiling.timeline import TimedStep
+from flatout.records.device import DeviceStep
 from flatout.records.evidence import (
     Constant,
     HostRead,
@@ -87,6 +90,14 @@ def _phases(ordinary: list[TimedStep], step_s: float, evaluation_s: float) -> di
     if evaluation_s:
         phases["evaluation"] = phases.get("evaluation", 0.0) + evaluation_s
     return phases
+
+
+def device_step_of(observer: Observer, steps: Steps) -> DeviceStep | None:
+    """What the device did in the profiled step, and how much longer that step took than an honest one."""
+    step = observer.kernels.device_step
+    if step is None or not steps.step_s:
+        return step
+    return msgspec.structs.replace(step, slowdown=step.span_s / steps.step_s)
 
 
 def constants_of(observer: Observer, table: OperatorTable) -> tuple[Constant, ...]:

@@ -129,6 +129,8 @@ class Capture:
         yield from observer.notes
         if observer.sampler.failure:
             yield observer.sampler.failure
+        if observer.kernels.failure:
+            yield observer.kernels.failure
         if (processes := observer.processes.note()) is not None:
             yield processes
         if 0 < observer.seen < FEWEST_STEPS and not observer.deep.steps:
@@ -177,6 +179,7 @@ class Capture:
             loaders=assemble.loaders_of(observer),
             paddings=assemble.paddings_of(observer),
             recurrences=assemble.recurrences_of(observer, table),
+            device_step=assemble.device_step_of(observer, steps),
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
             notes=tuple(self._notes()),

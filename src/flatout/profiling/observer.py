@@ -17,6 +17,7 @@ from flatout.profiling.collector import Collector
 from flatout.profiling.deep import DeepLooks, uses_compile
 from flatout.profiling.feeding import Feeding
 from flatout.profiling.kernels import KernelTimes
+from flatout.profiling.launches import LaunchLog
 from flatout.profiling.operators import storage_of
 from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import light_cost_s
@@ -63,7 +64,7 @@ class Observer:
         self.timeline = Timeline(use_events=False)
         self.sampler = Sampler(self.sites, phase=lambda: UNWATCHED if self.blocks.is_open else self.timeline.phase)
         self.reads = HostReads(self.sites, lambda: self.timeline.phase)
-        self.kernels = KernelTimes()
+        self.kernels = KernelTimes(self._launch_log)
         self.mode = Mode.WARM_UP
         self.seen = 0
         self.deep = DeepLooks(self.sites, self.calls, self.optimizing, thread_id=self.thread_id)
@@ -116,7 +117,7 @@ class Observer:
         if self.mode is Mode.READS:
             self.reads.end()
         if self.mode is Mode.KERNELS:
-            self.kernels.end()
+            self.kernels.abort()
         if self.mode is Mode.DEEP:
             self.deep.leave()
         for collector in self.collectors:
@@ -232,8 +233,7 @@ class Observer:
                 self.deep.leave()
             elif self.mode is Mode.READS:
                 self.reads.end()
-            elif self.mode is Mode.KERNELS:
-                self.kernels.end()
+            self.kernels.abort()
             self.kind = kind
             self.is_device = is_on_accelerator()
             self.timeline = Timeline(use_events=self.is_device)
@@ -276,7 +276,7 @@ class Observer:
             self.reads.end()
             self.reads.num_steps += 1
         elif before is Mode.KERNELS:
-            self.kernels.end()
+            self.kernels.end(self.timeline.last_marks)
         if before is not Mode.LIGHT:
             for collector in self.collectors:
                 collector.end(before)
@@ -363,6 +363,14 @@ class Observer:
             self.is_complete = True
             self.remove()
             self._on_complete()
+
+    def _launch_log(self) -> LaunchLog | None:
+        """The log that lends kernels their lines; None for compiled code, which interception would switch off."""
+        if not self._is_deep_allowed():
+            return None
+        return LaunchLog(
+            self.sites, phase=lambda: self.timeline.phase, module=self.calls.module_path, thread_id=self.thread_id
+        )
 
     def _is_deep_allowed(self) -> bool:
         if not uses_compile():

@@ -228,7 +228,7 @@ class OperatorRecorder(TorchDispatchMode):
         for meta, storage in zip(inputs, storages, strict=True):
             if meta.dtype == torch.float64 and storage not in self._producer:
                 self.outside_float64.add(storage)
-        site, module, phase = self._place()
+        site, module, phase = self.place_of(sys._getframe(1))
         constant = self._is_constant(name, tensors, storages, phase, site)
         on_device = self._is_device and (not inputs or any(m.device != "cpu" for m in inputs))
         events = _event_pair() if on_device else None
@@ -265,10 +265,9 @@ class OperatorRecorder(TorchDispatchMode):
         self._last_end = perf_counter()
         return out
 
-    def _place(self) -> tuple[int, str, str]:
-        """(user line, module path, phase) of the operator now being dispatched."""
+    def place_of(self, frame: FrameType) -> tuple[int, str, str]:
+        """(user line, module path, phase) of the operator now being dispatched from `frame`."""
         node = torch._C._current_autograd_node()
-        frame = sys._getframe(2)
         site = self._sites.of_frame(frame)
         if site not in self.callers:
             self.callers[site] = self._sites.chain(frame)[1:]
@@ -283,19 +282,19 @@ class OperatorRecorder(TorchDispatchMode):
         number = node._sequence_nr()
         self.step.nodes_run.add(number)
         forward = self._line_of_node.get(number)
-        if forward is not None and not self._is_inside_user_backward():
+        if forward is not None and not self._is_inside_user_backward(frame):
             return forward[0], forward[1], "backward"
         return site, "", "backward"
 
-    def _is_inside_user_backward(self) -> bool:
+    def _is_inside_user_backward(self, innermost: FrameType) -> bool:
         """Whether user code runs below the backward call: a custom backward, or a recomputed forward."""
-        frame = sys._getframe(3)
+        frame: FrameType | None = innermost
         while frame is not None:
             if frame is self._backward_frame:
                 return False
             if self._sites.is_user_code(frame.f_code):
                 return self._backward_frame is not None
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return False
 
     def _is_constant(self, name: str, tensors: list[Tensor], storages: tuple[int, ...], phase: str, site: int) -> bool:

@@ -41,6 +41,8 @@ class Timeline:
         self.phase = "other"
         self.steps: list[TimedStep] = []
         self.root_calls = 0
+        self.last_marks: list[Mark] = []
+        """Those of the step that ended last."""
         self._use_events = use_events
         self._free: list[torch.cuda.Event] = []
         self._marks: list[Mark] = [self._mark("other")]
@@ -60,6 +62,7 @@ class Timeline:
         """End the step, begin the next, and return the host's seconds of the one that ended."""
         self._begin("other")
         marks, self._marks = self._marks, [self._marks[-1]]
+        self.last_marks = marks
         calls, self.root_calls = self.root_calls, 0
         if self._use_events:
             self._waiting.append((mode, marks, calls))  # blocks are not used on a device: all weigh the same

@@ -125,6 +125,21 @@ class TimeDataset(Record, frozen=True, kw_only=True, tag="time-dataset"):
     loader: int
 
 
+class TimePaddedProduct(Record, frozen=True, kw_only=True, tag="time-padded-product"):
+    """A product (batch x rows x inner by inner x columns) against the same with sizes (rows, inner, columns) `padded`.
+
+    `transposed` says which factor lies in memory the other way round, as a weight's `.t()` does.
+    """
+
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+    padded: tuple[int, int, int]
+    dtype: str
+    transposed: tuple[bool, bool]
+
+
 Trial = (
     TimeInDtype
     | TimeAttention
@@ -136,6 +151,7 @@ Trial = (
     | TimeOptimizer
     | TimeModel
     | TimeDataset
+    | TimePaddedProduct
 )
 
 

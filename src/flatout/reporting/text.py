@@ -109,11 +109,14 @@ def _circumstances(evidence: Evidence) -> Iterator[str]:
     device = workload.device
     if machine is not None:
         device = machine.cpu_model if workload.device == "cpu" else machine.device_name
-    cores = f"{_plural(workload.num_cores, 'core')}, {_plural(workload.num_threads, 'thread')}"
-    ranks = [f"{workload.world_size} ranks"] if workload.world_size > 1 else []
-    yield "; ".join(
-        [f"{device or workload.device}, {cores}", *ranks, f"torch {workload.torch}, Python {workload.python}"]
+    cores = (
+        f", {_plural(workload.num_cores, 'core')}, {_plural(workload.num_threads, 'thread')}"
+        if workload.num_cores
+        else ""
     )
+    ranks = [f"{workload.world_size} ranks"] if workload.world_size > 1 else []
+    versions = [f"torch {workload.torch}, Python {workload.python}"] if workload.torch else []
+    yield "; ".join([f"{device or workload.device}{cores}", *ranks, *versions])
 
 
 def _plural(num: int, noun: str) -> str:

@@ -17,6 +17,7 @@ from flatout.records.trial import (
     TimeNormalisation,
     TimeOneHot,
     TimeOptimizer,
+    TimePaddedProduct,
     TimeRecurrence,
     Trial,
     TrialResult,
@@ -58,6 +59,8 @@ def _run(trial: Trial, scene: Scene) -> TrialResult:
                 return optimizer.run(trial, scene)
             case TimeModel():
                 return model.run(trial, scene)
+            case TimePaddedProduct():
+                return blocks.padded_product(trial, scene)
             case TimeDataset():
                 return dataset.run(trial, scene)
     except Refused as e:
