@@ -11,7 +11,7 @@ from flatout.profiling.accounts import OperatorTable, usual_root_calls
 from flatout.profiling.calls import Root
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Mode
-from flatout.profiling.timeline import BLOCK, TimedStep
+from flatout.profiling.timeline import BLOCK, COMPILE, TimedStep
 from flatout.records.evidence import (
     Constant,
     HostRead,
@@ -29,6 +29,8 @@ from flatout.records.evidence import (
 from flatout.records.workload import Source
 
 _FEWEST_BLOCKS: Final = 5
+_FEWEST_COMPILING: Final = 3
+"""Compilations in timed steps, the last in their later half, before they count as a cost of every step."""
 
 
 def steps_of(observer: Observer, device_s: float | None) -> Steps:
@@ -42,7 +44,9 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
         return Steps(
             kind=kind, num_seen=observer.seen, num_timed=0, step_s=0.0, low_s=0.0, high_s=0.0, device_s=device_s
         )
-    ordinary, extra = _split(light)
+    num_timed = len(light) + observer.blocks.num_steps
+    compile_s = _going_on_s(timed) / num_timed
+    ordinary, extra = _split([_without_compiling(s) for s in light])
     blocks = [s.duration_s for s in timed if s.mode == BLOCK]
     durations = blocks if len(blocks) >= _FEWEST_BLOCKS else [s.duration_s for s in ordinary]
     middle = statistics.median(durations)
@@ -50,15 +54,32 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
     return Steps(
         kind=kind,
         num_seen=observer.seen,
-        num_timed=len(light) + observer.blocks.num_steps,
+        num_timed=num_timed,
         step_s=middle,
         low_s=interval.low,
         high_s=interval.high,
         evaluation_s=sum(max(0.0, s.duration_s - middle) for s in extra) / len(light),
+        compile_s=compile_s,
         device_s=device_s,
         durations_s=tuple(round(s.duration_s, 9) for s in light[-2000:]),
-        phases=_phases(ordinary, extra, middle, len(light)),
+        phases=_phases(ordinary, extra, middle, len(light)) | ({COMPILE: compile_s} if compile_s else {}),
     )
+
+
+def _going_on_s(timed: list[TimedStep]) -> float:
+    """Seconds of compiling in the timed steps, 0 where it faded: what is compiled once is no cost of every step."""
+    seconds = [s.phases.get(COMPILE, 0.0) if s.mode in (Mode.LIGHT.value, BLOCK) else 0.0 for s in timed]
+    compiling = [i for i, s in enumerate(seconds) if s > 0]
+    goes_on = len(compiling) >= _FEWEST_COMPILING and compiling[-1] >= len(timed) // 2
+    return sum(seconds) if goes_on else 0.0
+
+
+def _without_compiling(step: TimedStep) -> TimedStep:
+    compile_s = step.phases.get(COMPILE, 0.0)
+    if not compile_s:
+        return step
+    phases = {name: seconds for name, seconds in step.phases.items() if name != COMPILE}
+    return step._replace(duration_s=step.duration_s - compile_s, phases=phases)
 
 
 def _split(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:

@@ -47,9 +47,9 @@ class Blocks:
         self._size = size
         self._began_s = perf_counter()
 
-    def close(self) -> float:
-        """The block is over; returns its seconds."""
-        block_s = perf_counter() - self._began_s
+    def close(self, *, compile_s: float = 0.0) -> float:
+        """The block is over; returns its seconds without those of compiling."""
+        block_s = perf_counter() - self._began_s - compile_s
         self.num_steps += self._size
         self.total_s += block_s
         self._size = 0

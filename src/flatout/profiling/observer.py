@@ -14,6 +14,7 @@ import torch
 from flatout.profiling.blocks import Blocks, block_size
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
 from flatout.profiling.collector import Collector
+from flatout.profiling.compiling import Compiling
 from flatout.profiling.deep import DeepLooks, uses_compile
 from flatout.profiling.feeding import Feeding
 from flatout.profiling.kernels import KernelTimes
@@ -68,7 +69,8 @@ class Observer:
         self.seen = 0
         self.deep = DeepLooks(self.sites, self.calls, self.optimizing, thread_id=self.thread_id)
         self.blocks = Blocks()
-        self.collectors: tuple[Collector, ...] = ()
+        self.compiling = Compiling(self.sites, clock=lambda: self.timeline, step=self._step_in_progress)
+        self.collectors: tuple[Collector, ...] = (self.compiling,)
         self.light_s = 0.0
         self.deep_s = 0.0
         self.pause_s = 0.0
@@ -261,6 +263,7 @@ class Observer:
     def _end_step(self, duration_s: float, root_calls: int) -> None:
         before = self.mode
         began = perf_counter()
+        duration_s -= self.compiling.taken_s()
         self.seen += 1
         if before is Mode.DEEP:
             self.deep_s += duration_s
@@ -326,8 +329,9 @@ class Observer:
     def on_block_end(self) -> None:
         """The steps that went by unwatched are over."""
         size = self.blocks.size
-        block_s = self.blocks.close()
-        self.timeline.add_block(block_s / size)
+        compile_s = self.compiling.taken_s()
+        block_s = self.blocks.close(compile_s=compile_s)
+        self.timeline.add_block(block_s / size, compile_s=compile_s)
         self.seen += size
         self.light_s += block_s
         self._activate(True)
@@ -336,9 +340,11 @@ class Observer:
     def _take_pause(self) -> None:
         began = perf_counter()
         self._activate(False)
+        self.compiling.pause()
         try:
             self._pause(self)
         finally:
+            self.compiling.resume()
             self._activate(True)
             self.pause_s += perf_counter() - began
             self.deep_s -= perf_counter() - began
@@ -356,6 +362,10 @@ class Observer:
         if note not in self.notes:
             self.notes.append(note)
         return False
+
+    def _step_in_progress(self) -> tuple[int, bool]:
+        """Its number, and whether it is timed."""
+        return self.seen, self.mode is Mode.LIGHT
 
     @property
     def num_sampled(self) -> int:

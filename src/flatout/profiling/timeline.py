@@ -12,6 +12,9 @@ import torch
 BLOCK: Final = "block"
 """The mode of an entry that is the mean of several unwatched steps."""
 
+COMPILE: Final = "compile"
+"""The phase while torch.compile compiles, whatever phase of the step it fell into."""
+
 
 class Mark(NamedTuple):
     """From `host_s` on, the step was in `phase`."""
@@ -69,9 +72,9 @@ class Timeline:
             self.steps.append(_finish(mode, marks, calls, [b.host_s - a.host_s for a, b in pairwise(marks)]))
         return marks[-1].host_s - marks[0].host_s
 
-    def add_block(self, step_s: float) -> None:
-        """File the mean of steps that went by unwatched."""
-        self.steps.append(TimedStep(BLOCK, step_s, {}, 0, 0))
+    def add_block(self, step_s: float, *, compile_s: float = 0.0) -> None:
+        """File the mean of steps that went by unwatched, and what compiling took besides in all of them."""
+        self.steps.append(TimedStep(BLOCK, step_s, {COMPILE: compile_s} if compile_s else {}, 0, 0))
 
     def restart(self) -> None:
         """Forget the time since the last mark: it was ours."""
