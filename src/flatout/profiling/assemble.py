@@ -29,6 +29,8 @@ from flatout.records.evidence import (
 from flatout.records.workload import Source
 
 _FEWEST_BLOCKS: Final = 5
+_RARE: Final = 2.0
+"""A step with so many times the usual seconds of watched calls has made one that is made in few steps."""
 _FEWEST_COMPILING: Final = 3
 """Compilations in timed steps, the last in their later half, before they count as a cost of every step."""
 
@@ -46,6 +48,7 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
         )
     num_timed = len(light) + observer.blocks.num_steps
     compile_s = _going_on_s(timed) / num_timed
+    rare_s = _rare_s(observer, timed)
     ordinary, extra = _split([_without_compiling(s) for s in light])
     blocks = [s.duration_s for s in timed if s.mode == BLOCK]
     durations = blocks if len(blocks) >= _FEWEST_BLOCKS else [s.duration_s for s in ordinary]
@@ -59,11 +62,27 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
         low_s=interval.low,
         high_s=interval.high,
         evaluation_s=sum(max(0.0, s.duration_s - middle) for s in extra) / len(light),
-        compile_s=compile_s,
+        occasional_s=compile_s + rare_s,
         device_s=device_s,
         durations_s=tuple(round(s.duration_s, 9) for s in light[-2000:]),
-        phases=_phases(ordinary, extra, middle, len(light)) | ({COMPILE: compile_s} if compile_s else {}),
+        phases=_with(_phases(ordinary, extra, middle, len(light)), {COMPILE: compile_s, "other": rare_s}),
     )
+
+
+def _with(phases: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    """The phases with these seconds added."""
+    return phases | {name: phases.get(name, 0.0) + seconds for name, seconds in more.items() if seconds > 0}
+
+
+def _rare_s(observer: Observer, timed: list[TimedStep]) -> float:
+    """Mean seconds of the calls (files saved, copies made) that few ordinary steps make, so that the median misses them."""
+    light = [i for i, s in enumerate(timed) if s.mode == Mode.LIGHT.value]
+    usual = usual_root_calls([timed[i] for i in light])
+    seconds = [observer.uses.by_step.get(i, 0.0) for i in light if timed[i].root_calls <= usual]
+    if not seconds or sum(s.mode == BLOCK for s in timed) >= _FEWEST_BLOCKS:  # a block's mean has its share of them
+        return 0.0
+    usual_s = statistics.median(seconds)
+    return sum(s - usual_s for s in seconds if s > _RARE * usual_s) / len(light)
 
 
 def _going_on_s(timed: list[TimedStep]) -> float:

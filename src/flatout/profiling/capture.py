@@ -155,7 +155,7 @@ class Capture:
             machine=self._machine,
             steps=steps,
             sources=observer.sites.table(),
-            callers={k: v for k, v in (observer.deep.callers | observer.optimizing.callers).items() if k >= 0 and v},
+            callers={k: v for k, v in (observer.uses.callers | observer.deep.callers | observer.optimizing.callers).items() if k >= 0 and v},
             backward_sources=tuple(sorted(s for s in observer.deep.backward_sites if s >= 0)),
             float64_sources=tuple(
                 sorted(
@@ -177,6 +177,9 @@ class Capture:
             loaders=assemble.loaders_of(observer),
             paddings=assemble.paddings_of(observer),
             recurrences=assemble.recurrences_of(observer, table),
+            uses=observer.uses.rows(
+                num_steps=observer.seen, reads=observer.reads.seen, num_read_steps=observer.reads.num_steps
+            ),
             compilation=observer.compiling.record(observer.timeline.steps),
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),

@@ -30,6 +30,7 @@ from flatout.profiling.schedule import Mode, Schedule
 from flatout.profiling.settings import Settings
 from flatout.profiling.sites import Sites
 from flatout.profiling.timeline import Timeline
+from flatout.profiling.uses import Uses
 
 _CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP, Mode.MEMORY)
 _INFERENCE_AFTER: Final = 3
@@ -70,7 +71,8 @@ class Observer:
         self.deep = DeepLooks(self.sites, self.calls, self.optimizing, thread_id=self.thread_id)
         self.blocks = Blocks()
         self.compiling = Compiling(self.sites, clock=lambda: self.timeline, step=self._step_in_progress)
-        self.collectors: tuple[Collector, ...] = (self.compiling,)
+        self.uses = Uses(self.sites, phase=lambda: self.timeline.phase, step=lambda: self._step_in_progress()[0])
+        self.collectors: tuple[Collector, ...] = (self.compiling, self.uses)
         self.light_s = 0.0
         self.deep_s = 0.0
         self.pause_s = 0.0
@@ -244,6 +246,7 @@ class Observer:
             self.deep.steps.clear()
             self.reads.seen.clear()
             self.reads.num_steps = 0
+            self.uses.clear()
             self.sampler.clear()
             self.sampler.is_on = False
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
@@ -264,6 +267,8 @@ class Observer:
         before = self.mode
         began = perf_counter()
         duration_s -= self.compiling.taken_s()
+        if rare_s := self.uses.taken_s():
+            self.uses.by_step[self.timeline.num_ended - 1] = rare_s
         self.seen += 1
         if before is Mode.DEEP:
             self.deep_s += duration_s
@@ -341,10 +346,12 @@ class Observer:
         began = perf_counter()
         self._activate(False)
         self.compiling.pause()
+        self.uses.is_on = False
         try:
             self._pause(self)
         finally:
             self.compiling.resume()
+            self.uses.is_on = True
             self._activate(True)
             self.pause_s += perf_counter() - began
             self.deep_s -= perf_counter() - began
@@ -365,7 +372,8 @@ class Observer:
 
     def _step_in_progress(self) -> tuple[int, bool]:
         """Its number, and whether it is timed."""
-        return self.seen, self.mode is Mode.LIGHT
+        gone = self.blocks.size - self.optimizing.unwatched if self.blocks.is_open else 0
+        return self.seen + gone, self.mode is Mode.LIGHT
 
     @property
     def num_sampled(self) -> int:

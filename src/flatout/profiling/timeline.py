@@ -51,6 +51,11 @@ class Timeline:
         self._forward_end: Mark | None = None
         self._waiting: deque[tuple[str, list[Mark], int]] = deque()
 
+    @property
+    def num_ended(self) -> int:
+        """Entries filed in `steps`, or to be filed there once the device has got so far."""
+        return len(self.steps) + len(self._waiting)
+
     def switch(self, phase: str) -> None:
         """Enter `phase` now."""
         if phase != self.phase or self._forward_end is not None:

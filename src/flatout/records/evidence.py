@@ -29,8 +29,8 @@ class Steps(Record, frozen=True, kw_only=True):
     """The honest timing: light observation only, warm-up left out.
 
     `step_s` is the median of the ordinary steps, `low_s`..`high_s` its 95 % interval, `evaluation_s` what evaluation passes
-    between the steps add to each of them on average, and `compile_s` what torch.compile's compiling in the midst of them does.
-    `device_s` is the device's busy time in a step, None on a CPU.
+    between the steps add to each of them on average, and `occasional_s` what is done in few of them: files saved,
+    graphs compiled. `device_s` is the device's busy time in a step, None on a CPU.
     """
 
     kind: StepKind
@@ -40,15 +40,15 @@ class Steps(Record, frozen=True, kw_only=True):
     low_s: float
     high_s: float
     evaluation_s: float = 0.0
-    compile_s: float = 0.0
+    occasional_s: float = 0.0
     device_s: float | None = None
     durations_s: tuple[float, ...] = ()
     phases: dict[str, float] = {}
 
     @property
     def whole_s(self) -> float:
-        """A step and its share of the evaluation passes and of compiling."""
-        return self.step_s + self.evaluation_s + self.compile_s
+        """A step and its share of the evaluation passes and of what is done in few steps only."""
+        return self.step_s + self.evaluation_s + self.occasional_s
 
     @property
     def is_device_bound(self) -> bool:
