@@ -121,6 +121,7 @@ class Capture:
             unused_modules=unused[0].modules if unused else (),
             device="cuda" if observer.is_device else "cpu",
             limit_s=5.0,
+            compiled=observer.compiling.compiled,
         )
 
     def _notes(self) -> Iterator[str]:

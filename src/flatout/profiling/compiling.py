@@ -75,16 +75,24 @@ class Compiling:
     """Follows dynamo from the moment the script loads it.
 
     `step` gives (the number of the step in progress, whether it is timed); `clock` the timeline whose phase is 'compile' while
-    a compilation runs.
+    a compilation runs. `on_use` is called when the script asks for compiled code.
     """
 
-    def __init__(self, sites: Sites, *, clock: Callable[[], Clock], step: Callable[[], tuple[int, bool]]) -> None:
+    def __init__(
+        self,
+        sites: Sites,
+        *,
+        clock: Callable[[], Clock],
+        step: Callable[[], tuple[int, bool]],
+        on_use: Callable[[], None],
+    ) -> None:
         self.compiled: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
         """Modules given to or returned by torch.compile, with the options they were compiled with."""
         self.spans: list[Span] = []
         self._sites = sites
         self._clock = clock
         self._step = step
+        self._on_use = on_use
         self._compiled_at: dict[int, None] = {}
         self._tallies: dict[tuple[Kind, int], _Tally] = {}
         self._frames: dict[str, tuple[str, int]] = {}
@@ -192,6 +200,7 @@ class Compiling:
             if not self._is_on:
                 return original(*args, **kwargs)
             site = self._sites.of_frame(sys._getframe(1))
+            self._on_use()
             result = original(*args, **kwargs)
             self._attach()
             if site >= 0 and not kwargs.get("disable"):

@@ -70,8 +70,13 @@ class Observer:
         self.seen = 0
         self.deep = DeepLooks(self.sites, self.calls, self.optimizing, thread_id=self.thread_id)
         self.blocks = Blocks()
-        self.compiling = Compiling(self.sites, clock=lambda: self.timeline, step=self._step_in_progress)
         self.uses = Uses(self.sites, phase=lambda: self.timeline.phase, step=lambda: self._step_in_progress()[0])
+        self.compiling = Compiling(
+            self.sites,
+            clock=lambda: self.timeline,
+            step=self._step_in_progress,
+            on_use=self.uses.spare_compiled_code,
+        )
         self.collectors: tuple[Collector, ...] = (self.compiling, self.uses)
         self.light_s = 0.0
         self.deep_s = 0.0

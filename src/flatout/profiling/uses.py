@@ -82,6 +82,8 @@ class Uses:
         self._autocast = ""
         self._patches = Patches()
         self._hot = Patches()
+        self._unguarded = Patches()
+        self._has_compiled = False
         self._loggers_watched: set[str] = set()
 
     # -- the collector's life ---------------------------------------------------------------------------------------------
@@ -92,6 +94,7 @@ class Uses:
         self.is_on = True
         for owner, name, public, describe in _rare_calls():
             self._watch(patches, owner, name, public, describe)
+        self._watch(self._unguarded, builtins, "print", "print", None)
         scaler = torch.amp.GradScaler
         for name in ("scale", "update"):
             self._watch(patches, scaler, name, f"GradScaler.{name}", self._describe_scaler)
@@ -100,7 +103,7 @@ class Uses:
     def begin(self, mode: Mode) -> None:
         """In a step that watches host reads, watch what may be frequent as well."""
         self._watch_loggers()
-        if mode is Mode.READS:
+        if mode is Mode.READS and not self._has_compiled:
             for owner, name, public, describe in _frequent_calls():
                 self._watch(self._hot, owner, name, public, describe, is_hot=True)
 
@@ -111,9 +114,16 @@ class Uses:
             self._num_hot += 1
 
     def remove(self) -> None:
-        """Put back what is watched in single steps."""
+        """Put back what is watched in single steps, and print."""
         self._hot.undo()
+        self._unguarded.undo()
         self.is_on = False
+
+    def spare_compiled_code(self) -> None:
+        """The script uses torch.compile: leave alone the functions that compiled code checks to be the ones it was made with."""
+        self._has_compiled = True
+        self._hot.undo()
+        self._unguarded.undo()
 
     def clear(self) -> None:
         """A better border of steps was found: what came before it was no step."""
@@ -272,7 +282,6 @@ def _rare_calls() -> Iterator[tuple[object, str, str, Describe | None]]:
     yield gc, "collect", "gc.collect", None
     yield time, "sleep", "time.sleep", None
     yield torch, "set_num_threads", "torch.set_num_threads", None
-    yield builtins, "print", "print", None
     yield logging.Logger, "handle", "Logger.handle", None
     for name in ("run", "call", "check_output"):
         yield subprocess, name, f"subprocess.{name}", None

@@ -80,12 +80,13 @@ class TimeModel(Record, frozen=True, kw_only=True, tag="time-model"):
     'without-graph': under no_grad. 'without-anomaly': anomaly detection off. 'deterministic-off': deterministic algorithms
     off. 'cropped': every tensor with `length` at dimension 1 cropped to `cropped_length`. 'batched': the batch repeated
     `factor` times; the result's `cured_s` is then the time of one original batch (divided by the factor). 'frozen':
-    parameters in modules that no optimizer trains do not require gradients. `held` calls are made in a row and their outputs
+    parameters in modules that no optimizer trains do not require gradients. 'eager': a module under torch.compile, against
+    itself without; refused where compiled code would have to be made anew. `held` calls are made in a row and their outputs
     kept until the last, as a pass over several modules keeps its graph.
     """
 
     model: int
-    variant: Literal["without-graph", "without-anomaly", "deterministic-off", "cropped", "batched", "frozen"]
+    variant: Literal["without-graph", "without-anomaly", "deterministic-off", "cropped", "batched", "frozen", "eager"]
     backward: bool
     length: int = 0
     cropped_length: int = 0
@@ -99,6 +100,16 @@ class TimeDataset(Record, frozen=True, kw_only=True, tag="time-dataset"):
     loader: int
 
 
+class TimeGraphBreak(Record, frozen=True, kw_only=True, tag="time-graph-break"):
+    """What one graph break costs the host here: a chain of small operators compiled in two graphs, against one.
+
+    The backend is 'aot_eager', so that both run the same kernels and only what surrounds a graph differs. Forward and backward
+    when `backward`.
+    """
+
+    backward: bool
+
+
 Trial = (
     TimeInDtype
     | TimeAttention
@@ -107,6 +118,7 @@ Trial = (
     | TimeNormalisation
     | TimeOptimizer
     | TimeModel
+    | TimeGraphBreak
     | TimeDataset
 )
 
