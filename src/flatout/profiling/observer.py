@@ -15,10 +15,10 @@ from flatout.profiling.blocks import Blocks, block_size
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
 from flatout.profiling.collector import Collector
 from flatout.profiling.compiling import Compiling
-from flatout.profiling.deep import DeepLooks, uses_compile
+from flatout.profiling.deep import DeepLooks
 from flatout.profiling.feeding import Feeding
 from flatout.profiling.kernels import KernelTimes
-from flatout.profiling.operators import storage_of
+from flatout.profiling.operators import CAN_WATCH_COMPILED, storage_of
 from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import light_cost_s
 from flatout.profiling.padding import name_tensors
@@ -368,9 +368,12 @@ class Observer:
             self._on_complete()
 
     def _is_deep_allowed(self) -> bool:
-        if not uses_compile():
+        if not self.compiling.is_used or CAN_WATCH_COMPILED:
             return True
-        note = "the script uses torch.compile: no operators were recorded, since recording would switch the compiled code off"
+        note = (
+            "the script uses torch.compile: no operators were recorded, since with this version of torch recording would switch "
+            "the compiled code off"
+        )
         if note not in self.notes:
             self.notes.append(note)
         return False

@@ -21,7 +21,8 @@ _CHAIN: Final = 4
 def eager(trial: TimeModel, scene: Scene) -> TrialResult:
     """A copy of the module by the code that the script has compiled already (`now`), and without it (`cured`)."""
     root = scene.roots[trial.model]
-    module, captured = root.held or root.module(), root.captured
+    # `or` would ask the module for its length, which a compiled one refuses.
+    module, captured = root.held if root.held is not None else root.module(), root.captured
     if module is None or captured is None:
         raise Refused("the module or its inputs could not be kept")
     if module not in scene.compiled:

@@ -19,7 +19,8 @@ from flatout.records.trial import TimeModel, TrialResult
 def run(trial: TimeModel, scene: Scene) -> TrialResult:
     """Seconds of the call as it was and of its variant; a copy of the module runs, never the user's own."""
     root = scene.roots[trial.model]
-    module, captured = root.held or root.module(), root.captured
+    # `or` would ask the module for its length, which a compiled one refuses.
+    module, captured = root.held if root.held is not None else root.module(), root.captured
     if module is None or captured is None:
         raise Refused("the module or its inputs could not be kept")
     if module in scene.compiled:
