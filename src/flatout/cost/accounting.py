@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from flatout.records.evidence import Evidence, Operator
 from flatout.records.trial import Trial, TrialResult
+from flatout.records.usage import CallUse
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -78,6 +79,17 @@ def loops_around(evidence: Evidence, source: int) -> Iterator[tuple[str, int]]:
         if line is not None:
             for loop in reversed(line.loops):
                 yield line.file, loop
+
+
+def uses_by_line(evidence: Evidence, names: Iterable[str]) -> dict[int, list[CallUse]]:
+    """The watched calls of these functions by source line, those that took most of a step first.
+
+    A call made once in the whole run is left out: it belongs to no step.
+    """
+    wanted = set(names)
+    uses = [u for u in evidence.uses if u.name in wanted and u.calls * max(1, evidence.steps.num_seen) > 1.5]
+    lines = group_by(uses, lambda u: u.source)
+    return dict(sorted(lines.items(), key=lambda item: -sum(u.seconds for u in item[1])))
 
 
 def usual_calls(operators: Iterable[Operator]) -> float:

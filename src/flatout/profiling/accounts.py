@@ -91,7 +91,8 @@ class OperatorTable:
             scale = min(1.0, self.device_s / recorded_s) if recorded_s > 0 else 1.0  # events also span the launch
             rows = [r._replace(op_s=r.op_s * scale) for r in rows]
             bound = "device" if self.device_s >= 0.9 * nearby.step_s else "host"
-        self.operators = tuple(_operator(r, len(steps), bound) for r in rows)
+        flop = observer.deep.graph_flop
+        self.operators = tuple(_operator(r, len(steps), bound, flop.get(r.key)) for r in rows)
         index = {key: row for row, key in enumerate(self.keys)}
         last = steps[-1].calls
         self.trace = Trace(
@@ -199,7 +200,7 @@ def _times(call: Call, cost: InterceptionCost) -> tuple[float, float]:
     return max(0.0, device_s), python + max(0.0, call.op_s - cost.in_op_s)
 
 
-def _operator(row: Row, num_steps: int, bound: Bound) -> Operator:
+def _operator(row: Row, num_steps: int, bound: Bound, flop: int | None) -> Operator:
     key = row.key
     inputs = tuple(map(_spec, key.inputs))
     outputs = tuple(map(_spec, key.outputs))
@@ -214,7 +215,7 @@ def _operator(row: Row, num_steps: int, bound: Bound) -> Operator:
         num_calls=row.num_calls / num_steps,
         op_s=row.op_s / num_steps,
         python_s=row.python_s / num_steps,
-        flop=operator_flop(key.op, [m.shape for m in key.inputs], [m.shape for m in key.outputs]) or 0,
+        flop=flop or operator_flop(key.op, [m.shape for m in key.inputs], [m.shape for m in key.outputs]) or 0,
         bytes=moved,
         scalars=key.scalars,
         bound=bound,

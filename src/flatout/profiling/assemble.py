@@ -13,7 +13,7 @@ from flatout.profiling.accounts import OperatorTable, usual_root_calls
 from flatout.profiling.calls import Root
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Mode
-from flatout.profiling.timeline import TimedStep
+from flatout.profiling.timeline import COMPILE, UNWATCHED, TimedStep
 from flatout.records.device import DeviceStep
 from flatout.records.evidence import (
     Constant,
@@ -32,6 +32,10 @@ from flatout.records.evidence import (
 from flatout.records.workload import Source
 
 _FEWEST_UNWATCHED: Final = 20
+_RARE: Final = 2.0
+"""A step with so many times the usual seconds of watched calls has made one that is made in few steps."""
+_FEWEST_COMPILING: Final = 3
+"""Compilations in timed steps, the last in their later half, before they count as a cost of every step."""
 
 
 def steps_of(observer: Observer, device_s: float | None) -> Steps:
@@ -45,7 +49,10 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
         return Steps(
             kind=kind, num_seen=observer.seen, num_timed=0, step_s=0.0, low_s=0.0, high_s=0.0, device_s=device_s
         )
-    ordinary, extra = _split(light)
+    num_timed = len(light) + len(observer.blocks.durations_s)
+    compile_s = _going_on_s(timed) / num_timed
+    rare_s = _rare_s(observer, timed)
+    ordinary, extra = _split([_without_compiling(s) for s in light])
     durations = _ordinary_durations(observer.blocks.durations_s, ordinary, extra)
     middle = statistics.median(durations)
     interval = median_estimate(durations)
@@ -53,14 +60,15 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
     return Steps(
         kind=kind,
         num_seen=observer.seen,
-        num_timed=len(light) + len(observer.blocks.durations_s),
+        num_timed=num_timed,
         step_s=middle,
         low_s=interval.low,
         high_s=interval.high,
         evaluation_s=evaluation_s,
+        occasional_s=compile_s + rare_s,
         device_s=device_s,
         durations_s=tuple(round(s.duration_s, 9) for s in light[-2000:]),
-        phases=_phases(ordinary, middle, evaluation_s),
+        phases=_with(_phases(ordinary, middle, evaluation_s), {COMPILE: compile_s, "other": rare_s}),
     )
 
 
@@ -73,6 +81,38 @@ def _ordinary_durations(unwatched: list[float], ordinary: list[TimedStep], extra
         return unwatched
     between = (statistics.median(watched) + statistics.median(s.duration_s for s in extra)) / 2
     return [d for d in unwatched if d < between] or watched
+
+
+def _with(phases: dict[str, float], more: dict[str, float]) -> dict[str, float]:
+    """The phases with these seconds added."""
+    return phases | {name: phases.get(name, 0.0) + seconds for name, seconds in more.items() if seconds > 0}
+
+
+def _rare_s(observer: Observer, timed: list[TimedStep]) -> float:
+    """Mean seconds of the calls (files saved, copies made) that few ordinary steps make, so that the median misses them."""
+    light = [i for i, s in enumerate(timed) if s.mode in (Mode.LIGHT.value, UNWATCHED)]
+    usual = usual_root_calls([timed[i] for i in light if timed[i].mode != UNWATCHED])
+    seconds = [observer.uses.by_step.get(i, 0.0) for i in light if timed[i].root_calls <= usual]
+    if not seconds:
+        return 0.0
+    usual_s = statistics.median(seconds)
+    return sum(s - usual_s for s in seconds if s > _RARE * usual_s) / len(light)
+
+
+def _going_on_s(timed: list[TimedStep]) -> float:
+    """Seconds of compiling in the timed steps, 0 where it faded: what is compiled once is no cost of every step."""
+    seconds = [s.phases.get(COMPILE, 0.0) if s.mode in (Mode.LIGHT.value, UNWATCHED) else 0.0 for s in timed]
+    compiling = [i for i, s in enumerate(seconds) if s > 0]
+    goes_on = len(compiling) >= _FEWEST_COMPILING and compiling[-1] >= len(timed) // 2
+    return sum(seconds) if goes_on else 0.0
+
+
+def _without_compiling(step: TimedStep) -> TimedStep:
+    compile_s = step.phases.get(COMPILE, 0.0)
+    if not compile_s:
+        return step
+    phases = {name: seconds for name, seconds in step.phases.items() if name != COMPILE}
+    return step._replace(duration_s=step.duration_s - compile_s, phases=phases)
 
 
 def _split(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:

@@ -121,6 +121,7 @@ class Capture:
             unused_modules=unused[0].modules if unused else (),
             device="cuda" if observer.is_device else "cpu",
             limit_s=5.0,
+            compiled=observer.compiling.compiled,
         )
 
     def _notes(self) -> Iterator[str]:
@@ -157,7 +158,11 @@ class Capture:
             machine=self._machine,
             steps=steps,
             sources=observer.sites.table(),
-            callers={k: v for k, v in (observer.deep.callers | observer.optimizing.callers).items() if k >= 0 and v},
+            callers={
+                k: v
+                for k, v in (observer.uses.callers | observer.deep.callers | observer.optimizing.callers).items()
+                if k >= 0 and v
+            },
             backward_sources=tuple(sorted(s for s in observer.deep.backward_sites if s >= 0)),
             float64_sources=tuple(
                 sorted(
@@ -180,6 +185,10 @@ class Capture:
             paddings=assemble.paddings_of(observer),
             recurrences=assemble.recurrences_of(observer, table),
             device_step=assemble.device_step_of(observer, steps),
+            uses=observer.uses.rows(
+                num_steps=observer.seen, reads=observer.reads.seen, num_read_steps=observer.reads.num_steps
+            ),
+            compilation=observer.compiling.record(observer.timeline.steps),
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
             notes=tuple(self._notes()),

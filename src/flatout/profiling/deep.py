@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from flatout.profiling.operators import DeepStep, Example, OperatorKey, Operator
 from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import InterceptionCost, interception_cost
 from flatout.profiling.padding import PaddedTensor, padded_rows, signs_of
+from flatout.profiling.patching import Patches
 from flatout.profiling.sites import Sites
 
 
@@ -31,6 +32,8 @@ class DeepLooks:
         self.padding_signs: tuple[str, ...] = ()
         self.unused: dict[str, tuple[int, int]] = {}
         self.trained_modules: set[str] = set()
+        self.graph_flop: dict[OperatorKey, int] = {}
+        self._patches = Patches()
         self._sites = sites
         self._calls = calls
         self._optimizing = optimizing
@@ -48,6 +51,7 @@ class DeepLooks:
                 thread_id=self._thread_id,
             )
             self.recorder.enter()
+            self._watch_graphs(self.recorder)
         self._calls.is_deep = True
         self._calls.begin_deep()
         self.recorder.begin()
@@ -67,12 +71,25 @@ class DeepLooks:
         """Stop recording, and keep what the recorder knows."""
         self._calls.is_deep = False
         if self.recorder is not None:
+            self._patches.undo()
             self.recorder.leave()
+            self.graph_flop = self.recorder.graph_flop
             self.examples = self.recorder.examples
             self.callers = self.recorder.callers
             self.backward_sites = self.recorder.backward_sites
             self.outside_float64 = self.recorder.outside_float64
             self.recorder = None
+
+    def _watch_graphs(self, recorder: OperatorRecorder) -> None:
+        """Have the graphs that Inductor compiled tell the recorder when they run."""
+        kind = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
+        if kind is not None:
+            original: Callable[..., object] = kind.__call__
+
+            def __call__(self: object, inputs: Sequence[object]) -> object:
+                return recorder.graph(lambda: original(self, inputs), inputs)
+
+            self._patches.set(kind, "__call__", __call__)
 
     def look_for_padding(self, tensors: dict[str, torch.Tensor], root: Root) -> None:
         """Note which of a root call's inputs end in constants."""
@@ -124,9 +141,3 @@ class DeepLooks:
                     self.unused[path] = (len(unused), sum(p.numel() for p in unused))
                 if any(id(p) in optimized for p in own):
                     self.trained_modules.add(path)
-
-
-def uses_compile() -> bool:
-    """Whether dynamo compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["frames"]["ok"] > 0

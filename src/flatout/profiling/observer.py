@@ -14,11 +14,12 @@ import torch
 from flatout.profiling.blocks import Blocks
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
 from flatout.profiling.collector import Collector
-from flatout.profiling.deep import DeepLooks, uses_compile
+from flatout.profiling.compiling import Compiling
+from flatout.profiling.deep import DeepLooks
 from flatout.profiling.feeding import Feeding
 from flatout.profiling.kernels import KernelTimes
 from flatout.profiling.launches import LaunchLog
-from flatout.profiling.operators import storage_of
+from flatout.profiling.operators import CAN_WATCH_COMPILED, storage_of
 from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import light_cost_s
 from flatout.profiling.padding import name_tensors
@@ -30,6 +31,7 @@ from flatout.profiling.schedule import Mode, Schedule
 from flatout.profiling.settings import Settings
 from flatout.profiling.sites import Sites
 from flatout.profiling.timeline import Timeline
+from flatout.profiling.uses import Uses
 
 _CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP, Mode.MEMORY)
 _INFERENCE_AFTER: Final = 3
@@ -69,7 +71,14 @@ class Observer:
         self.seen = 0
         self.deep = DeepLooks(self.sites, self.calls, self.optimizing, thread_id=self.thread_id)
         self.blocks = Blocks()
-        self.collectors: tuple[Collector, ...] = ()
+        self.uses = Uses(self.sites, phase=lambda: self.timeline.phase, step=lambda: self._step_in_progress()[0])
+        self.compiling = Compiling(
+            self.sites,
+            clock=lambda: self.timeline,
+            step=self._step_in_progress,
+            on_use=self.uses.spare_compiled_code,
+        )
+        self.collectors: tuple[Collector, ...] = (self.compiling, self.uses)
         self.light_s = 0.0
         self.deep_s = 0.0
         self.pause_s = 0.0
@@ -246,6 +255,7 @@ class Observer:
             self.deep.steps.clear()
             self.reads.seen.clear()
             self.reads.num_steps = 0
+            self.uses.clear()
             self.sampler.clear()
             self.sampler.is_on = False
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
@@ -265,6 +275,9 @@ class Observer:
     def _end_step(self, duration_s: float, root_calls: int) -> None:
         before = self.mode
         began = perf_counter()
+        duration_s -= self.compiling.taken_s()
+        if rare_s := self.uses.taken_s():
+            self.uses.by_step[self.timeline.num_ended - 1] = rare_s
         self.seen += 1
         if before is Mode.DEEP:
             self.deep_s += duration_s
@@ -324,9 +337,8 @@ class Observer:
         if not is_plain or self.seen <= looks:
             return
         self.blocks.rhythm.add(self.seen, step_s)
-        mean_s = self.light_s / max(
-            1, self.num_sampled
-        )  # evaluation passes included: where they are long, watching costs little
+        # Evaluation passes included: where they are long, watching costs little.
+        mean_s = self.light_s / max(1, self.num_sampled)
         if self.blocks.open(mean_s, seen=self.seen):
             self.sampler.spare()
             self._activate(False)
@@ -335,7 +347,11 @@ class Observer:
 
     def on_unwatched_step(self) -> None:
         """A step went by unwatched."""
-        num_left = self.blocks.step(seen=self.seen)
+        compile_s = self.compiling.taken_s()
+        num_left = self.blocks.step(seen=self.seen, compile_s=compile_s)
+        self.timeline.add_unwatched(self.blocks.durations_s[-1], compile_s=compile_s)
+        if rare_s := self.uses.taken_s():
+            self.uses.by_step[self.timeline.num_ended - 1] = rare_s
         if self.sampler.pending:
             is_usual = not self.blocks.rhythm.stands_out(self.blocks.durations_s[-1])
             self.sampler.settle(UNWATCHED if is_usual else "evaluation")
@@ -351,9 +367,13 @@ class Observer:
     def _take_pause(self) -> None:
         began = perf_counter()
         self._activate(False)
+        self.compiling.pause()
+        self.uses.is_on = False
         try:
             self._pause(self)
         finally:
+            self.compiling.resume()
+            self.uses.is_on = True
             self._activate(True)
             self.pause_s += perf_counter() - began
             self.deep_s -= perf_counter() - began
@@ -373,12 +393,19 @@ class Observer:
         )
 
     def _is_deep_allowed(self) -> bool:
-        if not uses_compile():
+        if not self.compiling.is_used or CAN_WATCH_COMPILED:
             return True
-        note = "the script uses torch.compile: no operators were recorded, since recording would switch the compiled code off"
+        note = (
+            "the script uses torch.compile: no operators were recorded, since with this version of torch recording would switch "
+            "the compiled code off"
+        )
         if note not in self.notes:
             self.notes.append(note)
         return False
+
+    def _step_in_progress(self) -> tuple[int, bool]:
+        """Its number, and whether it is timed."""
+        return self.seen + self.blocks.num_gone, self.mode is Mode.LIGHT
 
     @property
     def num_sampled(self) -> int:

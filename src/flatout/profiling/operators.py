@@ -18,11 +18,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.cost.flops import operator_flop
 from flatout.profiling.sites import Sites
 
 if TYPE_CHECKING:
     from flatout.profiling.calls import RepeatedCell
 
+GRAPH: Final = "inductor.graph"
+"""The name of a row that is a whole graph compiled by Inductor: one call, whatever kernels run in it."""
+CAN_WATCH_COMPILED: Final = hasattr(TorchDispatchMode, "ignore_compile_internals")
+"""Whether this torch lets compiled code run as it is under a dispatch mode."""
 MAX_CALLS: Final = 60_000
 """Calls recorded in one deep step; a step with more is recorded up to here and marked truncated."""
 
@@ -147,6 +152,9 @@ class OperatorRecorder(TorchDispatchMode):
         self._constant: dict[int, bool] = {}
         self._known: dict[Any, str] = {}
         self._views: set[str] = set()
+        self.graph_flop: dict[OperatorKey, int] = {}
+        self._graph_flop: int | None = None
+        """FLOP seen so far in the compiled graph that runs now; None outside any."""
 
     def enter(self) -> None:
         """Begin to intercept operators."""
@@ -204,6 +212,43 @@ class OperatorRecorder(TorchDispatchMode):
             index = call.creators[0] if call.creators else -1
         return site
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by dynamo: compiled code runs as it is while we record, and shows itself by its calls of `graph`."""
+        return True
+
+    def graph(self, run: Callable[[], object], inputs: Sequence[object]) -> object:
+        """A compiled graph runs: recorded as one row, with the FLOP of the operators that it calls outside its own kernels."""
+        if self.is_paused or self._graph_flop is not None or len(self.step.calls) >= MAX_CALLS:
+            return run()
+        python_s = perf_counter() - self._last_end
+        tensors = _tensors(list(inputs))
+        metas, storages = tuple(map(_meta, tensors)), tuple(map(storage_of, tensors))
+        producers = tuple(self._producer.get(s, -1) for s in storages)
+        site, module, phase = self.place_of(sys._getframe(1))
+        events = _event_pair() if self._is_device else None
+        self._graph_flop = 0
+        if events:
+            events[0].record()
+        before = perf_counter()
+        try:
+            out = run()
+        finally:
+            op_s = perf_counter() - before
+            flop, self._graph_flop = self._graph_flop, None
+        if events:
+            events[1].record()
+        results = _tensors(out if isinstance(out, (list, tuple)) else (out,))
+        key = OperatorKey(GRAPH, site, module, phase, metas, tuple(map(_meta, results)), "")
+        self.graph_flop[key] = flop
+        for result in results:
+            storage = storage_of(result)
+            self._producer[storage] = self._creator[storage] = len(self.step.calls)
+            self._constant[storage] = False
+        self.step.calls.append(Call(key, op_s, python_s, producers, (), False, events))
+        self._last_end = perf_counter()
+        return out
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -217,6 +262,11 @@ class OperatorRecorder(TorchDispatchMode):
         if self.is_paused or len(self.step.calls) >= MAX_CALLS or name.startswith(_SKIPPED_NAMESPACES):
             self.step.truncated |= not self.is_paused and len(self.step.calls) >= MAX_CALLS
             return func(*args, **kwargs)
+        if self._graph_flop is not None:
+            shapes = [tuple(t.shape) for t in _tensors(args)]
+            out = func(*args, **kwargs)
+            self._graph_flop += operator_flop(name, shapes, [tuple(t.shape) for t in _tensors((out,))]) or 0
+            return out
         python_s = start - self._last_end
         tensors = _tensors(args)
         if kwargs:

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 from time import perf_counter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+
+UNWATCHED: Final = "unwatched"
+"""The mode of a step of which nothing but its length is known."""
+
+COMPILE: Final = "compile"
+"""The phase while torch.compile compiles, whatever phase of the step it fell into."""
 
 
 class Mark(NamedTuple):
@@ -49,6 +55,11 @@ class Timeline:
         self._forward_end: Mark | None = None
         self._waiting: deque[tuple[str, list[Mark], int]] = deque()
 
+    @property
+    def num_ended(self) -> int:
+        """Entries filed in `steps`, or to be filed there once the device has got so far."""
+        return len(self.steps) + len(self._waiting)
+
     def switch(self, phase: str) -> None:
         """Enter `phase` now."""
         if phase != self.phase or self._forward_end is not None:
@@ -71,6 +82,10 @@ class Timeline:
             lengths = [b.host_s - a.host_s for a, b in pairwise(marks)]
             self.steps.append(_finish(mode, marks, calls, lengths)._replace(weight=weight))
         return marks[-1].host_s - marks[0].host_s
+
+    def add_unwatched(self, duration_s: float, *, compile_s: float = 0.0) -> None:
+        """File a step that went by unwatched; what compiling took of it is not in `duration_s`."""
+        self.steps.append(TimedStep(UNWATCHED, duration_s, {COMPILE: compile_s} if compile_s else {}, 0, 0, weight=0))
 
     def restart(self) -> None:
         """Forget the time since the last mark: it was ours."""

@@ -22,14 +22,15 @@ from flatout.records.workload import Source, Workload
 SCHEMA_VERSION = 1
 
 StepKind = Literal["training", "inference", "call", "none"]
-Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "evaluation", "other"]
+Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "evaluation", "compile", "other"]
 
 
 class Steps(Record, frozen=True, kw_only=True):
     """The honest timing: light observation only, warm-up left out.
 
     `step_s` is the median of the ordinary steps, `low_s`..`high_s` its 95 % interval, `evaluation_s` what evaluation passes
-    between the steps add to each of them on average. `device_s` is the device's busy time in a step, None on a CPU.
+    between the steps add to each of them on average, and `occasional_s` what is done in few of them: files saved,
+    graphs compiled. `device_s` is the device's busy time in a step, None on a CPU.
     """
 
     kind: StepKind
@@ -39,14 +40,15 @@ class Steps(Record, frozen=True, kw_only=True):
     low_s: float
     high_s: float
     evaluation_s: float = 0.0
+    occasional_s: float = 0.0
     device_s: float | None = None
     durations_s: tuple[float, ...] = ()
     phases: dict[str, float] = {}
 
     @property
     def whole_s(self) -> float:
-        """A step and its share of the evaluation passes."""
-        return self.step_s + self.evaluation_s
+        """A step and its share of the evaluation passes and of what is done in few steps only."""
+        return self.step_s + self.evaluation_s + self.occasional_s
 
     @property
     def is_device_bound(self) -> bool:

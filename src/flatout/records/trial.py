@@ -97,6 +97,18 @@ class TimeOptimizer(Record, frozen=True, kw_only=True, tag="time-optimizer"):
     optimizer: int
 
 
+ModelVariant = Literal[
+    "without-graph",
+    "without-anomaly",
+    "deterministic-off",
+    "cropped",
+    "batched",
+    "frozen",
+    "unpacked",
+    "eager",
+]
+
+
 class TimeModel(Record, frozen=True, kw_only=True, tag="time-model"):
     """One call of the captured root module (by index in Evidence.models) on captured inputs, against a variant.
 
@@ -104,14 +116,13 @@ class TimeModel(Record, frozen=True, kw_only=True, tag="time-model"):
     off. 'cropped': every tensor with `length` at dimension 1 cropped to `cropped_length`. 'batched': the batch repeated
     `factor` times; the result's `cured_s` is then the time of one original batch (divided by the factor). 'frozen':
     parameters in modules that no optimizer trains do not require gradients. 'unpacked': recurrent layers that get a packed
-    sequence run on the padded batch. `held` calls are made in a row and their outputs
+    sequence run on the padded batch. 'eager': a module under torch.compile, against itself without; refused where compiled
+    code would have to be made anew. `held` calls are made in a row and their outputs
     kept until the last, as a pass over several modules keeps its graph.
     """
 
     model: int
-    variant: Literal[
-        "without-graph", "without-anomaly", "deterministic-off", "cropped", "batched", "frozen", "unpacked"
-    ]
+    variant: ModelVariant
     backward: bool
     length: int = 0
     cropped_length: int = 0
@@ -140,6 +151,16 @@ class TimePaddedProduct(Record, frozen=True, kw_only=True, tag="time-padded-prod
     transposed: tuple[bool, bool]
 
 
+class TimeGraphBreak(Record, frozen=True, kw_only=True, tag="time-graph-break"):
+    """What one graph break costs the host here: a chain of small operators compiled in two graphs, against one.
+
+    The backend is 'aot_eager', so that both run the same kernels and only what surrounds a graph differs. Forward and backward
+    when `backward`.
+    """
+
+    backward: bool
+
+
 Trial = (
     TimeInDtype
     | TimeAttention
@@ -150,6 +171,7 @@ Trial = (
     | TimeOneHot
     | TimeOptimizer
     | TimeModel
+    | TimeGraphBreak
     | TimeDataset
     | TimePaddedProduct
 )

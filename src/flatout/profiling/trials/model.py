@@ -20,14 +20,17 @@ from flatout.records.trial import TimeModel, TrialResult
 def run(trial: TimeModel, scene: Scene) -> TrialResult:
     """Seconds of the call as it was and of its variant; a copy of the module runs, never the user's own."""
     root = scene.roots[trial.model]
-    module, captured = root.held or root.module(), root.captured
+    # `or` would ask the module for its length, which a compiled one refuses.
+    module, captured = root.held if root.held is not None else root.module(), root.captured
     if module is None or captured is None:
         raise Refused("the module or its inputs could not be kept")
+    if module in scene.compiled:
+        raise Refused("the module is under torch.compile, and trying it otherwise would compile it anew")
     try:
         twin = copy.deepcopy(module)
     except (RuntimeError, TypeError, NotImplementedError) as e:
         raise Refused(f"the module cannot be copied ({e})") from e
-    now = _held(_call(twin, captured, captured.args, captured.kwargs, backward=trial.backward), trial.held)
+    now = _held(call_of(twin, captured, captured.args, captured.kwargs, backward=trial.backward), trial.held)
     contexts, cured, per = _variant(trial, twin, captured, scene)
     runs = {"now": _in(contexts["now"], now), "cured": _in(contexts["cured"], cured)}
     timings = compare(
@@ -75,11 +78,15 @@ def _variant(
     elif trial.variant == "frozen":
         twin = copy.deepcopy(twin)
         _freeze(twin, set(scene.unused_modules))
-    cured = _held(_call(twin, captured, args, kwargs, backward=backward), trial.held)
+    cured = _held(call_of(twin, captured, args, kwargs, backward=backward), trial.held)
     return contexts, cured, per
 
 
-def _call(module: nn.Module, captured: Captured, args: Any, kwargs: Any, *, backward: bool) -> Callable[[], object]:
+def call_of(module: nn.Module, captured: Captured, args: Any, kwargs: Any, *, backward: bool) -> Callable[[], object]:
+    """A function that calls the module as captured, with a backward if asked for; it has run once.
+
+    Raises Refused when the module does not take these inputs.
+    """
     parameters = [p for p in module.parameters() if p.requires_grad]
 
     def forward() -> Any:

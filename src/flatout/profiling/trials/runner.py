@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter
 
-from flatout.profiling.trials import blocks, dataset, model, operators, optimizer
+from flatout.profiling.trials import blocks, compiled, dataset, model, operators, optimizer
 from flatout.profiling.trials.scene import Refused, Scene, untouched
 from flatout.records.trial import (
     TimeAttention,
     TimeDataset,
     TimeDistance,
+    TimeGraphBreak,
     TimeGrowingCat,
     TimeInDtype,
     TimeModel,
@@ -57,10 +58,14 @@ def _run(trial: Trial, scene: Scene) -> TrialResult:
                 return blocks.one_hot(trial, scene)
             case TimeOptimizer():
                 return optimizer.run(trial, scene)
+            case TimeModel(variant="eager"):
+                return compiled.eager(trial, scene)
             case TimeModel():
                 return model.run(trial, scene)
             case TimePaddedProduct():
                 return blocks.padded_product(trial, scene)
+            case TimeGraphBreak():
+                return compiled.graph_break(trial, scene)
             case TimeDataset():
                 return dataset.run(trial, scene)
     except Refused as e:

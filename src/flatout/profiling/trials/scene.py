@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from flatout.profiling.calls import Root
 from flatout.profiling.feeding import LoaderUse
@@ -27,6 +28,8 @@ class Scene(NamedTuple):
     unused_modules: tuple[str, ...]
     device: str
     limit_s: float
+    compiled: Mapping[nn.Module, dict[str, Any]] = {}
+    """Modules under torch.compile, with the options they were compiled with."""
 
 
 class Refused(Exception):

@@ -36,6 +36,7 @@ _NOT_POINTWISE: Final = (
     "cat",
     "stack",
     "copy",
+    "inductor",
 )
 _ROOTS: Final = {"aten.sqrt", "aten.rsqrt", "aten.pow", "aten.div", "aten.var", "aten.std"}
 _FUSED_PASSES: Final = (2, 5)
