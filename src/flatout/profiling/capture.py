@@ -11,6 +11,7 @@ import msgspec
 
 from flatout.profiling import assemble
 from flatout.profiling.accounts import OperatorTable
+from flatout.profiling.memory import MemoryLook
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
@@ -55,6 +56,9 @@ class Capture:
         self._other_s = 0.0
         self._last: Evidence | None = None
         self.observer = Observer(schedule, user_root=user_root, pause=self._pause, complete=self._complete)
+        self.memory = MemoryLook(self.observer)
+        self.observer.collectors += (self.memory,)
+        self.observer.watch = self.memory
 
     def start(self) -> None:
         """Begin to observe."""
@@ -177,6 +181,9 @@ class Capture:
             loaders=assemble.loaders_of(observer),
             paddings=assemble.paddings_of(observer),
             recurrences=assemble.recurrences_of(observer, table),
+            memory=self.memory.evidence(),
+            uses=self.memory.uses(),
+            module_facts=self.memory.facts(),
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
             notes=tuple(self._notes()),
