@@ -1,4 +1,4 @@
-"""What a further collector looks like to the observer: it watches from install to remove, and is told of closely watched steps."""
+"""A further collector, as the observer sees it: it watches from install to remove, and is told of closely watched steps."""
 
 from __future__ import annotations
 

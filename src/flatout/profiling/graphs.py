@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -68,7 +67,7 @@ class Graph:
         self.saved.clear()
 
     def _look_into(self, node: Any) -> None:
-        kind = type(node)
+        kind: type = type(node)
         if kind.__name__ == "CheckpointFunctionBackward":
             self.recomputes = True
         for name in _saved_names(kind):
@@ -119,6 +118,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from (v for v in value if isinstance(v, Tensor))
 
 
-@cache
+_names: Final[dict[type, tuple[str, ...]]] = {}
+
+
 def _saved_names(kind: type) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    """The attributes under which a kind of node shows what it saved."""
+    if kind not in _names:
+        _names[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    return _names[kind]

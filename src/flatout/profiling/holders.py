@@ -45,7 +45,7 @@ class Name(NamedTuple):
 
 
 def find_holders(tensors: list[Tensor], sites: Sites, made_at: list[int]) -> list[Holder]:
-    """For each tensor who holds it. Walks the garbage collector's referrers, about 10 ms a level; reads names and changes nothing.
+    """For each tensor who holds it. Walks the garbage collector's referrers, about 10 ms a level.
 
     `made_at` are the lines that made the tensors: of several lines that add to a container, one in the same function is likelier.
     """

@@ -26,7 +26,7 @@ from flatout.profiling.patching import Patches
 from flatout.profiling.process_memory import Malloc, ResidentPeak, malloc_state, resident_bytes
 from flatout.profiling.releases import Releases
 from flatout.profiling.schedule import Mode
-from flatout.profiling.storages import Stored, Storages
+from flatout.profiling.storages import Storages, Stored
 from flatout.profiling.survivors import Survivors
 from flatout.records.memory import Memory, RetainedGraph
 from flatout.records.usage import CallUse, ModuleFact

@@ -112,8 +112,6 @@ class MemoryMode(TorchDispatchMode):
             frame = frame.f_back
 
 
-
-
 def _is_below_checkpoint(frame: FrameType | None) -> bool:
     while frame is not None:
         if frame.f_code.co_filename.endswith(_CHECKPOINT_FILE):

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, cast
 
 from flatout.profiling import device_memory
 from flatout.profiling.process_memory import Malloc, memory_limit
-from flatout.profiling.storages import Event, Stored, Storages, alive_at, peak_of
+from flatout.profiling.storages import Event, Storages, Stored, alive_at, peak_of
 from flatout.records.memory import Memory, MemoryKind, MemoryPart, MemoryPoint, RetainedGraph
 
 _PARTS_BY_LINE: Final = 48

@@ -11,7 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flatout.profiling.calls import iter_tensors
 from flatout.profiling.census import Census, gradient_of, parameters_of
-from flatout.profiling.sites import Sites
 from flatout.records.usage import ModuleFact
 
 _SCALAR_BYTES: Final = 8

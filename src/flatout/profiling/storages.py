@@ -30,7 +30,9 @@ class Stored:
         "site",
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, storage: UntypedStorage, *, born: int, site: int, module: str, phase: str) -> None:
+    def __init__(
+        self, tensor: Tensor, storage: UntypedStorage, *, born: int, site: int, module: str, phase: str
+    ) -> None:
         self.key = int(storage._cdata)
         self.bytes = int(storage.nbytes())
         self.device = str(storage.device)
@@ -158,6 +160,4 @@ def peak_of(storages: Storages, device: str) -> Peak:
 
 def alive_at(storages: Storages, device: str, event: int) -> list[Stored]:
     """The storages that were alive right after this event."""
-    return [
-        s for s in storages.all if s.device == device and s.born <= event and (s.died is None or s.died > event)
-    ]
+    return [s for s in storages.all if s.device == device and s.born <= event and (s.died is None or s.died > event)]

@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 import msgspec
 from torch import Tensor
 
+from flatout.cost.accounting import group_by
 from flatout.profiling import device_memory
 from flatout.profiling.calls import iter_tensors
-from flatout.cost.accounting import group_by
 from flatout.profiling.census import Census
 from flatout.profiling.graphs import Graph, next_number, node_of
 from flatout.profiling.holders import Holder, find_holders
@@ -26,7 +26,7 @@ from flatout.profiling.observer import Observer
 from flatout.profiling.operators import storage_of
 from flatout.profiling.process_memory import malloc_state
 from flatout.profiling.schedule import Mode
-from flatout.profiling.storages import Stored, Storages
+from flatout.profiling.storages import Storages, Stored
 from flatout.records.memory import Growth, Memory
 
 _LOOKS_AFTER: Final = (3, 16, 64, 256, 1024)
@@ -233,7 +233,9 @@ def _by_line(kept: list[_Kept]) -> list[_Kept]:
     """One for all that were made at a line."""
     groups = group_by(kept, lambda k: k.site if k.site >= 0 else -id(k.tensor))
     return [
-        _Kept(g[0].tensor, g[0].site, sum(k.bytes for k in g), sum(k.num_tensors for k in g), sum(k.num_nodes for k in g))
+        _Kept(
+            g[0].tensor, g[0].site, sum(k.bytes for k in g), sum(k.num_tensors for k in g), sum(k.num_nodes for k in g)
+        )
         for g in groups.values()
     ]
 
