@@ -6,6 +6,7 @@ import ast
 import gc
 import inspect
 import linecache
+import re
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -54,14 +55,15 @@ def find_holders(tensors: list[Tensor], sites: Sites, made_at: list[int]) -> lis
     names = _names_of_running(sites)
     sources = sites.table()
     found = []
-    for tensor, site in zip(tensors, made_at, strict=True):
-        name, kind = _name_above(tensor, names, hidden=[tensors])
+    for index, site in enumerate(made_at):  # no zip: its tuples would be referrers too
+        keys: set[str] = set()
+        name, kind = _name_above(tensors[index], names, hidden=[tensors], keys=keys)
         if name is None:
             found.append(Holder(-1, f"a {kind} without a name" if kind else ""))
             continue
         near = sources[site] if site >= 0 else None
         files = dict.fromkeys([name.file, *(s.file for s in sources)])
-        line = next((at for file in files if file for at in [_adding_line(file, name, near)] if at), None)
+        line = next((at for file in files if file for at in [_adding_line(file, name, near, keys)] if at), None)
         words = f"{kind} '{name.name}' of {name.owner}"
         found.append(Holder(sites.add(line) if line is not None else -1, words))
     return found
@@ -95,10 +97,13 @@ def _locals_of(frame: FrameType) -> Iterator[tuple[str, Any]]:
         values.clear()  # the snapshot stays with the frame, and would keep alive what the function lets go of
 
 
-def _name_above(tensor: Tensor, names: dict[int, Name], hidden: list[Any]) -> tuple[Name | None, str]:
-    """(the nearest name above the tensor, what sort of thing has it)."""
+def _name_above(
+    tensor: Tensor, names: dict[int, Name], *, hidden: list[Any], keys: set[str]
+) -> tuple[Name | None, str]:
+    """(the nearest name above the tensor, what sort of thing has it); keys of dicts on the way are added to `keys`."""
     level: list[Any] = [tensor]
     seen = {id(tensor)}
+    chain = {id(tensor)}
     ours = {id(h) for h in hidden}
     sort = ""
     for _ in range(_LEVELS):
@@ -106,34 +111,40 @@ def _name_above(tensor: Tensor, names: dict[int, Name], hidden: list[Any]) -> tu
             if id(thing) in names and not isinstance(thing, nn.Module):
                 return names[id(thing)], _sort_of(thing)
         above: list[Any] = []
-        ours |= {id(level), id(above), id(seen)}
+        ours |= {id(level), id(above), id(seen), id(chain), id(names)}
         for thing in gc.get_referrers(*level):
-            if id(thing) in seen or id(thing) in ours or isinstance(thing, FrameType):
+            if id(thing) in seen or id(thing) in ours or _is_ours(thing):
                 continue
             seen.add(id(thing))
             if isinstance(thing, _CONTAINERS):
                 sort = sort or _sort_of(thing)
                 above.append(thing)
-            name = _attribute_name(thing, level)
+                if isinstance(thing, dict):
+                    keys |= {k for k, value in list(thing.items()) if isinstance(k, str) and id(value) in chain}
+            name = _attribute_name(thing, chain)
             if name is not None:
                 return name, sort or _sort_of(level[0])
         level = above[:_WIDTH]
+        chain |= {id(thing) for thing in level}
         if not level:
             break
     return None, sort
 
 
-def _attribute_name(thing: Any, level: list[Any]) -> Name | None:
-    """The name of an attribute of `thing`, an object with attributes, that is one of `level`."""
+def _is_ours(thing: Any) -> bool:
+    return isinstance(thing, FrameType) or type(thing).__module__.startswith("flatout.")
+
+
+def _attribute_name(thing: Any, chain: set[int]) -> Name | None:
+    """The name of an attribute of `thing`, an object with attributes, whose value is one of these (by id)."""
     if isinstance(thing, (*_CONTAINERS, ModuleType, type, Tensor)) or not hasattr(type(thing), "__dict__"):
         return None
     try:
         attributes = object.__getattribute__(thing, "__dict__")
     except AttributeError:
         return None
-    wanted = {id(x) for x in level}
     for name, value in list(attributes.items()) if isinstance(attributes, dict) else ():
-        if id(value) in wanted:
+        if id(value) in chain:
             code = sys.modules.get(type(thing).__module__)
             file = getattr(code, "__file__", "") or ""
             return Name(name, True, type(thing).__qualname__, file, 0)
@@ -144,8 +155,11 @@ def _sort_of(thing: Any) -> str:
     return "variable" if isinstance(thing, (Tensor, CellType)) else type(thing).__name__
 
 
-def _adding_line(file: str, name: Name, near: Source | None) -> Source | None:
-    """The line of `file` that puts something into the named container, or extends the named variable."""
+def _adding_line(file: str, name: Name, near: Source | None, keys: set[str]) -> Source | None:
+    """The line of `file` that puts something into the named container, or extends the named variable.
+
+    Of several the one that names a key on the way to the tensor, then one that speaks of what the line `near` assigned.
+    """
     text = "".join(linecache.getlines(file))
     try:
         tree = ast.parse(text)
@@ -161,8 +175,15 @@ def _adding_line(file: str, name: Name, near: Source | None) -> Source | None:
     lines = sorted({n.lineno for n in nodes if isinstance(n, (ast.stmt, ast.expr)) and _adds(n, name)})
     if not lines:
         return None
-    line = next((n for n in lines if near is not None and near.file == file and n >= near.line), lines[-1])
-    return Source(file=file, line=line)
+    assigned = near.text.partition("=")[0].strip() if near is not None else ""
+
+    def score(line: int) -> tuple[bool, bool, bool, int]:
+        text = linecache.getline(file, line)
+        has_key = any(f'"{key}"' in text or f"'{key}'" in text for key in keys)
+        speaks = assigned.isidentifier() and re.search(rf"\b{assigned}\b", text) is not None
+        return has_key, speaks, near is not None and near.file == file and line >= near.line, -line
+
+    return Source(file=file, line=max(lines, key=score))
 
 
 def _adds(node: ast.AST, name: Name) -> bool:

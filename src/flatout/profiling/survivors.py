@@ -210,7 +210,8 @@ def _graphs_kept(census: Census, numbers: list[tuple[int, int]], alive: dict[int
     reached = [0] * len(numbers)
     found: list[tuple[Tensor, int]] = []
     held: list[list[Tensor]] = []
-    for _, tensor, node in sorted(nodes, key=lambda row: row[0]):
+    # The youngest first: what is held is the end of a graph, and its inner tensors are alive only through it.
+    for _, tensor, node in sorted(nodes, key=lambda row: -row[0]):
         before = len(graph.saved)
         new = graph.walk([node], oldest=numbers[0][0])
         inside = [sum(first <= n <= last for n in new) for first, last in numbers]
