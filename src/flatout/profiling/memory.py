@@ -81,6 +81,7 @@ class MemoryLook:
         self.survivors = Survivors(observer, judge=self.states.judge)
         self._observer = observer
         self._step: _Step | None = None
+        self._is_off = False
 
     # -- the collector ----------------------------------------------------------------------------------------------------
 
@@ -91,17 +92,17 @@ class MemoryLook:
     def begin(self, mode: Mode) -> None:
         """The memory step begins."""
         self._abort()
-        if mode is Mode.MEMORY:
-            with _undisturbed():
+        with self._undisturbed():
+            if mode is Mode.MEMORY and not self._is_off:
                 self._open()
-        else:
-            self.survivors.begin_step()
+            else:
+                self.survivors.begin_step()
 
     def end(self, mode: Mode) -> None:
         """A closely watched step ended."""
         if self._observer.seen <= 1:
             self.releases.clear()
-        with _undisturbed():
+        with self._undisturbed():
             if mode is Mode.MEMORY and self._step is not None:
                 self._close(self._step)
             elif mode is Mode.DEEP:
@@ -119,17 +120,18 @@ class MemoryLook:
         step = self._step
         if step is None:
             return
-        for tensor in iter_tensors(value):
-            stored = step.storages.add(tensor)
-            if stored is not None and not stored.kind and (is_fetched or _is_prepared(stored, tensor)):
-                stored.kind = "batch"
+        with self._undisturbed():
+            for tensor in iter_tensors(value):
+                stored = step.storages.add(tensor)
+                if stored is not None and not stored.kind and (is_fetched or _is_prepared(stored, tensor)):
+                    stored.kind = "batch"
 
     def on_backward(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A backward is about to go through the graph of these tensors."""
         step = self._step
         if step is None:
             return
-        with _undisturbed():
+        with self._undisturbed():
             graph = Graph()
             first = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
             graph.walk(node_of(t) for t in tensors_in(first))
@@ -149,8 +151,9 @@ class MemoryLook:
 
     def on_light(self) -> None:
         """A step ended under light observation."""
-        with _undisturbed():
-            self.survivors.look()
+        if self.survivors.is_due():
+            with self._undisturbed():
+                self.survivors.look()
 
     # -- the step ---------------------------------------------------------------------------------------------------------
 
@@ -242,6 +245,21 @@ class MemoryLook:
                 elif device.startswith("cuda:"):
                     step.device.look(int(device[5:]))
 
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Look at tensors without subclasses' code, and without warnings for what is looked at.
+
+        Our own mistake ends the look at memory and nothing else: what was seen till then is told, with a note.
+        """
+        with warnings.catch_warnings(), without_functions():
+            warnings.simplefilter("ignore")
+            try:
+                yield
+            except Exception as e:  # noqa: BLE001  # ours, not the user's: the rest of the observation goes on
+                self._is_off = self.survivors.is_over = True
+                self._abort()
+                self._observer.notes.append(f"memory was not watched to the end: {type(e).__name__}: {e}")
+
     def _abort(self) -> None:
         step, self._step = self._step, None
         if step is not None:
@@ -271,9 +289,3 @@ def _is_prepared(stored: Stored, tensor: torch.Tensor) -> bool:
     return not stored.module and not tensor.requires_grad and stored.phase in ("data", "transfer", "other", "forward")
 
 
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Look at tensors without subclasses' code, and without warnings for what is looked at."""
-    with warnings.catch_warnings(), without_functions():
-        warnings.simplefilter("ignore")
-        yield

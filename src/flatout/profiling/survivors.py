@@ -100,6 +100,13 @@ class Survivors:
 
     # -- later ------------------------------------------------------------------------------------------------------------
 
+    def is_due(self) -> bool:
+        """Whether the end of a light step is to be looked at; costs nothing."""
+        if self._ended_at is None or self.is_over:
+            return False
+        is_time = self._looks < len(_LOOKS_AFTER) and self._observer.seen - self._ended_at >= _LOOKS_AFTER[self._looks]
+        return is_time or len(self._numbers) < 4 or perf_counter() - self._sampled_s >= _SAMPLE_S
+
     def look(self) -> None:
         """A later step ended: look at what is left, if it is time."""
         if self._ended_at is None or self.is_over:
