@@ -287,5 +287,3 @@ class MemoryLook:
 def _is_prepared(stored: Stored, tensor: torch.Tensor) -> bool:
     """Whether a model's input was made outside any module: a batch, and not what another model computed."""
     return not stored.module and not tensor.requires_grad and stored.phase in ("data", "transfer", "other", "forward")
-
-

@@ -138,7 +138,9 @@ class Observer:
     # -- events -----------------------------------------------------------------------------------------------------------
 
     def on_root_start(self, root: Root) -> None:
-        if root.has_parameters and self.kind in ("none", "inference") and not self._in_backward:
+        if self._in_backward:  # a forward that is computed again there is the backward's own work
+            return
+        if root.has_parameters and self.kind in ("none", "inference"):
             self._roots_without_backward += 1
             if self.kind == "none" and self._roots_without_backward >= _INFERENCE_AFTER:
                 self._leader = root
@@ -152,6 +154,8 @@ class Observer:
         self.timeline.switch("evaluation" if is_evaluation else "forward")
 
     def on_root_end(self, root: Root) -> None:
+        if self._in_backward:
+            return
         if self.timeline.phase != "evaluation":  # what follows an evaluation call belongs to it: its metrics, its loop
             self.timeline.end_root("optimizer" if self._in_optimizer else "other")
 

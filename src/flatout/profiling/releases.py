@@ -6,6 +6,7 @@ import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from statistics import median
 from threading import get_ident
 from time import perf_counter
 from typing import Any
@@ -40,7 +41,7 @@ class Releases:
         """By name and line, for one of `num_steps` steps."""
         steps = max(1, num_steps)
         return tuple(
-            CallUse(name=name, source=site, calls=len(times) / steps, seconds=sum(times) / steps)
+            CallUse(name=name, source=site, calls=len(times) / steps, seconds=median(times) * len(times) / steps)
             for (name, site), times in self._seconds.items()
             if site >= 0
         )

@@ -9,10 +9,11 @@ False alarm  A step near the end of its memory, or a batch about to be made larg
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from flatout.cost.accounting import around, seconds_of
+from flatout.cost.accounting import around, group_by, seconds_of
 from flatout.cost.memory import bytes_at_peak, main_memory, room
 from flatout.records.evidence import Evidence, Operator
 from flatout.records.finding import Finding, Note, Rule
@@ -32,9 +33,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     for fact in evidence.module_facts:
         if fact.name != "recompute":
             continue
-        rows = _recomputed(evidence, fact.source)
-        seconds = seconds_of(evidence, rows)
-        kept_bytes = sum(_result_bytes(evidence.operators[i]) for i in rows)
+        rows, seconds, kept_bytes = _recomputed(evidence, fact.source)
         if seconds <= 0 or free - kept_bytes < _ROOM * memory.total_bytes:
             continue
         yield Finding(
@@ -69,25 +68,41 @@ def note(evidence: Evidence) -> Iterator[Note]:
         )
 
 
-def _recomputed(evidence: Evidence, source: int) -> tuple[int, ...]:
-    """Operators in the backward that repeat one of the forward, at this line or below it."""
-    forward = {_kind(o) for o in evidence.operators if o.phase == "forward"}
-    return tuple(
+def _recomputed(evidence: Evidence, source: int) -> tuple[tuple[int, ...], float, int]:
+    """Operators in the backward that repeat the forward at this line or below it: rows, seconds, bytes of their results.
+
+    An operator is repeated at most as often as the forward ran it; more calls of the same kind are the backward's own.
+    """
+    below = [
         i
         for i, o in enumerate(evidence.operators)
-        if o.phase == "backward"
-        and not o.module
-        and (o.source == source or source in evidence.callers.get(o.source, ()))
-        and _kind(o) in forward
+        if o.source == source or source in evidence.callers.get(o.source, ())
+    ]
+    forward: dict[tuple[object, ...], float] = defaultdict(float)
+    for i in below:
+        if evidence.operators[i].phase == "forward":
+            forward[_kind(evidence.operators[i])] += evidence.operators[i].num_calls
+    again = group_by(
+        (i for i in below if evidence.operators[i].phase == "backward" and _kind(evidence.operators[i]) in forward),
+        lambda i: _kind(evidence.operators[i]),
     )
+    seconds, num_bytes = 0.0, 0.0
+    for kind, rows in again.items():
+        calls = sum(evidence.operators[i].num_calls for i in rows)
+        share = min(1.0, forward[kind] / calls)
+        seconds += share * seconds_of(evidence, rows)
+        num_bytes += share * sum(_result_bytes(evidence.operators[i]) for i in rows)
+    return tuple(i for rows in again.values() for i in rows), seconds, round(num_bytes)
 
 
 def _kind(operator: Operator) -> tuple[object, ...]:
     return operator.op, operator.source, tuple(t.shape for t in operator.inputs), operator.scalars
 
 
-def _result_bytes(operator: Operator) -> int:
-    return round(operator.num_calls * sum(prod(t.shape) * _ELEMENT_BYTES.get(t.dtype, 4) for t in operator.outputs))
+def _result_bytes(operator: Operator) -> float:
+    if operator.bytes == 0:  # a view
+        return 0.0
+    return operator.num_calls * sum(prod(t.shape) * _ELEMENT_BYTES.get(t.dtype, 4) for t in operator.outputs)
 
 
 RULE = Rule(
