@@ -11,6 +11,7 @@ import msgspec
 
 from flatout.profiling import assemble
 from flatout.profiling.accounts import OperatorTable
+from flatout.profiling.memory import MemoryLook
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
@@ -20,6 +21,7 @@ from flatout.profiling.workload import workload_of
 from flatout.records.evidence import Evidence
 from flatout.records.hardware import Machine
 from flatout.records.trial import Trial, TrialResult
+from flatout.records.usage import CallUse
 
 FEWEST_STEPS: Final = 12
 """A script with fewer steps may end before the deep steps are done."""
@@ -55,6 +57,9 @@ class Capture:
         self._other_s = 0.0
         self._last: Evidence | None = None
         self.observer = Observer(schedule, user_root=user_root, pause=self._pause, complete=self._complete)
+        self.memory = MemoryLook(self.observer)
+        self.observer.collectors += (self.memory,)
+        self.observer.watch = self.memory
 
     def start(self) -> None:
         """Begin to observe."""
@@ -140,6 +145,14 @@ class Capture:
                 f"let the script make {FEWEST_STEPS} or more"
             )
 
+    def _uses(self) -> tuple[CallUse, ...]:
+        """Calls worth knowing about, the dearest first."""
+        observer = self.observer
+        rows = observer.uses.rows(
+            num_steps=observer.seen, reads=observer.reads.seen, num_read_steps=observer.reads.num_steps
+        )
+        return tuple(sorted((*rows, *self.memory.uses()), key=lambda u: -u.seconds))
+
     def _evidence(self) -> Evidence:
         observer = self.observer
         table = OperatorTable(observer)
@@ -185,9 +198,9 @@ class Capture:
             paddings=assemble.paddings_of(observer),
             recurrences=assemble.recurrences_of(observer, table),
             device_step=assemble.device_step_of(observer, steps),
-            uses=observer.uses.rows(
-                num_steps=observer.seen, reads=observer.reads.seen, num_read_steps=observer.reads.num_steps
-            ),
+            memory=self.memory.evidence(),
+            uses=self._uses(),
+            module_facts=self.memory.facts(),
             compilation=observer.compiling.record(observer.timeline.steps),
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),

@@ -1,8 +1,8 @@
-"""What a further collector looks like to the observer: told of closely watched steps, and watching from install to remove."""
+"""A further collector, as the observer sees it: it watches from install to remove, and is told of closely watched steps."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from flatout.profiling.patching import Patches
 from flatout.profiling.schedule import Mode
@@ -27,3 +27,16 @@ class Collector(Protocol):
 
     def remove(self) -> None:
         """Take away what `patches` does not restore."""
+
+
+class StepWatch(Protocol):
+    """Who is told of what happens within the MEMORY step, and of the ends of light steps."""
+
+    def on_batch(self, value: Any, *, is_fetched: bool) -> None:
+        """A loader gave this (`is_fetched`), or a module with parameters is called with it."""
+
+    def on_backward(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """torch.autograd's function `name` is about to run with these arguments."""
+
+    def on_light(self) -> None:
+        """A step under light observation ended."""

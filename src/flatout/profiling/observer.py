@@ -13,7 +13,7 @@ import torch
 
 from flatout.profiling.blocks import Blocks
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
-from flatout.profiling.collector import Collector
+from flatout.profiling.collector import Collector, StepWatch
 from flatout.profiling.compiling import Compiling
 from flatout.profiling.deep import DeepLooks
 from flatout.profiling.feeding import Feeding
@@ -79,6 +79,7 @@ class Observer:
             on_use=self.uses.spare_compiled_code,
         )
         self.collectors: tuple[Collector, ...] = (self.compiling, self.uses)
+        self.watch: StepWatch | None = None
         self.light_s = 0.0
         self.deep_s = 0.0
         self.pause_s = 0.0
@@ -108,7 +109,7 @@ class Observer:
         for collector in self.collectors:
             collector.install(self._patches)
         for name in ("backward", "grad"):
-            self._patches.set(torch.autograd, name, self._watching_backward(getattr(torch.autograd, name)))
+            self._patches.set(torch.autograd, name, self._watching_backward(name, getattr(torch.autograd, name)))
         self._activate(True)
         self.sampler.start()
         self.sampler.is_on = False
@@ -148,7 +149,9 @@ class Observer:
     # -- events -----------------------------------------------------------------------------------------------------------
 
     def on_root_start(self, root: Root) -> None:
-        if root.has_parameters and self.kind in ("none", "inference") and not self._in_backward:
+        if self._in_backward:  # a forward that is computed again there is the backward's own work
+            return
+        if root.has_parameters and self.kind in ("none", "inference"):
             self._roots_without_backward += 1
             if self.kind == "none" and self._roots_without_backward >= _INFERENCE_AFTER:
                 self._leader = root
@@ -162,10 +165,14 @@ class Observer:
         self.timeline.switch("evaluation" if is_evaluation else "forward")
 
     def on_root_end(self, root: Root) -> None:
+        if self._in_backward:
+            return
         if self.timeline.phase != "evaluation":  # what follows an evaluation call belongs to it: its metrics, its loop
             self.timeline.end_root("optimizer" if self._in_optimizer else "other")
 
     def on_root_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.mode is Mode.MEMORY and self.watch is not None and root.has_parameters:
+            self.watch.on_batch((args, kwargs), is_fetched=False)
         recorder = self.deep.recorder
         if self.mode is Mode.DEEP and recorder is not None and root.has_parameters:
             for tensor in iter_tensors((args, kwargs)):
@@ -186,6 +193,11 @@ class Observer:
         self.timeline.switch("optimizer" if self._in_optimizer else "other")
         if self.mode is Mode.DEEP and self.deep.recorder is not None:
             self.deep.recorder.data_storages.update(storage_of(t) for t in iter_tensors(batch))
+        if self.mode is Mode.MEMORY and self.watch is not None:
+            try:
+                self.watch.on_batch(batch, is_fetched=True)
+            except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
+                self.fail(e)
 
     def on_optimizer_start(self) -> None:
         self._in_optimizer = True
@@ -208,13 +220,18 @@ class Observer:
         """The step function returned."""
         self._border()
 
-    def _watching_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _watching_backward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward or get_ident() != self.thread_id or not self.calls.is_active:
                 return original(*args, **kwargs)
             self._in_backward = True
             self._roots_without_backward = 0
             self.timeline.switch("backward")
+            if self.mode is Mode.MEMORY and self.watch is not None:
+                try:
+                    self.watch.on_backward(name, args, kwargs)
+                except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
+                    self.fail(e)
             if self.deep.recorder is not None:
                 self.deep.recorder.mark_backward(sys._getframe(1))
             try:
@@ -243,6 +260,9 @@ class Observer:
             elif self.mode is Mode.READS:
                 self.reads.end()
             self.kernels.abort()
+            if self.mode not in (Mode.LIGHT, Mode.DONE):
+                for collector in self.collectors:
+                    collector.end(self.mode)
             self.kind = kind
             self.is_device = is_on_accelerator()
             self.timeline = Timeline(use_events=self.is_device)
@@ -293,6 +313,8 @@ class Observer:
         if before is not Mode.LIGHT:
             for collector in self.collectors:
                 collector.end(before)
+        elif self.watch is not None:
+            self.watch.on_light()
         self.mode = self.schedule.mode(
             seen=self.seen,
             deep_elapsed_s=self.deep_s,
