@@ -14,6 +14,7 @@ from flatout.profiling.accounts import OperatorTable
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
+from flatout.profiling.spans import timeline_of
 from flatout.profiling.trials.runner import run_trials
 from flatout.profiling.trials.scene import Scene
 from flatout.profiling.workload import workload_of
@@ -177,6 +178,7 @@ class Capture:
             loaders=assemble.loaders_of(observer),
             paddings=assemble.paddings_of(observer),
             recurrences=assemble.recurrences_of(observer, table),
+            timeline=timeline_of(observer, table),
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
             notes=tuple(self._notes()),

@@ -11,6 +11,8 @@ import torch
 
 BLOCK: Final = "block"
 """The mode of an entry that is the mean of several unwatched steps."""
+_ORDERED_STEPS: Final = 500
+"""Steps whose order of phases is kept: one of them is drawn, and a long run must not fill the memory."""
 
 
 class Mark(NamedTuple):
@@ -29,6 +31,8 @@ class TimedStep(NamedTuple):
     phases: dict[str, float]
     root_calls: int
     num_marks: int
+    order: tuple[tuple[str, float], ...] = ()
+    """(phase, seconds) as they followed one another; kept for the first steps only."""
 
 
 class Timeline:
@@ -66,7 +70,7 @@ class Timeline:
             self._waiting.append((mode, marks, calls))
             self._collect()
         else:
-            self.steps.append(_finish(mode, marks, calls, [b.host_s - a.host_s for a, b in pairwise(marks)]))
+            self._file(mode, marks, calls, [b.host_s - a.host_s for a, b in pairwise(marks)])
         return marks[-1].host_s - marks[0].host_s
 
     def add_block(self, step_s: float) -> None:
@@ -110,13 +114,14 @@ class Timeline:
                 return
             self._waiting.popleft()
             lengths = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events) if a is not None and b is not None]
-            self.steps.append(_finish(mode, marks, calls, lengths))
+            self._file(mode, marks, calls, lengths)
             # The last mark begins the next step; the others' events can be recorded anew, which is cheaper than making them.
             self._free += [e for e in events[:-1] if e is not None]
 
-
-def _finish(mode: str, marks: list[Mark], calls: int, lengths: list[float]) -> TimedStep:
-    phases: dict[str, float] = {}
-    for mark, length in zip(marks, lengths, strict=False):
-        phases[mark.phase] = phases.get(mark.phase, 0.0) + length
-    return TimedStep(mode, sum(lengths), phases, calls, len(marks))
+    def _file(self, mode: str, marks: list[Mark], calls: int, lengths: list[float]) -> None:
+        phases: dict[str, float] = {}
+        for mark, length in zip(marks, lengths, strict=False):
+            phases[mark.phase] = phases.get(mark.phase, 0.0) + length
+        is_ordered = len(self.steps) < _ORDERED_STEPS
+        order = tuple(zip((m.phase for m in marks), lengths, strict=False)) if is_ordered else ()
+        self.steps.append(TimedStep(mode, sum(lengths), phases, calls, len(marks), order))
