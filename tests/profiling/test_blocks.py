@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import sys
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.profiling.blocks import AIM_FRACTION, LONGEST, WATCHED_STEP_S, Blocks, block_size
+from flatout.profiling.blocks import AIM_FRACTION, LONGEST, WATCHED_STEP_S, Blocks, Rhythm, block_size
 from flatout.profiling.sampler import UNWATCHED, Sampler, Spot
 from flatout.profiling.sites import Sites
 
@@ -20,14 +22,56 @@ def test_long_steps_are_all_watched() -> None:
     assert block_size(0.1, seen=10_000) == 0
 
 
-def test_steps_of_a_block_cut_short_are_sampled_but_not_timed() -> None:
+def run(durations: list[float]) -> tuple[dict[int, int], int]:
+    """The numbers of the watched steps with what each stands for, and how many steps went by."""
     blocks = Blocks()
-    blocks.open(10)
-    assert blocks.cut(4) == 6
-    assert (blocks.num_steps, blocks.num_cut, blocks.is_open) == (0, 6, False)
-    blocks.open(3)
-    assert blocks.close() == blocks.total_s > 0
-    assert blocks.num_steps == 3
+    watched: dict[int, int] = {}
+    number = 0
+    while number < len(durations):
+        number += 1
+        watched[number] = blocks.weight
+        blocks.rhythm.add(number, durations[number - 1])
+        size = blocks.open(durations[number - 1], seen=number)
+        for index in range(size):
+            if number + index >= len(durations):
+                return watched, number + blocks.cut()
+            blocks.step(seen=number)
+        number += size
+    return watched, number
+
+
+@given(st.integers(1, 400), st.floats(1e-4, 1e-1))
+def test_watched_steps_stand_for_all_that_went_by(num: int, step_s: float) -> None:
+    watched, seen = run([step_s] * num)
+    assert seen == num
+    assert sum(watched.values()) <= num
+    assert sum(watched.values()) >= num - 2 * LONGEST - 2
+
+
+@given(st.integers(5, 60))
+def test_steps_that_stand_out_are_met_once_their_rhythm_is_known(period: int) -> None:
+    rhythm = Rhythm()
+    for number in range(1, 4 * period):
+        rhythm.add(number, 3.0 if number % period == 0 else 1.0)
+    assert rhythm.next_after(4 * period - 1) == 4 * period
+    assert rhythm.next_after(4 * period) == 5 * period
+
+
+def test_no_rhythm_no_prediction() -> None:
+    rhythm = Rhythm()
+    for number in range(1, 100):
+        rhythm.add(number, 1.0)
+    assert rhythm.next_after(100) is None
+
+
+def test_a_block_ends_before_a_step_that_is_due() -> None:
+    blocks = Blocks()
+    for number in range(1, 401):
+        blocks.rhythm.add(number, 1.0 if number % 110 == 0 else 1e-4)
+    assert blocks.open(1e-4, seen=401) == 38
+    for _ in range(38):
+        blocks.step(seen=401)
+    assert blocks.weight == 1
 
 
 def test_samples_of_unwatched_steps_go_to_the_phase_of_their_line() -> None:
@@ -37,3 +81,12 @@ def test_samples_of_unwatched_steps_go_to_the_phase_of_their_line() -> None:
         sampler.samples[Spot(phase, site, True)] = 1
     found = {(spot.phase, spot.site): (round(s, 9), n) for spot, s, n in sampler.by_phase()}
     assert found == {("forward", 1): (0.7, 2), ("data", 2): (0.1, 1), ("other", 3): (0.3, 1)}
+
+
+def test_samples_of_an_unwatched_step_wait_for_its_end() -> None:
+    sampler = Sampler(Sites(), phase=lambda: UNWATCHED)
+    sampler.is_on = True
+    sampler._sample(sys._getframe())
+    assert not sampler.seconds
+    sampler.settle("evaluation")
+    assert [spot.phase for spot in sampler.samples] == ["evaluation"]

@@ -11,7 +11,7 @@ from flatout.profiling.accounts import OperatorTable, usual_root_calls
 from flatout.profiling.calls import Root
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Mode
-from flatout.profiling.timeline import BLOCK, TimedStep
+from flatout.profiling.timeline import TimedStep
 from flatout.records.evidence import (
     Constant,
     HostRead,
@@ -28,7 +28,7 @@ from flatout.records.evidence import (
 )
 from flatout.records.workload import Source
 
-_FEWEST_BLOCKS: Final = 5
+_FEWEST_UNWATCHED: Final = 20
 
 
 def steps_of(observer: Observer, device_s: float | None) -> Steps:
@@ -43,22 +43,33 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
             kind=kind, num_seen=observer.seen, num_timed=0, step_s=0.0, low_s=0.0, high_s=0.0, device_s=device_s
         )
     ordinary, extra = _split(light)
-    blocks = [s.duration_s for s in timed if s.mode == BLOCK]
-    durations = blocks if len(blocks) >= _FEWEST_BLOCKS else [s.duration_s for s in ordinary]
+    durations = _ordinary_durations(observer.blocks.durations_s, ordinary, extra)
     middle = statistics.median(durations)
     interval = median_estimate(durations)
+    evaluation_s = sum(s.weight * max(0.0, s.duration_s - middle) for s in extra) / sum(s.weight for s in light)
     return Steps(
         kind=kind,
         num_seen=observer.seen,
-        num_timed=len(light) + observer.blocks.num_steps,
+        num_timed=len(light) + len(observer.blocks.durations_s),
         step_s=middle,
         low_s=interval.low,
         high_s=interval.high,
-        evaluation_s=sum(max(0.0, s.duration_s - middle) for s in extra) / len(light),
+        evaluation_s=evaluation_s,
         device_s=device_s,
         durations_s=tuple(round(s.duration_s, 9) for s in light[-2000:]),
-        phases=_phases(ordinary, extra, middle, len(light)),
+        phases=_phases(ordinary, middle, evaluation_s),
     )
+
+
+def _ordinary_durations(unwatched: list[float], ordinary: list[TimedStep], extra: list[TimedStep]) -> list[float]:
+    """The lengths that the step time is the median of: the unwatched steps' where there are enough, which nothing disturbed."""
+    watched = [s.duration_s for s in ordinary]
+    if len(unwatched) < _FEWEST_UNWATCHED:
+        return watched
+    if not extra:
+        return unwatched
+    between = (statistics.median(watched) + statistics.median(s.duration_s for s in extra)) / 2
+    return [d for d in unwatched if d < between] or watched
 
 
 def _split(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
@@ -68,13 +79,13 @@ def _split(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
     return ordinary, [s for s in steps if s.root_calls > usual]
 
 
-def _phases(ordinary: list[TimedStep], extra: list[TimedStep], step_s: float, num: int) -> dict[str, float]:
+def _phases(ordinary: list[TimedStep], step_s: float, evaluation_s: float) -> dict[str, float]:
     """Mean share of each phase, scaled to the median step, and the evaluation between steps."""
     total = sum(s.duration_s for s in ordinary)
     names = {name for s in ordinary for name in s.phases}
     phases = {n: sum(s.phases.get(n, 0.0) for s in ordinary) / total * step_s for n in sorted(names)} if total else {}
-    if extra:
-        phases["evaluation"] = phases.get("evaluation", 0.0) + sum(max(0.0, s.duration_s - step_s) for s in extra) / num
+    if evaluation_s:
+        phases["evaluation"] = phases.get("evaluation", 0.0) + evaluation_s
     return phases
 
 
@@ -163,7 +174,7 @@ def host_reads_of(observer: Observer) -> tuple[HostRead, ...]:
 def models_of(observer: Observer) -> tuple[tuple[Model, ...], list[Root]]:
     """Root modules that hold parameters, with the objects behind them in the same order."""
     roots = [r for r in observer.calls.roots.values() if r.has_parameters]
-    steps = max(1, sum(s.mode != BLOCK for s in observer.timeline.steps))
+    steps = max(1, sum(s.weight for s in observer.timeline.steps))
     models = tuple(
         Model(
             name=r.name,
@@ -172,7 +183,7 @@ def models_of(observer: Observer) -> tuple[tuple[Model, ...], list[Root]]:
             num_parameters=r.num_parameters,
             is_training=r.is_training,
             grad_enabled=r.grad_enabled,
-            calls=r.calls / steps,
+            calls=r.weighted_calls / steps,
             call_s=r.total_s / max(1, r.calls),
             num_calls_seen=r.calls,
             num_graphs_built=r.graphs_built,
@@ -202,7 +213,7 @@ def optimizers_of(observer: Observer) -> tuple[OptimizerUse, ...]:
 
 def loaders_of(observer: Observer) -> tuple[Loader, ...]:
     """The DataLoaders that were iterated."""
-    steps = max(1, sum(s.mode != BLOCK for s in observer.timeline.steps))
+    steps = max(1, sum(s.weight for s in observer.timeline.steps))
     return tuple(
         Loader(
             source=u.site,
@@ -212,7 +223,7 @@ def loaders_of(observer: Observer) -> tuple[Loader, ...]:
             num_workers=u.num_workers,
             batch_size=u.batch_size,
             wait_s=u.wait_s / max(1, u.fetches),
-            fetches=u.fetches / steps,
+            fetches=u.weighted_fetches / steps,
             is_map_style=u.is_map_style,
             has_own_collate=u.has_own_collate,
         )

@@ -1,7 +1,13 @@
-"""Short steps go by unwatched in blocks, timed as a whole, so that watching one now and then costs the loop almost nothing."""
+"""Short steps go by unwatched in blocks, only timed, so that watching one now and then costs the loop almost nothing.
+
+A step that stands out (an evaluation pass every 50 steps, a checkpoint) would seldom be the one that is watched. So those that
+stand out are noted, and once their rhythm is known, blocks end just before the next of them.
+"""
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter, deque
 from time import perf_counter
 from typing import Final
 
@@ -11,6 +17,9 @@ AIM_FRACTION: Final = 0.002
 """The share of the loop's time that watching steps may take; samples and idle watches take theirs besides."""
 LONGEST: Final = 100
 _SEEN_PER_UNWATCHED: Final = 4
+_STANDS_OUT: Final = 1.5
+_REMEMBERED: Final = 12
+_JITTER: Final = 7
 
 
 def block_size(step_s: float, *, seen: int) -> int:
@@ -21,43 +30,108 @@ def block_size(step_s: float, *, seen: int) -> int:
     return min(LONGEST, seen // _SEEN_PER_UNWATCHED, int(WATCHED_STEP_S / (AIM_FRACTION * step_s)))
 
 
-class Blocks:
-    """The blocks of one observation: the mean step of each, and all their steps together."""
+class Rhythm:
+    """Which steps stand out by their length, and when the next is due."""
 
     def __init__(self) -> None:
-        self.num_steps = 0
-        self.num_cut = 0
-        """Steps of a block that did not come to its end: seen by the sampler, but not timed."""
-        self.total_s = 0.0
+        self._out: deque[int] = deque(maxlen=_REMEMBERED)
+        self._recent_s: deque[float] = deque(maxlen=64)
+
+    def add(self, number: int, duration_s: float) -> None:
+        """Step `number` took so long."""
+        self._recent_s.append(duration_s)
+        if self.stands_out(duration_s):
+            self._out.append(number)
+
+    def stands_out(self, duration_s: float) -> bool:
+        """Whether a step of this length is unlike those before."""
+        return bool(self._recent_s) and duration_s > _STANDS_OUT * statistics.median(self._recent_s)
+
+    def next_after(self, number: int, *, rarer_than: int = 0) -> int | None:
+        """The first step after `number` that should stand out; None while no rhythm slower than `rarer_than` steps is known.
+
+        >>> rhythm = Rhythm()
+        >>> for n in range(1, 41):
+        ...     rhythm.add(n, 5.0 if n % 10 == 0 else 1.0)
+        >>> rhythm.next_after(43)
+        50
+        """
+        out = list(self._out)
+        periods = Counter(b - a for i, a in enumerate(out) for b in out[i + 1 :])
+        if not periods:
+            return None
+        period, count = max(periods.items(), key=lambda item: (item[1], -item[0]))
+        last = max((n for n in out if n - period in self._out), default=None)
+        if count < 2 or last is None or period <= rarer_than:
+            return None
+        return last + period * max(1, -(-(number + 1 - last) // period))
+
+
+class Blocks:
+    """The unwatched steps of one observation: how long each took, and how many each watched step stands for."""
+
+    def __init__(self) -> None:
+        self.durations_s: list[float] = []
+        self.weight = 1
+        """How many steps the step watched now stands for."""
+        self.rhythm = Rhythm()
+        self._num_blocks = 0
         self._size = 0
-        self._began_s = 0.0
+        self._left = 0
+        self._last_s = 0.0
+        self._unrepresented = 0
+        self._is_aimed = False
 
     @property
     def is_open(self) -> bool:
         """Whether steps go by unwatched now."""
-        return self._size > 0
+        return self._left > 0
+
+    def open(self, step_s: float, *, seen: int) -> int:
+        """A watched step has ended, `seen` steps into the loop: begin a block; returns its size, 0 for none."""
+        size = block_size(step_s, seen=seen)
+        self._num_blocks += 1
+        size -= self._num_blocks % min(
+            _JITTER, size // 2 + 1
+        )  # else blocks and a fast rhythm could miss one another for ever
+        due = self.rhythm.next_after(seen, rarer_than=size + 1)
+        self._is_aimed = due is not None and due <= seen + size + 1
+        if due is not None and self._is_aimed:
+            size = due - seen - 1
+        self._size = self._left = size
+        self._last_s = perf_counter()
+        if not size:
+            self._weigh()
+        return size
+
+    def step(self, *, seen: int) -> int:
+        """An unwatched step ended, `seen` steps into the loop before this block; returns how many are still to go."""
+        now_s = perf_counter()
+        self.durations_s.append(now_s - self._last_s)
+        self._last_s = now_s
+        self._left -= 1
+        if not self._left:
+            for number, duration_s in enumerate(self.durations_s[-self._size :], start=seen + 1):
+                self.rhythm.add(number, duration_s)
+            self._weigh()
+        return self._left
 
     @property
     def size(self) -> int:
-        """Steps in the open block."""
+        """Steps in the last block."""
         return self._size
 
-    def open(self, size: int) -> None:
-        """A block of `size` steps begins."""
-        self._size = size
-        self._began_s = perf_counter()
-
-    def close(self) -> float:
-        """The block is over; returns its seconds."""
-        block_s = perf_counter() - self._began_s
-        self.num_steps += self._size
-        self.total_s += block_s
-        self._size = 0
-        return block_s
-
-    def cut(self, num_left: int) -> int:
-        """The block ended `num_left` steps early; returns how many went by."""
-        num_gone = self._size - num_left
-        self.num_cut += num_gone
-        self._size = 0
+    def cut(self) -> int:
+        """The observation ended in the middle of a block; returns how many of its steps went by."""
+        num_gone = self._size - self._left
+        self._left = 0
         return num_gone
+
+    def _weigh(self) -> None:
+        # A step that was aimed at stands for itself; the others stand for those that went by since the last such one.
+        if self._is_aimed:
+            self._unrepresented += self._size
+            self.weight = 1
+        else:
+            self.weight = self._unrepresented + self._size + 1
+            self._unrepresented = 0

@@ -62,6 +62,8 @@ class Root:
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self.has_parameters = self.num_parameters > 0
         self.calls = 0
+        self.weighted_calls = 0
+        """Calls, each as often as the watched step it was in stands for steps."""
         self.total_s = 0.0
         self.graphs_built = 0
         self.graphs_used = 0
@@ -99,6 +101,7 @@ class ModuleCalls:
         self.is_active = False
         self.is_deep = False
         self.path = ""
+        self.weight = 1
         self.cells: dict[int, RepeatedCell] = {}
         self._inside = False
         self._names: dict[int, str] = {}
@@ -159,6 +162,7 @@ class ModuleCalls:
             if len(self.roots) <= _MODULES_HELD and root.num_parameters <= _LARGEST_HELD:
                 root.held = module
         root.calls += 1
+        root.weighted_calls += self.weight
         root.is_training = module.training
         root.grad_enabled = torch.is_grad_enabled()
         try:

@@ -53,6 +53,7 @@ class LoaderUse:
         self.getitem_site = _first_line(fetch, sites)
         self.collate_site = _first_line(self.collate, sites)
         self.fetches = 0
+        self.weighted_fetches = 0
         self.wait_s = 0.0
 
 
@@ -67,6 +68,7 @@ class Feeding:
     def __init__(self, sites: Sites, listener: LoaderListener) -> None:
         self.loaders: dict[tuple[int, int], LoaderUse] = {}
         self.is_active = False
+        self.weight = 1
         self._sites = sites
         self._listener = listener
         self._thread_id = get_ident()
@@ -108,6 +110,7 @@ class Feeding:
         try:
             batch = original(iterator)
             use.fetches += 1
+            use.weighted_fetches += self.weight
             return batch
         finally:
             use.wait_s += perf_counter() - start

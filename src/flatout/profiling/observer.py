@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from flatout.profiling.blocks import Blocks, block_size
+from flatout.profiling.blocks import Blocks
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
 from flatout.profiling.collector import Collector
 from flatout.profiling.deep import DeepLooks, uses_compile
@@ -78,6 +78,7 @@ class Observer:
         self._pause = pause
         self._on_complete = complete
         self._patches = Patches()
+        self._num_light = 0
         self._in_optimizer = False
         self._in_backward = False
         self._roots_without_backward = 0
@@ -108,8 +109,8 @@ class Observer:
             return
         self._is_installed = False
         if self.blocks.is_open:
-            self.seen += self.blocks.cut(self.optimizing.unwatched)
-            self.optimizing.unwatched = 0
+            self.seen += self.blocks.cut()
+            self.optimizing.is_unwatched = False
         self._activate(False)
         self.sampler.stop()
         if self.mode is Mode.READS:
@@ -238,7 +239,9 @@ class Observer:
             self.mode = Mode.WARM_UP
             self.seen = 0
             self.light_s = 0.0
+            self._num_light = 0
             self.blocks = Blocks()
+            self.calls.weight = self.feeding.weight = 1
             self.deep.steps.clear()
             self.reads.seen.clear()
             self.reads.num_steps = 0
@@ -253,7 +256,7 @@ class Observer:
             return
         try:
             calls = self.timeline.root_calls
-            duration = self.timeline.boundary(self.mode.value)
+            duration = self.timeline.boundary(self.mode.value, weight=self.blocks.weight)
             self._end_step(duration, calls)
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
@@ -267,6 +270,7 @@ class Observer:
             self.deep.close(duration_s, root_calls)
         elif before is Mode.LIGHT:
             self.light_s += duration_s
+            self._num_light += 1
         elif before is Mode.READS:
             self.reads.end()
             self.reads.num_steps += 1
@@ -307,7 +311,7 @@ class Observer:
                 self.deep.recorder.resume()
 
     def _begin_block(self, step_s: float) -> None:
-        """Let short steps go by unwatched, so many that the watched one in between costs them little; time them as a block."""
+        """Let short steps go by unwatched, so many that the watched one in between costs them little."""
         looks = (
             self.schedule.num_warm_up
             + self.schedule.num_light_before
@@ -316,20 +320,28 @@ class Observer:
             + self.schedule.num_memory
         )
         is_plain = self.kind == "training" and len(self.optimizing.watched) == 1 and not self.is_device
-        size = block_size(step_s, seen=self.seen) if is_plain and self.seen > looks else 0
-        if size:
-            self._activate(False)
-            self.optimizing.unwatched = size
+        if not is_plain or self.seen <= looks:
+            return
+        self.blocks.rhythm.add(self.seen, step_s)
+        mean_s = self.light_s / max(1, self.num_sampled)  # evaluation passes included: where they are long, watching costs little
+        if self.blocks.open(mean_s, seen=self.seen):
             self.sampler.spare()
-            self.blocks.open(size)
+            self._activate(False)
+            self.optimizing.is_unwatched = True
+        self.calls.weight = self.feeding.weight = self.blocks.weight
 
-    def on_block_end(self) -> None:
-        """The steps that went by unwatched are over."""
-        size = self.blocks.size
-        block_s = self.blocks.close()
-        self.timeline.add_block(block_s / size)
-        self.seen += size
-        self.light_s += block_s
+    def on_unwatched_step(self) -> None:
+        """A step went by unwatched."""
+        num_left = self.blocks.step(seen=self.seen)
+        if self.sampler.pending:
+            is_usual = not self.blocks.rhythm.stands_out(self.blocks.durations_s[-1])
+            self.sampler.settle(UNWATCHED if is_usual else "evaluation")
+        if num_left:
+            return
+        self.seen += self.blocks.size
+        self.light_s += sum(self.blocks.durations_s[-self.blocks.size :])
+        self.optimizing.is_unwatched = False
+        self.calls.weight = self.feeding.weight = self.blocks.weight
         self._activate(True)
         self.timeline.restart()
 
@@ -360,11 +372,10 @@ class Observer:
     @property
     def num_sampled(self) -> int:
         """Steps during which lines were sampled."""
-        light = sum(s.mode == Mode.LIGHT.value for s in self.timeline.steps)
-        return light + self.blocks.num_steps + self.blocks.num_cut
+        return self._num_light + len(self.blocks.durations_s)
 
     def light_fraction(self) -> float:
         """Share of the light steps' time that the light observation took, from unit prices and the sampler's own clock."""
         steps = [s for s in self.timeline.steps if s.mode == Mode.LIGHT.value]
-        total_s = sum(s.duration_s for s in steps) + self.blocks.total_s
+        total_s = sum(s.duration_s for s in steps) + sum(self.blocks.durations_s)
         return light_cost_s(steps, self.sampler.own_s, is_device=self.is_device) / total_s if total_s else 0.0

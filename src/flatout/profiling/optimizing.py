@@ -31,7 +31,7 @@ class OptimizerListener(Protocol):
 
     def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None: ...
 
-    def on_block_end(self) -> None: ...
+    def on_unwatched_step(self) -> None: ...
 
 
 class OptimizerWatched:
@@ -64,8 +64,8 @@ class Optimizing:
     def __init__(self, sites: Sites, listener: OptimizerListener) -> None:
         self.watched: dict[int, OptimizerWatched] = {}
         self.is_active = False
-        self.unwatched = 0
-        """Steps still to go by unwatched; `on_block_end` tells when the last has ended."""
+        self.is_unwatched = False
+        """Whether steps go by of which nothing but their end is told."""
         self.callers: dict[int, tuple[int, ...]] = {}
         self._constructed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._leader: OptimizerWatched | None = None
@@ -101,7 +101,7 @@ class Optimizing:
         return set().union(*(w.parameter_ids for w in self.watched.values()))
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.unwatched or not self.is_active or get_ident() != self._thread_id:
+        if self.is_unwatched or not self.is_active or get_ident() != self._thread_id:
             return
         watched = self.watched.get(id(optimizer))
         if watched is None or watched.optimizer() is not optimizer:
@@ -114,10 +114,8 @@ class Optimizing:
         watched.started_s = perf_counter()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.unwatched:
-            self.unwatched -= 1
-            if not self.unwatched:
-                self._listener.on_block_end()
+        if self.is_unwatched:
+            self._listener.on_unwatched_step()
             return
         if not self.is_active or get_ident() != self._thread_id:
             return

@@ -42,6 +42,8 @@ class Sampler:
         self.samples: dict[Spot, int] = defaultdict(int)
         self.own_s = 0.0
         self.failure = ""
+        self.pending: list[tuple[Spot, float]] = []
+        """Samples of the unwatched step in progress: what kind of step it is shows when it ends."""
         self._is_on = False
         self._last_s = 0.0
         self._sites = sites
@@ -88,12 +90,19 @@ class Sampler:
         """Forget all samples."""
         self.seconds.clear()
         self.samples.clear()
+        self.pending.clear()
+
+    def settle(self, phase: str) -> None:
+        """The unwatched step ended: file its samples under `phase`."""
+        for spot, seconds in self.pending:
+            self._file(spot._replace(phase=phase), seconds)
+        self.pending.clear()
 
     def by_phase(self) -> list[tuple[Spot, float, int]]:
         """(spot, seconds, samples); what was sampled in unwatched steps goes to the phase its line has in the watched ones."""
         phase_s: dict[tuple[int, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for spot, seconds in self.seconds.items():
-            if spot.phase != UNWATCHED:
+            if spot.phase not in (UNWATCHED, "evaluation"):  # unwatched steps with an evaluation were settled as such
                 phase_s[spot.site, spot.is_own][spot.phase] += seconds
         total_s: dict[Spot, float] = defaultdict(float)
         counts: dict[Spot, int] = defaultdict(int)
@@ -104,14 +113,20 @@ class Sampler:
             counts[spot._replace(phase=phase)] += self.samples[spot]
         return [(spot, seconds, counts[spot]) for spot, seconds in total_s.items()]
 
+    def _file(self, spot: Spot, seconds: float) -> None:
+        self.seconds[spot] += seconds
+        self.samples[spot] += 1
+
     def _sample(self, frame: FrameType) -> None:
         if not self._is_on:
             return
         now_s = perf_counter()
         try:
             spot = Spot(self._phase(), self._sites.of_frame(frame), self._sites.is_user_code(frame.f_code))
-            self.seconds[spot] += now_s - self._last_s
-            self.samples[spot] += 1
+            if spot.phase == UNWATCHED:
+                self.pending.append((spot, now_s - self._last_s))
+            else:
+                self._file(spot, now_s - self._last_s)
         except Exception as e:  # noqa: BLE001  # raised here it would come out of the user's line
             self._is_on = False
             self.failure = f"sampling of lines stopped early: {type(e).__name__}: {e}"

@@ -9,8 +9,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-BLOCK: Final = "block"
-"""The mode of an entry that is the mean of several unwatched steps."""
 _ORDERED_STEPS: Final = 500
 """Steps whose order of phases is kept: one of them is drawn, and a long run must not fill the memory."""
 
@@ -31,6 +29,8 @@ class TimedStep(NamedTuple):
     phases: dict[str, float]
     root_calls: int
     num_marks: int
+    weight: int = 1
+    """How many steps of the loop this one stands for."""
     order: tuple[tuple[str, float], ...] = ()
     """(phase, seconds) as they followed one another; kept for the first steps only."""
 
@@ -61,21 +61,18 @@ class Timeline:
         """A root module returned: forward ends here unless a backward follows."""
         self._forward_end = self._mark(resume)
 
-    def boundary(self, mode: str) -> float:
+    def boundary(self, mode: str, *, weight: int = 1) -> float:
         """End the step, begin the next, and return the host's seconds of the one that ended."""
         self._begin("other")
         marks, self._marks = self._marks, [self._marks[-1]]
         calls, self.root_calls = self.root_calls, 0
         if self._use_events:
-            self._waiting.append((mode, marks, calls))
+            self._waiting.append((mode, marks, calls))  # blocks are not used on a device: all weigh the same
             self._collect()
         else:
-            self._file(mode, marks, calls, [b.host_s - a.host_s for a, b in pairwise(marks)])
+            lengths = [b.host_s - a.host_s for a, b in pairwise(marks)]
+            self._file(_finish(mode, marks, calls, lengths)._replace(weight=weight), marks, lengths)
         return marks[-1].host_s - marks[0].host_s
-
-    def add_block(self, step_s: float) -> None:
-        """File the mean of steps that went by unwatched."""
-        self.steps.append(TimedStep(BLOCK, step_s, {}, 0, 0))
 
     def restart(self) -> None:
         """Forget the time since the last mark: it was ours."""
@@ -114,14 +111,18 @@ class Timeline:
                 return
             self._waiting.popleft()
             lengths = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events) if a is not None and b is not None]
-            self._file(mode, marks, calls, lengths)
+            self._file(_finish(mode, marks, calls, lengths), marks, lengths)
             # The last mark begins the next step; the others' events can be recorded anew, which is cheaper than making them.
             self._free += [e for e in events[:-1] if e is not None]
 
-    def _file(self, mode: str, marks: list[Mark], calls: int, lengths: list[float]) -> None:
-        phases: dict[str, float] = {}
-        for mark, length in zip(marks, lengths, strict=False):
-            phases[mark.phase] = phases.get(mark.phase, 0.0) + length
-        is_ordered = len(self.steps) < _ORDERED_STEPS
-        order = tuple(zip((m.phase for m in marks), lengths, strict=False)) if is_ordered else ()
-        self.steps.append(TimedStep(mode, sum(lengths), phases, calls, len(marks), order))
+    def _file(self, step: TimedStep, marks: list[Mark], lengths: list[float]) -> None:
+        if len(self.steps) < _ORDERED_STEPS:
+            step = step._replace(order=tuple(zip((m.phase for m in marks), lengths, strict=False)))
+        self.steps.append(step)
+
+
+def _finish(mode: str, marks: list[Mark], calls: int, lengths: list[float]) -> TimedStep:
+    phases: dict[str, float] = {}
+    for mark, length in zip(marks, lengths, strict=False):
+        phases[mark.phase] = phases.get(mark.phase, 0.0) + length
+    return TimedStep(mode, sum(lengths), phases, calls, len(marks))
