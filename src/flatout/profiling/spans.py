@@ -20,6 +20,8 @@ from flatout.records.span import Span, StepTimeline
 MOST_SPANS: Final = 600
 """Spans kept: more than a screen has room for, and some 100 kB of a report."""
 _MOST_PHASES: Final = 200
+_MOST_STRETCH: Final = 1.3
+"""A phase of one step may be this much longer than its operators' mean; beyond that the rest of it is no operator's."""
 
 
 def timeline_of(observer: Observer, table: OperatorTable) -> StepTimeline | None:
@@ -70,7 +72,7 @@ def _phase(name: str, start_s: float, duration_s: float) -> Span:
 
 
 def _operator_spans(table: OperatorTable, phases: list[Span]) -> list[Span]:
-    """The trace's operators laid one after another into the stretches of their phase, squeezed where they would not fit."""
+    """The trace's operators laid one after another into the stretches of their phase, scaled to fill it."""
     by_phase: dict[str, list[Operator]] = defaultdict(list)
     for row in table.trace.operator:
         operator = table.operators[row]
@@ -81,7 +83,7 @@ def _operator_spans(table: OperatorTable, phases: list[Span]) -> list[Span]:
         room_s = sum(s.duration_s for s in stretches)
         needed_s = sum(sum(_per_call(o)) for o in operators)
         if stretches and needed_s > 0:
-            spans += _laid_out(operators, stretches, min(1.0, room_s / needed_s))
+            spans += _laid_out(operators, stretches, min(_MOST_STRETCH, room_s / needed_s))
     return sorted(spans, key=lambda s: s.start_s)
 
 

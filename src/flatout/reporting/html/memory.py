@@ -1,0 +1,73 @@
+"""Memory over one step: the curve, the phases under it, and the peak."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Final
+
+from markupsafe import Markup
+
+from flatout.records.memory import Memory
+from flatout.reporting import units
+from flatout.reporting.bars import LOOKS
+from flatout.reporting.html.figure import colour, figure, fitting, phase_colour
+from flatout.reporting.inert import inert
+
+WIDTH_PX: Final = 1040
+_HEIGHT_PX: Final = 230
+_LEFT_PX: Final = 84
+_RIGHT_PX: Final = 14
+_RIBBON_PX: Final = 22
+
+
+def memory_svg(memory: Memory, *, name: str) -> Markup | None:
+    """The curve of one device's memory, or None when there is none; `name` is the figure's own on the page."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    points = memory.curve
+    if len(points) < 2:
+        return None
+    highest = max(points, key=lambda p: p.bytes)
+    with figure(name, width_px=WIDTH_PX, height_px=_HEIGHT_PX) as drawn:
+        axes = drawn.axes(left=_LEFT_PX, right=_RIGHT_PX, top=24, bottom=_RIBBON_PX + 8)
+        axes.set_xlim(0, 1)
+        top = max(highest.bytes, 1) * 1.08
+        axes.set_ylim(0, top)
+        at, size = [p.at for p in points], [p.bytes for p in points]
+        axes.fill_between(at, size, step="post", color=colour("accent"), linewidth=0, alpha=0.18)
+        axes.step(at, size, where="post", color=colour("accent"), linewidth=1.6)
+        peak = axes.plot(highest.at, highest.bytes, marker="o", markersize=7, color=colour("hot"), linestyle="none")[0]
+        drawn.tip(peak, f"the most in this step: {units.size(highest.bytes)}, in {highest.phase}")
+        side = "left" if highest.at < 0.8 else "right"
+        axes.annotate(
+            f"{units.size(highest.bytes)}",
+            (highest.at, highest.bytes),
+            (8 if side == "left" else -8, 6),
+            textcoords="offset points",
+            ha=side,
+            fontweight="bold",
+            color=colour("hot"),
+        )
+        axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 4, 5, 8, 10]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.size(value)))
+        axes.xaxis.set_visible(False)
+        axes.tick_params(colors=colour("muted"), color=colour("line"), length=4)
+        axes.grid(axis="y", color=colour("line"), linewidth=0.8)
+        axes.set_axisbelow(True)
+
+        ribbon = drawn.axes(left=_LEFT_PX, right=_RIGHT_PX, top=_HEIGHT_PX - _RIBBON_PX, bottom=0)
+        ribbon.set_xlim(0, 1)
+        ribbon.set_ylim(0, 1)
+        ribbon.set_axis_off()
+        ends = [*at[1:], 1.0]
+        for phase, group in groupby(zip(points, ends, strict=True), key=lambda pair: pair[0].phase):
+            stretch = list(group)
+            start, end = stretch[0][0].at, stretch[-1][1]
+            bar = ribbon.barh(0, end - start, left=start, height=1, align="edge", color=phase_colour(phase), linewidth=0)[0]
+            label = LOOKS[phase].label if phase in LOOKS else inert(phase)
+            drawn.tip(bar, label)
+            shown = fitting(label, (end - start) * (WIDTH_PX - _LEFT_PX - _RIGHT_PX) - 10)
+            if shown:
+                middle = (start + end) / 2
+                ribbon.text(middle, 0.5, shown, ha="center", va="center", color=colour("on-phase"), fontweight="bold")
+        return drawn.svg(label=f"Memory on {memory.device} over one step, at most {units.size(highest.bytes)}")
