@@ -18,6 +18,8 @@ from flatout.reporting.inert import inert_code
 _AROUND: Final = 3
 """Lines shown above and below."""
 _MOST_LINES: Final = 24
+_LONGEST_LINE: Final = 400
+_MOST_EDIT_LINES: Final = 40
 _LARGEST_FILE_BYTES: Final = 1 << 20
 
 
@@ -42,7 +44,7 @@ def highlighted(text: str) -> tuple[Markup, ...]:
     from pygments.formatters.html import HtmlFormatter
     from pygments.lexers.python import PythonLexer
 
-    lines = [inert_code(line) for line in text.split("\n")]
+    lines = [_cut(inert_code(line)) for line in text.split("\n")]
     shown = highlight("\n".join(lines), PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True))
     pieces = str(shown).split("\n")[: len(lines)]
     return tuple(Markup(piece) for piece in pieces)
@@ -60,6 +62,10 @@ def excerpt(finding: RankedFinding) -> tuple[Line, ...]:
     near = [n for n in also if abs(n - here) <= _MOST_LINES // 3]
     first = max(1, min([here, *near]) - _AROUND)
     last = min(len(lines), max([here, *near]) + _AROUND)
+    while first < here and not lines[first - 1].strip():
+        first += 1
+    while last > here and not lines[last - 1].strip():
+        last -= 1
     shown = _dedented(lines[first - 1 : last])
     code = highlighted("\n".join(shown))
     return tuple(
@@ -74,12 +80,16 @@ def edit(finding: RankedFinding) -> tuple[Change, ...]:
     if new is not None:
         return (Change("old", highlighted(finding.text.strip())[0]), Change("new", highlighted(new)[0]))
     changes = []
-    for line in finding.edit.expandtabs(4).splitlines():
+    for line in finding.edit.expandtabs(4).splitlines()[:_MOST_EDIT_LINES]:
         if not line.strip():
             continue
         is_code = line.startswith(" ") or _is_code(line)
         changes.append(Change("code", highlighted(line)[0]) if is_code else Change("text", line))
     return tuple(changes)
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]} ..."
 
 
 def _rewritten(text: str, edit: str) -> str | None:

@@ -58,10 +58,11 @@ def letters_px(text: str, size_px: float = SMALL_PX) -> float:
     return _LETTER_SHARE * size_px * len(text)
 
 
-def fitting(text: str, room_px: float, size_px: float = SMALL_PX) -> str:
-    """`text` cut to the room there is; '' when not even five letters of it fit."""
-    if letters_px(text, size_px) <= room_px:
-        return text
+def fitting(text: str, room_px: float, *, longer: str = "", size_px: float = SMALL_PX) -> str:
+    """`longer` if it fits in the room there is, else `text`, cut if need be; '' when not even five letters of it fit."""
+    for whole in (longer, text):
+        if whole and letters_px(whole, size_px) <= room_px:
+            return whole
     num = int(room_px / (_LETTER_SHARE * size_px)) - 1
     return f"{text[:num]}\u2026" if num >= 5 else ""
 
@@ -98,9 +99,7 @@ class Figure:
         """The finished figure; `label` says in a sentence what it shows, for those who cannot see it."""
         raw = io.BytesIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # letters that matplotlib's own font lacks: the browser has others
-            self.drawing.savefig(raw, format="svg", metadata=nothing)
+        self.drawing.savefig(raw, format="svg", metadata=nothing)
         root = ElementTree.fromstring(raw.getvalue())
         for junk in ("metadata", "defs"):
             for element in root.findall(f"{{{_SVG}}}{junk}"):
@@ -123,12 +122,14 @@ class Figure:
         for element in root.iter():
             style = element.get("style")
             if style is not None:
-                style = _PLACEHOLDER.sub(lambda m: f"var(--{_COLOURS[int(m[1], 16)]})", style)
+                style = _PLACEHOLDER.sub(_variable, style)
                 style = re.sub(r"font-family:[^;]*;?|stroke-linejoin:[^;]*;?|stroke-miterlimit:[^;]*;?", "", style)
                 style = re.sub(r"url\(#", f"url(#{self.name}-", style)
                 element.set("style", re.sub(r"\s*([;:])\s*", r"\1", style).strip("; "))
-            if "clip-path" in element.attrib:
-                element.set("clip-path", element.attrib["clip-path"].replace("url(#", f"url(#{self.name}-"))
+            for key in ("fill", "stroke", "clip-path"):  # a hatch keeps its colours in attributes
+                if key in element.attrib:
+                    value = _PLACEHOLDER.sub(_variable, element.attrib[key])
+                    element.set(key, value.replace("url(#", f"url(#{self.name}-"))
             if element.get("transform", "").startswith("rotate(-0 "):
                 del element.attrib["transform"]
             if "d" in element.attrib:
@@ -138,10 +139,15 @@ class Figure:
                 tip = ElementTree.Element(f"{{{_SVG}}}title")
                 tip.text = self._tips[name]
                 element.insert(0, tip)
-            elif name in used or element.tag in (f"{{{_SVG}}}clipPath", f"{{{_SVG}}}pattern"):
+            elif name and (name in used or element.tag in (f"{{{_SVG}}}clipPath", f"{{{_SVG}}}pattern")):
                 element.set("id", f"{self.name}-{name}")
             if _LINK in element.attrib:  # href without xlink is what HTML's SVG wants
                 element.set("href", f"#{self.name}-{element.attrib.pop(_LINK)[1:]}")
+
+
+def _variable(placeholder: re.Match[str]) -> str:
+    index = int(placeholder[1], 16)
+    return f"var(--{_COLOURS[index]})" if index < len(_COLOURS) else placeholder[0]
 
 
 @contextmanager
@@ -149,7 +155,8 @@ def figure(name: str, *, width_px: float, height_px: float) -> Iterator[Figure]:
     """A figure to draw in; `name` is a word that no other figure of the page has."""
     import matplotlib
 
-    with matplotlib.rc_context():
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters that matplotlib's own font lacks, axes without an extent: all is well
         matplotlib.rcdefaults()  # nothing of the user's own settings
         matplotlib.rcParams.update(
             {
@@ -158,7 +165,7 @@ def figure(name: str, *, width_px: float, height_px: float) -> Iterator[Figure]:
                 "text.parse_math": False,
                 "font.size": SMALL_PX,
                 "text.color": colour("ink"),
-                "hatch.linewidth": 1.5,
+                "hatch.linewidth": 1.2,
                 "axes.unicode_minus": False,
             }
         )

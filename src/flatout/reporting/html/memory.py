@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 from typing import Final
 
@@ -22,7 +23,7 @@ _RIBBON_PX: Final = 22
 
 def memory_svg(memory: Memory, *, name: str) -> Markup | None:
     """The curve of one device's memory, or None when there is none; `name` is the figure's own on the page."""
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter
 
     points = memory.curve
     if len(points) < 2:
@@ -34,6 +35,7 @@ def memory_svg(memory: Memory, *, name: str) -> Markup | None:
         top = max(highest.bytes, 1) * 1.08
         axes.set_ylim(0, top)
         at, size = [p.at for p in points], [p.bytes for p in points]
+        at, size = [*at, max(1.0, at[-1])], [*size, size[-1]]
         axes.fill_between(at, size, step="post", color=colour("accent"), linewidth=0, alpha=0.18)
         axes.step(at, size, where="post", color=colour("accent"), linewidth=1.6)
         peak = axes.plot(highest.at, highest.bytes, marker="o", markersize=7, color=colour("hot"), linestyle="none")[0]
@@ -48,8 +50,8 @@ def memory_svg(memory: Memory, *, name: str) -> Markup | None:
             fontweight="bold",
             color=colour("hot"),
         )
-        axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 4, 5, 8, 10]))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.size(value)))
+        axes.yaxis.set_major_locator(FixedLocator(_ticks(highest.bytes)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.size(value).replace(".00", "").replace(".0 ", " ")))
         axes.xaxis.set_visible(False)
         axes.tick_params(colors=colour("muted"), color=colour("line"), length=4)
         axes.grid(axis="y", color=colour("line"), linewidth=0.8)
@@ -59,7 +61,7 @@ def memory_svg(memory: Memory, *, name: str) -> Markup | None:
         ribbon.set_xlim(0, 1)
         ribbon.set_ylim(0, 1)
         ribbon.set_axis_off()
-        ends = [*at[1:], 1.0]
+        ends = at[1:]
         for phase, group in groupby(zip(points, ends, strict=True), key=lambda pair: pair[0].phase):
             stretch = list(group)
             start, end = stretch[0][0].at, stretch[-1][1]
@@ -71,3 +73,9 @@ def memory_svg(memory: Memory, *, name: str) -> Markup | None:
                 middle = (start + end) / 2
                 ribbon.text(middle, 0.5, shown, ha="center", va="center", color=colour("on-phase"), fontweight="bold")
         return drawn.svg(label=f"Memory on {memory.device} over one step, at most {units.size(highest.bytes)}")
+
+
+def _ticks(most_bytes: float) -> list[float]:
+    """Two to five round sizes up to the most: whole powers of two, since sizes are counted in them."""
+    step = 2.0 ** math.floor(math.log2(max(most_bytes, 1.0) / 2))
+    return [i * step for i in range(int(max(most_bytes, 1.0) / step) + 1)]

@@ -33,6 +33,7 @@ T = TypeVar("T")
 _MOST_ROWS: Final = 12
 """Rows of a table that are shown; the rest is counted."""
 _MOST_FINDINGS: Final = 40
+_LONGEST_PLACE: Final = 40
 
 
 class Cause(NamedTuple):
@@ -119,6 +120,7 @@ def _add_filters(environment: Environment) -> None:
         size_rate=units.size_rate,
         grow=_grow,
         rows=_rows,
+        floor=_floor,
         phase=_phase_label,
         phase_class=_phase_class,
         in_order=_in_order,
@@ -145,6 +147,11 @@ def _grow(seconds: float) -> str:
     return f"{1e6 * seconds:.3f}" if math.isfinite(seconds) and seconds > 0 else "0"
 
 
+def _floor(seconds: float) -> str:
+    """A floor of next to nothing is not worth its digits."""
+    return units.duration(seconds) if seconds >= 1e-9 else "<1 ns"
+
+
 def _rows(items: Sequence[object], most: int = _MOST_ROWS) -> Rows:
     return Rows(items[:most], max(0, len(items) - most))
 
@@ -168,8 +175,13 @@ def _code(line: str) -> Markup:
 
 
 def _place_of(evidence: Evidence, source: Source | None) -> str:
-    return place_of(source, cwd=evidence.workload.cwd)
+    return _short(place_of(source, cwd=evidence.workload.cwd))
 
 
 def _source_at(evidence: Evidence, index: int) -> str:
-    return place_of(evidence.source_of(index), cwd=evidence.workload.cwd)
+    return _place_of(evidence, evidence.source_of(index))
+
+
+def _short(where: str) -> str:
+    """A place that loses its beginning, not its end: a table has little room."""
+    return where if len(where) <= _LONGEST_PLACE else f"\u2026{where[-_LONGEST_PLACE:]}"

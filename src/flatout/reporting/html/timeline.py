@@ -25,6 +25,8 @@ _AXIS_PX: Final = 30
 _GAP_PX: Final = 10
 _NEAR_PX: Final = 3.0
 """Spans of one cause that are this near to one another are marked as one stretch."""
+_MOST_SPANS: Final = 2000
+"""Spans drawn, the longest: a page must stay small."""
 _HAIR_PX: Final = 0.6
 """No span is drawn thinner, or it could not be seen."""
 
@@ -60,12 +62,13 @@ def timeline_svg(evidence: Evidence, findings: Sequence[RankedFinding]) -> Marku
     if timeline is None or not timeline.spans or timeline.duration_s <= 0:
         return None
     causes = _causes_by_source(evidence, findings)
-    tracks = {s.track for s in timeline.spans}
-    if any(s.source in causes for s in timeline.spans):
+    spans = sorted(timeline.spans, key=lambda s: -s.duration_s)[:_MOST_SPANS]
+    tracks = {s.track for s in spans}
+    if any(s.source in causes and s.track in ("host", "device") for s in spans):
         tracks.add("cause")
     rows = [row for row in _ROWS if row.track in tracks]
     height_px = sum(row.height_px + _GAP_PX for row in rows) + _AXIS_PX
-    end_s = max(timeline.duration_s, max(s.start_s + s.duration_s for s in timeline.spans))
+    end_s = max(timeline.duration_s, max(s.start_s + s.duration_s for s in spans))
     with figure("timeline", width_px=WIDTH_PX, height_px=height_px) as drawn:
         axes = drawn.axes(left=_LEFT_PX, right=_RIGHT_PX, top=2, bottom=_AXIS_PX)
         inner_px = WIDTH_PX - _LEFT_PX - _RIGHT_PX
@@ -75,21 +78,23 @@ def timeline_svg(evidence: Evidence, findings: Sequence[RankedFinding]) -> Marku
         top = 0.0
         for row in rows:
             axes.text(-12 / sheet.px_per_s, top + row.height_px / 2, row.label, ha="right", va="center", color=colour("muted"))
-            _draw(sheet, evidence, row, top, causes)
+            _draw(sheet, evidence, spans, row, top, causes)
             top += row.height_px + _GAP_PX
         _time_axis(axes, end_s)
         return drawn.svg(label=f"Timeline of one step of {units.duration(timeline.duration_s)}")
 
 
-def _draw(sheet: _Sheet, evidence: Evidence, row: _Row, top: float, causes: dict[int, int]) -> None:
-    assert evidence.timeline is not None
-    spans = evidence.timeline.spans
+def _draw(
+    sheet: _Sheet, evidence: Evidence, spans: Sequence[Span], row: _Row, top: float, causes: dict[int, int]
+) -> None:
     if row.track == "phase":
         for span in (s for s in spans if s.track == "phase"):
             _phase(sheet, span, top, row.height_px)
     elif row.track == "cause":
-        for number, start_s, stop_s in _stretches(spans, causes, _NEAR_PX / sheet.px_per_s):
-            _cause(sheet, number, start_s, stop_s, top, row.height_px)
+        own = [s for s in spans if s.track == "host"] or [s for s in spans if s.track == "device"]
+        free_s = 0.0
+        for number, start_s, stop_s in _stretches(own, causes, _NEAR_PX / sheet.px_per_s):
+            free_s = _cause(sheet, number, start_s, stop_s, top, row.height_px, free_s=free_s)
     else:
         if row.track == "host":
             _python(sheet, spans, top, row.height_px)
@@ -108,11 +113,12 @@ def _phase(sheet: _Sheet, span: Span, top: float, height_px: float) -> None:
         align="edge",
         facecolor=phase_colour(span.name),
         edgecolor=colour("paper") if span.is_wait else "none",
-        hatch="///" if span.is_wait else None,
+        hatch="//" if span.is_wait else None,
         linewidth=0,
     )[0]
     sheet.figure.tip(bar, f"{name}: {units.duration(span.duration_s)}{', a wait' if span.is_wait else ''}")
-    shown = fitting(f"{name} {units.duration(span.duration_s)}", span.duration_s * sheet.px_per_s - 12)
+    room_px = span.duration_s * sheet.px_per_s - 12
+    shown = fitting(name, room_px, longer=f"{name} {units.duration(span.duration_s)}")
     if shown and not span.is_wait:
         middle = span.start_s + span.duration_s / 2
         sheet.axes.text(
@@ -138,7 +144,7 @@ def _bar(sheet: _Sheet, evidence: Evidence, span: Span, top: float, height_px: f
         align="edge",
         facecolor=colour("hot" if number else "op"),
         edgecolor=colour("paper"),
-        hatch="///" if span.is_wait else None,
+        hatch="//" if span.is_wait else None,
         linewidth=0.5 if span.duration_s * sheet.px_per_s > 3 else 0,
     )[0]
     source = evidence.source_of(span.source)
@@ -148,7 +154,7 @@ def _bar(sheet: _Sheet, evidence: Evidence, span: Span, top: float, height_px: f
     told += [f"cause {number}"] if number else []
     sheet.figure.tip(bar, "; ".join(told))
     short = inert(span.name).removeprefix("aten.").strip("_")
-    shown = fitting(short, span.duration_s * sheet.px_per_s - 8, SMALL_PX - 1)
+    shown = fitting(short, span.duration_s * sheet.px_per_s - 8, size_px=SMALL_PX - 1)
     if shown:
         sheet.axes.text(
             span.start_s + span.duration_s / 2,
@@ -161,16 +167,19 @@ def _bar(sheet: _Sheet, evidence: Evidence, span: Span, top: float, height_px: f
         )
 
 
-def _cause(sheet: _Sheet, number: int, start_s: float, stop_s: float, top: float, height_px: float) -> None:
-    bar = sheet.axes.barh(
-        top, stop_s - start_s, left=start_s, height=4, align="edge", color=colour("hot"), linewidth=0
-    )[0]
+def _cause(
+    sheet: _Sheet, number: int, start_s: float, stop_s: float, top: float, height_px: float, *, free_s: float
+) -> float:
+    """Mark a stretch with its cause's number, which needs room from `free_s` on; returns from where there is room then."""
+    bar = sheet.axes.barh(top, stop_s - start_s, left=start_s, height=4, align="edge", color=colour("hot"), linewidth=0)[0]
     sheet.figure.tip(bar, f"cause {number}")
-    if (stop_s - start_s) * sheet.px_per_s >= letters_px(str(number)) + 2:
-        middle = (start_s + stop_s) / 2
-        sheet.axes.text(
-            middle, top + height_px, str(number), ha="center", va="bottom", fontsize=11, fontweight="bold", color=colour("hot")
-        )
+    middle_s, half_s = (start_s + stop_s) / 2, (letters_px(str(number)) / 2 + 1) / sheet.px_per_s
+    if stop_s - start_s < 2 * half_s or middle_s - half_s < free_s:
+        return free_s
+    sheet.axes.text(
+        middle_s, top + height_px, str(number), ha="center", va="bottom", fontsize=11, fontweight="bold", color=colour("hot")
+    )
+    return middle_s + half_s
 
 
 def _causes_by_source(evidence: Evidence, findings: Sequence[RankedFinding]) -> dict[int, int]:
@@ -184,10 +193,10 @@ def _causes_by_source(evidence: Evidence, findings: Sequence[RankedFinding]) -> 
 
 
 def _stretches(spans: Sequence[Span], causes: dict[int, int], near_s: float) -> Iterator[tuple[int, float, float]]:
-    """(number of the cause, start, end) of spans of one cause that nearly touch."""
-    marked = sorted((causes[s.source], s.start_s, s.start_s + s.duration_s) for s in spans if s.source in causes)
+    """(number of the cause, start, end) of spans of one cause that nearly touch, in order of time."""
+    marked = sorted((s.start_s, s.start_s + s.duration_s, causes[s.source]) for s in spans if s.source in causes)
     current: tuple[int, float, float] | None = None
-    for number, start_s, stop_s in marked:
+    for start_s, stop_s, number in marked:
         if current is not None and current[0] == number and start_s - current[2] <= near_s:
             current = (number, current[1], max(current[2], stop_s))
         else:
