@@ -323,7 +323,9 @@ class Observer:
         if not is_plain or self.seen <= looks:
             return
         self.blocks.rhythm.add(self.seen, step_s)
-        mean_s = self.light_s / max(1, self.num_sampled)  # evaluation passes included: where they are long, watching costs little
+        mean_s = self.light_s / max(
+            1, self.num_sampled
+        )  # evaluation passes included: where they are long, watching costs little
         if self.blocks.open(mean_s, seen=self.seen):
             self.sampler.spare()
             self._activate(False)

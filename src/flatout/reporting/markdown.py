@@ -49,16 +49,17 @@ def plain(text: str) -> str:
 
 def _is_harmless(text: str, at: int) -> bool:
     """Whether this mark could begin a list or a heading only at the start of a line, and is not there."""
-    return text[at] in ".)-+=" and at > 0 and not text[:at].isdigit()
+    begins_list = text[:at].isdigit() and text[at + 1 : at + 2] in ("", " ")
+    return text[at] in ".)-+=" and at > 0 and not begins_list
 
 
 def code(text: str) -> str:
-    """`text` in one line as a code span, whatever backquotes it holds; a table's bars are escaped.
+    """`text` in one line as a code span, whatever backquotes it holds; not for tables, which end at a bar.
 
     >>> print(code("x = `a`"))
     `` x = `a` ``
     """
-    text = inert_code(text).strip().replace("|", "\\|")
+    text = inert_code(text).strip()
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     pad = " " if "`" in text or not text else ""
     return f"{fence}{pad}{text}{pad}{fence}"
@@ -86,19 +87,19 @@ def _finding(finding: RankedFinding, *, rank: int, cwd: str) -> str:
     ]
     body = ["<br>\n".join(lines)]
     if finding.text:
-        body.append(_fenced([finding.text]))
+        body.append(_fenced([finding.text], language="python"))
     if finding.because:
         body.append(plain(finding.because))
     if finding.edit.strip():
         edit = finding.edit.expandtabs(4).splitlines()
-        body.append(f"Edit: {plain(edit[0])}" if len(edit) == 1 else "Edit:\n\n" + _fenced(edit))
+        body.append(f"Edit: {plain(edit[0])}" if len(edit) == 1 else "Edit:\n\n" + _fenced(edit, language="text"))
     return "\n\n".join(body)
 
 
-def _fenced(lines: list[str]) -> str:
+def _fenced(lines: list[str], *, language: str) -> str:
     text = "\n".join(inert_code(line) for line in lines)
     fence = "`" * max(3, max((len(run) for run in re.findall("`+", text)), default=0) + 1)
-    return f"{fence}python\n{text}\n{fence}"
+    return f"{fence}{language}\n{text}\n{fence}"
 
 
 def _details(evidence: Evidence, diagnosis: Diagnosis) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import msgspec
 import pytest
 
@@ -43,8 +42,16 @@ AT_PEAK = (
 
 def timeline() -> StepTimeline:
     """A step on a device: the host runs ahead, waits for data first and for the device at the end."""
-    phases = [("data", 0.0, 9.1), ("forward", 9.1, 10.2), ("backward", 19.3, 14.5), ("optimizer", 33.8, 3.2), ("other", 37.0, 1.2)]
-    spans = [Span(track="phase", name=n, start_s=a / 1e3, duration_s=d / 1e3, is_wait=n == "data") for n, a, d in phases]
+    phases = [
+        ("data", 0.0, 9.1),
+        ("forward", 9.1, 10.2),
+        ("backward", 19.3, 14.5),
+        ("optimizer", 33.8, 3.2),
+        ("other", 37.0, 1.2),
+    ]
+    spans = [
+        Span(track="phase", name=n, start_s=a / 1e3, duration_s=d / 1e3, is_wait=n == "data") for n, a, d in phases
+    ]
     for i in range(60):
         start_s = 0.0092 + i * 0.00047
         name, source = (("aten.bmm", 0), ("aten._softmax", 0), ("aten.addmm", 4), ("aten.add", -1))[i % 4]
@@ -52,8 +59,12 @@ def timeline() -> StepTimeline:
         kernel = f"void cutlass::Kernel2<{name}_128x128>"
         late_s = start_s + 0.0004 + i * 0.00002
         spans.append(Span(track="device", name=kernel, start_s=late_s, duration_s=0.00042, source=source))
-    spans.append(Span(track="host", name="cudaStreamSynchronize", start_s=0.0372, duration_s=0.0009, source=3, is_wait=True))
-    spans.append(Span(track="copy", name="Memcpy HtoD (Pageable -> Device)", start_s=0.0085, duration_s=0.0006, source=2))
+    spans.append(
+        Span(track="host", name="cudaStreamSynchronize", start_s=0.0372, duration_s=0.0009, source=3, is_wait=True)
+    )
+    spans.append(
+        Span(track="copy", name="Memcpy HtoD (Pageable -> Device)", start_s=0.0085, duration_s=0.0006, source=2)
+    )
     return StepTimeline(duration_s=0.0382, spans=tuple(spans), is_scaled=True, num_left_out=212)
 
 
@@ -64,7 +75,14 @@ def memory(device: str = "cuda:0") -> Memory:
         peak_bytes=1180 * mib,
         peak_phase="backward",
         at_peak=tuple(
-            MemoryPart(kind=kind, bytes=size * mib, num_tensors=num, source=source, module=module, example="float32[8, 256, 256]")  # type: ignore[arg-type]
+            MemoryPart(
+                kind=kind,
+                bytes=size * mib,
+                num_tensors=num,
+                source=source,
+                module=module,
+                example="float32[8, 256, 256]",
+            )  # type: ignore[arg-type]
             for kind, size, num, source, module in AT_PEAK
         ),
         curve=tuple(MemoryPoint(at=at, bytes=size * mib, phase=phase) for at, size, phase in CURVE),
@@ -74,7 +92,12 @@ def memory(device: str = "cuda:0") -> Memory:
         growth_bytes_per_step=2.0 * mib,
         growth=(
             Growth(
-                source=3, holder=3, container="list 'losses' of <module>", bytes_per_step=2 * mib, tensors_per_step=1, has_graph=True
+                source=3,
+                holder=3,
+                container="list 'losses' of <module>",
+                bytes_per_step=2 * mib,
+                tensors_per_step=1,
+                has_graph=True,
             ),
         ),
         num_retries=2,
@@ -88,7 +111,9 @@ def device_step() -> DeviceStep:
         span_s=0.0379,
         busy_s=0.0311,
         kernels=(
-            Kernel(name="void cutlass::Kernel2<softmax_128x128>", source=0, phase="forward", num_launches=8, seconds=0.011),
+            Kernel(
+                name="void cutlass::Kernel2<softmax_128x128>", source=0, phase="forward", num_launches=8, seconds=0.011
+            ),
             Kernel(name="ampere_sgemm_128x64_nn", source=4, phase="backward", num_launches=16, seconds=0.014),
         ),
         gaps=(Gap(source=3, num=2, seconds=0.0031, cause="host-wait"),),
@@ -120,7 +145,8 @@ def distributed() -> Distributed:
         rank=0,
         world_size=4,
         ranks=tuple(
-            RankSummary(rank=r, host="node-a", step_s=0.0382, work_s=0.03 + r / 500, phases=phases, num_steps=212) for r in range(3)
+            RankSummary(rank=r, host="node-a", step_s=0.0382, work_s=0.03 + r / 500, phases=phases, num_steps=212)
+            for r in range(3)
         ),
         collectives=(
             Collective(
@@ -160,7 +186,9 @@ def full(evidence: Evidence) -> Evidence:
         num_graphs=5,
         events=(
             CompileEvent(kind="graph-break", source=0, reason="call to print", count=2, seconds=1.2),
-            CompileEvent(kind="recompile", source=4, reason="size mismatch at index 1", count=7, seconds=8.1, in_steps=6),
+            CompileEvent(
+                kind="recompile", source=4, reason="size mismatch at index 1", count=7, seconds=8.1, in_steps=6
+            ),
         ),
         eager_step_s=0.05,
     )
@@ -184,7 +212,9 @@ def full(evidence: Evidence) -> Evidence:
         workload=change(
             evidence.workload, settings=(setting,), num_parameters=124_439_808, trained_parameters=124_439_808
         ),
-        steps=change(evidence.steps, durations_s=tuple(0.038 + (i * 7 % 11) / 4000 for i in range(212)), device_s=0.031),
+        steps=change(
+            evidence.steps, durations_s=tuple(0.038 + (i * 7 % 11) / 4000 for i in range(212)), device_s=0.031
+        ),
         operators=(operator,),
         memory=(memory(), change(memory("cpu"), curve=(), growth=(), at_peak=())),
         compilation=compilation,

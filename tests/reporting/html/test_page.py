@@ -198,6 +198,8 @@ def test_writing_a_page_needs_neither_torch_nor_the_users_matplotlib_settings(
 
 
 def test_importing_the_html_report_imports_no_plotting(tmp_path: Path) -> None:
-    code = "import sys, flatout.reporting.html\nassert not {'matplotlib', 'numpy', 'jinja2', 'torch'} & set(sys.modules)"
+    code = (
+        "import sys, flatout.reporting.html\nassert not {'matplotlib', 'numpy', 'jinja2', 'torch'} & set(sys.modules)"
+    )
 
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=60)

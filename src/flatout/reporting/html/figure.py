@@ -109,7 +109,12 @@ class Figure:
         width, height = round(self.width_px), round(self.height_px)
         root.attrib.clear()
         root.attrib.update(
-            {"viewBox": f"0 0 {width} {height}", "role": "img", "aria-label": inert(label), "class": f"figure {self.name}"}
+            {
+                "viewBox": f"0 0 {width} {height}",
+                "role": "img",
+                "aria-label": inert(label),
+                "class": f"figure {self.name}",
+            }
         )
         ElementTree.register_namespace("", _SVG)
         text = ElementTree.tostring(root, encoding="unicode")

@@ -51,7 +51,9 @@ def memory_svg(memory: Memory, *, name: str) -> Markup | None:
             color=colour("hot"),
         )
         axes.yaxis.set_major_locator(FixedLocator(_ticks(highest.bytes)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.size(value).replace(".00", "").replace(".0 ", " ")))
+        axes.yaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: units.size(value).replace(".00", "").replace(".0 ", " "))
+        )
         axes.xaxis.set_visible(False)
         axes.tick_params(colors=colour("muted"), color=colour("line"), length=4)
         axes.grid(axis="y", color=colour("line"), linewidth=0.8)
@@ -65,7 +67,9 @@ def memory_svg(memory: Memory, *, name: str) -> Markup | None:
         for phase, group in groupby(zip(points, ends, strict=True), key=lambda pair: pair[0].phase):
             stretch = list(group)
             start, end = stretch[0][0].at, stretch[-1][1]
-            bar = ribbon.barh(0, end - start, left=start, height=1, align="edge", color=phase_colour(phase), linewidth=0)[0]
+            bar = ribbon.barh(
+                0, end - start, left=start, height=1, align="edge", color=phase_colour(phase), linewidth=0
+            )[0]
             label = LOOKS[phase].label if phase in LOOKS else inert(phase)
             drawn.tip(bar, label)
             shown = fitting(label, (end - start) * (WIDTH_PX - _LEFT_PX - _RIGHT_PX) - 10)

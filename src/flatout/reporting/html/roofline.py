@@ -100,7 +100,9 @@ def _moving_panel(
     for roof in memory:
         axes.axhline(roof.rate, color=colour("ink"), linewidth=1.6)
         label = f"{roof.name} {units.size_rate(roof.rate)}"
-        axes.annotate(label, (_MOVING_PX, roof.rate), (0, 4), textcoords="offset points", ha="right", color=colour("ink"))
+        axes.annotate(
+            label, (_MOVING_PX, roof.rate), (0, 4), textcoords="offset points", ha="right", color=colour("ink")
+        )
     slot = _MOVING_PX / len(lines)
     points = [_Point(n, line, (i + 0.5) * slot, line.bytes_per_s) for i, (n, line) in enumerate(lines)]
     _points(drawn, axes, points, longest_s, cwd, None, y)

@@ -42,7 +42,7 @@ class _Row(NamedTuple):
 _ROWS: Final = (
     _Row("phase", "phase", 26),
     _Row("host", "operators", 36),
-    _Row("cause", "causes", 16),
+    _Row("cause", "causes", 20),
     _Row("device", "device", 36),
     _Row("copy", "copies", 18),
 )
@@ -67,8 +67,10 @@ def timeline_svg(evidence: Evidence, findings: Sequence[RankedFinding]) -> Marku
     if any(s.source in causes and s.track in ("host", "device") for s in spans):
         tracks.add("cause")
     rows = [row for row in _ROWS if row.track in tracks]
+    if not rows:
+        return None
     height_px = sum(row.height_px + _GAP_PX for row in rows) + _AXIS_PX
-    end_s = max(timeline.duration_s, max(s.start_s + s.duration_s for s in spans))
+    end_s = max([timeline.duration_s] + [s.start_s + s.duration_s for s in spans])
     with figure("timeline", width_px=WIDTH_PX, height_px=height_px) as drawn:
         axes = drawn.axes(left=_LEFT_PX, right=_RIGHT_PX, top=2, bottom=_AXIS_PX)
         inner_px = WIDTH_PX - _LEFT_PX - _RIGHT_PX
@@ -77,7 +79,9 @@ def timeline_svg(evidence: Evidence, findings: Sequence[RankedFinding]) -> Marku
         sheet = _Sheet(drawn, axes, inner_px / end_s)
         top = 0.0
         for row in rows:
-            axes.text(-12 / sheet.px_per_s, top + row.height_px / 2, row.label, ha="right", va="center", color=colour("muted"))
+            axes.text(
+                -12 / sheet.px_per_s, top + row.height_px / 2, row.label, ha="right", va="center", color=colour("muted")
+            )
             _draw(sheet, evidence, spans, row, top, causes)
             top += row.height_px + _GAP_PX
         _time_axis(axes, end_s)
@@ -119,10 +123,16 @@ def _phase(sheet: _Sheet, span: Span, top: float, height_px: float) -> None:
     sheet.figure.tip(bar, f"{name}: {units.duration(span.duration_s)}{', a wait' if span.is_wait else ''}")
     room_px = span.duration_s * sheet.px_per_s - 12
     shown = fitting(name, room_px, longer=f"{name} {units.duration(span.duration_s)}")
-    if shown and not span.is_wait:
-        middle = span.start_s + span.duration_s / 2
+    if shown:
         sheet.axes.text(
-            middle, top + height_px / 2, shown, ha="center", va="center", color=colour("on-phase"), fontweight="bold"
+            span.start_s + span.duration_s / 2,
+            top + height_px / 2,
+            shown,
+            ha="center",
+            va="center",
+            color=colour("on-phase"),
+            fontweight="bold",
+            bbox={"facecolor": phase_colour(span.name), "edgecolor": "none", "pad": 3} if span.is_wait else None,
         )
 
 
@@ -171,13 +181,22 @@ def _cause(
     sheet: _Sheet, number: int, start_s: float, stop_s: float, top: float, height_px: float, *, free_s: float
 ) -> float:
     """Mark a stretch with its cause's number, which needs room from `free_s` on; returns from where there is room then."""
-    bar = sheet.axes.barh(top, stop_s - start_s, left=start_s, height=4, align="edge", color=colour("hot"), linewidth=0)[0]
+    bar = sheet.axes.barh(
+        top, stop_s - start_s, left=start_s, height=4, align="edge", color=colour("hot"), linewidth=0
+    )[0]
     sheet.figure.tip(bar, f"cause {number}")
     middle_s, half_s = (start_s + stop_s) / 2, (letters_px(str(number)) / 2 + 1) / sheet.px_per_s
     if stop_s - start_s < 2 * half_s or middle_s - half_s < free_s:
         return free_s
     sheet.axes.text(
-        middle_s, top + height_px, str(number), ha="center", va="bottom", fontsize=11, fontweight="bold", color=colour("hot")
+        middle_s,
+        top + height_px,
+        str(number),
+        ha="center",
+        va="bottom",
+        fontsize=11,
+        fontweight="bold",
+        color=colour("hot"),
     )
     return middle_s + half_s
 
