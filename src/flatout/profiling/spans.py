@@ -98,11 +98,16 @@ def _laid_out(operators: list[Operator], stretches: list[Span], scale: float) ->
             index, used_s = index + 1, 0.0
         used_s += max(0.0, python_s)
         length_s = min(op_s, max(0.0, stretches[index].duration_s - used_s))
-        if length_s > 0:
-            start_s = stretches[index].start_s + used_s
-            spans.append(
-                Span(track="host", name=operator.op, start_s=start_s, duration_s=length_s, source=operator.source)
+        start_s = stretches[index].start_s + used_s
+        spans.append(
+            Span(
+                track="host",
+                name=operator.op,
+                start_s=round(start_s, 9),
+                duration_s=round(length_s, 9),
+                source=operator.source,
             )
+        )
         used_s += op_s
         while index < len(stretches) - 1 and used_s >= stretches[index].duration_s:
             used_s -= stretches[index].duration_s
@@ -119,8 +124,7 @@ def _per_call(operator: Operator) -> tuple[float, float]:
 
 
 def _longest(spans: list[Span], most: int) -> tuple[list[Span], int]:
-    """The longest `most` spans in their order, and how many are left out."""
-    if len(spans) <= most:
-        return spans, 0
-    kept = sorted(range(len(spans)), key=lambda i: -spans[i].duration_s)[:most]
-    return [spans[i] for i in sorted(kept)], len(spans) - most
+    """The longest `most` spans in their order, and how many are left out, those of no measurable length included."""
+    by_length = sorted((i for i, s in enumerate(spans) if s.duration_s > 0), key=lambda i: -spans[i].duration_s)
+    kept = sorted(by_length[:most])
+    return [spans[i] for i in kept], len(spans) - len(kept)

@@ -106,7 +106,7 @@ def test_hostile_text_stays_text(full: Evidence, diagnosis: Diagnosis, text: str
         assert text in page.text
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(st.characters(), max_size=60) | st.text("<>\"'&$\\`{}%=/ onscript", max_size=60))
 def test_no_text_becomes_markup(full: Evidence, diagnosis: Diagnosis, text: str) -> None:
     check_harmless(Page(html_report(spoiled(full, text), spoiled(diagnosis, text))))
@@ -168,7 +168,7 @@ def test_a_huge_run_stays_a_small_page(full: Evidence, diagnosis: Diagnosis) -> 
     assert full.timeline is not None and full.device_step is not None
     wide = change(
         full,
-        timeline=change(full.timeline, spans=full.timeline.spans * 30),
+        timeline=change(full.timeline, spans=full.timeline.spans * 12),
         device_step=change(full.device_step, kernels=full.device_step.kernels * 5000),
         notes=full.notes * 5000,
         memory=full.memory * 50,

@@ -89,6 +89,35 @@ class Figure:
             spine.set_visible(False)
         return axes
 
+    def bar(
+        self,
+        axes: Axes,
+        left: float,
+        bottom: float,
+        width: float,
+        height: float,
+        *,
+        fill: str,
+        tip: str = "",
+        wait: bool = False,
+    ) -> None:
+        """A bar in the axes' own units, with a tooltip unless it is ''; hatched where something waits."""
+        from matplotlib.patches import Rectangle
+
+        mark = Rectangle(
+            (left, bottom),
+            width,
+            height,
+            facecolor=fill,
+            edgecolor=colour("paper") if wait else "none",
+            hatch="//" if wait else None,
+            linewidth=0,
+            clip_on=False,
+        )
+        axes.add_artist(mark)  # add_patch would follow the data's limits, which are set: half of the time
+        if tip:
+            self.tip(mark, tip)
+
     def tip(self, mark: Artist, text: str) -> None:
         """Show `text` while the pointer rests on `mark`."""
         name = f"tip{len(self._tips)}"

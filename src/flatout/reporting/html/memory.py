@@ -67,11 +67,8 @@ def memory_svg(memory: Memory, *, name: str) -> Markup | None:
         for phase, group in groupby(zip(points, ends, strict=True), key=lambda pair: pair[0].phase):
             stretch = list(group)
             start, end = stretch[0][0].at, stretch[-1][1]
-            bar = ribbon.barh(
-                0, end - start, left=start, height=1, align="edge", color=phase_colour(phase), linewidth=0
-            )[0]
             label = LOOKS[phase].label if phase in LOOKS else inert(phase)
-            drawn.tip(bar, label)
+            drawn.bar(ribbon, start, 0, end - start, 1, fill=phase_colour(phase), tip=label)
             shown = fitting(label, (end - start) * (WIDTH_PX - _LEFT_PX - _RIGHT_PX) - 10)
             if shown:
                 middle = (start + end) / 2

@@ -25,10 +25,10 @@ _AXIS_PX: Final = 30
 _GAP_PX: Final = 10
 _NEAR_PX: Final = 3.0
 """Spans of one cause that are this near to one another are marked as one stretch."""
-_MOST_SPANS: Final = 2000
+_MOST_SPANS: Final = 1200
 """Spans drawn, the longest: a page must stay small."""
 _HAIR_PX: Final = 0.6
-"""No span is drawn thinner, or it could not be seen."""
+"""No span is drawn thinner, or it could not be seen; neighbours are that far apart."""
 
 
 class _Row(NamedTuple):
@@ -109,18 +109,11 @@ def _draw(
 def _phase(sheet: _Sheet, span: Span, top: float, height_px: float) -> None:
     look = LOOKS.get(span.name)
     name = look.label if look else inert(span.name)
-    bar = sheet.axes.barh(
-        top,
-        max(span.duration_s, _HAIR_PX / sheet.px_per_s),
-        left=span.start_s,
-        height=height_px,
-        align="edge",
-        facecolor=phase_colour(span.name),
-        edgecolor=colour("paper") if span.is_wait else "none",
-        hatch="//" if span.is_wait else None,
-        linewidth=0,
-    )[0]
-    sheet.figure.tip(bar, f"{name}: {units.duration(span.duration_s)}{', a wait' if span.is_wait else ''}")
+    width_s = max(span.duration_s, _HAIR_PX / sheet.px_per_s)
+    tip = f"{name}: {units.duration(span.duration_s)}{', a wait' if span.is_wait else ''}"
+    sheet.figure.bar(
+        sheet.axes, span.start_s, top, width_s, height_px, fill=phase_colour(span.name), tip=tip, wait=span.is_wait
+    )
     room_px = span.duration_s * sheet.px_per_s - 12
     shown = fitting(name, room_px, longer=f"{name} {units.duration(span.duration_s)}")
     if shown:
@@ -139,30 +132,28 @@ def _phase(sheet: _Sheet, span: Span, top: float, height_px: float) -> None:
 def _python(sheet: _Sheet, spans: Sequence[Span], top: float, height_px: float) -> None:
     """A pale ground under the operators: what stays visible of it is Python, or operators too short to keep."""
     for span in (s for s in spans if s.track == "phase"):
-        sheet.axes.barh(
-            top, span.duration_s, left=span.start_s, height=height_px, align="edge", color=colour("line"), linewidth=0
-        )
+        sheet.figure.bar(sheet.axes, span.start_s, top, span.duration_s, height_px, fill=colour("line"))
 
 
 def _bar(sheet: _Sheet, evidence: Evidence, span: Span, top: float, height_px: float, causes: dict[int, int]) -> None:
     number = causes.get(span.source)
-    bar = sheet.axes.barh(
-        top,
-        max(span.duration_s, _HAIR_PX / sheet.px_per_s),
-        left=span.start_s,
-        height=height_px,
-        align="edge",
-        facecolor=colour("hot" if number else "op"),
-        edgecolor=colour("paper"),
-        hatch="//" if span.is_wait else None,
-        linewidth=0.5 if span.duration_s * sheet.px_per_s > 3 else 0,
-    )[0]
+    width_px = span.duration_s * sheet.px_per_s
+    width_px = width_px - _HAIR_PX if width_px > 4 * _HAIR_PX else max(width_px, _HAIR_PX)
     source = evidence.source_of(span.source)
     place = place_of(source, cwd=evidence.workload.cwd)
     told = [f"{span.name}: {units.duration(span.duration_s)}{', a wait' if span.is_wait else ''}"]
     told += [f"{place}  {source.text}" if source else place] if place else []
     told += [f"cause {number}"] if number else []
-    sheet.figure.tip(bar, "; ".join(told))
+    sheet.figure.bar(
+        sheet.axes,
+        span.start_s,
+        top,
+        width_px / sheet.px_per_s,
+        height_px,
+        fill=colour("hot" if number else "op"),
+        tip="; ".join(told),
+        wait=span.is_wait,
+    )
     short = inert(span.name).removeprefix("aten.").strip("_")
     shown = fitting(short, span.duration_s * sheet.px_per_s - 8, size_px=SMALL_PX - 1)
     if shown:
@@ -181,10 +172,7 @@ def _cause(
     sheet: _Sheet, number: int, start_s: float, stop_s: float, top: float, height_px: float, *, free_s: float
 ) -> float:
     """Mark a stretch with its cause's number, which needs room from `free_s` on; returns from where there is room then."""
-    bar = sheet.axes.barh(
-        top, stop_s - start_s, left=start_s, height=4, align="edge", color=colour("hot"), linewidth=0
-    )[0]
-    sheet.figure.tip(bar, f"cause {number}")
+    sheet.figure.bar(sheet.axes, start_s, top, stop_s - start_s, 4, fill=colour("hot"), tip=f"cause {number}")
     middle_s, half_s = (start_s + stop_s) / 2, (letters_px(str(number)) / 2 + 1) / sheet.px_per_s
     if stop_s - start_s < 2 * half_s or middle_s - half_s < free_s:
         return free_s
