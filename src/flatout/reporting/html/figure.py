@@ -67,6 +67,16 @@ def fitting(text: str, room_px: float, *, longer: str = "", size_px: float = SMA
     return f"{text[:num]}\u2026" if num >= 5 else ""
 
 
+def rounded(shown: str) -> str:
+    """A quantity without zeros that say nothing, for axes.
+
+    >>> rounded("20.0 GB/s"), rounded("1.50 ms"), rounded("100 B")
+    ('20 GB/s', '1.5 ms', '100 B')
+    """
+    number, blank, unit = shown.partition(" ")
+    return (number.rstrip("0").rstrip(".") if "." in number else number) + blank + unit
+
+
 class Figure:
     """A drawing in progress, `width_px` by `height_px`. Make it with `figure`, which sets matplotlib up for it."""
 

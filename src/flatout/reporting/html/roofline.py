@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from markupsafe import Markup
 
@@ -12,7 +12,7 @@ from flatout.cost.roofline import Roof, roofs
 from flatout.records.evidence import Evidence
 from flatout.records.finding import HotLine
 from flatout.reporting import units
-from flatout.reporting.html.figure import SMALL_PX, Figure, colour, figure, letters_px
+from flatout.reporting.html.figure import SMALL_PX, Figure, colour, figure, letters_px, rounded
 from flatout.reporting.inert import inert, place_of
 
 if TYPE_CHECKING:
@@ -183,27 +183,20 @@ def _slanting_roofs(axes: Axes, memory: Sequence[Roof], best_rate: float, x: _Ax
 # --------------------------------------------------------------------------------------------------------------- both panels
 
 
-def _dress(axes: Axes, which: str, scale: _Axis, show: object) -> None:
+def _dress(axes: Axes, which: Literal["x", "y"], scale: _Axis, show: Callable[[float], str]) -> None:
     """A logarithmic axis with a few round ticks."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    assert callable(show)
     axis = axes.xaxis if which == "x" else axes.yaxis
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     (axes.set_xlim if which == "x" else axes.set_ylim)(scale.low, scale.high)
     is_short = math.log10(scale.high / scale.low) < 2.6
     axis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if is_short else (1,), numticks=12))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: _round(show(value))))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: rounded(show(value))))
     axes.tick_params(colors=colour("muted"), color=colour("line"), length=4)
     axes.grid(color=colour("line"), linewidth=0.8)
     axes.set_axisbelow(True)
-
-
-def _round(shown: str) -> str:
-    """Without zeros that say nothing: '20.0 GB/s' is '20 GB/s'."""
-    number, blank, unit = shown.partition(" ")
-    return (number.rstrip("0").rstrip(".") if "." in number else number) + blank + unit
 
 
 def _points(
@@ -229,7 +222,7 @@ def _points(
         rate = units.work_rate(line.flop_per_s) + f" at {units.number(line.intensity)} FLOP/B, " if line.flop else ""
         drawn.tip(
             mark,
-            f"{point.number}: {place_of(line.source, cwd=cwd)}  {inert(line.source.text)}; "
+            f"{point.number}: {place_of(line.source, cwd=cwd)}: {inert(line.source.text)}; "
             f"{units.duration(line.seconds)} a step, {rate}{units.size_rate(line.bytes_per_s)}; {line.regime}-bound",
         )
         middle = (x.at(at[0]) if x else at[0], y.at(at[1]))

@@ -142,7 +142,7 @@ def _bar(sheet: _Sheet, evidence: Evidence, span: Span, top: float, height_px: f
     source = evidence.source_of(span.source)
     place = place_of(source, cwd=evidence.workload.cwd)
     told = [f"{span.name}: {units.duration(span.duration_s)}{', a wait' if span.is_wait else ''}"]
-    told += [f"{place}  {source.text}" if source else place] if place else []
+    told += [f"{place}: {source.text}" if source else place] if place else []
     told += [f"cause {number}"] if number else []
     sheet.figure.bar(
         sheet.axes,
