@@ -13,6 +13,7 @@ from flatout.cli.check import check
 from flatout.cli.machine import machine
 from flatout.cli.report import report
 from flatout.cli.rules import rules
+from flatout.cli.schema import schema
 from flatout.errors import FlatoutError
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app.command(context_settings={"ignore_unknown_options": True})(check)
 app.command()(machine)
 app.command()(report)
 app.command()(rules)
+app.command()(schema)
 
 
 def run() -> None:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from flatout.cli.machine import cache_folder
+from flatout.cli.outputs import Outputs
 from flatout.errors import CaptureError, UsageError
 from flatout.records.record import to_json, write_file
 
@@ -32,6 +33,13 @@ def check(
     ] = None,
     module: Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module, like `python -m`.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write Evidence and findings to this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the report as one HTML page to this file.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Write a short report for a pull request to this file.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write one step as a trace for Perfetto; .gz packs it.")
+    ] = None,
     seconds: Annotated[float, typer.Option(help="How long to observe steps, besides the few deep ones.")] = 30.0,
     stop: Annotated[bool, typer.Option("--stop", help="End the script when the observation is complete.")] = False,
 ) -> None:
@@ -51,8 +59,8 @@ def check(
             "no script given; call `flatout check train.py -- --its --arguments` or `flatout check -m package.module`"
         )
     own = own[1:] if own[:1] == ["--"] else own
-    if json is not None and not json.absolute().parent.is_dir():
-        raise UsageError(f"--json {json}: the folder does not exist; make it first, so that nothing is lost at the end")
+    outputs = Outputs(json=json, html=html, markdown=markdown, trace=trace)
+    outputs.check()
     if seconds <= 0:
         raise UsageError(f"--seconds {seconds} must be above 0")
     with tempfile.TemporaryDirectory(prefix="flatout-") as folder:
@@ -66,10 +74,10 @@ def check(
             observe_s=seconds,
             stop=stop,
         )
-        raise typer.Exit(_run(observation, Path(folder), json))
+        raise typer.Exit(_run(observation, Path(folder), outputs))
 
 
-def _run(observation: object, folder: Path, json: Path | None) -> int:
+def _run(observation: object, folder: Path, outputs: Outputs) -> int:
     """Start the observed process, wait for it, print the report; its exit code."""
     from flatout.records.record import Record
     from flatout.session import Observation
@@ -91,7 +99,7 @@ def _run(observation: object, folder: Path, json: Path | None) -> int:
         if code == _REFUSED:
             return 2
         raise CaptureError(f"the script ended with code {code} before anything could be written (killed, or os._exit)")
-    return _tell(path, json, code, print_it=not told)
+    return _tell(path, outputs, code, print_it=not told)
 
 
 _REFUSED: Final = 78
@@ -118,12 +126,12 @@ def _wait(child: subprocess.Popen[bytes], path: Path, notes: Console, *, stop: b
             return 0, False
         if complete_at is not None and not told and monotonic() - complete_at > _PATIENCE_S:
             told = True
-            _tell(path, None, 0, print_it=True)
+            _tell(path, Outputs(), 0, print_it=True)
             notes.print("the script goes on, no longer observed; Ctrl-C ends it", style="dim")
 
 
-def _tell(path: Path, json: Path | None, code: int, *, print_it: bool) -> int:
-    from flatout.reporting.json_report import json_report, read_evidence
+def _tell(path: Path, outputs: Outputs, code: int, *, print_it: bool) -> int:
+    from flatout.reporting.json_report import read_evidence
     from flatout.reporting.text import report
     from flatout.session import diagnose_all
 
@@ -133,8 +141,7 @@ def _tell(path: Path, json: Path | None, code: int, *, print_it: bool) -> int:
         console = Console()
         console.print()
         console.print(report(evidence, diagnosis))
-    if json is not None:
-        write_file(json, json_report(evidence, diagnosis))
+    outputs.write(evidence, diagnosis)
     return code if code or evidence.steps.num_timed else 1
 
 

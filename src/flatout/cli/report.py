@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flatout.cli.outputs import Outputs
+
 
 def report(
     files: Annotated[
@@ -18,15 +20,21 @@ def report(
         ),
     ],
     json: Annotated[Path | None, typer.Option("--json", help="Write Evidence and findings to this file.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write the report as one HTML page to this file.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Write a short report for a pull request to this file.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write one step as a trace for Perfetto; .gz packs it.")
+    ] = None,
 ) -> None:
     """Diagnose saved Evidence, or traces that torch.profiler exported, and print the report."""
-    from flatout.records.record import write_file
-    from flatout.reporting.json_report import json_report
     from flatout.reporting.text import report as text_report
     from flatout.session import diagnose_all, evidence_in
 
+    outputs = Outputs(json=json, html=html, markdown=markdown, trace=trace)
+    outputs.check()
     seen = evidence_in(files)
     diagnosis = diagnose_all(seen)
     Console().print(text_report(seen, diagnosis))
-    if json is not None:
-        write_file(json, json_report(seen, diagnosis))
+    outputs.write(seen, diagnosis)

@@ -15,11 +15,13 @@ from flatout.profiling.memory import MemoryLook
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
+from flatout.profiling.spans import timeline_of
 from flatout.profiling.trials.runner import run_trials
 from flatout.profiling.trials.scene import Scene
 from flatout.profiling.workload import workload_of
 from flatout.records.evidence import Evidence
 from flatout.records.hardware import Machine
+from flatout.records.span import StepTimeline
 from flatout.records.trial import Trial, TrialResult
 from flatout.records.usage import CallUse
 
@@ -145,6 +147,17 @@ class Capture:
                 f"let the script make {FEWEST_STEPS} or more"
             )
 
+    def _timeline(self, table: OperatorTable) -> StepTimeline | None:
+        """A typical step on the host, and on the device the step that its kernels were recorded in."""
+        timeline, kernels = timeline_of(self.observer, table), self.observer.kernels
+        if timeline is None or not kernels.spans:
+            return timeline
+        return msgspec.structs.replace(
+            timeline,
+            spans=(*timeline.spans, *kernels.spans),
+            num_left_out=timeline.num_left_out + kernels.num_spans_left_out,
+        )
+
     def _uses(self) -> tuple[CallUse, ...]:
         """Calls worth knowing about, the dearest first."""
         observer = self.observer
@@ -202,6 +215,7 @@ class Capture:
             uses=self._uses(),
             module_facts=self.memory.facts(),
             compilation=observer.compiling.record(observer.timeline.steps),
+            timeline=self._timeline(table),
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
             notes=tuple(self._notes()),

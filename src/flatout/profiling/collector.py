@@ -1,4 +1,4 @@
-"""A further collector, as the observer sees it: it watches from install to remove, and is told of closely watched steps."""
+"""What a further collector looks like to the observer: it watches from install to remove, and hears of close looks."""
 
 from __future__ import annotations
 

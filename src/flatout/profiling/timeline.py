@@ -14,6 +14,8 @@ UNWATCHED: Final = "unwatched"
 
 COMPILE: Final = "compile"
 """The phase while torch.compile compiles, whatever phase of the step it fell into."""
+_ORDERED_STEPS: Final = 500
+"""Steps whose order of phases is kept: one of them is drawn, and a long run must not fill the memory."""
 
 
 class Mark(NamedTuple):
@@ -34,6 +36,8 @@ class TimedStep(NamedTuple):
     num_marks: int
     weight: int = 1
     """How many steps of the loop this one stands for."""
+    order: tuple[tuple[str, float], ...] = ()
+    """(phase, seconds) as they followed one another; kept for the first steps only."""
 
 
 class Timeline:
@@ -80,7 +84,7 @@ class Timeline:
             self._collect()
         else:
             lengths = [b.host_s - a.host_s for a, b in pairwise(marks)]
-            self.steps.append(_finish(mode, marks, calls, lengths)._replace(weight=weight))
+            self._file(_finish(mode, marks, calls, lengths)._replace(weight=weight), marks, lengths)
         return marks[-1].host_s - marks[0].host_s
 
     def add_unwatched(self, duration_s: float, *, compile_s: float = 0.0) -> None:
@@ -124,9 +128,14 @@ class Timeline:
                 return
             self._waiting.popleft()
             lengths = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events) if a is not None and b is not None]
-            self.steps.append(_finish(mode, marks, calls, lengths))
+            self._file(_finish(mode, marks, calls, lengths), marks, lengths)
             # The last mark begins the next step; the others' events can be recorded anew, which is cheaper than making them.
             self._free += [e for e in events[:-1] if e is not None]
+
+    def _file(self, step: TimedStep, marks: list[Mark], lengths: list[float]) -> None:
+        if len(self.steps) < _ORDERED_STEPS:
+            step = step._replace(order=tuple(zip((m.phase for m in marks), lengths, strict=False)))
+        self.steps.append(step)
 
 
 def _finish(mode: str, marks: list[Mark], calls: int, lengths: list[float]) -> TimedStep:

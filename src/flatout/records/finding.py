@@ -100,6 +100,16 @@ class HotLine(Record, frozen=True, kw_only=True):
         """FLOP per byte moved; 0 when nothing was moved."""
         return self.flop / self.bytes if self.bytes else 0.0
 
+    @property
+    def flop_per_s(self) -> float:
+        """The rate reached: FLOP over the line's whole time."""
+        return self.flop / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The bandwidth reached: bytes over the line's whole time."""
+        return self.bytes / self.seconds if self.seconds > 0 else 0.0
+
 
 class Diagnosis(Record, frozen=True, kw_only=True):
     """The answer: how long a step takes, how long it need take, and why it takes longer."""

@@ -24,7 +24,7 @@ _WIDTH: Final = 100
 _OPEN_FRACTION: Final = 0.5
 """A step with more than this share unexplained is not called fast."""
 _INSET: Final = (0, 0, 0, 2)
-_STEP: Final[dict[StepKind, str]] = {
+STEP_NAMES: Final[dict[StepKind, str]] = {
     "training": "a training step",
     "inference": "an inference step",
     "call": "a call",
@@ -40,7 +40,7 @@ def report(evidence: Evidence, diagnosis: Diagnosis) -> RenderableType:
     """
     cwd = evidence.workload.cwd
     parts: list[RenderableType] = [Words(headline(evidence, diagnosis), style="bold")]
-    parts += [Words(line, style="dim") for line in _circumstances(evidence)]
+    parts += [Words(line, style="dim") for line in circumstances(evidence)]
     parts += _exit(evidence)
     if any(seconds > 0 for seconds in evidence.steps.phases.values()):
         parts += ["", Padding(PhaseBar(evidence.steps.phases), _INSET)]
@@ -61,7 +61,7 @@ def headline(evidence: Evidence, diagnosis: Diagnosis) -> str:
         return "No step was seen: no optimizer stepped and no model was called again and again."
     if steps.num_timed == 0:
         return f"{_count(steps.num_seen, 'step').capitalize()} seen, too few to time one."
-    step = f"{units.duration(diagnosis.step_s)} {_STEP[steps.kind]}"
+    step = f"{units.duration(diagnosis.step_s)} {STEP_NAMES[steps.kind]}"
     floor = f"the roofline of this machine for this work is {units.duration(diagnosis.floor_s)}"
     if diagnosis.findings:
         causes = _causes(diagnosis)
@@ -101,7 +101,7 @@ def _count(num: int, noun: str) -> str:
     return f"{_number(num)} {noun}" if num == 1 else f"{_number(num)} {noun}s"
 
 
-def _circumstances(evidence: Evidence) -> Iterator[str]:
+def circumstances(evidence: Evidence) -> Iterator[str]:
     """How much was seen, and on what."""
     steps, workload, machine = evidence.steps, evidence.workload, evidence.machine
     if steps.num_timed:
@@ -138,15 +138,20 @@ def _plural(num: int, noun: str) -> str:
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
+def exit_message(evidence: Evidence) -> str:
+    """How the script failed; '' when it finished or was stopped on purpose."""
+    if evidence.exit == "stopped" or (evidence.exit in ("", "finished") and not evidence.exit_code):
+        return ""
+    code = "" if evidence.exit_code is None else f" {evidence.exit_code}"
+    return f"exit{code}: {evidence.exit or 'no message'}"
+
+
 def _exit(evidence: Evidence) -> Iterator[RenderableType]:
-    """One line when the script failed; nothing when it finished or was stopped on purpose."""
+    """One line when the script failed or was stopped; nothing when it finished."""
     if evidence.exit == "stopped":
         yield Words("the script was stopped before its end", style="dim")
-        return
-    is_clean = evidence.exit in ("", "finished") and not evidence.exit_code
-    if not is_clean:
-        code = "" if evidence.exit_code is None else f" {evidence.exit_code}"
-        yield Words(f"exit{code}: {evidence.exit or 'no message'}", style="red")
+    elif message := exit_message(evidence):
+        yield Words(message, style="red")
 
 
 def _memory(evidence: Evidence) -> Iterator[RenderableType]:
@@ -233,11 +238,12 @@ def _remarks(evidence: Evidence, diagnosis: Diagnosis) -> RenderableType:
         share = units.percent(diagnosis.unexplained_s / diagnosis.step_s if diagnosis.step_s else None)
         section("unexplained", [f"{units.duration(diagnosis.unexplained_s)} of each step, {share}"])
     section("checked", [", ".join(diagnosis.checked)] if diagnosis.checked else [], style="dim")
-    section("observing", filter(None, [_observing(evidence)]), style="dim")
+    section("observing", filter(None, [observing_cost(evidence)]), style="dim")
     return table
 
 
-def _observing(evidence: Evidence) -> str:
+def observing_cost(evidence: Evidence) -> str:
+    """What watching cost, by kind of look."""
     cost = evidence.observing
     parts = [f"{units.percent(cost.light_fraction)} of the timed steps"] if evidence.steps.num_timed else []
     if cost.num_deep_steps:
