@@ -11,11 +11,14 @@ import msgspec
 
 from flatout.profiling import assemble
 from flatout.profiling.accounts import OperatorTable
+from flatout.profiling.escapes import Escapes
+from flatout.profiling.module_facts import ModuleFacts
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
 from flatout.profiling.trials.runner import run_trials
 from flatout.profiling.trials.scene import Scene
+from flatout.profiling.values import Values
 from flatout.profiling.workload import workload_of
 from flatout.records.evidence import Evidence
 from flatout.records.hardware import Machine
@@ -55,6 +58,11 @@ class Capture:
         self._other_s = 0.0
         self._last: Evidence | None = None
         self.observer = Observer(schedule, user_root=user_root, pause=self._pause, complete=self._complete)
+        self._escapes, self._values = Escapes(), Values()
+        self._module_facts = ModuleFacts(self.observer.calls, self.observer.optimizing)
+        self.observer.collectors += (self._escapes, self._module_facts)
+        self.observer.root_watchers += (self._module_facts,)
+        self.observer.deep.inspectors += [self._escapes.inspect, self._values.inspect]
 
     def start(self) -> None:
         """Begin to observe."""
@@ -139,7 +147,7 @@ class Capture:
 
     def _evidence(self) -> Evidence:
         observer = self.observer
-        table = OperatorTable(observer)
+        table = OperatorTable(observer, self._escapes.keys if self._escapes.is_known else None)
         steps = assemble.steps_of(observer, table.device_s)
         models, roots = assemble.models_of(observer)
         workload = workload_of(
@@ -177,6 +185,7 @@ class Capture:
             loaders=assemble.loaders_of(observer),
             paddings=assemble.paddings_of(observer),
             recurrences=assemble.recurrences_of(observer, table),
+            module_facts=(*self._module_facts.facts(), *self._values.facts()),
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
             notes=tuple(self._notes()),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from flatout.profiling.calls import ModuleCalls, Root
-from flatout.profiling.operators import DeepStep, Example, OperatorKey, OperatorRecorder
+from flatout.profiling.operators import DeepStep, Example, Inspect, OperatorKey, OperatorRecorder
 from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import InterceptionCost, interception_cost
 from flatout.profiling.padding import PaddedTensor, padded_rows, signs_of
@@ -30,6 +31,7 @@ class DeepLooks:
         self.padding_signs: tuple[str, ...] = ()
         self.unused: dict[str, tuple[int, int]] = {}
         self.trained_modules: set[str] = set()
+        self.inspectors: list[Inspect] = []
         self._sites = sites
         self._calls = calls
         self._optimizing = optimizing
@@ -45,6 +47,7 @@ class DeepLooks:
                 module=self._calls.module_path,
                 is_device=is_device,
                 thread_id=self._thread_id,
+                inspectors=self.inspectors,
             )
             self.recorder.enter()
         self._calls.is_deep = True
@@ -72,6 +75,20 @@ class DeepLooks:
             self.backward_sites = self.recorder.backward_sites
             self.outside_float64 = self.recorder.outside_float64
             self.recorder = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Do something of ours meanwhile: what runs inside is neither recorded nor timed."""
+        recorder = self.recorder
+        if recorder is None:
+            yield
+            return
+        recorder.is_paused = True
+        try:
+            yield
+        finally:
+            recorder.is_paused = False
+            recorder.resume()
 
     def look_for_padding(self, tensors: dict[str, torch.Tensor], root: Root) -> None:
         """Note which of a root call's inputs end in constants."""

@@ -13,7 +13,7 @@ import torch
 
 from flatout.profiling.blocks import Blocks, block_size
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
-from flatout.profiling.collector import Collector
+from flatout.profiling.collector import Collector, RootWatcher
 from flatout.profiling.deep import DeepLooks, uses_compile
 from flatout.profiling.feeding import Feeding
 from flatout.profiling.kernels import KernelTimes
@@ -69,6 +69,7 @@ class Observer:
         self.deep = DeepLooks(self.sites, self.calls, self.optimizing, thread_id=self.thread_id)
         self.blocks = Blocks()
         self.collectors: tuple[Collector, ...] = ()
+        self.root_watchers: tuple[RootWatcher, ...] = ()
         self.light_s = 0.0
         self.deep_s = 0.0
         self.pause_s = 0.0
@@ -166,6 +167,19 @@ class Observer:
             and (root.is_training or self.kind != "training")
         ):
             self.deep.look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
+        is_deep = self.mode is Mode.DEEP and recorder is not None
+        if is_deep or root.calls == 1:
+            with self.deep.aside():
+                for watcher in self.root_watchers:
+                    watcher.on_root_inputs(root, args, kwargs, is_deep=is_deep)
+
+    def on_root_output(self, root: Root, output: Any) -> None:
+        try:
+            with self.deep.aside():
+                for watcher in self.root_watchers:
+                    watcher.on_root_output(root, output)
+        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
+            self.fail(e)
 
     def on_fetch_start(self) -> None:
         self.timeline.switch("data")
@@ -273,7 +287,7 @@ class Observer:
         elif before is Mode.KERNELS:
             self.kernels.end()
         if before is not Mode.LIGHT:
-            for collector in self.collectors:
+            for collector in reversed(self.collectors):  # what was patched last is put back first
                 collector.end(before)
         self.mode = self.schedule.mode(
             seen=self.seen,
