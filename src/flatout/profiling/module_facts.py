@@ -9,8 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import Optimizer
 
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
 from flatout.profiling.optimizing import Optimizing, OptimizerWatched
@@ -58,7 +57,6 @@ class ModuleFacts:
         self._looks: Counter[int] = Counter()
         self._with_gradient: set[int] = set()
         self._with_rate: set[int] = set()
-        self._handle: RemovableHandle | None = None
 
     # -- a collector ------------------------------------------------------------------------------------------------------
 
@@ -66,24 +64,22 @@ class ModuleFacts:
         """Nothing to replace: hooks come and go with the steps that are looked at closely."""
 
     def begin(self, mode: Mode) -> None:
-        """Look at gradients and rates when an optimizer steps in this step."""
-        if mode in (Mode.READS, Mode.MEMORY, Mode.DEEP) and self._handle is None:
-            self._handle = register_optimizer_step_post_hook(self._on_step)
+        """A step that is looked at closely begins."""
         self._seen.clear()
         self._open.clear()
 
     def end(self, mode: Mode) -> None:
-        """The step is over."""
+        """The step is over; its gradients are still there, unless the loop clears them right after the update."""
         self._num_deep += mode is Mode.DEEP
-        self.remove()
+        for watched in self._optimizing.watched.values():
+            optimizer = watched.optimizer()
+            if optimizer is not None and any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+                self._look(optimizer)
 
     def remove(self) -> None:
-        """Take the hook away."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        """Nothing to take away."""
 
-    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _look(self, optimizer: Optimizer) -> None:
         self._looks[id(optimizer)] += 1
         for group in optimizer.param_groups:
             rate = group.get("lr", 1.0)
