@@ -97,9 +97,7 @@ class OperatorTable:
             operator=tuple(index[c.key] for c in last),
             producers=tuple(c.producers for c in last),
             truncated=not is_whole,
-            escapes=None
-            if self._escaping is None
-            else tuple(i for i, c in enumerate(last) if c.key in self._escaping),
+            escapes=None if self._escaping is None else tuple(i for i, c in enumerate(last) if c.key in self._escaping),
         )
 
 

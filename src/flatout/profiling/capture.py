@@ -123,6 +123,7 @@ class Capture:
         return Scene(
             examples=table.examples,
             num_calls=[o.num_calls for o in table.operators],
+            outputs=[k.outputs[0] if k.outputs else None for k in table.keys],
             roots=roots,
             optimizers=list(observer.optimizing.watched.values()),
             loaders=list(observer.feeding.loaders.values()),

@@ -13,7 +13,16 @@ from flatout.profiling.operators import OperatorKey, storage_of
 from flatout.profiling.patching import Patches
 from flatout.profiling.schedule import Mode
 
-_HANDED_OUT: Final = ("numpy", "tolist", "__array__", "__reduce_ex__", "__dlpack__", "data_ptr", "share_memory_", "storage")
+_HANDED_OUT: Final = (
+    "numpy",
+    "tolist",
+    "__array__",
+    "__reduce_ex__",
+    "__dlpack__",
+    "data_ptr",
+    "share_memory_",
+    "storage",
+)
 """Methods of Tensor through which values leave torch without an operator."""
 
 
@@ -63,7 +72,12 @@ class Escapes:
         return self.num_steps > 2
 
     def inspect(
-        self, func: Any, key: OperatorKey, inputs: Sequence[Tensor], results: Sequence[Tensor], producers: tuple[int, ...]
+        self,
+        func: Any,
+        key: OperatorKey,
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+        producers: tuple[int, ...],
     ) -> None:
         """A call has just run."""
         if not key.op.startswith("aten."):

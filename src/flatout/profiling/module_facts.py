@@ -136,7 +136,13 @@ class ModuleFacts:
                 continue
             switches = self._switches.get(id(root), Counter())
             on, off = _words(switches, "on"), _words(switches, "off")
-            if root.calls >= _FEWEST_CALLS and root.is_training and not root.graphs_used and on and id(module) in trained:
+            if (
+                root.calls >= _FEWEST_CALLS
+                and root.is_training
+                and not root.graphs_used
+                and on
+                and id(module) in trained
+            ):
                 yield _fact("train-in-eval", root, text=on)
             is_optimized = any(id(p) in optimized for p in module.parameters())
             if root.graphs_used and not root.is_training and off and is_optimized:

@@ -39,7 +39,12 @@ class Values:
         self._subnormal: dict[OperatorKey, Subnormal] = {}
 
     def inspect(
-        self, func: Any, key: OperatorKey, inputs: Sequence[Tensor], results: Sequence[Tensor], producers: tuple[int, ...]
+        self,
+        func: Any,
+        key: OperatorKey,
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+        producers: tuple[int, ...],
     ) -> None:
         """A call has just run."""
         if key.op.startswith("aten._scaled_dot_product") and key.phase != "backward" and key not in self._masks:

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter
 
-from flatout.profiling.trials import blocks, dataset, model, operators, optimizer
+from flatout.profiling.trials import blocks, calls, dataset, foreach, model, operators, optimizer
 from flatout.profiling.trials.scene import Refused, Scene, untouched
 from flatout.records.trial import (
     TimeAttention,
+    TimeAttentionCall,
     TimeDataset,
+    TimeForeach,
     TimeGrowingCat,
     TimeInDtype,
+    TimeMergedLinears,
     TimeModel,
     TimeNormalisation,
     TimeOptimizer,
     TimeRecurrence,
+    TimeSparseEmbedding,
+    TimeStrides,
     Trial,
     TrialResult,
 )
@@ -54,6 +59,16 @@ def _run(trial: Trial, scene: Scene) -> TrialResult:
                 return model.run(trial, scene)
             case TimeDataset():
                 return dataset.run(trial, scene)
+            case TimeAttentionCall():
+                return calls.attention_call(trial, scene)
+            case TimeMergedLinears():
+                return calls.merged_linears(trial, scene)
+            case TimeForeach():
+                return foreach.run(trial, scene)
+            case TimeSparseEmbedding():
+                return calls.sparse_embedding(trial, scene)
+            case TimeStrides():
+                return calls.strides(trial, scene)
     except Refused as e:
         return TrialResult(trial=trial, refused=str(e))
     except Exception as e:  # noqa: BLE001  # a trial runs user code on a copy; whatever it raises costs the trial alone
