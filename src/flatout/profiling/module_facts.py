@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
-from flatout.profiling.optimizing import Optimizing, OptimizerWatched
+from flatout.profiling.optimizing import OptimizerWatched, Optimizing
 from flatout.profiling.patching import Patches
 from flatout.profiling.schedule import Mode
 from flatout.records.usage import ModuleFact

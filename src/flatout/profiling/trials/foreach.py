@@ -43,12 +43,12 @@ def run(trial: TimeForeach, scene: Scene) -> TrialResult:
         for action in cured:
             action()
 
-    def one_by_one() -> object:
+    def one_by_one() -> None:
         with torch.no_grad():
             for call in calls:
                 call.func(*call.args, **call.kwargs)
 
-    def gathered() -> object:
+    def gathered() -> None:
         with torch.no_grad():
             for action in cured:
                 action()
