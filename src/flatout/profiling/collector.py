@@ -1,4 +1,5 @@
-"""What a further collector looks like to the observer: it watches from install to remove, and is told of closely watched steps."""
+"""What a further collector looks like to the observer: it watches from install to remove, and is told of closely "
+"watched steps."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(operator.source),
             cost_s=cost_s,
             saved_s=around(cost_s * max(0.0, 1 - kept), 0.2),
-            because=f"a batch touches {touched:.0f} of {num_rows} rows of {width}, but gradient and {use.name} work on all of them, "
+            because=f"a batch touches {touched:.0f} of {num_rows} rows of {width}, but gradient and {use.name} work on "
+            "all of them, "
             f"{milliseconds(cost_s)} a step; with a sparse gradient it takes {kept:.0%} (tried)",
             edit=f"nn.Embedding(..., sparse=True), its weight in an optimizer of its own: {lazy}",
             module=operator.module,

@@ -53,7 +53,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(source),
             cost_s=cost_s,
             saved_s=around(saved_s, 0.15),
-            because=f"a strided tensor is copied into a contiguous one, {milliseconds(cost_s)} a step, and only {reader} reads it; "
+            because=f"a strided tensor is copied into a contiguous one, {milliseconds(cost_s)} a step, and only "
+            f"{reader} reads it; "
             f"on the original {reader} takes {kept_fraction(priced[0][2]):.0%} of both (tried)",
             edit="leave the .contiguous() or .clone() out",
             module=evidence.operators[rows[0]].module,

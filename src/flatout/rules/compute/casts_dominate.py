@@ -1,8 +1,8 @@
 """Tensors are cast to and fro.
 
 Costs        A cast reads and writes the whole tensor, forward and again backward, and computes nothing.
-Evidence     Casts that a line spells out and that the data flow undoes before any product has used the new dtype, or that are done
-             again for a tensor that was cast already. The price is their own time.
+Evidence     Casts that a line spells out and that the data flow undoes before any product has used the new dtype, or that are
+             done again for a tensor that was cast already. The price is their own time.
 Levers       workload.keep-dtype
 False alarm  Casts that autocast makes; one cast of the batch on its way in; a loss that is taken in float32 on purpose.
 """
@@ -47,7 +47,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=where,
             cost_s=cost_s,
             saved_s=(0.5 * cost_s, cost_s),
-            because=f"{num:.0f} casts a step, forward and backward, change the dtype of tensors and back, or cast the same tensor "
+            because=f"{num:.0f} casts a step, forward and backward, change the dtype of tensors and back, or cast the "
+            "same tensor "
             f"again; they take {milliseconds(cost_s)}",
             edit="choose one dtype for this part and cast once where it begins",
             also=tuple(s for s in map(evidence.source_of, by_line) if s is not None and s != where),

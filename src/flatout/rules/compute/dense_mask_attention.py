@@ -77,7 +77,8 @@ def note(evidence: Evidence) -> Iterator[Note]:
             yield Note(
                 rule=RULE.id,
                 where=evidence.source_of(fact.source),
-                text=f"the mask keeps documents apart and lets {fact.value:.0%} of the pairs through, but all are computed; one call a "
+                text=f"the mask keeps documents apart and lets {fact.value:.0%} of the pairs through, but all are "
+                "computed; one call a "
                 "document, or FlexAttention with a block mask, computes only those",
             )
 

@@ -1,8 +1,8 @@
 """The same module is run twice on the same input in one step.
 
 Costs        The second call, and its backward where its graph is used.
-Evidence     Calls of a root module in the deep steps whose inputs, outputs and weights are bit for bit those of an earlier call of
-             the step, and that draw no random numbers. The price is the second call's own time in undisturbed steps.
+Evidence     Calls of a root module in the deep steps whose inputs, outputs and weights are bit for bit those of an earlier call
+             of the step, and that draw no random numbers. The price is the second call's own time in undisturbed steps.
 Levers       graph.reuse-result
 False alarm  Two passes with different dropout over one input (contrastive learning): they draw random numbers and differ.
 """
@@ -35,7 +35,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(fact.source),
             cost_s=cost_s,
             saved_s=(0.85 * cost_s, cost_s),
-            because=f"{fact.module} is called {_times(fact)} a step on an input it has already been given, with the same weights, and "
+            because=f"{fact.module} is called {_times(fact)} a step on an input it has already been given, with the "
+            "same weights, and "
             f"returns the same result bit for bit; {milliseconds(cost_s)} a step",
             edit="keep the result of the first call and use it here",
             also=(also,) if also is not None else (),

@@ -56,7 +56,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         where=_where(evidence),
         cost_s=min(evidence.steps.whole_s, max(cost_s, *saved)),
         saved_s=((1 - _SPREAD) * min(saved), max(saved)),
-        because=f"float32 products and convolutions take {milliseconds(cost_s)} of the step without the matrix units; forward and "
+        because=f"float32 products and convolutions take {milliseconds(cost_s)} of the step without the matrix units; "
+        "forward and "
         f"backward take {tried} (tried)",
         edit="torch.set_float32_matmul_precision('high') for TF32; with torch.autocast('cuda', dtype=torch.bfloat16): around the "
         "forward pass and loss for more",

@@ -55,8 +55,10 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         where=evidence.source_of(facts[0].source),
         cost_s=cost_s,
         saved_s=around(saved_s, 0.15),
-        because=f"{sum(f.value for f in facts) / 1e6:.2f} M parameters have a learning rate of zero; the backward of their modules "
-        f"takes {milliseconds(cost_s)} a step, and with them frozen forward and backward take {kept_fraction(result):.0%} (tried)",
+        because=f"{sum(f.value for f in facts) / 1e6:.2f} M parameters have a learning rate of zero; the backward of "
+        "their modules "
+        f"takes {milliseconds(cost_s)} a step, and with them frozen forward and backward take "
+        f"{kept_fraction(result):.0%} (tried)",
         edit="requires_grad_(False) on these modules and leave them out of the optimizer, until they are to be trained",
         module=facts[0].module,
         levers=RULE.levers,
@@ -73,7 +75,8 @@ def note(evidence: Evidence) -> Iterator[Note]:
         yield Note(
             rule=RULE.id,
             where=evidence.source_of(source),
-            text=f"the optimizer holds {sum(f.value for f in facts):.0f} parameters that never got a gradient ({names}{more}): they "
+            text=f"the optimizer holds {sum(f.value for f in facts):.0f} parameters that never got a gradient "
+            f"({names}{more}): they "
             "are not trained",
         )
 

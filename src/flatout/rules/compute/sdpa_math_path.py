@@ -5,7 +5,8 @@ Evidence     The softmax that only torch's fallback uses (aten._safe_softmax) in
              for the CPU takes dropout. Trial: the same attention with dropout_p=0, forward and backward.
 Levers       memory.fused-attention
 False alarm  Short sequences, where the fused kernel gains nothing: the trial says so. Leaving dropout out of the weights changes
-             the regularisation: a choice, told as one. Other reasons (head size, dtype, a mask with a gradient) are told as a note.
+             the regularisation: a choice, told as one. Other reasons (head size, dtype, a mask with a gradient) are told in a
+             note.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             cost_s=cost_s,
             saved_s=around(cost_s * max(0.0, 1 - kept), 0.15),
             because=f"with dropout on its weights attention has no fused kernel here and writes scores of "
-            f"{'x'.join(map(str, softmax.outputs[0].shape))}, {milliseconds(cost_s)} a step; without that dropout it takes {kept:.0%} "
+            f"{'x'.join(map(str, softmax.outputs[0].shape))}, {milliseconds(cost_s)} a step; without that dropout it "
+            f"takes {kept:.0%} "
             "(tried)",
             edit="dropout_p=0.0 in attention (dropout on its output keeps a regularisation), if the quality allows it",
             module=softmax.module,
@@ -63,7 +65,8 @@ def note(evidence: Evidence) -> Iterator[Note]:
             yield Note(
                 rule=RULE.id,
                 where=evidence.source_of(source),
-                text="scaled_dot_product_attention runs as separate products here; head size, dtype, a mask that needs a gradient, or "
+                text="scaled_dot_product_attention runs as separate products here; head size, dtype, a mask that needs "
+                "a gradient, or "
                 "tensors that are not (batch, heads, tokens, size) keep it from a fused kernel",
             )
 

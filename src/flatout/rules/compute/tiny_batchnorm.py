@@ -35,7 +35,8 @@ def note(evidence: Evidence) -> Iterator[Note]:
         yield Note(
             rule=RULE.id,
             where=evidence.source_of(source),
-            text=f"batch norm takes its statistics from {_num_values(smallest):.0f} value(s) a channel ({shape}); use a group or layer "
+            text=f"batch norm takes its statistics from {_num_values(smallest):.0f} value(s) a channel ({shape}); use a "
+            "group or layer "
             "norm, or a larger batch",
         )
 

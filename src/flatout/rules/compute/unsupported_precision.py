@@ -44,7 +44,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         where=evidence.source_of(evidence.models[trial.model].source),
         cost_s=max(half_s, saved_s),
         saved_s=around(saved_s, 0.15),
-        because=f"{half_s * 1e3:.2f} ms of the step work on {' and '.join(dtypes)} on a CPU; in float32, without autocast, forward "
+        because=f"{half_s * 1e3:.2f} ms of the step work on {' and '.join(dtypes)} on a CPU; in float32, without "
+        "autocast, forward "
         f"and backward take {kept:.0%} (tried)",
         edit="leave autocast and .half()/.bfloat16() out on this machine: enabled=torch.cuda.is_available()",
         levers=RULE.levers,

@@ -17,7 +17,8 @@ from flatout.records.evidence import Evidence, Operator
 from flatout.records.finding import Finding, Rule
 
 _READS = frozenset(
-    f"aten.{name}" for name in ["_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"]
+    f"aten.{name}"
+    for name in ["_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"]
 )
 _JUDGED = ("forward", "other", "transfer")
 _SMALLEST_FRACTION = 0.01
@@ -39,7 +40,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=where,
             cost_s=cost_s,
             saved_s=(0.8 * cost_s, cost_s),
-            because=f"what these lines compute reaches neither the loss nor anything that was read or kept in the steps looked at; "
+            because="what these lines compute reaches neither the loss nor anything that was read or kept in the steps "
+            "looked at; "
             f"{milliseconds(cost_s)} a step",
             edit="leave it out, or compute it only in the steps that use it",
             also=tuple(s for s in map(evidence.source_of, by_line) if s is not None and s != where),

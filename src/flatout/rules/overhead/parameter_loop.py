@@ -2,8 +2,8 @@
 
 Costs        One or more tiny operators for each parameter tensor, where torch's foreach functions take one call for all.
 Evidence     Lines outside forward and backward whose operators run once for most tensors that the optimizer holds: gradient
-             clipping, an average of the weights, weight decay, an update by hand. Trial: the same operators at the same shapes, one
-             by one and gathered into torch._foreach_* calls.
+             clipping, an average of the weights, weight decay, an update by hand. Trial: the same operators at the same shapes,
+             one by one and gathered into torch._foreach_* calls.
 Levers       parallelism.foreach
 False alarm  A few large tensors, where the walk does not matter: the trial says so.
 """
@@ -46,7 +46,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=where,
             cost_s=cost_s,
             saved_s=around(cost_s * max(0.0, 1 - kept), 0.2),
-            because=f"{num:.0f} operators a step walk over the parameters one tensor at a time, {milliseconds(cost_s)}; gathered into "
+            because=f"{num:.0f} operators a step walk over the parameters one tensor at a time, {milliseconds(cost_s)}; "
+            "gathered into "
             f"foreach calls they take {kept:.0%} (tried)",
             edit=_edit(evidence, rows),
             also=tuple(s for s in map(evidence.source_of, by_line) if s is not None and s != where),
@@ -59,7 +60,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 def _edit(evidence: Evidence, rows: tuple[int, ...]) -> str:
     ops = {evidence.operators[i].op for i in rows}
     if ops & set(_NORMS):
-        return "torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True), or torch._foreach_norm over the list of gradients"
+        return (
+            "torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True), or torch._foreach_norm over all gradients"
+        )
     if "aten.lerp_" in ops or {"aten.mul_", "aten.add_"} <= ops:
         return (
             "torch._foreach_lerp_(averages, parameters, 1 - decay), or torch.optim.swa_utils.AveragedModel with "

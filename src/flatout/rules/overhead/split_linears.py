@@ -21,7 +21,18 @@ from flatout.records.trial import TimeMergedLinears
 _INPUT_AT = {"aten.addmm": 1, "aten.mm": 0}
 _PARTS = frozenset(
     f"aten.{name}"
-    for name in ["slice", "split", "split_with_sizes", "select", "unbind", "chunk", "narrow", "index", "index_select", "as_strided"]
+    for name in [
+        "slice",
+        "split",
+        "split_with_sizes",
+        "select",
+        "unbind",
+        "chunk",
+        "narrow",
+        "index",
+        "index_select",
+        "as_strided",
+    ]
 )
 _WORTH_A_TRIAL = 0.05
 

@@ -2,8 +2,8 @@
 
 Costs        Host time for each operator, whatever its size.
 Evidence     The mean operator is short beside the measured cost of dispatching one, or most of the step goes to products that
-             read large weights for a few rows. Trial: the model's forward and backward on its batch repeated 2 and 8 times; if that
-             takes hardly longer, the batch is too small.
+             read large weights for a few rows. Trial: the model's forward and backward on its batch repeated 2 and 8 times; if
+             that takes hardly longer, the batch is too small.
 Levers       parallelism.batch-size, graph.compile, graph.capture
 False alarm  Large operators between small ones; a batch that cannot grow (streaming inference).
 """
@@ -22,7 +22,8 @@ _DISPATCHES = 100.0
 """A step whose mean operator takes longer than so many dispatches is not worth a trial."""
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.convolution", "aten.convolution_backward")
 _THIN_FLOP_PER_BYTE = 4.0
-"""A float32 product of 8 rows with a large matrix does 4 FLOP for each byte; memory gives no machine's units enough to do then."""
+"""A float32 product of 8 rows with a large matrix does 4 FLOP for each byte; memory gives no machine's units enough "
+"to do then."""
 _WEIGHT_BOUND = 0.4
 _MOST_KEPT = 0.75
 """With twice the batch a sample must take at most this share of its time; else the operators are at work, not the overhead."""

@@ -31,14 +31,16 @@ def note(evidence: Evidence) -> Iterator[Note]:
             yield Note(
                 rule=RULE.id,
                 where=evidence.source_of(fact.source),
-                text=f"{fact.module} is evaluated here in training mode with {fact.text} active; call .eval() before and .train() "
+                text=f"{fact.module} is evaluated here in training mode with {fact.text} active; call .eval() before "
+                "and .train() "
                 "after",
             )
     for fact in facts_named(evidence, "eval-in-train"):
         yield Note(
             rule=RULE.id,
             where=evidence.source_of(fact.source),
-            text=f"{fact.module} is trained here in evaluation mode, so {fact.text} do nothing; call .train() unless they are frozen "
+            text=f"{fact.module} is trained here in evaluation mode, so {fact.text} do nothing; call .train() unless "
+            "they are frozen "
             "on purpose",
         )
 

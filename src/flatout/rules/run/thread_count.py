@@ -44,7 +44,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         where=_where(evidence),
         cost_s=cost_s,
         saved_s=around(cost_s, _SPREAD),
-        because=f"torch runs with {threads} thread(s) and may use {trial.factor} core(s); with {trial.factor} threads forward and "
+        because=f"torch runs with {threads} thread(s) and may use {trial.factor} core(s); with {trial.factor} threads "
+        "forward and "
         f"backward take {kept:.0%} (tried)",
         edit=f"torch.set_num_threads({trial.factor}), or OMP_NUM_THREADS={trial.factor} in the environment",
         levers=RULE.levers,
@@ -60,7 +61,8 @@ def note(evidence: Evidence) -> Iterator[Note]:
             yield Note(
                 rule=RULE.id,
                 where=evidence.source_of(loader.source),
-                text=f"{loader.num_workers} loader workers and {evidence.workload.num_threads} compute thread(s) share {cores} core(s)",
+                text=f"{loader.num_workers} loader workers and {evidence.workload.num_threads} compute thread(s) share "
+                f"{cores} core(s)",
             )
 
 
