@@ -27,6 +27,7 @@ def scene(*roots: Root) -> Scene:
         num_calls=[],
         roots=list(roots),
         optimizers=[],
+        outputs=[],
         loaders=[],
         unused_modules=(),
         device="cpu",

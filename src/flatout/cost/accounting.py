@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from flatout.records.evidence import Evidence, Operator
 from flatout.records.trial import Trial, TrialResult
-from flatout.records.usage import CallUse
+from flatout.records.usage import CallUse, ModuleFact
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -62,6 +62,31 @@ def model_seconds(evidence: Evidence) -> float:
     """Seconds of forward, loss and backward in a step."""
     phases = evidence.steps.phases
     return phases.get("forward", 0.0) + phases.get("backward", 0.0)
+
+
+def main_model(evidence: Evidence) -> int | None:
+    """Index of the root module that takes most of a step: one whose graphs are used, or any in an inference loop."""
+    used = [i for i, m in enumerate(evidence.models) if m.num_graphs_used or evidence.steps.kind == "inference"]
+    return max(used, key=lambda i: evidence.models[i].call_s * evidence.models[i].calls, default=None)
+
+
+def facts_named(evidence: Evidence, name: str) -> list[ModuleFact]:
+    """The facts about modules of this kind."""
+    return [f for f in evidence.module_facts if f.name == name]
+
+
+def setting_of(evidence: Evidence, name: str) -> str:
+    """Value of a global switch, '' when it was not read."""
+    return next((s.value for s in evidence.workload.settings if s.name == name), "")
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as the sentences of findings write them.
+
+    >>> milliseconds(0.00123)
+    '1.23 ms'
+    """
+    return f"{seconds * 1e3:.2f} ms"
 
 
 def step_loops(evidence: Evidence) -> set[tuple[str, int]]:

@@ -57,7 +57,7 @@ class Row(NamedTuple):
 class OperatorTable:
     """Rows of operators, the live examples behind them, and the order of the last deep step."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, escaping: set[OperatorKey] | None = None) -> None:
         self.keys: list[OperatorKey] = []
         self.examples: list[Example | None] = []
         self.operators: tuple[Operator, ...] = ()
@@ -65,6 +65,7 @@ class OperatorTable:
         self.agreement: float | None = None
         self.device_s: float | None = None
         self.nearby_step_s: float | None = None
+        self._escaping = escaping
         usual = usual_root_calls([s for s in observer.timeline.steps if s.mode == Mode.LIGHT.value])
         ordinary = [s for s in observer.deep.steps if s.root_calls <= usual] or observer.deep.steps
         steps = ordinary[1:] or ordinary
@@ -99,6 +100,7 @@ class OperatorTable:
             operator=tuple(index[c.key] for c in last),
             producers=tuple(c.producers for c in last),
             truncated=not is_whole,
+            escapes=None if self._escaping is None else tuple(i for i, c in enumerate(last) if c.key in self._escaping),
         )
 
 

@@ -33,6 +33,8 @@ class RootListener(Protocol):
 
     def on_root_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
+    def on_root_output(self, root: Root, output: Any) -> None: ...
+
     def fail(self, error: Exception) -> None: ...
 
 
@@ -172,6 +174,8 @@ class ModuleCalls:
             self.path = ""
             root.total_s += perf_counter() - start
             self._listener.on_root_end(root)
+        if self.is_deep:
+            self._listener.on_root_output(root, output)
         if torch.is_grad_enabled():
             self._follow_graph(root, output)
         return output

@@ -11,13 +11,16 @@ import msgspec
 
 from flatout.profiling import assemble
 from flatout.profiling.accounts import OperatorTable
+from flatout.profiling.escapes import Escapes
 from flatout.profiling.memory import MemoryLook
+from flatout.profiling.module_facts import ModuleFacts
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
 from flatout.profiling.spans import timeline_of
 from flatout.profiling.trials.runner import run_trials
 from flatout.profiling.trials.scene import Scene
+from flatout.profiling.values import Values
 from flatout.profiling.workload import workload_of
 from flatout.records.evidence import Evidence
 from flatout.records.hardware import Machine
@@ -62,6 +65,11 @@ class Capture:
         self.memory = MemoryLook(self.observer)
         self.observer.collectors += (self.memory,)
         self.observer.watch = self.memory
+        self._escapes, self._values = Escapes(), Values()
+        self._module_facts = ModuleFacts(self.observer.calls, self.observer.optimizing)
+        self.observer.collectors += (self._escapes, self._module_facts)
+        self.observer.root_watchers += (self._module_facts,)
+        self.observer.deep.inspectors += [self._escapes.inspect, self._values.inspect]
 
     def start(self) -> None:
         """Begin to observe."""
@@ -122,6 +130,7 @@ class Capture:
         return Scene(
             examples=table.examples,
             num_calls=[o.num_calls for o in table.operators],
+            outputs=[k.outputs[0] if k.outputs else None for k in table.keys],
             roots=roots,
             optimizers=list(observer.optimizing.watched.values()),
             loaders=list(observer.feeding.loaders.values()),
@@ -168,7 +177,7 @@ class Capture:
 
     def _evidence(self) -> Evidence:
         observer = self.observer
-        table = OperatorTable(observer)
+        table = OperatorTable(observer, self._escapes.keys if self._escapes.is_known else None)
         steps = assemble.steps_of(observer, table.device_s)
         models, roots = assemble.models_of(observer)
         workload = workload_of(
@@ -213,9 +222,9 @@ class Capture:
             device_step=assemble.device_step_of(observer, steps),
             memory=self.memory.evidence(),
             uses=self._uses(),
-            module_facts=self.memory.facts(),
             compilation=observer.compiling.record(observer.timeline.steps),
             timeline=self._timeline(table),
+            module_facts=(*self.memory.facts(), *self._module_facts.facts(), *self._values.facts()),
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
             notes=tuple(self._notes()),

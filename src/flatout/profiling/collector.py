@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from flatout.profiling.calls import Root
 from flatout.profiling.patching import Patches
 from flatout.profiling.schedule import Mode
 
@@ -40,3 +41,13 @@ class StepWatch(Protocol):
 
     def on_light(self) -> None:
         """A step under light observation ended."""
+
+
+class RootWatcher(Protocol):
+    """Is told of the calls of root modules. The recorder of operators is paused meanwhile."""
+
+    def on_root_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_deep: bool) -> None:
+        """A root module is about to be called with these: told of its first call, and of every call in a deep step."""
+
+    def on_root_output(self, root: Root, output: Any) -> None:
+        """A root module returned this, in a deep step."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from flatout.profiling.calls import ModuleCalls, Root
-from flatout.profiling.operators import DeepStep, Example, OperatorKey, OperatorRecorder
+from flatout.profiling.operators import DeepStep, Example, Inspect, OperatorKey, OperatorRecorder
 from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import InterceptionCost, interception_cost
 from flatout.profiling.padding import PaddedTensor, padded_rows, signs_of
@@ -34,6 +35,7 @@ class DeepLooks:
         self.trained_modules: set[str] = set()
         self.graph_flop: dict[OperatorKey, int] = {}
         self._patches = Patches()
+        self.inspectors: list[Inspect] = []
         self._sites = sites
         self._calls = calls
         self._optimizing = optimizing
@@ -49,6 +51,7 @@ class DeepLooks:
                 module=self._calls.module_path,
                 is_device=is_device,
                 thread_id=self._thread_id,
+                inspectors=self.inspectors,
             )
             self.recorder.enter()
             self._watch_graphs(self.recorder)
@@ -91,6 +94,20 @@ class DeepLooks:
 
             self._patches.set(kind, "__call__", __call__)
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Do something of ours meanwhile: what runs inside is neither recorded nor timed."""
+        recorder = self.recorder
+        if recorder is None:
+            yield
+            return
+        recorder.is_paused = True
+        try:
+            yield
+        finally:
+            recorder.is_paused = False
+            recorder.resume()
+
     def look_for_padding(self, tensors: dict[str, torch.Tensor], root: Root) -> None:
         """Note which of a root call's inputs end in constants."""
         recorder = self.recorder
@@ -115,13 +132,8 @@ class DeepLooks:
         """Note whether a root call without gradients begins with what the call before was given."""
         if root.grad_enabled and root.is_training:
             return
-        recorder = self.recorder
-        if recorder is not None:
-            recorder.is_paused = True
-        root.compare_with_last(args, kwargs)
-        if recorder is not None:
-            recorder.is_paused = False
-            recorder.resume()
+        with self.aside():
+            root.compare_with_last(args, kwargs)
 
     def _note_gradients(self) -> None:
         """Which modules' own parameters got gradients though no optimizer holds them."""

@@ -13,7 +13,7 @@ import torch
 
 from flatout.profiling.blocks import Blocks
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
-from flatout.profiling.collector import Collector, StepWatch
+from flatout.profiling.collector import Collector, RootWatcher, StepWatch
 from flatout.profiling.compiling import Compiling
 from flatout.profiling.deep import DeepLooks
 from flatout.profiling.feeding import Feeding
@@ -80,6 +80,7 @@ class Observer:
         )
         self.collectors: tuple[Collector, ...] = (self.compiling, self.uses)
         self.watch: StepWatch | None = None
+        self.root_watchers: tuple[RootWatcher, ...] = ()
         self.light_s = 0.0
         self.deep_s = 0.0
         self.pause_s = 0.0
@@ -185,6 +186,19 @@ class Observer:
         ):
             self.deep.look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
             self.deep.compare_inputs(root, args, kwargs)
+        is_deep = self.mode is Mode.DEEP and recorder is not None
+        if is_deep or root.calls == 1:
+            with self.deep.aside():
+                for watcher in self.root_watchers:
+                    watcher.on_root_inputs(root, args, kwargs, is_deep=is_deep)
+
+    def on_root_output(self, root: Root, output: Any) -> None:
+        try:
+            with self.deep.aside():
+                for watcher in self.root_watchers:
+                    watcher.on_root_output(root, output)
+        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
+            self.fail(e)
 
     def on_fetch_start(self) -> None:
         self.timeline.switch("data")
@@ -311,7 +325,7 @@ class Observer:
         elif before is Mode.KERNELS:
             self.kernels.end(self.timeline.last_marks)
         if before is not Mode.LIGHT:
-            for collector in self.collectors:
+            for collector in reversed(self.collectors):  # what was patched last is put back first
                 collector.end(before)
         elif self.watch is not None:
             self.watch.on_light()

@@ -99,6 +99,10 @@ class Example(NamedTuple):
     kwargs: dict[str, Any]
 
 
+Inspect = Callable[[Any, OperatorKey, Sequence[Tensor], Sequence[Tensor], tuple[int, ...]], None]
+"""A further look at a call that has just run: (function, key, input tensors, results, producers of the inputs)."""
+
+
 class DeepStep:
     """What was recorded in one deep step."""
 
@@ -129,6 +133,7 @@ class OperatorRecorder(TorchDispatchMode):
         module: Callable[[], str],
         is_device: bool,
         thread_id: int,
+        inspectors: Sequence[Inspect] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step = DeepStep()
@@ -144,6 +149,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._module = module
         self._is_device = is_device
         self._thread_id = thread_id
+        self._inspectors = tuple(inspectors)
         self._last_end = perf_counter()
         self._line_of_node: dict[int, tuple[int, str]] = {}
         self._last_node = torch._C._autograd._get_sequence_nr() - 1
@@ -312,6 +318,8 @@ class OperatorRecorder(TorchDispatchMode):
         self._note_read(name, site, phase, inputs, outputs)
         if on_device and (index % _HEAD_START_CALLS == 0 or name in _READS):
             self._head_start()  # a read has just emptied the queue
+        for inspect in self._inspectors:
+            inspect(func, key, tensors, results, producers)
         self._last_end = perf_counter()
         return out
 

@@ -112,11 +112,14 @@ class Trace(Record, frozen=True, kw_only=True):
     """One deep step in order, as columns: which Operator ran, and which earlier calls made its inputs.
 
     `producers[i]` holds indices into the trace, one for each input tensor of call i; -1 is a tensor made before the step.
+    `escapes` are the calls whose results the step's operators need not read to be of use: they write into memory from before
+    the step, stay alive from step to step, or reach Python without an operator (numpy, tolist, pickling). None: not watched.
     """
 
     operator: tuple[int, ...] = ()
     producers: tuple[tuple[int, ...], ...] = ()
     truncated: bool = False
+    escapes: tuple[int, ...] | None = None
 
 
 class LineTime(Record, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from flatout.measure.timer import compare
 from flatout.profiling.calls import Captured, iter_tensors, map_tensors
 from flatout.profiling.trials.scene import Refused, Scene
+from flatout.profiling.trials.switches import SWITCHES, without_autocast
 from flatout.records.trial import TimeModel, TrialResult
 
 
@@ -77,8 +78,18 @@ def _variant(
         _unpack(twin)
     elif trial.variant == "frozen":
         twin = copy.deepcopy(twin)
-        _freeze(twin, set(scene.unused_modules))
-    cured = _held(call_of(twin, captured, args, kwargs, backward=backward), trial.held)
+        _freeze(twin, set(trial.modules or scene.unused_modules))
+    elif trial.variant == "float32":
+        twin = copy.deepcopy(twin).float()
+        args, kwargs = (map_tensors(v, lambda t: t.float() if t.is_floating_point() else t) for v in (args, kwargs))
+        contexts["cured"] = without_autocast
+    elif trial.variant == "channels-last":
+        twin = _channels_last_module(copy.deepcopy(twin))
+        args, kwargs = (map_tensors(v, _channels_last) for v in (args, kwargs))
+    elif trial.variant in SWITCHES:
+        contexts["cured"] = SWITCHES[trial.variant](trial.factor)
+    with contexts["cured"]():
+        cured = _held(call_of(twin, captured, args, kwargs, backward=backward), trial.held)
     return contexts, cured, per
 
 
@@ -173,6 +184,15 @@ def _on_padded(layer: nn.RNNBase) -> Callable[..., Any]:
         return pack_padded_sequence(out, lengths, batch_first=layer.batch_first, enforce_sorted=False), last
 
     return forward
+
+
+def _channels_last_module(module: nn.Module) -> nn.Module:
+    module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return module
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def _freeze(module: nn.Module, paths: set[str]) -> None:

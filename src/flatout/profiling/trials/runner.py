@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter
 
-from flatout.profiling.trials import blocks, compiled, dataset, model, operators, optimizer
+from flatout.profiling.trials import blocks, calls, compiled, dataset, foreach, model, operators, optimizer
 from flatout.profiling.trials.scene import Refused, Scene, untouched
 from flatout.records.trial import (
     TimeAttention,
+    TimeAttentionCall,
     TimeDataset,
     TimeDistance,
+    TimeForeach,
     TimeGraphBreak,
     TimeGrowingCat,
     TimeInDtype,
+    TimeMergedLinears,
     TimeModel,
     TimeNormalisation,
     TimeOneHot,
     TimeOptimizer,
     TimePaddedProduct,
     TimeRecurrence,
+    TimeSparseEmbedding,
+    TimeStrides,
     Trial,
     TrialResult,
 )
@@ -68,6 +73,16 @@ def _run(trial: Trial, scene: Scene) -> TrialResult:
                 return compiled.graph_break(trial, scene)
             case TimeDataset():
                 return dataset.run(trial, scene)
+            case TimeAttentionCall():
+                return calls.attention_call(trial, scene)
+            case TimeMergedLinears():
+                return calls.merged_linears(trial, scene)
+            case TimeForeach():
+                return foreach.run(trial, scene)
+            case TimeSparseEmbedding():
+                return calls.sparse_embedding(trial, scene)
+            case TimeStrides():
+                return calls.strides(trial, scene)
     except Refused as e:
         return TrialResult(trial=trial, refused=str(e))
     except Exception as e:  # noqa: BLE001  # a trial runs user code on a copy; whatever it raises costs the trial alone

@@ -13,7 +13,7 @@ from torch import nn
 
 from flatout.profiling.calls import Root
 from flatout.profiling.feeding import LoaderUse
-from flatout.profiling.operators import Example
+from flatout.profiling.operators import Example, TensorMeta
 from flatout.profiling.optimizing import OptimizerWatched
 
 
@@ -22,6 +22,8 @@ class Scene(NamedTuple):
 
     examples: list[Example | None]
     num_calls: list[float]
+    outputs: list[TensorMeta | None]
+    """Description of each operator's first result."""
     roots: list[Root]
     optimizers: list[OptimizerWatched]
     loaders: list[LoaderUse]
