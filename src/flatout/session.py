@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from flatout.comparison import Run, compare
 from flatout.diagnosis import diagnose, proposals
 from flatout.errors import CaptureError
+from flatout.records.comparison import Comparison
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Diagnosis
 from flatout.records.hardware import Machine
@@ -92,6 +94,16 @@ def check(
 def diagnose_all(evidence: Evidence) -> Diagnosis:
     """Diagnose Evidence, captured here or elsewhere, by every rule that is installed."""
     return diagnose(evidence, rules())
+
+
+def compare_runs(before: Evidence, after: Evidence, *, fail_if_slower: float | None = None) -> Comparison:
+    """What changed from one run to another, both judged by the rules that are installed.
+
+    `fail_if_slower` is the fraction by which a step may be slower (0.05 for 5 %); the comparison then holds a decision.
+    Raises UsageError when one of the runs has no timed step.
+    """
+    one, two = (Run(evidence, diagnose_all(evidence)) for evidence in (before, after))
+    return compare(one, two, threshold=fail_if_slower)
 
 
 def observe_script(observation: Observation, script: Script, machine: Machine | None) -> int:

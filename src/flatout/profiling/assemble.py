@@ -29,6 +29,8 @@ from flatout.records.evidence import (
 from flatout.records.workload import Source
 
 _FEWEST_BLOCKS: Final = 5
+_FEWEST_FOR_INTERVAL: Final = 6
+"""Order statistics of fewer values do not reach 95 %."""
 
 
 def steps_of(observer: Observer, device_s: float | None) -> Steps:
@@ -57,7 +59,8 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
         evaluation_s=sum(max(0.0, s.duration_s - middle) for s in extra) / len(light),
         device_s=device_s,
         durations_s=tuple(round(s.duration_s, 9) for s in light[-2000:]),
-        phases=_phases(ordinary, extra, middle, len(light)),
+        phases=(phases := _phases(ordinary, extra, middle, len(light))),
+        phase_intervals=_phase_intervals(ordinary, phases),
     )
 
 
@@ -76,6 +79,16 @@ def _phases(ordinary: list[TimedStep], extra: list[TimedStep], step_s: float, nu
     if extra:
         phases["evaluation"] = phases.get("evaluation", 0.0) + sum(max(0.0, s.duration_s - step_s) for s in extra) / num
     return phases
+
+
+def _phase_intervals(ordinary: list[TimedStep], phases: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """The interval of each phase's median, laid around the phase's seconds (its share of the median step)."""
+    intervals = {}
+    for name, seconds in phases.items():
+        spread = median_estimate([s.phases.get(name, 0.0) for s in ordinary])
+        if spread.num_samples >= _FEWEST_FOR_INTERVAL and spread.low > 0:
+            intervals[name] = (seconds * spread.low / spread.value, seconds * spread.high / spread.value)
+    return intervals
 
 
 def constants_of(observer: Observer, table: OperatorTable) -> tuple[Constant, ...]:
