@@ -179,6 +179,14 @@ class Observer:
         self._in_optimizer = True
         self.timeline.switch("optimizer")
 
+    def on_closure_start(self) -> None:
+        self._in_optimizer = False
+        self.timeline.switch("other")
+
+    def on_closure_end(self) -> None:
+        self._in_optimizer = True
+        self.timeline.switch("optimizer")
+
     def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None:
         self._in_optimizer = False
         self.timeline.switch("other")
