@@ -37,13 +37,17 @@ class Checked(Record, frozen=True, kw_only=True):
 
 
 class Observation(Record, frozen=True, kw_only=True):
-    """A request to observe a script in a fresh process: what the parent tells the child, and where the Evidence goes."""
+    """A request to observe a script in a fresh process: what the parent tells the child, and where the Evidence goes.
+
+    The child keeps writing how far it has come to `progress_path`, unless that is empty.
+    """
 
     target: str
     kind: Literal["script", "module"]
     arguments: tuple[str, ...]
     command: tuple[str, ...]
     evidence_path: str
+    progress_path: str = ""
     machine_path: str
     observe_s: float
     stop: bool
@@ -109,6 +113,7 @@ def compare_runs(before: Evidence, after: Evidence, *, fail_if_slower: float | N
 def observe_script(observation: Observation, script: Script, machine: Machine | None) -> int:
     """Run `script` under observation in this process, write its Evidence, and return the exit code python would give."""
     from flatout.profiling.capture import Capture
+    from flatout.profiling.progress import ProgressFile
     from flatout.profiling.schedule import Schedule
     from flatout.profiling.script import end_script, run_script
 
@@ -127,6 +132,7 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
         propose=_propose,
         user_root=script.root,
         publish=publish,
+        progress=ProgressFile(Path(observation.progress_path)) if observation.progress_path else None,
     )
     capture.start()
     outcome = run_script(script)

@@ -12,6 +12,7 @@ import msgspec
 from flatout.profiling import assemble
 from flatout.profiling.accounts import OperatorTable
 from flatout.profiling.observer import Observer
+from flatout.profiling.progress import ProgressFile
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
 from flatout.profiling.trials.runner import run_trials
@@ -45,6 +46,7 @@ class Capture:
         propose: Propose,
         user_root: str | None = None,
         publish: Callable[[Evidence], None] | None = None,
+        progress: ProgressFile | None = None,
     ) -> None:
         self._command = command
         self._cwd = cwd
@@ -55,9 +57,12 @@ class Capture:
         self._other_s = 0.0
         self._last: Evidence | None = None
         self.observer = Observer(schedule, user_root=user_root, pause=self._pause, complete=self._complete)
+        self.observer.progress = progress
 
     def start(self) -> None:
         """Begin to observe."""
+        if self.observer.progress is not None:
+            self.observer.progress.tell("waiting for a step")
         self.observer.install()
 
     @property
@@ -104,6 +109,8 @@ class Capture:
         left = observer.schedule.trials_budget_s - observer.trials_s
         if wanted and left > 0:
             began = perf_counter()
+            if observer.progress is not None:
+                observer.progress.tell("trials", num_steps=observer.seen)
             self._results += run_trials(wanted, self._scene(), budget_s=left)
             observer.trials_s += perf_counter() - began
 
