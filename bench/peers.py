@@ -6,8 +6,9 @@ The peers live in a virtual environment of their own, made on the first call. Ea
 what its own documentation asks for:
 
 - traceml: `traceml run SCRIPT`, with the edit that its quickstart asks of a plain loop made for it:
-  `traceml_ai.init(mode="auto")`, and `with traceml_ai.trace_step(model):` around the body of the innermost loop in which the optimizer steps. A script without
-  such a loop runs unedited. Its words are the primary diagnosis of its summary and that of its section on step time.
+  `traceml_ai.init(mode="auto")`, and `with traceml_ai.trace_step(model):` around the body of the innermost loop in which the
+  optimizer steps. A script without such a loop runs unedited. Its words are the primary diagnosis of its summary and that of
+  its section on step time.
 - profiler: torch.profiler with stacks over eight steps (optimizer hooks mark them, so no edit is needed). Its words are
   the row of its table with the most self time; its line is the first line of the script in that row's name or stack. Then
   HolisticTraceAnalysis reads the trace (temporal breakdown); its words are appended, its errors too.

@@ -10,36 +10,19 @@ import pytest
 
 Check = Callable[..., Any]
 
-SLOW_ITEMS = """
+CAUSES = """
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 class Rows(Dataset):
     def __len__(self):
-        return 480
+        return 7680
     def __getitem__(self, i):
         total = 0.0
-        for k in range(6000):  # slow item
+        for k in range(300):  # slow item
             total += (i * k) % 7  # slow item
         return torch.full((16,), total * 1e-5)  # slow item
-
-def prepared(x):
-    return x
-"""
-
-LOOP_OVER_ROWS = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-class Rows(TensorDataset):
-    def __init__(self):
-        super().__init__(torch.randn(7680, 16))
-    def __getitem__(self, i):
-        return self.tensors[0][i]
-    def __getitems__(self, indices):
-        return list(self.tensors[0][indices].unbind())
 
 def prepared(x):
     rows = []
@@ -54,7 +37,7 @@ NET = "nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))"
 PLAIN = f"""
 net = {NET}
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-for x in DataLoader(Rows(), batch_size=BATCH):
+for x in DataLoader(Rows(), batch_size=256):
     loss = net(prepared(x)).square().mean()
     optimizer.zero_grad()
     loss.backward()
@@ -66,7 +49,7 @@ from accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 net = {NET}
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Rows(), batch_size=BATCH))
+net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Rows(), batch_size=256))
 for x in loader:
     loss = net(prepared(x)).square().mean()
     optimizer.zero_grad()
@@ -81,7 +64,7 @@ fabric.launch()
 net = {NET}
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
 net, optimizer = fabric.setup(net, optimizer)
-for x in fabric.setup_dataloaders(DataLoader(Rows(), batch_size=BATCH)):
+for x in fabric.setup_dataloaders(DataLoader(Rows(), batch_size=256)):
     loss = net(prepared(x)).square().mean()
     optimizer.zero_grad()
     fabric.backward(loss)
@@ -102,7 +85,7 @@ class Regressor(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
                             enable_progress_bar=False, enable_model_summary=False)
-trainer.fit(Regressor(), DataLoader(Rows(), batch_size=BATCH))
+trainer.fit(Regressor(), DataLoader(Rows(), batch_size=256))
 """
 
 TRANSFORMERS = f"""
@@ -115,7 +98,7 @@ class Regressor(nn.Module):
         return {{"loss": self.net(prepared(x)).square().mean()}}
 def collate(rows):
     return {{"x": torch.stack(rows)}}
-arguments = TrainingArguments(output_dir="out", per_device_train_batch_size=BATCH, num_train_epochs=1, report_to=[],
+arguments = TrainingArguments(output_dir="out", per_device_train_batch_size=256, num_train_epochs=1, report_to=[],
                               use_cpu=True, disable_tqdm=True, save_strategy="no", logging_steps=1000,
                               remove_unused_columns=False, dataloader_pin_memory=False)
 Trainer(model=Regressor(), args=arguments, train_dataset=Rows(), data_collator=collate).train()
@@ -131,47 +114,45 @@ FRAMEWORKS = {
 PHASES = {"data", "forward", "backward", "optimizer"}
 
 
-def checked(check: Check, causes: str, framework: str, *, batch_size: int) -> dict[str, Any]:
-    body = textwrap.indent("torch.manual_seed(0)\n" + FRAMEWORKS[framework].replace("BATCH", str(batch_size)), "    ")
-    ran = check(f'{causes}\nif __name__ == "__main__":\n{body}', "--seconds", "10")
+def heaviest_line(report: dict[str, Any], *phases: str) -> str:
+    """The text of the line whose operators, with the Python around them, take most of these phases."""
+    evidence = report["evidence"]
+    seconds: dict[str, float] = {}
+    for operator in evidence["operators"]:
+        if operator["source"] >= 0 and operator["phase"] in phases:
+            text = evidence["sources"][operator["source"]]["text"]
+            seconds[text] = seconds.get(text, 0.0) + operator["op_s"] + operator["python_s"]
+    return max(seconds, key=lambda text: seconds[text])
+
+
+def is_noisy(report: dict[str, Any]) -> bool:
+    """Whether the machine was so busy that a cause of this size is rightly kept back."""
+    steps = report["evidence"]["steps"]
+    return bool(steps["high_s"] - steps["low_s"] > 0.3 * steps["step_s"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_steps_phases_and_lines_are_the_users(check: Check, framework: str) -> None:
+    body = textwrap.indent("torch.manual_seed(0)\n" + FRAMEWORKS[framework], "    ")
+    ran = check(f'{CAUSES}\nif __name__ == "__main__":\n{body}', "--seconds", "10")
 
     assert ran.code == 0, ran.err
-    assert ran.report is not None
-    report: dict[str, Any] = ran.report
-    steps = report["evidence"]["steps"]
+    report = ran.report
+    evidence = report["evidence"]
+    steps = evidence["steps"]
     assert steps["kind"] == "training"
     assert steps["num_seen"] == pytest.approx(29, abs=1)
-    assert set(steps["phases"]) >= PHASES
-    assert all(steps["phases"][phase] > 0 for phase in PHASES)
-    for finding in report["findings"]:
-        assert finding["file"].endswith("/train.py"), finding
-    optimizers = report["evidence"]["optimizers"]
-    assert all(o["step_s"] < 0.9 * steps["step_s"] for o in optimizers)
-    assert {m["name"] for m in report["evidence"]["models"]} <= {"Sequential", "Regressor"}
-    assert all(not o["module"].startswith("_") for o in report["evidence"]["operators"])
-    return report
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_slow_items_are_found_in_the_data_set(check: Check, framework: str) -> None:
-    report = checked(check, SLOW_ITEMS, framework, batch_size=16)
-
-    phases = report["evidence"]["steps"]["phases"]
-    assert max(phases, key=lambda name: phases[name]) == "data"
-    first = report["findings"][0]
-    assert first["rule"] == "input.slow-loader"
-    assert "# slow item" in first["text"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_loop_over_rows_is_found_where_it_stands(check: Check, framework: str) -> None:
-    report = checked(check, LOOP_OVER_ROWS, framework, batch_size=256)
-
-    first = report["findings"][0]
-    assert first["rule"].startswith("overhead.")
-    assert "# row by row" in first["text"]
+    assert all(steps["phases"].get(phase, 0.0) > 0 for phase in PHASES)
+    assert "# slow item" in heaviest_line(report, "data")
+    assert "# row by row" in heaviest_line(report, "forward", "other")
     # The user's loop runs inside the optimizer's step under Lightning; it is none of the optimizer's work.
-    where = {o["phase"] for o in report["evidence"]["operators"] if o["op"] == "aten.sigmoid"}
-    assert where <= {"other", "forward"}
+    assert {o["phase"] for o in evidence["operators"] if o["op"] == "aten.sigmoid"} <= {"other", "forward"}
+    assert all(o["step_s"] < 0.5 * steps["step_s"] for o in evidence["optimizers"])
+    assert {m["name"] for m in evidence["models"]} <= {"Sequential", "Regressor"}
+    assert all(not o["module"].startswith("_") for o in evidence["operators"])
+    assert all(f["file"].endswith("/train.py") for f in report["findings"])
+    if not is_noisy(report):
+        texts = {f["rule"]: f["text"] for f in report["findings"]}
+        assert "# slow item" in texts["input.slow-loader"]
+        assert "# row by row" in texts["overhead.python-loop"]
