@@ -38,6 +38,7 @@ def modules_after(code: str) -> set[str]:
         "flatout.hardware",
         "flatout.cost",
         "flatout.rules",
+        "flatout.comparison",
         "flatout.diagnosis",
         "flatout.reporting",
         "flatout.cli",
