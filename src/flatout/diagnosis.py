@@ -198,12 +198,13 @@ def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...]]:
         return None, ()
     rows = []
     total_s = 0.0
-    by_line = group_by(evidence.operators, lambda o: o.source)
-    for source, operators in by_line.items():
+    # One row a line of the user's, whatever lines of a library ran below it.
+    by_line = group_by(evidence.operators, lambda o: _line(evidence, o))
+    for operators in by_line.values():
         floors = [_floor_of(machine, o) for o in operators]
         floor_s = sum(f for f, _ in floors)
         total_s += floor_s
-        line = evidence.source_of(source)
+        line = evidence.source_of(operators[0].source)
         if line is not None:
             seconds = sum(o.total_s for o in operators)
             python_s = sum(o.python_s for o in operators)
@@ -219,6 +220,11 @@ def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...]]:
                 )
             )
     return total_s, tuple(sorted(rows, key=lambda r: -r.seconds)[:_NUM_HOT_LINES])
+
+
+def _line(evidence: Evidence, operator: Operator) -> tuple[str, int] | None:
+    source = evidence.source_of(operator.source)
+    return None if source is None else (source.file, source.line)
 
 
 def _floor_of(machine: Machine, operator: Operator) -> tuple[float, Regime]:

@@ -39,6 +39,7 @@ def modules_after(code: str) -> set[str]:
         "flatout.cost",
         "flatout.traces.ranks",
         "flatout.rules",
+        "flatout.comparison",
         "flatout.diagnosis",
         "flatout.reporting",
         "flatout.cli",

@@ -36,6 +36,8 @@ _RARE: Final = 2.0
 """A step with so many times the usual seconds of watched calls has made one that is made in few steps."""
 _FEWEST_COMPILING: Final = 3
 """Compilations in timed steps, the last in their later half, before they count as a cost of every step."""
+_FEWEST_FOR_INTERVAL: Final = 6
+"""Order statistics of fewer values do not reach 95 %."""
 
 
 def steps_of(observer: Observer, device_s: float | None) -> Steps:
@@ -68,7 +70,8 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
         occasional_s=compile_s + rare_s,
         device_s=device_s,
         durations_s=tuple(round(s.duration_s, 9) for s in light[-2000:]),
-        phases=_with(_phases(ordinary, middle, evaluation_s), {COMPILE: compile_s, "other": rare_s}),
+        phases=(phases := _with(_phases(ordinary, middle, evaluation_s), {COMPILE: compile_s, "other": rare_s})),
+        phase_intervals=_phase_intervals(ordinary, phases),
     )
 
 
@@ -138,6 +141,16 @@ def device_step_of(observer: Observer, steps: Steps) -> DeviceStep | None:
     if step is None or not steps.step_s:
         return step
     return msgspec.structs.replace(step, slowdown=step.span_s / steps.step_s)
+
+
+def _phase_intervals(ordinary: list[TimedStep], phases: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """The interval of each phase's median, laid around the phase's seconds (its share of the median step)."""
+    intervals = {}
+    for name, seconds in phases.items():
+        spread = median_estimate([s.phases.get(name, 0.0) for s in ordinary])
+        if spread.num_samples >= _FEWEST_FOR_INTERVAL and spread.low > 0:
+            intervals[name] = (seconds * spread.low / spread.value, seconds * spread.high / spread.value)
+    return intervals
 
 
 def constants_of(observer: Observer, table: OperatorTable) -> tuple[Constant, ...]:

@@ -22,6 +22,14 @@ _LARGEST_HELD: Final = 100_000_000
 _COMPARED_ELEMENTS: Final = 1 << 20
 _GRAPHS_FOLLOWED: Final = 64
 """Calls per line whose graph is followed to see whether a backward uses it."""
+_WRAPPERS: Final = {
+    "_FabricModule": "_forward_module",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Classes that a framework puts around the user's module, and the name under which it lies in them."""
 
 
 class RootListener(Protocol):
@@ -57,7 +65,7 @@ class Root:
         self.module = weakref.ref(module)
         self.held: nn.Module | None = None
         """Kept alive for trials after the script's own references are gone; a few modules of ordinary size only."""
-        self.name = type(module).__name__
+        self.name = type(wrapped(module)).__name__
         self.site = chain[0] if chain else -1
         self.callers = chain[1:]
         self.is_training = module.training
@@ -226,9 +234,8 @@ class ModuleCalls:
     def _name(self, module: nn.Module) -> None:
         if id(module) not in self._named_roots:
             self._named_roots.add(id(module))
-            top = type(module).__name__
-            for name, inner in module.named_modules():
-                self._names[id(inner)] = f"{top}.{name}" if name else top
+            for path, inner in module_paths(module):
+                self._names[id(inner)] = path
 
     def _capture(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         total = sum(t.numel() * t.element_size() for t in iter_tensors((args, kwargs)))
@@ -243,6 +250,27 @@ class ModuleCalls:
                 root.graphs_built += 1
                 tensor.grad_fn.register_prehook(root.use_graph)
                 return
+
+
+def wrapped(module: nn.Module) -> nn.Module:
+    """The user's module inside what a framework put around it."""
+    while (name := _WRAPPERS.get(type(module).__name__)) is not None:
+        inner = module._modules.get(name)
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def module_paths(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Dotted paths of the user's modules in a root module, from the class of the outermost one; wrappers have its path."""
+    user = wrapped(module)
+    top = type(user).__name__
+    while module is not user:
+        yield top, module
+        module = module._modules[_WRAPPERS[type(module).__name__]]  # type: ignore[assignment]
+    for name, inner in user.named_modules():
+        yield (f"{top}.{name}" if name else top), inner
 
 
 def iter_tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:

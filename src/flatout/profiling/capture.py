@@ -15,6 +15,7 @@ from flatout.profiling.escapes import Escapes
 from flatout.profiling.memory import MemoryLook
 from flatout.profiling.module_facts import ModuleFacts
 from flatout.profiling.observer import Observer
+from flatout.profiling.progress import ProgressFile
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
 from flatout.profiling.spans import timeline_of
@@ -52,6 +53,7 @@ class Capture:
         propose: Propose,
         user_root: str | None = None,
         publish: Callable[[Evidence], None] | None = None,
+        progress: ProgressFile | None = None,
     ) -> None:
         self._command = command
         self._cwd = cwd
@@ -70,9 +72,12 @@ class Capture:
         self.observer.collectors += (self._escapes, self._module_facts)
         self.observer.root_watchers += (self._module_facts,)
         self.observer.deep.inspectors += [self._escapes.inspect, self._values.inspect]
+        self.observer.progress = progress
 
     def start(self) -> None:
         """Begin to observe."""
+        if self.observer.progress is not None:
+            self.observer.progress.tell("waiting for a step")
         self.observer.install()
 
     @property
@@ -119,6 +124,8 @@ class Capture:
         left = observer.schedule.trials_budget_s - observer.trials_s
         if wanted and left > 0:
             began = perf_counter()
+            if observer.progress is not None:
+                observer.progress.tell("trials", num_steps=observer.seen)
             self._results += run_trials(wanted, self._scene(), budget_s=left)
             observer.trials_s += perf_counter() - began
 

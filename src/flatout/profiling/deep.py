@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flatout.profiling.calls import ModuleCalls, Root
+from flatout.profiling.calls import ModuleCalls, Root, module_paths
 from flatout.profiling.operators import DeepStep, Example, Inspect, OperatorKey, OperatorRecorder
 from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import InterceptionCost, interception_cost
@@ -144,9 +144,7 @@ class DeepLooks:
             module = root.module()
             if module is None or not root.has_parameters:
                 continue
-            top = type(module).__name__
-            for name, inner in module.named_modules():
-                path = f"{top}.{name}" if name else top
+            for path, inner in module_paths(module):
                 own = list(inner.parameters(recurse=False))
                 unused = [p for p in own if p.grad is not None and id(p) not in optimized]
                 if unused:

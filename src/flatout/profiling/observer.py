@@ -25,6 +25,7 @@ from flatout.profiling.overhead import light_cost_s
 from flatout.profiling.padding import name_tensors
 from flatout.profiling.patching import Patches
 from flatout.profiling.processes import Processes
+from flatout.profiling.progress import ProgressFile, doing_in
 from flatout.profiling.reads import HostReads, is_on_accelerator
 from flatout.profiling.sampler import UNWATCHED, Sampler
 from flatout.profiling.schedule import Mode, Schedule
@@ -86,6 +87,7 @@ class Observer:
         self.pause_s = 0.0
         self.trials_s = 0.0
         self.notes: list[str] = []
+        self.progress: ProgressFile | None = None
         self.is_complete = False
         self._pause = pause
         self._on_complete = complete
@@ -217,6 +219,14 @@ class Observer:
         self._in_optimizer = True
         self.timeline.switch("optimizer")
 
+    def on_closure_start(self) -> None:
+        self._in_optimizer = False
+        self.timeline.switch("other")
+
+    def on_closure_end(self) -> None:
+        self._in_optimizer = True
+        self.timeline.switch("optimizer")
+
     def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None:
         self._in_optimizer = False
         self.timeline.switch("other")
@@ -336,6 +346,7 @@ class Observer:
             deep_allowed=self._is_deep_allowed(),
             is_device=self.is_device,
         )
+        self._tell_progress(began)
         if before is Mode.DEEP and self.mode is not Mode.DEEP:
             self.deep.leave()
             if self.kind != "inference":
@@ -398,7 +409,16 @@ class Observer:
         self.optimizing.is_unwatched = False
         self.calls.weight = self.feeding.weight = self.blocks.weight
         self._activate(True)
+        self._tell_progress(perf_counter())
         self.timeline.restart()
+
+    def _tell_progress(self, now_s: float) -> None:
+        """Say how far we are, if the last word is old; between two steps, so that no step is longer for it."""
+        if self.progress is not None and self.mode is not Mode.DONE and self.progress.is_due(now_s):
+            left_s = max(0.0, self.schedule.observe_s - self.light_s)
+            doing = doing_in(self.mode, has_looked=self.reads.num_steps > 0)
+            self.progress.tell(doing, num_steps=self.seen, left_s=left_s)
+            self.timeline.restart()
 
     def _take_pause(self) -> None:
         began = perf_counter()
@@ -452,4 +472,5 @@ class Observer:
         """Share of the light steps' time that the light observation took, from unit prices and the sampler's own clock."""
         steps = [s for s in self.timeline.steps if s.mode == Mode.LIGHT.value]
         total_s = sum(s.duration_s for s in steps) + sum(self.blocks.durations_s)
-        return light_cost_s(steps, self.sampler.own_s, is_device=self.is_device) / total_s if total_s else 0.0
+        own_s = self.sampler.own_s + (self.progress.own_s if self.progress is not None else 0.0)
+        return light_cost_s(steps, own_s, is_device=self.is_device) / total_s if total_s else 0.0

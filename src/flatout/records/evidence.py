@@ -44,6 +44,8 @@ class Steps(Record, frozen=True, kw_only=True):
     device_s: float | None = None
     durations_s: tuple[float, ...] = ()
     phases: dict[str, float] = {}
+    phase_intervals: dict[str, tuple[float, float]] = {}
+    """95 % interval of a phase's seconds, where enough steps were watched."""
 
     @property
     def whole_s(self) -> float:

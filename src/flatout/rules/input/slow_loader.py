@@ -79,10 +79,22 @@ def _hot_line(evidence: Evidence, loader: Loader) -> tuple[Source | None, float]
     rows = [r for r in evidence.lines if r.phase == "data" and r.process == process]
     inside = [r for r in rows if r.source >= 0 and r.source != loader.source]
     total_s = sum(r.seconds for r in (inside if process == "worker" else rows))
+    if not rows and process == "main":
+        return _line_by_operators(evidence, loader), 0.0
     if not inside or sum(r.seconds for r in inside) < 0.3 * total_s:
         return evidence.source_of(loader.source), 0.0
     best = max(inside, key=lambda r: r.seconds)
     return evidence.source_of(best.source), best.seconds / total_s
+
+
+def _line_by_operators(evidence: Evidence, loader: Loader) -> Source | None:
+    """The line whose operators, and the Python before them, took most of the data phase: for when no sample fell there."""
+    seconds: dict[int, float] = {}
+    for operator in evidence.operators:
+        if operator.phase == "data":
+            seconds[operator.source] = seconds.get(operator.source, 0.0) + operator.total_s
+    best = max(seconds, key=lambda source: seconds[source], default=-1)
+    return evidence.source_of(best) or evidence.source_of(loader.source)
 
 
 def _edit_workers(loader: Loader, evidence: Evidence) -> str:
