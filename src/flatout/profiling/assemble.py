@@ -43,10 +43,16 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
             kind=kind, num_seen=observer.seen, num_timed=0, step_s=0.0, low_s=0.0, high_s=0.0, device_s=device_s
         )
     ordinary, extra = _split(light)
-    blocks = [s.duration_s for s in timed if s.mode == BLOCK]
-    durations = blocks if len(blocks) >= _FEWEST_BLOCKS else [s.duration_s for s in ordinary]
+    ordinary, starting = _without_starts(ordinary)
+    ordinary = _rounds(ordinary, _round_size(observer, len(ordinary)))
+    blocks, starting_blocks = _without_starts([s for s in timed if s.mode == BLOCK])
+    has_blocks = len(blocks) >= _FEWEST_BLOCKS
+    durations = [s.duration_s for s in (blocks if has_blocks else ordinary)]
     middle = statistics.median(durations)
     interval = median_estimate(durations)
+    late = starting + starting_blocks if has_blocks else starting
+    num = len(light) + (sum(s.num_steps for s in blocks + starting_blocks) if has_blocks else 0)
+    restart_s = sum(max(0.0, s.duration_s - middle) * s.num_steps for s in late) / num
     return Steps(
         kind=kind,
         num_seen=observer.seen,
@@ -55,9 +61,10 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
         low_s=interval.low,
         high_s=interval.high,
         evaluation_s=sum(max(0.0, s.duration_s - middle) for s in extra) / len(light),
+        restart_s=restart_s,
         device_s=device_s,
         durations_s=tuple(round(s.duration_s, 9) for s in light[-2000:]),
-        phases=_phases(ordinary, extra, middle, len(light)),
+        phases=_phases(ordinary, extra, middle, len(light), restart_s),
     )
 
 
@@ -68,13 +75,51 @@ def _split(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
     return ordinary, [s for s in steps if s.root_calls > usual]
 
 
-def _phases(ordinary: list[TimedStep], extra: list[TimedStep], step_s: float, num: int) -> dict[str, float]:
-    """Mean share of each phase, scaled to the median step, and the evaluation between steps."""
-    total = sum(s.duration_s for s in ordinary)
-    names = {name for s in ordinary for name in s.phases}
-    phases = {n: sum(s.phases.get(n, 0.0) for s in ordinary) / total * step_s for n in sorted(names)} if total else {}
+def _without_starts(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
+    """Steps in which no loader started over, and those in which one did; where nearly all steps start one, none is apart."""
+    plain = [s for s in steps if not s.num_starts]
+    return (plain, [s for s in steps if s.num_starts]) if 2 * len(plain) > len(steps) else (steps, [])
+
+
+def _round_size(observer: Observer, num_steps: int) -> int:
+    """Steps that make one round of a loader's workers: they hand over batches in turn, so single steps wait unevenly."""
+    workers = max((u.num_workers for u in observer.feeding.loaders.values() if u.fetches), default=1)
+    return max(1, min(workers, num_steps // _FEWEST_BLOCKS))
+
+
+def _rounds(steps: list[TimedStep], size: int) -> list[TimedStep]:
+    """The mean step of each `size` that follow one another."""
+    if size == 1:
+        return steps
+    means = []
+    for start in range(0, len(steps) - size + 1, size):
+        chunk = steps[start : start + size]
+        names = {name for s in chunk for name in s.phases}
+        means.append(
+            chunk[0]._replace(
+                duration_s=sum(s.duration_s for s in chunk) / size,
+                phases={n: sum(s.phases.get(n, 0.0) for s in chunk) / size for n in names},
+            )
+        )
+    return means
+
+
+def _phases(
+    ordinary: list[TimedStep], extra: list[TimedStep], step_s: float, num: int, restart_s: float
+) -> dict[str, float]:
+    """Share of each phase in the middle half of the steps, scaled to the median step, and what comes between the steps.
+
+    A step that another process held up is long in whatever phase it was in; it must not speak for the usual step.
+    """
+    by_length = sorted(ordinary, key=lambda s: s.duration_s)
+    middle = by_length[len(by_length) // 4 : -(len(by_length) // 4) or None]
+    total = sum(s.duration_s for s in middle)
+    names = {name for s in middle for name in s.phases}
+    phases = {n: sum(s.phases.get(n, 0.0) for s in middle) / total * step_s for n in sorted(names)} if total else {}
     if extra:
         phases["evaluation"] = phases.get("evaluation", 0.0) + sum(max(0.0, s.duration_s - step_s) for s in extra) / num
+    if restart_s:
+        phases["data"] = phases.get("data", 0.0) + restart_s
     return phases
 
 
@@ -212,9 +257,16 @@ def loaders_of(observer: Observer) -> tuple[Loader, ...]:
             num_workers=u.num_workers,
             batch_size=u.batch_size,
             wait_s=u.wait_s / max(1, u.fetches),
-            fetches=u.fetches / steps,
+            fetches=u.num_batches / steps,
             is_map_style=u.is_map_style,
             has_own_collate=u.has_own_collate,
+            pin_memory=u.pin_memory,
+            persistent_workers=u.persistent_workers,
+            prefetch_factor=u.prefetch_factor,
+            num_epochs=max(0, observer.feeding.epochs[id(u.dataset)] - 1) / max(1, observer.seen),
+            first_wait_s=statistics.fmean(u.first_waits_s) if u.first_waits_s else 0.0,
+            is_in_ram=u.is_in_ram,
+            sampler=u.sampler,
         )
         for u in observer.feeding.loaders.values()
     )

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from threading import get_ident
@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 import torch.utils.data._utils.collate as torch_collate
 import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.profiling.patching import Patches
@@ -29,6 +30,8 @@ _original_worker_loop: Callable[..., None] = torch_worker._worker_loop
 
 class LoaderListener(Protocol):
     """Who is told when the loop waits for data."""
+
+    def on_epoch_start(self) -> None: ...
 
     def on_fetch_start(self) -> None: ...
 
@@ -44,6 +47,8 @@ class LoaderUse:
         self.site = site
         self.dataset = iterator._dataset
         self.collate = iterator._collate_fn
+        self.collates = bool(iterator._auto_collation)
+        """Whether the loader asks for single items and puts them together; else it asks with what its sampler gives."""
         self.num_workers = int(iterator._num_workers)
         sampler = getattr(iterator, "_index_sampler", None)
         self.batch_size = int(getattr(sampler, "batch_size", 0) or 0)
@@ -52,8 +57,27 @@ class LoaderUse:
         fetch = getattr(type(self.dataset), "__getitems__", None) or getattr(type(self.dataset), "__getitem__", None)
         self.getitem_site = _first_line(fetch, sites)
         self.collate_site = _first_line(self.collate, sites)
+        self.pin_memory = bool(getattr(iterator, "_pin_memory", False))
+        self.persistent_workers = bool(getattr(iterator, "_persistent_workers", False))
+        self.prefetch_factor = int(getattr(iterator, "_prefetch_factor", 0) or 0) if self.num_workers else 0
+        self.is_in_ram = is_in_ram(self.dataset)
+        self.sampler = type(getattr(sampler, "sampler", sampler)).__name__
+        self.context = getattr(iterator, "_multiprocessing_context", None)
         self.fetches = 0
         self.wait_s = 0.0
+        self.num_batches = 0
+        self.first_waits_s: list[float] = []
+        """For each epoch that was watched: making its iterator, its first batch, and ending it."""
+
+
+def is_in_ram(dataset: object) -> bool:
+    """Whether items are rows of tensors that lie in memory: torch's TensorDataset, also inside torch's own wrappers."""
+    if isinstance(dataset, Subset):
+        return is_in_ram(dataset.dataset)
+    if isinstance(dataset, (ConcatDataset, StackDataset)):
+        parts = dataset.datasets
+        return all(map(is_in_ram, parts.values() if isinstance(parts, dict) else parts))
+    return isinstance(dataset, TensorDataset)
 
 
 def _first_line(function: object, sites: Sites) -> int:
@@ -66,15 +90,20 @@ class Feeding:
 
     def __init__(self, sites: Sites, listener: LoaderListener) -> None:
         self.loaders: dict[tuple[int, int], LoaderUse] = {}
+        self.epochs: Counter[int] = Counter()
+        """Iterators made, by the identity of the data set, in steps that went by unwatched too."""
         self.is_active = False
+        self.is_paused = False
         self._sites = sites
         self._listener = listener
         self._thread_id = get_ident()
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-workers-")
+        self._made_s: dict[int, float] = {}
+        """Seconds that making an iterator took, by its identity, until its first batch is fetched."""
 
     def install(self, patches: Patches) -> None:
         """Replace the iterators' `__next__` and the workers' main loop."""
-        original = _BaseDataLoaderIter.__next__
+        original, make = _BaseDataLoaderIter.__next__, DataLoader.__iter__
         watch = self
 
         def __next__(self: Any) -> Any:
@@ -82,7 +111,11 @@ class Feeding:
                 return original(self)
             return watch._next(original, self)
 
+        def __iter__(self: Any) -> Any:
+            return watch._make(make, self) if get_ident() == watch._thread_id else make(self)
+
         patches.set(_BaseDataLoaderIter, "__next__", __next__)
+        patches.set(DataLoader, "__iter__", __iter__)
         os.environ[ObservedWorker.FOLDER] = self._folder.name
         patches.set(torch_worker, "_worker_loop", ObservedWorker.loop)
 
@@ -100,17 +133,43 @@ class Feeding:
                 total[file, line, function][1] += count
         return [(*key, seconds, int(count)) for key, (seconds, count) in total.items()]
 
+    def _make(self, original: Callable[[Any], Any], loader: Any) -> Any:
+        if self.is_paused:
+            return original(loader)
+        self.epochs[id(loader.dataset)] += 1
+        self._listener.on_epoch_start()
+        if not self.is_active:
+            return original(loader)
+        self._listener.on_fetch_start()
+        start = perf_counter()
+        try:
+            iterator = original(loader)
+            self._made_s[id(iterator)] = perf_counter() - start
+            return iterator
+        finally:
+            self._listener.on_fetch_end(None)
+
     def _next(self, original: Callable[[Any], Any], iterator: Any) -> Any:
         use = self._use_of(iterator)
+        made_s = self._made_s.pop(id(iterator), None)
         self._listener.on_fetch_start()
         start = perf_counter()
         batch = None
+        is_last = True
         try:
             batch = original(iterator)
-            use.fetches += 1
+            is_last = False
+            use.num_batches += 1
             return batch
         finally:
-            use.wait_s += perf_counter() - start
+            seconds = perf_counter() - start
+            if made_s is not None:
+                use.first_waits_s.append(made_s + seconds)
+            elif is_last and use.first_waits_s:
+                use.first_waits_s[-1] += seconds
+            else:
+                use.wait_s += seconds
+                use.fetches += 1
             self._listener.on_fetch_end(batch)
 
     def _use_of(self, iterator: Any) -> LoaderUse:

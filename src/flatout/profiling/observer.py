@@ -167,6 +167,9 @@ class Observer:
         ):
             self.deep.look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
 
+    def on_epoch_start(self) -> None:
+        self.timeline.num_starts += 1
+
     def on_fetch_start(self) -> None:
         self.timeline.switch("data")
 
@@ -327,7 +330,7 @@ class Observer:
         """The steps that went by unwatched are over."""
         size = self.blocks.size
         block_s = self.blocks.close()
-        self.timeline.add_block(block_s / size)
+        self.timeline.add_block(block_s / size, size)
         self.seen += size
         self.light_s += block_s
         self._activate(True)
@@ -336,9 +339,11 @@ class Observer:
     def _take_pause(self) -> None:
         began = perf_counter()
         self._activate(False)
+        self.feeding.is_paused = True
         try:
             self._pause(self)
         finally:
+            self.feeding.is_paused = False
             self._activate(True)
             self.pause_s += perf_counter() - began
             self.deep_s -= perf_counter() - began

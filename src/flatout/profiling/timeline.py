@@ -29,6 +29,10 @@ class TimedStep(NamedTuple):
     phases: dict[str, float]
     root_calls: int
     num_marks: int
+    num_starts: int = 0
+    """Iterators over loaders that were made in it: epochs that began."""
+    num_steps: int = 1
+    """Steps of which this is the mean."""
 
 
 class Timeline:
@@ -42,11 +46,12 @@ class Timeline:
         self.phase = "other"
         self.steps: list[TimedStep] = []
         self.root_calls = 0
+        self.num_starts = 0
         self._use_events = use_events
         self._free: list[torch.cuda.Event] = []
         self._marks: list[Mark] = [self._mark("other")]
         self._forward_end: Mark | None = None
-        self._waiting: deque[tuple[str, list[Mark], int]] = deque()
+        self._waiting: deque[tuple[str, list[Mark], int, int]] = deque()
 
     def switch(self, phase: str) -> None:
         """Enter `phase` now."""
@@ -62,22 +67,24 @@ class Timeline:
         self._begin("other")
         marks, self._marks = self._marks, [self._marks[-1]]
         calls, self.root_calls = self.root_calls, 0
+        starts, self.num_starts = self.num_starts, 0
         if self._use_events:
-            self._waiting.append((mode, marks, calls))
+            self._waiting.append((mode, marks, calls, starts))
             self._collect()
         else:
-            self.steps.append(_finish(mode, marks, calls, [b.host_s - a.host_s for a, b in pairwise(marks)]))
+            self.steps.append(_finish(mode, marks, calls, starts, [b.host_s - a.host_s for a, b in pairwise(marks)]))
         return marks[-1].host_s - marks[0].host_s
 
-    def add_block(self, step_s: float) -> None:
-        """File the mean of steps that went by unwatched."""
-        self.steps.append(TimedStep(BLOCK, step_s, {}, 0, 0))
+    def add_block(self, step_s: float, size: int) -> None:
+        """File the mean of `size` steps that went by unwatched."""
+        starts, self.num_starts = self.num_starts, 0
+        self.steps.append(TimedStep(BLOCK, step_s, {}, 0, 0, starts, size))
 
     def restart(self) -> None:
         """Forget the time since the last mark: it was ours."""
         self._marks = [self._mark(self.phase)]
         self._forward_end = None
-        self.root_calls = 0
+        self.root_calls = self.num_starts = 0
 
     def drain(self) -> None:
         """Read all events that are still under way; waits for the device."""
@@ -103,20 +110,20 @@ class Timeline:
 
     def _collect(self) -> None:
         while self._waiting:
-            mode, marks, calls = self._waiting[0]
+            mode, marks, calls, starts = self._waiting[0]
             events = [m.event for m in marks]
             last = events[-1]
             if last is None or not last.query():
                 return
             self._waiting.popleft()
             lengths = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events) if a is not None and b is not None]
-            self.steps.append(_finish(mode, marks, calls, lengths))
+            self.steps.append(_finish(mode, marks, calls, starts, lengths))
             # The last mark begins the next step; the others' events can be recorded anew, which is cheaper than making them.
             self._free += [e for e in events[:-1] if e is not None]
 
 
-def _finish(mode: str, marks: list[Mark], calls: int, lengths: list[float]) -> TimedStep:
+def _finish(mode: str, marks: list[Mark], calls: int, starts: int, lengths: list[float]) -> TimedStep:
     phases: dict[str, float] = {}
     for mark, length in zip(marks, lengths, strict=False):
         phases[mark.phase] = phases.get(mark.phase, 0.0) + length
-    return TimedStep(mode, sum(lengths), phases, calls, len(marks))
+    return TimedStep(mode, sum(lengths), phases, calls, len(marks), starts)

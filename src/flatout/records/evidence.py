@@ -29,7 +29,8 @@ class Steps(Record, frozen=True, kw_only=True):
     """The honest timing: light observation only, warm-up left out.
 
     `step_s` is the median of the ordinary steps, `low_s`..`high_s` its 95 % interval, `evaluation_s` what evaluation passes
-    between the steps add to each of them on average. `device_s` is the device's busy time in a step, None on a CPU.
+    between the steps add to each of them on average, `restart_s` what starting loaders over (epochs) adds.
+    `device_s` is the device's busy time in a step, None on a CPU.
     """
 
     kind: StepKind
@@ -39,14 +40,15 @@ class Steps(Record, frozen=True, kw_only=True):
     low_s: float
     high_s: float
     evaluation_s: float = 0.0
+    restart_s: float = 0.0
     device_s: float | None = None
     durations_s: tuple[float, ...] = ()
     phases: dict[str, float] = {}
 
     @property
     def whole_s(self) -> float:
-        """A step and its share of the evaluation passes."""
-        return self.step_s + self.evaluation_s
+        """A step and its share of what comes between steps: evaluation passes, loaders that start over."""
+        return self.step_s + self.evaluation_s + self.restart_s
 
     @property
     def is_device_bound(self) -> bool:
@@ -212,11 +214,11 @@ class Loader(Record, frozen=True, kw_only=True):
     persistent_workers: bool = False
     prefetch_factor: int = 0
     num_epochs: float = 0.0
-    """Iterators made, for each step observed: how often worker processes start anew."""
+    """Iterators made after the first, for each step observed: how often worker processes start anew."""
     first_wait_s: float = 0.0
-    """Mean wait for the first batch of an iterator: what starting workers costs each epoch."""
+    """Mean wait for the first batch of an iterator, making and ending the iterator included: what an epoch costs besides."""
     is_in_ram: bool = False
-    """Whether the data set's items are views of tensors that lie in memory (TensorDataset and the like)."""
+    """Whether the data set's items are rows of tensors that lie in memory (TensorDataset and the like)."""
     sampler: str = ""
 
 
