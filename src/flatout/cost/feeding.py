@@ -12,8 +12,8 @@ from flatout.records.trial import TimeDataset, TrialResult
 from flatout.records.workload import Source
 
 Kind = Literal["rows", "random", "decoded", "other"]
-"""rows: single rows of tensors in memory, put together again; random: items differ each time they are asked for; decoded: the same
-items are read and decoded again; other: Python that prepares items."""
+"""rows: single rows of tensors in memory, put together again; random: items differ each time they are asked for; decoded: the
+same items are read and decoded again; other: Python that prepares items."""
 
 SUSPICIOUS_FRACTION: Final = 0.05
 _DECODED_FRACTION: Final = 0.5
@@ -116,9 +116,14 @@ def hot_line(evidence: Evidence, loader: Loader) -> Hot:
     total_s = sum(r.seconds for r in (inside if process == "worker" else rows))
     if not inside or sum(r.seconds for r in inside) < _INSIDE_FRACTION * total_s:
         return Hot(evidence.source_of(loader.source), 0.0, ())
+    return hottest(evidence, inside, total_s)
+
+
+def hottest(evidence: Evidence, rows: list[LineTime], total_s: float) -> Hot:
+    """The hottest line of the function that takes most of the time sampled on these lines; shares are of `total_s`."""
     by_function: dict[tuple[str, str], dict[tuple[str, int], float]] = defaultdict(lambda: defaultdict(float))
     sources: dict[tuple[str, int], Source] = {}
-    for row in inside:
+    for row in rows:
         source = evidence.sources[row.source]
         by_function[source.file, function_of(source)][source.file, source.line] += row.seconds
         sources.setdefault((source.file, source.line), source)

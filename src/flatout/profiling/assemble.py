@@ -150,6 +150,12 @@ def constants_of(observer: Observer, table: OperatorTable) -> tuple[Constant, ..
     return tuple(found)
 
 
+def callers_of(observer: Observer) -> dict[int, tuple[int, ...]]:
+    """Who called the functions of the lines that were sampled, ran operators, or stepped an optimizer."""
+    known = observer.sampler.callers | observer.deep.callers | observer.optimizing.callers
+    return {site: chain for site, chain in known.items() if site >= 0 and chain}
+
+
 def lines_of(observer: Observer, table: OperatorTable) -> tuple[LineTime, ...]:
     """Sampled lines in seconds of a step, and the lines of worker processes."""
     num_steps = max(1, observer.num_sampled)
@@ -267,6 +273,7 @@ def loaders_of(observer: Observer) -> tuple[Loader, ...]:
             first_wait_s=statistics.fmean(u.first_waits_s) if u.first_waits_s else 0.0,
             is_in_ram=u.is_in_ram,
             sampler=u.sampler,
+            constructed=u.constructed,
         )
         for u in observer.feeding.loaders.values()
     )

@@ -155,7 +155,7 @@ class Capture:
             machine=self._machine,
             steps=steps,
             sources=observer.sites.table(),
-            callers={k: v for k, v in (observer.deep.callers | observer.optimizing.callers).items() if k >= 0 and v},
+            callers=assemble.callers_of(observer),
             backward_sources=tuple(sorted(s for s in observer.deep.backward_sites if s >= 0)),
             float64_sources=tuple(
                 sorted(

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import threading
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,7 @@ class LoaderUse:
 
     def __init__(self, iterator: Any, site: int, sites: Sites) -> None:
         self.site = site
+        self.constructed = -1
         self.dataset = iterator._dataset
         self.collate = iterator._collate_fn
         self.collates = bool(iterator._auto_collation)
@@ -98,12 +100,14 @@ class Feeding:
         self._listener = listener
         self._thread_id = get_ident()
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-workers-")
+        self._constructed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._loader_sites: dict[int, int] = {}
         self._made_s: dict[int, float] = {}
         """Seconds that making an iterator took, by its identity, until its first batch is fetched."""
 
     def install(self, patches: Patches) -> None:
         """Replace the iterators' `__next__` and the workers' main loop."""
-        original, make = _BaseDataLoaderIter.__next__, DataLoader.__iter__
+        original, make, init = _BaseDataLoaderIter.__next__, DataLoader.__iter__, DataLoader.__init__
         watch = self
 
         def __next__(self: Any) -> Any:
@@ -115,7 +119,14 @@ class Feeding:
             return watch._make(make, self) if get_ident() == watch._thread_id else make(self)
 
         patches.set(_BaseDataLoaderIter, "__next__", __next__)
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            if get_ident() == watch._thread_id and not watch.is_paused:
+                watch._constructed[self] = watch._sites.of_frame(sys._getframe(1))
+
         patches.set(DataLoader, "__iter__", __iter__)
+        patches.set(DataLoader, "__init__", __init__)
         os.environ[ObservedWorker.FOLDER] = self._folder.name
         patches.set(torch_worker, "_worker_loop", ObservedWorker.loop)
 
@@ -137,6 +148,7 @@ class Feeding:
         if self.is_paused:
             return original(loader)
         self.epochs[id(loader.dataset)] += 1
+        self._loader_sites[id(loader.dataset)] = self._constructed.get(loader, -1)
         self._listener.on_epoch_start()
         if not self.is_active:
             return original(loader)
@@ -178,6 +190,7 @@ class Feeding:
         use = self.loaders.get(key)
         if use is None:
             use = self.loaders[key] = LoaderUse(iterator, site, self._sites)
+            use.constructed = self._loader_sites.get(id(iterator._dataset), -1)
         return use
 
 

@@ -220,6 +220,8 @@ class Loader(Record, frozen=True, kw_only=True):
     is_in_ram: bool = False
     """Whether the data set's items are rows of tensors that lie in memory (TensorDataset and the like)."""
     sampler: str = ""
+    constructed: int = -1
+    """The line that made the loader, -1 where that was not seen."""
 
 
 class Padding(Record, frozen=True, kw_only=True):

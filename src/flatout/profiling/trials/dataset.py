@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 from time import perf_counter
 from typing import Any, Final, NamedTuple
@@ -73,12 +73,10 @@ def _measure(use: LoaderUse, limit_s: float) -> dict[str, float]:
     collate_s = 0.0
     collated: Any = items
     if use.collates:
-        limits = {"min_time_s": 0.1, "max_time_s": max(0.2, limit_s / 6)}
-        collate_s = time_call(lambda: use.collate(list(items)), **limits).call_s.value * share
+        collate_s = _usual_s(lambda: use.collate(list(items)), limit_s) * share
         collated = use.collate(list(items))
     else:
-        limit_fetches = {"min_time_s": 0.1, "max_time_s": max(0.2, limit_s / 6)}
-        item_s = [time_call(lambda: dataset[fetched.indices], **limit_fetches).call_s.value / batch]
+        item_s = [_usual_s(lambda: dataset[fetched.indices], limit_s) / batch]
         collated = dataset[fetched.indices]
     again = _again(dataset, fetched.indices[: min(_FEW, len(items))], limit_s / 6)
     index_s = _indexed_s(dataset, fetched.indices, collated)
@@ -95,6 +93,10 @@ def _measure(use: LoaderUse, limit_s: float) -> dict[str, float]:
         "takes_batches": index_s is not None,
     }
     return result if index_s is None else {**result, "index": index_s * share}
+
+
+def _usual_s(call: Callable[[], object], limit_s: float) -> float:
+    return time_call(call, min_time_s=0.1, max_time_s=max(0.2, limit_s / 6)).call_s.value
 
 
 def _fetch(dataset: Any, indices: list[int], limit_s: float) -> _Fetched:

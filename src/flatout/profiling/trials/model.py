@@ -26,7 +26,7 @@ def run(trial: TimeModel, scene: Scene) -> TrialResult:
         twin = copy.deepcopy(module)
     except (RuntimeError, TypeError, NotImplementedError) as e:
         raise Refused(f"the module cannot be copied ({e})") from e
-    now = _held(_call(twin, captured, captured.args, captured.kwargs, backward=trial.backward), trial.held)
+    now = _held(call_of(twin, captured, captured.args, captured.kwargs, backward=trial.backward), trial.held)
     contexts, cured, per = _variant(trial, twin, captured, scene)
     runs = {"now": _in(contexts["now"], now), "cured": _in(contexts["cured"], cured)}
     timings = compare(
@@ -71,11 +71,12 @@ def _variant(
     elif trial.variant == "frozen":
         twin = copy.deepcopy(twin)
         _freeze(twin, set(scene.unused_modules))
-    cured = _held(_call(twin, captured, args, kwargs, backward=backward), trial.held)
+    cured = _held(call_of(twin, captured, args, kwargs, backward=backward), trial.held)
     return contexts, cured, per
 
 
-def _call(module: nn.Module, captured: Captured, args: Any, kwargs: Any, *, backward: bool) -> Callable[[], object]:
+def call_of(module: nn.Module, captured: Captured, args: Any, kwargs: Any, *, backward: bool) -> Callable[[], object]:
+    """A call of the module on these inputs, with a backward of its output's sum; Refused where it does not take them."""
     parameters = [p for p in module.parameters() if p.requires_grad]
 
     def forward() -> Any:

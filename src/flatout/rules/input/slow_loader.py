@@ -37,7 +37,10 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     if result is not None and result.facts.get("repeatable") and fits_memory(evidence, result):
         gained = max(0.0, wait_s - from_memory_s(evidence, index, result))
         saved_s, measured = (0.95 * gained, gained), True
-        edit = "the items come out the same each time: prepare them once as tensors and index a whole batch at a time; or " + edit
+        edit = (
+            "the items come out the same each time: prepare them once as tensors and index a whole batch at a time; or "
+            + edit
+        )
     where, share, also = hot_line(evidence, loader)
     place = "in the main process" if loader.num_workers == 0 else f"for {loader.num_workers} worker processes"
     yield Finding(
