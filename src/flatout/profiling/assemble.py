@@ -8,7 +8,7 @@ from typing import Final, cast
 
 from flatout.measure.stats import median_estimate
 from flatout.profiling.accounts import OperatorTable, usual_root_calls
-from flatout.profiling.calls import Root
+from flatout.profiling.calls import Root, iter_tensors
 from flatout.profiling.observer import Observer
 from flatout.profiling.schedule import Mode
 from flatout.profiling.timeline import BLOCK, TimedStep
@@ -26,6 +26,7 @@ from flatout.records.evidence import (
     Steps,
     UnusedGradient,
 )
+from flatout.records.usage import CallUse
 from flatout.records.workload import Source
 
 _FEWEST_BLOCKS: Final = 5
@@ -211,6 +212,23 @@ def host_reads_of(observer: Observer) -> tuple[HostRead, ...]:
     return tuple(rows)
 
 
+def uploads_of(observer: Observer) -> tuple[CallUse, ...]:
+    """Copies from the host's memory to a device, by line, from the step that watched for them."""
+    n = max(1, observer.reads.num_steps)
+    return tuple(
+        CallUse(
+            name=f"Tensor.{u.call}",
+            source=u.site,
+            calls=len(copies) / n,
+            seconds=sum(s for _, s in copies) / n,
+            bytes=round(statistics.fmean(b for b, _ in copies)),
+            detail=f"host-to-device {'pinned' if u.is_pinned else 'pageable'} {'async' if u.is_async else 'blocking'}",
+            phase=u.phase,
+        )
+        for u, copies in observer.reads.uploads.items()
+    )
+
+
 def models_of(observer: Observer) -> tuple[tuple[Model, ...], list[Root]]:
     """Root modules that hold parameters, with the objects behind them in the same order."""
     roots = [r for r in observer.calls.roots.values() if r.has_parameters]
@@ -228,10 +246,17 @@ def models_of(observer: Observer) -> tuple[tuple[Model, ...], list[Root]]:
             num_calls_seen=r.calls,
             num_graphs_built=r.graphs_built,
             num_graphs_used=min(r.graphs_used, r.graphs_built),
+            batch_size=_rows_of(r),
         )
         for r in roots
     )
     return models, roots
+
+
+def _rows_of(root: Root) -> int:
+    if root.captured is None:
+        return 0
+    return next((t.shape[0] for t in iter_tensors((root.captured.args, root.captured.kwargs)) if t.dim() > 1), 0)
 
 
 def optimizers_of(observer: Observer) -> tuple[OptimizerUse, ...]:

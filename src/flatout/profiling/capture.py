@@ -177,6 +177,7 @@ class Capture:
             loaders=assemble.loaders_of(observer),
             paddings=assemble.paddings_of(observer),
             recurrences=assemble.recurrences_of(observer, table),
+            uses=assemble.uploads_of(observer),
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
             notes=tuple(self._notes()),

@@ -244,6 +244,7 @@ class Observer:
             self.blocks = Blocks()
             self.deep.steps.clear()
             self.reads.seen.clear()
+            self.reads.uploads.clear()
             self.reads.num_steps = 0
             self.sampler.clear()
             self.sampler.is_on = False

@@ -171,6 +171,8 @@ class Model(Record, frozen=True, kw_only=True):
     num_calls_seen: int
     num_graphs_built: int
     num_graphs_used: int
+    batch_size: int = 0
+    """Rows of the first tensor it was given; 0 where its inputs were not kept."""
 
 
 class OptimizerUse(Record, frozen=True, kw_only=True):
