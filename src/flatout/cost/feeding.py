@@ -6,18 +6,21 @@ import re
 from collections import defaultdict
 from typing import Final, Literal, NamedTuple
 
-from flatout.cost.accounting import result_of
+from flatout.cost.accounting import kept_fraction, result_of
 from flatout.records.evidence import Evidence, LineTime, Loader
 from flatout.records.trial import TimeDataset, TrialResult
 from flatout.records.workload import Source
 
-Kind = Literal["rows", "random", "decoded", "other"]
+Kind = Literal["rows", "random", "decoded", "other", "quick"]
 """rows: single rows of tensors in memory, put together again; random: items differ each time they are asked for; decoded: the
-same items are read and decoded again; other: Python that prepares items."""
+same items are read and decoded again; other: Python that prepares items; quick: workers make batches faster than the model takes
+them, so that the items are not what is waited for."""
 
 SUSPICIOUS_FRACTION: Final = 0.05
 _DECODED_FRACTION: Final = 0.5
 _INSIDE_FRACTION: Final = 0.3
+_QUICK_FRACTION: Final = 0.5
+"""A worker has a core to itself in the trial and shares it in the loop; below this share of the model's time it keeps up."""
 _MEMORY_FRACTION: Final = 0.5
 """Prepared items must fit this share of the machine's memory."""
 _DECODING: Final = re.compile(
@@ -52,15 +55,24 @@ def fetched(evidence: Evidence, loader: int) -> TrialResult | None:
     return result_of(evidence, TimeDataset(loader=loader))
 
 
-def from_memory_s(evidence: Evidence, loader: int, result: TrialResult) -> float:
-    """Seconds a step would take to pick its batches out of ready tensors."""
-    return (result.cured_s or 0.0) * max(1.0, evidence.loaders[loader].fetches)
+def gained_s(evidence: Evidence, index: int, result: TrialResult) -> float:
+    """Seconds of the wait that go when batches are picked out of ready tensors.
+
+    Without workers the wait shrinks as the batch does in the trial: what slows the loop down slows both.
+    """
+    wait_s, loader = waiting_s(evidence), evidence.loaders[index]
+    left_s = (result.cured_s or 0.0) * max(1.0, loader.fetches)
+    return max(0.0, wait_s - left_s if loader.num_workers else wait_s * (1.0 - kept_fraction(result)))
 
 
 def kind_of(evidence: Evidence, index: int) -> Kind:
     """What makes this loader's batches slow; 'other' without a trial that tells."""
     result, loader = fetched(evidence, index), evidence.loaders[index]
     if result is None:
+        return "other"
+    if loader.num_workers and _is_quick(evidence, loader, result):
+        return "quick"
+    if not loader.num_workers and not result.facts.get("item_by_item", True):
         return "other"
     if (loader.is_in_ram or result.facts.get("views")) and not loader.has_own_collate:
         return "rows"
@@ -69,6 +81,12 @@ def kind_of(evidence: Evidence, index: int) -> Kind:
     if loader.num_epochs and fits_memory(evidence, result) and decoded_fraction(evidence, loader) >= _DECODED_FRACTION:
         return "decoded"
     return "other"
+
+
+def _is_quick(evidence: Evidence, loader: Loader, result: TrialResult) -> bool:
+    """Whether the workers make a batch in much less time than the model needs for one."""
+    busy_s = max(0.0, evidence.steps.step_s - waiting_s(evidence))
+    return (result.now_s or 0.0) * max(1.0, loader.fetches) / loader.num_workers < _QUICK_FRACTION * busy_s
 
 
 def fits_memory(evidence: Evidence, result: TrialResult) -> bool:

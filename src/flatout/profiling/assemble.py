@@ -46,13 +46,13 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
     ordinary, extra = _split(light)
     ordinary, starting = _without_starts(ordinary)
     ordinary = _rounds(ordinary, _round_size(observer, len(ordinary)))
-    blocks, starting_blocks = _without_starts([s for s in timed if s.mode == BLOCK])
-    has_blocks = len(blocks) >= _FEWEST_BLOCKS
-    durations = [s.duration_s for s in (blocks if has_blocks else ordinary)]
+    blocks = [s for s in timed if s.mode == BLOCK]
+    plain = [s for s in blocks if not s.num_starts] if starting else blocks
+    durations = [s.duration_s for s in (plain if len(plain) >= _FEWEST_BLOCKS else ordinary)]
     middle = statistics.median(durations)
     interval = median_estimate(durations)
-    late = starting + starting_blocks if has_blocks else starting
-    num = len(light) + (sum(s.num_steps for s in blocks + starting_blocks) if has_blocks else 0)
+    late = starting + [s for s in blocks if s.num_starts] if starting else []
+    num = len(light) + sum(s.num_steps for s in blocks)
     restart_s = sum(max(0.0, s.duration_s - middle) * s.num_steps for s in late) / num
     return Steps(
         kind=kind,

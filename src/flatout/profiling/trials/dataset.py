@@ -23,7 +23,7 @@ from flatout.records.trial import TimeDataset, TrialResult
 _FEW: Final = 16
 _ENOUGH_S: Final = 0.3
 _MOST_TENSORS: Final = 20_000
-_FACTS: Final = ("repeatable", "views", "takes_batches")
+_FACTS: Final = ("repeatable", "views", "takes_batches", "item_by_item")
 _SEED: Final = 20_611
 
 
@@ -33,7 +33,7 @@ def run(trial: TimeDataset, scene: Scene) -> TrialResult:
     The data set is asked in a copy of the process. Parts: seconds of one 'item' and of 'collate', 'item_bytes', 'num_items', and
     'index' where one call with a list of indices gives the batch. Facts: 'repeatable' (the same items come out when asked again
     with other random numbers, so they can be prepared once), 'views' (items are rows of tensors or arrays that the data set
-    holds), 'takes_batches' (a list of indices gives the collated batch).
+    holds), 'takes_batches' (a list of indices gives the collated batch), 'item_by_item' (the loader asks for single items).
     """
     use = scene.loaders[trial.loader]
     if not use.is_map_style:
@@ -81,9 +81,14 @@ def _measure(use: LoaderUse, limit_s: float) -> dict[str, float]:
     again = _again(dataset, fetched.indices[: min(_FEW, len(items))], limit_s / 6)
     index_s = _indexed_s(dataset, fetched.indices, collated)
     memory_s = _from_memory_s(collated) * share
+    now_s = median(item_s) * batch + collate_s
+    if not use.collates:
+        memory_s = now_s  # it is picked with one indexing already
+    elif index_s is not None:
+        memory_s = index_s * share
     result = {
-        "now": median(item_s) * batch + collate_s,
-        "cured": memory_s if index_s is None else min(memory_s, index_s * share),
+        "now": now_s,
+        "cured": min(memory_s, now_s),
         "item": median(item_s),
         "collate": collate_s,
         "item_bytes": sum(t.numel() * t.element_size() for t in iter_tensors(collated)) / len(items),
@@ -91,6 +96,7 @@ def _measure(use: LoaderUse, limit_s: float) -> dict[str, float]:
         "repeatable": all(_same(a, b) for a, b in zip(items, again, strict=False)),
         "views": _are_views(dataset, items[0]),
         "takes_batches": index_s is not None,
+        "item_by_item": use.collates,
     }
     return result if index_s is None else {**result, "index": index_s * share}
 

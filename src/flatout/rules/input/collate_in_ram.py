@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flatout.cost.feeding import fetched, from_memory_s, kind_of, main_loader, waiting_s
+from flatout.cost.feeding import fetched, gained_s, kind_of, main_loader, waiting_s
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeDataset
@@ -33,7 +33,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     loader, result, wait_s = evidence.loaders[index], fetched(evidence, index), waiting_s(evidence)
     if result is None or result.cured_s is None:
         return
-    gained = max(0.0, wait_s - from_memory_s(evidence, index, result))
+    gained = gained_s(evidence, index, result)
     where = evidence.source_of(loader.constructed if loader.constructed >= 0 else loader.source)
     sampler = f"BatchSampler({loader.sampler}(data), {loader.batch_size}, drop_last=...)"
     batched = f"DataLoader(data, sampler={sampler}, batch_size=None)"

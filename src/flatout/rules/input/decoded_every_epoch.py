@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flatout.cost.feeding import decoded_fraction, fetched, from_memory_s, hot_line, kind_of, main_loader, waiting_s
+from flatout.cost.feeding import decoded_fraction, fetched, gained_s, hot_line, kind_of, main_loader, waiting_s
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeDataset
@@ -33,7 +33,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     loader, result, wait_s = evidence.loaders[index], fetched(evidence, index), waiting_s(evidence)
     if result is None:
         return
-    gained = max(0.0, wait_s - from_memory_s(evidence, index, result))
+    gained = gained_s(evidence, index, result)
     where, _, also = hot_line(evidence, loader)
     total_bytes = result.parts.get("item_bytes", 0.0) * result.parts.get("num_items", 0.0)
     yield Finding(
@@ -42,8 +42,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         where=where,
         cost_s=wait_s,
         saved_s=(0.95 * gained, gained),
-        because=f"each step waits {wait_s * 1e3:.2f} ms for a batch of {loader.dataset}; {decoded_fraction(evidence, loader):.0%} "
-        f"of the time in it reads or decodes what was decoded in the epoch before; all of it, decoded, takes "
+        because=f"each step waits {wait_s * 1e3:.2f} ms for a batch of {loader.dataset}; "
+        f"{decoded_fraction(evidence, loader):.0%} of the time in it reads or decodes what was decoded in the epoch before; all of it, decoded, takes "
         f"{total_bytes / 2**20:.1f} MiB",
         edit="decode each item once: prepare all as tensors before the loop (or keep them in a file of tensors that is mapped "
         "into memory), and index a whole batch at a time",

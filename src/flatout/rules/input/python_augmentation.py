@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flatout.cost.feeding import fetched, from_memory_s, hot_line, in_library_fraction, kind_of, main_loader, waiting_s
+from flatout.cost.feeding import fetched, gained_s, hot_line, in_library_fraction, kind_of, main_loader, waiting_s
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeDataset
@@ -39,7 +39,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     loader, result, wait_s = evidence.loaders[index], fetched(evidence, index), waiting_s(evidence)
     if result is None or result.now_s is None:
         return
-    gained = max(0.0, wait_s - from_memory_s(evidence, index, result))
+    gained = gained_s(evidence, index, result)
     library = in_library_fraction(evidence, loader)
     low = library * _LIBRARY_LOW + (1 - library) * _OWN_LOW
     where, share, also = hot_line(evidence, loader)
@@ -49,8 +49,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         where=where,
         cost_s=wait_s,
         saved_s=(low * gained, 0.98 * gained),
-        because=f"each step waits {wait_s * 1e3:.2f} ms for a batch of {loader.dataset}, whose items come out different each time; "
-        f"one takes {result.parts.get('item', 0.0) * 1e3:.2f} ms (tried), {share:.0%} of it in this function",
+        because=f"each step waits {wait_s * 1e3:.2f} ms for a batch of {loader.dataset}, whose items come out different each "
+        f"time; one takes {result.parts.get('item', 0.0) * 1e3:.2f} ms (tried), {share:.0%} of it in this function",
         edit="augment the whole batch at once: draw the random numbers as tensors of the batch's length, and transform the "
         "stacked batch with tensor operators; or at least do an item with whole-array operations",
         also=also,

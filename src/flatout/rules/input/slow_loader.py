@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flatout.cost.feeding import fetched, fits_memory, from_memory_s, hot_line, kind_of, main_loader, waiting_s
+from flatout.cost.feeding import fetched, fits_memory, gained_s, hot_line, kind_of, main_loader, waiting_s
 from flatout.records.evidence import Evidence, Loader
 from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeDataset
@@ -35,7 +35,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     result = fetched(evidence, index)
     saved_s, measured, edit = (0.5 * wait_s, 0.9 * wait_s), False, _edit_workers(loader, evidence)
     if result is not None and result.facts.get("repeatable") and fits_memory(evidence, result):
-        gained = max(0.0, wait_s - from_memory_s(evidence, index, result))
+        gained = gained_s(evidence, index, result)
         saved_s, measured = (0.95 * gained, gained), True
         edit = (
             "the items come out the same each time: prepare them once as tensors and index a whole batch at a time; or "
