@@ -25,7 +25,9 @@ class ShiftedDigits(Dataset):
 
 def main():
     torch.manual_seed(0)
-    loader = DataLoader(ShiftedDigits(), batch_size=64, shuffle=True, drop_last=True, num_workers=1, persistent_workers=True)
+    loader = DataLoader(
+        ShiftedDigits(), batch_size=64, shuffle=True, drop_last=True, num_workers=1, persistent_workers=True
+    )
     model = nn.Sequential(
         nn.Conv2d(1, 48, 3, padding=1),
         nn.ReLU(),

@@ -43,7 +43,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         cost_s=wait_s,
         saved_s=(0.95 * gained, gained),
         because=f"each step waits {wait_s * 1e3:.2f} ms for a batch of {loader.dataset}; "
-        f"{decoded_fraction(evidence, loader):.0%} of the time in it reads or decodes what was decoded in the epoch before; all of it, decoded, takes "
+        f"{decoded_fraction(evidence, loader):.0%} of the time in it reads or decodes what was decoded in the epoch before; "
+        "all of it, decoded, takes "
         f"{total_bytes / 2**20:.1f} MiB",
         edit="decode each item once: prepare all as tensors before the loop (or keep them in a file of tensors that is mapped "
         "into memory), and index a whole batch at a time",

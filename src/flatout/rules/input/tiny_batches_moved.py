@@ -36,7 +36,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             cost_s=upload.exposed_s,
             saved_s=(0.6 * gained, gained),
             because=f"{upload.num:.0f} copies to the device in each step from this line, "
-            f"{upload.bytes / upload.num / 1024:.1f} KiB each, {upload.exposed_s * 1e3:.2f} ms in all; one copy of them together takes {one_s * 1e3:.2f} ms",
+            f"{upload.bytes / upload.num / 1024:.1f} KiB each, {upload.exposed_s * 1e3:.2f} ms in all; one copy "
+            f"of them together takes {one_s * 1e3:.2f} ms",
             edit="put them together on the host first (torch.stack or one flat tensor), copy once, and split on the device",
             levers=RULE.levers,
         )
