@@ -76,7 +76,7 @@ class HostReads:
                 self._inside = False
             seconds = perf_counter() - start
             if name in _UPLOADS and is_upload(source, result):
-                is_async = bool(kwargs.get("non_blocking", True in args))
+                is_async = bool(kwargs.get("non_blocking", any(a is True for a in args)))
                 self._note_upload(name, source, seconds, is_async=is_async)
             elif name not in ("cuda", "copy_"):
                 self._note(name, tensor, result, seconds)
