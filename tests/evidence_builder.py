@@ -39,6 +39,7 @@ from flatout.records.finding import Finding, Rule
 from flatout.records.hardware import Machine
 from flatout.records.record import Record
 from flatout.records.trial import Trial, TrialResult
+from flatout.records.usage import CallUse
 from flatout.records.workload import Setting, Source, Workload
 
 MACHINE: Final = Machine(
@@ -103,6 +104,7 @@ class EvidenceBuilder:
         step_s: float = 0.1,
         noise_s: float = 0.001,
         evaluation_s: float = 0.0,
+        restart_s: float = 0.0,
         device_s: float | None = None,
         machine: Machine | None = MACHINE,
         **phases: float,
@@ -115,6 +117,7 @@ class EvidenceBuilder:
             low_s=step_s - noise_s,
             high_s=step_s + noise_s,
             evaluation_s=evaluation_s,
+            restart_s=restart_s,
             device_s=device_s,
             phases=PHASES | phases,
         )
@@ -134,6 +137,7 @@ class EvidenceBuilder:
         self.loaders: list[Loader] = []
         self.paddings: list[Padding] = []
         self.recurrences: list[RepeatedModule] = []
+        self.uses: list[CallUse] = []
         self.trials: list[TrialResult] = []
 
     # ------------------------------------------------------------------------------------------------- lines and operators
@@ -220,6 +224,7 @@ class EvidenceBuilder:
         is_training: bool = True,
         graphs_built: int = 50,
         graphs_used: int = 50,
+        batch_size: int = 32,
     ) -> int:
         return _add(
             self.models,
@@ -235,6 +240,7 @@ class EvidenceBuilder:
                 num_calls_seen=50,
                 num_graphs_built=graphs_built,
                 num_graphs_used=graphs_used,
+                batch_size=batch_size,
             ),
         )
 
@@ -271,6 +277,11 @@ class EvidenceBuilder:
         fetches: float = 1.0,
         is_map_style: bool = True,
         has_own_collate: bool = False,
+        persistent_workers: bool = False,
+        num_epochs: float = 0.0,
+        first_wait_s: float = 0.0,
+        is_in_ram: bool = False,
+        constructed: int = -1,
     ) -> int:
         return _add(
             self.loaders,
@@ -285,6 +296,12 @@ class EvidenceBuilder:
                 fetches=fetches,
                 is_map_style=is_map_style,
                 has_own_collate=has_own_collate,
+                persistent_workers=persistent_workers,
+                num_epochs=num_epochs,
+                first_wait_s=first_wait_s,
+                is_in_ram=is_in_ram,
+                sampler="RandomSampler",
+                constructed=constructed,
             ),
         )
 
@@ -379,6 +396,23 @@ class EvidenceBuilder:
             LineTime(source=source, phase=phase, seconds=seconds, num_samples=num_samples, process=process),
         )
 
+    def upload(
+        self,
+        source: int,
+        *,
+        num_bytes: int,
+        seconds: float,
+        calls: float = 1.0,
+        memory: Literal["pageable", "pinned"] = "pageable",
+        mode: Literal["blocking", "async"] = "blocking",
+    ) -> int:
+        """Copies from this line to a device: `num_bytes` in each, `seconds` all of a step's together."""
+        detail = f"host-to-device {memory} {mode}"
+        return _add(
+            self.uses,
+            CallUse(name="Tensor.to", source=source, calls=calls, seconds=seconds, bytes=num_bytes, detail=detail),
+        )
+
     def setting(self, name: str, value: str, source: int = -1) -> None:
         """A global switch in force, and the line that threw it."""
         self.settings.append(Setting(name=name, value=value, source=self.sources[source] if source >= 0 else None))
@@ -428,6 +462,7 @@ class EvidenceBuilder:
             loaders=tuple(self.loaders),
             paddings=tuple(self.paddings),
             recurrences=tuple(self.recurrences),
+            uses=tuple(self.uses),
             trials=tuple(self.trials),
             observing=Observing(light_fraction=0.01, deep_s=0.4, trials_s=1.0, other_s=0.2, num_deep_steps=3),
             exit="finished",

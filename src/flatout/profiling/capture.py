@@ -177,10 +177,11 @@ class Capture:
     def _uses(self) -> tuple[CallUse, ...]:
         """Calls worth knowing about, the dearest first."""
         observer = self.observer
+        uploads = assemble.uploads_of(observer)
         rows = observer.uses.rows(
             num_steps=observer.seen, reads=observer.reads.seen, num_read_steps=observer.reads.num_steps
         )
-        return tuple(sorted((*rows, *self.memory.uses()), key=lambda u: -u.seconds))
+        return tuple(sorted((*rows, *uploads, *self.memory.uses()), key=lambda u: -u.seconds))
 
     def _evidence(self) -> Evidence:
         observer = self.observer
@@ -200,11 +201,7 @@ class Capture:
             machine=self._machine,
             steps=steps,
             sources=observer.sites.table(),
-            callers={
-                k: v
-                for k, v in (observer.uses.callers | observer.deep.callers | observer.optimizing.callers).items()
-                if k >= 0 and v
-            },
+            callers=assemble.callers_of(observer),
             backward_sources=tuple(sorted(s for s in observer.deep.backward_sites if s >= 0)),
             float64_sources=tuple(
                 sorted(

@@ -202,6 +202,9 @@ class Observer:
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
 
+    def on_epoch_start(self) -> None:
+        self.timeline.num_starts += 1
+
     def on_fetch_start(self) -> None:
         self.timeline.switch("data")
 
@@ -298,6 +301,7 @@ class Observer:
             self.calls.weight = self.feeding.weight = 1
             self.deep.steps.clear()
             self.reads.seen.clear()
+            self.reads.uploads.clear()
             self.reads.num_steps = 0
             self.uses.clear()
             self.sampler.clear()
@@ -425,11 +429,13 @@ class Observer:
         self._activate(False)
         self.compiling.pause()
         self.uses.is_on = False
+        self.feeding.is_paused = True
         try:
             self._pause(self)
         finally:
-            self.compiling.resume()
+            self.feeding.is_paused = False
             self.uses.is_on = True
+            self.compiling.resume()
             self._activate(True)
             self.pause_s += perf_counter() - began
             self.deep_s -= perf_counter() - began

@@ -40,6 +40,8 @@ class Sampler:
     def __init__(self, sites: Sites, *, phase: Callable[[], str], rate_hz: float = RATE_HZ) -> None:
         self.seconds: dict[Spot, float] = defaultdict(float)
         self.samples: dict[Spot, int] = defaultdict(int)
+        self.callers: dict[int, tuple[int, ...]] = {}
+        """For each line sampled: the user's lines that called its function when it was first seen, innermost first."""
         self.own_s = 0.0
         self.failure = ""
         self.pending: list[tuple[Spot, float]] = []
@@ -130,6 +132,8 @@ class Sampler:
                 self.pending.append((spot, now_s - self._last_s))
             else:
                 self._file(spot, now_s - self._last_s)
+            if spot.site not in self.callers:
+                self.callers[spot.site] = self._sites.chain(frame)[1:]
         except Exception as e:  # noqa: BLE001  # raised here it would come out of the user's line
             self._is_on = False
             self.failure = f"sampling of lines stopped early: {type(e).__name__}: {e}"

@@ -29,8 +29,8 @@ class Steps(Record, frozen=True, kw_only=True):
     """The honest timing: light observation only, warm-up left out.
 
     `step_s` is the median of the ordinary steps, `low_s`..`high_s` its 95 % interval, `evaluation_s` what evaluation passes
-    between the steps add to each of them on average, and `occasional_s` what is done in few of them: files saved,
-    graphs compiled. `device_s` is the device's busy time in a step, None on a CPU.
+    between the steps add to each of them on average, `restart_s` what starting loaders over (epochs) adds, and `occasional_s`
+    what is done in few of them: files saved, graphs compiled. `device_s` is the device's busy time in a step, None on a CPU.
     """
 
     kind: StepKind
@@ -41,6 +41,7 @@ class Steps(Record, frozen=True, kw_only=True):
     high_s: float
     evaluation_s: float = 0.0
     occasional_s: float = 0.0
+    restart_s: float = 0.0
     device_s: float | None = None
     durations_s: tuple[float, ...] = ()
     phases: dict[str, float] = {}
@@ -49,8 +50,8 @@ class Steps(Record, frozen=True, kw_only=True):
 
     @property
     def whole_s(self) -> float:
-        """A step and its share of the evaluation passes and of what is done in few steps only."""
-        return self.step_s + self.evaluation_s + self.occasional_s
+        """A step and its share of what comes between steps or in few of them: evaluation, epochs that start, files saved."""
+        return self.step_s + self.evaluation_s + self.restart_s + self.occasional_s
 
     @property
     def is_device_bound(self) -> bool:
@@ -182,6 +183,8 @@ class Model(Record, frozen=True, kw_only=True):
     """Those of them that were the input of the call before with more positions behind it (dimension 1)."""
     captured_length: int = 0
     """Positions (dimension 1) of the first input that trials run on; 0 when it has no such dimension."""
+    batch_size: int = 0
+    """Rows of the first tensor it was given; 0 where its inputs were not kept."""
 
 
 class OptimizerUse(Record, frozen=True, kw_only=True):
@@ -225,12 +228,14 @@ class Loader(Record, frozen=True, kw_only=True):
     persistent_workers: bool = False
     prefetch_factor: int = 0
     num_epochs: float = 0.0
-    """Iterators made, for each step observed: how often worker processes start anew."""
+    """Iterators made after the first, for each step observed: how often worker processes start anew."""
     first_wait_s: float = 0.0
-    """Mean wait for the first batch of an iterator: what starting workers costs each epoch."""
+    """Mean wait for the first batch of an iterator, making and ending the iterator included: what an epoch costs besides."""
     is_in_ram: bool = False
-    """Whether the data set's items are views of tensors that lie in memory (TensorDataset and the like)."""
+    """Whether the data set's items are rows of tensors that lie in memory (TensorDataset and the like)."""
     sampler: str = ""
+    constructed: int = -1
+    """The line that made the loader, -1 where that was not seen."""
 
 
 class Padding(Record, frozen=True, kw_only=True):

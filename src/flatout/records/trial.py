@@ -140,7 +140,7 @@ class TimeModel(Record, frozen=True, kw_only=True, tag="time-model"):
 
 
 class TimeDataset(Record, frozen=True, kw_only=True, tag="time-dataset"):
-    """Fetch one batch of the loader (by index) in the main process: items, collate, and indexing of ready tensors."""
+    """Fetch one batch of the loader (by index) in a copy of the process: items, collate, and indexing of ready tensors."""
 
     loader: int
 
@@ -228,6 +228,20 @@ class TimeStrides(Record, frozen=True, kw_only=True, tag="time-strides"):
     argument: int
 
 
+class TimeWorkers(Record, frozen=True, kw_only=True, tag="time-workers"):
+    """Run the loader (by index) for some batches with each of these numbers of worker processes.
+
+    Between batches the model (by index in Evidence.models, -1: none) does its work on captured inputs, with a backward when
+    `backward`; without a model, or on a device, the loop waits `work_s` instead.
+    """
+
+    loader: int
+    counts: tuple[int, ...]
+    model: int = -1
+    backward: bool = True
+    work_s: float = 0.0
+
+
 Trial = (
     TimeInDtype
     | TimeAttention
@@ -246,6 +260,7 @@ Trial = (
     | TimeForeach
     | TimeSparseEmbedding
     | TimeStrides
+    | TimeWorkers
 )
 
 

@@ -111,6 +111,8 @@ def circumstances(evidence: Evidence) -> Iterator[str]:
         extra = []
         if steps.evaluation_s > 0:
             extra.append(f"evaluation adds {units.duration(steps.evaluation_s)}")
+        if steps.restart_s > 0.01 * steps.step_s:
+            extra.append(f"starting loaders over adds {units.duration(steps.restart_s)}")
         if steps.device_s is not None:
             extra.append(f"device busy {units.duration(steps.device_s)} of each")
         yield "; ".join([seen, spread, *extra])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter
 
-from flatout.profiling.trials import blocks, calls, compiled, dataset, foreach, model, operators, optimizer
+from flatout.profiling.trials import blocks, calls, compiled, dataset, foreach, model, operators, optimizer, workers
 from flatout.profiling.trials.scene import Refused, Scene, untouched
 from flatout.records.trial import (
     TimeAttention,
@@ -25,6 +25,7 @@ from flatout.records.trial import (
     TimeRecurrence,
     TimeSparseEmbedding,
     TimeStrides,
+    TimeWorkers,
     Trial,
     TrialResult,
 )
@@ -83,6 +84,8 @@ def _run(trial: Trial, scene: Scene) -> TrialResult:
                 return calls.sparse_embedding(trial, scene)
             case TimeStrides():
                 return calls.strides(trial, scene)
+            case TimeWorkers():
+                return workers.run(trial, scene)
     except Refused as e:
         return TrialResult(trial=trial, refused=str(e))
     except Exception as e:  # noqa: BLE001  # a trial runs user code on a copy; whatever it raises costs the trial alone
