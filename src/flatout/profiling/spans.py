@@ -124,7 +124,6 @@ def _per_call(operator: Operator) -> tuple[float, float]:
 
 
 def _longest(spans: list[Span], most: int) -> tuple[list[Span], int]:
-    """The longest `most` spans in their order, and how many are left out, those of no measurable length included."""
-    by_length = sorted((i for i, s in enumerate(spans) if s.duration_s > 0), key=lambda i: -spans[i].duration_s)
-    kept = sorted(by_length[:most])
+    """The longest `most` spans in their order, and how many are left out."""
+    kept = sorted(sorted(range(len(spans)), key=lambda i: -spans[i].duration_s)[:most])
     return [spans[i] for i in kept], len(spans) - len(kept)

@@ -62,7 +62,7 @@ def timeline_svg(evidence: Evidence, findings: Sequence[RankedFinding]) -> Marku
     if timeline is None or not timeline.spans or timeline.duration_s <= 0:
         return None
     causes = _causes_by_source(evidence, findings)
-    spans = sorted(timeline.spans, key=lambda s: -s.duration_s)[:_MOST_SPANS]
+    spans = sorted((s for s in timeline.spans if s.duration_s > 0), key=lambda s: -s.duration_s)[:_MOST_SPANS]
     tracks = {s.track for s in spans}
     if any(s.source in causes and s.track in ("host", "device") for s in spans):
         tracks.add("cause")
