@@ -3,10 +3,10 @@
     python bench/device_evidence.py OUT_FOLDER [--loops gpt conv ragged overhead sync] [--ranks 2] [--steps 80]
 
 Each loop of bench/device_loops.py is run and traced by torch.profiler alone, and is run under `flatout check`; the device's busy
-time, idle time and copies of both are compared (within 5 % agrees; idle time also within 1 % of a step). `flatout report` reads the
-exported trace. With `--ranks` also the exposed communication of a DistributedDataParallel loop under torchrun, live and imported.
-Everything goes to OUT_FOLDER/device_evidence.json as it comes, with each report as text. On a CPU it runs through and compares
-nothing. The sums here share no code with flatout's.
+time, idle time and copies of both are compared (within 5 % agrees; idle time also within 1 % of a step). The exported trace is
+read by `flatout report`. With `--ranks` also the exposed communication of a DistributedDataParallel loop under torchrun, live and
+imported. Everything goes to OUT_FOLDER/device_evidence.json as it comes, with each report as text. On a CPU it runs through and
+compares nothing. The sums here share no code with flatout's.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python bench/device_loops.py NAME [--steps 80] [--vocab 50257] [--trace FILE] [--live FILE]
 
 NAME is gpt, conv, ragged, overhead, sync or ddp (the last under torchrun). `--trace` profiles further steps with torch.profiler
-alone and exports them; `--live` observes the loop with flatout in this process and writes what it saw of the device. The last line
-printed is JSON: seconds of a step over the second half of the run.
+alone and exports them; `--live` observes the loop with flatout in this process and writes what it saw of the device. The last
+line printed is JSON: seconds of a step over the second half of the run.
 """
 
 from __future__ import annotations
