@@ -33,6 +33,7 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: list[tuple[int, int, str]] = []
         self.anchors: list[int] = []
+        self.names_threads = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         self.launches.append((perf_counter_ns(), get_native_id(), func._schema.name))
@@ -52,7 +53,8 @@ class FakeDevice(TorchDispatchMode):
         for number, (at, thread, name) in enumerate(self.launches, start=1):
             start = max(free, at + wall + 500)
             free = start + KERNEL_NS
-            call = {"name": "cudaLaunchKernel", "tid": thread, "ts": (at + wall) / 1000, "dur": 0.1}
+            tid = thread if self.names_threads else 12345678
+            call = {"name": "cudaLaunchKernel", "tid": tid, "ts": (at + wall) / 1000, "dur": 0.1}
             work = {"name": f"kernel_of_{name}", "tid": 7, "ts": start / 1000, "dur": KERNEL_NS / 1000}
             events.append({"ph": "X", "cat": "cuda_runtime", "args": {"correlation": number}, **call})
             events.append({"ph": "X", "cat": "kernel", "args": {"correlation": number, "stream": 7}, **work})
@@ -113,7 +115,9 @@ def watched(device: FakeDevice, sites: Sites, *, steps: int = 3, has_log: bool =
     return times
 
 
-def test_kernels_have_the_lines_and_phases_of_their_launches(device: FakeDevice) -> None:
+@pytest.mark.parametrize("names_threads", [True, False])
+def test_kernels_have_the_lines_and_phases_of_their_launches(device: FakeDevice, names_threads: bool) -> None:
+    device.names_threads = names_threads
     sites = Sites(user_root=str(__file__).rpartition("/")[0])
     found = watched(device, sites).device_step
     assert found is not None
