@@ -176,7 +176,7 @@ def _steps(
             sums[phase] = sums.get(phase, 0.0) + seconds
     busy_s = min(activity.busy_ns * 1e-9, middle) if activity is not None else None
     return Steps(
-        kind=_kind(hosts),
+        kind="call" if found.is_whole else _kind(hosts),
         num_seen=len(found.intervals),
         num_timed=len(times),
         step_s=middle,
