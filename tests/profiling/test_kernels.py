@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.profiling import kernels
+from flatout.profiling import kernels, observer
+from flatout.profiling.capture import Capture
 from flatout.profiling.clocks import Clocks
 from flatout.profiling.kernels import KernelTimes
 from flatout.profiling.launches import LaunchLog
+from flatout.profiling.schedule import Schedule
 from flatout.profiling.sites import Sites
 from flatout.profiling.timeline import Mark
 
@@ -33,6 +35,7 @@ class FakeDevice(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: list[tuple[int, int, str]] = []
         self.anchors: list[int] = []
+        self.names_threads = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         self.launches.append((perf_counter_ns(), get_native_id(), func._schema.name))
@@ -52,7 +55,8 @@ class FakeDevice(TorchDispatchMode):
         for number, (at, thread, name) in enumerate(self.launches, start=1):
             start = max(free, at + wall + 500)
             free = start + KERNEL_NS
-            call = {"name": "cudaLaunchKernel", "tid": thread, "ts": (at + wall) / 1000, "dur": 0.1}
+            tid = thread if self.names_threads else 12345678
+            call = {"name": "cudaLaunchKernel", "tid": tid, "ts": (at + wall) / 1000, "dur": 0.1}
             work = {"name": f"kernel_of_{name}", "tid": 7, "ts": start / 1000, "dur": KERNEL_NS / 1000}
             events.append({"ph": "X", "cat": "cuda_runtime", "args": {"correlation": number}, **call})
             events.append({"ph": "X", "cat": "kernel", "args": {"correlation": number, "stream": 7}, **work})
@@ -113,7 +117,9 @@ def watched(device: FakeDevice, sites: Sites, *, steps: int = 3, has_log: bool =
     return times
 
 
-def test_kernels_have_the_lines_and_phases_of_their_launches(device: FakeDevice) -> None:
+@pytest.mark.parametrize("names_threads", [True, False])
+def test_kernels_have_the_lines_and_phases_of_their_launches(device: FakeDevice, names_threads: bool) -> None:
+    device.names_threads = names_threads
     sites = Sites(user_root=str(__file__).rpartition("/")[0])
     found = watched(device, sites).device_step
     assert found is not None
@@ -169,3 +175,58 @@ def test_nothing_stays_patched_after_a_log(device: FakeDevice) -> None:
     before = [vars(owner).get("synchronize") for owner in owners]
     watched(device, Sites())
     assert [vars(owner).get("synchronize") for owner in owners] == before
+
+
+class FakeEvent:
+    """An event of a device that is always done at once."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self.at = perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return (other.at - self.at) * 1e3
+
+
+def test_an_observed_loop_has_its_device_step_with_lines(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole observation on a device that is made up: order of the modes, marks, restarts, what reaches the Evidence."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(observer, "is_on_accelerator", lambda: True)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = Schedule(num_light_on_device=4, trials_budget_s=0.0)
+    capture = Capture(command=("test",), cwd=".", schedule=schedule, machine=None, propose=lambda _: ())
+    with device:
+        capture.start()
+        try:
+            for _ in range(24):
+                loss = net(torch.ones(4, 8)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        finally:
+            evidence = capture.finish(exit="finished", exit_code=0)
+    assert evidence.notes == ()
+    assert len(evidence.operators) > 0
+    step = evidence.device_step
+    assert step is not None
+    assert step.slowdown is not None
+    assert evidence.steps.device_s == step.busy_s
+    phases = {k.phase for k in step.kernels}
+    assert {"forward", "backward", "optimizer"} <= phases
+    known = [k for k in step.kernels if k.source >= 0]
+    assert len(known) > 0.9 * len(step.kernels)
+    texts = {evidence.sources[k.source].text for k in known if "addmm" in k.name}
+    assert texts == {"loss = net(torch.ones(4, 8)).square().mean()"}
+    backward = {evidence.sources[k.source].text for k in known if k.phase == "backward" and "mm" in k.name}
+    assert backward == texts

@@ -43,7 +43,9 @@ def test_without_any_border_the_whole_trace_is_one_step(tmp_path: Path) -> None:
     kineto = training(steps=1)
     kineto.events = [e for e in kineto.events if not e["name"].startswith(("ProfilerStep", "Optimizer"))]
     evidence = seen(kineto, tmp_path)
-    assert evidence.steps.num_timed == 1
+    assert (evidence.steps.kind, evidence.steps.num_timed) == ("call", 1)
+    found = {f.rule for f in diagnose(evidence, rules()).findings}
+    assert "overhead.device-idle" not in found  # the start-up is in it, which no step pays for
     assert any("counts as one step" in n for n in evidence.notes)
 
 

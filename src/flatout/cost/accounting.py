@@ -58,6 +58,11 @@ def around(seconds: float, spread: float) -> tuple[float, float]:
     return max(0.0, seconds * (1.0 - spread)), max(0.0, seconds * (1.0 + spread))
 
 
+def is_steady(evidence: Evidence) -> bool:
+    """Whether the steps are steps after warm-up, and not one stretch of time with the start-up in it."""
+    return evidence.steps.kind != "call" or evidence.steps.num_timed > 1
+
+
 def model_seconds(evidence: Evidence) -> float:
     """Seconds of forward, loss and backward in a step."""
     phases = evidence.steps.phases

@@ -132,9 +132,21 @@ def hot_line(evidence: Evidence, loader: Loader) -> Hot:
     inside = pipeline_lines(evidence, loader)
     rows = [r for r in evidence.lines if r.phase == "data" and r.process == process]
     total_s = sum(r.seconds for r in (inside if process == "worker" else rows))
+    if not rows and process == "main":
+        return Hot(_line_by_operators(evidence, loader), 0.0, ())
     if not inside or sum(r.seconds for r in inside) < _INSIDE_FRACTION * total_s:
         return Hot(evidence.source_of(loader.source), 0.0, ())
     return hottest(evidence, inside, total_s)
+
+
+def _line_by_operators(evidence: Evidence, loader: Loader) -> Source | None:
+    """The line whose operators, and the Python before them, took most of the data phase: for when no sample fell there."""
+    seconds: dict[int, float] = defaultdict(float)
+    for operator in evidence.operators:
+        if operator.phase == "data":
+            seconds[operator.source] += operator.total_s
+    best = max(seconds, key=lambda source: seconds[source], default=-1)
+    return evidence.source_of(best) or evidence.source_of(loader.source)
 
 
 def hottest(evidence: Evidence, rows: list[LineTime], total_s: float) -> Hot:

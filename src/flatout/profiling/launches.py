@@ -24,6 +24,7 @@ from flatout.traces.activity import is_launch, plain_name
 from flatout.traces.events import DeviceWork, HostCall, Place
 
 _MOST: Final = 200_000
+_ANY_THREAD: Final = "any"
 
 
 class Entry(NamedTuple):
@@ -93,14 +94,18 @@ class PlaceLog:
         for entry in sorted(entries):
             moved = entry._replace(start_ns=entry.start_ns + offset_ns, end_ns=entry.end_ns + offset_ns)
             self._by_thread[entry.thread].append(moved)
+            # The profiler names threads by another number when it records the device alone. The threads that dispatch take turns
+            # (the user's waits for the backward's), so the time alone tells as well.
+            self._by_thread[_ANY_THREAD].append(moved)
         self._starts = {thread: [e.start_ns for e in own] for thread, own in self._by_thread.items()}
 
     def place_of(self, call: HostCall) -> Place | None:
         """The place of the innermost operator during which the call was made; None outside all of them."""
-        own = self._by_thread.get(call.thread)
+        thread = call.thread if call.thread in self._by_thread else _ANY_THREAD
+        own = self._by_thread.get(thread)
         if not own:
             return None
-        found = bisect_right(self._starts[call.thread], call.start_ns) - 1
+        found = bisect_right(self._starts[thread], call.start_ns) - 1
         # Operators nest a few levels at most (a composite one and its parts): the innermost began last.
         for entry in reversed(own[max(0, found - 8) : found + 1]):
             if call.start_ns <= entry.end_ns:

@@ -231,12 +231,15 @@ class Activity:
         return found
 
     def _waits(self) -> tuple[HostWait, ...]:
-        rows: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0])
+        rows: dict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0])
         for call in self.waits:
-            row = rows[self.place_of(call).source, plain_name(call.name)]
+            place = self.place_of(call)
+            row = rows[place.source, plain_name(call.name), place.op]
             row[0] += 1
             row[1] += call.end_ns - call.start_ns
-        found = [HostWait(source=s, call=name, num=n, seconds=ns * _NS) for (s, name), (n, ns) in rows.items()]
+        found = [
+            HostWait(source=s, call=name, num=n, seconds=ns * _NS, op=op) for (s, name, op), (n, ns) in rows.items()
+        ]
         return tuple(sorted(found, key=lambda w: -w.seconds))
 
 

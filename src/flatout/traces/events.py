@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 WorkKind = Literal["kernel", "copy", "set", "collective"]
+
+
+ELEMENT_BYTES: Final = {
+    "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+}  # fmt: skip
 
 
 class DeviceWork(NamedTuple):

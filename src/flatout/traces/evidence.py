@@ -15,7 +15,7 @@ from flatout.records.workload import Workload
 from flatout.traces.activity import Activity, device_spans, window_of
 from flatout.traces.events import DeviceFacts, DeviceWork, HostCall, HostOp
 from flatout.traces.host import HostStep, Lines, Marks, phase_seconds
-from flatout.traces.hostcomm import host_collectives
+from flatout.traces.hostcomm import host_collective_events, host_collectives
 from flatout.traces.intervals import Interval
 from flatout.traces.reading import TraceFile
 from flatout.traces.rows import OperatorRows, host_reads
@@ -35,8 +35,10 @@ class RankTrace(NamedTuple):
     backend: str
     world_size: int
     collectives: tuple[Collective, ...]
-    waits_ns: list[int]
+    lengths_ns: list[int]
     """Length of each collective of the step that was looked into, in order."""
+    step: int
+    """Which of the timed steps that was."""
 
 
 class _Launches(NamedTuple):
@@ -53,8 +55,8 @@ class _Launches(NamedTuple):
         return self.work[: bisect_right(self.launched_ns, moment_ns - 1)]
 
 
-def evidence_of(trace: TraceFile, command: tuple[str, ...]) -> RankTrace:
-    """What the trace shows. The median step stands for all when it comes to operators, kernels and gaps."""
+def evidence_of(trace: TraceFile, command: tuple[str, ...], *, step: int | None = None) -> RankTrace:
+    """What the trace shows. One step stands for all when it comes to operators, kernels and gaps: `step`, else the median one."""
     found = find_steps(trace)
     launches = _launches(trace)
     marks = Marks((at, w.end_ns) for at, w in zip(launches.launched_ns, launches.work, strict=True))
@@ -62,6 +64,7 @@ def evidence_of(trace: TraceFile, command: tuple[str, ...]) -> RankTrace:
     hosts = _host_steps(trace, found, lines)
     times = [(marks.on_device(h.end_ns) - marks.on_device(h.start_ns)) * 1e-9 for h in hosts]
     typical = sorted(range(len(hosts)), key=lambda i: times[i])[(len(hosts) - 1) // 2]
+    typical = step if step is not None and step < len(hosts) else typical
     host = hosts[typical]
     activity, facts = _activity(trace, host, launches)
     steps = _steps(found, hosts, times, marks, activity)
@@ -93,10 +96,11 @@ def evidence_of(trace: TraceFile, command: tuple[str, ...]) -> RankTrace:
         exit="finished",
         notes=tuple(_notes(trace, found, rows, activity)),
     )
-    in_order = (
-        [p.work.end_ns - p.work.start_ns for p in activity.linked if p.work.kind == "collective"] if activity else []
-    )
-    return RankTrace(evidence, trace.rank or 0, trace.host, trace.backend, world_size, collectives, in_order)
+    if activity is not None:
+        lengths_ns = [p.work.end_ns - p.work.start_ns for p in activity.linked if p.work.kind == "collective"]
+    else:
+        lengths_ns = [e.end_ns - e.start_ns for e in host_collective_events(trace, host)]
+    return RankTrace(evidence, trace.rank or 0, trace.host, trace.backend, world_size, collectives, lengths_ns, typical)
 
 
 def _timed(found: FoundSteps) -> range:
@@ -172,7 +176,7 @@ def _steps(
             sums[phase] = sums.get(phase, 0.0) + seconds
     busy_s = min(activity.busy_ns * 1e-9, middle) if activity is not None else None
     return Steps(
-        kind=_kind(hosts),
+        kind="call" if found.is_whole else _kind(hosts),
         num_seen=len(found.intervals),
         num_timed=len(times),
         step_s=middle,

@@ -222,8 +222,14 @@ class HostStep:
         return sorted((start, end, name) for name, cover in named.items() for start, end in cover)
 
     def _backward(self, work: list[HostOp], taken: list[Interval]) -> list[Interval]:
-        """From the first to the last node of each backward pass; a new pass begins after forward work or an optimizer."""
-        nodes = sorted(self._clipped(e) for n in self.nestings.values() for e in n.events if e.name.startswith(_NODE))
+        """From the first to the last node of each backward pass; a new pass begins after forward work or an optimizer.
+
+        Collectives of the host that begin in a pass belong to it: the backward ends when they are done.
+        """
+        events = [e for n in self.nestings.values() for e in n.events if e.name.startswith(_NODE)]
+        if events:
+            events += [a for a in self.annotations if a.name.startswith("gloo:")]
+        nodes = sorted(map(self._clipped, events))
         breaks = sorted([e.start_ns for e in work] + [start for start, _ in taken])
         passes: list[Interval] = []
         for start, end in nodes:

@@ -23,7 +23,9 @@ def evidence_of_files(paths: Sequence[Path]) -> Evidence:
     Raises RecordError when a file is no trace, a folder holds none, or two files claim the same rank.
     """
     files = [file for path in paths for file in _files(path)]
-    ranks = [evidence_of(read_trace(file), (file.name,)) for file in files]
+    ranks: list[RankTrace] = []
+    for file in files:  # one at a time: a trace may be large; all ranks are judged by the same step
+        ranks.append(evidence_of(read_trace(file), (file.name,), step=ranks[0].step if ranks else None))
     return merged(ranks, [f.name for f in files])
 
 
@@ -79,11 +81,11 @@ def _waits_s(ranks: Sequence[RankTrace]) -> dict[int, float]:
     The last to arrive at a collective waits for nobody, so the shortest call of all ranks is the communication and the rest of
     a longer one is waiting. That needs no common clock. Empty unless all ranks made the same number of collectives.
     """
-    counts = {len(r.waits_ns) for r in ranks}
+    counts = {len(r.lengths_ns) for r in ranks}
     if len(ranks) < 2 or len(counts) != 1 or counts == {0}:
         return {}
-    shortest = [min(lengths) for lengths in zip(*(r.waits_ns for r in ranks), strict=True)]
-    return {r.rank: sum(own - least for own, least in zip(r.waits_ns, shortest, strict=True)) * 1e-9 for r in ranks}
+    shortest = [min(lengths) for lengths in zip(*(r.lengths_ns for r in ranks), strict=True)]
+    return {r.rank: sum(own - least for own, least in zip(r.lengths_ns, shortest, strict=True)) * 1e-9 for r in ranks}
 
 
 def _with_waits(collectives: tuple[Collective, ...], wait_s: float) -> tuple[Collective, ...]:

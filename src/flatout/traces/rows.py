@@ -10,13 +10,10 @@ from flatout.cost.flops import operator_flop
 from flatout.errors import UsageError
 from flatout.records.evidence import HostRead, Operator, Phase, TensorSpec
 from flatout.traces.activity import Activity, Linked
-from flatout.traces.events import HostOp
+from flatout.traces.events import ELEMENT_BYTES, HostOp
 from flatout.traces.host import HostStep, Nesting, is_operator, operator_name
 
 _READS: Final = ("aten::_local_scalar_dense",)
-_ELEMENT_BYTES: Final = {
-    "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
-}  # fmt: skip
 _WHOLE: Final = ("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution_backward")
 """Known work whose FLOP the trace does not tell (it has no shapes of results): one row all the same, with what they call."""
 
@@ -57,9 +54,7 @@ class OperatorRows:
                 op_s=op_ns * 1e-9,
                 python_s=host_ns * 1e-9,
                 flop=round(flop / num),
-                bytes=sum(
-                    prod(s) * _ELEMENT_BYTES.get(d, 1) for s, d in zip(key.shapes, key.dtypes, strict=False) if d
-                ),
+                bytes=sum(prod(s) * ELEMENT_BYTES.get(d, 1) for s, d in zip(key.shapes, key.dtypes, strict=False) if d),
                 bound=bound,  # type: ignore[arg-type]
             )
             for key, (num, op_ns, host_ns, flop) in sorted(self._sums.items(), key=lambda i: -i[1][1] - i[1][2])

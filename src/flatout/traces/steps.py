@@ -23,6 +23,8 @@ class FoundSteps(NamedTuple):
     intervals: list[Interval]
     thread: int | str
     note: str
+    is_whole: bool = False
+    """Whether the one step is the whole trace, start-up and all."""
 
 
 def find_steps(trace: TraceFile) -> FoundSteps:
@@ -43,7 +45,7 @@ def find_steps(trace: TraceFile) -> FoundSteps:
     start = min([o.start_ns for o in everything] + [w.start_ns for w in trace.work])
     end = max([o.end_ns for o in everything] + [w.end_ns for w in trace.work])
     note = "no steps could be told apart (no prof.step(), fewer than three optimizer steps): the whole trace counts as one step"
-    return FoundSteps([(start, end)], thread, note)
+    return FoundSteps([(start, end)], thread, note, is_whole=True)
 
 
 def _whole(intervals: list[Interval], trace: TraceFile) -> list[Interval]:

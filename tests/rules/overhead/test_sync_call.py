@@ -54,6 +54,18 @@ def test_the_wait_of_a_blocking_copy_belongs_to_the_copy() -> None:
     assert list(RULE.check(evidence)) == []
 
 
+def test_the_wait_inside_an_operator_is_nobodys_explicit_call() -> None:
+    run = EvidenceBuilder(device_s=0.05)
+    inside = HostWait(
+        source=run.line("train.py", 33, "scaler.step(optimizer)"),
+        call="cudaStreamSynchronize",
+        num=1,
+        seconds=0.04,
+        op="aten._local_scalar_dense",
+    )
+    assert list(RULE.check(with_device(run, waits=[inside]))) == []
+
+
 def test_without_lines_only_a_device_wide_wait_is_surely_explicit() -> None:
     run = EvidenceBuilder(device_s=0.05)
     calls = ("cudaDeviceSynchronize", "cudaStreamSynchronize")

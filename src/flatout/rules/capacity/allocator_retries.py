@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from flatout.cost.accounting import group_by
+from flatout.cost.accounting import group_by, is_steady
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Note, Rule
 
@@ -25,7 +25,7 @@ _EDIT: Final = (
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding per line whose step-by-step allocations reach the driver."""
     step = evidence.device_step
-    if step is None or _clears_cache(evidence):
+    if step is None or not is_steady(evidence) or _clears_cache(evidence):
         return
     for source, waits in group_by([w for w in step.waits if w.call in _CALLS], lambda w: w.source).items():
         seconds = min(sum(w.seconds for w in waits), evidence.steps.step_s)

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Final
 
-from flatout.cost.accounting import kept_fraction
+from flatout.cost.accounting import is_steady, kept_fraction
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeModel
@@ -27,7 +27,7 @@ _MOST_LINES: Final = 4
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for the step, at the line before whose work the device idles longest."""
     step, device_s = evidence.device_step, evidence.steps.device_s
-    if step is None or device_s is None or _is_told_by_batch(evidence):
+    if step is None or device_s is None or not is_steady(evidence) or _is_told_by_batch(evidence):
         return
     late: dict[int, float] = defaultdict(float)
     for gap in step.gaps:

@@ -70,8 +70,9 @@ def _by_line(evidence: Evidence) -> dict[int, list[HostWait]]:
     if step is None:
         return {}
     taken = {r.source for r in evidence.host_reads} | {c.source for c in step.copies if not c.is_async}
+    outside = [w for w in step.waits if w.op in ("", "synchronize")]
     explicit = [
-        w for w in step.waits if w.call in _DEVICE or (w.call in _OTHERS and w.source >= 0 and w.source not in taken)
+        w for w in outside if w.call in _DEVICE or (w.call in _OTHERS and w.source >= 0 and w.source not in taken)
     ]
     return group_by(explicit, lambda w: w.source)
 

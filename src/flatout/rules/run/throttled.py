@@ -2,7 +2,7 @@
 
 Costs        Arithmetic and, less so, bandwidth in proportion to the clock, if the step is bound by the device.
 Evidence     The clock over its maximum and the driver's reasons, read between two steps.
-Levers       none
+Levers       run.steady-clock
 False alarm  A power limit under full load is normal for large products: it is said, not blamed. A device that waits for the host
              lowers its clock by itself, so nothing is said of steps that the device does not bound.
 """
@@ -44,4 +44,5 @@ RULE = Rule(
     module=__name__,
     check=check,
     note=note,
+    levers=("run.steady-clock",),
 )
