@@ -167,7 +167,7 @@ class MemoryLook:
         for tensor in (*census.tensors, *graph.saved):
             stored = storages.add(tensor, is_old=True)
             if stored is not None and before is not None and stored.device == "cpu" and stored.bytes > before:
-                stored.bytes = 0  # mapped from a file, and hardly in memory
+                stored.bytes = stored.held = 0  # mapped from a file, and hardly in memory
         storages.name(census.roles())
         self.states.begin(census)
         graph.close()
@@ -236,6 +236,7 @@ class MemoryLook:
         step = self._step
         if step is None:
             return
+        step.storages.look_at_pages()
         for device, live in step.storages.live.items():
             if live > _RISE * step.read_at.get(device, 0.0):
                 step.read_at[device] = live

@@ -91,7 +91,7 @@ def _parts(alive: list[Stored]) -> tuple[MemoryPart, ...]:
 def _part(kind: MemoryKind, site: int, module: str, stored: list[Stored]) -> MemoryPart:
     return MemoryPart(
         kind=kind,
-        bytes=sum(s.bytes for s in stored),
+        bytes=sum(s.held for s in stored),
         num_tensors=len(stored),
         source=site,
         module=module,

@@ -51,6 +51,16 @@ def _glibc_mallinfo() -> Any:
 _mallinfo: Final = _glibc_mallinfo()
 
 
+def _libc_mincore() -> Any:
+    try:
+        return ctypes.CDLL(None).mincore
+    except (AttributeError, OSError):
+        return None
+
+
+_mincore: Final = _libc_mincore()
+
+
 def malloc_state() -> Malloc | None:
     """What glibc's malloc says of itself (some microseconds); None with another C library."""
     if _mallinfo is None:
@@ -80,6 +90,16 @@ def memory_limit() -> int | None:
         except (OSError, ValueError):  # no such file, or 'max'
             continue
     return limit
+
+
+def touched_bytes(address: int, size: int) -> int:
+    """How much of this stretch of memory has pages behind it: what was never written has none (all of it where that is unknown)."""
+    first = address // _PAGE_BYTES * _PAGE_BYTES
+    num_pages = -(-(address + size - first) // _PAGE_BYTES)
+    pages = (ctypes.c_ubyte * num_pages)()
+    if _mincore is None or _mincore(ctypes.c_void_p(first), ctypes.c_size_t(address + size - first), pages):
+        return size
+    return min(size, bytes(pages).count(1) * _PAGE_BYTES)
 
 
 class ResidentPeak:

@@ -9,6 +9,12 @@ from typing import Final, NamedTuple
 
 from torch import Tensor, UntypedStorage
 
+from flatout.profiling.process_memory import touched_bytes
+
+_LARGE_BYTES: Final = 8 << 20
+_LOOKS_AT_PAGES: Final = 16
+"""Operators after a large storage was made by which it is filled; what is untouched then stays so (workspaces are)."""
+_FULL: Final = 0.99
 MAX_STORAGES: Final = 100_000
 """Storages followed in one step; about 2 us and 500 bytes each."""
 
@@ -26,7 +32,7 @@ class Stored:
     """One storage. `born` and `died` are positions in the list of events; `born` is -1 for one that was there before."""
 
     __slots__ = (
-        "__weakref__", "born", "bytes", "device", "died", "example", "is_saved", "key", "kind", "module", "phase", "ref",
+        "__weakref__", "born", "bytes", "device", "died", "example", "held", "is_saved", "key", "kind", "module", "phase", "ref",
         "site",
     )  # fmt: skip
 
@@ -36,6 +42,8 @@ class Stored:
         self.key = int(storage._cdata)
         self.bytes = int(storage.nbytes())
         self.device = str(storage.device)
+        self.held = self.bytes
+        """Bytes with memory behind them: on a CPU a page that nobody has written takes none."""
         self.born = born
         self.died: int | None = None
         self.site = site
@@ -62,6 +70,7 @@ class Storages:
         """Bytes alive now by device; a guide only, the events are the truth."""
         self.is_truncated = False
         self._is_closed = False
+        self._filling: list[tuple[Stored, int]] = []
         self._by_key: dict[int, Stored] = {}
         self._phase = phase
 
@@ -95,6 +104,8 @@ class Storages:
         self.all.append(stored)
         self.live[stored.device] = self.live.get(stored.device, 0) + stored.bytes
         stored.ref = weakref.ref(storage, lambda _: self._end(stored))
+        if not is_old and stored.bytes >= _LARGE_BYTES and stored.device == "cpu":
+            self._filling.append((stored, 0))
         return stored
 
     def name(self, kinds: Iterable[tuple[str, Tensor]]) -> None:
@@ -110,6 +121,17 @@ class Storages:
             stored = self.find(tensor)
             if stored is not None:
                 stored.is_saved = True
+
+    def look_at_pages(self) -> None:
+        """See how far the large storages made of late have been filled; free when there are none."""
+        waiting, self._filling = self._filling, []
+        for stored, looks in waiting:
+            storage = stored.ref() if stored.ref is not None else None
+            if storage is None:
+                continue
+            stored.held = touched_bytes(storage.data_ptr(), stored.bytes)
+            if stored.held < _FULL * stored.bytes and looks < _LOOKS_AT_PAGES:
+                self._filling.append((stored, looks + 1))
 
     def close(self) -> None:
         """The step is over: what dies from now on is no longer an event of it."""
