@@ -2,8 +2,8 @@
 
     python bench/memory_accounting.py --out FILE [--model NAME] [--device cpu|cuda]
 
-For five models: the sum of the parts that flatout names at the peak, the peak it measured in the same step, and the peak of the same
-step of the same script in a process without flatout (the kernel's high-water mark VmHWM, reset before the step, or
+For five models: the sum of the parts that flatout names at the peak, the peak it measured in the same step, and the peak of
+the same step of the same script in a process without flatout (the kernel's high-water mark VmHWM, reset before the step, or
 torch.cuda.max_memory_allocated). The claim is that the first is within 5 % of both others. Each run has its own process.
 """
 
@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
         return x + self.mlp(self.norm2(x))

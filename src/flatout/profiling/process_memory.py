@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -93,7 +94,7 @@ def memory_limit() -> int | None:
 
 
 def touched_bytes(address: int, size: int) -> int:
-    """How much of this stretch of memory has pages behind it: what was never written has none (all of it where that is unknown)."""
+    """How much of this stretch of memory has pages behind it (what was never written has none); all where that is unknown."""
     first = address // _PAGE_BYTES * _PAGE_BYTES
     num_pages = -(-(address + size - first) // _PAGE_BYTES)
     pages = (ctypes.c_ubyte * num_pages)()
@@ -102,20 +103,37 @@ def touched_bytes(address: int, size: int) -> int:
     return min(size, bytes(pages).count(1) * _PAGE_BYTES)
 
 
-class ResidentPeak:
-    """The largest resident size between `start` and `stop`, read by a thread of its own.
+class Moment(NamedTuple):
+    """Which tensors are alive now: how many events there were before, and the bytes alive on the host."""
 
-    The kernel's own high-water mark would need a reset, which the user's getrusage would show.
+    num_events: int
+    live_bytes: int
+
+
+class Height(NamedTuple):
+    """The moment at which malloc had most in use, and what it had."""
+
+    moment: Moment
+    malloc: Malloc
+
+
+class ProcessPeak:
+    """The largest resident size between `start` and `stop`, and the moment of the most malloc had in use.
+
+    A thread of its own reads both, within operators too. The kernel's own high-water mark would need a reset, which the user's
+    getrusage would show.
     """
 
-    def __init__(self) -> None:
-        self.bytes: int | None = None
+    def __init__(self, now: Callable[[], Moment]) -> None:
+        self.resident_bytes: int | None = None
+        self.height: Height | None = None
+        self._now = now
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to read."""
-        self.bytes = resident_bytes()
+        self.look()
         self._stop.clear()
         self._thread = threading.Thread(target=self._read, name="flatout-resident", daemon=True)
         self._thread.start()
@@ -124,16 +142,20 @@ class ResidentPeak:
         """Read once more now."""
         now = resident_bytes()
         if now is not None:
-            self.bytes = max(now, self.bytes or 0)
+            self.resident_bytes = max(now, self.resident_bytes or 0)
+        before = self._now()
+        state = malloc_state()
+        is_at_rest = before == self._now()  # else an operator ended meanwhile, and the two do not belong together
+        if state is not None and is_at_rest and (self.height is None or state.used > self.height.malloc.used):
+            self.height = Height(before, state)
 
-    def stop(self) -> int | None:
-        """End; the largest size seen."""
+    def stop(self) -> None:
+        """End."""
         self.look()
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        return self.bytes
 
     def _read(self) -> None:
         while not self._stop.wait(_SAMPLE_S):

@@ -13,7 +13,7 @@ from flatout.profiling.process_memory import touched_bytes
 
 _LARGE_BYTES: Final = 8 << 20
 _LOOKS_AT_PAGES: Final = 16
-"""Operators after a large storage was made by which it is filled; what is untouched then stays so (workspaces are)."""
+"""Operators that use a large storage before it is taken as filled as far as it will be (workspaces never are in full)."""
 _FULL: Final = 0.99
 MAX_STORAGES: Final = 100_000
 """Storages followed in one step; about 2 us and 500 bytes each."""
@@ -32,8 +32,8 @@ class Stored:
     """One storage. `born` and `died` are positions in the list of events; `born` is -1 for one that was there before."""
 
     __slots__ = (
-        "__weakref__", "born", "bytes", "device", "died", "example", "held", "is_saved", "key", "kind", "module", "phase", "ref",
-        "site",
+        "__weakref__", "born", "bytes", "device", "died", "example", "held", "is_saved", "key", "kind", "looks_left", "module",
+        "phase", "ref", "site",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,7 @@ class Stored:
         self.device = str(storage.device)
         self.held = self.bytes
         """Bytes with memory behind them: on a CPU a page that nobody has written takes none."""
+        self.looks_left = 0
         self.born = born
         self.died: int | None = None
         self.site = site
@@ -70,7 +71,6 @@ class Storages:
         """Bytes alive now by device; a guide only, the events are the truth."""
         self.is_truncated = False
         self._is_closed = False
-        self._filling: list[tuple[Stored, int]] = []
         self._by_key: dict[int, Stored] = {}
         self._phase = phase
 
@@ -105,7 +105,7 @@ class Storages:
         self.live[stored.device] = self.live.get(stored.device, 0) + stored.bytes
         stored.ref = weakref.ref(storage, lambda _: self._end(stored))
         if not is_old and stored.bytes >= _LARGE_BYTES and stored.device == "cpu":
-            self._filling.append((stored, 0))
+            stored.looks_left = _LOOKS_AT_PAGES
         return stored
 
     def name(self, kinds: Iterable[tuple[str, Tensor]]) -> None:
@@ -122,16 +122,12 @@ class Storages:
             if stored is not None:
                 stored.is_saved = True
 
-    def look_at_pages(self) -> None:
-        """See how far the large storages made of late have been filled; free when there are none."""
-        waiting, self._filling = self._filling, []
-        for stored, looks in waiting:
-            storage = stored.ref() if stored.ref is not None else None
-            if storage is None:
-                continue
+    def look_at_pages(self, stored: Stored) -> None:
+        """See how far a large storage has been filled, after an operator that used it."""
+        storage = stored.ref() if stored.ref is not None else None
+        if stored.looks_left and storage is not None:
             stored.held = touched_bytes(storage.data_ptr(), stored.bytes)
-            if stored.held < _FULL * stored.bytes and looks < _LOOKS_AT_PAGES:
-                self._filling.append((stored, looks + 1))
+            stored.looks_left = stored.looks_left - 1 if stored.held < _FULL * stored.bytes else 0
 
     def close(self) -> None:
         """The step is over: what dies from now on is no longer an event of it."""
