@@ -162,7 +162,9 @@ def test_nothing_of_a_step_is_kept_alive_by_watching_it() -> None:
     observe(loop)
     gc.collect()
 
-    assert not [t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.shape[:1] == (777,) and t.numel() > 777 * 64]
+    assert not [
+        t for t in gc.get_objects() if issubclass(type(t), Tensor) and t.shape[:1] == (777,) and t.numel() > 777 * 64
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------------- growth
