@@ -23,7 +23,7 @@ from flatout.profiling.memory_parts import Watched, memories_of
 from flatout.profiling.observer import Observer
 from flatout.profiling.optimizer_state import OptimizerStates
 from flatout.profiling.patching import Patches
-from flatout.profiling.process_memory import Malloc, ResidentPeak, malloc_state, resident_bytes
+from flatout.profiling.process_memory import Malloc, Moment, ProcessPeak, malloc_state, resident_bytes
 from flatout.profiling.releases import Releases
 from flatout.profiling.schedule import Mode
 from flatout.profiling.storages import Storages, Stored
@@ -56,7 +56,7 @@ class _Step:
             module=observer.calls.module_path,
             after=after,
         )
-        self.resident = ResidentPeak()
+        self.process = ProcessPeak(lambda: Moment(len(self.storages.events), self.storages.live.get("cpu", 0)))
         self.start_resident: int | None = None
         self.start_malloc: Malloc | None = None
         self.malloc_at_peak: Malloc | None = None
@@ -167,7 +167,7 @@ class MemoryLook:
         for tensor in (*census.tensors, *graph.saved):
             stored = storages.add(tensor, is_old=True)
             if stored is not None and before is not None and stored.device == "cpu" and stored.bytes > before:
-                stored.bytes = 0  # mapped from a file, and hardly in memory
+                stored.bytes = stored.held = 0  # mapped from a file, and hardly in memory
         storages.name(census.roles())
         self.states.begin(census)
         graph.close()
@@ -178,7 +178,7 @@ class MemoryLook:
             step.device.start()
         step.start_resident, step.start_malloc = resident_bytes(), malloc_state()
         step.malloc_at_peak = step.start_malloc
-        step.resident.start()
+        step.process.start()
         observer.calls.is_deep = True
         observer.calls.begin_deep()
         step.mode.enter()
@@ -189,7 +189,7 @@ class MemoryLook:
         step.mode.leave()
         observer.calls.is_deep = False
         step.storages.close()
-        peak_resident = step.resident.stop()
+        step.process.stop()
         device_peaks = step.device.stop() if observer.is_device else {}
         if step.mode.failure is not None:
             raise step.mode.failure
@@ -206,7 +206,7 @@ class MemoryLook:
             start_resident=step.start_resident,
             start_malloc=step.start_malloc,
             malloc_at_peak=step.malloc_at_peak,
-            peak_resident=peak_resident,
+            process=step.process,
             device_peaks=device_peaks,
             retained=tuple(self._retained(step)),
         )
@@ -241,7 +241,7 @@ class MemoryLook:
                 step.read_at[device] = live
                 if device == "cpu":
                     step.malloc_at_peak = malloc_state()
-                    step.resident.look()
+                    step.process.look()
                 elif device.startswith("cuda:"):
                     step.device.look(int(device[5:]))
 
@@ -265,7 +265,7 @@ class MemoryLook:
         if step is not None:
             step.mode.leave()
             step.storages.close()
-            step.resident.stop()
+            step.process.stop()
             step.device.abort()
             self._observer.calls.is_deep = False
 

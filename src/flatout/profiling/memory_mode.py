@@ -67,8 +67,10 @@ class MemoryMode(TorchDispatchMode):
 
     def _file(self, args: Sequence[Any], kwargs: dict[str, Any] | None, out: Any) -> None:
         storages = self._storages
-        new = [t for t in _tensors(out) if (s := storages.find(t)) is None or s.born >= 0]
-        outside = [t for t in _tensors((args, tuple(kwargs.values()) if kwargs else ())) if storages.find(t) is None]
+        used = [(t, storages.find(t)) for t in _tensors((args, tuple(kwargs.values()) if kwargs else ()))]
+        outside = [t for t, stored in used if stored is None]
+        made = [(t, storages.find(t)) for t in _tensors(out)]
+        new = [t for t, stored in made if stored is None or stored.born >= 0]
         node = torch._C._current_autograd_node()
         if new or outside or node is None:
             site, module, is_recomputed = self._place(node)
@@ -80,6 +82,11 @@ class MemoryMode(TorchDispatchMode):
                 stored = storages.add(tensor, site=site, module=module)
                 if stored is not None and is_recomputed:
                     stored.is_saved = True
+                if stored is not None and stored.looks_left:
+                    storages.look_at_pages(stored)
+        for _, known in used:
+            if known is not None and known.looks_left:
+                storages.look_at_pages(known)
         self._after()
 
     def _place(self, node: Any) -> tuple[int, str, bool]:

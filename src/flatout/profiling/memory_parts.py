@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple, cast
 
 from flatout.profiling import device_memory
-from flatout.profiling.process_memory import Malloc, memory_limit
-from flatout.profiling.storages import Event, Storages, Stored, alive_at, peak_of
+from flatout.profiling.process_memory import Malloc, ProcessPeak, memory_limit
+from flatout.profiling.storages import Event, Peak, Storages, Stored, alive_at, peak_of
 from flatout.records.memory import Memory, MemoryKind, MemoryPart, MemoryPoint, RetainedGraph
 
 _PARTS_BY_LINE: Final = 48
 """Parts told with their line; smaller ones of a kind are added up."""
 _POINTS: Final = 200
+_HIGHER: Final = 1.01
+"""By this factor malloc's greatest height must exceed the tensors' before an operator's own workspace is told."""
 
 
 class Watched(NamedTuple):
@@ -23,7 +25,7 @@ class Watched(NamedTuple):
     start_resident: int | None
     start_malloc: Malloc | None
     malloc_at_peak: Malloc | None
-    peak_resident: int | None
+    process: ProcessPeak
     device_peaks: dict[int, int]
     retained: tuple[RetainedGraph, ...]
 
@@ -38,10 +40,14 @@ def memories_of(watched: Watched) -> tuple[Memory, ...]:
 def _memory_of(watched: Watched, device: str) -> Memory:
     storages = watched.storages
     peak = peak_of(storages, device)
+    inside = _inside_operator(watched, peak) if device == "cpu" else None
+    peak = inside.peak if inside is not None else peak
     parts = _parts(alive_at(storages, device, peak.event))
     if device == "cpu":
-        parts += tuple(_besides_tensors(watched, storages.start_bytes(device)))
-        measured, reserved, total = watched.peak_resident, None, memory_limit()
+        spare = inside.malloc if inside is not None else watched.malloc_at_peak
+        parts += tuple(_besides_tensors(watched, storages.start_bytes(device), spare))
+        parts += (inside.part,) if inside is not None else ()
+        measured, reserved, total = watched.process.resident_bytes, None, memory_limit()
     else:
         index = int(device.partition(":")[2] or 0)
         measured, reserved = watched.device_peaks.get(index), device_memory.reserved(index)
@@ -91,7 +97,7 @@ def _parts(alive: list[Stored]) -> tuple[MemoryPart, ...]:
 def _part(kind: MemoryKind, site: int, module: str, stored: list[Stored]) -> MemoryPart:
     return MemoryPart(
         kind=kind,
-        bytes=sum(s.bytes for s in stored),
+        bytes=sum(s.held for s in stored),
         num_tensors=len(stored),
         source=site,
         module=module,
@@ -99,13 +105,45 @@ def _part(kind: MemoryKind, site: int, module: str, stored: list[Stored]) -> Mem
     )
 
 
-def _besides_tensors(watched: Watched, start_bytes: int) -> Iterator[MemoryPart]:
+class _Inside(NamedTuple):
+    """A peak within an operator, whose own workspace is the larger part of it that no tensor accounts for."""
+
+    peak: Peak
+    malloc: Malloc
+    part: MemoryPart
+
+
+def _inside_operator(watched: Watched, peak: Peak) -> _Inside | None:
+    """The moment at which malloc had most in use, where that is above the largest sum of tensors."""
+    height, start = watched.process.height, watched.start_malloc
+    if height is None or start is None:
+        return None
+    storages = watched.storages
+    besides = start.used - storages.start_bytes("cpu")
+    workspace = height.malloc.used - besides - height.moment.live_bytes
+    if workspace <= 0 or height.moment.live_bytes + workspace <= _HIGHER * peak.bytes:
+        return None
+    event = height.moment.num_events - 1
+    maker = next((s for s in storages.all if s.born > event and s.device == "cpu"), None)
+    phase = storages.events[min(event + 1, len(storages.events) - 1)].phase if storages.events else peak.phase
+    part = MemoryPart(
+        kind="temporaries",
+        bytes=workspace,
+        num_tensors=0,
+        source=maker.site if maker is not None else -1,
+        module=maker.module if maker is not None else "",
+        example="inside an operator",
+    )
+    return _Inside(Peak(event, height.moment.live_bytes + workspace, phase), height.malloc, part)
+
+
+def _besides_tensors(watched: Watched, start_bytes: int, spare: Malloc | None) -> Iterator[MemoryPart]:
     """The process without its tensors as the step began, and what malloc kept for later at the peak."""
     free = watched.start_malloc.free if watched.start_malloc is not None else 0
     if watched.start_resident is not None:
         yield MemoryPart(kind="process", bytes=max(0, watched.start_resident - start_bytes - free), num_tensors=0)
-    if watched.malloc_at_peak is not None:
-        yield MemoryPart(kind="cached", bytes=watched.malloc_at_peak.free, num_tensors=0)
+    if spare is not None:
+        yield MemoryPart(kind="cached", bytes=spare.free, num_tensors=0)
 
 
 def _curve(storages: Storages, device: str) -> tuple[MemoryPoint, ...]:

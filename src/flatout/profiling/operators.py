@@ -278,7 +278,7 @@ class OperatorRecorder(TorchDispatchMode):
         if kwargs:
             tensors += _tensors(tuple(kwargs.values()))
         inputs = tuple(map(_meta, tensors))
-        storages = tuple(map(_storage, tensors))
+        storages = tuple(map(storage_of, tensors))
         producers = tuple(self._producer.get(s, -1) for s in storages)
         creators = tuple(self._creator.get(s, -1) for s in storages)
         for meta, storage in zip(inputs, storages, strict=True):
@@ -301,8 +301,8 @@ class OperatorRecorder(TorchDispatchMode):
         index = len(self.step.calls)
         is_view = name in self._views
         for result in results:
-            storage = _storage(result)
-            if is_view and storage in storages:
+            storage = storage_of(result)
+            if storage < 0 or (is_view and storage in storages):
                 continue  # who reads a view reads what the memory's last writer wrote
             self._producer[storage] = index
             if storage not in storages:
@@ -397,10 +397,6 @@ def _meta(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.is_contiguous(), tensor.device.type)
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def storage_of(tensor: Tensor) -> int:
     """The identity of the memory behind a tensor, equal for views of one another; -1 where there is none."""
     try:
@@ -428,7 +424,7 @@ def _describe(value: Any) -> Any:
         is_index = not value.dtype.is_floating_point and not value.dtype.is_complex
         if is_index and value.numel() * value.element_size() <= 1 << 20:
             return value.detach().clone()
-        return (_meta(value), tuple(value.stride()))
+        return (_meta(value), tuple(value.stride()) if value.layout is torch.strided else ())
     if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
         return [_describe(v) for v in value]
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -51,6 +52,16 @@ def _glibc_mallinfo() -> Any:
 _mallinfo: Final = _glibc_mallinfo()
 
 
+def _libc_mincore() -> Any:
+    try:
+        return ctypes.CDLL(None).mincore
+    except (AttributeError, OSError):
+        return None
+
+
+_mincore: Final = _libc_mincore()
+
+
 def malloc_state() -> Malloc | None:
     """What glibc's malloc says of itself (some microseconds); None with another C library."""
     if _mallinfo is None:
@@ -82,20 +93,47 @@ def memory_limit() -> int | None:
     return limit
 
 
-class ResidentPeak:
-    """The largest resident size between `start` and `stop`, read by a thread of its own.
+def touched_bytes(address: int, size: int) -> int:
+    """How much of this stretch of memory has pages behind it (what was never written has none); all where that is unknown."""
+    first = address // _PAGE_BYTES * _PAGE_BYTES
+    num_pages = -(-(address + size - first) // _PAGE_BYTES)
+    pages = (ctypes.c_ubyte * num_pages)()
+    if _mincore is None or _mincore(ctypes.c_void_p(first), ctypes.c_size_t(address + size - first), pages):
+        return size
+    return min(size, bytes(pages).count(1) * _PAGE_BYTES)
 
-    The kernel's own high-water mark would need a reset, which the user's getrusage would show.
+
+class Moment(NamedTuple):
+    """Which tensors are alive now: how many events there were before, and the bytes alive on the host."""
+
+    num_events: int
+    live_bytes: int
+
+
+class Height(NamedTuple):
+    """The moment at which malloc had most in use, and what it had."""
+
+    moment: Moment
+    malloc: Malloc
+
+
+class ProcessPeak:
+    """The largest resident size between `start` and `stop`, and the moment of the most malloc had in use.
+
+    A thread of its own reads both, within operators too. The kernel's own high-water mark would need a reset, which the user's
+    getrusage would show.
     """
 
-    def __init__(self) -> None:
-        self.bytes: int | None = None
+    def __init__(self, now: Callable[[], Moment]) -> None:
+        self.resident_bytes: int | None = None
+        self.height: Height | None = None
+        self._now = now
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to read."""
-        self.bytes = resident_bytes()
+        self.look()
         self._stop.clear()
         self._thread = threading.Thread(target=self._read, name="flatout-resident", daemon=True)
         self._thread.start()
@@ -104,16 +142,20 @@ class ResidentPeak:
         """Read once more now."""
         now = resident_bytes()
         if now is not None:
-            self.bytes = max(now, self.bytes or 0)
+            self.resident_bytes = max(now, self.resident_bytes or 0)
+        before = self._now()
+        state = malloc_state()
+        is_at_rest = before == self._now()  # else an operator ended meanwhile, and the two do not belong together
+        if state is not None and is_at_rest and (self.height is None or state.used > self.height.malloc.used):
+            self.height = Height(before, state)
 
-    def stop(self) -> int | None:
-        """End; the largest size seen."""
+    def stop(self) -> None:
+        """End."""
         self.look()
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        return self.bytes
 
     def _read(self) -> None:
         while not self._stop.wait(_SAMPLE_S):

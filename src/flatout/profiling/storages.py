@@ -9,6 +9,12 @@ from typing import Final, NamedTuple
 
 from torch import Tensor, UntypedStorage
 
+from flatout.profiling.process_memory import touched_bytes
+
+_LARGE_BYTES: Final = 8 << 20
+_LOOKS_AT_PAGES: Final = 16
+"""Operators that use a large storage before it is taken as filled as far as it will be (workspaces never are in full)."""
+_FULL: Final = 0.99
 MAX_STORAGES: Final = 100_000
 """Storages followed in one step; about 2 us and 500 bytes each."""
 
@@ -26,8 +32,8 @@ class Stored:
     """One storage. `born` and `died` are positions in the list of events; `born` is -1 for one that was there before."""
 
     __slots__ = (
-        "__weakref__", "born", "bytes", "device", "died", "example", "is_saved", "key", "kind", "module", "phase", "ref",
-        "site",
+        "__weakref__", "born", "bytes", "device", "died", "example", "held", "is_saved", "key", "kind", "looks_left", "module",
+        "phase", "ref", "site",
     )  # fmt: skip
 
     def __init__(
@@ -36,6 +42,9 @@ class Stored:
         self.key = int(storage._cdata)
         self.bytes = int(storage.nbytes())
         self.device = str(storage.device)
+        self.held = self.bytes
+        """Bytes with memory behind them: on a CPU a page that nobody has written takes none."""
+        self.looks_left = 0
         self.born = born
         self.died: int | None = None
         self.site = site
@@ -95,6 +104,8 @@ class Storages:
         self.all.append(stored)
         self.live[stored.device] = self.live.get(stored.device, 0) + stored.bytes
         stored.ref = weakref.ref(storage, lambda _: self._end(stored))
+        if not is_old and stored.bytes >= _LARGE_BYTES and stored.device == "cpu":
+            stored.looks_left = _LOOKS_AT_PAGES
         return stored
 
     def name(self, kinds: Iterable[tuple[str, Tensor]]) -> None:
@@ -110,6 +121,13 @@ class Storages:
             stored = self.find(tensor)
             if stored is not None:
                 stored.is_saved = True
+
+    def look_at_pages(self, stored: Stored) -> None:
+        """See how far a large storage has been filled, after an operator that used it."""
+        storage = stored.ref() if stored.ref is not None else None
+        if stored.looks_left and storage is not None:
+            stored.held = touched_bytes(storage.data_ptr(), stored.bytes)
+            stored.looks_left = stored.looks_left - 1 if stored.held < _FULL * stored.bytes else 0
 
     def close(self) -> None:
         """The step is over: what dies from now on is no longer an event of it."""

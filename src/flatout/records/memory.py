@@ -1,6 +1,7 @@
 """Memory in a step: how much, when, what is alive at the peak and who made it, and what grows from step to step.
 
-Bytes are bytes of storage, each storage counted once however many tensors look at it.
+Bytes are bytes of storage, each storage counted once however many tensors look at it. Where the host's memory is concerned, pages
+of a large storage that nobody has written are left out of the parts (they take none), and so of the peak.
 """
 
 from __future__ import annotations
