@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Final, Literal, TypeVar
 
+from flatout.records.compilation import Compilation, CompileEvent
 from flatout.records.evidence import (
     Constant,
     Evidence,
@@ -39,6 +40,7 @@ from flatout.records.finding import Finding, Rule
 from flatout.records.hardware import Machine
 from flatout.records.record import Record
 from flatout.records.trial import Trial, TrialResult
+from flatout.records.usage import CallUse
 from flatout.records.workload import Setting, Source, Workload
 
 MACHINE: Final = Machine(
@@ -134,6 +136,8 @@ class EvidenceBuilder:
         self.loaders: list[Loader] = []
         self.paddings: list[Padding] = []
         self.recurrences: list[RepeatedModule] = []
+        self.uses: list[CallUse] = []
+        self.compilation: Compilation | None = None
         self.trials: list[TrialResult] = []
 
     # ------------------------------------------------------------------------------------------------- lines and operators
@@ -379,6 +383,33 @@ class EvidenceBuilder:
             LineTime(source=source, phase=phase, seconds=seconds, num_samples=num_samples, process=process),
         )
 
+    def use(
+        self, name: str, source: int, seconds: float, *, calls: float = 1.0, detail: str = "", num_bytes: int = 0
+    ) -> int:
+        """A watched call at this line."""
+        return _add(
+            self.uses,
+            CallUse(name=name, source=source, calls=calls, seconds=seconds, bytes=num_bytes, detail=detail),
+        )
+
+    def compiled(
+        self,
+        *events: CompileEvent,
+        compile_s: float = 5.0,
+        num_frames: int = 1,
+        at: tuple[int, ...] = (),
+        before_limit_s: float | None = None,
+    ) -> None:
+        """torch.compile compiled in this run."""
+        self.compilation = Compilation(
+            compile_s=compile_s,
+            num_frames=num_frames,
+            num_graphs=num_frames,
+            events=events,
+            compiled_at=at,
+            before_limit_s=before_limit_s,
+        )
+
     def setting(self, name: str, value: str, source: int = -1) -> None:
         """A global switch in force, and the line that threw it."""
         self.settings.append(Setting(name=name, value=value, source=self.sources[source] if source >= 0 else None))
@@ -428,6 +459,8 @@ class EvidenceBuilder:
             loaders=tuple(self.loaders),
             paddings=tuple(self.paddings),
             recurrences=tuple(self.recurrences),
+            uses=tuple(self.uses),
+            compilation=self.compilation,
             trials=tuple(self.trials),
             observing=Observing(light_fraction=0.01, deep_s=0.4, trials_s=1.0, other_s=0.2, num_deep_steps=3),
             exit="finished",

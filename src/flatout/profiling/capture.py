@@ -156,7 +156,11 @@ class Capture:
             machine=self._machine,
             steps=steps,
             sources=observer.sites.table(),
-            callers={k: v for k, v in (observer.uses.callers | observer.deep.callers | observer.optimizing.callers).items() if k >= 0 and v},
+            callers={
+                k: v
+                for k, v in (observer.uses.callers | observer.deep.callers | observer.optimizing.callers).items()
+                if k >= 0 and v
+            },
             backward_sources=tuple(sorted(s for s in observer.deep.backward_sites if s >= 0)),
             float64_sources=tuple(
                 sorted(

@@ -11,8 +11,8 @@ from flatout.profiling.calls import ModuleCalls, Root
 from flatout.profiling.operators import DeepStep, Example, OperatorKey, OperatorRecorder
 from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import InterceptionCost, interception_cost
-from flatout.profiling.patching import Patches
 from flatout.profiling.padding import PaddedTensor, padded_rows, signs_of
+from flatout.profiling.patching import Patches
 from flatout.profiling.sites import Sites
 
 

@@ -317,7 +317,8 @@ def _describe_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, 
     """Where a tensor's data came from: 'list' (numbers), 'arrays' (a list of arrays), 'array', 'tensor', 'scalar'."""
     data = args[0] if args else kwargs.get("data")
     if isinstance(data, (list, tuple)):
-        inner, num = data, 1
+        inner: Any = data
+        num = 1
         while isinstance(inner, (list, tuple)):
             num *= len(inner)
             if not inner:

@@ -29,7 +29,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         if not fills:
             continue
         adds = [
-            i for i, o in enumerate(evidence.operators) if o.op == "aten.add_" and o.phase == "backward" and not o.module
+            i
+            for i, o in enumerate(evidence.operators)
+            if o.op == "aten.add_" and o.phase == "backward" and not o.module
         ]
         num_adds = sum(evidence.operators[i].num_calls for i in adds)
         num_fills = max(

@@ -2,8 +2,8 @@
 
 Costs        Python between the pieces, the checks and wrappers of one graph more, forward and backward, and no fusion across the
              break.
-Evidence     dynamo's reasons with the line. Trial: a chain of small operators compiled in two graphs against one, which gives what
-             surrounds one graph more; the lost fusion is not in it.
+Evidence     dynamo's reasons with the line. Trial: a chain of small operators compiled in two graphs against one, which gives
+             what surrounds one graph more; the lost fusion is not in it.
 Levers       graph.whole-graph
 False alarm  Breaks between large pieces: their price is some tens of microseconds, and below the noise it is a note.
 """
@@ -52,11 +52,15 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 def note(evidence: Evidence) -> Iterator[Note]:
     """Yield a note per line that breaks the graph."""
     for event in _breaks(evidence):
-        yield Note(rule=RULE.id, where=evidence.source_of(event.source), text=f"breaks the compiled graph: {event.reason}")
+        yield Note(
+            rule=RULE.id, where=evidence.source_of(event.source), text=f"breaks the compiled graph: {event.reason}"
+        )
 
 
 def _breaks(evidence: Evidence) -> list[CompileEvent]:
-    return [e for e in evidence.compilation.events if e.kind == "graph-break"] if evidence.compilation is not None else []
+    return (
+        [e for e in evidence.compilation.events if e.kind == "graph-break"] if evidence.compilation is not None else []
+    )
 
 
 def _trial(evidence: Evidence) -> TimeGraphBreak:

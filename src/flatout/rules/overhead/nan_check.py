@@ -43,7 +43,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             f"{cost_s * 1e3:.2f} ms",
             edit="check the one number that turns NaN when any of them does (the loss, or the norm that clip_grad_norm_ "
             "returns), every some ten steps",
-            also=tuple(s for s in map(evidence.source_of, places) if s is not None and s != evidence.source_of(sources[0])),
+            also=tuple(
+                s for s in map(evidence.source_of, places) if s is not None and s != evidence.source_of(sources[0])
+            ),
             levers=RULE.levers,
             operators=rows,
             measured=True,

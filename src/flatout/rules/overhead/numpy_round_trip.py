@@ -2,8 +2,8 @@
 
 Costs        NumPy's own passes over the data on one core, the way there and back, on a GPU a wait and two copies; and the graph
              is cut.
-Evidence     A function that calls `.numpy()` and makes a tensor of an array again in each step; the sampler's seconds on the lines
-             between, less their tensor operators.
+Evidence     A function that calls `.numpy()` and makes a tensor of an array again in each step; the sampler's seconds on the
+             lines between, less their tensor operators.
 Levers       graph.vectorise
 False alarm  Values that only leave (metrics, logs); batches that only come in.
 """
@@ -41,7 +41,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         }
         samples = [x for x in evidence.lines if x.source in inside and x.process == "main" and x.phase in _PHASES]
         rows = tuple(
-            i for i, o in enumerate(evidence.operators) if o.source in inside and o.phase not in ("backward", "optimizer")
+            i
+            for i, o in enumerate(evidence.operators)
+            if o.source in inside and o.phase not in ("backward", "optimizer")
         )
         sampled_s = sum(x.seconds for x in samples)
         cost_s = min(sampled_s - sum(evidence.operators[i].op_s for i in rows), evidence.steps.whole_s)
@@ -59,7 +61,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             f"{cost_s * 1e3:.2f} ms of it",
             edit="write the same with torch operators: most NumPy functions have one of the same name",
             also=tuple(
-                s for s in map(evidence.source_of, (*leaving, *coming)) if s is not None and s != evidence.source_of(hottest)
+                s
+                for s in map(evidence.source_of, (*leaving, *coming))
+                if s is not None and s != evidence.source_of(hottest)
             ),
             levers=RULE.levers,
             operators=rows,
