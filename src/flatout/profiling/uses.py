@@ -324,8 +324,8 @@ def _describe_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, 
             if not inner:
                 break
             inner = inner[0]
-        if hasattr(inner, "__array__") and getattr(inner, "ndim", 0):
-            return "arrays", num * int(getattr(inner, "nbytes", 0))
+        if hasattr(inner, "__array__") and inner.ndim:
+            return "arrays", num * int(inner.nbytes)
         return ("list" if num >= _MANY_ELEMENTS else "short list"), num * 8
     if isinstance(data, Tensor):
         return "tensor", _num_bytes(data)

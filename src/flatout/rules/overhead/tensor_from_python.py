@@ -33,7 +33,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             for line in evidence.lines
             if line.source == source and line.process == "main" and line.num_samples > 4
         )
-        cost_s = min(max(call_s, sampled_s), evidence.steps.whole_s)
+        call_s = min(call_s, evidence.steps.whole_s)
+        cost_s = max(call_s, min(sampled_s, evidence.steps.whole_s))
         calls = sum(u.calls for u in costly)
         yield Finding(
             rule=RULE.id,
