@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Final, Literal, TypeVar
 
+from flatout.records.compilation import Compilation, CompileEvent
 from flatout.records.evidence import (
     Constant,
     Evidence,
@@ -138,6 +139,7 @@ class EvidenceBuilder:
         self.paddings: list[Padding] = []
         self.recurrences: list[RepeatedModule] = []
         self.uses: list[CallUse] = []
+        self.compilation: Compilation | None = None
         self.trials: list[TrialResult] = []
 
     # ------------------------------------------------------------------------------------------------- lines and operators
@@ -413,6 +415,33 @@ class EvidenceBuilder:
             CallUse(name="Tensor.to", source=source, calls=calls, seconds=seconds, bytes=num_bytes, detail=detail),
         )
 
+    def use(
+        self, name: str, source: int, seconds: float, *, calls: float = 1.0, detail: str = "", num_bytes: int = 0
+    ) -> int:
+        """A watched call at this line."""
+        return _add(
+            self.uses,
+            CallUse(name=name, source=source, calls=calls, seconds=seconds, bytes=num_bytes, detail=detail),
+        )
+
+    def compiled(
+        self,
+        *events: CompileEvent,
+        compile_s: float = 5.0,
+        num_frames: int = 1,
+        at: tuple[int, ...] = (),
+        before_limit_s: float | None = None,
+    ) -> None:
+        """torch.compile compiled in this run."""
+        self.compilation = Compilation(
+            compile_s=compile_s,
+            num_frames=num_frames,
+            num_graphs=num_frames,
+            events=events,
+            compiled_at=at,
+            before_limit_s=before_limit_s,
+        )
+
     def setting(self, name: str, value: str, source: int = -1) -> None:
         """A global switch in force, and the line that threw it."""
         self.settings.append(Setting(name=name, value=value, source=self.sources[source] if source >= 0 else None))
@@ -463,6 +492,7 @@ class EvidenceBuilder:
             paddings=tuple(self.paddings),
             recurrences=tuple(self.recurrences),
             uses=tuple(self.uses),
+            compilation=self.compilation,
             trials=tuple(self.trials),
             observing=Observing(light_fraction=0.01, deep_s=0.4, trials_s=1.0, other_s=0.2, num_deep_steps=3),
             exit="finished",

@@ -317,14 +317,15 @@ def _describe_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, 
     """Where a tensor's data came from: 'list' (numbers), 'arrays' (a list of arrays), 'array', 'tensor', 'scalar'."""
     data = args[0] if args else kwargs.get("data")
     if isinstance(data, (list, tuple)):
-        inner, num = data, 1
+        inner: Any = data
+        num = 1
         while isinstance(inner, (list, tuple)):
             num *= len(inner)
             if not inner:
                 break
             inner = inner[0]
-        if hasattr(inner, "__array__") and getattr(inner, "ndim", 0):
-            return "arrays", num * int(getattr(inner, "nbytes", 0))
+        if hasattr(inner, "__array__") and inner.ndim:
+            return "arrays", num * int(inner.nbytes)
         return ("list" if num >= _MANY_ELEMENTS else "short list"), num * 8
     if isinstance(data, Tensor):
         return "tensor", _num_bytes(data)

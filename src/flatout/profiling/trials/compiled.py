@@ -32,7 +32,7 @@ def eager(trial: TimeModel, scene: Scene) -> TrialResult:
         twin = copy.deepcopy(plain)
     except (RuntimeError, TypeError, NotImplementedError) as e:
         raise Refused(f"the module cannot be copied ({e})") from e
-    compiled = torch.compile(twin, **scene.compiled[module])
+    compiled: nn.Module = torch.compile(twin, **scene.compiled[module])  # type: ignore[assignment]
     # One compilation too many would take seconds, and counts towards the limit of the user's own code.
     with torch.compiler.set_stance("fail_on_recompile"):
         now = call_of(compiled, captured, captured.args, captured.kwargs, backward=trial.backward)

@@ -2,8 +2,8 @@
 
 Costs        Python between the pieces, the checks and wrappers of one graph more, forward and backward, and no fusion across the
              break.
-Evidence     dynamo's reasons with the line. Trial: a chain of small operators compiled in two graphs against one, which gives what
-             surrounds one graph more; the lost fusion is not in it.
+Evidence     dynamo's reasons with the line. Trial: a chain of small operators compiled in two graphs against one, which gives
+             what surrounds one graph more; the lost fusion is not in it.
 Levers       graph.whole-graph
 False alarm  Breaks between large pieces: their price is some tens of microseconds, and below the noise it is a note.
 """

@@ -2,8 +2,8 @@
 
 Costs        NumPy's own passes over the data on one core, the way there and back, on a GPU a wait and two copies; and the graph
              is cut.
-Evidence     A function that calls `.numpy()` and makes a tensor of an array again in each step; the sampler's seconds on the lines
-             between, less their tensor operators.
+Evidence     A function that calls `.numpy()` and makes a tensor of an array again in each step; the sampler's seconds on the
+             lines between, less their tensor operators.
 Levers       graph.vectorise
 False alarm  Values that only leave (metrics, logs); batches that only come in.
 """

@@ -33,7 +33,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             for line in evidence.lines
             if line.source == source and line.process == "main" and line.num_samples > 4
         )
-        cost_s = min(max(call_s, sampled_s), evidence.steps.whole_s)
+        call_s = min(call_s, evidence.steps.whole_s)
+        cost_s = max(call_s, min(sampled_s, evidence.steps.whole_s))
         calls = sum(u.calls for u in costly)
         yield Finding(
             rule=RULE.id,
@@ -41,10 +42,10 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(source),
             cost_s=cost_s,
             saved_s=(0.7 * call_s, 0.97 * cost_s),
-            because=f"{costly[0].name} of {_COSTLY[costly[0].detail]}, {calls:.0f} times a step, takes {call_s * 1e3:.2f} ms; with "
-            f"what builds the list the line takes {cost_s * 1e3:.2f} ms",
-            edit="keep the data in one array or tensor from the start and index it; torch.from_numpy(np.stack(arrays)) for a list "
-            "of arrays",
+            because=f"{costly[0].name} of {_COSTLY[costly[0].detail]}, {calls:.0f} times a step, takes {call_s * 1e3:.2f} ms; "
+            f"with what builds the list the line takes {cost_s * 1e3:.2f} ms",
+            edit="keep the data in one array or tensor from the start and index it; torch.from_numpy(np.stack(arrays)) for a "
+            "list of arrays",
             levers=RULE.levers,
             operators=tuple(
                 i

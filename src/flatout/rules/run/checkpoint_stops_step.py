@@ -1,7 +1,7 @@
 """The loop waits while a checkpoint is written.
 
 Costs        Serialising the state and the disk's time, in the midst of the steps.
-Evidence     Calls of torch.save (or safetensors) between two steps, with the line and the seconds they take, spread over all steps.
+Evidence     Calls of torch.save (or safetensors) between two steps, with the line and the seconds they take.
 Levers       runs.async-checkpoint
 False alarm  A file saved so seldom that its share of a step is below the noise; what is saved after the loop.
 """

@@ -38,9 +38,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         where=evidence.source_of(limits[0].source),
         cost_s=lost_s,
         saved_s=(0.5 * lost_s, lost_s),
-        because=f"recompiled until the limit, since in every call another value failed the check `{limits[0].reason}`; a step took "
-        f"{compilation.before_limit_s * 1e3:.2f} ms while it ran compiled (compiling left out), {evidence.steps.step_s * 1e3:.2f} "
-        "ms since",
+        because=f"recompiled until the limit: the check `{limits[0].reason}` fails for every new value; a step took "
+        f"{compilation.before_limit_s * 1e3:.2f} ms while it ran compiled (compiling left out), "
+        f"{evidence.steps.step_s * 1e3:.2f} ms since",
         edit=_EDIT,
         levers=RULE.levers,
         measured=True,

@@ -1,7 +1,7 @@
 """The model's state is copied in the midst of the steps, whether the copy is needed or not.
 
 Costs        A new tensor for every parameter and buffer, the copying, and Python's walk over the state.
-Evidence     Calls of copy.deepcopy on modules or dicts of tensors, or clones of a state_dict, between two steps, with their seconds.
+Evidence     Calls of copy.deepcopy on modules or dicts of tensors, or clones of a state_dict, with their seconds.
 Levers       graph.copy-when-needed
 False alarm  Copies of settings (no tensors in them), copies before the loop or at its end.
 """
