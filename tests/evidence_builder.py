@@ -40,7 +40,7 @@ from flatout.records.finding import Finding, Rule
 from flatout.records.hardware import Machine
 from flatout.records.record import Record
 from flatout.records.trial import Trial, TrialResult
-from flatout.records.usage import CallUse
+from flatout.records.usage import CallUse, ModuleFact
 from flatout.records.workload import Setting, Source, Workload
 
 MACHINE: Final = Machine(
@@ -66,7 +66,7 @@ PHASES: Final = {
     "optimizer": 0.005,
     "other": 0.003,
 }
-_ELEMENT_BYTES: Final = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "bool": 1}
+_ELEMENT_BYTES: Final = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
 
 Shape = tuple[int, ...]
 R = TypeVar("R", bound=Record)
@@ -141,6 +141,9 @@ class EvidenceBuilder:
         self.uses: list[CallUse] = []
         self.compilation: Compilation | None = None
         self.trials: list[TrialResult] = []
+        self.facts: list[ModuleFact] = []
+        self.escapes: tuple[int, ...] | None = None
+        self.num_threads = 8
 
     # ------------------------------------------------------------------------------------------------- lines and operators
 
@@ -442,6 +445,12 @@ class EvidenceBuilder:
             before_limit_s=before_limit_s,
         )
 
+    def fact(
+        self, name: str, source: int = -1, *, module: str = "Net", kind: str = "Net", value: float = 1.0, text: str = ""
+    ) -> None:
+        """A fact about a module or an optimizer."""
+        self.facts.append(ModuleFact(name=name, module=module, kind=kind, value=value, text=text, source=source))
+
     def setting(self, name: str, value: str, source: int = -1) -> None:
         """A global switch in force, and the line that threw it."""
         self.settings.append(Setting(name=name, value=value, source=self.sources[source] if source >= 0 else None))
@@ -472,7 +481,7 @@ class EvidenceBuilder:
                 torch="2.13.0",
                 device="cpu" if self.steps.device_s is None else "NVIDIA H200",
                 num_cores=8,
-                num_threads=8,
+                num_threads=self.num_threads,
                 settings=tuple(self.settings),
             ),
             machine=self.machine,
@@ -493,6 +502,7 @@ class EvidenceBuilder:
             recurrences=tuple(self.recurrences),
             uses=tuple(self.uses),
             compilation=self.compilation,
+            module_facts=tuple(self.facts),
             trials=tuple(self.trials),
             observing=Observing(light_fraction=0.01, deep_s=0.4, trials_s=1.0, other_s=0.2, num_deep_steps=3),
             exit="finished",
@@ -509,6 +519,7 @@ class EvidenceBuilder:
         return Trace(
             operator=tuple(row for row, _ in self.calls),
             producers=tuple(producers for _, producers in self.calls),
+            escapes=self.escapes,
         )
 
 

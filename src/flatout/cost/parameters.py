@@ -34,7 +34,7 @@ def parameter_loops(evidence: Evidence) -> dict[tuple[str, str], tuple[int, ...]
         )
         kinds = {evidence.operators[i].inputs[0].shape for i in mine}
         if num and calls >= max(_FEWEST, _MOST_OF_THEM * num) and len(kinds) > 1:
-            loops += mine
+            loops += [i for i in rows if evidence.operators[i].source == evidence.operators[mine[0]].source]
     return {place: tuple(found) for place, found in group_by(loops, lambda i: _function(evidence, i)).items()}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from time import perf_counter
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ def run(trial: TimeModel, scene: Scene) -> TrialResult:
     now = _held(call_of(twin, captured, captured.args, captured.kwargs, backward=trial.backward), trial.held)
     contexts, cured, per = _variant(trial, twin, captured, scene)
     runs = {"now": _in(contexts["now"], now), "cured": _in(contexts["cured"], cured)}
+    if trial.variant == "threads" and (slow_s := _once_s(runs["cured"])) > _HOPELESS * _once_s(runs["now"]):
+        raise Refused(f"a call with {trial.factor} threads took {slow_s:.1f} s: the cores are busy with something else")
     timings = compare(
         runs,
         device=scene.device,
@@ -46,6 +49,16 @@ def run(trial: TimeModel, scene: Scene) -> TrialResult:
         cured_s=timings["cured"].call_s.value / per,
         spread_fraction=timings["now"].spread or 0.0,
     )
+
+
+_HOPELESS: Final = 4.0
+"""Threads that wait for busy cores can be a thousand times slower; there is no need to repeat that."""
+
+
+def _once_s(call: Callable[[], object]) -> float:
+    began = perf_counter()
+    call()
+    return perf_counter() - began
 
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]

@@ -3,7 +3,7 @@
 Costs        Accuracy, not time: sums over a split inner dimension are rounded to bfloat16 or float16 in between.
 Evidence     Half-precision products on a GPU, the switch that allows reduced sums (on by default), and a line that asked for
              exact float32 products or for deterministic algorithms.
-Levers       none: one switch
+Levers       workload.full-accumulation
 False alarm  Runs that never asked for more: for them nothing is said.
 """
 
@@ -53,4 +53,5 @@ RULE = Rule(
     module=__name__,
     check=check,
     note=note,
+    levers=("workload.full-accumulation",),
 )

@@ -3,7 +3,7 @@
 Costs        Quality, not time: the mean and variance of fewer than four values a channel are mostly noise, and so is the running
              average that evaluation uses.
 Evidence     Batch norm in training mode, and the shape of what it normalises.
-Levers       none: another norm, or a larger batch
+Levers       workload.batch-free-norm
 False alarm  A last batch that is smaller than the others: only shapes that come in every step are told.
 """
 
@@ -59,4 +59,5 @@ RULE = Rule(
     module=__name__,
     check=check,
     note=note,
+    levers=("workload.batch-free-norm",),
 )

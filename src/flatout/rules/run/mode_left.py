@@ -4,7 +4,7 @@ Costs        Wrong figures rather than time: dropout makes validation worse than
              set; in the other direction nothing is dropped and no statistics are learnt.
 Evidence     Root modules with active dropout or batch norm whose calls in a loop of their own never lead to a backward although
              the same module is trained elsewhere; or trained modules called in evaluation mode.
-Levers       none: module.eval() and module.train() are the cure
+Levers       graph.set-mode
 False alarm  Dropout kept on purpose to estimate uncertainty; batch norm frozen on purpose while fine-tuning. A generator that
              runs without gradients inside the training loop is left alone.
 """
@@ -68,4 +68,5 @@ RULE = Rule(
     module=__name__,
     check=check,
     note=note,
+    levers=("graph.set-mode",),
 )
