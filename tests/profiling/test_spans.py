@@ -61,9 +61,9 @@ def test_operators_lie_in_order_inside_their_phase() -> None:
     assert evidence.timeline is not None and evidence.timeline.is_scaled
     assert names.index("aten.addmm") < names.index("aten.mean") < names.index("aten.mm")
     for before, after in pairwise(operators):
-        assert after.start_s >= ends(before) - 1e-9
+        assert after.start_s >= ends(before) - 5e-9  # both are rounded
     for operator in operators:
-        inside = [p for p in phases if p.start_s - 1e-9 <= operator.start_s and ends(operator) <= ends(p) + 1e-9]
+        inside = [p for p in phases if p.start_s - 5e-9 <= operator.start_s and ends(operator) <= ends(p) + 5e-9]
         assert inside, operator
     source = evidence.source_of(operators[names.index("aten.addmm")].source)
     assert source is not None and "backward()" in source.text

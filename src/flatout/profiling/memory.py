@@ -93,7 +93,12 @@ class MemoryLook:
         """The memory step begins."""
         self._abort()
         with self._undisturbed():
-            if mode is Mode.MEMORY and not self._is_off:
+            is_compiled = self._observer.compiling.is_used  # interception would have dynamo give its frames up
+            if mode is Mode.MEMORY and is_compiled:
+                self._observer.notes.append(
+                    "the script uses torch.compile: what is alive at the memory's peak was not recorded"
+                )
+            elif mode is Mode.MEMORY and not self._is_off:
                 self._open()
             else:
                 self.survivors.begin_step()

@@ -190,7 +190,6 @@ def full(evidence: Evidence) -> Evidence:
                 kind="recompile", source=4, reason="size mismatch at index 1", count=7, seconds=8.1, in_steps=6
             ),
         ),
-        eager_step_s=0.05,
     )
     setting = Setting(name="detect_anomaly", value="True", source=evidence.sources[3])
     matrix = TensorSpec(shape=(64, 64), dtype="float32")
