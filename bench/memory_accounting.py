@@ -5,6 +5,8 @@
 For five models: the sum of the parts that flatout names at the peak, the peak it measured in the same step, and the peak of
 the same step of the same script in a process without flatout (the kernel's high-water mark VmHWM, reset before the step, or
 torch.cuda.max_memory_allocated). The claim is that the first is within 5 % of both others. Each run has its own process.
+Where the peak lies inside an operator, its workspace is bounded by the measured resident size (an LSTM on a CPU): there the first
+comparison is no test, and the second is.
 """
 
 from __future__ import annotations
@@ -98,9 +100,7 @@ def lstm(device: str) -> Callable[[], Tensor]:
     net = Tagger().to(device)
 
     def loss() -> Tensor:
-        return F.cross_entropy(
-            net(torch.randn(192, 128, 64, device=device)).flatten(0, 1), labels(192 * 128, 32, device)
-        )
+        return F.cross_entropy(net(torch.randn(192, 64, 64, device=device)).flatten(0, 1), labels(192 * 64, 32, device))
 
     return trained(net, loss)
 

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Final, NamedTuple, cast
 
+import msgspec
+
 from flatout.profiling import device_memory
 from flatout.profiling.process_memory import Malloc, ProcessPeak, memory_limit
 from flatout.profiling.storages import Event, Peak, Storages, Stored, alive_at, peak_of
@@ -46,7 +48,7 @@ def _memory_of(watched: Watched, device: str) -> Memory:
     if device == "cpu":
         spare = inside.malloc if inside is not None else watched.malloc_at_peak
         parts += tuple(_besides_tensors(watched, storages.start_bytes(device), spare))
-        parts += (inside.part,) if inside is not None else ()
+        parts += _resident(inside.part, parts, watched.process.resident_bytes) if inside is not None else ()
         measured, reserved, total = watched.process.resident_bytes, None, memory_limit()
     else:
         index = int(device.partition(":")[2] or 0)
@@ -135,6 +137,14 @@ def _inside_operator(watched: Watched, peak: Peak) -> _Inside | None:
         example="inside an operator",
     )
     return _Inside(Peak(event, height.moment.live_bytes + workspace, phase), height.malloc, part)
+
+
+def _resident(part: MemoryPart, others: tuple[MemoryPart, ...], resident_bytes: int | None) -> tuple[MemoryPart, ...]:
+    """A workspace as far as it can have been in memory: its pages cannot be asked for, since its address is not known."""
+    if resident_bytes is None:
+        return (part,)
+    num_bytes = min(part.bytes, resident_bytes - sum(p.bytes for p in others))
+    return (msgspec.structs.replace(part, bytes=num_bytes),) if num_bytes > 0 else ()
 
 
 def _besides_tensors(watched: Watched, start_bytes: int, spare: Malloc | None) -> Iterator[MemoryPart]:
