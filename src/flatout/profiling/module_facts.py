@@ -57,6 +57,7 @@ class ModuleFacts:
         self._looks: Counter[int] = Counter()
         self._with_gradient: set[int] = set()
         self._with_rate: set[int] = set()
+        self._of_optimizer: dict[int, tuple[ModuleFact, ...]] = {}
 
     # -- a collector ------------------------------------------------------------------------------------------------------
 
@@ -82,8 +83,7 @@ class ModuleFacts:
     def _look(self, optimizer: Optimizer) -> None:
         self._looks[id(optimizer)] += 1
         for group in optimizer.param_groups:
-            rate = group.get("lr", 1.0)
-            has_rate = not (isinstance(rate, float | int) and rate == 0)
+            has_rate = not _is_zero(group.get("lr", 1.0))
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._with_gradient.add(id(parameter))
@@ -127,7 +127,7 @@ class ModuleFacts:
 
     def _root_facts(self) -> Iterator[ModuleFact]:
         roots = [r for r in self._calls.roots.values() if r.has_parameters]
-        modules = {id(r): r.module() for r in roots}
+        modules = {id(r): r.held or r.module() for r in roots}
         trained = {id(modules[id(r)]) for r in roots if r.graphs_used}
         optimized = self._optimizing.optimized_ids()
         for root in roots:
@@ -154,29 +154,32 @@ class ModuleFacts:
                 yield _fact("autocast", root, text=",".join(dtypes))
 
     def _optimizer_facts(self) -> Iterator[ModuleFact]:
-        owners = _owners(self._calls)
-        for watched in self._optimizing.watched.values():
+        for key, watched in self._optimizing.watched.items():
             optimizer = watched.optimizer()
-            if optimizer is None:
-                continue
-            parameters = [p for g in optimizer.param_groups for p in g["params"]]
-            shapes = dict.fromkeys("x".join(map(str, p.shape)) for p in parameters)
-            site = watched.constructed if watched.constructed >= 0 else watched.site
-            if len(shapes) <= _MOST_SHAPES:
-                yield ModuleFact(
-                    name="parameter-shapes",
-                    module="",
-                    kind=watched.name,
-                    value=len(parameters),
-                    text=",".join(shapes),
-                    source=site,
-                )
-            if self._looks[id(optimizer)] >= _FEWEST_LOOKS:
-                bare = [p for p in parameters if id(p) not in self._with_gradient]
-                yield from _parameter_facts("no-gradient", bare, watched, site, owners)
-                idle = [p for p in parameters if id(p) not in self._with_rate and id(p) in self._with_gradient]
-                still = {id(p) for g in optimizer.param_groups if g.get("lr", 1.0) == 0 for p in g["params"]}
-                yield from _parameter_facts("zero-rate", [p for p in idle if id(p) in still], watched, site, owners)
+            if optimizer is not None:  # of one that is gone, what was known of it stays
+                self._of_optimizer[key] = tuple(self._facts_of(watched, optimizer))
+            yield from self._of_optimizer.get(key, ())
+
+    def _facts_of(self, watched: OptimizerWatched, optimizer: Optimizer) -> Iterator[ModuleFact]:
+        owners = _owners(self._calls)
+        parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        shapes = dict.fromkeys("x".join(map(str, p.shape)) for p in parameters)
+        site = watched.constructed if watched.constructed >= 0 else watched.site
+        if len(shapes) <= _MOST_SHAPES:
+            text = ",".join(shapes)
+            yield ModuleFact(
+                name="parameter-shapes", module="", kind=watched.name, value=len(parameters), text=text, source=site
+            )
+        if self._looks[id(optimizer)] >= _FEWEST_LOOKS:
+            bare = [p for p in parameters if id(p) not in self._with_gradient]
+            yield from _parameter_facts("no-gradient", bare, watched, site, owners)
+            idle = [p for p in parameters if id(p) not in self._with_rate and id(p) in self._with_gradient]
+            still = {id(p) for g in optimizer.param_groups if _is_zero(g.get("lr", 1.0)) for p in g["params"]}
+            yield from _parameter_facts("zero-rate", [p for p in idle if id(p) in still], watched, site, owners)
+
+
+def _is_zero(rate: object) -> bool:
+    return isinstance(rate, float | int) and rate == 0  # one in a tensor may lie on a device: not read
 
 
 def _parameter_facts(
@@ -194,7 +197,7 @@ def _owners(calls: ModuleCalls) -> dict[int, tuple[str, str]]:
     """For a parameter's identity the path and the class of the module that owns it."""
     found: dict[int, tuple[str, str]] = {}
     for root in calls.roots.values():
-        module = root.module()
+        module = root.held or root.module()
         if module is None:
             continue
         top = type(module).__name__
