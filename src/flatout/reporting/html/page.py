@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from markupsafe import Markup
 
+from flatout.cost.accounting import bytes_by_kind
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Diagnosis, HotLine, RankedFinding
-from flatout.records.memory import Memory
+from flatout.records.memory import Memory, MemoryKind
 from flatout.records.workload import Source
 from flatout.reporting import text, units
 from flatout.reporting.bars import LOOKS
@@ -58,6 +59,7 @@ class MemoryView(NamedTuple):
     """One device's memory and its curve."""
 
     memory: Memory
+    kinds: dict[MemoryKind, int]
     curve: Markup | None
 
 
@@ -85,7 +87,10 @@ def html_report(evidence: Evidence, diagnosis: Diagnosis) -> bytes:
         timeline=timeline_svg(evidence, diagnosis.findings),
         roofline=roofline_svg(evidence, lines),
         hot_lines=lines,
-        memory=[MemoryView(m, memory_svg(m, name=f"memory{i}")) for i, m in enumerate(evidence.memory[:8])],
+        memory=[
+            MemoryView(m, bytes_by_kind(m.at_peak), memory_svg(m, name=f"memory{i}"))
+            for i, m in enumerate(evidence.memory[:8])
+        ],
         steps=steps_svg(evidence.steps),
         style=Markup(files(__package__).joinpath("style.css").read_text(encoding="utf-8")),
     )
