@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from flatout.comparison import Run, compare
 from flatout.diagnosis import diagnose, proposals
-from flatout.errors import CaptureError
+from flatout.errors import CaptureError, RecordError
+from flatout.records.comparison import Comparison
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Diagnosis
 from flatout.records.hardware import Machine
@@ -35,13 +37,17 @@ class Checked(Record, frozen=True, kw_only=True):
 
 
 class Observation(Record, frozen=True, kw_only=True):
-    """A request to observe a script in a fresh process: what the parent tells the child, and where the Evidence goes."""
+    """A request to observe a script in a fresh process: what the parent tells the child, and where the Evidence goes.
+
+    The child keeps writing how far it has come to `progress_path`, unless that is empty.
+    """
 
     target: str
     kind: Literal["script", "module"]
     arguments: tuple[str, ...]
     command: tuple[str, ...]
     evidence_path: str
+    progress_path: str = ""
     machine_path: str
     observe_s: float
     stop: bool
@@ -89,14 +95,48 @@ def check(
     return Checked(evidence=evidence, diagnosis=diagnose(evidence, rules()))
 
 
+def evidence_in(paths: Sequence[Path]) -> Evidence:
+    """The Evidence in a file that flatout wrote, or in traces of torch.profiler: one, one for each rank, or a folder of them.
+
+    Raises RecordError when a file cannot be read or is neither.
+    """
+    from flatout.reporting.json_report import read_evidence
+    from flatout.traces.ranks import evidence_of_bytes, evidence_of_files
+    from flatout.traces.reading import MOST_BYTES, is_trace
+
+    if len(paths) != 1 or paths[0].is_dir():
+        return evidence_of_files(paths)
+    [path] = paths
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return evidence_of_files(paths)  # which says that it is too large
+        data = path.read_bytes()
+    except OSError as e:
+        raise RecordError(
+            f"cannot read '{path}': {e.strerror or e}; give the file that --json wrote, or a trace of torch.profiler"
+        ) from e
+    return evidence_of_bytes(data, path) if is_trace(data) else read_evidence(data)
+
+
 def diagnose_all(evidence: Evidence) -> Diagnosis:
     """Diagnose Evidence, captured here or elsewhere, by every rule that is installed."""
     return diagnose(evidence, rules())
 
 
+def compare_runs(before: Evidence, after: Evidence, *, fail_if_slower: float | None = None) -> Comparison:
+    """What changed from one run to another, both judged by the rules that are installed.
+
+    `fail_if_slower` is the fraction by which a step may be slower (0.05 for 5 %); the comparison then holds a decision.
+    Raises UsageError when one of the runs has no timed step.
+    """
+    one, two = (Run(evidence, diagnose_all(evidence)) for evidence in (before, after))
+    return compare(one, two, threshold=fail_if_slower)
+
+
 def observe_script(observation: Observation, script: Script, machine: Machine | None) -> int:
     """Run `script` under observation in this process, write its Evidence, and return the exit code python would give."""
     from flatout.profiling.capture import Capture
+    from flatout.profiling.progress import ProgressFile
     from flatout.profiling.schedule import Schedule
     from flatout.profiling.script import end_script, run_script
 
@@ -115,6 +155,7 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
         propose=_propose,
         user_root=script.root,
         publish=publish,
+        progress=ProgressFile(Path(observation.progress_path)) if observation.progress_path else None,
     )
     capture.start()
     outcome = run_script(script)

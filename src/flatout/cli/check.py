@@ -15,6 +15,7 @@ from rich.console import Console
 
 from flatout.cli.machine import cache_folder
 from flatout.cli.outputs import Outputs
+from flatout.cli.progress import StatusLine
 from flatout.errors import CaptureError, UsageError
 from flatout.records.record import to_json, write_file
 
@@ -42,6 +43,7 @@ def check(
     ] = None,
     seconds: Annotated[float, typer.Option(help="How long to observe steps, besides the few deep ones.")] = 30.0,
     stop: Annotated[bool, typer.Option("--stop", help="End the script when the observation is complete.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress line on the terminal.")] = False,
 ) -> None:
     """Run SCRIPT unchanged, observe its steps, and report what makes them slow: line, cost, gain, edit.
 
@@ -70,6 +72,7 @@ def check(
             arguments=tuple(own),
             command=("python", *(("-m",) if module is not None else ()), name, *own),
             evidence_path=str(Path(folder) / "evidence.json"),
+            progress_path="" if quiet or not sys.stderr.isatty() else str(Path(folder) / "progress.json"),
             machine_path=str(cache_folder()),
             observe_s=seconds,
             stop=stop,
@@ -90,7 +93,10 @@ def _run(observation: object, folder: Path, outputs: Outputs) -> int:
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the script too; it decides
     terminate = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     try:
-        code, told = _wait(child, Path(observation.evidence_path), notes, stop=observation.stop)
+        with StatusLine(
+            Path(observation.progress_path), sys.stderr, is_wanted=bool(observation.progress_path)
+        ) as status:
+            code, told = _wait(child, Path(observation.evidence_path), notes, status, stop=observation.stop)
     finally:
         signal.signal(signal.SIGINT, previous)
         signal.signal(signal.SIGTERM, terminate)
@@ -106,7 +112,9 @@ _REFUSED: Final = 78
 """Exit code of the observed process when it has said itself why it could not start (EX_CONFIG)."""
 
 
-def _wait(child: subprocess.Popen[bytes], path: Path, notes: Console, *, stop: bool) -> tuple[int, bool]:
+def _wait(
+    child: subprocess.Popen[bytes], path: Path, notes: Console, status: StatusLine, *, stop: bool
+) -> tuple[int, bool]:
     """(exit code, whether the report was printed while the script went on).
 
     With `stop` the observed process ends itself; one that swallows that is ended from here.
@@ -117,9 +125,10 @@ def _wait(child: subprocess.Popen[bytes], path: Path, notes: Console, *, stop: b
         try:
             return _code(child.wait(timeout=_POLL_S)), told
         except subprocess.TimeoutExpired:
-            pass
+            status.update()
         if complete_at is None and path.exists():
             complete_at = monotonic()
+            status.close()
         if complete_at is not None and stop and monotonic() - complete_at > _PATIENCE_S:
             child.kill()
             child.wait()

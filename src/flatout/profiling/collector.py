@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
+from flatout.profiling.calls import Root
 from flatout.profiling.patching import Patches
 from flatout.profiling.schedule import Mode
 
@@ -27,3 +28,26 @@ class Collector(Protocol):
 
     def remove(self) -> None:
         """Take away what `patches` does not restore."""
+
+
+class StepWatch(Protocol):
+    """Who is told of what happens within the MEMORY step, and of the ends of light steps."""
+
+    def on_batch(self, value: Any, *, is_fetched: bool) -> None:
+        """A loader gave this (`is_fetched`), or a module with parameters is called with it."""
+
+    def on_backward(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """torch.autograd's function `name` is about to run with these arguments."""
+
+    def on_light(self) -> None:
+        """A step under light observation ended."""
+
+
+class RootWatcher(Protocol):
+    """Is told of the calls of root modules. The recorder of operators is paused meanwhile."""
+
+    def on_root_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_deep: bool) -> None:
+        """A root module is about to be called with these: told of its first call, and of every call in a deep step."""
+
+    def on_root_output(self, root: Root, output: Any) -> None:
+        """A root module returned this, in a deep step."""

@@ -20,17 +20,21 @@ class CompileEvent(Record, frozen=True, kw_only=True):
     count: int
     seconds: float = 0.0
     in_steps: int = 0
+    last_step: int = -1
 
 
 class Compilation(Record, frozen=True, kw_only=True):
-    """All compile events of the run, and what compiled steps take beside eager ones.
+    """All compile events of the run.
 
-    `eager_step_s` is the step (or its model call) with compiled code switched off, None where that was not tried; with it
-    `compile_s / (eager_step_s - step_s)` is the number of steps until compiling has paid for itself.
+    `compile_s` is all time spent compiling while the script was observed, `num_frames` the functions (and the pieces of them
+    between breaks) that were compiled, `num_graphs` the graphs handed to the backend. `compiled_at` are the lines that called
+    torch.compile. What compiled code takes beside eager code is for a trial (TimeModel, variant 'eager') to tell.
     """
 
     compile_s: float
     num_frames: int
     num_graphs: int
     events: tuple[CompileEvent, ...] = ()
-    eager_step_s: float | None = None
+    compiled_at: tuple[int, ...] = ()
+    before_limit_s: float | None = None
+    """Median step, compile time left out, between the first compilation and the first limit hit; None without one."""

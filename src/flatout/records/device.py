@@ -49,12 +49,17 @@ class Copy(Record, frozen=True, kw_only=True):
 
 
 class HostWait(Record, frozen=True, kw_only=True):
-    """A runtime call that made the host wait for the device, by line."""
+    """A runtime call that made the host wait for the device, by line.
+
+    `op` is the operator that made it ('aten._local_scalar_dense'), 'synchronize' for torch.cuda.synchronize and its like,
+    empty where it was made outside operators or that is not known.
+    """
 
     source: int
     call: str
     num: int
     seconds: float
+    op: str = ""
 
 
 class DeviceStep(Record, frozen=True, kw_only=True):

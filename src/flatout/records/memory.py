@@ -1,6 +1,7 @@
 """Memory in a step: how much, when, what is alive at the peak and who made it, and what grows from step to step.
 
-Bytes are bytes of storage, each storage counted once however many tensors look at it.
+Bytes are bytes of storage, each storage counted once however many tensors look at it. Where the host's memory is concerned, pages
+of a large storage that nobody has written are left out of the parts (they take none), and so of the peak.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ MemoryKind = Literal[
     "process",
     "cached",
 ]
-"""activations: saved for the backward; temporaries: made in this step and not saved; kept: made in an earlier step and still
-alive; process: what the process held besides tensors (CPU only: interpreter, libraries); cached: held by the allocator and not
-in use, fragmentation included."""
+"""activations: saved for the backward; temporaries: made in this step and not saved; kept: made before this step (in an earlier
+one, or a data set in memory) and still alive; process: what the process held besides tensors (CPU only: interpreter, libraries);
+cached: held by the C library's malloc and not in use, fragmentation included (CPU only; on a device see `reserved_bytes`)."""
 
 
 class MemoryPart(Record, frozen=True, kw_only=True):
@@ -62,11 +63,22 @@ class Growth(Record, frozen=True, kw_only=True):
     """Whether the tensors hold autograd graphs: then the whole step's activations stay alive with them."""
 
 
+class RetainedGraph(Record, frozen=True, kw_only=True):
+    """A backward with retain_graph=True whose graph no other backward went through.
+
+    `bytes` is what its graph still held when the step ended, and so during the next step's forward.
+    """
+
+    source: int
+    bytes: int
+    num_calls: int
+
+
 class Memory(Record, frozen=True, kw_only=True):
     """One step's memory on one device.
 
     `peak_bytes` is the sum of `at_peak`; `measured_peak_bytes` is what the machine's own accounting says of the same step
-    (the resident size's high-water mark on a CPU, the allocator's on a device), None where that cannot be had.
+    (the largest resident size on a CPU, the allocator's peak on a device), None where that cannot be had.
     `reserved_bytes` is what the device's allocator took from the driver, `total_bytes` what the device has.
     """
 
@@ -79,7 +91,9 @@ class Memory(Record, frozen=True, kw_only=True):
     reserved_bytes: int | None = None
     total_bytes: int | None = None
     growth_bytes_per_step: float = 0.0
+    """Measured over the light steps: what malloc (or the device's allocator) held more after each of them; 0 when too few ran."""
     growth: tuple[Growth, ...] = ()
+    retained: tuple[RetainedGraph, ...] = ()
     num_retries: int = 0
     """Times the device's allocator had to free its cache and ask again (cudaMalloc retries), in all observed steps."""
     num_cache_clears: float = 0.0

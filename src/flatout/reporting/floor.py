@@ -17,6 +17,8 @@ _ROOMY: Final = 95
 """Columns from which two blanks stand between columns."""
 _NARROW: Final = 70
 """Columns below which FLOP and bytes are left out."""
+_FAR: Final = 999.0
+"""Above this many times the floor the figure says only that the line's work is next to nothing."""
 
 
 class HotLines:
@@ -62,8 +64,12 @@ class HotLines:
         yield unit.show(line.seconds)
         yield unit.show(line.python_s)
         yield unit.show(line.floor_s) if has_floor else units.UNKNOWN
-        yield f"{units.number(line.seconds / line.floor_s)}x" if has_floor else units.UNKNOWN
+        yield _of_floor(line.seconds / line.floor_s) if has_floor else units.UNKNOWN
         yield units.work(line.flop).removesuffix("FLOP").rstrip()
         yield units.size(line.bytes)
         yield units.number(line.intensity)
         yield line.regime if has_floor else units.UNKNOWN
+
+
+def _of_floor(ratio: float) -> str:
+    return f">{_FAR:.0f}x" if ratio > _FAR else f"{units.number(ratio)}x"

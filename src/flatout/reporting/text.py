@@ -17,6 +17,7 @@ from flatout.reporting import units
 from flatout.reporting.bars import PhaseBar
 from flatout.reporting.floor import HotLines
 from flatout.reporting.inert import Code, Words, place, place_of
+from flatout.reporting.memory import memory_cost, memory_gain, memory_line
 
 _WIDTH: Final = 100
 """Columns at most: longer lines are harder to read."""
@@ -43,6 +44,7 @@ def report(evidence: Evidence, diagnosis: Diagnosis) -> RenderableType:
     parts += _exit(evidence)
     if any(seconds > 0 for seconds in evidence.steps.phases.values()):
         parts += ["", Padding(PhaseBar(evidence.steps.phases), _INSET)]
+    parts += _memory(evidence)
     for rank, finding in enumerate(diagnosis.findings, start=1):
         parts += ["", _finding(finding, rank=rank, cwd=cwd)]
     if diagnosis.hot_lines:
@@ -62,10 +64,8 @@ def headline(evidence: Evidence, diagnosis: Diagnosis) -> str:
     step = f"{units.duration(diagnosis.step_s)} {STEP_NAMES[steps.kind]}"
     floor = f"the roofline of this machine for this work is {units.duration(diagnosis.floor_s)}"
     if diagnosis.findings:
-        num = len(diagnosis.findings)
-        causes = "the cause below explains" if num == 1 else f"the {_number(num)} causes below explain"
-        explained = f"{causes} {units.duration(diagnosis.explained_s)}"
-        return "; ".join([step, *([floor] if diagnosis.floor_s is not None else []), explained]) + "."
+        causes = _causes(diagnosis)
+        return "; ".join([step, *([floor] if diagnosis.floor_s is not None else []), causes]) + "."
     if not diagnosis.checked:
         return f"{step}. Nothing was checked."
     noise = units.percent(steps.noise_s / diagnosis.step_s if diagnosis.step_s else None)
@@ -76,6 +76,21 @@ def headline(evidence: Evidence, diagnosis: Diagnosis) -> str:
     cost = "it does not cost" if num == 1 else "none costs"
     text = f"{step}. {verdict}: {looked} checked, {cost} more than the noise (+-{noise})"
     return f"{text}; {floor}." if diagnosis.floor_s is not None else f"{text}."
+
+
+def _causes(diagnosis: Diagnosis) -> str:
+    """What the findings explain: time, or memory."""
+    num = sum(f.saves_time for f in diagnosis.findings)
+    rest = len(diagnosis.findings) - num
+    parts = []
+    if num:
+        causes = "the cause below explains" if num == 1 else f"the {_number(num)} causes below explain"
+        parts.append(f"{causes} {units.duration(diagnosis.explained_s)}")
+    if rest and num:
+        parts.append(f"{_number(rest)} more {'takes' if rest == 1 else 'take'} memory")
+    elif rest:
+        parts.append("the cause below takes memory" if rest == 1 else f"the {_number(rest)} causes below take memory")
+    return ", ".join(parts)
 
 
 def _number(num: int) -> str:
@@ -96,6 +111,8 @@ def circumstances(evidence: Evidence) -> Iterator[str]:
         extra = []
         if steps.evaluation_s > 0:
             extra.append(f"evaluation adds {units.duration(steps.evaluation_s)}")
+        if steps.restart_s > 0.01 * steps.step_s:
+            extra.append(f"starting loaders over adds {units.duration(steps.restart_s)}")
         if steps.device_s is not None:
             extra.append(f"device busy {units.duration(steps.device_s)} of each")
         yield "; ".join([seen, spread, *extra])
@@ -109,11 +126,14 @@ def circumstances(evidence: Evidence) -> Iterator[str]:
     device = workload.device
     if machine is not None:
         device = machine.cpu_model if workload.device == "cpu" else machine.device_name
-    cores = f"{_plural(workload.num_cores, 'core')}, {_plural(workload.num_threads, 'thread')}"
-    ranks = [f"{workload.world_size} ranks"] if workload.world_size > 1 else []
-    yield "; ".join(
-        [f"{device or workload.device}, {cores}", *ranks, f"torch {workload.torch}, Python {workload.python}"]
+    cores = (
+        f", {_plural(workload.num_cores, 'core')}, {_plural(workload.num_threads, 'thread')}"
+        if workload.num_cores
+        else ""
     )
+    ranks = [f"{workload.world_size} ranks"] if workload.world_size > 1 else []
+    versions = [f"torch {workload.torch}, Python {workload.python}"] if workload.torch else []
+    yield "; ".join([f"{device or workload.device}{cores}", *ranks, *versions])
 
 
 def _plural(num: int, noun: str) -> str:
@@ -136,6 +156,14 @@ def _exit(evidence: Evidence) -> Iterator[RenderableType]:
         yield Words(message, style="red")
 
 
+def _memory(evidence: Evidence) -> Iterator[RenderableType]:
+    """One line for the host, and one for each device."""
+    lines = list(filter(None, (memory_line(m, name_it=len(evidence.memory) > 1) for m in evidence.memory)))
+    if lines:
+        yield ""
+        yield from (Padding(Words(line), _INSET) for line in lines)
+
+
 class _Arrow:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text("->" if options.ascii_only else "\u2192", style="green")
@@ -146,13 +174,15 @@ def _finding(finding: RankedFinding, *, rank: int, cwd: str) -> RenderableType:
     head = Table.grid(expand=True, padding=(0, 2, 0, 0))
     head.add_column(ratio=1)
     head.add_column(justify="right", no_wrap=True, overflow="fold")
-    head.add_row(Words(finding.title, style="bold"), Text(f"{units.speedup(finding.gain)} faster", style="bold green"))
+    gain = f"{units.speedup(finding.gain)} faster" if finding.saves_time else memory_gain(finding)
+    head.add_row(Words(finding.title, style="bold"), Text(gain, style="bold green"))
     how = "gain measured by a trial" if finding.measured else "gain estimated"
     cost = f"{units.duration(finding.cost_s)} of each step, {units.percent(finding.share)}"
     body: list[RenderableType] = [head, _where(finding, cwd=cwd)]
     if finding.text:
         body.append(Padding(Code(finding.text), _INSET))
-    body.append(Words(f"{cost}; {finding.regime}-bound; {how}"))
+    stake = [f"{cost}; {finding.regime}-bound; {how}"] if finding.saves_time else []
+    body += [Words(line) for line in (*stake, *memory_cost(finding))]
     if finding.because:
         body.append(Words(finding.because))
     if finding.edit.strip():
