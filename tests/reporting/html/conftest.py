@@ -186,6 +186,7 @@ def full(evidence: Evidence) -> Evidence:
         num_frames=3,
         num_graphs=5,
         events=(
+            CompileEvent(kind="limit", source=4, reason="recompile_limit reached", count=1, in_steps=1),
             CompileEvent(kind="graph-break", source=0, reason="call to print", count=2, seconds=1.2),
             CompileEvent(
                 kind="recompile", source=4, reason="size mismatch at index 1", count=7, seconds=8.1, in_steps=6
