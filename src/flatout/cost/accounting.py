@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from flatout.records.evidence import Evidence, Operator
+from flatout.records.memory import MemoryKind, MemoryPart
 from flatout.records.trial import Trial, TrialResult
 from flatout.records.usage import CallUse, ModuleFact
 
@@ -20,6 +21,14 @@ def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         groups[key(item)].append(item)
     return dict(groups)
+
+
+def bytes_by_kind(parts: Iterable[MemoryPart]) -> dict[MemoryKind, int]:
+    """What is alive at the peak, added up by kind, the largest first."""
+    sums: dict[MemoryKind, int] = defaultdict(int)
+    for part in parts:
+        sums[part.kind] += part.bytes
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def rows_at(evidence: Evidence, sources: Iterable[int]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from flatout.records.finding import Diagnosis, RankedFinding
 from flatout.reporting import units
 from flatout.reporting.bars import LOOKS
 from flatout.reporting.inert import inert, inert_code, place, place_of
+from flatout.reporting.memory import memory_cost, memory_gain, memory_line
 from flatout.reporting.text import circumstances, exit_message, headline, observing_cost
 
 _MOST_FINDINGS: Final = 10
@@ -80,10 +81,12 @@ def _phases(evidence: Evidence) -> Iterator[str]:
 def _finding(finding: RankedFinding, *, rank: int, cwd: str) -> str:
     where = place(finding.file, finding.line, cwd=cwd)
     how = "measured by a trial" if finding.measured else "estimated"
-    cost = f"{units.duration(finding.cost_s)} of each step, {units.percent(finding.share)}"
+    gain = f"{units.speedup(finding.gain)} faster ({how})" if finding.saves_time else memory_gain(finding)
+    cost = f"{units.duration(finding.cost_s)} of each step, {units.percent(finding.share)}; {finding.regime}-bound"
+    stakes = [*([cost] if finding.saves_time else []), *memory_cost(finding)]
     lines = [
-        f"**{rank}. {plain(finding.title)}** - {units.speedup(finding.gain)} faster ({how})",
-        f"{code(where) if where else 'the whole step, no single line'}: {cost}; {plain(finding.regime)}-bound",
+        f"**{rank}. {plain(finding.title)}** - {gain}",
+        f"{code(where) if where else 'the whole step, no single line'}: {'; '.join(stakes)}",
     ]
     body = ["<br>\n".join(lines)]
     if finding.text:
@@ -105,6 +108,7 @@ def _fenced(lines: list[str], *, language: str) -> str:
 def _details(evidence: Evidence, diagnosis: Diagnosis) -> str:
     cwd = evidence.workload.cwd
     rows = [plain(line) for line in circumstances(evidence)]
+    rows += [plain(line) for m in evidence.memory[:8] if (line := memory_line(m, name_it=len(evidence.memory) > 1))]
     if evidence.steps.num_timed and diagnosis.unexplained_s > 0:
         rows.append(f"unexplained: {units.duration(diagnosis.unexplained_s)} of each step")
     for note in diagnosis.notes[:_MOST_NOTES]:

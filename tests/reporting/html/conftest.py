@@ -9,7 +9,7 @@ from flatout.records.compilation import Compilation, CompileEvent
 from flatout.records.device import Copy, DeviceStep, Gap, HostWait, Kernel
 from flatout.records.distributed import Collective, Distributed, RankSummary, Replication
 from flatout.records.evidence import Evidence, Operator, TensorSpec
-from flatout.records.memory import Growth, Memory, MemoryPart, MemoryPoint
+from flatout.records.memory import Growth, Memory, MemoryPart, MemoryPoint, RetainedGraph
 from flatout.records.span import Span, StepTimeline
 from flatout.records.workload import Setting
 
@@ -100,6 +100,7 @@ def memory(device: str = "cuda:0") -> Memory:
                 has_graph=True,
             ),
         ),
+        retained=(RetainedGraph(source=3, bytes=6 * mib, num_calls=212),),
         num_retries=2,
         num_cache_clears=1.0,
     )
@@ -185,11 +186,14 @@ def full(evidence: Evidence) -> Evidence:
         num_frames=3,
         num_graphs=5,
         events=(
+            CompileEvent(kind="limit", source=4, reason="recompile_limit reached", count=1, in_steps=1),
             CompileEvent(kind="graph-break", source=0, reason="call to print", count=2, seconds=1.2),
             CompileEvent(
                 kind="recompile", source=4, reason="size mismatch at index 1", count=7, seconds=8.1, in_steps=6
             ),
         ),
+        compiled_at=(4,),
+        before_limit_s=0.031,
     )
     setting = Setting(name="detect_anomaly", value="True", source=evidence.sources[3])
     matrix = TensorSpec(shape=(64, 64), dtype="float32")

@@ -154,6 +154,24 @@ def test_a_fast_run_says_so(evidence: Evidence, diagnosis: Diagnosis) -> None:
     assert "no causes worth more than the noise" in text
 
 
+def test_a_cause_that_takes_memory_says_how_much(full: Evidence, diagnosis: Diagnosis) -> None:
+    finding = change(
+        diagnosis.findings[0],
+        regime="capacity",
+        gain=(1.0, 1.0),
+        saved_bytes=300 << 20,
+        peak_bytes=1180 << 20,
+        growth_bytes_per_step=2 << 20,
+        steps_until_full=41_234.0,
+    )
+
+    text = Page(html_report(full, change(diagnosis, findings=(finding,)))).text
+
+    assert "grows 2.00 MiB a step: memory is full after 41 000 more steps" in text
+    assert "saves 300 MiB of 1.15 GiB at the peak" in text
+    assert "faster" not in text.partition("The floor, line by line")[0].partition("The cause")[2]
+
+
 def test_a_huge_run_stays_a_small_page(full: Evidence, diagnosis: Diagnosis) -> None:
     long = "x = '" + "a" * 100_000 + "'"
     finding = change(diagnosis.findings[0], text=long, because=long, edit=f"{long}\n" * 50, also=full.sources * 200)

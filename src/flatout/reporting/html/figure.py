@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SMALL_PX: Final = 12
 """Size of the letters in a figure."""
-PHASES: Final = ("data", "transfer", "forward", "backward", "optimizer", "evaluation", "other")
+PHASES: Final = ("data", "transfer", "forward", "backward", "optimizer", "evaluation", "compile", "other")
 """The phases that have a colour of their own."""
 _COLOURS: Final = (
     *("ink", "muted", "line", "panel", "paper", "hot", "on-hot", "op", "accent"),
