@@ -6,7 +6,7 @@ from torch import nn
 
 INPUTS = 24
 OUTPUTS = 6
-BATCH = 96
+BATCH = 64
 STEPS = 400
 
 

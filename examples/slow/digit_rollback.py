@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-BATCH = 128
+BATCH = 48
 STEPS = 400
 WIDTH = 320
 DEPTH = 5

@@ -17,9 +17,9 @@ from flatout.cost.accounting import group_by, uses_by_line
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 
-_AWAY: Final = ("Tensor.numpy", "Tensor.tolist")
+_AWAY: Final = ("Tensor.numpy",)
 _BACK: Final = ("torch.from_numpy", "torch.as_tensor", "torch.tensor")
-_FROM: Final = ("array", "arrays", "list")
+_FROM: Final = ("array", "arrays")
 _FEWEST_SAMPLES: Final = 8
 _PHASES: Final = ("forward", "other", "backward")
 
