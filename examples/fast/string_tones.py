@@ -46,9 +46,9 @@ def main():
     tones = [pluck(STRINGS[s] * rng.uniform(0.98, 1.02), rng) for s in strings]
     images_of_all, strings = spectrograms(np.stack(tones)), torch.tensor(strings)
     model = nn.Sequential(
-        nn.Conv2d(1, 16, 5, stride=2),
+        nn.Conv2d(1, 8, 5, stride=2),
         nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2),
+        nn.Conv2d(8, 32, 3, stride=2),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d((1, 12)),
         nn.Flatten(),

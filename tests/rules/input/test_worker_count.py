@@ -49,6 +49,13 @@ def test_the_best_number_is_left_alone() -> None:
     assert not list(RULE.check(run.build()))
 
 
+def test_workers_that_keep_up_need_no_help() -> None:
+    run = waiting(wait_s=0.02, num_workers=1)
+    fetched(run, now_s=0.01, repeatable=False)
+    tried(run, alone_s=0.04, w1=0.1, w2=0.06)
+    assert not list(RULE.check(run.build()))
+
+
 def test_items_that_can_be_prepared_once_are_left_to_the_better_cure() -> None:
     run = waiting(wait_s=0.06)
     fetched(run, repeatable=True)

@@ -43,7 +43,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     left_s = max(0.0, result.cured_s - result.now_s)
     gained = result.parts[str(now)] - result.cured_s if now else wait_s - left_s
     gained = min(gained, evidence.steps.step_s * 0.95)
-    if best == now or gained <= 0:
+    is_enough = best > now > 0 and kind_of(evidence, trial.loader) == "quick"
+    if best == now or gained <= 0 or is_enough:
         return
     too = "many" if best < now else "few"
     where = evidence.source_of(loader.constructed if loader.constructed >= 0 else loader.source)
