@@ -17,6 +17,7 @@ from flatout.records.trial import Trial
 from flatout.registry import rules
 
 if TYPE_CHECKING:
+    from flatout.profiling.schedule import Schedule
     from flatout.profiling.script import Script
 
 Batch = TypeVar("Batch")
@@ -45,6 +46,9 @@ class Observation(Record, frozen=True, kw_only=True):
     machine_path: str
     observe_s: float
     stop: bool
+    rank: int = 0
+    world_size: int = 1
+    """Above 1 this process is one of several that train together: it writes its own Evidence, to be merged with the others'."""
 
 
 def check(
@@ -97,29 +101,46 @@ def diagnose_all(evidence: Evidence) -> Diagnosis:
 def observe_script(observation: Observation, script: Script, machine: Machine | None) -> int:
     """Run `script` under observation in this process, write its Evidence, and return the exit code python would give."""
     from flatout.profiling.capture import Capture
+    from flatout.profiling.place import Place
     from flatout.profiling.schedule import Schedule
     from flatout.profiling.script import end_script, run_script
 
     path = Path(observation.evidence_path)
 
+    is_alone = observation.world_size == 1
+
     def publish(evidence: Evidence) -> None:
         write_file(path, to_json(evidence))
-        if observation.stop:
+        if observation.stop and is_alone:  # one rank that ends leaves the others waiting; who started them ends them all
             end_script()
 
     capture = Capture(
         command=observation.command,
         cwd=os.getcwd(),
-        schedule=Schedule(observe_s=observation.observe_s),
+        schedule=Schedule(observe_s=observation.observe_s) if is_alone else _schedule_of_rank(observation),
         machine=machine,
         propose=_propose,
         user_root=script.root,
         publish=publish,
+        place=None if is_alone else Place(observation.rank, observation.world_size),
     )
     capture.start()
     outcome = run_script(script)
     write_file(path, to_json(capture.finish(exit=outcome.exit, exit_code=outcome.exit_code)))
     return outcome.exit_code
+
+
+def _schedule_of_rank(observation: Observation) -> Schedule:
+    """Close looks at the same steps on all ranks, so by counts alone; trials on rank 0, whose findings are reported."""
+    from flatout.profiling.schedule import Schedule
+
+    usual = Schedule()
+    return Schedule(
+        observe_s=observation.observe_s,
+        deep_budget_s=float("inf"),
+        trials_budget_s=usual.trials_budget_s if observation.rank == 0 else 0.0,
+        num_settle=3,
+    )
 
 
 def _propose(evidence: Evidence) -> tuple[Trial, ...]:

@@ -157,7 +157,7 @@ class ModuleCalls:
         if root is None or root.module() is not module:
             root = self.roots[key] = Root(module, key[1])
             if len(self.roots) <= _MODULES_HELD and root.num_parameters <= _LARGEST_HELD:
-                root.held = module
+                root.held = without_replication(module)
         root.calls += 1
         root.is_training = module.training
         root.grad_enabled = torch.is_grad_enabled()
@@ -213,6 +213,12 @@ class ModuleCalls:
                 root.graphs_built += 1
                 tensor.grad_fn.register_prehook(root.use_graph)
                 return
+
+
+def without_replication(module: nn.Module) -> nn.Module:
+    """The module that a DistributedDataParallel wraps: a copy of it computes the same and talks to nobody."""
+    inner = getattr(module, "module", None)
+    return inner if isinstance(module, nn.parallel.DistributedDataParallel) and isinstance(inner, nn.Module) else module
 
 
 def iter_tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ import msgspec
 from flatout.profiling import assemble
 from flatout.profiling.accounts import OperatorTable
 from flatout.profiling.observer import Observer
+from flatout.profiling.place import Place
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
 from flatout.profiling.trials.runner import run_trials
@@ -29,7 +30,7 @@ Propose = Callable[[Evidence], Iterable[Trial]]
 
 
 class Capture:
-    """Observes the thread that made it. Call `start`, let the code run, call `finish`.
+    """Observes the thread that made it. Call `start`, let the code run, call `finish`. `place` says which rank of several this is.
 
     `publish` receives the Evidence as soon as the observation is complete, while the script may still be running, and never
     more than once before `finish`.
@@ -45,6 +46,7 @@ class Capture:
         propose: Propose,
         user_root: str | None = None,
         publish: Callable[[Evidence], None] | None = None,
+        place: Place | None = None,
     ) -> None:
         self._command = command
         self._cwd = cwd
@@ -54,7 +56,7 @@ class Capture:
         self._results: list[TrialResult] = []
         self._other_s = 0.0
         self._last: Evidence | None = None
-        self.observer = Observer(schedule, user_root=user_root, pause=self._pause, complete=self._complete)
+        self.observer = Observer(schedule, user_root=user_root, pause=self._pause, complete=self._complete, place=place)
 
     def start(self) -> None:
         """Begin to observe."""
@@ -104,7 +106,13 @@ class Capture:
         left = observer.schedule.trials_budget_s - observer.trials_s
         if wanted and left > 0:
             began = perf_counter()
-            self._results += run_trials(wanted, self._scene(), budget_s=left)
+            if observer.ranks is not None:
+                observer.ranks.fence(True)
+            try:
+                self._results += run_trials(wanted, self._scene(), budget_s=left)
+            finally:
+                if observer.ranks is not None:
+                    observer.ranks.fence(False)
             observer.trials_s += perf_counter() - began
 
     def _scene(self) -> Scene:
@@ -131,6 +139,8 @@ class Capture:
             yield observer.sampler.failure
         if (processes := observer.processes.note()) is not None:
             yield processes
+        if observer.ranks is not None:
+            yield from observer.ranks.notes()
         if 0 < observer.seen < FEWEST_STEPS and not observer.deep.steps:
             yield (
                 f"only {observer.seen} steps, too few to look inside one: no operators, lines or trials; "
@@ -148,6 +158,7 @@ class Capture:
             roots,
             observer.optimizing.optimized_ids(),
             observer.settings.read(environment()),
+            world_size=observer.ranks.place.world_size if observer.ranks is not None else 1,
         )
         lines = assemble.lines_of(observer, table)
         return Evidence(
@@ -177,6 +188,7 @@ class Capture:
             loaders=assemble.loaders_of(observer),
             paddings=assemble.paddings_of(observer),
             recurrences=assemble.recurrences_of(observer, table),
+            distributed=observer.ranks.record(lines, steps.phases, steps.step_s) if observer.ranks else None,
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
             notes=tuple(self._notes()),

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
@@ -22,6 +22,7 @@ from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import light_cost_s
 from flatout.profiling.padding import name_tensors
 from flatout.profiling.patching import Patches
+from flatout.profiling.place import Place
 from flatout.profiling.processes import Processes
 from flatout.profiling.reads import HostReads, is_on_accelerator
 from flatout.profiling.sampler import UNWATCHED, Sampler
@@ -29,6 +30,9 @@ from flatout.profiling.schedule import Mode, Schedule
 from flatout.profiling.settings import Settings
 from flatout.profiling.sites import Sites
 from flatout.profiling.timeline import Timeline
+
+if TYPE_CHECKING:
+    from flatout.profiling.ranks import RankWatch
 
 _CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP, Mode.MEMORY)
 _INFERENCE_AFTER: Final = 3
@@ -39,7 +43,7 @@ class Observer:
     """Watches the thread that made it, from `install` to `remove`. Every event handler is here; what is kept lies in the parts.
 
     `pause` is called at the border after the deep steps with the observer inactive: the time for trials. `complete` is called
-    when the schedule is done.
+    when the schedule is done. `place` is given when this process is one rank of several.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Observer:
         user_root: str | None,
         pause: Callable[[Observer], None],
         complete: Callable[[], None],
+        place: Place | None = None,
     ) -> None:
         self.schedule = schedule
         self.sites = Sites(user_root=user_root)
@@ -68,7 +73,8 @@ class Observer:
         self.seen = 0
         self.deep = DeepLooks(self.sites, self.calls, self.optimizing, thread_id=self.thread_id)
         self.blocks = Blocks()
-        self.collectors: tuple[Collector, ...] = ()
+        self.ranks = None if place is None else self._watch_ranks(place)
+        self.collectors: tuple[Collector, ...] = (self.ranks,) if self.ranks is not None else ()
         self.light_s = 0.0
         self.deep_s = 0.0
         self.pause_s = 0.0
@@ -83,6 +89,11 @@ class Observer:
         self._roots_without_backward = 0
         self._leader: Root | None = None
         self._is_installed = False
+
+    def _watch_ranks(self, place: Place) -> RankWatch:
+        from flatout.profiling.ranks import RankWatch  # there are builds of torch without torch.distributed
+
+        return RankWatch(self.sites, place, phase=lambda: self.timeline.phase)
 
     # -- life -------------------------------------------------------------------------------------------------------------
 
@@ -166,6 +177,8 @@ class Observer:
             and (root.is_training or self.kind != "training")
         ):
             self.deep.look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
+        if self.ranks is not None and root.has_parameters and (root.is_training or self.kind != "training"):
+            self.ranks.add_batch(args, kwargs)
 
     def on_fetch_start(self) -> None:
         self.timeline.switch("data")
@@ -205,12 +218,16 @@ class Observer:
             self.timeline.switch("backward")
             if self.deep.recorder is not None:
                 self.deep.recorder.mark_backward(sys._getframe(1))
+            if self.ranks is not None:
+                self.ranks.begin_backward(sys._getframe(1))
             try:
                 return original(*args, **kwargs)
             finally:
                 self._in_backward = False
                 if self.deep.recorder is not None:
                     self.deep.recorder.mark_backward(None)
+                if self.ranks is not None:
+                    self.ranks.end_backward()
                 self.timeline.switch("optimizer" if self._in_optimizer else "other")
                 if self.kind in ("none", "inference"):
                     self._restart("manual")
@@ -244,6 +261,8 @@ class Observer:
             self.reads.num_steps = 0
             self.sampler.clear()
             self.sampler.is_on = False
+            if self.ranks is not None:
+                self.ranks.restart()
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
 
@@ -275,6 +294,8 @@ class Observer:
         if before is not Mode.LIGHT:
             for collector in self.collectors:
                 collector.end(before)
+        if self.ranks is not None:
+            self.ranks.end_step(before, self.seen, duration_s, is_device=self.is_device)
         self.mode = self.schedule.mode(
             seen=self.seen,
             deep_elapsed_s=self.deep_s,
@@ -316,6 +337,7 @@ class Observer:
             + self.schedule.num_memory
         )
         is_plain = self.kind == "training" and len(self.optimizing.watched) == 1 and not self.is_device
+        is_plain &= self.ranks is None  # ranks are compared step by step, and each would choose blocks of another size
         size = block_size(step_s, seen=self.seen) if is_plain and self.seen > looks else 0
         if size:
             self._activate(False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from flatout.measure.timer import compare
-from flatout.profiling.calls import Captured, iter_tensors, map_tensors
+from flatout.profiling.calls import Captured, iter_tensors, map_tensors, without_replication
 from flatout.profiling.trials.scene import Refused, Scene
 from flatout.records.trial import TimeModel, TrialResult
 
@@ -22,6 +22,9 @@ def run(trial: TimeModel, scene: Scene) -> TrialResult:
     module, captured = root.held or root.module(), root.captured
     if module is None or captured is None:
         raise Refused("the module or its inputs could not be kept")
+    module = without_replication(module)
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in module.modules()):
+        raise Refused("a part of the module synchronises its gradients with other processes")
     try:
         twin = copy.deepcopy(module)
     except (RuntimeError, TypeError, NotImplementedError) as e:
@@ -42,6 +45,8 @@ def run(trial: TimeModel, scene: Scene) -> TrialResult:
         spread_fraction=timings["now"].spread or 0.0,
     )
 
+
+_WRAPPED: Final = f"{nn.parallel.DistributedDataParallel.__name__}.module"
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -137,6 +142,8 @@ def _repeat(tensor: Tensor, size: int, factor: int) -> Tensor:
 
 def _freeze(module: nn.Module, paths: set[str]) -> None:
     top = type(module).__name__
+    # The paths were seen in the user's module, which may be wrapped for several processes; the copy is not.
+    paths = {top + p.removeprefix(_WRAPPED) if p.startswith(_WRAPPED) else p for p in paths}
     for name, inner in module.named_modules():
         if (f"{top}.{name}" if name else top) in paths:
             for parameter in inner.parameters(recurse=False):
