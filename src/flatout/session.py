@@ -104,6 +104,7 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
     from flatout.profiling.place import Place
     from flatout.profiling.schedule import Schedule
     from flatout.profiling.script import end_script, run_script
+    from flatout.profiling.termination import TERMINATED, writing_when_terminated
 
     path = Path(observation.evidence_path)
 
@@ -123,11 +124,28 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
         user_root=script.root,
         publish=publish,
         place=None if is_alone else Place(observation.rank, observation.world_size),
+        draft=None if is_alone else lambda evidence: write_file(draft_path(path), to_json(evidence)),
     )
-    capture.start()
-    outcome = run_script(script)
-    write_file(path, to_json(capture.finish(exit=outcome.exit, exit_code=outcome.exit_code)))
+    if is_alone:
+        capture.start()
+        outcome = run_script(script)
+        write_file(path, to_json(capture.finish(exit=outcome.exit, exit_code=outcome.exit_code)))
+        return outcome.exit_code
+
+    def write_now() -> None:
+        write_file(path, to_json(capture.snapshot(exit="ended by SIGTERM", exit_code=TERMINATED)))
+
+    with writing_when_terminated(write_now) as ending:
+        capture.start()
+        outcome = run_script(script)
+        ending.has_begun = True
+        write_file(path, to_json(capture.finish(exit=outcome.exit, exit_code=outcome.exit_code)))
     return outcome.exit_code
+
+
+def draft_path(path: Path) -> Path:
+    """Where a rank leaves what it has seen so far, in case it is killed before it can write `path`."""
+    return path.with_suffix(".draft")
 
 
 def _schedule_of_rank(observation: Observation) -> Schedule:

@@ -33,7 +33,7 @@ class Capture:
     """Observes the thread that made it. Call `start`, let the code run, call `finish`. `place` says which rank of several this is.
 
     `publish` receives the Evidence as soon as the observation is complete, while the script may still be running, and never
-    more than once before `finish`.
+    more than once before `finish`. `draft` receives what there is after the close looks, in case the process is killed later.
     """
 
     def __init__(
@@ -47,12 +47,15 @@ class Capture:
         user_root: str | None = None,
         publish: Callable[[Evidence], None] | None = None,
         place: Place | None = None,
+        draft: Callable[[Evidence], None] | None = None,
     ) -> None:
         self._command = command
         self._cwd = cwd
         self._machine = machine
         self._propose = propose
         self._publish = publish
+        self._draft = draft
+        self._is_hurried = False
         self._results: list[TrialResult] = []
         self._other_s = 0.0
         self._last: Evidence | None = None
@@ -76,9 +79,15 @@ class Capture:
 
     def finish(self, *, exit: str, exit_code: int | None) -> Evidence:
         """End the observation (if it has not ended by itself), run the trials that are left, and return the Evidence."""
+        self._is_hurried = self.observer.ranks is not None and bool(exit_code)  # the other ranks are being ended now
         if self._last is None:
             self._last = self._conclude()
         return msgspec.structs.replace(self._last, exit=exit, exit_code=exit_code)
+
+    def snapshot(self, *, exit: str, exit_code: int | None) -> Evidence:
+        """What there is now, for a process that ends at once; nothing is tried or taken away any more."""
+        evidence = self._last if self._last is not None else self._evidence()
+        return msgspec.structs.replace(evidence, exit=exit, exit_code=exit_code)
 
     def _complete(self) -> None:
         """The observer has seen enough; the script goes on without it."""
@@ -104,7 +113,7 @@ class Capture:
         wanted = [t for t in dict.fromkeys(self._propose(evidence)) if t not in done]
         self._other_s += perf_counter() - began
         left = observer.schedule.trials_budget_s - observer.trials_s
-        if wanted and left > 0:
+        if wanted and left > 0 and not self._is_hurried:
             began = perf_counter()
             if observer.ranks is not None:
                 observer.ranks.fence(True)
@@ -114,6 +123,8 @@ class Capture:
                 if observer.ranks is not None:
                     observer.ranks.fence(False)
             observer.trials_s += perf_counter() - began
+        if self._draft is not None and not observer.is_complete:
+            self._draft(self._evidence())
 
     def _scene(self) -> Scene:
         observer = self.observer
