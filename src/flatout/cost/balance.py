@@ -28,10 +28,11 @@ class Balance(NamedTuple):
         return tuple(fmean(column) for column in zip(*self.work_s, strict=True))
 
     @property
-    def saved_by_even_sizes_s(self) -> float:
-        """Mean over steps of the longest less the mean work, as far as sizes explain it."""
+    def saved_by_even_sizes(self) -> float:
+        """Share of the longest rank's work, over all steps, that even sizes would save, as far as sizes explain work."""
         slope = max(0.0, self.line.slope)
-        return fmean(slope * (max(sizes) - fmean(sizes)) for sizes in self.elements)
+        longest_s = sum(max(row) for row in self.work_s)
+        return min(1.0, sum(slope * (max(n) - fmean(n)) for n in self.elements) / longest_s) if longest_s else 0.0
 
     @property
     def slowest(self) -> tuple[int, float]:

@@ -103,6 +103,8 @@ class Collectives:
         self.step: dict[CollectiveKey, Totals] = {}
         self.is_active = False
         self.is_fenced = False
+        self.after_call: Callable[[], None] = _nothing
+        """Called when a collective returned: what it took is nobody's Python time."""
         self._sites = sites
         self._phase = phase
         self._backward_site = backward_site
@@ -197,6 +199,7 @@ class Collectives:
             finally:
                 inside.call = False
             seconds = perf_counter() - start_s
+            self.after_call()
             if isinstance(result, distributed_c10d.Work):
                 self._open[result] = Open(totals, start_s, num_bytes, start is not None)
             elif start is not None:
@@ -235,6 +238,7 @@ class Collectives:
             start_s = perf_counter()
             result = original(work, *args, **kwargs)
             end_s = perf_counter()
+            self.after_call()
             if start is not None:
                 self.add_stall(opened.totals, start, _event(), opened.bytes)
             else:
@@ -249,6 +253,10 @@ def _group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(kwargs.get("group"), dist.ProcessGroup):
         return kwargs["group"]
     return next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
+
+
+def _nothing() -> None:
+    """No one has asked to be told."""
 
 
 def _event() -> torch.cuda.Event:

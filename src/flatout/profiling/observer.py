@@ -93,7 +93,13 @@ class Observer:
     def _watch_ranks(self, place: Place) -> RankWatch:
         from flatout.profiling.ranks import RankWatch  # there are builds of torch without torch.distributed
 
-        return RankWatch(self.sites, place, phase=lambda: self.timeline.phase)
+        watch = RankWatch(self.sites, place, phase=lambda: self.timeline.phase)
+        watch.collectives.after_call = self._resume_recording
+        return watch
+
+    def _resume_recording(self) -> None:
+        if self.deep.recorder is not None:
+            self.deep.recorder.resume()
 
     # -- life -------------------------------------------------------------------------------------------------------------
 
@@ -228,6 +234,7 @@ class Observer:
                     self.deep.recorder.mark_backward(None)
                 if self.ranks is not None:
                     self.ranks.end_backward()
+                    self._resume_recording()
                 self.timeline.switch("optimizer" if self._in_optimizer else "other")
                 if self.kind in ("none", "inference"):
                     self._restart("manual")

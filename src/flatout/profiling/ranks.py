@@ -160,6 +160,13 @@ class RankWatch:
             replications=self.replications.records(self._num_counted),
         )
 
+    def exposed_s(self, phase: str | None = None) -> float:
+        """Median exposed communication of a step: in one phase, or in all."""
+        rows = [
+            sum(t.exposed_s for key, t in s.calls.items() if phase is None or key.phase == phase) for s in self._usable()
+        ]
+        return statistics.median(rows) if rows else 0.0
+
     def notes(self) -> list[str]:
         """What could not be told."""
         if self._num_counted and not self._backend:

@@ -17,6 +17,7 @@ from flatout.reporting import units
 from flatout.reporting.bars import PhaseBar
 from flatout.reporting.floor import HotLines
 from flatout.reporting.inert import Code, Words, place, place_of
+from flatout.reporting.ranks import ranks
 
 _WIDTH: Final = 100
 """Columns at most: longer lines are harder to read."""
@@ -45,6 +46,7 @@ def report(evidence: Evidence, diagnosis: Diagnosis) -> RenderableType:
         parts += ["", Padding(PhaseBar(evidence.steps.phases), _INSET)]
     for rank, finding in enumerate(diagnosis.findings, start=1):
         parts += ["", _finding(finding, rank=rank, cwd=cwd)]
+    parts += ranks(evidence)
     if diagnosis.hot_lines:
         lines = HotLines(diagnosis.hot_lines, has_floor=diagnosis.floor_s is not None, cwd=cwd)
         parts += ["", Text("The floor, line by line", style="bold"), Padding(lines, _INSET)]
@@ -110,9 +112,9 @@ def _circumstances(evidence: Evidence) -> Iterator[str]:
     if machine is not None:
         device = machine.cpu_model if workload.device == "cpu" else machine.device_name
     cores = f"{_plural(workload.num_cores, 'core')}, {_plural(workload.num_threads, 'thread')}"
-    ranks = [f"{workload.world_size} ranks"] if workload.world_size > 1 else []
+    world = [f"{workload.world_size} ranks"] if workload.world_size > 1 else []
     yield "; ".join(
-        [f"{device or workload.device}, {cores}", *ranks, f"torch {workload.torch}, Python {workload.python}"]
+        [f"{device or workload.device}, {cores}", *world, f"torch {workload.torch}, Python {workload.python}"]
     )
 
 

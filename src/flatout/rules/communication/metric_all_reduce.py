@@ -45,7 +45,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 def note(evidence: Evidence) -> Iterator[Note]:
     """Yield a note per line that costs too little to be reported."""
     for source, rows in _lines(evidence).items():
-        text = f"{_what(rows)} a step; {sum(r.exposed_s for r in rows) * 1e3:.2f} ms in it, mostly waiting for the slower rank"
+        text = f"{_what(rows)} a step; {sum(r.exposed_s for r in rows) * 1e3:.2f} ms in it, waiting for slower ranks included"
         yield Note(rule=RULE.id, where=evidence.source_of(source), text=text)
 
 

@@ -29,20 +29,29 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         return
     if balance.line.slope <= 0 or _unevenness(balance) < _UNEVEN:
         return
-    saved_s = balance.saved_by_even_sizes_s
+    # Long steps weigh more than the median step shows, so the share is taken over all steps.
+    saved_s = balance.saved_by_even_sizes * evidence.steps.step_s * _work_fraction(evidence, balance)
     where = _where(evidence)
     yield Finding(
         rule=RULE.id,
         regime="communication",
         where=where,
-        cost_s=min(saved_s, evidence.steps.step_s),
-        saved_s=(0.6 * min(saved_s, evidence.steps.step_s), min(saved_s, evidence.steps.step_s)),
+        cost_s=saved_s,
+        saved_s=(0.6 * saved_s, saved_s),
         because=f"the largest batch of a step is {1 + _unevenness(balance):.2f} times the mean over ranks, and sizes explain "
-        f"{balance.line.explained_fraction:.0%} of the differences in work: ranks wait {saved_s * 1e3:.2f} ms a step for it",
+        f"{balance.line.explained_fraction:.0%} of the differences in work: they wait {saved_s * 1e3:.2f} ms a step for it",
         edit="share each global batch out by length: sort its samples, longest first, and give each to the rank with the least work "
         "so far (or pack samples to a fixed number of tokens)",
         levers=RULE.levers,
     )
+
+
+def _work_fraction(evidence: Evidence, balance: Balance) -> float:
+    """Share of a step that the longest rank's work makes up; the rest is communication that stays."""
+    distributed = evidence.distributed
+    transfer_s = sum(c.transfer_s for c in distributed.collectives) if distributed is not None else 0.0
+    longest_s = fmean(max(row) for row in balance.work_s)
+    return longest_s / (longest_s + transfer_s) if longest_s + transfer_s > 0 else 0.0
 
 
 def _unevenness(balance: Balance) -> float:

@@ -27,6 +27,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     skip |= (
         set(evidence.backward_sources) | {o.source for o in evidence.optimizers} | {u.source for u in evidence.loaders}
     )
+    if evidence.distributed is not None:
+        skip |= {c.source for c in evidence.distributed.collectives}  # waiting for other ranks is not Python
     seconds: dict[int, float] = defaultdict(float)
     samples: dict[int, int] = defaultdict(int)
     for line in evidence.lines:

@@ -49,6 +49,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     own = step_loops(evidence)
     candidates = [s for s in {o.source for o in evidence.operators if o.phase != "backward"} if s >= 0]
     waiting = {r.source for r in evidence.host_reads if r.on_device}  # overhead.host-read judges those
+    if evidence.distributed is not None:
+        waiting |= {c.source for c in evidence.distributed.collectives}
     repeated = [s for s in candidates if s not in waiting and _is_repeated(evidence, s)]
     inside = group_by(repeated, lambda s: next((loop for loop in loops_around(evidence, s) if loop not in own), None))
     for loop, sources in inside.items():
