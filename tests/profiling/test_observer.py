@@ -348,3 +348,19 @@ def test_a_loop_in_user_code_that_copies_and_pickles_modules_is_undisturbed() ->
             copy.deepcopy(net)
 
     assert observe(loop).steps.num_seen >= 18
+
+
+def test_the_memory_of_a_constant_can_still_be_resized() -> None:
+    def loop() -> None:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(20):
+            scale = torch.ones(8).cumsum(0)
+            net(torch.randn(4, 8) * scale).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scale.untyped_storage().resize_(0)  # as sharded parameters are freed
+
+    evidence = observe(loop)
+
+    assert evidence.observing.num_deep_steps == 3
