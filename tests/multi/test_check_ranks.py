@@ -64,6 +64,22 @@ UNEVEN = """
         optimizer.zero_grad()
     dist.destroy_process_group()
 """
+SHARDED = """
+    from torch.distributed.fsdp import fully_shard
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+    for step in range(24):
+        model(torch.randn(8, 16)).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = b"".join(p.to_local().detach().numpy().tobytes() for p in model.parameters())
+    print(f"hash of rank {rank}: {hashlib.sha256(weights).hexdigest()}, next {torch.rand(1).item()}", flush=True)
+    dist.destroy_process_group()
+"""
 UNWELL = """
     model = DistributedDataParallel(nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -143,6 +159,20 @@ def test_two_ranks_are_one_report_and_compute_what_they_compute_alone(
     [finding] = sync_while_accumulating.RULE.check(ran.evidence)
     assert finding.where is not None
     assert finding.where.text == "loss.backward()"
+
+
+def test_sharded_parameters_are_watched_and_not_disturbed(tmp_path: Path, environment: dict[str, str]) -> None:
+    ran = check(SHARDED, tmp_path, environment, nproc=2)
+    plain = run(["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"], tmp_path, environment)
+
+    assert ran.code == 0, ran.err
+    hashes = re.findall(r"hash of rank \d: \w{64}, next [\d.]+", plain.stdout)
+    assert len(hashes) == 2, plain.stderr
+    assert all(line in ran.out for line in hashes)
+    assert ran.evidence.observing.num_deep_steps == 3
+    ops = {c.op for c in ran.distributed.collectives}
+    assert any(op.startswith("all_gather") for op in ops)
+    assert any(op.startswith("reduce_scatter") for op in ops)
 
 
 def test_longer_sequences_on_one_rank_are_found_under_torchrun(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -224,7 +224,8 @@ class Collectives:
         on_device = any(t.is_cuda for t in tensors) or (not tensors and _uses_device())
         # FSDP runs its collectives beside the work, on a stream of its own; what the work waits is told by `stalls`.
         is_beside = on_device and caller.startswith("torch.distributed.fsdp")
-        return totals, num_bytes, on_device and not is_beside
+        is_captured = on_device and torch.cuda.is_current_stream_capturing()  # an event in a graph times nothing
+        return totals, num_bytes, on_device and not is_beside and not is_captured
 
     def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         inside = self._inside
