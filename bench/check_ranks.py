@@ -44,7 +44,8 @@ def main() -> int:
 def judge(name: str, rule: str, *, nproc: int, rounds: int, steps: int) -> dict[str, Any]:
     reports = {twin: check(FOLDER / twin / name, nproc=nproc, steps=steps) for twin in ("slow", "fast")}
     pairs = [
-        tuple(step_s(FOLDER / twin / name, nproc=nproc, steps=steps) for twin in ("slow", "fast")) for _ in range(rounds)
+        tuple(step_s(FOLDER / twin / name, nproc=nproc, steps=steps) for twin in ("slow", "fast"))
+        for _ in range(rounds)
     ]
     measured = statistics.median(slow / fast for slow, fast in pairs)
     findings = reports["slow"]["findings"]

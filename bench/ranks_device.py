@@ -96,7 +96,10 @@ def judge(kind: str, size: str, nproc: int, out: Path) -> dict[str, Any]:
         "step_plain_s": [statistics.median(p) for p in plain],
         "collectives": rows,
         "replications": distributed["replications"],
-        "ranks": [{k: v for k, v in r.items() if k not in ("lines", "step_numbers", "work_by_step", "batch_elements")} for r in distributed["ranks"]],
+        "ranks": [
+            {k: v for k, v in r.items() if k not in ("lines", "step_numbers", "work_by_step", "batch_elements")}
+            for r in distributed["ranks"]
+        ],
         "findings": [(f["rule"], f["line"], f["gain"], f["because"]) for f in seen["findings"]],
         "notes": [n["text"] for n in seen["diagnosis"]["notes"]] + evidence["notes"],
         "observing": evidence["observing"],

@@ -45,7 +45,9 @@ def rank(number: int, *, exposed_s: tuple[float, ...], world_size: int = 2, firs
     distributed = Distributed(
         backend="gloo", rank=number, world_size=world_size, ranks=(summary,), collectives=(collective,)
     )
-    return msgspec.structs.replace(run.build(), distributed=distributed, exit_code=code, exit="boom" if code else "finished")
+    return msgspec.structs.replace(
+        run.build(), distributed=distributed, exit_code=code, exit="boom" if code else "finished"
+    )
 
 
 def test_the_rank_that_sat_shortest_in_a_collective_waited_for_nobody() -> None:

@@ -32,11 +32,13 @@ def merge(ranks: Sequence[Evidence], *, notes: Iterable[str] = ()) -> Evidence:
     waited = _waited(by_rank, known)
     sources = list(base.sources)
     summaries = tuple(
-        _summary(by_rank[rank], known[rank], wait_s=sum(waited[rank].values()), sources=sources) for rank in sorted(by_rank)
+        _summary(by_rank[rank], known[rank], wait_s=sum(waited[rank].values()), sources=sources)
+        for rank in sorted(by_rank)
     )
     first = min(by_rank)
     collectives = tuple(
-        msgspec.structs.replace(c, wait_s=min(c.exposed_s, waited[first].get(_place(c, base), 0.0))) for c in own.collectives
+        msgspec.structs.replace(c, wait_s=min(c.exposed_s, waited[first].get(_place(c, base), 0.0)))
+        for c in own.collectives
     )
     missing = tuple(r for r in range(own.world_size) if r not in by_rank)
     distributed = msgspec.structs.replace(own, ranks=summaries, collectives=collectives, missing_ranks=missing)

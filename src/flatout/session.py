@@ -112,7 +112,9 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
 
     def publish(evidence: Evidence) -> None:
         write_file(path, to_json(evidence))
-        if observation.stop and is_alone:  # one rank that ends leaves the others waiting; who started them ends them all
+        if (
+            observation.stop and is_alone
+        ):  # one rank that ends leaves the others waiting; who started them ends them all
             end_script()
 
     capture = Capture(

@@ -9,7 +9,9 @@ SECONDS = st.floats(0, 10)
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=20))
-def test_in_each_call_one_rank_waits_for_nobody_and_none_longer_than_it_sat_there(rows: list[tuple[float, ...]]) -> None:
+def test_in_each_call_one_rank_waits_for_nobody_and_none_longer_than_it_sat_there(
+    rows: list[tuple[float, ...]],
+) -> None:
     columns = {rank: [row[rank] for row in rows] for rank in range(3)}
     waited = waits(columns)
     for i, row in enumerate(rows):

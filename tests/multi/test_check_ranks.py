@@ -126,7 +126,14 @@ def check(script: str, folder: Path, environment: dict[str, str], *, nproc: int,
     """Check a script as `nproc` ranks, started by flatout or by torchrun."""
     (folder / "train.py").write_text(textwrap.dedent(START) + textwrap.dedent(script))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "-m"]
-    command = ["flatout.cli", "check", *([] if launcher else ["--nproc", str(nproc)]), "--json", "report.json", "train.py"]
+    command = [
+        "flatout.cli",
+        "check",
+        *([] if launcher else ["--nproc", str(nproc)]),
+        "--json",
+        "report.json",
+        "train.py",
+    ]
     done = run([*(torchrun if launcher else []), *command], folder, environment)
     report = folder / "report.json"
     assert report.exists(), done.stderr
@@ -151,7 +158,9 @@ def test_two_ranks_are_one_report_and_compute_what_they_compute_alone(
     assert set(ran.distributed.ranks[0].step_numbers) & set(ran.distributed.ranks[1].step_numbers)
     assert set(ran.distributed.ranks[1].batch_elements) == {3 * 16 * 64}
 
-    texts = {c.op: (s.text, round(c.num)) for c in ran.distributed.collectives if (s := ran.evidence.source_of(c.source))}
+    texts = {
+        c.op: (s.text, round(c.num)) for c in ran.distributed.collectives if (s := ran.evidence.source_of(c.source))
+    }
     assert texts == {"ddp.gradients": ("loss.backward()", 3), "all_reduce": ("dist.all_reduce(logged)", 1)}
     [module] = ran.distributed.replications
     assert round(module.syncs_per_step) == 3

@@ -27,7 +27,9 @@ def main():
     images = torch.tensor(digits.data / 16.0, dtype=torch.float32)
     labels = torch.tensor(digits.target)
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, args.width), nn.GELU(), nn.Linear(args.width, args.width), nn.GELU(), nn.Linear(args.width, 10))
+    net = nn.Sequential(
+        nn.Linear(64, args.width), nn.GELU(), nn.Linear(args.width, args.width), nn.GELU(), nn.Linear(args.width, 10)
+    )
     model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)

@@ -59,8 +59,8 @@ def check(
 ) -> None:
     """Run SCRIPT unchanged, observe its steps, and report what makes them slow: line, cost, gain, edit.
 
-    The script runs as under python, prints what it prints, and goes on undisturbed when enough has been seen. Several ranks: `--nproc 2`,
-    or your own launcher: `torchrun ... -m flatout.cli check SCRIPT`; rank 0 reports them all.
+    The script runs as under python, prints what it prints, and goes on undisturbed when enough has been seen.
+    Several ranks: `--nproc 2`, or your own launcher: `torchrun ... -m flatout.cli check SCRIPT`; rank 0 reports them all.
     """
     from flatout.session import Observation
 

@@ -13,7 +13,8 @@ from flatout.errors import RecordError
 
 def report(
     evidence: Annotated[
-        list[Path], typer.Argument(help="What `flatout check --json` wrote; several ranks' files, or their folder, are merged.")
+        list[Path],
+        typer.Argument(help="What `flatout check --json` wrote; several ranks' files, or their folder, are merged."),
     ],
     json: Annotated[Path | None, typer.Option("--json", help="Write Evidence and findings to this file.")] = None,
 ) -> None:

@@ -61,9 +61,7 @@ def balance_of(distributed: Distributed | None) -> Balance | None:
     ranks = [r for r in distributed.ranks if r.step_numbers] if distributed is not None else []
     if len(ranks) < 2:
         return None
-    tables = [
-        dict(zip(r.step_numbers, zip(r.work_by_step, r.batch_elements, strict=True), strict=True)) for r in ranks
-    ]
+    tables = [dict(zip(r.step_numbers, zip(r.work_by_step, r.batch_elements, strict=True), strict=True)) for r in ranks]
     steps = sorted(set.intersection(*(set(t) for t in tables)))
     if not steps:
         return None

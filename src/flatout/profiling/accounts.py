@@ -72,7 +72,9 @@ class OperatorTable:
         steps = ordinary[1:] or ordinary
         if steps:
             nearby = _nearby(observer.timeline.steps)
-            self._fill(observer, steps, nearby if observer.ranks is None else _less_communication(nearby, observer.ranks))
+            self._fill(
+                observer, steps, nearby if observer.ranks is None else _less_communication(nearby, observer.ranks)
+            )
 
     def _fill(self, observer: Observer, steps: list[DeepStep], nearby: Nearby) -> None:
         is_whole = not any(s.truncated for s in steps)

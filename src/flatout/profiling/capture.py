@@ -30,7 +30,7 @@ Propose = Callable[[Evidence], Iterable[Trial]]
 
 
 class Capture:
-    """Observes the thread that made it. Call `start`, let the code run, call `finish`. `place` says which rank of several this is.
+    """Observes the thread that made it. Call `start`, let the code run, call `finish`. `place` tells the rank among several.
 
     `publish` receives the Evidence as soon as the observation is complete, while the script may still be running, and never
     more than once before `finish`. `draft` receives what there is after the close looks, in case the process is killed later.

@@ -147,7 +147,7 @@ class Collectives:
         if site < 0 and phase == "backward":
             site = self._backward_site()
         try:
-            backend, size = dist.get_backend(group), dist.get_world_size(group)
+            backend, size = str(dist.get_backend(group)), dist.get_world_size(group)
         except (RuntimeError, ValueError, AssertionError):  # a group that this rank is no member of
             backend, size = "", 0
         return CollectiveKey(op, site, phase, backend, size, caller)

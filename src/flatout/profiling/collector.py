@@ -1,4 +1,4 @@
-"""What a further collector looks like to the observer: it watches from install to remove, and is told of closely watched steps."""
+"""What a further collector looks like to the observer: it watches from install to remove, and is told of close looks."""
 
 from __future__ import annotations
 

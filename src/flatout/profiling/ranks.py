@@ -163,7 +163,8 @@ class RankWatch:
     def exposed_s(self, phase: str | None = None) -> float:
         """Median exposed communication of a step: in one phase, or in all."""
         rows = [
-            sum(t.exposed_s for key, t in s.calls.items() if phase is None or key.phase == phase) for s in self._usable()
+            sum(t.exposed_s for key, t in s.calls.items() if phase is None or key.phase == phase)
+            for s in self._usable()
         ]
         return statistics.median(rows) if rows else 0.0
 

@@ -1,7 +1,7 @@
 """DistributedDataParallel modules: their settings, their buckets, and what their gradient synchronisation takes.
 
-The reducer launches its collectives from C++, where no wrapper sees them. DDP keeps its own time stamps of the backward's end and of
-the end of the communication for its logs; they are read here. No communication hook is registered: that would change what runs.
+The reducer launches its collectives from C++, where no wrapper sees them. DDP keeps its own time stamps of the backward's end and
+of the end of the communication for its logs; they are read here. No communication hook is registered: that would change the run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Replications:
 
     def install(self, patches: Patches) -> None:
         """Note DDP modules as they are made, and time `Reducer.prepare_for_backward`."""
-        from torch.distributed import Reducer
+        from torch._C._distributed_c10d import Reducer
 
         construct: Callable[..., None] = DistributedDataParallel.__init__
         prepare: Callable[..., Any] = Reducer.prepare_for_backward

@@ -25,7 +25,11 @@ def ranks(evidence: Evidence) -> list[RenderableType]:
     distributed = evidence.distributed
     if distributed is None or not distributed.ranks:
         return []
-    parts: list[RenderableType] = ["", Words(_title(distributed), style="bold"), Padding(_table(distributed), (0, 0, 0, 2))]
+    parts: list[RenderableType] = [
+        "",
+        Words(_title(distributed), style="bold"),
+        Padding(_table(distributed), (0, 0, 0, 2)),
+    ]
     if distributed.collectives:
         heading = f"Collectives of rank {distributed.rank} in a step"
         parts += ["", Words(heading, style="bold"), Padding(_collectives(evidence, distributed), (0, 0, 0, 2))]

@@ -33,7 +33,9 @@ def test_large_calls_are_left_alone(how: dict[str, float]) -> None:
 
 def test_many_small_buckets_are_a_note() -> None:
     run = EvidenceBuilder()
-    run.replication(run.line("train.py", 9, "DistributedDataParallel(net, bucket_cap_mb=0.1)"), bucket_bytes=(100_000,) * 40)
+    run.replication(
+        run.line("train.py", 9, "DistributedDataParallel(net, bucket_cap_mb=0.1)"), bucket_bytes=(100_000,) * 40
+    )
     diagnosis = diagnose(run.build(), [RULE])
     assert diagnosis.findings == ()
     assert "40 gradient buckets" in diagnosis.notes[0].text

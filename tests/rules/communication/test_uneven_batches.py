@@ -5,7 +5,18 @@ from tests.evidence_builder import EvidenceBuilder, only_finding
 
 from flatout.rules.communication.uneven_batches import RULE
 
-SIZES = ((100, 400), (300, 100), (200, 500), (400, 100), (100, 300), (500, 200), (200, 300), (300, 400), (100, 200), (400, 300))
+SIZES = (
+    (100, 400),
+    (300, 100),
+    (200, 500),
+    (400, 100),
+    (100, 300),
+    (500, 200),
+    (200, 300),
+    (300, 400),
+    (100, 200),
+    (400, 300),
+)
 
 
 def two_ranks(sizes: tuple[tuple[int, int], ...] = SIZES, *, follows: bool = True) -> EvidenceBuilder:
@@ -14,7 +25,9 @@ def two_ranks(sizes: tuple[tuple[int, int], ...] = SIZES, *, follows: bool = Tru
     run.loader(run.line("train.py", 15, "for batch in loader:"))
     for rank in (0, 1):
         elements = [pair[rank] for pair in sizes]
-        run.rank(work_s=[2e-4 * n if follows else 0.05 + 0.001 * (i % 3) for i, n in enumerate(elements)], elements=elements)
+        run.rank(
+            work_s=[2e-4 * n if follows else 0.05 + 0.001 * (i % 3) for i, n in enumerate(elements)], elements=elements
+        )
     return run
 
 

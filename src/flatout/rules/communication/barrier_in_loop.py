@@ -36,7 +36,8 @@ def note(evidence: Evidence) -> Iterator[Note]:
         yield Note(
             rule=RULE.id,
             where=evidence.source_of(source),
-            text=f"{num:.0f} barrier(s) a step; {exposed_s * 1e3:.2f} ms in them, {own_s * 1e3:.2f} ms beyond the wait for the last rank",
+            text=f"{num:.0f} barrier(s) a step; {exposed_s * 1e3:.2f} ms in them, {own_s * 1e3:.2f} ms beyond the wait for the "
+            "last rank",
         )
 
 

@@ -39,8 +39,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(source),
             cost_s=transfer_s,
             saved_s=(0.3 * hidden_s, 0.9 * hidden_s),
-            because=f"{num:.0f} {by_hand[0].op} of {sum(r.bytes for r in by_hand) / 1e6:.1f} MB a step run one after another when the "
-            f"backward is over; the step stands still for {transfer_s * 1e3:.2f} ms",
+            because=f"{num:.0f} {by_hand[0].op} of {sum(r.bytes for r in by_hand) / 1e6:.1f} MB a step run one after another "
+            f"when the backward is over; the step stands still for {transfer_s * 1e3:.2f} ms",
             edit="wrap the model in DistributedDataParallel, which averages gradients in buckets while the backward still runs",
             levers=RULE.levers,
         )
@@ -58,8 +58,8 @@ def note(evidence: Evidence) -> Iterator[Note]:
         yield Note(
             rule=RULE.id,
             where=evidence.source_of(source),
-            text=f"{names}: {transfer_s * 1e3:.2f} ms of each step are transfer that no work hides ({size:.2f} MB a step); fewer bits (a bf16 "
-            "compression hook), fewer synchronisations or more work between them would make it smaller",
+            text=f"{names}: {transfer_s * 1e3:.2f} ms of each step are transfer that no work hides ({size:.2f} MB a step); fewer "
+            "bits (a bf16 compression hook), fewer synchronisations or more work between them would make it smaller",
         )
 
 

@@ -37,7 +37,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             cost_s=sum(r.exposed_s for r in rows),
             saved_s=(0.6 * own_s, 0.98 * own_s),
             because=f"{_what(rows)} a step: {own_s * 1e3:.2f} ms beyond the wait for slower ranks",
-            edit="if it serves a log: add the numbers up on each rank and reduce the sums every 50 steps or so, several in one tensor",
+            edit="if it serves a log: add the numbers up on each rank and reduce the sums every 50 steps or so, "
+            "several in one tensor",
             levers=RULE.levers,
         )
 
@@ -45,7 +46,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 def note(evidence: Evidence) -> Iterator[Note]:
     """Yield a note per line that costs too little to be reported."""
     for source, rows in _lines(evidence).items():
-        text = f"{_what(rows)} a step; {sum(r.exposed_s for r in rows) * 1e3:.2f} ms in it, waiting for slower ranks included"
+        exposed_s = sum(r.exposed_s for r in rows)
+        text = f"{_what(rows)} a step; {exposed_s * 1e3:.2f} ms in it, waiting for slower ranks included"
         yield Note(rule=RULE.id, where=evidence.source_of(source), text=text)
 
 

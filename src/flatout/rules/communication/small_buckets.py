@@ -41,7 +41,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             saved_s=(0.5 * saved_s, saved_s),
             because=f"{row.num:.0f} {row.op} a step carry {row.bytes / max(1.0, row.num) / 1e3:.1f} kB each; a call takes "
             f"{row.small_call_s * 1e6:.0f} us however little it carries",
-            edit="flatten the tensors into one (torch._utils._flatten_dense_tensors, or one buffer with views), reduce that once; "
+            edit="flatten the tensors into one (torch._utils._flatten_dense_tensors, or one buffer with views) and reduce that; "
             "for gradients use DistributedDataParallel",
             levers=RULE.levers,
         )
@@ -64,7 +64,7 @@ def _text(module: Replication, distributed: Distributed | None) -> str:
     small_s = min((c.small_call_s for c in distributed.collectives if c.small_call_s), default=0.0)
     price = f"; each costs about {small_s * 1e6:.0f} us of latency" if small_s else ""
     return (
-        f"{len(module.bucket_bytes)} gradient buckets of {_mean_bytes(module) / 1e6:.2f} MB on average{price}: bucket_cap_mb was set to "
+        f"{len(module.bucket_bytes)} gradient buckets of {_mean_bytes(module) / 1e6:.2f} MB on average{price}: bucket_cap_mb is "
         f"{module.bucket_cap_bytes / (1 << 20):.1f}, try the default of 25"
     )
 

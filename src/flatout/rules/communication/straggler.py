@@ -43,10 +43,10 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         where=_line(evidence, source),
         cost_s=extra_s,
         saved_s=(0.5 * extra_s, extra_s),
-        because=f"rank {slowest} works {extra_s * 1e3:.2f} ms longer than the next slowest in a step, in {share:.0%} of the steps "
-        f"({_works(balance)}){place}",
-        edit=f"make rank {slowest} do what the others do: move logging, checkpoints and evaluation out of its step or spread them over "
-        "ranks; if its code is the same, look at its processor, memory and cooling",
+        because=f"rank {slowest} works {extra_s * 1e3:.2f} ms longer than the next slowest in a step, in {share:.0%} of the "
+        f"steps ({_works(balance)}){place}",
+        edit=f"make rank {slowest} do what the others do: move logging, checkpoints and evaluation out of its step or spread "
+        "them over ranks; if its code is the same, look at its processor, memory and cooling",
         levers=RULE.levers,
     )
 

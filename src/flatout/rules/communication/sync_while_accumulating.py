@@ -35,8 +35,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(module.backward_source),
             cost_s=cost_s,
             saved_s=(min(low_s * (syncs - 1), cost_s), min(exposed_s * (syncs - 1), cost_s)),
-            because=f"{syncs} backward passes a step each synchronise {sum(module.bucket_bytes) / 1e6:.1f} MB of gradients and wait "
-            f"{exposed_s * 1e3:.2f} ms for it; the optimizer reads them once",
+            because=f"{syncs} backward passes a step each synchronise {sum(module.bucket_bytes) / 1e6:.1f} MB of gradients and "
+            f"wait {exposed_s * 1e3:.2f} ms for it; the optimizer reads them once",
             edit="run all micro-batches but the last of a step under `with model.no_sync():` (forward and backward)",
             levers=RULE.levers,
         )
@@ -51,7 +51,8 @@ def note(evidence: Evidence) -> Iterator[Note]:
             yield Note(
                 rule=RULE.id,
                 where=evidence.source_of(module.backward_source),
-                text=f"{syncs} synchronisations of the gradients a step; if they are accumulated, `no_sync()` saves all but the last",
+                text=f"{syncs} synchronisations of the gradients a step; if they are accumulated, `no_sync()` saves all but "
+                "the last",
             )
 
 

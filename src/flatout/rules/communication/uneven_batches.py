@@ -40,8 +40,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         saved_s=(0.6 * saved_s, saved_s),
         because=f"the largest batch of a step is {1 + _unevenness(balance):.2f} times the mean over ranks, and sizes explain "
         f"{balance.line.explained_fraction:.0%} of the differences in work: they wait {saved_s * 1e3:.2f} ms a step for it",
-        edit="share each global batch out by length: sort its samples, longest first, and give each to the rank with the least work "
-        "so far (or pack samples to a fixed number of tokens)",
+        edit="share each global batch out by length: sort its samples, longest first, and give each to the rank with the least "
+        "work so far (or pack samples to a fixed number of tokens)",
         levers=RULE.levers,
     )
 

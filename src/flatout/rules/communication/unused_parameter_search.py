@@ -37,7 +37,7 @@ def note(evidence: Evidence) -> Iterator[Note]:
         yield Note(
             rule=RULE.id,
             where=evidence.source_of(module.source),
-            text=f"find_unused_parameters=True found no unused parameter; the search takes {module.search_s * 1e3:.2f} ms a step: {_EDIT}",
+            text=f"find_unused_parameters=True found none; the search takes {module.search_s * 1e3:.2f} ms a step: {_EDIT}",
         )
 
 
