@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from flatout.cost.flops import operator_flop
 from flatout.profiling.sites import Sites
@@ -44,6 +44,8 @@ _RANDOM: Final = (
     "poisson",
     "cauchy",
 )
+_COLLECTIVE: Final = ("c10d.", "_c10d_functional", "fsdp.")
+"""Namespaces of operators whose results come from other processes."""
 _EMPTY: Final = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
 _READS: Final = {
     "aten._local_scalar_dense": "item",
@@ -357,9 +359,13 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _is_constant(self, name: str, tensors: list[Tensor], storages: tuple[int, ...], phase: str, site: int) -> bool:
         """Whether the result depends on nothing but constants: no parameter, no batch, no random number."""
-        if site < 0 or phase in ("backward", "optimizer") or any(r in name for r in _RANDOM):
+        if site < 0 or phase in ("backward", "optimizer") or name.startswith(_COLLECTIVE):
+            return False
+        if any(r in name for r in _RANDOM):
             return False
         for tensor, storage in zip(tensors, storages, strict=True):
+            if is_wrapper(tensor):
+                return False
             known = self._constant.get(storage)
             if known is None:
                 known = not (tensor.requires_grad or storage in self.data_storages)
@@ -395,6 +401,11 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 def _meta(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.is_contiguous(), tensor.device.type)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether other tensors, perhaps on other ranks, stand behind this one (DTensor): reading its values may communicate."""
+    return type(tensor) not in (Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -437,7 +448,8 @@ def _fingerprint(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return 0
-    return zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
+    # Of a copy: NumPy's view of a storage makes it one that cannot be resized, and sharded parameters are resized.
+    return zlib.crc32(flat.view(torch.uint8).to("cpu", copy=True).numpy().data)
 
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
