@@ -11,8 +11,8 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from flatout.profiling.operators import is_wrapper
 from flatout.profiling.patching import Patches
 from flatout.profiling.sites import Sites
 
@@ -278,6 +278,11 @@ def without_replication(module: nn.Module) -> nn.Module:
     """The module that a DistributedDataParallel wraps: a copy of it computes the same and talks to nobody."""
     inner = getattr(module, "module", None)
     return inner if isinstance(module, nn.parallel.DistributedDataParallel) and isinstance(inner, nn.Module) else module
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether other tensors, perhaps on other ranks, stand behind this one (DTensor): reading its values may communicate."""
+    return type(tensor) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor)
 
 
 def iter_tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.cost.flops import operator_flop
+from flatout.profiling.calls import is_wrapper
 from flatout.profiling.sites import Sites
 
 if TYPE_CHECKING:
@@ -401,11 +402,6 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 def _meta(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.is_contiguous(), tensor.device.type)
-
-
-def is_wrapper(tensor: Tensor) -> bool:
-    """Whether other tensors, perhaps on other ranks, stand behind this one (DTensor): reading its values may communicate."""
-    return type(tensor) not in (Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(tensor)
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flatout.profiling.calls import iter_tensors
+from flatout.profiling.calls import is_wrapper, iter_tensors
 from flatout.profiling.census import Census, gradient_of, parameters_of
-from flatout.profiling.operators import is_wrapper
 from flatout.records.usage import ModuleFact
 
 _SCALAR_BYTES: Final = 8

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatout.profiling.operators import is_wrapper
+from flatout.profiling.calls import is_wrapper
 
 _SMALLEST_WIDTH: Final = 8
 _LARGEST_BYTES: Final = 64 << 20

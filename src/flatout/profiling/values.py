@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.profiling.operators import OperatorKey, is_wrapper
+from flatout.profiling.calls import is_wrapper
+from flatout.profiling.operators import OperatorKey
 from flatout.records.usage import ModuleFact
 
 _LARGEST_MASK: Final = 64 << 20
