@@ -17,6 +17,7 @@ from math import prod
 from typing import Final, Literal, TypeVar
 
 from flatout.records.compilation import Compilation, CompileEvent
+from flatout.records.distributed import Collective, Distributed, RankLine, RankSummary, Replication
 from flatout.records.evidence import (
     Constant,
     Evidence,
@@ -144,6 +145,9 @@ class EvidenceBuilder:
         self.facts: list[ModuleFact] = []
         self.escapes: tuple[int, ...] | None = None
         self.num_threads = 8
+        self.collectives: list[Collective] = []
+        self.replications: list[Replication] = []
+        self.ranks: list[RankSummary] = []
 
     # ------------------------------------------------------------------------------------------------- lines and operators
 
@@ -455,6 +459,98 @@ class EvidenceBuilder:
         """A global switch in force, and the line that threw it."""
         self.settings.append(Setting(name=name, value=value, source=self.sources[source] if source >= 0 else None))
 
+    # -------------------------------------------------------------------------------------------------------------- ranks
+
+    def collective(
+        self,
+        source: int,
+        *,
+        op: str = "all_reduce",
+        phase: str = "other",
+        num: float = 1.0,
+        bytes: int = 4,
+        exposed_s: float = 0.01,
+        wait_s: float = 0.0,
+        caller: str = "",
+        small_call_s: float = 0.0,
+    ) -> int:
+        """What a collective of two ranks takes in a step; the run becomes rank 0 of two."""
+        return _add(
+            self.collectives,
+            Collective(
+                op=op,
+                source=source,
+                phase=phase,
+                backend="gloo",
+                group_size=2,
+                num=num,
+                bytes=bytes,
+                seconds=exposed_s,
+                exposed_s=exposed_s,
+                wait_s=wait_s,
+                caller=caller,
+                small_call_s=small_call_s,
+            ),
+        )
+
+    def replication(
+        self,
+        source: int,
+        *,
+        backward: int = -1,
+        bucket_bytes: tuple[int, ...] = (4 << 20,),
+        syncs_per_step: float = 1.0,
+        exposed_per_sync_s: float | None = 0.005,
+        search_s: float = 0.0,
+        find_unused_parameters: bool = False,
+        has_unused_parameters: bool | None = False,
+    ) -> int:
+        return _add(
+            self.replications,
+            Replication(
+                source=source,
+                bucket_bytes=bucket_bytes,
+                find_unused_parameters=find_unused_parameters,
+                has_unused_parameters=has_unused_parameters,
+                static_graph=False,
+                gradient_as_bucket_view=False,
+                syncs_per_step=syncs_per_step,
+                backward_source=backward,
+                exposed_per_sync_s=exposed_per_sync_s,
+                search_s=search_s,
+                bucket_cap_bytes=25 << 20,
+            ),
+        )
+
+    def rank(self, *, work_s: Sequence[float], elements: Sequence[int], lines: tuple[RankLine, ...] = ()) -> int:
+        """The next rank's own work and batches, step by step."""
+        number = len(self.ranks)
+        return _add(
+            self.ranks,
+            RankSummary(
+                rank=number,
+                host="host",
+                step_s=self.steps.step_s,
+                work_s=sum(work_s) / len(work_s),
+                step_numbers=tuple(range(4, 4 + len(work_s))),
+                work_by_step=tuple(work_s),
+                batch_elements=tuple(elements),
+                lines=lines,
+            ),
+        )
+
+    def _distributed(self) -> Distributed | None:
+        if not (self.collectives or self.replications or self.ranks):
+            return None
+        return Distributed(
+            backend="gloo",
+            rank=0,
+            world_size=max(2, len(self.ranks)),
+            ranks=tuple(self.ranks),
+            collectives=tuple(self.collectives),
+            replications=tuple(self.replications),
+        )
+
     # ------------------------------------------------------------------------------------------------------------- trials
 
     def trial(self, result: TrialResult) -> None:
@@ -503,6 +599,7 @@ class EvidenceBuilder:
             uses=tuple(self.uses),
             compilation=self.compilation,
             module_facts=tuple(self.facts),
+            distributed=self._distributed(),
             trials=tuple(self.trials),
             observing=Observing(light_fraction=0.01, deep_s=0.4, trials_s=1.0, other_s=0.2, num_deep_steps=3),
             exit="finished",

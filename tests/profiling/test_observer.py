@@ -425,3 +425,19 @@ def test_a_wrapper_of_a_framework_does_not_show_in_module_paths() -> None:
 
     assert {m.name for m in evidence.models} == {"Sequential"}
     assert {o.module for o in evidence.operators if o.op == "aten.addmm"} == {"Sequential.0", "Sequential.3"}
+
+
+def test_the_memory_of_a_constant_can_still_be_resized() -> None:
+    def loop() -> None:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(20):
+            scale = torch.ones(8).cumsum(0)
+            net(torch.randn(4, 8) * scale).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scale.untyped_storage().resize_(0)  # as sharded parameters are freed
+
+    evidence = observe(loop)
+
+    assert evidence.observing.num_deep_steps == 3

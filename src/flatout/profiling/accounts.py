@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from typing import Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 import torch
 
@@ -19,6 +19,9 @@ from flatout.profiling.overhead import InterceptionCost
 from flatout.profiling.schedule import Mode
 from flatout.profiling.timeline import TimedStep
 from flatout.records.evidence import Operator, Phase, TensorSpec, Trace
+
+if TYPE_CHECKING:
+    from flatout.profiling.ranks import RankWatch
 
 Bound = Literal["sum", "device", "host"]
 
@@ -70,7 +73,10 @@ class OperatorTable:
         ordinary = [s for s in observer.deep.steps if s.root_calls <= usual] or observer.deep.steps
         steps = ordinary[1:] or ordinary
         if steps:
-            self._fill(observer, steps, _nearby(observer.timeline.steps))
+            nearby = _nearby(observer.timeline.steps)
+            self._fill(
+                observer, steps, nearby if observer.ranks is None else _less_communication(nearby, observer.ranks)
+            )
 
     def _fill(self, observer: Observer, steps: list[DeepStep], nearby: Nearby) -> None:
         self.nearby_step_s = nearby.step_s or None
@@ -183,6 +189,15 @@ def _nearby(steps: list[TimedStep]) -> Nearby:
     whole_s = statistics.median(s.duration_s for s in near)
     groups = {g: statistics.median(s.phases.get(g, 0.0) for s in near) for g in ("backward", "optimizer")}
     return Nearby(whole_s, {**groups, "rest": max(0.0, whole_s - sum(groups.values()))})
+
+
+def _less_communication(nearby: Nearby, ranks: RankWatch) -> Nearby:
+    """The rank's own work alone: a wait in a collective is no operator's time."""
+    groups = {g: max(0.0, s - ranks.exposed_s(g)) for g, s in nearby.groups.items() if g != "rest"}
+    if not groups:
+        return nearby
+    step_s = max(0.0, nearby.step_s - ranks.exposed_s())
+    return Nearby(step_s, {**groups, "rest": max(0.0, step_s - sum(groups.values()))})
 
 
 def usual_root_calls(steps: list[TimedStep]) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatout.profiling.patching import Patches
 from flatout.profiling.sites import Sites
@@ -92,7 +93,7 @@ class Root:
     def compare_with_last(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note whether this call's first input is the last one's with more behind it, and keep a copy for the next."""
         first = next(iter_tensors((args, kwargs)), None)
-        if first is None or first.dim() < 2 or first.numel() > _COMPARED_ELEMENTS:
+        if first is None or is_wrapper(first) or first.dim() < 2 or first.numel() > _COMPARED_ELEMENTS:
             return
         last, self.last_input = self.last_input, first.detach().clone()
         if last is not None and last.dim() == first.dim() and last.dtype == first.dtype:
@@ -194,7 +195,7 @@ class ModuleCalls:
         if root is None or root.module() is not module:
             root = self.roots[key] = Root(module, key[1])
             if len(self.roots) <= _MODULES_HELD and root.num_parameters <= _LARGEST_HELD:
-                root.held = module
+                root.held = without_replication(module)
         root.calls += 1
         root.weighted_calls += self.weight
         root.is_training = module.training
@@ -271,6 +272,17 @@ def module_paths(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         module = module._modules[_WRAPPERS[type(module).__name__]]  # type: ignore[assignment]
     for name, inner in user.named_modules():
         yield (f"{top}.{name}" if name else top), inner
+
+
+def without_replication(module: nn.Module) -> nn.Module:
+    """The module that a DistributedDataParallel wraps: a copy of it computes the same and talks to nobody."""
+    inner = getattr(module, "module", None)
+    return inner if isinstance(module, nn.parallel.DistributedDataParallel) and isinstance(inner, nn.Module) else module
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether other tensors, perhaps on other ranks, stand behind this one (DTensor): reading its values may communicate."""
+    return type(tensor) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor)
 
 
 def iter_tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from flatout.profiling.escapes import Escapes
 from flatout.profiling.memory import MemoryLook
 from flatout.profiling.module_facts import ModuleFacts
 from flatout.profiling.observer import Observer
+from flatout.profiling.place import Place
 from flatout.profiling.progress import ProgressFile
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
@@ -37,10 +38,10 @@ Propose = Callable[[Evidence], Iterable[Trial]]
 
 
 class Capture:
-    """Observes the thread that made it. Call `start`, let the code run, call `finish`.
+    """Observes the thread that made it. Call `start`, let the code run, call `finish`. `place` tells the rank among several.
 
     `publish` receives the Evidence as soon as the observation is complete, while the script may still be running, and never
-    more than once before `finish`.
+    more than once before `finish`. `draft` receives what there is after the close looks, in case the process is killed later.
     """
 
     def __init__(
@@ -54,16 +55,20 @@ class Capture:
         user_root: str | None = None,
         publish: Callable[[Evidence], None] | None = None,
         progress: ProgressFile | None = None,
+        place: Place | None = None,
+        draft: Callable[[Evidence], None] | None = None,
     ) -> None:
         self._command = command
         self._cwd = cwd
         self._machine = machine
         self._propose = propose
         self._publish = publish
+        self._draft = draft
+        self._is_hurried = False
         self._results: list[TrialResult] = []
         self._other_s = 0.0
         self._last: Evidence | None = None
-        self.observer = Observer(schedule, user_root=user_root, pause=self._pause, complete=self._complete)
+        self.observer = Observer(schedule, user_root=user_root, pause=self._pause, complete=self._complete, place=place)
         self.memory = MemoryLook(self.observer)
         self.observer.collectors += (self.memory,)
         self.observer.watch = self.memory
@@ -94,9 +99,15 @@ class Capture:
 
     def finish(self, *, exit: str, exit_code: int | None) -> Evidence:
         """End the observation (if it has not ended by itself), run the trials that are left, and return the Evidence."""
+        self._is_hurried = self.observer.ranks is not None and bool(exit_code)  # the other ranks are being ended now
         if self._last is None:
             self._last = self._conclude()
         return msgspec.structs.replace(self._last, exit=exit, exit_code=exit_code)
+
+    def snapshot(self, *, exit: str, exit_code: int | None) -> Evidence:
+        """What there is now, for a process that ends at once; nothing is tried or taken away any more."""
+        evidence = self._last if self._last is not None else self._evidence()
+        return msgspec.structs.replace(evidence, exit=exit, exit_code=exit_code)
 
     def _complete(self) -> None:
         """The observer has seen enough; the script goes on without it."""
@@ -122,12 +133,20 @@ class Capture:
         wanted = [t for t in dict.fromkeys(self._propose(evidence)) if t not in done]
         self._other_s += perf_counter() - began
         left = observer.schedule.trials_budget_s - observer.trials_s
-        if wanted and left > 0:
+        if wanted and left > 0 and not self._is_hurried:
             began = perf_counter()
             if observer.progress is not None:
                 observer.progress.tell("trials", num_steps=observer.seen)
-            self._results += run_trials(wanted, self._scene(), budget_s=left)
+            if observer.ranks is not None:
+                observer.ranks.fence(True)
+            try:
+                self._results += run_trials(wanted, self._scene(), budget_s=left)
+            finally:
+                if observer.ranks is not None:
+                    observer.ranks.fence(False)
             observer.trials_s += perf_counter() - began
+        if self._draft is not None and not observer.is_complete:
+            self._draft(self._evidence())
 
     def _scene(self) -> Scene:
         observer = self.observer
@@ -157,6 +176,8 @@ class Capture:
             yield observer.kernels.failure
         if (processes := observer.processes.note()) is not None:
             yield processes
+        if observer.ranks is not None:
+            yield from observer.ranks.notes()
         if 0 < observer.seen < FEWEST_STEPS and not observer.deep.steps:
             yield (
                 f"only {observer.seen} steps, too few to look inside one: no operators, lines or trials; "
@@ -194,6 +215,7 @@ class Capture:
             roots,
             observer.optimizing.optimized_ids(),
             observer.settings.read(environment()),
+            world_size=observer.ranks.place.world_size if observer.ranks is not None else 1,
         )
         lines = assemble.lines_of(observer, table, steps.step_s)
         return Evidence(
@@ -229,6 +251,7 @@ class Capture:
             compilation=observer.compiling.record(observer.timeline.steps),
             timeline=self._timeline(table),
             module_facts=(*self.memory.facts(), *self._module_facts.facts(), *self._values.facts()),
+            distributed=observer.ranks.record(lines, steps.phases, steps.step_s) if observer.ranks else None,
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
             notes=tuple(self._notes()),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
+from flatout.profiling.calls import ModuleCalls, Root, is_wrapper, iter_tensors
 from flatout.profiling.optimizing import OptimizerWatched, Optimizing
 from flatout.profiling.patching import Patches
 from flatout.profiling.schedule import Mode
@@ -228,7 +228,7 @@ def _fact(name: str, root: Root, *, value: float = 0.0, text: str = "") -> Modul
 def _fingerprint(value: Any) -> int:
     """A number that tells nests of tensors apart by their bits; 0 for what is too large or holds no tensor."""
     tensors = list(iter_tensors(value))
-    if not tensors or any(t.is_sparse or t.layout != torch.strided for t in tensors):
+    if not tensors or any(is_wrapper(t) or t.is_sparse or t.layout != torch.strided for t in tensors):
         return 0
     if sum(t.numel() * t.element_size() for t in tensors) > _MOST_HASHED_BYTES:
         return 0

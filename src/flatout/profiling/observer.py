@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
@@ -24,6 +24,7 @@ from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import light_cost_s
 from flatout.profiling.padding import name_tensors
 from flatout.profiling.patching import Patches
+from flatout.profiling.place import Place
 from flatout.profiling.processes import Processes
 from flatout.profiling.progress import ProgressFile, doing_in
 from flatout.profiling.reads import HostReads, is_on_accelerator
@@ -34,6 +35,9 @@ from flatout.profiling.sites import Sites
 from flatout.profiling.timeline import Timeline
 from flatout.profiling.uses import Uses
 
+if TYPE_CHECKING:
+    from flatout.profiling.ranks import RankWatch
+
 _CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP, Mode.MEMORY)
 _INFERENCE_AFTER: Final = 3
 """Root calls without a backward after which a loop counts as inference."""
@@ -43,7 +47,7 @@ class Observer:
     """Watches the thread that made it, from `install` to `remove`. Every event handler is here; what is kept lies in the parts.
 
     `pause` is called at the border after the deep steps with the observer inactive: the time for trials. `complete` is called
-    when the schedule is done.
+    when the schedule is done. `place` is given when this process is one rank of several.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Observer:
         user_root: str | None,
         pause: Callable[[Observer], None],
         complete: Callable[[], None],
+        place: Place | None = None,
     ) -> None:
         self.schedule = schedule
         self.sites = Sites(user_root=user_root)
@@ -79,7 +84,10 @@ class Observer:
             step=self._step_in_progress,
             on_use=self.uses.spare_compiled_code,
         )
+        self.ranks = None if place is None else self._watch_ranks(place)
         self.collectors: tuple[Collector, ...] = (self.compiling, self.uses)
+        if self.ranks is not None:
+            self.collectors += (self.ranks,)
         self.watch: StepWatch | None = None
         self.root_watchers: tuple[RootWatcher, ...] = ()
         self.light_s = 0.0
@@ -98,6 +106,17 @@ class Observer:
         self._roots_without_backward = 0
         self._leader: Root | None = None
         self._is_installed = False
+
+    def _watch_ranks(self, place: Place) -> RankWatch:
+        from flatout.profiling.ranks import RankWatch  # there are builds of torch without torch.distributed
+
+        watch = RankWatch(self.sites, place, phase=lambda: self.timeline.phase)
+        watch.collectives.after_call = self._resume_recording
+        return watch
+
+    def _resume_recording(self) -> None:
+        if self.deep.recorder is not None:
+            self.deep.recorder.resume()
 
     # -- life -------------------------------------------------------------------------------------------------------------
 
@@ -188,6 +207,8 @@ class Observer:
         ):
             self.deep.look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
             self.deep.compare_inputs(root, args, kwargs)
+        if self.ranks is not None and root.has_parameters and (root.is_training or self.kind != "training"):
+            self.ranks.add_batch(args, kwargs)
         is_deep = self.mode is Mode.DEEP and recorder is not None
         if is_deep or root.calls == 1:
             with self.deep.aside():
@@ -261,12 +282,17 @@ class Observer:
                     self.fail(e)
             if self.deep.recorder is not None:
                 self.deep.recorder.mark_backward(sys._getframe(1))
+            if self.ranks is not None:
+                self.ranks.begin_backward(sys._getframe(1))
             try:
                 return original(*args, **kwargs)
             finally:
                 self._in_backward = False
                 if self.deep.recorder is not None:
                     self.deep.recorder.mark_backward(None)
+                if self.ranks is not None:
+                    self.ranks.end_backward()
+                    self._resume_recording()
                 self.timeline.switch("optimizer" if self._in_optimizer else "other")
                 if self.kind in ("none", "inference"):
                     self._restart("manual")
@@ -306,6 +332,8 @@ class Observer:
             self.uses.clear()
             self.sampler.clear()
             self.sampler.is_on = False
+            if self.ranks is not None:
+                self.ranks.restart()
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
 
@@ -343,6 +371,8 @@ class Observer:
                 collector.end(before)
         elif self.watch is not None:
             self.watch.on_light()
+        if self.ranks is not None:
+            self.ranks.end_step(before, self.seen, duration_s, is_device=self.is_device)
         self.mode = self.schedule.mode(
             seen=self.seen,
             deep_elapsed_s=self.deep_s,
@@ -385,6 +415,7 @@ class Observer:
             + self.schedule.num_memory
         )
         is_plain = self.kind == "training" and len(self.optimizing.watched) == 1 and not self.is_device
+        is_plain &= self.ranks is None  # ranks are compared step by step, and blocks of theirs would differ
         if not is_plain or self.seen <= looks:
             return
         self.blocks.rhythm.add(self.seen, step_s)

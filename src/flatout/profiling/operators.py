@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.cost.flops import operator_flop
+from flatout.profiling.calls import is_wrapper
 from flatout.profiling.sites import Sites
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ _RANDOM: Final = (
     "poisson",
     "cauchy",
 )
+_COLLECTIVE: Final = ("c10d.", "_c10d_functional", "fsdp.")
+"""Namespaces of operators whose results come from other processes."""
 _EMPTY: Final = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
 _READS: Final = {
     "aten._local_scalar_dense": "item",
@@ -357,9 +360,13 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _is_constant(self, name: str, tensors: list[Tensor], storages: tuple[int, ...], phase: str, site: int) -> bool:
         """Whether the result depends on nothing but constants: no parameter, no batch, no random number."""
-        if site < 0 or phase in ("backward", "optimizer") or any(r in name for r in _RANDOM):
+        if site < 0 or phase in ("backward", "optimizer") or name.startswith(_COLLECTIVE):
+            return False
+        if any(r in name for r in _RANDOM):
             return False
         for tensor, storage in zip(tensors, storages, strict=True):
+            if is_wrapper(tensor):
+                return False
             known = self._constant.get(storage)
             if known is None:
                 known = not (tensor.requires_grad or storage in self.data_storages)
@@ -437,7 +444,8 @@ def _fingerprint(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return 0
-    return zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
+    # Of a copy: NumPy's view of a storage makes it one that cannot be resized, and sharded parameters are resized.
+    return zlib.crc32(flat.view(torch.uint8).to("cpu", copy=True).numpy().data)
 
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from flatout.profiling.calls import iter_tensors
+from flatout.profiling.calls import is_wrapper, iter_tensors
 from flatout.profiling.census import Census, gradient_of, parameters_of
 from flatout.records.usage import ModuleFact
 
@@ -77,7 +77,7 @@ class OptimizerStates:
         """The state of a parameter that is not trained, and its gradient if that is nothing but zeros; empty when it is."""
         state = [t for t in iter_tensors(optimizer.state.get(parameter)) if _bytes([t]) > _SCALAR_BYTES]
         grad = gradient_of(parameter)
-        if not state or (grad is not None and bool(grad.any())):
+        if not state or (grad is not None and (is_wrapper(grad) or bool(grad.any()))):
             return []
         if grad is None:
             is_written = any(self._versions.get(t) != t._version for t in state)

@@ -35,6 +35,8 @@ class Schedule(Record, frozen=True, kw_only=True):
     """On a device: one to open its profiler, one that counts, one that lends its lines."""
     num_memory: int = 1
     num_deep: int = 3
+    num_settle: int = 0
+    """Steps after the deep ones that do not count: with several ranks, those that wait for another rank's trials."""
     deep_budget_s: float = 15.0
     trials_budget_s: float = 15.0
     observe_s: float = 30.0
@@ -62,6 +64,8 @@ class Schedule(Record, frozen=True, kw_only=True):
             return Mode.MEMORY
         if seen < before + num_memory + num_deep and deep_elapsed_s < self.deep_budget_s:
             return Mode.DEEP
+        if before + num_memory + num_deep <= seen < before + num_memory + num_deep + self.num_settle:
+            return Mode.WARM_UP
         if light_elapsed_s > self.observe_s or seen > self.max_light:
             return Mode.DONE
         return Mode.LIGHT

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from flatout.profiling.calls import is_wrapper
 from flatout.profiling.operators import OperatorKey
 from flatout.records.usage import ModuleFact
 
@@ -73,7 +74,8 @@ def _mask_of(inputs: Sequence[Tensor]) -> Tensor | None:
     if len(inputs) < 4 or inputs[0].dim() != 4:
         return None
     pairs = (inputs[0].shape[-2], inputs[1].shape[-2])
-    return next((t for t in inputs[3:] if t.dim() >= 2 and tuple(t.shape[-2:]) == pairs), None)
+    masks = (t for t in inputs[3:] if t.dim() >= 2 and tuple(t.shape[-2:]) == pairs)
+    return next((t for t in masks if not is_wrapper(t)), None)
 
 
 def _kind(mask: Tensor) -> tuple[str, float]:
@@ -111,6 +113,8 @@ def _structure(visible: Tensor) -> str:
 def _subnormal(result: Tensor) -> Subnormal:
     """Share of subnormal numbers among some elements, spread evenly over the result."""
     none = Subnormal(0.0, "")
+    if is_wrapper(result):  # reading its values may communicate
+        return none
     if result.device.type != "cpu" or not result.is_floating_point() or result.numel() < _FEWEST:
         return none
     if result.layout != torch.strided or not result.is_contiguous():

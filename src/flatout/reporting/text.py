@@ -18,6 +18,7 @@ from flatout.reporting.bars import PhaseBar
 from flatout.reporting.floor import HotLines
 from flatout.reporting.inert import Code, Words, place, place_of
 from flatout.reporting.memory import memory_cost, memory_gain, memory_line
+from flatout.reporting.ranks import ranks
 
 _WIDTH: Final = 100
 """Columns at most: longer lines are harder to read."""
@@ -47,6 +48,7 @@ def report(evidence: Evidence, diagnosis: Diagnosis) -> RenderableType:
     parts += _memory(evidence)
     for rank, finding in enumerate(diagnosis.findings, start=1):
         parts += ["", _finding(finding, rank=rank, cwd=cwd)]
+    parts += ranks(evidence)
     if diagnosis.hot_lines:
         lines = HotLines(diagnosis.hot_lines, has_floor=diagnosis.floor_s is not None, cwd=cwd)
         parts += ["", Text("The floor, line by line", style="bold"), Padding(lines, _INSET)]
@@ -131,9 +133,9 @@ def circumstances(evidence: Evidence) -> Iterator[str]:
         if workload.num_cores
         else ""
     )
-    ranks = [f"{workload.world_size} ranks"] if workload.world_size > 1 else []
+    world = [f"{workload.world_size} ranks"] if workload.world_size > 1 else []
     versions = [f"torch {workload.torch}, Python {workload.python}"] if workload.torch else []
-    yield "; ".join([f"{device or workload.device}{cores}", *ranks, *versions])
+    yield "; ".join([f"{device or workload.device}{cores}", *world, *versions])
 
 
 def _plural(num: int, noun: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +22,7 @@ def evidence_of_files(paths: Sequence[Path]) -> Evidence:
 
     Raises RecordError when a file is no trace, a folder holds none, or two files claim the same rank.
     """
-    files = [file for path in paths for file in _files(path)]
+    files = files_in(paths)
     ranks: list[RankTrace] = []
     for file in files:  # one at a time: a trace may be large; all ranks are judged by the same step
         ranks.append(evidence_of(read_trace(file), (file.name,), step=ranks[0].step if ranks else None))
@@ -96,12 +96,18 @@ def _with_waits(collectives: tuple[Collective, ...], wait_s: float) -> tuple[Col
     return tuple(msgspec.structs.replace(c, wait_s=min(c.seconds, wait_s * c.seconds / total_s)) for c in collectives)
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    found = sorted(p for p in path.iterdir() if p.name.endswith(_ENDINGS))
-    if not found:
-        raise RecordError(
-            f"the folder '{path}' holds no trace (*.json, *.json.gz); give the folder of the exported traces"
-        )
-    return found
+def files_in(paths: Iterable[Path]) -> list[Path]:
+    """The files themselves, and those of each folder.
+
+    Raises RecordError when a folder holds none.
+    """
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(p for p in path.iterdir() if p.name.endswith(_ENDINGS)) if path.is_dir() else [path]
+        if not found:
+            raise RecordError(
+                f"the folder '{path}' holds no trace (*.json, *.json.gz); give the folder of the exported traces, "
+                "or of the files that --json wrote"
+            )
+        files += found
+    return files

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from flatout.measure.timer import compare
-from flatout.profiling.calls import Captured, iter_tensors, map_tensors
+from flatout.profiling.calls import Captured, iter_tensors, map_tensors, without_replication
 from flatout.profiling.trials.scene import Refused, Scene
 from flatout.profiling.trials.switches import SWITCHES, without_autocast
 from flatout.records.trial import TimeModel, TrialResult
@@ -26,8 +26,11 @@ def run(trial: TimeModel, scene: Scene) -> TrialResult:
     module, captured = root.held if root.held is not None else root.module(), root.captured
     if module is None or captured is None:
         raise Refused("the module or its inputs could not be kept")
+    module = without_replication(module)
     if module in scene.compiled:
         raise Refused("the module is under torch.compile, and trying it otherwise would compile it anew")
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in module.modules()):
+        raise Refused("a part of the module synchronises its gradients with other processes")
     try:
         twin = copy.deepcopy(module)
     except (RuntimeError, TypeError, NotImplementedError) as e:

@@ -31,6 +31,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     skip |= (
         set(evidence.backward_sources) | {o.source for o in evidence.optimizers} | {u.source for u in evidence.loaders}
     )
+    if evidence.distributed is not None:
+        skip |= {c.source for c in evidence.distributed.collectives}  # waiting for other ranks is not Python
     skipped = {_line(evidence, s) for s in skip}
     rows = [r for r in evidence.lines if r.process == "main" and r.phase in _PHASES and r.source >= 0]
     scale = _growth(evidence)

@@ -52,6 +52,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     waiting = {r.source for r in evidence.host_reads if r.on_device}  # overhead.host-read judges those
     # overhead.parameter-loop judges those
     waiting |= {evidence.operators[i].source for rows in parameter_loops(evidence).values() for i in rows}
+    if evidence.distributed is not None:
+        waiting |= {c.source for c in evidence.distributed.collectives}
     repeated = [s for s in candidates if s not in waiting and _is_repeated(evidence, s)]
     inside = group_by(repeated, lambda s: next((loop for loop in loops_around(evidence, s) if loop not in own), None))
     for loop, sources in inside.items():
