@@ -106,7 +106,7 @@ def _has_limit(compilation: Compilation) -> bool:
 
 RULE = Rule(
     id="run.compile-never-pays",
-    title="torch.compile does not pay",
+    title="Compiling does not pay",
     module=__name__,
     check=check,
     propose=propose,
