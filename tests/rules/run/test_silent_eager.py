@@ -31,6 +31,13 @@ def test_a_limit_without_a_slower_step_is_a_note(before_s: float | None) -> None
     assert "step 9" in diagnosis.notes[0].text
 
 
+def test_a_call_of_compile_that_compiled_nothing_is_a_note() -> None:
+    run = EvidenceBuilder()
+    run.compiled(num_frames=0, at=(run.line("train.py", 8),))
+    [note] = diagnose(run.build(), [RULE]).notes
+    assert "nothing was compiled" in note.text
+
+
 def test_compiled_code_without_a_limit_is_left_alone() -> None:
     run = EvidenceBuilder()
     run.compiled()

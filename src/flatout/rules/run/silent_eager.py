@@ -48,7 +48,14 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 
 
 def note(evidence: Evidence) -> Iterator[Note]:
-    """Yield a note per line that hit the limit."""
+    """Yield a note per line that hit the limit, and one where torch.compile was called and nothing came of it."""
+    compilation = evidence.compilation
+    if compilation is not None and compilation.compiled_at and not compilation.num_frames and evidence.steps.num_timed:
+        yield Note(
+            rule=RULE.id,
+            where=evidence.source_of(compilation.compiled_at[0]),
+            text="torch.compile was called, but nothing was compiled in the steps seen: they run eagerly",
+        )
     for event in _limits(evidence):
         yield Note(
             rule=RULE.id,
