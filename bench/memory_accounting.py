@@ -75,7 +75,7 @@ def mlp(device: str) -> Callable[[], Tensor]:
     net = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)).to(
         device
     )
-    return trained(net, lambda: F.cross_entropy(net(torch.randn(8000, 512, device=device)), labels(8000, 10, device)))
+    return trained(net, lambda: F.cross_entropy(net(torch.randn(12000, 512, device=device)), labels(12000, 10, device)))
 
 
 def cnn(device: str) -> Callable[[], Tensor]:
