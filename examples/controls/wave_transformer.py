@@ -58,11 +58,11 @@ def evaluate(model, waves, batch):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--depth", type=int, default=3)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--length", type=int, default=96)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
 
     torch.manual_seed(0)
