@@ -9,7 +9,15 @@ from flatout.profiling.trials.scene import Scene
 from flatout.records.trial import TimePaddedProduct
 
 SCENE = Scene(
-    examples=[], num_calls=[], roots=[], optimizers=[], loaders=[], unused_modules=(), device="cpu", limit_s=0.2
+    examples=[],
+    num_calls=[],
+    outputs=[],
+    roots=[],
+    optimizers=[],
+    loaders=[],
+    unused_modules=(),
+    device="cpu",
+    limit_s=0.2,
 )
 
 

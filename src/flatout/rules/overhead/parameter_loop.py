@@ -19,6 +19,7 @@ from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeForeach
 
 _WORTH_A_TRIAL = 0.04
+_NAMED = 4
 _NORMS = ("aten.linalg_vector_norm", "aten.norm")
 
 
@@ -63,13 +64,13 @@ def _edit(evidence: Evidence, rows: tuple[int, ...]) -> str:
         return (
             "torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True), or torch._foreach_norm over all gradients"
         )
-    if "aten.lerp_" in ops or {"aten.mul_", "aten.add_"} <= ops:
+    if ops == {"aten.lerp_"} or ops == {"aten.mul_", "aten.add_"}:
         return (
             "torch._foreach_lerp_(averages, parameters, 1 - decay), or torch.optim.swa_utils.AveragedModel with "
             "multi_avg_fn=get_ema_multi_avg_fn(decay)"
         )
     names = sorted(f"torch._foreach_{op.removeprefix('aten.')}" for op in ops)
-    return f"gather the tensors in lists once and call {' and '.join(names[:2])} on them"
+    return f"gather the tensors in lists once and call {', '.join(names[:_NAMED])} on the lists"
 
 
 RULE = Rule(
