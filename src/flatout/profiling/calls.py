@@ -85,6 +85,11 @@ class Root:
         self.num_prefix = 0
 
     @property
+    def alive(self) -> nn.Module | None:
+        """The module, while it is there. Not by its truth: a container may be empty, a compiled module has no length."""
+        return self.held if self.held is not None else self.module()
+
+    @property
     def captured_length(self) -> int:
         """Positions of the first captured input."""
         first = next(iter_tensors((self.captured.args, self.captured.kwargs)), None) if self.captured else None

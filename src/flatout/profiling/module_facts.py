@@ -127,7 +127,7 @@ class ModuleFacts:
 
     def _root_facts(self) -> Iterator[ModuleFact]:
         roots = [r for r in self._calls.roots.values() if r.has_parameters]
-        modules = {id(r): r.held or r.module() for r in roots}
+        modules = {id(r): r.alive for r in roots}
         trained = {id(modules[id(r)]) for r in roots if r.graphs_used}
         optimized = self._optimizing.optimized_ids()
         for root in roots:
@@ -197,7 +197,7 @@ def _owners(calls: ModuleCalls) -> dict[int, tuple[str, str]]:
     """For a parameter's identity the path and the class of the module that owns it."""
     found: dict[int, tuple[str, str]] = {}
     for root in calls.roots.values():
-        module = root.held or root.module()
+        module = root.alive
         if module is None:
             continue
         top = type(module).__name__

@@ -57,7 +57,7 @@ def _work(trial: TimeWorkers, scene: Scene) -> Callable[[], object]:
     if trial.model < 0 or scene.device != "cpu":
         return lambda: sleep(trial.work_s)
     root = scene.roots[trial.model]
-    module = root.held or root.module()
+    module = root.alive
     if module is None or root.captured is None:
         return lambda: sleep(trial.work_s)
     try:
