@@ -23,7 +23,14 @@ from flatout.profiling.capture import Capture
 from flatout.profiling.schedule import Schedule
 
 LIGHT = Schedule(
-    num_warm_up=1, num_light_before=1, num_reads=0, num_kernels=0, num_deep=0, trials_budget_s=0.0, observe_s=1e9
+    num_warm_up=1,
+    num_light_before=1,
+    num_reads=0,
+    num_kernels=0,
+    num_memory=0,
+    num_deep=0,
+    trials_budget_s=0.0,
+    observe_s=1e9,
 )
 
 

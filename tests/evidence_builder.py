@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Final, Literal, TypeVar
 
+from flatout.records.compilation import Compilation, CompileEvent
+from flatout.records.distributed import Collective, Distributed, RankLine, RankSummary, Replication
 from flatout.records.evidence import (
     Constant,
     Evidence,
@@ -39,6 +41,7 @@ from flatout.records.finding import Finding, Rule
 from flatout.records.hardware import Machine
 from flatout.records.record import Record
 from flatout.records.trial import Trial, TrialResult
+from flatout.records.usage import CallUse, ModuleFact
 from flatout.records.workload import Setting, Source, Workload
 
 MACHINE: Final = Machine(
@@ -64,7 +67,7 @@ PHASES: Final = {
     "optimizer": 0.005,
     "other": 0.003,
 }
-_ELEMENT_BYTES: Final = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "bool": 1}
+_ELEMENT_BYTES: Final = {"float64": 8, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "bool": 1}
 
 Shape = tuple[int, ...]
 R = TypeVar("R", bound=Record)
@@ -103,6 +106,7 @@ class EvidenceBuilder:
         step_s: float = 0.1,
         noise_s: float = 0.001,
         evaluation_s: float = 0.0,
+        restart_s: float = 0.0,
         device_s: float | None = None,
         machine: Machine | None = MACHINE,
         **phases: float,
@@ -115,6 +119,7 @@ class EvidenceBuilder:
             low_s=step_s - noise_s,
             high_s=step_s + noise_s,
             evaluation_s=evaluation_s,
+            restart_s=restart_s,
             device_s=device_s,
             phases=PHASES | phases,
         )
@@ -134,7 +139,15 @@ class EvidenceBuilder:
         self.loaders: list[Loader] = []
         self.paddings: list[Padding] = []
         self.recurrences: list[RepeatedModule] = []
+        self.uses: list[CallUse] = []
+        self.compilation: Compilation | None = None
         self.trials: list[TrialResult] = []
+        self.facts: list[ModuleFact] = []
+        self.escapes: tuple[int, ...] | None = None
+        self.num_threads = 8
+        self.collectives: list[Collective] = []
+        self.replications: list[Replication] = []
+        self.ranks: list[RankSummary] = []
 
     # ------------------------------------------------------------------------------------------------- lines and operators
 
@@ -220,6 +233,7 @@ class EvidenceBuilder:
         is_training: bool = True,
         graphs_built: int = 50,
         graphs_used: int = 50,
+        batch_size: int = 32,
     ) -> int:
         return _add(
             self.models,
@@ -235,6 +249,7 @@ class EvidenceBuilder:
                 num_calls_seen=50,
                 num_graphs_built=graphs_built,
                 num_graphs_used=graphs_used,
+                batch_size=batch_size,
             ),
         )
 
@@ -271,6 +286,11 @@ class EvidenceBuilder:
         fetches: float = 1.0,
         is_map_style: bool = True,
         has_own_collate: bool = False,
+        persistent_workers: bool = False,
+        num_epochs: float = 0.0,
+        first_wait_s: float = 0.0,
+        is_in_ram: bool = False,
+        constructed: int = -1,
     ) -> int:
         return _add(
             self.loaders,
@@ -285,6 +305,12 @@ class EvidenceBuilder:
                 fetches=fetches,
                 is_map_style=is_map_style,
                 has_own_collate=has_own_collate,
+                persistent_workers=persistent_workers,
+                num_epochs=num_epochs,
+                first_wait_s=first_wait_s,
+                is_in_ram=is_in_ram,
+                sampler="RandomSampler",
+                constructed=constructed,
             ),
         )
 
@@ -379,9 +405,151 @@ class EvidenceBuilder:
             LineTime(source=source, phase=phase, seconds=seconds, num_samples=num_samples, process=process),
         )
 
+    def upload(
+        self,
+        source: int,
+        *,
+        num_bytes: int,
+        seconds: float,
+        calls: float = 1.0,
+        memory: Literal["pageable", "pinned"] = "pageable",
+        mode: Literal["blocking", "async"] = "blocking",
+    ) -> int:
+        """Copies from this line to a device: `num_bytes` in each, `seconds` all of a step's together."""
+        detail = f"host-to-device {memory} {mode}"
+        return _add(
+            self.uses,
+            CallUse(name="Tensor.to", source=source, calls=calls, seconds=seconds, bytes=num_bytes, detail=detail),
+        )
+
+    def use(
+        self, name: str, source: int, seconds: float, *, calls: float = 1.0, detail: str = "", num_bytes: int = 0
+    ) -> int:
+        """A watched call at this line."""
+        return _add(
+            self.uses,
+            CallUse(name=name, source=source, calls=calls, seconds=seconds, bytes=num_bytes, detail=detail),
+        )
+
+    def compiled(
+        self,
+        *events: CompileEvent,
+        compile_s: float = 5.0,
+        num_frames: int = 1,
+        at: tuple[int, ...] = (),
+        before_limit_s: float | None = None,
+    ) -> None:
+        """torch.compile compiled in this run."""
+        self.compilation = Compilation(
+            compile_s=compile_s,
+            num_frames=num_frames,
+            num_graphs=num_frames,
+            events=events,
+            compiled_at=at,
+            before_limit_s=before_limit_s,
+        )
+
+    def fact(
+        self, name: str, source: int = -1, *, module: str = "Net", kind: str = "Net", value: float = 1.0, text: str = ""
+    ) -> None:
+        """A fact about a module or an optimizer."""
+        self.facts.append(ModuleFact(name=name, module=module, kind=kind, value=value, text=text, source=source))
+
     def setting(self, name: str, value: str, source: int = -1) -> None:
         """A global switch in force, and the line that threw it."""
         self.settings.append(Setting(name=name, value=value, source=self.sources[source] if source >= 0 else None))
+
+    # -------------------------------------------------------------------------------------------------------------- ranks
+
+    def collective(
+        self,
+        source: int,
+        *,
+        op: str = "all_reduce",
+        phase: str = "other",
+        num: float = 1.0,
+        bytes: int = 4,
+        exposed_s: float = 0.01,
+        wait_s: float = 0.0,
+        caller: str = "",
+        small_call_s: float = 0.0,
+    ) -> int:
+        """What a collective of two ranks takes in a step; the run becomes rank 0 of two."""
+        return _add(
+            self.collectives,
+            Collective(
+                op=op,
+                source=source,
+                phase=phase,
+                backend="gloo",
+                group_size=2,
+                num=num,
+                bytes=bytes,
+                seconds=exposed_s,
+                exposed_s=exposed_s,
+                wait_s=wait_s,
+                caller=caller,
+                small_call_s=small_call_s,
+            ),
+        )
+
+    def replication(
+        self,
+        source: int,
+        *,
+        backward: int = -1,
+        bucket_bytes: tuple[int, ...] = (4 << 20,),
+        syncs_per_step: float = 1.0,
+        exposed_per_sync_s: float | None = 0.005,
+        search_s: float = 0.0,
+        find_unused_parameters: bool = False,
+        has_unused_parameters: bool | None = False,
+    ) -> int:
+        return _add(
+            self.replications,
+            Replication(
+                source=source,
+                bucket_bytes=bucket_bytes,
+                find_unused_parameters=find_unused_parameters,
+                has_unused_parameters=has_unused_parameters,
+                static_graph=False,
+                gradient_as_bucket_view=False,
+                syncs_per_step=syncs_per_step,
+                backward_source=backward,
+                exposed_per_sync_s=exposed_per_sync_s,
+                search_s=search_s,
+                bucket_cap_bytes=25 << 20,
+            ),
+        )
+
+    def rank(self, *, work_s: Sequence[float], elements: Sequence[int], lines: tuple[RankLine, ...] = ()) -> int:
+        """The next rank's own work and batches, step by step."""
+        number = len(self.ranks)
+        return _add(
+            self.ranks,
+            RankSummary(
+                rank=number,
+                host="host",
+                step_s=self.steps.step_s,
+                work_s=sum(work_s) / len(work_s),
+                step_numbers=tuple(range(4, 4 + len(work_s))),
+                work_by_step=tuple(work_s),
+                batch_elements=tuple(elements),
+                lines=lines,
+            ),
+        )
+
+    def _distributed(self) -> Distributed | None:
+        if not (self.collectives or self.replications or self.ranks):
+            return None
+        return Distributed(
+            backend="gloo",
+            rank=0,
+            world_size=max(2, len(self.ranks)),
+            ranks=tuple(self.ranks),
+            collectives=tuple(self.collectives),
+            replications=tuple(self.replications),
+        )
 
     # ------------------------------------------------------------------------------------------------------------- trials
 
@@ -409,7 +577,7 @@ class EvidenceBuilder:
                 torch="2.13.0",
                 device="cpu" if self.steps.device_s is None else "NVIDIA H200",
                 num_cores=8,
-                num_threads=8,
+                num_threads=self.num_threads,
                 settings=tuple(self.settings),
             ),
             machine=self.machine,
@@ -428,6 +596,10 @@ class EvidenceBuilder:
             loaders=tuple(self.loaders),
             paddings=tuple(self.paddings),
             recurrences=tuple(self.recurrences),
+            uses=tuple(self.uses),
+            compilation=self.compilation,
+            module_facts=tuple(self.facts),
+            distributed=self._distributed(),
             trials=tuple(self.trials),
             observing=Observing(light_fraction=0.01, deep_s=0.4, trials_s=1.0, other_s=0.2, num_deep_steps=3),
             exit="finished",
@@ -444,6 +616,7 @@ class EvidenceBuilder:
         return Trace(
             operator=tuple(row for row, _ in self.calls),
             producers=tuple(producers for _, producers in self.calls),
+            escapes=self.escapes,
         )
 
 

@@ -14,6 +14,7 @@ from tests.evidence_builder import MACHINE, EvidenceBuilder
 from flatout.diagnosis import diagnose, proposals
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Note, Rule
+from flatout.records.memory import Memory
 from flatout.records.trial import TimeDataset, TimeOptimizer, Trial
 from flatout.records.workload import Source
 
@@ -183,6 +184,54 @@ def test_a_general_rule_yields_to_a_smaller_cause_of_the_same_operators() -> Non
 def test_general_rules_do_not_silence_one_another() -> None:
     rules = [rule("a.one", found(0.03), is_general=True), rule("b.two", found(0.03), is_general=True)]
     assert len(diagnose(four_operators(), rules).findings) == 2
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def remembering(run: EvidenceBuilder | None = None) -> Evidence:
+    """A host of 11 GiB whose step peaks at 1 GiB."""
+    memory = Memory(device="cpu", peak_bytes=1 << 30, peak_phase="backward", total_bytes=11 << 30)
+    return msgspec.structs.replace((run or EvidenceBuilder(step_s=STEP_S)).build(), memory=(memory,))
+
+
+def heavy(*, saved_bytes: int = 0, growth: int = 0, saved_s: float = 0.0) -> Finding:
+    return msgspec.structs.replace(found(saved_s), saved_bytes=saved_bytes, growth_bytes_per_step=growth)
+
+
+def test_bytes_come_after_time_and_growth_before_it() -> None:
+    rules = [
+        rule("a.time", found(0.03)),
+        rule("b.bytes", heavy(saved_bytes=1 << 29)),
+        rule("c.leak", heavy(growth=1 << 20)),
+    ]
+    diagnosis = diagnose(remembering(), rules)
+
+    assert [f.rule for f in diagnosis.findings] == ["c.leak", "a.time", "b.bytes"]
+    assert diagnosis.explained_s == pytest.approx(0.03)
+    assert diagnosis.findings[0].steps_until_full == 10 * 1024
+    assert [f.saves_time for f in diagnosis.findings] == [False, True, False]
+
+
+def test_a_small_share_of_the_peak_is_dropped() -> None:
+    diagnosis = diagnose(remembering(), [rule("a.a", heavy(saved_bytes=1 << 26))])
+    assert (diagnosis.findings, diagnosis.checked) == ((), ("a.a",))
+
+
+def test_growth_that_would_take_more_than_a_day_is_dropped() -> None:
+    num_bytes = 10 * (1 << 30) // (86_400 * 10)
+    assert diagnose(remembering(), [rule("a.a", heavy(growth=num_bytes + 2))]).findings
+    assert not diagnose(remembering(), [rule("a.a", heavy(growth=num_bytes - 2))]).findings
+
+
+def test_a_finding_that_saves_both_is_told_once_with_both() -> None:
+    [finding] = diagnose(remembering(), [rule("a.a", heavy(saved_bytes=1 << 29, saved_s=0.03))]).findings
+    assert finding.saves_time
+    assert (finding.saved_bytes, finding.peak_bytes) == (1 << 29, 1 << 30)
+
+
+def test_without_a_memory_record_bytes_are_not_judged() -> None:
+    assert not diagnose(four_operators(), [rule("a.a", heavy(saved_bytes=1 << 40))]).findings
 
 
 # -------------------------------------------------------------------------------------------------------------- the sum

@@ -1,9 +1,14 @@
-"""Runs the rules over Evidence, merges claims on the same time, ranks by time at stake, and says what stays unexplained."""
+"""Runs the rules over Evidence, merges claims on the same time, ranks by time at stake, and says what stays unexplained.
+
+What takes memory and no time is told after what takes time; what would fill the memory within a day comes first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Final
+
+import msgspec
 
 from flatout.cost.accounting import group_by
 from flatout.cost.roofline import Regime, operation_floor
@@ -12,10 +17,16 @@ from flatout.errors import HardwareError
 from flatout.records.evidence import Evidence, Operator
 from flatout.records.finding import Diagnosis, Finding, HotLine, Note, RankedFinding, Rule
 from flatout.records.hardware import Machine
+from flatout.records.memory import Memory
 from flatout.records.trial import Trial
 
 SMALLEST_FRACTION: Final = 0.04
 """A saving below this share of the step is not reported, however sure: the noise of a shared machine is of that size."""
+
+SMALLEST_PEAK_FRACTION: Final = 0.10
+"""A saving below this share of the peak is not reported: a batch one tenth larger is no other experiment."""
+_HORIZON_S: Final = 86_400.0
+"""Growth is reported when it would fill the memory within a day of steps like these."""
 
 _OVERLAP: Final = 0.5
 _CAUSE_FIRST: Final = 0.25
@@ -41,9 +52,11 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
     found = [f for r in rules for f in r.check(evidence)] if whole_s > 0 else []
     least_s = max(SMALLEST_FRACTION * whole_s, evidence.steps.noise_s)
     worthy = [f for f in found if _middle(f) >= least_s]
+    heavy = [f for f in found if _middle(f) < least_s and _is_heavy(f, evidence)]
     general = {r.id for r in rules if r.is_general}
     ranked = _merge(worthy, general, evidence)
-    findings = tuple(_ranked(f, merged, whole_s, titles) for f, merged in ranked)
+    timed = [_ranked(f, merged, evidence, titles) for f, merged in ranked]
+    findings = _with_memory(timed, [_ranked(_without_time(f), [], evidence, titles) for f in heavy])
     explained_s = min(whole_s, sum(_middle(f) for f, _ in ranked))
     floor_s, lines = _floor(evidence)
     named = {f.rule for f in findings} | {m for f in findings for m in f.merged}
@@ -105,7 +118,44 @@ def _overlap(weaker: Finding, stronger: Finding, evidence: Evidence) -> float:
     return 1.0 if is_same_line and weaker.rule != stronger.rule and not stronger.phases else 0.0
 
 
-def _ranked(finding: Finding, merged: list[str], whole_s: float, titles: dict[str, str]) -> RankedFinding:
+def _memory_of(finding: Finding, evidence: Evidence) -> Memory | None:
+    return next((m for m in evidence.memory if m.device == finding.device), None)
+
+
+def _steps_until_full(finding: Finding, memory: Memory | None) -> float | None:
+    """Steps until growth meets the end of the memory; None when it does not grow or the end is not known."""
+    if memory is None or memory.total_bytes is None or finding.growth_bytes_per_step <= 0:
+        return None
+    held = memory.measured_peak_bytes or memory.peak_bytes
+    return max(0, memory.total_bytes - held) / finding.growth_bytes_per_step
+
+
+def _is_heavy(finding: Finding, evidence: Evidence) -> bool:
+    """Whether a finding is worth telling for its memory alone."""
+    memory = _memory_of(finding, evidence)
+    if memory is None:
+        return False
+    steps = _steps_until_full(finding, memory)
+    is_filling = steps is not None and steps * evidence.steps.whole_s <= _HORIZON_S
+    return is_filling or (finding.saved_bytes > 0 and finding.saved_bytes >= SMALLEST_PEAK_FRACTION * memory.peak_bytes)
+
+
+def _without_time(finding: Finding) -> Finding:
+    return msgspec.structs.replace(finding, cost_s=0.0, saved_s=(0.0, 0.0))
+
+
+def _with_memory(timed: list[RankedFinding], heavy: list[RankedFinding]) -> tuple[RankedFinding, ...]:
+    """Growth that fills the memory first, the soonest leading; then time; then bytes of the peak."""
+    filling = [f for f in heavy if f.steps_until_full is not None]
+    large = [f for f in heavy if f.steps_until_full is None]
+    filling.sort(key=lambda f: f.steps_until_full or 0.0)
+    large.sort(key=lambda f: -f.saved_bytes)
+    return (*filling, *timed, *large)
+
+
+def _ranked(finding: Finding, merged: list[str], evidence: Evidence, titles: dict[str, str]) -> RankedFinding:
+    whole_s = evidence.steps.whole_s
+    memory = _memory_of(finding, evidence)
     low, high = (min(max(0.0, s), 0.99 * whole_s) for s in finding.saved_s)
     where = finding.where
     return RankedFinding(
@@ -125,6 +175,11 @@ def _ranked(finding: Finding, merged: list[str], whole_s: float, titles: dict[st
         levers=finding.levers,
         measured=finding.measured,
         merged=tuple(merged),
+        saved_bytes=finding.saved_bytes,
+        peak_bytes=memory.peak_bytes if memory is not None else 0,
+        growth_bytes_per_step=finding.growth_bytes_per_step,
+        steps_until_full=_steps_until_full(finding, memory),
+        device=finding.device,
     )
 
 
@@ -143,12 +198,13 @@ def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...]]:
         return None, ()
     rows = []
     total_s = 0.0
-    by_line = group_by(evidence.operators, lambda o: o.source)
-    for source, operators in by_line.items():
+    # One row a line of the user's, whatever lines of a library ran below it.
+    by_line = group_by(evidence.operators, lambda o: _line(evidence, o))
+    for operators in by_line.values():
         floors = [_floor_of(machine, o) for o in operators]
         floor_s = sum(f for f, _ in floors)
         total_s += floor_s
-        line = evidence.source_of(source)
+        line = evidence.source_of(operators[0].source)
         if line is not None:
             seconds = sum(o.total_s for o in operators)
             python_s = sum(o.python_s for o in operators)
@@ -164,6 +220,11 @@ def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...]]:
                 )
             )
     return total_s, tuple(sorted(rows, key=lambda r: -r.seconds)[:_NUM_HOT_LINES])
+
+
+def _line(evidence: Evidence, operator: Operator) -> tuple[str, int] | None:
+    source = evidence.source_of(operator.source)
+    return None if source is None else (source.file, source.line)
 
 
 def _floor_of(machine: Machine, operator: Operator) -> tuple[float, Regime]:

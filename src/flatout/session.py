@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from flatout.comparison import Run, compare
 from flatout.diagnosis import diagnose, proposals
-from flatout.errors import CaptureError
+from flatout.errors import CaptureError, RecordError
+from flatout.merging import merge
+from flatout.records.comparison import Comparison
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Diagnosis
 from flatout.records.hardware import Machine
@@ -17,6 +20,7 @@ from flatout.records.trial import Trial
 from flatout.registry import rules
 
 if TYPE_CHECKING:
+    from flatout.profiling.schedule import Schedule
     from flatout.profiling.script import Script
 
 Batch = TypeVar("Batch")
@@ -35,16 +39,23 @@ class Checked(Record, frozen=True, kw_only=True):
 
 
 class Observation(Record, frozen=True, kw_only=True):
-    """A request to observe a script in a fresh process: what the parent tells the child, and where the Evidence goes."""
+    """A request to observe a script in a fresh process: what the parent tells the child, and where the Evidence goes.
+
+    The child keeps writing how far it has come to `progress_path`, unless that is empty.
+    """
 
     target: str
     kind: Literal["script", "module"]
     arguments: tuple[str, ...]
     command: tuple[str, ...]
     evidence_path: str
+    progress_path: str = ""
     machine_path: str
     observe_s: float
     stop: bool
+    rank: int = 0
+    world_size: int = 1
+    """Above 1 this process is one of several that train together: it writes its own Evidence, to be merged with the others'."""
 
 
 def check(
@@ -89,37 +100,117 @@ def check(
     return Checked(evidence=evidence, diagnosis=diagnose(evidence, rules()))
 
 
+def evidence_in(paths: Sequence[Path]) -> Evidence:
+    """The Evidence in files that flatout wrote, or in traces of torch.profiler: one, one for each rank, or a folder of them.
+
+    Raises RecordError when a file cannot be read or is neither.
+    """
+    from flatout.reporting.json_report import read_evidence
+    from flatout.traces.ranks import evidence_of_bytes, evidence_of_files, files_in
+    from flatout.traces.reading import MOST_BYTES, is_trace
+
+    first, *others = files = files_in(paths)
+    try:
+        if first.stat().st_size > MOST_BYTES:
+            return evidence_of_files(files)  # which says that it is too large
+    except OSError:
+        pass  # reading it says what is wrong
+    data = _bytes_of(first)
+    if is_trace(data):
+        return evidence_of_files(files) if others else evidence_of_bytes(data, first)
+    evidence = read_evidence(data)
+    return merge([evidence, *(read_evidence(_bytes_of(file)) for file in others)]) if others else evidence
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise RecordError(
+            f"cannot read '{path}': {e.strerror or e}; give the file that --json wrote, or a trace of torch.profiler"
+        ) from e
+
+
 def diagnose_all(evidence: Evidence) -> Diagnosis:
     """Diagnose Evidence, captured here or elsewhere, by every rule that is installed."""
     return diagnose(evidence, rules())
 
 
+def compare_runs(before: Evidence, after: Evidence, *, fail_if_slower: float | None = None) -> Comparison:
+    """What changed from one run to another, both judged by the rules that are installed.
+
+    `fail_if_slower` is the fraction by which a step may be slower (0.05 for 5 %); the comparison then holds a decision.
+    Raises UsageError when one of the runs has no timed step.
+    """
+    one, two = (Run(evidence, diagnose_all(evidence)) for evidence in (before, after))
+    return compare(one, two, threshold=fail_if_slower)
+
+
 def observe_script(observation: Observation, script: Script, machine: Machine | None) -> int:
     """Run `script` under observation in this process, write its Evidence, and return the exit code python would give."""
     from flatout.profiling.capture import Capture
+    from flatout.profiling.place import Place
+    from flatout.profiling.progress import ProgressFile
     from flatout.profiling.schedule import Schedule
     from flatout.profiling.script import end_script, run_script
+    from flatout.profiling.termination import TERMINATED, writing_when_terminated
 
     path = Path(observation.evidence_path)
 
+    is_alone = observation.world_size == 1
+
     def publish(evidence: Evidence) -> None:
         write_file(path, to_json(evidence))
-        if observation.stop:
+        if (
+            observation.stop and is_alone
+        ):  # one rank that ends leaves the others waiting; who started them ends them all
             end_script()
 
     capture = Capture(
         command=observation.command,
         cwd=os.getcwd(),
-        schedule=Schedule(observe_s=observation.observe_s),
+        schedule=Schedule(observe_s=observation.observe_s) if is_alone else _schedule_of_rank(observation),
         machine=machine,
         propose=_propose,
         user_root=script.root,
         publish=publish,
+        progress=ProgressFile(Path(observation.progress_path)) if observation.progress_path else None,
+        place=None if is_alone else Place(observation.rank, observation.world_size),
+        draft=None if is_alone else lambda evidence: write_file(draft_path(path), to_json(evidence)),
     )
-    capture.start()
-    outcome = run_script(script)
-    write_file(path, to_json(capture.finish(exit=outcome.exit, exit_code=outcome.exit_code)))
+    if is_alone:
+        capture.start()
+        outcome = run_script(script)
+        write_file(path, to_json(capture.finish(exit=outcome.exit, exit_code=outcome.exit_code)))
+        return outcome.exit_code
+
+    def write_now() -> None:
+        write_file(path, to_json(capture.snapshot(exit="ended by SIGTERM", exit_code=TERMINATED)))
+
+    with writing_when_terminated(write_now) as ending:
+        capture.start()
+        outcome = run_script(script)
+        ending.has_begun = True
+        write_file(path, to_json(capture.finish(exit=outcome.exit, exit_code=outcome.exit_code)))
     return outcome.exit_code
+
+
+def draft_path(path: Path) -> Path:
+    """Where a rank leaves what it has seen so far, in case it is killed before it can write `path`."""
+    return path.with_suffix(".draft")
+
+
+def _schedule_of_rank(observation: Observation) -> Schedule:
+    """Close looks at the same steps on all ranks, so by counts alone; trials on rank 0, whose findings are reported."""
+    from flatout.profiling.schedule import Schedule
+
+    usual = Schedule()
+    return Schedule(
+        observe_s=observation.observe_s,
+        deep_budget_s=float("inf"),
+        trials_budget_s=usual.trials_budget_s if observation.rank == 0 else 0.0,
+        num_settle=3,
+    )
 
 
 def _propose(evidence: Evidence) -> tuple[Trial, ...]:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from flatout.profiling.blocks import AIM_FRACTION, LONGEST, WATCHED_STEP_S, Blocks, Rhythm, block_size
 from flatout.profiling.sampler import UNWATCHED, Sampler, Spot
 from flatout.profiling.sites import Sites
+from flatout.records.workload import Source
 
 
 @given(st.floats(1e-6, 10.0), st.integers(0, 100_000))
@@ -74,13 +75,31 @@ def test_a_block_ends_before_a_step_that_is_due() -> None:
     assert blocks.weight == 1
 
 
-def test_samples_of_unwatched_steps_go_to_the_phase_of_their_line() -> None:
-    sampler = Sampler(Sites(), phase=lambda: "other")
-    for phase, site, seconds in (("forward", 1, 0.2), ("data", 2, 0.1), (UNWATCHED, 1, 0.5), (UNWATCHED, 3, 0.3)):
+def test_samples_of_unwatched_steps_are_shared_out_as_their_line_is_in_watched_ones() -> None:
+    sites = Sites()
+    first, below, second, third = (
+        sites.add(Source(file="/a.py", line=line, library=library))
+        for line, library in ((1, ""), (1, "numpy/x.py:3"), (2, ""), (3, ""))
+    )
+    sampler = Sampler(sites, phase=lambda: "other")
+    for phase, site, seconds in (
+        ("forward", first, 0.3),
+        ("backward", first, 0.1),
+        ("data", second, 0.1),
+        (UNWATCHED, below, 0.4),
+        (UNWATCHED, third, 0.3),
+    ):
         sampler.seconds[Spot(phase, site, True)] = seconds
         sampler.samples[Spot(phase, site, True)] = 1
-    found = {(spot.phase, spot.site): (round(s, 9), n) for spot, s, n in sampler.by_phase()}
-    assert found == {("forward", 1): (0.7, 2), ("data", 2): (0.1, 1), ("other", 3): (0.3, 1)}
+    found = {(spot.phase, spot.site): (round(s, 9), round(n, 9)) for spot, s, n in sampler.by_phase()}
+    assert found == {
+        ("forward", first): (0.3, 1),
+        ("backward", first): (0.1, 1),
+        ("data", second): (0.1, 1),
+        ("forward", below): (0.3, 0.75),
+        ("backward", below): (0.1, 0.25),
+        ("other", third): (0.3, 1),
+    }
 
 
 def test_samples_of_an_unwatched_step_wait_for_its_end() -> None:

@@ -348,3 +348,96 @@ def test_a_loop_in_user_code_that_copies_and_pickles_modules_is_undisturbed() ->
             copy.deepcopy(net)
 
     assert observe(loop).steps.num_seen >= 18
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_what_a_closure_does_inside_the_step_is_not_the_optimizers(by_keyword: bool) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    results = []
+
+    def loop() -> None:
+        for _ in range(20):
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                rows = torch.stack([torch.randn(8).sigmoid() for _ in range(32)])
+                loss: Tensor = net(rows).square().mean()
+                loss.backward()
+                return loss
+
+            results.append(optimizer.step(closure=closure) if by_keyword else optimizer.step(closure))
+
+    evidence = observe(loop)
+
+    assert len(results) == 20 and all(isinstance(r, Tensor) for r in results)
+    assert {o.phase for o in evidence.operators if o.op == "aten.sigmoid"} == {"other"}
+    assert {o.phase for o in evidence.operators if o.op == "aten.addmm"} == {"forward"}
+    assert all(evidence.steps.phases[name] > 0 for name in ("other", "forward", "backward", "optimizer"))
+    assert evidence.optimizers[0].step_s < evidence.steps.step_s / 2
+
+
+def test_lbfgs_calls_its_closure_several_times_a_step_and_converges_as_without_us() -> None:
+    def fit(net: nn.Module) -> None:
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(12):
+            optimizer.step(closure)  # type: ignore[arg-type]
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8)
+    plain, observed = nn.Linear(8, 1), nn.Linear(8, 1)
+    observed.load_state_dict(plain.state_dict())
+    fit(plain)
+
+    evidence = observe(lambda: fit(observed))
+
+    assert evidence.steps.num_seen == 11
+    assert torch.equal(plain.weight, observed.weight)
+
+
+def test_what_a_closure_raises_is_the_scripts_own() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+
+    def closure() -> Tensor:
+        raise ZeroDivisionError("the script's own")
+
+    def loop() -> None:
+        train(net, 5, optimizer)
+        with pytest.raises(ZeroDivisionError, match="the script's own"):
+            optimizer.step(closure)  # type: ignore[arg-type]
+        train(net, 10, optimizer)
+
+    assert observe(loop).steps.num_seen >= 13
+
+
+def test_a_wrapper_of_a_framework_does_not_show_in_module_paths() -> None:
+    net = nn.DataParallel(model())
+
+    evidence = observe(lambda: train(net))
+
+    assert {m.name for m in evidence.models} == {"Sequential"}
+    assert {o.module for o in evidence.operators if o.op == "aten.addmm"} == {"Sequential.0", "Sequential.3"}
+
+
+def test_the_memory_of_a_constant_can_still_be_resized() -> None:
+    def loop() -> None:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(20):
+            scale = torch.ones(8).cumsum(0)
+            net(torch.randn(4, 8) * scale).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scale.untyped_storage().resize_(0)  # as sharded parameters are freed
+
+    evidence = observe(loop)
+
+    assert evidence.observing.num_deep_steps == 3

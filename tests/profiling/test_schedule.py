@@ -14,7 +14,7 @@ def modes(schedule: Schedule, num: int, *, deep_allowed: bool = True) -> list[Mo
 
 
 def test_a_short_script_is_seen_from_all_sides() -> None:
-    assert set(modes(Schedule(), 12)) == {Mode.WARM_UP, Mode.LIGHT, Mode.READS, Mode.DEEP}
+    assert set(modes(Schedule(), 12)) == {Mode.WARM_UP, Mode.LIGHT, Mode.READS, Mode.MEMORY, Mode.DEEP}
 
 
 def test_no_deep_step_where_they_are_not_allowed() -> None:
@@ -49,7 +49,7 @@ def test_deep_steps_never_come_before_a_light_one_nor_beyond_their_number(
 ) -> None:
     schedule = Schedule()
     mode = schedule.mode(seen=seen, deep_elapsed_s=deep, light_elapsed_s=light, deep_allowed=allowed)
-    before = schedule.num_warm_up + schedule.num_light_before + schedule.num_reads
+    before = schedule.num_warm_up + schedule.num_light_before + schedule.num_reads + schedule.num_memory
     if mode is Mode.DEEP:
         assert allowed
         assert before <= seen < before + schedule.num_deep

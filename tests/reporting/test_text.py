@@ -15,6 +15,7 @@ from rich.text import Text
 
 from flatout.records.evidence import Evidence, Observing, Steps
 from flatout.records.finding import Diagnosis, HotLine, Note, RankedFinding
+from flatout.records.memory import Memory, MemoryPart
 from flatout.records.workload import Source
 from flatout.reporting.inert import inert, place
 from flatout.reporting.text import headline, report
@@ -106,6 +107,42 @@ def test_a_slow_step_at_80_columns(evidence: Evidence, diagnosis: Diagnosis, ren
 
 def test_a_slow_step_in_ascii(evidence: Evidence, diagnosis: Diagnosis, render: Render, golden: Golden) -> None:
     golden("slow-ascii", render(report(evidence, diagnosis), width=80, encoding="ascii"))
+
+
+def test_memory_at_the_peak_and_causes_that_take_memory(
+    evidence: Evidence, diagnosis: Diagnosis, render: Render, golden: Golden
+) -> None:
+    parts = tuple(
+        MemoryPart(kind=kind, bytes=size << 20, num_tensors=3)
+        for kind, size in (("activations", 250), ("optimizer state", 80), ("parameters", 40), ("process", 42))
+    )
+    memory = Memory(
+        device="cpu",
+        peak_bytes=412 << 20,
+        peak_phase="backward",
+        at_peak=parts,
+        measured_peak_bytes=420 << 20,
+        total_bytes=16 << 30,
+    )
+    leak = change(
+        diagnosis.findings[0],
+        rule="capacity.loss-history",
+        title="A history keeps the graph of every step",
+        regime="capacity",
+        cost_s=0.0,
+        share=0.0,
+        gain=(1.0, 1.0),
+        merged=(),
+        growth_bytes_per_step=int(3.1 * 2**20),
+        peak_bytes=412 << 20,
+        steps_until_full=5150.0,
+    )
+    large = change(
+        leak, rule="capacity.full-logits", growth_bytes_per_step=0, steps_until_full=None, saved_bytes=120 << 20
+    )
+    told = change(diagnosis, findings=(leak, diagnosis.findings[0], large))
+
+    golden("memory", render(report(change(evidence, memory=(memory,)), told)))
 
 
 def test_a_fast_step(evidence: Evidence, fast: Diagnosis, render: Render, golden: Golden) -> None:

@@ -10,9 +10,11 @@ import typer
 from rich.console import Console
 
 from flatout.cli.check import check
+from flatout.cli.compare import compare
 from flatout.cli.machine import machine
 from flatout.cli.report import report
 from flatout.cli.rules import rules
+from flatout.cli.schema import schema
 from flatout.errors import FlatoutError
 
 app = typer.Typer(
@@ -26,7 +28,9 @@ app = typer.Typer(
 app.command(context_settings={"ignore_unknown_options": True})(check)
 app.command()(machine)
 app.command()(report)
+app.command()(compare)
 app.command()(rules)
+app.command()(schema)
 
 
 def run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -15,19 +16,22 @@ _UNDISTURBED: Final = 0.9
 def main() -> int:
     """Run the requested script under observation; its exit code."""
     from flatout.cli.check import _REFUSED
+    from flatout.cli.ranks import as_rank
     from flatout.errors import FlatoutError
     from flatout.profiling.script import load_module, load_script, print_to_stderr
     from flatout.records.record import from_json
     from flatout.session import Observation, observe_script
 
     observation = from_json(Path(sys.argv[1]).read_bytes(), Observation)
+    if observation.world_size > 1:
+        observation = as_rank(observation, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     sys.path[0] = ""  # python -m put our start folder there; the script's own goes first later
     try:
         if observation.kind == "script":
             script = load_script(observation.target, observation.arguments)
         else:
             script = load_module(observation.target, observation.arguments)
-        machine = _machine(Path(observation.machine_path))
+        machine = _machine(Path(observation.machine_path)) if observation.rank == 0 else None
     except FlatoutError as e:
         print_to_stderr(f"flatout: {e}")
         return _REFUSED

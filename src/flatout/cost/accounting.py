@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from flatout.records.evidence import Evidence, Operator
+from flatout.records.memory import MemoryKind, MemoryPart
 from flatout.records.trial import Trial, TrialResult
+from flatout.records.usage import CallUse, ModuleFact
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -19,6 +21,14 @@ def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         groups[key(item)].append(item)
     return dict(groups)
+
+
+def bytes_by_kind(parts: Iterable[MemoryPart]) -> dict[MemoryKind, int]:
+    """What is alive at the peak, added up by kind, the largest first."""
+    sums: dict[MemoryKind, int] = defaultdict(int)
+    for part in parts:
+        sums[part.kind] += part.bytes
+    return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def rows_at(evidence: Evidence, sources: Iterable[int]) -> tuple[int, ...]:
@@ -57,10 +67,40 @@ def around(seconds: float, spread: float) -> tuple[float, float]:
     return max(0.0, seconds * (1.0 - spread)), max(0.0, seconds * (1.0 + spread))
 
 
+def is_steady(evidence: Evidence) -> bool:
+    """Whether the steps are steps after warm-up, and not one stretch of time with the start-up in it."""
+    return evidence.steps.kind != "call" or evidence.steps.num_timed > 1
+
+
 def model_seconds(evidence: Evidence) -> float:
     """Seconds of forward, loss and backward in a step."""
     phases = evidence.steps.phases
     return phases.get("forward", 0.0) + phases.get("backward", 0.0)
+
+
+def main_model(evidence: Evidence) -> int | None:
+    """Index of the root module that takes most of a step: one whose graphs are used, or any in an inference loop."""
+    used = [i for i, m in enumerate(evidence.models) if m.num_graphs_used or evidence.steps.kind == "inference"]
+    return max(used, key=lambda i: evidence.models[i].call_s * evidence.models[i].calls, default=None)
+
+
+def facts_named(evidence: Evidence, name: str) -> list[ModuleFact]:
+    """The facts about modules of this kind."""
+    return [f for f in evidence.module_facts if f.name == name]
+
+
+def setting_of(evidence: Evidence, name: str) -> str:
+    """Value of a global switch, '' when it was not read."""
+    return next((s.value for s in evidence.workload.settings if s.name == name), "")
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds as the sentences of findings write them.
+
+    >>> milliseconds(0.00123)
+    '1.23 ms'
+    """
+    return f"{seconds * 1e3:.2f} ms"
 
 
 def step_loops(evidence: Evidence) -> set[tuple[str, int]]:
@@ -78,6 +118,17 @@ def loops_around(evidence: Evidence, source: int) -> Iterator[tuple[str, int]]:
         if line is not None:
             for loop in reversed(line.loops):
                 yield line.file, loop
+
+
+def uses_by_line(evidence: Evidence, names: Iterable[str]) -> dict[int, list[CallUse]]:
+    """The watched calls of these functions by source line, those that took most of a step first.
+
+    A call made once in the whole run is left out: it belongs to no step.
+    """
+    wanted = set(names)
+    uses = [u for u in evidence.uses if u.name in wanted and u.calls * max(1, evidence.steps.num_seen) > 1.5]
+    lines = group_by(uses, lambda u: u.source)
+    return dict(sorted(lines.items(), key=lambda item: -sum(u.seconds for u in item[1])))
 
 
 def usual_calls(operators: Iterable[Operator]) -> float:

@@ -6,6 +6,8 @@ bounds eager programs: time >= max(work / arithmetic rate, traffic / bandwidth, 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from math import isfinite
 from typing import Literal
 
 from flatout.errors import HardwareError, UsageError
@@ -57,6 +59,31 @@ def operation_floor(
         intensity_flop_per_byte=flop / traffic_bytes if traffic_bytes else None,
         regime=max(limits, key=lambda regime: limits[regime]),
     )
+
+
+class Roof(Record, frozen=True, kw_only=True):
+    """One ceiling of a machine: FLOP/s of a dtype, or bytes/s of a memory."""
+
+    name: str
+    rate: float
+
+
+def roofs(machine: Machine, *, dtypes: Collection[str]) -> tuple[tuple[Roof, ...], tuple[Roof, ...]]:
+    """(arithmetic, bandwidth) ceilings that a program with tensors of these dtypes can meet, as measured.
+
+    'float32' brings 'tf32' with it; where no dtype was measured, float32 stands for them all.
+    """
+    wanted = {*dtypes, "tf32"} if "float32" in dtypes else set(dtypes)
+    known = machine.matmul_flop_per_s
+    names = [d for d in known if d in wanted and not d.startswith(("int", "uint"))] or ["float32"]
+    compute = {d: known.get(d, 0.0) for d in names}
+    memory = {"memory": machine.copy_bytes_per_s, "cache": machine.cache_bytes_per_s or 0.0}
+    if memory["cache"] <= memory["memory"]:
+        del memory["cache"]
+    flat, slanting = (
+        tuple(Roof(name=n, rate=r) for n, r in rates.items() if r > 0 and isfinite(r)) for rates in (compute, memory)
+    )
+    return flat, slanting
 
 
 def ridge_flop_per_byte(device: Machine | HardwareSpec, *, dtype: str) -> float:

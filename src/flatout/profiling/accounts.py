@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from typing import Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 import torch
 
@@ -19,6 +19,9 @@ from flatout.profiling.overhead import InterceptionCost
 from flatout.profiling.schedule import Mode
 from flatout.profiling.timeline import TimedStep
 from flatout.records.evidence import Operator, Phase, TensorSpec, Trace
+
+if TYPE_CHECKING:
+    from flatout.profiling.ranks import RankWatch
 
 Bound = Literal["sum", "device", "host"]
 
@@ -57,20 +60,26 @@ class Row(NamedTuple):
 class OperatorTable:
     """Rows of operators, the live examples behind them, and the order of the last deep step."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, escaping: set[OperatorKey] | None = None) -> None:
         self.keys: list[OperatorKey] = []
         self.examples: list[Example | None] = []
         self.operators: tuple[Operator, ...] = ()
         self.trace = Trace()
         self.agreement: float | None = None
         self.device_s: float | None = None
+        self.nearby_step_s: float | None = None
+        self._escaping = escaping
         usual = usual_root_calls([s for s in observer.timeline.steps if s.mode == Mode.LIGHT.value])
         ordinary = [s for s in observer.deep.steps if s.root_calls <= usual] or observer.deep.steps
         steps = ordinary[1:] or ordinary
         if steps:
-            self._fill(observer, steps, _nearby(observer.timeline.steps))
+            nearby = _nearby(observer.timeline.steps)
+            self._fill(
+                observer, steps, nearby if observer.ranks is None else _less_communication(nearby, observer.ranks)
+            )
 
     def _fill(self, observer: Observer, steps: list[DeepStep], nearby: Nearby) -> None:
+        self.nearby_step_s = nearby.step_s or None
         is_whole = not any(s.truncated for s in steps)
         is_correctable = is_whole and not observer.is_device and nearby.step_s > 0
         costs = _costs(observer.deep.interception, steps, nearby) if is_correctable else {}
@@ -89,13 +98,15 @@ class OperatorTable:
             scale = min(1.0, self.device_s / recorded_s) if recorded_s > 0 else 1.0  # events also span the launch
             rows = [r._replace(op_s=r.op_s * scale) for r in rows]
             bound = "device" if self.device_s >= 0.9 * nearby.step_s else "host"
-        self.operators = tuple(_operator(r, len(steps), bound) for r in rows)
+        flop = observer.deep.graph_flop
+        self.operators = tuple(_operator(r, len(steps), bound, flop.get(r.key)) for r in rows)
         index = {key: row for row, key in enumerate(self.keys)}
         last = steps[-1].calls
         self.trace = Trace(
             operator=tuple(index[c.key] for c in last),
             producers=tuple(c.producers for c in last),
             truncated=not is_whole,
+            escapes=None if self._escaping is None else tuple(i for i, c in enumerate(last) if c.key in self._escaping),
         )
 
 
@@ -141,7 +152,7 @@ def _to_samples(rows: list[Row], observer: Observer, num_steps: int) -> list[Row
     """Forward rows drawn towards the sampled seconds of their line, the more the more samples there are."""
     num_sampled = max(1, observer.num_sampled)
     sampled_s: dict[int, float] = defaultdict(float)
-    samples: dict[int, int] = defaultdict(int)
+    samples: dict[int, float] = defaultdict(float)
     for spot, seconds, count in observer.sampler.by_phase():
         if _group(spot.phase) == "rest":
             sampled_s[spot.site] += seconds / num_sampled
@@ -180,6 +191,15 @@ def _nearby(steps: list[TimedStep]) -> Nearby:
     return Nearby(whole_s, {**groups, "rest": max(0.0, whole_s - sum(groups.values()))})
 
 
+def _less_communication(nearby: Nearby, ranks: RankWatch) -> Nearby:
+    """The rank's own work alone: a wait in a collective is no operator's time."""
+    groups = {g: max(0.0, s - ranks.exposed_s(g)) for g, s in nearby.groups.items() if g != "rest"}
+    if not groups:
+        return nearby
+    step_s = max(0.0, nearby.step_s - ranks.exposed_s())
+    return Nearby(step_s, {**groups, "rest": max(0.0, step_s - sum(groups.values()))})
+
+
 def usual_root_calls(steps: list[TimedStep]) -> int:
     """The fewest root calls that a good share of the steps have; where all differ (rollouts), the most there are."""
     counts = Counter(s.root_calls for s in steps)
@@ -197,7 +217,7 @@ def _times(call: Call, cost: InterceptionCost) -> tuple[float, float]:
     return max(0.0, device_s), python + max(0.0, call.op_s - cost.in_op_s)
 
 
-def _operator(row: Row, num_steps: int, bound: Bound) -> Operator:
+def _operator(row: Row, num_steps: int, bound: Bound, flop: int | None) -> Operator:
     key = row.key
     inputs = tuple(map(_spec, key.inputs))
     outputs = tuple(map(_spec, key.outputs))
@@ -212,7 +232,7 @@ def _operator(row: Row, num_steps: int, bound: Bound) -> Operator:
         num_calls=row.num_calls / num_steps,
         op_s=row.op_s / num_steps,
         python_s=row.python_s / num_steps,
-        flop=operator_flop(key.op, [m.shape for m in key.inputs], [m.shape for m in key.outputs]) or 0,
+        flop=flop or operator_flop(key.op, [m.shape for m in key.inputs], [m.shape for m in key.outputs]) or 0,
         bytes=moved,
         scalars=key.scalars,
         bound=bound,

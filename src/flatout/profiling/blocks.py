@@ -104,10 +104,13 @@ class Blocks:
             self._weigh()
         return size
 
-    def step(self, *, seen: int) -> int:
-        """An unwatched step ended, `seen` steps into the loop before this block; returns how many are still to go."""
+    def step(self, *, seen: int, compile_s: float = 0.0) -> int:
+        """An unwatched step ended, `seen` steps into the loop before this block; returns how many are still to go.
+
+        `compile_s` is what compiling took of it.
+        """
         now_s = perf_counter()
-        self.durations_s.append(now_s - self._last_s)
+        self.durations_s.append(now_s - self._last_s - compile_s)
         self._last_s = now_s
         self._left -= 1
         if not self._left:
@@ -120,6 +123,11 @@ class Blocks:
     def size(self) -> int:
         """Steps in the last block."""
         return self._size
+
+    @property
+    def num_gone(self) -> int:
+        """Steps of the open block that have gone by; 0 when none is open."""
+        return self._size - self._left if self._left else 0
 
     def cut(self) -> int:
         """The observation ended in the middle of a block; returns how many of its steps went by."""

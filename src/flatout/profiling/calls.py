@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatout.profiling.patching import Patches
 from flatout.profiling.sites import Sites
@@ -19,8 +20,17 @@ _CAPTURE_LIMIT_BYTES: Final = 256 << 20
 _CALLERS: Final = 4
 _MODULES_HELD: Final = 32
 _LARGEST_HELD: Final = 100_000_000
+_COMPARED_ELEMENTS: Final = 1 << 20
 _GRAPHS_FOLLOWED: Final = 64
 """Calls per line whose graph is followed to see whether a backward uses it."""
+_WRAPPERS: Final = {
+    "_FabricModule": "_forward_module",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Classes that a framework puts around the user's module, and the name under which it lies in them."""
 
 
 class RootListener(Protocol):
@@ -31,6 +41,8 @@ class RootListener(Protocol):
     def on_root_end(self, root: Root) -> None: ...
 
     def on_root_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+    def on_root_output(self, root: Root, output: Any) -> None: ...
 
     def fail(self, error: Exception) -> None: ...
 
@@ -54,7 +66,7 @@ class Root:
         self.module = weakref.ref(module)
         self.held: nn.Module | None = None
         """Kept alive for trials after the script's own references are gone; a few modules of ordinary size only."""
-        self.name = type(module).__name__
+        self.name = type(wrapped(module)).__name__
         self.site = chain[0] if chain else -1
         self.callers = chain[1:]
         self.is_training = module.training
@@ -68,6 +80,32 @@ class Root:
         self.graphs_built = 0
         self.graphs_used = 0
         self.captured: Captured | None = None
+        self.last_input: Tensor | None = None
+        self.num_compared = 0
+        self.num_prefix = 0
+
+    @property
+    def alive(self) -> nn.Module | None:
+        """The module, while it is there. Not by its truth: a container may be empty, a compiled module has no length."""
+        return self.held if self.held is not None else self.module()
+
+    @property
+    def captured_length(self) -> int:
+        """Positions of the first captured input."""
+        first = next(iter_tensors((self.captured.args, self.captured.kwargs)), None) if self.captured else None
+        return first.shape[1] if first is not None and first.dim() >= 2 else 0
+
+    def compare_with_last(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note whether this call's first input is the last one's with more behind it, and keep a copy for the next."""
+        first = next(iter_tensors((args, kwargs)), None)
+        if first is None or is_wrapper(first) or first.dim() < 2 or first.numel() > _COMPARED_ELEMENTS:
+            return
+        last, self.last_input = self.last_input, first.detach().clone()
+        if last is not None and last.dim() == first.dim() and last.dtype == first.dtype:
+            self.num_compared += 1
+            grew = first.shape[0] == last.shape[0] and first.shape[1] > last.shape[1] > 0
+            if grew and first.shape[2:] == last.shape[2:]:
+                self.num_prefix += int(torch.equal(first[:, : last.shape[1]], last))
 
     def use_graph(self, *_: object) -> None:
         """Told by autograd that a backward reached the output of a call."""
@@ -150,6 +188,8 @@ class ModuleCalls:
             self.path = ""
             root.total_s += perf_counter() - start
             self._listener.on_root_end(root)
+        if self.is_deep:
+            self._listener.on_root_output(root, output)
         if torch.is_grad_enabled():
             self._follow_graph(root, output)
         return output
@@ -160,7 +200,7 @@ class ModuleCalls:
         if root is None or root.module() is not module:
             root = self.roots[key] = Root(module, key[1])
             if len(self.roots) <= _MODULES_HELD and root.num_parameters <= _LARGEST_HELD:
-                root.held = module
+                root.held = without_replication(module)
         root.calls += 1
         root.weighted_calls += self.weight
         root.is_training = module.training
@@ -200,9 +240,8 @@ class ModuleCalls:
     def _name(self, module: nn.Module) -> None:
         if id(module) not in self._named_roots:
             self._named_roots.add(id(module))
-            top = type(module).__name__
-            for name, inner in module.named_modules():
-                self._names[id(inner)] = f"{top}.{name}" if name else top
+            for path, inner in module_paths(module):
+                self._names[id(inner)] = path
 
     def _capture(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         total = sum(t.numel() * t.element_size() for t in iter_tensors((args, kwargs)))
@@ -217,6 +256,38 @@ class ModuleCalls:
                 root.graphs_built += 1
                 tensor.grad_fn.register_prehook(root.use_graph)
                 return
+
+
+def wrapped(module: nn.Module) -> nn.Module:
+    """The user's module inside what a framework put around it."""
+    while (name := _WRAPPERS.get(type(module).__name__)) is not None:
+        inner = module._modules.get(name)
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def module_paths(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Dotted paths of the user's modules in a root module, from the class of the outermost one; wrappers have its path."""
+    user = wrapped(module)
+    top = type(user).__name__
+    while module is not user:
+        yield top, module
+        module = module._modules[_WRAPPERS[type(module).__name__]]  # type: ignore[assignment]
+    for name, inner in user.named_modules():
+        yield (f"{top}.{name}" if name else top), inner
+
+
+def without_replication(module: nn.Module) -> nn.Module:
+    """The module that a DistributedDataParallel wraps: a copy of it computes the same and talks to nobody."""
+    inner = getattr(module, "module", None)
+    return inner if isinstance(module, nn.parallel.DistributedDataParallel) and isinstance(inner, nn.Module) else module
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether other tensors, perhaps on other ranks, stand behind this one (DTensor): reading its values may communicate."""
+    return type(tensor) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor)
 
 
 def iter_tensors(value: Any, depth: int = 4) -> Iterator[Tensor]:

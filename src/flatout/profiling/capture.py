@@ -11,15 +11,24 @@ import msgspec
 
 from flatout.profiling import assemble
 from flatout.profiling.accounts import OperatorTable
+from flatout.profiling.escapes import Escapes
+from flatout.profiling.memory import MemoryLook
+from flatout.profiling.module_facts import ModuleFacts
 from flatout.profiling.observer import Observer
+from flatout.profiling.place import Place
+from flatout.profiling.progress import ProgressFile
 from flatout.profiling.schedule import Schedule
 from flatout.profiling.settings import environment
+from flatout.profiling.spans import timeline_of
 from flatout.profiling.trials.runner import run_trials
 from flatout.profiling.trials.scene import Scene
+from flatout.profiling.values import Values
 from flatout.profiling.workload import workload_of
 from flatout.records.evidence import Evidence
 from flatout.records.hardware import Machine
+from flatout.records.span import StepTimeline
 from flatout.records.trial import Trial, TrialResult
+from flatout.records.usage import CallUse
 
 FEWEST_STEPS: Final = 12
 """A script with fewer steps may end before the deep steps are done."""
@@ -29,10 +38,10 @@ Propose = Callable[[Evidence], Iterable[Trial]]
 
 
 class Capture:
-    """Observes the thread that made it. Call `start`, let the code run, call `finish`.
+    """Observes the thread that made it. Call `start`, let the code run, call `finish`. `place` tells the rank among several.
 
     `publish` receives the Evidence as soon as the observation is complete, while the script may still be running, and never
-    more than once before `finish`.
+    more than once before `finish`. `draft` receives what there is after the close looks, in case the process is killed later.
     """
 
     def __init__(
@@ -45,19 +54,35 @@ class Capture:
         propose: Propose,
         user_root: str | None = None,
         publish: Callable[[Evidence], None] | None = None,
+        progress: ProgressFile | None = None,
+        place: Place | None = None,
+        draft: Callable[[Evidence], None] | None = None,
     ) -> None:
         self._command = command
         self._cwd = cwd
         self._machine = machine
         self._propose = propose
         self._publish = publish
+        self._draft = draft
+        self._is_hurried = False
         self._results: list[TrialResult] = []
         self._other_s = 0.0
         self._last: Evidence | None = None
-        self.observer = Observer(schedule, user_root=user_root, pause=self._pause, complete=self._complete)
+        self.observer = Observer(schedule, user_root=user_root, pause=self._pause, complete=self._complete, place=place)
+        self.memory = MemoryLook(self.observer)
+        self.observer.collectors += (self.memory,)
+        self.observer.watch = self.memory
+        self._escapes, self._values = Escapes(), Values()
+        self._module_facts = ModuleFacts(self.observer.calls, self.observer.optimizing)
+        self.observer.collectors += (self._escapes, self._module_facts)
+        self.observer.root_watchers += (self._module_facts,)
+        self.observer.deep.inspectors += [self._escapes.inspect, self._values.inspect]
+        self.observer.progress = progress
 
     def start(self) -> None:
         """Begin to observe."""
+        if self.observer.progress is not None:
+            self.observer.progress.tell("waiting for a step")
         self.observer.install()
 
     @property
@@ -74,9 +99,15 @@ class Capture:
 
     def finish(self, *, exit: str, exit_code: int | None) -> Evidence:
         """End the observation (if it has not ended by itself), run the trials that are left, and return the Evidence."""
+        self._is_hurried = self.observer.ranks is not None and bool(exit_code)  # the other ranks are being ended now
         if self._last is None:
             self._last = self._conclude()
         return msgspec.structs.replace(self._last, exit=exit, exit_code=exit_code)
+
+    def snapshot(self, *, exit: str, exit_code: int | None) -> Evidence:
+        """What there is now, for a process that ends at once; nothing is tried or taken away any more."""
+        evidence = self._last if self._last is not None else self._evidence()
+        return msgspec.structs.replace(evidence, exit=exit, exit_code=exit_code)
 
     def _complete(self) -> None:
         """The observer has seen enough; the script goes on without it."""
@@ -102,10 +133,20 @@ class Capture:
         wanted = [t for t in dict.fromkeys(self._propose(evidence)) if t not in done]
         self._other_s += perf_counter() - began
         left = observer.schedule.trials_budget_s - observer.trials_s
-        if wanted and left > 0:
+        if wanted and left > 0 and not self._is_hurried:
             began = perf_counter()
-            self._results += run_trials(wanted, self._scene(), budget_s=left)
+            if observer.progress is not None:
+                observer.progress.tell("trials", num_steps=observer.seen)
+            if observer.ranks is not None:
+                observer.ranks.fence(True)
+            try:
+                self._results += run_trials(wanted, self._scene(), budget_s=left)
+            finally:
+                if observer.ranks is not None:
+                    observer.ranks.fence(False)
             observer.trials_s += perf_counter() - began
+        if self._draft is not None and not observer.is_complete:
+            self._draft(self._evidence())
 
     def _scene(self) -> Scene:
         observer = self.observer
@@ -115,12 +156,14 @@ class Capture:
         return Scene(
             examples=table.examples,
             num_calls=[o.num_calls for o in table.operators],
+            outputs=[k.outputs[0] if k.outputs else None for k in table.keys],
             roots=roots,
             optimizers=list(observer.optimizing.watched.values()),
             loaders=list(observer.feeding.loaders.values()),
             unused_modules=unused[0].modules if unused else (),
             device="cuda" if observer.is_device else "cpu",
             limit_s=5.0,
+            compiled=observer.compiling.compiled,
         )
 
     def _notes(self) -> Iterator[str]:
@@ -129,17 +172,41 @@ class Capture:
         yield from observer.notes
         if observer.sampler.failure:
             yield observer.sampler.failure
+        if observer.kernels.failure:
+            yield observer.kernels.failure
         if (processes := observer.processes.note()) is not None:
             yield processes
+        if observer.ranks is not None:
+            yield from observer.ranks.notes()
         if 0 < observer.seen < FEWEST_STEPS and not observer.deep.steps:
             yield (
                 f"only {observer.seen} steps, too few to look inside one: no operators, lines or trials; "
                 f"let the script make {FEWEST_STEPS} or more"
             )
 
+    def _timeline(self, table: OperatorTable) -> StepTimeline | None:
+        """A typical step on the host, and on the device the step that its kernels were recorded in."""
+        timeline, kernels = timeline_of(self.observer, table), self.observer.kernels
+        if timeline is None or not kernels.spans:
+            return timeline
+        return msgspec.structs.replace(
+            timeline,
+            spans=(*timeline.spans, *kernels.spans),
+            num_left_out=timeline.num_left_out + kernels.num_spans_left_out,
+        )
+
+    def _uses(self) -> tuple[CallUse, ...]:
+        """Calls worth knowing about, the dearest first."""
+        observer = self.observer
+        uploads = assemble.uploads_of(observer)
+        rows = observer.uses.rows(
+            num_steps=observer.seen, reads=observer.reads.seen, num_read_steps=observer.reads.num_steps
+        )
+        return tuple(sorted((*rows, *uploads, *self.memory.uses()), key=lambda u: -u.seconds))
+
     def _evidence(self) -> Evidence:
         observer = self.observer
-        table = OperatorTable(observer)
+        table = OperatorTable(observer, self._escapes.keys if self._escapes.is_known else None)
         steps = assemble.steps_of(observer, table.device_s)
         models, roots = assemble.models_of(observer)
         workload = workload_of(
@@ -148,14 +215,15 @@ class Capture:
             roots,
             observer.optimizing.optimized_ids(),
             observer.settings.read(environment()),
+            world_size=observer.ranks.place.world_size if observer.ranks is not None else 1,
         )
-        lines = assemble.lines_of(observer, table)
+        lines = assemble.lines_of(observer, table, steps.step_s)
         return Evidence(
             workload=workload,
             machine=self._machine,
             steps=steps,
             sources=observer.sites.table(),
-            callers={k: v for k, v in (observer.deep.callers | observer.optimizing.callers).items() if k >= 0 and v},
+            callers=assemble.callers_of(observer),
             backward_sources=tuple(sorted(s for s in observer.deep.backward_sites if s >= 0)),
             float64_sources=tuple(
                 sorted(
@@ -177,6 +245,13 @@ class Capture:
             loaders=assemble.loaders_of(observer),
             paddings=assemble.paddings_of(observer),
             recurrences=assemble.recurrences_of(observer, table),
+            device_step=assemble.device_step_of(observer, steps),
+            memory=self.memory.evidence(),
+            uses=self._uses(),
+            compilation=observer.compiling.record(observer.timeline.steps),
+            timeline=self._timeline(table),
+            module_facts=(*self.memory.facts(), *self._module_facts.facts(), *self._values.facts()),
+            distributed=observer.ranks.record(lines, steps.phases, steps.step_s) if observer.ranks else None,
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),
             notes=tuple(self._notes()),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from flatout.profiling.calls import ModuleCalls, Root
-from flatout.profiling.operators import DeepStep, Example, OperatorKey, OperatorRecorder
+from flatout.profiling.calls import ModuleCalls, Root, module_paths
+from flatout.profiling.operators import DeepStep, Example, Inspect, OperatorKey, OperatorRecorder
 from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import InterceptionCost, interception_cost
 from flatout.profiling.padding import PaddedTensor, padded_rows, signs_of
+from flatout.profiling.patching import Patches
 from flatout.profiling.sites import Sites
 
 
@@ -30,6 +33,9 @@ class DeepLooks:
         self.padding_signs: tuple[str, ...] = ()
         self.unused: dict[str, tuple[int, int]] = {}
         self.trained_modules: set[str] = set()
+        self.graph_flop: dict[OperatorKey, int] = {}
+        self._patches = Patches()
+        self.inspectors: list[Inspect] = []
         self._sites = sites
         self._calls = calls
         self._optimizing = optimizing
@@ -45,8 +51,10 @@ class DeepLooks:
                 module=self._calls.module_path,
                 is_device=is_device,
                 thread_id=self._thread_id,
+                inspectors=self.inspectors,
             )
             self.recorder.enter()
+            self._watch_graphs(self.recorder)
         self._calls.is_deep = True
         self._calls.begin_deep()
         self.recorder.begin()
@@ -66,12 +74,39 @@ class DeepLooks:
         """Stop recording, and keep what the recorder knows."""
         self._calls.is_deep = False
         if self.recorder is not None:
+            self._patches.undo()
             self.recorder.leave()
+            self.graph_flop = self.recorder.graph_flop
             self.examples = self.recorder.examples
             self.callers = self.recorder.callers
             self.backward_sites = self.recorder.backward_sites
             self.outside_float64 = self.recorder.outside_float64
             self.recorder = None
+
+    def _watch_graphs(self, recorder: OperatorRecorder) -> None:
+        """Have the graphs that Inductor compiled tell the recorder when they run."""
+        kind = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
+        if kind is not None:
+            original: Callable[..., object] = kind.__call__
+
+            def __call__(self: object, inputs: Sequence[object]) -> object:
+                return recorder.graph(lambda: original(self, inputs), inputs)
+
+            self._patches.set(kind, "__call__", __call__)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Do something of ours meanwhile: what runs inside is neither recorded nor timed."""
+        recorder = self.recorder
+        if recorder is None:
+            yield
+            return
+        recorder.is_paused = True
+        try:
+            yield
+        finally:
+            recorder.is_paused = False
+            recorder.resume()
 
     def look_for_padding(self, tensors: dict[str, torch.Tensor], root: Root) -> None:
         """Note which of a root call's inputs end in constants."""
@@ -93,6 +128,13 @@ class DeepLooks:
             recorder.is_paused = False
             recorder.resume()
 
+    def compare_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note whether a root call without gradients begins with what the call before was given."""
+        if root.grad_enabled and root.is_training:
+            return
+        with self.aside():
+            root.compare_with_last(args, kwargs)
+
     def _note_gradients(self) -> None:
         """Which modules' own parameters got gradients though no optimizer holds them."""
         optimized = self._optimizing.optimized_ids()
@@ -102,18 +144,10 @@ class DeepLooks:
             module = root.module()
             if module is None or not root.has_parameters:
                 continue
-            top = type(module).__name__
-            for name, inner in module.named_modules():
-                path = f"{top}.{name}" if name else top
+            for path, inner in module_paths(module):
                 own = list(inner.parameters(recurse=False))
                 unused = [p for p in own if p.grad is not None and id(p) not in optimized]
                 if unused:
                     self.unused[path] = (len(unused), sum(p.numel() for p in unused))
                 if any(id(p) in optimized for p in own):
                     self.trained_modules.add(path)
-
-
-def uses_compile() -> bool:
-    """Whether dynamo compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["frames"]["ok"] > 0

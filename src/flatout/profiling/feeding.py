@@ -7,7 +7,8 @@ import os
 import sys
 import tempfile
 import threading
-from collections import defaultdict
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from threading import get_ident
@@ -17,6 +18,7 @@ from typing import Any, Final, Protocol
 
 import torch.utils.data._utils.collate as torch_collate
 import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import ConcatDataset, DataLoader, StackDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.profiling.patching import Patches
@@ -30,6 +32,8 @@ _original_worker_loop: Callable[..., None] = torch_worker._worker_loop
 class LoaderListener(Protocol):
     """Who is told when the loop waits for data."""
 
+    def on_epoch_start(self) -> None: ...
+
     def on_fetch_start(self) -> None: ...
 
     def on_fetch_end(self, batch: Any) -> None: ...
@@ -42,8 +46,11 @@ class LoaderUse:
 
     def __init__(self, iterator: Any, site: int, sites: Sites) -> None:
         self.site = site
+        self.constructed = -1
         self.dataset = iterator._dataset
         self.collate = iterator._collate_fn
+        self.collates = bool(iterator._auto_collation)
+        """Whether the loader asks for single items and puts them together; else it asks with what its sampler gives."""
         self.num_workers = int(iterator._num_workers)
         sampler = getattr(iterator, "_index_sampler", None)
         self.batch_size = int(getattr(sampler, "batch_size", 0) or 0)
@@ -52,9 +59,28 @@ class LoaderUse:
         fetch = getattr(type(self.dataset), "__getitems__", None) or getattr(type(self.dataset), "__getitem__", None)
         self.getitem_site = _first_line(fetch, sites)
         self.collate_site = _first_line(self.collate, sites)
+        self.pin_memory = bool(getattr(iterator, "_pin_memory", False))
+        self.persistent_workers = bool(getattr(iterator, "_persistent_workers", False))
+        self.prefetch_factor = int(getattr(iterator, "_prefetch_factor", 0) or 0) if self.num_workers else 0
+        self.is_in_ram = is_in_ram(self.dataset)
+        self.sampler = type(getattr(sampler, "sampler", sampler)).__name__
+        self.context = getattr(iterator, "_multiprocessing_context", None)
         self.fetches = 0
         self.weighted_fetches = 0
         self.wait_s = 0.0
+        self.num_batches = 0
+        self.first_waits_s: list[float] = []
+        """For each epoch that was watched: making its iterator, its first batch, and ending it."""
+
+
+def is_in_ram(dataset: object) -> bool:
+    """Whether items are rows of tensors that lie in memory: torch's TensorDataset, also inside torch's own wrappers."""
+    if isinstance(dataset, Subset):
+        return is_in_ram(dataset.dataset)
+    if isinstance(dataset, (ConcatDataset, StackDataset)):
+        parts = dataset.datasets
+        return all(map(is_in_ram, parts.values() if isinstance(parts, dict) else parts))
+    return isinstance(dataset, TensorDataset)
 
 
 def _first_line(function: object, sites: Sites) -> int:
@@ -67,16 +93,23 @@ class Feeding:
 
     def __init__(self, sites: Sites, listener: LoaderListener) -> None:
         self.loaders: dict[tuple[int, int], LoaderUse] = {}
+        self.epochs: Counter[int] = Counter()
+        """Iterators made, by the identity of the data set, in steps that went by unwatched too."""
         self.is_active = False
         self.weight = 1
+        self.is_paused = False
         self._sites = sites
         self._listener = listener
         self._thread_id = get_ident()
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-workers-")
+        self._constructed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._loader_sites: dict[int, int] = {}
+        self._made_s: dict[int, float] = {}
+        """Seconds that making an iterator took, by its identity, until its first batch is fetched."""
 
     def install(self, patches: Patches) -> None:
         """Replace the iterators' `__next__` and the workers' main loop."""
-        original = _BaseDataLoaderIter.__next__
+        original, make, init = _BaseDataLoaderIter.__next__, DataLoader.__iter__, DataLoader.__init__
         watch = self
 
         def __next__(self: Any) -> Any:
@@ -84,7 +117,18 @@ class Feeding:
                 return original(self)
             return watch._next(original, self)
 
+        def __iter__(self: Any) -> Any:
+            return watch._make(make, self) if get_ident() == watch._thread_id else make(self)
+
         patches.set(_BaseDataLoaderIter, "__next__", __next__)
+
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            if get_ident() == watch._thread_id and not watch.is_paused:
+                watch._constructed[self] = watch._sites.of_frame(sys._getframe(1))
+
+        patches.set(DataLoader, "__iter__", __iter__)
+        patches.set(DataLoader, "__init__", __init__)
         os.environ[ObservedWorker.FOLDER] = self._folder.name
         patches.set(torch_worker, "_worker_loop", ObservedWorker.loop)
 
@@ -102,18 +146,45 @@ class Feeding:
                 total[file, line, function][1] += count
         return [(*key, seconds, int(count)) for key, (seconds, count) in total.items()]
 
+    def _make(self, original: Callable[[Any], Any], loader: Any) -> Any:
+        if self.is_paused:
+            return original(loader)
+        self.epochs[id(loader.dataset)] += 1
+        self._loader_sites[id(loader.dataset)] = self._constructed.get(loader, -1)
+        self._listener.on_epoch_start()
+        if not self.is_active:
+            return original(loader)
+        self._listener.on_fetch_start()
+        start = perf_counter()
+        try:
+            iterator = original(loader)
+            self._made_s[id(iterator)] = perf_counter() - start
+            return iterator
+        finally:
+            self._listener.on_fetch_end(None)
+
     def _next(self, original: Callable[[Any], Any], iterator: Any) -> Any:
         use = self._use_of(iterator)
+        made_s = self._made_s.pop(id(iterator), None)
         self._listener.on_fetch_start()
         start = perf_counter()
         batch = None
+        is_last = True
         try:
             batch = original(iterator)
-            use.fetches += 1
+            is_last = False
+            use.num_batches += 1
             use.weighted_fetches += self.weight
             return batch
         finally:
-            use.wait_s += perf_counter() - start
+            seconds = perf_counter() - start
+            if made_s is not None:
+                use.first_waits_s.append(made_s + seconds)
+            elif is_last and use.first_waits_s:
+                use.first_waits_s[-1] += seconds
+            else:
+                use.wait_s += seconds
+                use.fetches += 1
             self._listener.on_fetch_end(batch)
 
     def _use_of(self, iterator: Any) -> LoaderUse:
@@ -122,6 +193,7 @@ class Feeding:
         use = self.loaders.get(key)
         if use is None:
             use = self.loaders[key] = LoaderUse(iterator, site, self._sites)
+            use.constructed = self._loader_sites.get(id(iterator._dataset), -1)
         return use
 
 

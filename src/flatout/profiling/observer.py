@@ -7,29 +7,38 @@ import traceback
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 from flatout.profiling.blocks import Blocks
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
-from flatout.profiling.deep import DeepLooks, uses_compile
+from flatout.profiling.collector import Collector, RootWatcher, StepWatch
+from flatout.profiling.compiling import Compiling
+from flatout.profiling.deep import DeepLooks
 from flatout.profiling.feeding import Feeding
 from flatout.profiling.kernels import KernelTimes
-from flatout.profiling.operators import storage_of
+from flatout.profiling.launches import LaunchLog
+from flatout.profiling.operators import CAN_WATCH_COMPILED, storage_of
 from flatout.profiling.optimizing import Optimizing
 from flatout.profiling.overhead import light_cost_s
 from flatout.profiling.padding import name_tensors
 from flatout.profiling.patching import Patches
+from flatout.profiling.place import Place
 from flatout.profiling.processes import Processes
+from flatout.profiling.progress import ProgressFile, doing_in
 from flatout.profiling.reads import HostReads, is_on_accelerator
 from flatout.profiling.sampler import UNWATCHED, Sampler
 from flatout.profiling.schedule import Mode, Schedule
 from flatout.profiling.settings import Settings
 from flatout.profiling.sites import Sites
 from flatout.profiling.timeline import Timeline
+from flatout.profiling.uses import Uses
 
-_CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP)
+if TYPE_CHECKING:
+    from flatout.profiling.ranks import RankWatch
+
+_CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP, Mode.MEMORY)
 _INFERENCE_AFTER: Final = 3
 """Root calls without a backward after which a loop counts as inference."""
 
@@ -38,7 +47,7 @@ class Observer:
     """Watches the thread that made it, from `install` to `remove`. Every event handler is here; what is kept lies in the parts.
 
     `pause` is called at the border after the deep steps with the observer inactive: the time for trials. `complete` is called
-    when the schedule is done.
+    when the schedule is done. `place` is given when this process is one rank of several.
     """
 
     def __init__(
@@ -48,6 +57,7 @@ class Observer:
         user_root: str | None,
         pause: Callable[[Observer], None],
         complete: Callable[[], None],
+        place: Place | None = None,
     ) -> None:
         self.schedule = schedule
         self.sites = Sites(user_root=user_root)
@@ -62,16 +72,30 @@ class Observer:
         self.timeline = Timeline(use_events=False)
         self.sampler = Sampler(self.sites, phase=lambda: UNWATCHED if self.blocks.is_open else self.timeline.phase)
         self.reads = HostReads(self.sites, lambda: self.timeline.phase)
-        self.kernels = KernelTimes()
+        self.kernels = KernelTimes(self._launch_log)
         self.mode = Mode.WARM_UP
         self.seen = 0
         self.deep = DeepLooks(self.sites, self.calls, self.optimizing, thread_id=self.thread_id)
         self.blocks = Blocks()
+        self.uses = Uses(self.sites, phase=lambda: self.timeline.phase, step=lambda: self._step_in_progress()[0])
+        self.compiling = Compiling(
+            self.sites,
+            clock=lambda: self.timeline,
+            step=self._step_in_progress,
+            on_use=self.uses.spare_compiled_code,
+        )
+        self.ranks = None if place is None else self._watch_ranks(place)
+        self.collectors: tuple[Collector, ...] = (self.compiling, self.uses)
+        if self.ranks is not None:
+            self.collectors += (self.ranks,)
+        self.watch: StepWatch | None = None
+        self.root_watchers: tuple[RootWatcher, ...] = ()
         self.light_s = 0.0
         self.deep_s = 0.0
         self.pause_s = 0.0
         self.trials_s = 0.0
         self.notes: list[str] = []
+        self.progress: ProgressFile | None = None
         self.is_complete = False
         self._pause = pause
         self._on_complete = complete
@@ -83,6 +107,17 @@ class Observer:
         self._leader: Root | None = None
         self._is_installed = False
 
+    def _watch_ranks(self, place: Place) -> RankWatch:
+        from flatout.profiling.ranks import RankWatch  # there are builds of torch without torch.distributed
+
+        watch = RankWatch(self.sites, place, phase=lambda: self.timeline.phase)
+        watch.collectives.after_call = self._resume_recording
+        return watch
+
+    def _resume_recording(self) -> None:
+        if self.deep.recorder is not None:
+            self.deep.recorder.resume()
+
     # -- life -------------------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
@@ -93,8 +128,10 @@ class Observer:
         self.feeding.install(self._patches)
         self.optimizing.install(self._patches)
         self.processes.install(self._patches)
+        for collector in self.collectors:
+            collector.install(self._patches)
         for name in ("backward", "grad"):
-            self._patches.set(torch.autograd, name, self._watching_backward(getattr(torch.autograd, name)))
+            self._patches.set(torch.autograd, name, self._watching_backward(name, getattr(torch.autograd, name)))
         self._activate(True)
         self.sampler.start()
         self.sampler.is_on = False
@@ -112,9 +149,11 @@ class Observer:
         if self.mode is Mode.READS:
             self.reads.end()
         if self.mode is Mode.KERNELS:
-            self.kernels.end()
+            self.kernels.abort()
         if self.mode is Mode.DEEP:
             self.deep.leave()
+        for collector in self.collectors:
+            collector.remove()
         self.optimizing.remove()
         self._patches.undo()
 
@@ -132,7 +171,9 @@ class Observer:
     # -- events -----------------------------------------------------------------------------------------------------------
 
     def on_root_start(self, root: Root) -> None:
-        if root.has_parameters and self.kind in ("none", "inference") and not self._in_backward:
+        if self._in_backward:  # a forward that is computed again there is the backward's own work
+            return
+        if root.has_parameters and self.kind in ("none", "inference"):
             self._roots_without_backward += 1
             if self.kind == "none" and self._roots_without_backward >= _INFERENCE_AFTER:
                 self._leader = root
@@ -146,10 +187,14 @@ class Observer:
         self.timeline.switch("evaluation" if is_evaluation else "forward")
 
     def on_root_end(self, root: Root) -> None:
+        if self._in_backward:
+            return
         if self.timeline.phase != "evaluation":  # what follows an evaluation call belongs to it: its metrics, its loop
             self.timeline.end_root("optimizer" if self._in_optimizer else "other")
 
     def on_root_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.mode is Mode.MEMORY and self.watch is not None and root.has_parameters:
+            self.watch.on_batch((args, kwargs), is_fetched=False)
         recorder = self.deep.recorder
         if self.mode is Mode.DEEP and recorder is not None and root.has_parameters:
             for tensor in iter_tensors((args, kwargs)):
@@ -161,6 +206,25 @@ class Observer:
             and (root.is_training or self.kind != "training")
         ):
             self.deep.look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
+            self.deep.compare_inputs(root, args, kwargs)
+        if self.ranks is not None and root.has_parameters and (root.is_training or self.kind != "training"):
+            self.ranks.add_batch(args, kwargs)
+        is_deep = self.mode is Mode.DEEP and recorder is not None
+        if is_deep or root.calls == 1:
+            with self.deep.aside():
+                for watcher in self.root_watchers:
+                    watcher.on_root_inputs(root, args, kwargs, is_deep=is_deep)
+
+    def on_root_output(self, root: Root, output: Any) -> None:
+        try:
+            with self.deep.aside():
+                for watcher in self.root_watchers:
+                    watcher.on_root_output(root, output)
+        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
+            self.fail(e)
+
+    def on_epoch_start(self) -> None:
+        self.timeline.num_starts += 1
 
     def on_fetch_start(self) -> None:
         self.timeline.switch("data")
@@ -169,8 +233,21 @@ class Observer:
         self.timeline.switch("optimizer" if self._in_optimizer else "other")
         if self.mode is Mode.DEEP and self.deep.recorder is not None:
             self.deep.recorder.data_storages.update(storage_of(t) for t in iter_tensors(batch))
+        if self.mode is Mode.MEMORY and self.watch is not None:
+            try:
+                self.watch.on_batch(batch, is_fetched=True)
+            except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
+                self.fail(e)
 
     def on_optimizer_start(self) -> None:
+        self._in_optimizer = True
+        self.timeline.switch("optimizer")
+
+    def on_closure_start(self) -> None:
+        self._in_optimizer = False
+        self.timeline.switch("other")
+
+    def on_closure_end(self) -> None:
         self._in_optimizer = True
         self.timeline.switch("optimizer")
 
@@ -191,21 +268,31 @@ class Observer:
         """The step function returned."""
         self._border()
 
-    def _watching_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _watching_backward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward or get_ident() != self.thread_id or not self.calls.is_active:
                 return original(*args, **kwargs)
             self._in_backward = True
             self._roots_without_backward = 0
             self.timeline.switch("backward")
+            if self.mode is Mode.MEMORY and self.watch is not None:
+                try:
+                    self.watch.on_backward(name, args, kwargs)
+                except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
+                    self.fail(e)
             if self.deep.recorder is not None:
                 self.deep.recorder.mark_backward(sys._getframe(1))
+            if self.ranks is not None:
+                self.ranks.begin_backward(sys._getframe(1))
             try:
                 return original(*args, **kwargs)
             finally:
                 self._in_backward = False
                 if self.deep.recorder is not None:
                     self.deep.recorder.mark_backward(None)
+                if self.ranks is not None:
+                    self.ranks.end_backward()
+                    self._resume_recording()
                 self.timeline.switch("optimizer" if self._in_optimizer else "other")
                 if self.kind in ("none", "inference"):
                     self._restart("manual")
@@ -225,8 +312,10 @@ class Observer:
                 self.deep.leave()
             elif self.mode is Mode.READS:
                 self.reads.end()
-            elif self.mode is Mode.KERNELS:
-                self.kernels.end()
+            self.kernels.abort()
+            if self.mode not in (Mode.LIGHT, Mode.DONE):
+                for collector in self.collectors:
+                    collector.end(self.mode)
             self.kind = kind
             self.is_device = is_on_accelerator()
             self.timeline = Timeline(use_events=self.is_device)
@@ -238,9 +327,13 @@ class Observer:
             self.calls.weight = self.feeding.weight = 1
             self.deep.steps.clear()
             self.reads.seen.clear()
+            self.reads.uploads.clear()
             self.reads.num_steps = 0
+            self.uses.clear()
             self.sampler.clear()
             self.sampler.is_on = False
+            if self.ranks is not None:
+                self.ranks.restart()
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
 
@@ -258,6 +351,9 @@ class Observer:
     def _end_step(self, duration_s: float, root_calls: int) -> None:
         before = self.mode
         began = perf_counter()
+        duration_s -= self.compiling.taken_s()
+        if rare_s := self.uses.taken_s():
+            self.uses.by_step[self.timeline.num_ended - 1] = rare_s
         self.seen += 1
         if before is Mode.DEEP:
             self.deep_s += duration_s
@@ -269,7 +365,14 @@ class Observer:
             self.reads.end()
             self.reads.num_steps += 1
         elif before is Mode.KERNELS:
-            self.kernels.end()
+            self.kernels.end(self.timeline.last_marks)
+        if before is not Mode.LIGHT:
+            for collector in reversed(self.collectors):  # what was patched last is put back first
+                collector.end(before)
+        elif self.watch is not None:
+            self.watch.on_light()
+        if self.ranks is not None:
+            self.ranks.end_step(before, self.seen, duration_s, is_device=self.is_device)
         self.mode = self.schedule.mode(
             seen=self.seen,
             deep_elapsed_s=self.deep_s,
@@ -277,6 +380,7 @@ class Observer:
             deep_allowed=self._is_deep_allowed(),
             is_device=self.is_device,
         )
+        self._tell_progress(began)
         if before is Mode.DEEP and self.mode is not Mode.DEEP:
             self.deep.leave()
             if self.kind != "inference":
@@ -292,6 +396,9 @@ class Observer:
             self.deep.open(phase=lambda: self.timeline.phase, is_device=self.is_device)
         elif self.mode is Mode.DONE:
             self._complete()
+        if self.mode not in (Mode.LIGHT, Mode.DONE):
+            for collector in self.collectors:
+                collector.begin(self.mode)
         if before in _CLOSE_LOOKS or self.mode in _CLOSE_LOOKS:
             self.deep_s += perf_counter() - began
             self.timeline.restart()
@@ -305,12 +412,15 @@ class Observer:
             + self.schedule.num_light_before
             + self.schedule.num_reads
             + self.schedule.num_deep
+            + self.schedule.num_memory
         )
         is_plain = self.kind == "training" and len(self.optimizing.watched) == 1 and not self.is_device
+        is_plain &= self.ranks is None  # ranks are compared step by step, and blocks of theirs would differ
         if not is_plain or self.seen <= looks:
             return
         self.blocks.rhythm.add(self.seen, step_s)
-        mean_s = self.light_s / max(1, self.num_sampled)  # evaluation passes included: where they are long, watching costs little
+        # Evaluation passes included: where they are long, watching costs little.
+        mean_s = self.light_s / max(1, self.num_sampled)
         if self.blocks.open(mean_s, seen=self.seen):
             self.sampler.spare()
             self._activate(False)
@@ -319,7 +429,11 @@ class Observer:
 
     def on_unwatched_step(self) -> None:
         """A step went by unwatched."""
-        num_left = self.blocks.step(seen=self.seen)
+        compile_s = self.compiling.taken_s()
+        num_left = self.blocks.step(seen=self.seen, compile_s=compile_s)
+        self.timeline.add_unwatched(self.blocks.durations_s[-1], compile_s=compile_s)
+        if rare_s := self.uses.taken_s():
+            self.uses.by_step[self.timeline.num_ended - 1] = rare_s
         if self.sampler.pending:
             is_usual = not self.blocks.rhythm.stands_out(self.blocks.durations_s[-1])
             self.sampler.settle(UNWATCHED if is_usual else "evaluation")
@@ -330,14 +444,29 @@ class Observer:
         self.optimizing.is_unwatched = False
         self.calls.weight = self.feeding.weight = self.blocks.weight
         self._activate(True)
+        self._tell_progress(perf_counter())
         self.timeline.restart()
+
+    def _tell_progress(self, now_s: float) -> None:
+        """Say how far we are, if the last word is old; between two steps, so that no step is longer for it."""
+        if self.progress is not None and self.mode is not Mode.DONE and self.progress.is_due(now_s):
+            left_s = max(0.0, self.schedule.observe_s - self.light_s)
+            doing = doing_in(self.mode, has_looked=self.reads.num_steps > 0)
+            self.progress.tell(doing, num_steps=self.seen, left_s=left_s)
+            self.timeline.restart()
 
     def _take_pause(self) -> None:
         began = perf_counter()
         self._activate(False)
+        self.compiling.pause()
+        self.uses.is_on = False
+        self.feeding.is_paused = True
         try:
             self._pause(self)
         finally:
+            self.feeding.is_paused = False
+            self.uses.is_on = True
+            self.compiling.resume()
             self._activate(True)
             self.pause_s += perf_counter() - began
             self.deep_s -= perf_counter() - began
@@ -348,13 +477,28 @@ class Observer:
             self.remove()
             self._on_complete()
 
+    def _launch_log(self) -> LaunchLog | None:
+        """The log that lends kernels their lines; None for compiled code, which interception would switch off."""
+        if not self._is_deep_allowed():
+            return None
+        return LaunchLog(
+            self.sites, phase=lambda: self.timeline.phase, module=self.calls.module_path, thread_id=self.thread_id
+        )
+
     def _is_deep_allowed(self) -> bool:
-        if not uses_compile():
+        if not self.compiling.is_used or CAN_WATCH_COMPILED:
             return True
-        note = "the script uses torch.compile: no operators were recorded, since recording would switch the compiled code off"
+        note = (
+            "the script uses torch.compile: no operators were recorded, since with this version of torch recording would switch "
+            "the compiled code off"
+        )
         if note not in self.notes:
             self.notes.append(note)
         return False
+
+    def _step_in_progress(self) -> tuple[int, bool]:
+        """Its number, and whether it is timed."""
+        return self.seen + self.blocks.num_gone, self.mode is Mode.LIGHT
 
     @property
     def num_sampled(self) -> int:
@@ -365,4 +509,5 @@ class Observer:
         """Share of the light steps' time that the light observation took, from unit prices and the sampler's own clock."""
         steps = [s for s in self.timeline.steps if s.mode == Mode.LIGHT.value]
         total_s = sum(s.duration_s for s in steps) + sum(self.blocks.durations_s)
-        return light_cost_s(steps, self.sampler.own_s, is_device=self.is_device) / total_s if total_s else 0.0
+        own_s = self.sampler.own_s + (self.progress.own_s if self.progress is not None else 0.0)
+        return light_cost_s(steps, own_s, is_device=self.is_device) / total_s if total_s else 0.0

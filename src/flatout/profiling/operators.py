@@ -18,11 +18,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flatout.cost.flops import operator_flop
+from flatout.profiling.calls import is_wrapper
 from flatout.profiling.sites import Sites
 
 if TYPE_CHECKING:
     from flatout.profiling.calls import RepeatedCell
 
+GRAPH: Final = "inductor.graph"
+"""The name of a row that is a whole graph compiled by Inductor: one call, whatever kernels run in it."""
+CAN_WATCH_COMPILED: Final = hasattr(TorchDispatchMode, "ignore_compile_internals")
+"""Whether this torch lets compiled code run as it is under a dispatch mode."""
 MAX_CALLS: Final = 60_000
 """Calls recorded in one deep step; a step with more is recorded up to here and marked truncated."""
 
@@ -39,6 +45,8 @@ _RANDOM: Final = (
     "poisson",
     "cauchy",
 )
+_COLLECTIVE: Final = ("c10d.", "_c10d_functional", "fsdp.")
+"""Namespaces of operators whose results come from other processes."""
 _EMPTY: Final = ("aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided")
 _READS: Final = {
     "aten._local_scalar_dense": "item",
@@ -94,6 +102,10 @@ class Example(NamedTuple):
     kwargs: dict[str, Any]
 
 
+Inspect = Callable[[Any, OperatorKey, Sequence[Tensor], Sequence[Tensor], tuple[int, ...]], None]
+"""A further look at a call that has just run: (function, key, input tensors, results, producers of the inputs)."""
+
+
 class DeepStep:
     """What was recorded in one deep step."""
 
@@ -124,6 +136,7 @@ class OperatorRecorder(TorchDispatchMode):
         module: Callable[[], str],
         is_device: bool,
         thread_id: int,
+        inspectors: Sequence[Inspect] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step = DeepStep()
@@ -139,6 +152,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._module = module
         self._is_device = is_device
         self._thread_id = thread_id
+        self._inspectors = tuple(inspectors)
         self._last_end = perf_counter()
         self._line_of_node: dict[int, tuple[int, str]] = {}
         self._last_node = torch._C._autograd._get_sequence_nr() - 1
@@ -147,6 +161,9 @@ class OperatorRecorder(TorchDispatchMode):
         self._constant: dict[int, bool] = {}
         self._known: dict[Any, str] = {}
         self._views: set[str] = set()
+        self.graph_flop: dict[OperatorKey, int] = {}
+        self._graph_flop: int | None = None
+        """FLOP seen so far in the compiled graph that runs now; None outside any."""
 
     def enter(self) -> None:
         """Begin to intercept operators."""
@@ -204,6 +221,43 @@ class OperatorRecorder(TorchDispatchMode):
             index = call.creators[0] if call.creators else -1
         return site
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Asked by dynamo: compiled code runs as it is while we record, and shows itself by its calls of `graph`."""
+        return True
+
+    def graph(self, run: Callable[[], object], inputs: Sequence[object]) -> object:
+        """A compiled graph runs: recorded as one row, with the FLOP of the operators that it calls outside its own kernels."""
+        if self.is_paused or self._graph_flop is not None or len(self.step.calls) >= MAX_CALLS:
+            return run()
+        python_s = perf_counter() - self._last_end
+        tensors = _tensors(list(inputs))
+        metas, storages = tuple(map(_meta, tensors)), tuple(map(storage_of, tensors))
+        producers = tuple(self._producer.get(s, -1) for s in storages)
+        site, module, phase = self.place_of(sys._getframe(1))
+        events = _event_pair() if self._is_device else None
+        self._graph_flop = 0
+        if events:
+            events[0].record()
+        before = perf_counter()
+        try:
+            out = run()
+        finally:
+            op_s = perf_counter() - before
+            flop, self._graph_flop = self._graph_flop, None
+        if events:
+            events[1].record()
+        results = _tensors(out if isinstance(out, (list, tuple)) else (out,))
+        key = OperatorKey(GRAPH, site, module, phase, metas, tuple(map(_meta, results)), "")
+        self.graph_flop[key] = flop
+        for result in results:
+            storage = storage_of(result)
+            self._producer[storage] = self._creator[storage] = len(self.step.calls)
+            self._constant[storage] = False
+        self.step.calls.append(Call(key, op_s, python_s, producers, (), False, events))
+        self._last_end = perf_counter()
+        return out
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -217,18 +271,23 @@ class OperatorRecorder(TorchDispatchMode):
         if self.is_paused or len(self.step.calls) >= MAX_CALLS or name.startswith(_SKIPPED_NAMESPACES):
             self.step.truncated |= not self.is_paused and len(self.step.calls) >= MAX_CALLS
             return func(*args, **kwargs)
+        if self._graph_flop is not None:
+            shapes = [tuple(t.shape) for t in _tensors(args)]
+            out = func(*args, **kwargs)
+            self._graph_flop += operator_flop(name, shapes, [tuple(t.shape) for t in _tensors((out,))]) or 0
+            return out
         python_s = start - self._last_end
         tensors = _tensors(args)
         if kwargs:
             tensors += _tensors(tuple(kwargs.values()))
         inputs = tuple(map(_meta, tensors))
-        storages = tuple(map(_storage, tensors))
+        storages = tuple(map(storage_of, tensors))
         producers = tuple(self._producer.get(s, -1) for s in storages)
         creators = tuple(self._creator.get(s, -1) for s in storages)
         for meta, storage in zip(inputs, storages, strict=True):
             if meta.dtype == torch.float64 and storage not in self._producer:
                 self.outside_float64.add(storage)
-        site, module, phase = self._place()
+        site, module, phase = self.place_of(sys._getframe(1))
         constant = self._is_constant(name, tensors, storages, phase, site)
         on_device = self._is_device and (not inputs or any(m.device != "cpu" for m in inputs))
         events = _event_pair() if on_device else None
@@ -245,8 +304,8 @@ class OperatorRecorder(TorchDispatchMode):
         index = len(self.step.calls)
         is_view = name in self._views
         for result in results:
-            storage = _storage(result)
-            if is_view and storage in storages:
+            storage = storage_of(result)
+            if storage < 0 or (is_view and storage in storages):
                 continue  # who reads a view reads what the memory's last writer wrote
             self._producer[storage] = index
             if storage not in storages:
@@ -262,13 +321,14 @@ class OperatorRecorder(TorchDispatchMode):
         self._note_read(name, site, phase, inputs, outputs)
         if on_device and (index % _HEAD_START_CALLS == 0 or name in _READS):
             self._head_start()  # a read has just emptied the queue
+        for inspect in self._inspectors:
+            inspect(func, key, tensors, results, producers)
         self._last_end = perf_counter()
         return out
 
-    def _place(self) -> tuple[int, str, str]:
-        """(user line, module path, phase) of the operator now being dispatched."""
+    def place_of(self, frame: FrameType) -> tuple[int, str, str]:
+        """(user line, module path, phase) of the operator now being dispatched from `frame`."""
         node = torch._C._current_autograd_node()
-        frame = sys._getframe(2)
         site = self._sites.of_frame(frame)
         if site not in self.callers:
             self.callers[site] = self._sites.chain(frame)[1:]
@@ -283,26 +343,30 @@ class OperatorRecorder(TorchDispatchMode):
         number = node._sequence_nr()
         self.step.nodes_run.add(number)
         forward = self._line_of_node.get(number)
-        if forward is not None and not self._is_inside_user_backward():
+        if forward is not None and not self._is_inside_user_backward(frame):
             return forward[0], forward[1], "backward"
         return site, "", "backward"
 
-    def _is_inside_user_backward(self) -> bool:
+    def _is_inside_user_backward(self, innermost: FrameType) -> bool:
         """Whether user code runs below the backward call: a custom backward, or a recomputed forward."""
-        frame = sys._getframe(3)
+        frame: FrameType | None = innermost
         while frame is not None:
             if frame is self._backward_frame:
                 return False
             if self._sites.is_user_code(frame.f_code):
                 return self._backward_frame is not None
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return False
 
     def _is_constant(self, name: str, tensors: list[Tensor], storages: tuple[int, ...], phase: str, site: int) -> bool:
         """Whether the result depends on nothing but constants: no parameter, no batch, no random number."""
-        if site < 0 or phase in ("backward", "optimizer") or any(r in name for r in _RANDOM):
+        if site < 0 or phase in ("backward", "optimizer") or name.startswith(_COLLECTIVE):
+            return False
+        if any(r in name for r in _RANDOM):
             return False
         for tensor, storage in zip(tensors, storages, strict=True):
+            if is_wrapper(tensor):
+                return False
             known = self._constant.get(storage)
             if known is None:
                 known = not (tensor.requires_grad or storage in self.data_storages)
@@ -340,10 +404,6 @@ def _meta(tensor: Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.is_contiguous(), tensor.device.type)
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def storage_of(tensor: Tensor) -> int:
     """The identity of the memory behind a tensor, equal for views of one another; -1 where there is none."""
     try:
@@ -371,7 +431,7 @@ def _describe(value: Any) -> Any:
         is_index = not value.dtype.is_floating_point and not value.dtype.is_complex
         if is_index and value.numel() * value.element_size() <= 1 << 20:
             return value.detach().clone()
-        return (_meta(value), tuple(value.stride()))
+        return (_meta(value), tuple(value.stride()) if value.layout is torch.strided else ())
     if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
         return [_describe(v) for v in value]
     return value
@@ -384,7 +444,8 @@ def _fingerprint(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return 0
-    return zlib.crc32(flat.view(torch.uint8).cpu().numpy().data)
+    # Of a copy: NumPy's view of a storage makes it one that cannot be resized, and sharded parameters are resized.
+    return zlib.crc32(flat.view(torch.uint8).to("cpu", copy=True).numpy().data)
 
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:

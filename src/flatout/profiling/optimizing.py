@@ -32,6 +32,9 @@ class OptimizerListener(Protocol):
     def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None: ...
 
     def on_unwatched_step(self) -> None: ...
+    def on_closure_start(self) -> None: ...
+
+    def on_closure_end(self) -> None: ...
 
 
 class OptimizerWatched:
@@ -51,6 +54,8 @@ class OptimizerWatched:
             is_torchs_own(optimizer) and self.name in _HAS_FUSED and all(p.is_floating_point() for p in parameters)
         )
         self.started_s = 0.0
+        self.closure_s = 0.0
+        """Seconds of the step in progress that went to its closure: forward and backward, not the optimizer's own work."""
         self.step_s: list[float] = []
 
 
@@ -100,9 +105,9 @@ class Optimizing:
         """Identities of all parameters that a stepping optimizer holds."""
         return set().union(*(w.parameter_ids for w in self.watched.values()))
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.is_unwatched or not self.is_active or get_ident() != self._thread_id:
-            return
+            return None
         watched = self.watched.get(id(optimizer))
         if watched is None or watched.optimizer() is not optimizer:
             frame = sys._getframe(2)
@@ -112,6 +117,34 @@ class Optimizing:
             self.watched[id(optimizer)] = watched
         self._listener.on_optimizer_start()
         watched.started_s = perf_counter()
+        watched.closure_s = 0.0
+        return self._with_closure_watched(watched, args, kwargs)
+
+    def _with_closure_watched(
+        self, watched: OptimizerWatched, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        """The arguments of `step(closure)` with a closure that tells when it runs; None when there is none.
+
+        Frameworks that optimize by themselves (Lightning) and L-BFGS run forward and backward inside the optimizer's step.
+        """
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            return None
+
+        def watched_closure(*own: Any, **named: Any) -> Any:
+            if not self.is_active or get_ident() != self._thread_id:
+                return closure(*own, **named)
+            began = perf_counter()
+            self._listener.on_closure_start()
+            try:
+                return closure(*own, **named)
+            finally:
+                watched.closure_s += perf_counter() - began
+                self._listener.on_closure_end()
+
+        if len(args) > 1:
+            return (args[0], watched_closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": watched_closure}
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.is_unwatched:
@@ -122,7 +155,7 @@ class Optimizing:
         watched = self.watched.get(id(optimizer))
         if watched is None:
             return
-        watched.step_s.append(perf_counter() - watched.started_s)
+        watched.step_s.append(perf_counter() - watched.started_s - watched.closure_s)
         self._recent.append(id(watched))
         leader = self._find_leader()
         changed, self._leader = self._leader is not leader, leader

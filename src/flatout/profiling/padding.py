@@ -7,6 +7,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flatout.profiling.calls import is_wrapper
+
 _SMALLEST_WIDTH: Final = 8
 _LARGEST_BYTES: Final = 64 << 20
 
@@ -48,7 +50,12 @@ def padded_rows(tensor: Tensor) -> Rows | None:
     """
     if tensor.dim() not in (2, 3) or tensor.shape[1] < _SMALLEST_WIDTH or tensor.shape[0] < 2:
         return None
-    if tensor.numel() * tensor.element_size() > _LARGEST_BYTES or tensor.is_nested or tensor.is_sparse:
+    if (
+        tensor.numel() * tensor.element_size() > _LARGEST_BYTES
+        or tensor.is_nested
+        or tensor.is_sparse
+        or is_wrapper(tensor)
+    ):
         return None
     is_index = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
     if tensor.dim() == 2 and not is_index:

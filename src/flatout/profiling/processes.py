@@ -14,6 +14,8 @@ class Processes:
 
     def __init__(self) -> None:
         self.num_started = 0
+        self.num_spawned = 0
+        """Of those, started by torch.multiprocessing's `spawn` or `start_processes`: ranks, as a rule."""
 
     def install(self, patches: Patches) -> None:
         """Watch `Process.start` and `subprocess.Popen`."""
@@ -27,6 +29,7 @@ class Processes:
                 target, "__qualname__", ""
             ):
                 watch.num_started += 1
+                watch.num_spawned += getattr(target, "__module__", "") == "torch.multiprocessing.spawn"
             start(process)
 
         def watched_popen(process: Any, *args: Any, **kwargs: Any) -> None:
@@ -40,6 +43,12 @@ class Processes:
         """What to tell about them; None when there were none."""
         if not self.num_started:
             return None
+        if self.num_spawned:
+            return (
+                f"the script spawned {self.num_spawned} ranks of its own (torch.multiprocessing); what ran in them was not seen: "
+                "let a launcher start the ranks instead, `flatout check --nproc N SCRIPT` with a script that calls its "
+                "worker with int(os.environ['LOCAL_RANK']), as torchrun scripts do"
+            )
         return (
             f"the script started {self.num_started} process(es) of its own; steps that ran there were not seen: "
             "check the script that runs in them, or run it with one process"

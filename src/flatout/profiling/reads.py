@@ -1,4 +1,4 @@
-"""Host reads: calls of tensor methods that hand values to Python, with the time they take, in two steps of their own."""
+"""Host reads and uploads: tensor methods that hand values to Python or move data to a device, in a step of their own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from flatout.profiling.sites import Sites
 
 _METHODS: Final = (
     "item", "tolist", "cpu", "numpy", "to", "nonzero", "masked_select", "unique",
-    "__bool__", "__float__", "__int__", "__index__", "__format__", "__repr__",
+    "__bool__", "__float__", "__int__", "__index__", "__format__", "__repr__", "cuda", "copy_",
 )  # fmt: skip
+_UPLOADS: Final = ("to", "cuda", "copy_")
 
 
 class Read(NamedTuple):
@@ -29,11 +30,23 @@ class Read(NamedTuple):
     on_device: bool
 
 
+class Upload(NamedTuple):
+    """Where memory of the host was copied to a device, from which kind of memory, and whether the call waited for it."""
+
+    site: int
+    call: str
+    phase: str
+    is_pinned: bool
+    is_async: bool
+
+
 class HostReads:
-    """Wraps the methods of Tensor that read values, only between `begin` and `end`."""
+    """Wraps the methods of Tensor that read values or copy to a device, only between `begin` and `end`."""
 
     def __init__(self, sites: Sites, phase: Callable[[], str]) -> None:
         self.seen: dict[Read, list[float]] = {}
+        self.uploads: dict[Upload, list[tuple[int, float]]] = {}
+        """(bytes, seconds of the host) of each copy."""
         self.num_steps = 0
         self._sites = sites
         self._phase = phase
@@ -55,15 +68,28 @@ class HostReads:
             if self._inside or get_ident() != self._thread_id:
                 return original(tensor, *args, **kwargs)
             self._inside = True
+            source = args[0] if name == "copy_" and args else tensor
             start = perf_counter()
             try:
                 result = original(tensor, *args, **kwargs)
             finally:
                 self._inside = False
-            self._note(name, tensor, result, perf_counter() - start)
+            seconds = perf_counter() - start
+            if name in _UPLOADS and is_upload(source, result):
+                is_async = bool(kwargs.get("non_blocking", any(a is True for a in args)))
+                self._note_upload(name, source, seconds, is_async=is_async)
+            elif name not in ("cuda", "copy_"):
+                self._note(name, tensor, result, seconds)
             return result
 
         return reading
+
+    def _note_upload(self, name: str, source: Tensor, seconds: float, *, is_async: bool) -> None:
+        site = self._sites.of_frame(sys._getframe(2))
+        if site >= 0:
+            upload = Upload(site, name, self._phase(), source.is_pinned(), is_async)
+            size = source.numel() * source.element_size()
+            self.uploads.setdefault(upload, []).append((size, seconds))
 
     def _note(self, name: str, tensor: Tensor, result: Any, seconds: float) -> None:
         on_device = tensor.device.type not in ("cpu", "meta")
@@ -77,6 +103,16 @@ class HostReads:
         if site >= 0 and not is_torchs_own:
             call = name.strip("_") if name != "__repr__" else "print"
             self.seen.setdefault(Read(site, call, self._phase(), on_device), []).append(seconds)
+
+
+def is_upload(source: object, result: object) -> bool:
+    """Whether `result` is a tensor on a device that was copied from the host's memory."""
+    return (
+        isinstance(source, Tensor)
+        and isinstance(result, Tensor)
+        and source.device.type == "cpu"
+        and result.device.type not in ("cpu", "meta")
+    )
 
 
 def is_on_accelerator() -> bool:

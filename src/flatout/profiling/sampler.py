@@ -40,6 +40,8 @@ class Sampler:
     def __init__(self, sites: Sites, *, phase: Callable[[], str], rate_hz: float = RATE_HZ) -> None:
         self.seconds: dict[Spot, float] = defaultdict(float)
         self.samples: dict[Spot, int] = defaultdict(int)
+        self.callers: dict[int, tuple[int, ...]] = {}
+        """For each line sampled: the user's lines that called its function when it was first seen, innermost first."""
         self.own_s = 0.0
         self.failure = ""
         self.pending: list[tuple[Spot, float]] = []
@@ -98,19 +100,22 @@ class Sampler:
             self._file(spot._replace(phase=phase), seconds)
         self.pending.clear()
 
-    def by_phase(self) -> list[tuple[Spot, float, int]]:
-        """(spot, seconds, samples); what was sampled in unwatched steps goes to the phase its line has in the watched ones."""
-        phase_s: dict[tuple[int, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    def by_phase(self) -> list[tuple[Spot, float, float]]:
+        """(spot, seconds, samples); what was sampled in unwatched steps is shared out as its line is in the watched ones."""
+        phase_s: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for spot, seconds in self.seconds.items():
             if spot.phase not in (UNWATCHED, "evaluation"):  # unwatched steps with an evaluation were settled as such
-                phase_s[spot.site, spot.is_own][spot.phase] += seconds
+                phase_s[self._sites.line_of(spot.site)][spot.phase] += seconds
         total_s: dict[Spot, float] = defaultdict(float)
-        counts: dict[Spot, int] = defaultdict(int)
+        counts: dict[Spot, float] = defaultdict(float)
         for spot, seconds in self.seconds.items():
-            known = phase_s.get((spot.site, spot.is_own)) or {"other": 1.0}
-            phase = max(known, key=lambda name: known[name]) if spot.phase == UNWATCHED else spot.phase
-            total_s[spot._replace(phase=phase)] += seconds
-            counts[spot._replace(phase=phase)] += self.samples[spot]
+            shares = {spot.phase: 1.0}
+            if spot.phase == UNWATCHED:
+                shares = phase_s.get(self._sites.line_of(spot.site)) or {"other": 1.0}
+            whole = sum(shares.values())
+            for phase, share in shares.items():
+                total_s[spot._replace(phase=phase)] += seconds * share / whole
+                counts[spot._replace(phase=phase)] += self.samples[spot] * share / whole
         return [(spot, seconds, counts[spot]) for spot, seconds in total_s.items()]
 
     def _file(self, spot: Spot, seconds: float) -> None:
@@ -127,6 +132,8 @@ class Sampler:
                 self.pending.append((spot, now_s - self._last_s))
             else:
                 self._file(spot, now_s - self._last_s)
+            if spot.site not in self.callers:
+                self.callers[spot.site] = self._sites.chain(frame)[1:]
         except Exception as e:  # noqa: BLE001  # raised here it would come out of the user's line
             self._is_on = False
             self.failure = f"sampling of lines stopped early: {type(e).__name__}: {e}"

@@ -14,6 +14,7 @@ class Mode(Enum):
     LIGHT = "light"
     READS = "reads"
     KERNELS = "kernels"
+    MEMORY = "memory"
     DEEP = "deep"
     DONE = "done"
 
@@ -30,8 +31,12 @@ class Schedule(Record, frozen=True, kw_only=True):
     num_light_on_device: int = 20
     """More on a device: the profiler of its kernels slows launches down from then on, so honest timing must come before it."""
     num_reads: int = 1
-    num_kernels: int = 1
+    num_kernels: int = 3
+    """On a device: one to open its profiler, one that counts, one that lends its lines."""
+    num_memory: int = 1
     num_deep: int = 3
+    num_settle: int = 0
+    """Steps after the deep ones that do not count: with several ranks, those that wait for another rank's trials."""
     deep_budget_s: float = 15.0
     trials_budget_s: float = 15.0
     observe_s: float = 30.0
@@ -53,8 +58,14 @@ class Schedule(Record, frozen=True, kw_only=True):
         num_kernels = self.num_kernels if is_device else 0
         if seen < before + num_kernels:
             return Mode.KERNELS
-        if seen < before + num_kernels + num_deep and deep_elapsed_s < self.deep_budget_s:
+        before += num_kernels
+        num_memory = self.num_memory if deep_allowed else 0
+        if seen < before + num_memory:
+            return Mode.MEMORY
+        if seen < before + num_memory + num_deep and deep_elapsed_s < self.deep_budget_s:
             return Mode.DEEP
+        if before + num_memory + num_deep <= seen < before + num_memory + num_deep + self.num_settle:
+            return Mode.WARM_UP
         if light_elapsed_s > self.observe_s or seen > self.max_light:
             return Mode.DONE
         return Mode.LIGHT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -22,6 +23,7 @@ ENVIRONMENT: Final = (
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
+    "LOCAL_WORLD_SIZE",
 )
 """Environment variables that slow torch down or change its threads; read once, at the observer's request."""
 
@@ -41,11 +43,14 @@ class Settings:
             (torch, "set_default_dtype", "default_dtype"),
             (torch, "set_num_threads", "num_threads"),
             (torch, "set_float32_matmul_precision", "float32_matmul_precision"),
+            (torch, "set_flush_denormal", "flush_denormal"),
         ):
             patches.set(owner, name, self._noting(getattr(owner, name), setting))
         patches.set(nn.Module, "double", self._noting(nn.Module.double, "module_dtype"))
         patches.set(nn.Module, "to", self._noting_float64(nn.Module.to))
-        patches.set(torch, "from_numpy", self._noting_arrays(torch.from_numpy))
+        for name in ("from_numpy", "tensor", "as_tensor"):
+            patches.set(torch, name, self._noting_tensors(getattr(torch, name)))
+        patches.set(torch.Tensor, "double", self._noting_tensors(torch.Tensor.double))
         for kind in (torch.autograd.set_detect_anomaly, torch.autograd.detect_anomaly):
             patches.set(kind, "__init__", self._noting(kind.__init__, "detect_anomaly"))
 
@@ -59,6 +64,11 @@ class Settings:
             "num_interop_threads": torch.get_num_interop_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+            "bf16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+            "fp16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+            "flush_denormal": is_flushing_denormals(),
+            "cpu_quota": _cpu_quota() or "",
         }
         values.update({name: environment[name] for name in ENVIRONMENT if name in environment})
         if "module_dtype" in self.set_at:
@@ -79,16 +89,16 @@ class Settings:
 
         return to
 
-    def _noting_arrays(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Note the line that brought a float64 array in from NumPy, by the memory it lies in."""
+    def _noting_tensors(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note the line that made a float64 tensor in a way that does not say so, by the memory it lies in."""
 
-        def from_numpy(array: Any) -> Any:
-            tensor = original(array)
+        def making(*args: Any, **kwargs: Any) -> Any:
+            tensor = original(*args, **kwargs)
             if tensor.dtype == torch.float64:
                 self.float64_arrays[storage_of(tensor)] = self._sites.of_frame(sys._getframe(1))
             return tensor
 
-        return from_numpy
+        return making
 
     def _noting(self, original: Callable[..., Any], setting: str) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -98,6 +108,25 @@ class Settings:
             return original(*args, **kwargs)
 
         return noting
+
+
+def is_flushing_denormals() -> bool:
+    """Whether this thread's arithmetic takes subnormal numbers for zero; torch can set the switch but not read it."""
+    return sys.float_info.min / 2 == 0.0
+
+
+def _cpu_quota() -> float | None:
+    """Cores that the control group lets this process use on average; None without a limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        quota_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
+        return quota_us / int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
+    except (OSError, ValueError):
+        return None
 
 
 def environment() -> dict[str, str]:

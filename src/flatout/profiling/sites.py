@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+import sys
 import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
@@ -17,6 +18,8 @@ from flatout.records.workload import Source
 _STDLIB: Final = tuple({os.path.realpath(sysconfig.get_paths()[k]) for k in ("stdlib", "platstdlib")})
 _TORCH: Final = str(Path(torch.__file__).parent)
 _OURS: Final = str(Path(__file__).parents[1])
+_GENERATED: Final = os.sep + "torchinductor_"
+"""In the path of every file that Inductor generates (torch._inductor.runtime.cache_dir_utils), unless its folder was set."""
 _USER, _LIBRARY, _INSIDE = 0, 1, 2
 
 
@@ -100,9 +103,17 @@ class Sites:
         kind = self._kinds.get(id(code))
         return (self._new_kind(code) if kind is None else kind) == _USER
 
+    def is_user_file(self, filename: str) -> bool:
+        """Whether code of this file belongs to the user."""
+        return self._kind(filename) == _USER
+
     def add(self, source: Source) -> int:
         """Index of a source line met elsewhere (in a worker process)."""
         return self._add(source.file, source.line, source.function, source.library)
+
+    def line_of(self, index: int) -> tuple[str, int]:
+        """File and line of a source, the same for all that lies in libraries below it."""
+        return (self._sources[index].file, self._sources[index].line) if index >= 0 else ("", 0)
 
     def table(self) -> tuple[Source, ...]:
         """All lines, in the order of their indices."""
@@ -139,9 +150,12 @@ class Sites:
         return kind
 
     def _kind(self, filename: str) -> int:
-        if filename.startswith("<"):
+        if filename.startswith("<") or _GENERATED in filename:
             return _INSIDE
         path = os.path.realpath(filename)
+        cache = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+        if cache is not None and path.startswith(os.path.realpath(cache.cache_dir()) + os.sep):
+            return _INSIDE
         if self._user_root and path.startswith(self._user_root):
             return _USER
         if path.startswith((_TORCH + os.sep, _OURS + os.sep)):

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections import deque
 from itertools import pairwise
 from time import perf_counter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+
+UNWATCHED: Final = "unwatched"
+"""The mode of a step of which nothing but its length is known."""
+
+COMPILE: Final = "compile"
+"""The phase while torch.compile compiles, whatever phase of the step it fell into."""
+_ORDERED_STEPS: Final = 500
+"""Steps whose order of phases is kept: one of them is drawn, and a long run must not fill the memory."""
 
 
 class Mark(NamedTuple):
@@ -28,6 +36,10 @@ class TimedStep(NamedTuple):
     num_marks: int
     weight: int = 1
     """How many steps of the loop this one stands for."""
+    order: tuple[tuple[str, float], ...] = ()
+    """(phase, seconds) as they followed one another; kept for the first steps only."""
+    num_starts: int = 0
+    """Iterators over loaders that were made in it: epochs that began."""
 
 
 class Timeline:
@@ -41,11 +53,19 @@ class Timeline:
         self.phase = "other"
         self.steps: list[TimedStep] = []
         self.root_calls = 0
+        self.last_marks: list[Mark] = []
+        """Those of the step that ended last."""
+        self.num_starts = 0
         self._use_events = use_events
         self._free: list[torch.cuda.Event] = []
         self._marks: list[Mark] = [self._mark("other")]
         self._forward_end: Mark | None = None
-        self._waiting: deque[tuple[str, list[Mark], int]] = deque()
+        self._waiting: deque[tuple[str, list[Mark], int, int]] = deque()
+
+    @property
+    def num_ended(self) -> int:
+        """Entries filed in `steps`, or to be filed there once the device has got so far."""
+        return len(self.steps) + len(self._waiting)
 
     def switch(self, phase: str) -> None:
         """Enter `phase` now."""
@@ -60,20 +80,28 @@ class Timeline:
         """End the step, begin the next, and return the host's seconds of the one that ended."""
         self._begin("other")
         marks, self._marks = self._marks, [self._marks[-1]]
+        self.last_marks = marks
         calls, self.root_calls = self.root_calls, 0
+        starts, self.num_starts = self.num_starts, 0
         if self._use_events:
-            self._waiting.append((mode, marks, calls))  # blocks are not used on a device: all weigh the same
+            self._waiting.append((mode, marks, calls, starts))  # blocks are not used on a device: all weigh the same
             self._collect()
         else:
             lengths = [b.host_s - a.host_s for a, b in pairwise(marks)]
-            self.steps.append(_finish(mode, marks, calls, lengths)._replace(weight=weight))
+            self._file(_finish(mode, marks, calls, starts, lengths)._replace(weight=weight), marks, lengths)
         return marks[-1].host_s - marks[0].host_s
+
+    def add_unwatched(self, duration_s: float, *, compile_s: float = 0.0) -> None:
+        """File a step that went by unwatched; what compiling took of it is not in `duration_s`."""
+        starts, self.num_starts = self.num_starts, 0
+        phases = {COMPILE: compile_s} if compile_s else {}
+        self.steps.append(TimedStep(UNWATCHED, duration_s, phases, 0, 0, weight=0, num_starts=starts))
 
     def restart(self) -> None:
         """Forget the time since the last mark: it was ours."""
         self._marks = [self._mark(self.phase)]
         self._forward_end = None
-        self.root_calls = 0
+        self.root_calls = self.num_starts = 0
 
     def drain(self) -> None:
         """Read all events that are still under way; waits for the device."""
@@ -99,20 +127,25 @@ class Timeline:
 
     def _collect(self) -> None:
         while self._waiting:
-            mode, marks, calls = self._waiting[0]
+            mode, marks, calls, starts = self._waiting[0]
             events = [m.event for m in marks]
             last = events[-1]
             if last is None or not last.query():
                 return
             self._waiting.popleft()
             lengths = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events) if a is not None and b is not None]
-            self.steps.append(_finish(mode, marks, calls, lengths))
+            self._file(_finish(mode, marks, calls, starts, lengths), marks, lengths)
             # The last mark begins the next step; the others' events can be recorded anew, which is cheaper than making them.
             self._free += [e for e in events[:-1] if e is not None]
 
+    def _file(self, step: TimedStep, marks: list[Mark], lengths: list[float]) -> None:
+        if len(self.steps) < _ORDERED_STEPS:
+            step = step._replace(order=tuple(zip((m.phase for m in marks), lengths, strict=False)))
+        self.steps.append(step)
 
-def _finish(mode: str, marks: list[Mark], calls: int, lengths: list[float]) -> TimedStep:
+
+def _finish(mode: str, marks: list[Mark], calls: int, starts: int, lengths: list[float]) -> TimedStep:
     phases: dict[str, float] = {}
     for mark, length in zip(marks, lengths, strict=False):
         phases[mark.phase] = phases.get(mark.phase, 0.0) + length
-    return TimedStep(mode, sum(lengths), phases, calls, len(marks))
+    return TimedStep(mode, sum(lengths), phases, calls, len(marks), num_starts=starts)

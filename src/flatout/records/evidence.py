@@ -8,22 +8,29 @@ from __future__ import annotations
 
 from typing import Literal
 
+from flatout.records.compilation import Compilation
+from flatout.records.device import DeviceStep
+from flatout.records.distributed import Distributed
 from flatout.records.hardware import Machine
+from flatout.records.memory import Memory
 from flatout.records.record import Record
+from flatout.records.span import StepTimeline
 from flatout.records.trial import TrialResult
+from flatout.records.usage import CallUse, ModuleFact
 from flatout.records.workload import Source, Workload
 
 SCHEMA_VERSION = 1
 
 StepKind = Literal["training", "inference", "call", "none"]
-Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "evaluation", "other"]
+Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "evaluation", "compile", "other"]
 
 
 class Steps(Record, frozen=True, kw_only=True):
     """The honest timing: light observation only, warm-up left out.
 
     `step_s` is the median of the ordinary steps, `low_s`..`high_s` its 95 % interval, `evaluation_s` what evaluation passes
-    between the steps add to each of them on average. `device_s` is the device's busy time in a step, None on a CPU.
+    between the steps add to each of them on average, `restart_s` what starting loaders over (epochs) adds, and `occasional_s`
+    what is done in few of them: files saved, graphs compiled. `device_s` is the device's busy time in a step, None on a CPU.
     """
 
     kind: StepKind
@@ -33,14 +40,18 @@ class Steps(Record, frozen=True, kw_only=True):
     low_s: float
     high_s: float
     evaluation_s: float = 0.0
+    occasional_s: float = 0.0
+    restart_s: float = 0.0
     device_s: float | None = None
     durations_s: tuple[float, ...] = ()
     phases: dict[str, float] = {}
+    phase_intervals: dict[str, tuple[float, float]] = {}
+    """95 % interval of a phase's seconds, where enough steps were watched."""
 
     @property
     def whole_s(self) -> float:
-        """A step and its share of the evaluation passes."""
-        return self.step_s + self.evaluation_s
+        """A step and its share of what comes between steps or in few of them: evaluation, epochs that start, files saved."""
+        return self.step_s + self.evaluation_s + self.restart_s + self.occasional_s
 
     @property
     def is_device_bound(self) -> bool:
@@ -104,11 +115,14 @@ class Trace(Record, frozen=True, kw_only=True):
     """One deep step in order, as columns: which Operator ran, and which earlier calls made its inputs.
 
     `producers[i]` holds indices into the trace, one for each input tensor of call i; -1 is a tensor made before the step.
+    `escapes` are the calls whose results the step's operators need not read to be of use: they write into memory from before
+    the step, stay alive from step to step, or reach Python without an operator (numpy, tolist, pickling). None: not watched.
     """
 
     operator: tuple[int, ...] = ()
     producers: tuple[tuple[int, ...], ...] = ()
     truncated: bool = False
+    escapes: tuple[int, ...] | None = None
 
 
 class LineTime(Record, frozen=True, kw_only=True):
@@ -163,6 +177,14 @@ class Model(Record, frozen=True, kw_only=True):
     num_calls_seen: int
     num_graphs_built: int
     num_graphs_used: int
+    num_compared_calls: int = 0
+    """Calls whose input was compared with that of the call before."""
+    num_prefix_calls: int = 0
+    """Those of them that were the input of the call before with more positions behind it (dimension 1)."""
+    captured_length: int = 0
+    """Positions (dimension 1) of the first input that trials run on; 0 when it has no such dimension."""
+    batch_size: int = 0
+    """Rows of the first tensor it was given; 0 where its inputs were not kept."""
 
 
 class OptimizerUse(Record, frozen=True, kw_only=True):
@@ -202,6 +224,18 @@ class Loader(Record, frozen=True, kw_only=True):
     fetches: float
     is_map_style: bool
     has_own_collate: bool
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    prefetch_factor: int = 0
+    num_epochs: float = 0.0
+    """Iterators made after the first, for each step observed: how often worker processes start anew."""
+    first_wait_s: float = 0.0
+    """Mean wait for the first batch of an iterator, making and ending the iterator included: what an epoch costs besides."""
+    is_in_ram: bool = False
+    """Whether the data set's items are rows of tensors that lie in memory (TensorDataset and the like)."""
+    sampler: str = ""
+    constructed: int = -1
+    """The line that made the loader, -1 where that was not seen."""
 
 
 class Padding(Record, frozen=True, kw_only=True):
@@ -247,6 +281,8 @@ class Observing(Record, frozen=True, kw_only=True):
     num_deep_steps: int
     deep_agreement: float | None = None
     """Time accounted for in the deep steps over the light step's time, before scaling; None without deep steps."""
+    nearby_step_s: float | None = None
+    """The light steps next to the deep ones: what the operators' times add up to."""
 
 
 class Evidence(Record, frozen=True, kw_only=True):
@@ -273,6 +309,14 @@ class Evidence(Record, frozen=True, kw_only=True):
     loaders: tuple[Loader, ...] = ()
     paddings: tuple[Padding, ...] = ()
     recurrences: tuple[RepeatedModule, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    """One for the host and one for each device that was used."""
+    compilation: Compilation | None = None
+    device_step: DeviceStep | None = None
+    distributed: Distributed | None = None
+    timeline: StepTimeline | None = None
+    uses: tuple[CallUse, ...] = ()
+    module_facts: tuple[ModuleFact, ...] = ()
     trials: tuple[TrialResult, ...] = ()
     observing: Observing
     exit: str = ""

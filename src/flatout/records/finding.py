@@ -19,6 +19,8 @@ class Finding(Record, frozen=True, kw_only=True):
     `cost_s` is what the cause takes of a step now. `saved_s` is (low, high): what a cure would take off the step. `operators`
     are the indices of the operators whose time it claims and `phases` the phases it claims whole; both serve to merge
     findings that speak of the same time. `measured` is True when a trial priced it.
+
+    A cause that takes memory says how many bytes of `device`'s peak a cure would save, or how fast memory grows because of it.
     """
 
     rule: str
@@ -34,10 +36,17 @@ class Finding(Record, frozen=True, kw_only=True):
     operators: tuple[int, ...] = ()
     phases: tuple[str, ...] = ()
     measured: bool = False
+    saved_bytes: int = 0
+    growth_bytes_per_step: int = 0
+    device: str = "cpu"
 
 
 class RankedFinding(Record, frozen=True, kw_only=True):
-    """A finding as reported: file and line, the gain as [low, high] speed-ups of the whole step, and what it absorbed."""
+    """A finding as reported: file and line, the gain as [low, high] speed-ups of the whole step, and what it absorbed.
+
+    `saved_bytes` of the `peak_bytes` of `device` would be saved; `steps_until_full` is when memory ends if it goes on growing by
+    `growth_bytes_per_step`. `gain` is (1, 1) where only memory is at stake.
+    """
 
     rule: str
     title: str
@@ -55,6 +64,16 @@ class RankedFinding(Record, frozen=True, kw_only=True):
     levers: tuple[str, ...]
     measured: bool
     merged: tuple[str, ...] = ()
+    saved_bytes: int = 0
+    peak_bytes: int = 0
+    growth_bytes_per_step: int = 0
+    steps_until_full: float | None = None
+    device: str = "cpu"
+
+    @property
+    def saves_time(self) -> bool:
+        """Whether the step gets faster; else memory alone is at stake."""
+        return self.gain[1] > 1.0
 
 
 class Note(Record, frozen=True, kw_only=True):
@@ -80,6 +99,16 @@ class HotLine(Record, frozen=True, kw_only=True):
     def intensity(self) -> float:
         """FLOP per byte moved; 0 when nothing was moved."""
         return self.flop / self.bytes if self.bytes else 0.0
+
+    @property
+    def flop_per_s(self) -> float:
+        """The rate reached: FLOP over the line's whole time."""
+        return self.flop / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The bandwidth reached: bytes over the line's whole time."""
+        return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
 
 class Diagnosis(Record, frozen=True, kw_only=True):

@@ -68,10 +68,51 @@ class TimeNormalisation(Record, frozen=True, kw_only=True, tag="time-normalisati
     backward: bool
 
 
+class TimeDistance(Record, frozen=True, kw_only=True, tag="time-distance"):
+    """Squared distances of all pairs of `batch` times `num_a` by `num_b` points in `dim` dimensions: differences written out,
+    against torch.cdist.
+    """
+
+    batch: int
+    num_a: int
+    num_b: int
+    dim: int
+    dtype: str
+    backward: bool
+
+
+class TimeOneHot(Record, frozen=True, kw_only=True, tag="time-one-hot"):
+    """`rows` one-hot rows of `classes` numbers times a matrix of `width` columns, against looking the rows up."""
+
+    rows: int
+    classes: int
+    width: int
+    dtype: str
+    backward: bool
+
+
 class TimeOptimizer(Record, frozen=True, kw_only=True, tag="time-optimizer"):
     """The optimizer (by index in Evidence.optimizers) on clones of its parameters: as it is, foreach, and fused."""
 
     optimizer: int
+
+
+ModelVariant = Literal[
+    "without-graph",
+    "without-anomaly",
+    "deterministic-off",
+    "cropped",
+    "batched",
+    "frozen",
+    "unpacked",
+    "eager",
+    "float32",
+    "tf32",
+    "bf16-autocast",
+    "channels-last",
+    "flush-denormal",
+    "threads",
+]
 
 
 class TimeModel(Record, frozen=True, kw_only=True, tag="time-model"):
@@ -80,23 +121,125 @@ class TimeModel(Record, frozen=True, kw_only=True, tag="time-model"):
     'without-graph': under no_grad. 'without-anomaly': anomaly detection off. 'deterministic-off': deterministic algorithms
     off. 'cropped': every tensor with `length` at dimension 1 cropped to `cropped_length`. 'batched': the batch repeated
     `factor` times; the result's `cured_s` is then the time of one original batch (divided by the factor). 'frozen':
-    parameters in modules that no optimizer trains do not require gradients. `held` calls are made in a row and their outputs
-    kept until the last, as a pass over several modules keeps its graph.
+    parameters in modules that no optimizer trains (or in `modules`, when given) do not require gradients. 'unpacked':
+    recurrent layers that get a packed sequence run on the padded batch. 'eager': a module under torch.compile, against itself
+    without; refused where compiled code would have to be made anew. 'float32': without autocast, parameters and inputs in
+    float32. 'tf32': float32 products may use TF32. 'bf16-autocast': under autocast to bfloat16. 'channels-last': parameters
+    and images in channels_last. 'flush-denormal': subnormal numbers count as zero. 'threads': with `factor` CPU threads.
+    `held` calls are made in a row and their outputs kept until the last, as a pass over several modules keeps its graph.
     """
 
     model: int
-    variant: Literal["without-graph", "without-anomaly", "deterministic-off", "cropped", "batched", "frozen"]
+    variant: ModelVariant
     backward: bool
     length: int = 0
     cropped_length: int = 0
     factor: int = 1
     held: int = 1
+    modules: tuple[str, ...] = ()
 
 
 class TimeDataset(Record, frozen=True, kw_only=True, tag="time-dataset"):
-    """Fetch one batch of the loader (by index) in the main process: items, collate, and indexing of ready tensors."""
+    """Fetch one batch of the loader (by index) in a copy of the process: items, collate, and indexing of ready tensors."""
 
     loader: int
+
+
+class TimePaddedProduct(Record, frozen=True, kw_only=True, tag="time-padded-product"):
+    """A product (batch x rows x inner by inner x columns) against the same with sizes (rows, inner, columns) `padded`.
+
+    `transposed` says which factor lies in memory the other way round, as a weight's `.t()` does.
+    """
+
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+    padded: tuple[int, int, int]
+    dtype: str
+    transposed: tuple[bool, bool]
+
+
+class TimeGraphBreak(Record, frozen=True, kw_only=True, tag="time-graph-break"):
+    """What one graph break costs the host here: a chain of small operators compiled in two graphs, against one.
+
+    The backend is 'aot_eager', so that both run the same kernels and only what surrounds a graph differs. Forward and backward
+    when `backward`.
+    """
+
+    backward: bool
+
+
+class TimeAttentionCall(Record, frozen=True, kw_only=True, tag="time-attention-call"):
+    """torch's scaled_dot_product_attention as it was called, against the same call with one argument changed.
+
+    q is (batch, heads, q_len, head_dim), k and v are (batch, heads, kv_len, head_dim). `masked`: with a dense mask of the
+    dtype. `cure`: 'causal' puts is_causal=True in place of the mask, 'no-mask' leaves it out, 'no-dropout' sets dropout_p=0.
+    """
+
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    dtype: str
+    masked: bool
+    dropout: float
+    backward: bool
+    cure: Literal["causal", "no-mask", "no-dropout"]
+
+
+class TimeMergedLinears(Record, frozen=True, kw_only=True, tag="time-merged-linears"):
+    """Linear layers on one input of (rows, in_features), one by one, against one product that is split afterwards."""
+
+    rows: int
+    in_features: int
+    out_features: tuple[int, ...]
+    dtype: str
+    bias: bool
+    backward: bool
+
+
+class TimeForeach(Record, frozen=True, kw_only=True, tag="time-foreach"):
+    """These operators (by index) called tensor by tensor as captured, against torch's foreach functions over all tensors."""
+
+    operators: tuple[int, ...]
+
+
+class TimeSparseEmbedding(Record, frozen=True, kw_only=True, tag="time-sparse-embedding"):
+    """An embedding's lookup, backward and update with its gradient dense, against sparse=True.
+
+    `operator` is the index of the dense backward (its indices are replayed), `optimizer` that of the optimizer that holds
+    the table. Part 'touched': rows of the table that the batch reads.
+    """
+
+    operator: int
+    optimizer: int
+
+
+class TimeStrides(Record, frozen=True, kw_only=True, tag="time-strides"):
+    """The copy (by index of the operator) and the operator `reader` on the copy, against `reader` on the strided original.
+
+    `argument` is the position of the copy among the reader's tensor arguments.
+    """
+
+    copy: int
+    reader: int
+    argument: int
+
+
+class TimeWorkers(Record, frozen=True, kw_only=True, tag="time-workers"):
+    """Run the loader (by index) for some batches with each of these numbers of worker processes.
+
+    Between batches the model (by index in Evidence.models, -1: none) does its work on captured inputs, with a backward when
+    `backward`; without a model, or on a device, the loop waits `work_s` instead.
+    """
+
+    loader: int
+    counts: tuple[int, ...]
+    model: int = -1
+    backward: bool = True
+    work_s: float = 0.0
 
 
 Trial = (
@@ -105,9 +248,19 @@ Trial = (
     | TimeGrowingCat
     | TimeRecurrence
     | TimeNormalisation
+    | TimeDistance
+    | TimeOneHot
     | TimeOptimizer
     | TimeModel
+    | TimeGraphBreak
     | TimeDataset
+    | TimePaddedProduct
+    | TimeAttentionCall
+    | TimeMergedLinears
+    | TimeForeach
+    | TimeSparseEmbedding
+    | TimeStrides
+    | TimeWorkers
 )
 
 

@@ -32,6 +32,7 @@ LOOKS: Final[Mapping[str, Look]] = {
     "backward": Look("backward", "\u2593", "=", "cyan"),
     "optimizer": Look("optimizer", "\u2592", "+", "green"),
     "evaluation": Look("evaluation", "\u259a", "%", "bright_black"),
+    "compile": Look("compiling", "\u259e", "*", "bright_red"),
     "other": Look("other host work", "\u00b7", "-", "red"),
 }
 

@@ -37,6 +37,19 @@ def inert(text: str, *, ascii_only: bool = False) -> str:
     return text.encode("ascii" if ascii_only else "utf-8", "backslashreplace").decode()
 
 
+def inert_code(text: str) -> str:
+    """`text` as `inert` makes it, but with its blanks as they stand, tabs as four: one line of source.
+
+    >>> inert_code("\\tif x:  # \u202etxet")
+    '    if x:  # txet'
+    """
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]} ..."
+    text = _ESCAPES.sub("", text).expandtabs(4)
+    text = "".join(c for c in text if unicodedata.category(c) not in ("Cc", "Cf", "Zl", "Zp"))
+    return text.rstrip().encode("utf-8", "backslashreplace").decode()
+
+
 def place(file: str, line: int, *, cwd: str) -> str:
     """'file:line', the file relative to `cwd` when it lies inside; '' when there is no line to name."""
     if not file:

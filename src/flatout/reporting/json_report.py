@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import cleandoc
 from typing import Final
 
 import msgspec
@@ -32,6 +33,16 @@ class _Outline(msgspec.Struct):
 def json_report(evidence: Evidence, diagnosis: Diagnosis) -> bytes:
     """The report as indented JSON (UTF-8); `read_evidence` gives the evidence back."""
     return to_json(JsonReport(evidence=evidence, findings=diagnosis.findings, diagnosis=diagnosis))
+
+
+def json_schema() -> str:
+    """The JSON Schema (2020-12) of what `json_report` writes, indented, with a line end."""
+    described = msgspec.json.schema(JsonReport)
+    for definition in described["$defs"].values():
+        if "description" in definition:  # Python 3.13 strips the indentation of docstrings, older ones keep it
+            definition["description"] = cleandoc(definition["description"])
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **described}
+    return msgspec.json.format(msgspec.json.encode(schema, order="sorted"), indent=1).decode() + "\n"
 
 
 def read_evidence(data: bytes) -> Evidence:

@@ -17,13 +17,15 @@ from flatout.reporting import units
 from flatout.reporting.bars import PhaseBar
 from flatout.reporting.floor import HotLines
 from flatout.reporting.inert import Code, Words, place, place_of
+from flatout.reporting.memory import memory_cost, memory_gain, memory_line
+from flatout.reporting.ranks import ranks
 
 _WIDTH: Final = 100
 """Columns at most: longer lines are harder to read."""
 _OPEN_FRACTION: Final = 0.5
 """A step with more than this share unexplained is not called fast."""
 _INSET: Final = (0, 0, 0, 2)
-_STEP: Final[dict[StepKind, str]] = {
+STEP_NAMES: Final[dict[StepKind, str]] = {
     "training": "a training step",
     "inference": "an inference step",
     "call": "a call",
@@ -39,12 +41,14 @@ def report(evidence: Evidence, diagnosis: Diagnosis) -> RenderableType:
     """
     cwd = evidence.workload.cwd
     parts: list[RenderableType] = [Words(headline(evidence, diagnosis), style="bold")]
-    parts += [Words(line, style="dim") for line in _circumstances(evidence)]
+    parts += [Words(line, style="dim") for line in circumstances(evidence)]
     parts += _exit(evidence)
     if any(seconds > 0 for seconds in evidence.steps.phases.values()):
         parts += ["", Padding(PhaseBar(evidence.steps.phases), _INSET)]
+    parts += _memory(evidence)
     for rank, finding in enumerate(diagnosis.findings, start=1):
         parts += ["", _finding(finding, rank=rank, cwd=cwd)]
+    parts += ranks(evidence)
     if diagnosis.hot_lines:
         lines = HotLines(diagnosis.hot_lines, has_floor=diagnosis.floor_s is not None, cwd=cwd)
         parts += ["", Text("The floor, line by line", style="bold"), Padding(lines, _INSET)]
@@ -59,13 +63,11 @@ def headline(evidence: Evidence, diagnosis: Diagnosis) -> str:
         return "No step was seen: no optimizer stepped and no model was called again and again."
     if steps.num_timed == 0:
         return f"{_count(steps.num_seen, 'step').capitalize()} seen, too few to time one."
-    step = f"{units.duration(diagnosis.step_s)} {_STEP[steps.kind]}"
+    step = f"{units.duration(diagnosis.step_s)} {STEP_NAMES[steps.kind]}"
     floor = f"the roofline of this machine for this work is {units.duration(diagnosis.floor_s)}"
     if diagnosis.findings:
-        num = len(diagnosis.findings)
-        causes = "the cause below explains" if num == 1 else f"the {_number(num)} causes below explain"
-        explained = f"{causes} {units.duration(diagnosis.explained_s)}"
-        return "; ".join([step, *([floor] if diagnosis.floor_s is not None else []), explained]) + "."
+        causes = _causes(diagnosis)
+        return "; ".join([step, *([floor] if diagnosis.floor_s is not None else []), causes]) + "."
     if not diagnosis.checked:
         return f"{step}. Nothing was checked."
     noise = units.percent(steps.noise_s / diagnosis.step_s if diagnosis.step_s else None)
@@ -78,6 +80,21 @@ def headline(evidence: Evidence, diagnosis: Diagnosis) -> str:
     return f"{text}; {floor}." if diagnosis.floor_s is not None else f"{text}."
 
 
+def _causes(diagnosis: Diagnosis) -> str:
+    """What the findings explain: time, or memory."""
+    num = sum(f.saves_time for f in diagnosis.findings)
+    rest = len(diagnosis.findings) - num
+    parts = []
+    if num:
+        causes = "the cause below explains" if num == 1 else f"the {_number(num)} causes below explain"
+        parts.append(f"{causes} {units.duration(diagnosis.explained_s)}")
+    if rest and num:
+        parts.append(f"{_number(rest)} more {'takes' if rest == 1 else 'take'} memory")
+    elif rest:
+        parts.append("the cause below takes memory" if rest == 1 else f"the {_number(rest)} causes below take memory")
+    return ", ".join(parts)
+
+
 def _number(num: int) -> str:
     return _COUNTS[num] if num < len(_COUNTS) else str(num)
 
@@ -86,7 +103,7 @@ def _count(num: int, noun: str) -> str:
     return f"{_number(num)} {noun}" if num == 1 else f"{_number(num)} {noun}s"
 
 
-def _circumstances(evidence: Evidence) -> Iterator[str]:
+def circumstances(evidence: Evidence) -> Iterator[str]:
     """How much was seen, and on what."""
     steps, workload, machine = evidence.steps, evidence.workload, evidence.machine
     if steps.num_timed:
@@ -96,6 +113,8 @@ def _circumstances(evidence: Evidence) -> Iterator[str]:
         extra = []
         if steps.evaluation_s > 0:
             extra.append(f"evaluation adds {units.duration(steps.evaluation_s)}")
+        if steps.restart_s > 0.01 * steps.step_s:
+            extra.append(f"starting loaders over adds {units.duration(steps.restart_s)}")
         if steps.device_s is not None:
             extra.append(f"device busy {units.duration(steps.device_s)} of each")
         yield "; ".join([seen, spread, *extra])
@@ -109,26 +128,42 @@ def _circumstances(evidence: Evidence) -> Iterator[str]:
     device = workload.device
     if machine is not None:
         device = machine.cpu_model if workload.device == "cpu" else machine.device_name
-    cores = f"{_plural(workload.num_cores, 'core')}, {_plural(workload.num_threads, 'thread')}"
-    ranks = [f"{workload.world_size} ranks"] if workload.world_size > 1 else []
-    yield "; ".join(
-        [f"{device or workload.device}, {cores}", *ranks, f"torch {workload.torch}, Python {workload.python}"]
+    cores = (
+        f", {_plural(workload.num_cores, 'core')}, {_plural(workload.num_threads, 'thread')}"
+        if workload.num_cores
+        else ""
     )
+    world = [f"{workload.world_size} ranks"] if workload.world_size > 1 else []
+    versions = [f"torch {workload.torch}, Python {workload.python}"] if workload.torch else []
+    yield "; ".join([f"{device or workload.device}{cores}", *world, *versions])
 
 
 def _plural(num: int, noun: str) -> str:
     return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
+def exit_message(evidence: Evidence) -> str:
+    """How the script failed; '' when it finished or was stopped on purpose."""
+    if evidence.exit == "stopped" or (evidence.exit in ("", "finished") and not evidence.exit_code):
+        return ""
+    code = "" if evidence.exit_code is None else f" {evidence.exit_code}"
+    return f"exit{code}: {evidence.exit or 'no message'}"
+
+
 def _exit(evidence: Evidence) -> Iterator[RenderableType]:
-    """One line when the script failed; nothing when it finished or was stopped on purpose."""
+    """One line when the script failed or was stopped; nothing when it finished."""
     if evidence.exit == "stopped":
         yield Words("the script was stopped before its end", style="dim")
-        return
-    is_clean = evidence.exit in ("", "finished") and not evidence.exit_code
-    if not is_clean:
-        code = "" if evidence.exit_code is None else f" {evidence.exit_code}"
-        yield Words(f"exit{code}: {evidence.exit or 'no message'}", style="red")
+    elif message := exit_message(evidence):
+        yield Words(message, style="red")
+
+
+def _memory(evidence: Evidence) -> Iterator[RenderableType]:
+    """One line for the host, and one for each device."""
+    lines = list(filter(None, (memory_line(m, name_it=len(evidence.memory) > 1) for m in evidence.memory)))
+    if lines:
+        yield ""
+        yield from (Padding(Words(line), _INSET) for line in lines)
 
 
 class _Arrow:
@@ -141,13 +176,15 @@ def _finding(finding: RankedFinding, *, rank: int, cwd: str) -> RenderableType:
     head = Table.grid(expand=True, padding=(0, 2, 0, 0))
     head.add_column(ratio=1)
     head.add_column(justify="right", no_wrap=True, overflow="fold")
-    head.add_row(Words(finding.title, style="bold"), Text(f"{units.speedup(finding.gain)} faster", style="bold green"))
+    gain = f"{units.speedup(finding.gain)} faster" if finding.saves_time else memory_gain(finding)
+    head.add_row(Words(finding.title, style="bold"), Text(gain, style="bold green"))
     how = "gain measured by a trial" if finding.measured else "gain estimated"
     cost = f"{units.duration(finding.cost_s)} of each step, {units.percent(finding.share)}"
     body: list[RenderableType] = [head, _where(finding, cwd=cwd)]
     if finding.text:
         body.append(Padding(Code(finding.text), _INSET))
-    body.append(Words(f"{cost}; {finding.regime}-bound; {how}"))
+    stake = [f"{cost}; {finding.regime}-bound; {how}"] if finding.saves_time else []
+    body += [Words(line) for line in (*stake, *memory_cost(finding))]
     if finding.because:
         body.append(Words(finding.because))
     if finding.edit.strip():
@@ -205,11 +242,12 @@ def _remarks(evidence: Evidence, diagnosis: Diagnosis) -> RenderableType:
         share = units.percent(diagnosis.unexplained_s / diagnosis.step_s if diagnosis.step_s else None)
         section("unexplained", [f"{units.duration(diagnosis.unexplained_s)} of each step, {share}"])
     section("checked", [", ".join(diagnosis.checked)] if diagnosis.checked else [], style="dim")
-    section("observing", filter(None, [_observing(evidence)]), style="dim")
+    section("observing", filter(None, [observing_cost(evidence)]), style="dim")
     return table
 
 
-def _observing(evidence: Evidence) -> str:
+def observing_cost(evidence: Evidence) -> str:
+    """What watching cost, by kind of look."""
     cost = evidence.observing
     parts = [f"{units.percent(cost.light_fraction)} of the timed steps"] if evidence.steps.num_timed else []
     if cost.num_deep_steps:

@@ -96,3 +96,13 @@ def test_a_model_that_gets_no_faster_is_left_alone(kept: float) -> None:
     run = padded()
     run.tried(*proposed(RULE, run.build()), kept=kept)
     assert diagnose(run.build(), [RULE]).findings == ()
+
+
+def test_a_batch_that_is_packed_is_no_waste() -> None:
+    run = EvidenceBuilder()
+    line = run.line("train.py", 30, "x = pad_sequence(rows, batch_first=True)")
+    run.model(line)
+    run.padding(line)
+    assert proposed(RULE, run.build())
+    run.operator("aten._pack_padded_sequence", line, inputs=[(32, 200, 16)], output=(1800, 16), op_s=0.0001)
+    assert not proposed(RULE, run.build())

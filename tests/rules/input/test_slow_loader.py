@@ -54,12 +54,29 @@ def test_repeatable_items_are_priced_by_the_trial() -> None:
     assert finding.saved_s[0] < finding.saved_s[1] == pytest.approx(0.9 * 0.06)
 
 
-def test_random_items_are_not_priced_by_the_trial() -> None:
+def test_random_items_without_a_line_are_not_priced_by_the_trial() -> None:
     run = waiting()
+    run.lines.clear()
     run.tried(TimeDataset(loader=0), kept=0.1, now_s=0.06, repeatable=False)
     finding = only_finding(RULE, run.build())
     assert not finding.measured
     assert "prepare them once" not in finding.edit
+
+
+@pytest.mark.parametrize("facts", [{"repeatable": False}, {"repeatable": True, "views": True}])
+def test_random_items_and_rows_in_memory_are_left_to_their_own_rules(facts: dict[str, bool]) -> None:
+    run = waiting()
+    run.tried(TimeDataset(loader=0), kept=0.1, now_s=0.06, **facts)
+    assert not list(RULE.check(run.build()))
+
+
+def test_a_function_of_many_lines_is_one_place() -> None:
+    run = waiting(wait_s=0.06)
+    for line, seconds in ((21, 0.03), (22, 0.025)):
+        run.sampled(run.line("data.py", line, function="tokens"), seconds, phase="data")
+    where = only_finding(RULE, run.build()).where
+    assert where is not None
+    assert where.line == 21
 
 
 def test_the_wait_for_workers_is_named_on_the_workers_line() -> None:

@@ -10,7 +10,17 @@ from torch.nn import functional as F
 
 from flatout.measure.timer import compare
 from flatout.profiling.trials.scene import Scene, random_tensor
-from flatout.records.trial import TimeAttention, TimeGrowingCat, TimeNormalisation, TimeRecurrence, TrialResult
+from flatout.records.trial import (
+    TimeAttention,
+    TimeDistance,
+    TimeGrowingCat,
+    TimeNormalisation,
+    TimeOneHot,
+    TimePaddedProduct,
+    TimeRecurrence,
+    Trial,
+    TrialResult,
+)
 
 
 def attention(trial: TimeAttention, scene: Scene) -> TrialResult:
@@ -44,7 +54,7 @@ def attention(trial: TimeAttention, scene: Scene) -> TrialResult:
         with torch.no_grad():
             a, b = written_out(), fused()
             error = float((a - b).abs().max() / a.abs().max())
-    return _result(trial, written_out, fused, (q, k, v), scene, error)
+    return _result(trial, written_out, fused, (q, k, v), scene, error, backward=trial.backward)
 
 
 def growing_cat(trial: TimeGrowingCat, scene: Scene) -> TrialResult:
@@ -64,7 +74,7 @@ def growing_cat(trial: TimeGrowingCat, scene: Scene) -> TrialResult:
     def at_once() -> Tensor:
         return torch.cat(pieces, dim=trial.dim)
 
-    return _result(trial, growing, at_once, pieces, scene, 0.0)
+    return _result(trial, growing, at_once, pieces, scene, 0.0, backward=trial.backward)
 
 
 def recurrence(trial: TimeRecurrence, scene: Scene) -> TrialResult:
@@ -124,22 +134,78 @@ def normalisation(trial: TimeNormalisation, scene: Scene) -> TrialResult:
     with torch.no_grad():
         a, b = now(), cured()
         error = float((a - b).abs().max() / a.abs().max())
-    return _result(trial, now, cured, inputs, scene, error)
+    return _result(trial, now, cured, inputs, scene, error, backward=trial.backward)
+
+
+def distance(trial: TimeDistance, scene: Scene) -> TrialResult:
+    """All differences written out, squared and added up, against torch.cdist."""
+    # B batch, N points of a, M points of b, D dimensions
+    dtype = getattr(torch, trial.dtype)
+    a_BND, b_BMD = (
+        random_tensor((trial.batch, n, trial.dim), dtype, device=scene.device).requires_grad_(trial.backward)
+        for n in (trial.num_a, trial.num_b)
+    )
+
+    def written_out() -> Tensor:
+        return ((a_BND[:, :, None] - b_BMD[:, None]) ** 2).sum(dim=-1)
+
+    def cdist() -> Tensor:
+        return torch.cdist(a_BND, b_BMD) ** 2
+
+    with torch.no_grad():
+        a, b = written_out(), cdist()
+        error = float((a - b).abs().max() / a.abs().max())
+    return _result(trial, written_out, cdist, (a_BND, b_BMD), scene, error, backward=trial.backward)
+
+
+def one_hot(trial: TimeOneHot, scene: Scene) -> TrialResult:
+    """One-hot rows made and multiplied, against an embedding."""
+    # R rows, C classes, W width
+    dtype = getattr(torch, trial.dtype)
+    index_R = torch.arange(trial.rows, device=scene.device) * 7919 % trial.classes
+    weight_CW = random_tensor((trial.classes, trial.width), dtype, device=scene.device).requires_grad_(trial.backward)
+
+    def product() -> Tensor:
+        return F.one_hot(index_R, trial.classes).to(dtype) @ weight_CW
+
+    def lookup() -> Tensor:
+        return F.embedding(index_R, weight_CW)
+
+    return _result(trial, product, lookup, (weight_CW,), scene, 0.0, backward=trial.backward)
+
+
+def padded_product(trial: TimePaddedProduct, scene: Scene) -> TrialResult:
+    """The product at its sizes, against the same padded; forward alone, since the backward's products are rows of their own."""
+    dtype = getattr(torch, trial.dtype)
+
+    def product(rows: int, inner: int, columns: int) -> Callable[[], Tensor]:
+        a = _factor(trial.batch, rows, inner, dtype, scene.device, is_transposed=trial.transposed[0])
+        b = _factor(trial.batch, inner, columns, dtype, scene.device, is_transposed=trial.transposed[1])
+        return lambda: a @ b
+
+    now, cured = product(trial.rows, trial.inner, trial.columns), product(*trial.padded)
+    return _result(trial, now, cured, (), scene, None, backward=False)
+
+
+def _factor(batch: int, rows: int, columns: int, dtype: torch.dtype, device: str, *, is_transposed: bool) -> Tensor:
+    lead = (batch,) if batch > 1 else ()
+    if is_transposed:
+        return random_tensor((*lead, columns, rows), dtype, device=device).transpose(-2, -1)
+    return random_tensor((*lead, rows, columns), dtype, device=device)
 
 
 def _result(
-    trial: TimeAttention | TimeGrowingCat | TimeRecurrence | TimeNormalisation,
+    trial: Trial,
     now: Callable[[], Tensor],
     cured: Callable[[], Tensor],
     inputs: tuple[Tensor, ...],
     scene: Scene,
     error: float | None,
     *,
-    backward: bool | None = None,
+    backward: bool,
 ) -> TrialResult:
-    runs = trial.backward if backward is None else backward
     timings = compare(
-        {"now": _pass(now, inputs, runs), "cured": _pass(cured, inputs, runs)},
+        {"now": _pass(now, inputs, backward), "cured": _pass(cured, inputs, backward)},
         device=scene.device,
         min_time_s=min(0.4, scene.limit_s / 4),
         max_time_s=min(3.0, scene.limit_s),

@@ -5,17 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from time import perf_counter
 
-from flatout.profiling.trials import blocks, dataset, model, operators, optimizer
+from flatout.profiling.trials import blocks, calls, compiled, dataset, foreach, model, operators, optimizer, workers
 from flatout.profiling.trials.scene import Refused, Scene, untouched
 from flatout.records.trial import (
     TimeAttention,
+    TimeAttentionCall,
     TimeDataset,
+    TimeDistance,
+    TimeForeach,
+    TimeGraphBreak,
     TimeGrowingCat,
     TimeInDtype,
+    TimeMergedLinears,
     TimeModel,
     TimeNormalisation,
+    TimeOneHot,
     TimeOptimizer,
+    TimePaddedProduct,
     TimeRecurrence,
+    TimeSparseEmbedding,
+    TimeStrides,
+    TimeWorkers,
     Trial,
     TrialResult,
 )
@@ -48,12 +58,34 @@ def _run(trial: Trial, scene: Scene) -> TrialResult:
                 return blocks.recurrence(trial, scene)
             case TimeNormalisation():
                 return blocks.normalisation(trial, scene)
+            case TimeDistance():
+                return blocks.distance(trial, scene)
+            case TimeOneHot():
+                return blocks.one_hot(trial, scene)
             case TimeOptimizer():
                 return optimizer.run(trial, scene)
+            case TimeModel(variant="eager"):
+                return compiled.eager(trial, scene)
             case TimeModel():
                 return model.run(trial, scene)
+            case TimePaddedProduct():
+                return blocks.padded_product(trial, scene)
+            case TimeGraphBreak():
+                return compiled.graph_break(trial, scene)
             case TimeDataset():
                 return dataset.run(trial, scene)
+            case TimeAttentionCall():
+                return calls.attention_call(trial, scene)
+            case TimeMergedLinears():
+                return calls.merged_linears(trial, scene)
+            case TimeForeach():
+                return foreach.run(trial, scene)
+            case TimeSparseEmbedding():
+                return calls.sparse_embedding(trial, scene)
+            case TimeStrides():
+                return calls.strides(trial, scene)
+            case TimeWorkers():
+                return workers.run(trial, scene)
     except Refused as e:
         return TrialResult(trial=trial, refused=str(e))
     except Exception as e:  # noqa: BLE001  # a trial runs user code on a copy; whatever it raises costs the trial alone

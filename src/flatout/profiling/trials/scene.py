@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from flatout.profiling.calls import Root
 from flatout.profiling.feeding import LoaderUse
-from flatout.profiling.operators import Example
+from flatout.profiling.operators import Example, TensorMeta
 from flatout.profiling.optimizing import OptimizerWatched
 
 
@@ -21,12 +22,16 @@ class Scene(NamedTuple):
 
     examples: list[Example | None]
     num_calls: list[float]
+    outputs: list[TensorMeta | None]
+    """Description of each operator's first result."""
     roots: list[Root]
     optimizers: list[OptimizerWatched]
     loaders: list[LoaderUse]
     unused_modules: tuple[str, ...]
     device: str
     limit_s: float
+    compiled: Mapping[nn.Module, dict[str, Any]] = {}
+    """Modules under torch.compile, with the options they were compiled with."""
 
 
 class Refused(Exception):

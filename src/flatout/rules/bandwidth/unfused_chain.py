@@ -36,6 +36,7 @@ _NOT_POINTWISE: Final = (
     "cat",
     "stack",
     "copy",
+    "inductor",
 )
 _ROOTS: Final = {"aten.sqrt", "aten.rsqrt", "aten.pow", "aten.div", "aten.var", "aten.std"}
 _FUSED_PASSES: Final = (2, 5)
@@ -67,8 +68,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             kept = kept_fraction(result)
             saved_s, what = around(cost_s * (1 - kept), 0.2), f"F.{trial.kind}_norm takes {kept:.0%} of that (tried)"
             edit = f"F.{trial.kind}_norm(x, x.shape[-1:], weight, ...) in place of these lines"
-        elif evidence.machine is None:
-            continue  # no ceiling to compare with
+        elif evidence.machine is None or not _is_bandwidth_bound(evidence.machine, evidence, rows):
+            continue  # no ceiling to compare with, or dispatch is what they cost: overhead.tiny-operators tells that
         else:
             fused_s = _fused_s(evidence.machine, evidence, rows)
             saved_s = (0.4 * max(0.0, cost_s - fused_s), 0.9 * max(0.0, cost_s - fused_s))
@@ -152,6 +153,13 @@ def _trial_of(evidence: Evidence, rows: list[int]) -> TimeNormalisation | None:
         dtype=largest.inputs[0].dtype,
         backward=any(evidence.operators[i].phase == "backward" for i in rows),
     )
+
+
+def _is_bandwidth_bound(machine: Machine, evidence: Evidence, rows: list[int]) -> bool:
+    """Whether moving the largest tensor once in and once out takes longer than calling an operator does."""
+    largest = max((t for i in rows for t in evidence.operators[i].inputs), key=lambda t: t.num_elements)
+    floor = operation_floor(machine, flop=0, traffic_bytes=8 * largest.num_elements, dtype="float32")
+    return floor.bandwidth_s > 2 * (machine.dispatch_grad_s or 0.0)
 
 
 def _fused_s(machine: Machine, evidence: Evidence, rows: list[int]) -> float:

@@ -5,8 +5,8 @@ Evidence     Trailing constants in the batch's tensors, with something that says
              a mask, lengths). Trial: the model's forward and backward on the same batch, cropped to its longest row and to its
              mean length.
 Levers       communication.bucket-lengths, communication.pack
-False alarm  Images with black borders, tokens that repeat: without a sign of padding, or where the model refuses shorter input
-             or gets no faster, nothing is said.
+False alarm  Batches that are packed before the arithmetic (pack_padded_sequence). Images with black borders, tokens that repeat:
+             without a sign of padding, or where the model refuses shorter input or gets no faster, nothing is said.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from flatout.records.workload import Source
 _SUSPICIOUS_FRACTION = 0.12
 _LONGEST_FRACTION = 0.95
 _BUCKETING = 0.35
+_PACKS = "aten._pack_padded_sequence"
 
 
 def propose(evidence: Evidence) -> Iterator[TimeModel]:
@@ -61,6 +62,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _padding(evidence: Evidence) -> Padding | None:
+    if any(o.op == _PACKS for o in evidence.operators):
+        return None
     real = [p for p in evidence.paddings if p.signs and p.padding_fraction >= _SUSPICIOUS_FRACTION]
     return max(real, key=lambda p: p.padding_fraction, default=None)
 

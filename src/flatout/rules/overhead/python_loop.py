@@ -23,6 +23,7 @@ from flatout.cost.accounting import (
     step_loops,
     usual_calls,
 )
+from flatout.cost.parameters import parameter_loops
 from flatout.cost.roofline import operation_floor
 from flatout.cost.trace import longest_dependence
 from flatout.records.evidence import Evidence, RepeatedModule
@@ -49,6 +50,10 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     own = step_loops(evidence)
     candidates = [s for s in {o.source for o in evidence.operators if o.phase != "backward"} if s >= 0]
     waiting = {r.source for r in evidence.host_reads if r.on_device}  # overhead.host-read judges those
+    # overhead.parameter-loop judges those
+    waiting |= {evidence.operators[i].source for rows in parameter_loops(evidence).values() for i in rows}
+    if evidence.distributed is not None:
+        waiting |= {c.source for c in evidence.distributed.collectives}
     repeated = [s for s in candidates if s not in waiting and _is_repeated(evidence, s)]
     inside = group_by(repeated, lambda s: next((loop for loop in loops_around(evidence, s) if loop not in own), None))
     for loop, sources in inside.items():

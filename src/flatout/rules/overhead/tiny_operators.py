@@ -1,8 +1,9 @@
 """The step is bound by overhead: its operators are so small that dispatching them takes longer than their work.
 
 Costs        Host time for each operator, whatever its size.
-Evidence     The mean operator is short beside the measured cost of dispatching one. Trial: the model's forward and
-             backward on its batch repeated 2 and 8 times; if that takes hardly longer, the batch is too small.
+Evidence     The mean operator is short beside the measured cost of dispatching one, or most of the step goes to products that
+             read large weights for a few rows. Trial: the model's forward and backward on its batch repeated 2 and 8 times; if
+             that takes hardly longer, the batch is too small.
 Levers       parallelism.batch-size, graph.compile, graph.capture
 False alarm  Large operators between small ones; a batch that cannot grow (streaming inference).
 """
@@ -19,6 +20,11 @@ from flatout.records.trial import TimeModel
 _FACTORS = (2, 8)
 _DISPATCHES = 100.0
 """A step whose mean operator takes longer than so many dispatches is not worth a trial."""
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.convolution", "aten.convolution_backward")
+_THIN_FLOP_PER_BYTE = 4.0
+"""A float32 product of 8 rows with a large matrix does 4 FLOP for each byte; memory gives no machine's units enough "
+"to do then."""
+_WEIGHT_BOUND = 0.4
 _MOST_KEPT = 0.75
 """With twice the batch a sample must take at most this share of its time; else the operators are at work, not the overhead."""
 
@@ -68,7 +74,17 @@ def _is_suspicious(evidence: Evidence) -> bool:
     if evidence.steps.is_device_bound or not num:
         return False
     dispatch_s = evidence.machine.dispatch_s if evidence.machine is not None else 2e-6
-    return evidence.steps.step_s / num < _DISPATCHES * dispatch_s
+    return evidence.steps.step_s / num < _DISPATCHES * dispatch_s or _is_weight_bound(evidence)
+
+
+def _is_weight_bound(evidence: Evidence) -> bool:
+    """Whether products that do little with each byte they read take much of the step: a larger batch reads the weights once."""
+    thin_s = sum(
+        o.total_s
+        for o in evidence.operators
+        if o.op in _PRODUCTS and 0 < o.flop < _THIN_FLOP_PER_BYTE * max(1, o.bytes)
+    )
+    return thin_s > _WEIGHT_BOUND * evidence.steps.step_s
 
 
 def _model(evidence: Evidence) -> int | None:

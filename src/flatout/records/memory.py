@@ -1,0 +1,100 @@
+"""Memory in a step: how much, when, what is alive at the peak and who made it, and what grows from step to step.
+
+Bytes are bytes of storage, each storage counted once however many tensors look at it. Where the host's memory is concerned, pages
+of a large storage that nobody has written are left out of the parts (they take none), and so of the peak.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from flatout.records.record import Record
+
+MemoryKind = Literal[
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer state",
+    "batch",
+    "activations",
+    "temporaries",
+    "kept",
+    "process",
+    "cached",
+]
+"""activations: saved for the backward; temporaries: made in this step and not saved; kept: made before this step (in an earlier
+one, or a data set in memory) and still alive; process: what the process held besides tensors (CPU only: interpreter, libraries);
+cached: held by the C library's malloc and not in use, fragmentation included (CPU only; on a device see `reserved_bytes`)."""
+
+
+class MemoryPart(Record, frozen=True, kw_only=True):
+    """What is alive at the peak, of one kind, made at one line in one module (-1 and '' where that is unknown)."""
+
+    kind: MemoryKind
+    bytes: int
+    num_tensors: int
+    source: int = -1
+    module: str = ""
+    example: str = ""
+    """Shape and dtype of the largest tensor: 'float32[8, 1024, 50257]'."""
+
+
+class MemoryPoint(Record, frozen=True, kw_only=True):
+    """Bytes alive at one moment of the step that was watched; `at` runs from 0 (its start) to 1 (its end)."""
+
+    at: float
+    bytes: int
+    phase: str
+
+
+class Growth(Record, frozen=True, kw_only=True):
+    """Tensors made at this line that stay alive from step to step.
+
+    `holder` is the user's line that keeps them (an append, an assignment to an attribute), -1 where it was not found;
+    `container` says in words what holds them ("list 'losses' of <module>").
+    """
+
+    source: int
+    holder: int
+    container: str
+    bytes_per_step: int
+    tensors_per_step: float
+    has_graph: bool
+    """Whether the tensors hold autograd graphs: then the whole step's activations stay alive with them."""
+
+
+class RetainedGraph(Record, frozen=True, kw_only=True):
+    """A backward with retain_graph=True whose graph no other backward went through.
+
+    `bytes` is what its graph still held when the step ended, and so during the next step's forward.
+    """
+
+    source: int
+    bytes: int
+    num_calls: int
+
+
+class Memory(Record, frozen=True, kw_only=True):
+    """One step's memory on one device.
+
+    `peak_bytes` is the sum of `at_peak`; `measured_peak_bytes` is what the machine's own accounting says of the same step
+    (the largest resident size on a CPU, the allocator's peak on a device), None where that cannot be had.
+    `reserved_bytes` is what the device's allocator took from the driver, `total_bytes` what the device has.
+    """
+
+    device: str
+    peak_bytes: int
+    peak_phase: str
+    at_peak: tuple[MemoryPart, ...] = ()
+    curve: tuple[MemoryPoint, ...] = ()
+    measured_peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    total_bytes: int | None = None
+    growth_bytes_per_step: float = 0.0
+    """Measured over the light steps: what malloc (or the device's allocator) held more after each of them; 0 when too few ran."""
+    growth: tuple[Growth, ...] = ()
+    retained: tuple[RetainedGraph, ...] = ()
+    num_retries: int = 0
+    """Times the device's allocator had to free its cache and ask again (cudaMalloc retries), in all observed steps."""
+    num_cache_clears: float = 0.0
+    """Calls of empty_cache a step."""

@@ -1,0 +1,101 @@
+"""An embedding's gradient is as large as its table though a batch touches few rows.
+
+Costs        A table-sized gradient is zeroed, filled at a few rows, and read by the optimizer, which also reads and writes its
+             state and the table: several passes over the whole table in every step.
+Evidence     The dense backward of an embedding with far fewer indices than rows, and the optimizer's share for the table. Trial:
+             lookup, backward and update of such a table with the captured indices, dense and with sparse=True.
+Levers       memory.sparse-gradient
+False alarm  Small tables, or batches that touch most rows: the trial says so. With Adam the cure changes the update: moments of
+             untouched rows stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.cost.accounting import around, facts_named, kept_fraction, milliseconds, result_of, seconds_of
+from flatout.records.evidence import Evidence, Operator
+from flatout.records.finding import Finding, Rule
+from flatout.records.trial import TimeSparseEmbedding
+
+_MOST_TOUCHED = 0.25
+_WORTH_A_TRIAL = 0.04
+
+
+def propose(evidence: Evidence) -> Iterator[TimeSparseEmbedding]:
+    """Time each table that takes a share of the step."""
+    for row in _rows(evidence):
+        trial = _trial_of(evidence, row)
+        if trial is not None and _cost_s(evidence, row, trial) > _WORTH_A_TRIAL * evidence.steps.step_s:
+            yield trial
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding per table."""
+    for row in _rows(evidence):
+        trial = _trial_of(evidence, row)
+        result = result_of(evidence, trial) if trial is not None else None
+        if trial is None or result is None:
+            continue
+        operator, use = evidence.operators[row], evidence.optimizers[trial.optimizer]
+        cost_s = _cost_s(evidence, row, trial)
+        kept = kept_fraction(result)
+        num_rows, width = operator.outputs[0].shape
+        touched = result.parts.get("touched", 0.0)
+        lazy = (
+            "torch.optim.SparseAdam (it leaves untouched rows alone)"
+            if "Adam" in use.name
+            else f"torch.optim.{use.name}"
+        )
+        yield Finding(
+            rule=RULE.id,
+            regime="bandwidth",
+            where=evidence.source_of(operator.source),
+            cost_s=cost_s,
+            saved_s=around(cost_s * max(0.0, 1 - kept), 0.2),
+            because=f"a batch touches {touched:.0f} of {num_rows} rows of {width}, but gradient and {use.name} work on "
+            "all of them, "
+            f"{milliseconds(cost_s)} a step; with a sparse gradient it takes {kept:.0%} (tried)",
+            edit=f"nn.Embedding(..., sparse=True), its weight in an optimizer of its own: {lazy}",
+            module=operator.module,
+            levers=RULE.levers,
+            operators=(row,),
+            measured=True,
+        )
+
+
+def _rows(evidence: Evidence) -> list[int]:
+    return [i for i, o in enumerate(evidence.operators) if o.op == "aten.embedding_dense_backward" and _is_sparse(o)]
+
+
+def _is_sparse(operator: Operator) -> bool:
+    table = operator.outputs[0].shape
+    return len(table) == 2 and len(operator.inputs) >= 2 and operator.inputs[1].num_elements < _MOST_TOUCHED * table[0]
+
+
+def _cost_s(evidence: Evidence, row: int, trial: TimeSparseEmbedding) -> float:
+    """The dense backward, and the optimizer's time by the table's share of its elements."""
+    use = evidence.optimizers[trial.optimizer]
+    step_s = min(use.step_s, evidence.steps.phases.get("optimizer", use.step_s))
+    share = evidence.operators[row].outputs[0].num_elements / max(1, use.num_elements)
+    return seconds_of(evidence, (row,)) + step_s * min(1.0, share)
+
+
+def _trial_of(evidence: Evidence, row: int) -> TimeSparseEmbedding | None:
+    """The trial with the optimizer that holds a tensor of the table's shape."""
+    shape = "x".join(map(str, evidence.operators[row].outputs[0].shape))
+    holders = {f.source for f in facts_named(evidence, "parameter-shapes") if shape in f.text.split(",")}
+    for index, use in enumerate(evidence.optimizers):
+        if (use.constructed if use.constructed >= 0 else use.source) in holders:
+            return TimeSparseEmbedding(operator=row, optimizer=index)
+    return None
+
+
+RULE = Rule(
+    id="bandwidth.dense-embedding-gradient",
+    title="A table-sized gradient for a few rows",
+    module=__name__,
+    check=check,
+    propose=propose,
+    levers=("memory.sparse-gradient",),
+)

@@ -1,0 +1,1 @@
+"""The step waits for other processes."""

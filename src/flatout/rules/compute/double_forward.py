@@ -1,0 +1,66 @@
+"""The same module is run twice on the same input in one step.
+
+Costs        The second call, and its backward where its graph is used.
+Evidence     Calls of a root module in the deep steps whose inputs, outputs and weights are bit for bit those of an earlier call
+             of the step, and that draw no random numbers. The price is the second call's own time in undisturbed steps.
+Levers       graph.reuse-result
+False alarm  Two passes with different dropout over one input (contrastive learning): they draw random numbers and differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.cost.accounting import facts_named, milliseconds
+from flatout.records.evidence import Evidence, Model
+from flatout.records.finding import Finding, Rule
+from flatout.records.usage import ModuleFact
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding per line that repeats a call."""
+    for fact in facts_named(evidence, "double-forward"):
+        models = [m for m in evidence.models if m.source == fact.source and m.name == fact.module]
+        calls = sum(m.calls for m in models)
+        if not calls:
+            continue
+        repeated = min(fact.value, calls)
+        forward_s = repeated * sum(m.calls * m.call_s for m in models) / calls
+        cost_s = forward_s + _backward_s(evidence, models, forward_s)
+        first = next((m for m in evidence.models if m.name == fact.module and m.source != fact.source), None)
+        also = evidence.source_of(first.source) if first is not None else None
+        yield Finding(
+            rule=RULE.id,
+            regime="compute",
+            where=evidence.source_of(fact.source),
+            cost_s=cost_s,
+            saved_s=(0.85 * cost_s, cost_s),
+            because=f"{fact.module} is called {_times(fact)} a step on an input it has already been given, with the "
+            "same weights, and "
+            f"returns the same result bit for bit; {milliseconds(cost_s)} a step",
+            edit="keep the result of the first call and use it here",
+            also=(also,) if also is not None else (),
+            module=fact.module,
+            levers=RULE.levers,
+        )
+
+
+def _backward_s(evidence: Evidence, models: list[Model], forward_s: float) -> float:
+    """The repeated calls' part of the backward: their share of the calls whose graphs are used."""
+    if not any(m.num_graphs_used for m in models):
+        return 0.0
+    total_s = sum(m.calls * m.call_s for m in evidence.models if m.num_graphs_used)
+    return evidence.steps.phases.get("backward", 0.0) * min(1.0, forward_s / total_s) if total_s else 0.0
+
+
+def _times(fact: ModuleFact) -> str:
+    return "once" if fact.value <= 1.5 else f"{fact.value:.0f} times"
+
+
+RULE = Rule(
+    id="compute.double-forward",
+    title="A module run twice on the same input",
+    module=__name__,
+    check=check,
+    levers=("graph.reuse-result",),
+)

@@ -1,0 +1,96 @@
+"""Something is computed in every step that nobody uses.
+
+Costs        The operators, whose results reach neither the loss, nor a value read by Python, nor anything that outlives the step.
+Evidence     The data flow of a deep step, walked back from all that is used: the backward, the optimizer, host reads, results
+             handed to NumPy or pickled, writes into older memory, and tensors still alive two steps later.
+Levers       graph.remove-dead-code
+False alarm  A figure that is read every hundredth step: it was read in none of the steps looked at, and the saving is real if it
+             is computed only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.cost.accounting import group_by, milliseconds
+from flatout.records.evidence import Evidence, Operator
+from flatout.records.finding import Finding, Rule
+
+_READS = frozenset(
+    f"aten.{name}"
+    for name in ["_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"]
+)
+_JUDGED = ("forward", "other", "transfer")
+_SMALLEST_FRACTION = 0.01
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding per function whose results are not used."""
+    for mine in group_by(_dead_seconds(evidence).items(), lambda item: _function(evidence, item[0])).values():
+        seconds = dict(mine)
+        cost_s = sum(seconds.values())
+        if cost_s < _SMALLEST_FRACTION * evidence.steps.step_s:
+            continue
+        by_line = group_by(seconds, lambda i: evidence.operators[i].source)
+        hottest = max(by_line, key=lambda s: sum(seconds[i] for i in by_line[s]))
+        where = evidence.source_of(hottest)
+        yield Finding(
+            rule=RULE.id,
+            regime="compute",
+            where=where,
+            cost_s=cost_s,
+            saved_s=(0.8 * cost_s, cost_s),
+            because="what these lines compute reaches neither the loss nor anything that was read or kept in the steps "
+            "looked at; "
+            f"{milliseconds(cost_s)} a step",
+            edit="leave it out, or compute it only in the steps that use it",
+            also=tuple(s for s in map(evidence.source_of, by_line) if s is not None and s != where),
+            module=evidence.operators[max(seconds, key=lambda i: seconds[i])].module,
+            levers=RULE.levers,
+            operators=tuple(sorted(seconds)),
+        )
+
+
+def _dead_seconds(evidence: Evidence) -> dict[int, float]:
+    """Operator -> seconds of its calls whose results are of no use."""
+    trace, operators = evidence.trace, evidence.operators
+    if trace.escapes is None or trace.truncated or evidence.steps.kind not in ("training", "call"):
+        return {}
+    if not any(o.phase == "backward" for o in operators):
+        return {}  # what the loop is after cannot be told
+    escapes = set(trace.escapes)
+    used = [
+        c in escapes or not _is_judged(operators[row]) or operators[row].op in _READS
+        for c, row in enumerate(trace.operator)
+    ]
+    for call in range(len(used) - 1, -1, -1):
+        if used[call]:
+            for producer in trace.producers[call]:
+                if producer >= 0:
+                    used[producer] = True
+    dead: dict[int, int] = {}
+    calls: dict[int, int] = {}
+    for call, row in enumerate(trace.operator):
+        calls[row] = calls.get(row, 0) + 1
+        if not used[call] and operators[row].source >= 0:
+            dead[row] = dead.get(row, 0) + 1
+    return {row: operators[row].total_s * num / calls[row] for row, num in dead.items()}
+
+
+def _is_judged(operator: Operator) -> bool:
+    """Whether the operator runs in a phase whose results must be used by what follows."""
+    return operator.phase in _JUDGED
+
+
+def _function(evidence: Evidence, row: int) -> tuple[str, str]:
+    source = evidence.source_of(evidence.operators[row].source)
+    return (source.file, source.function) if source is not None else ("", "")
+
+
+RULE = Rule(
+    id="compute.unused-output",
+    title="Results that nobody uses",
+    module=__name__,
+    check=check,
+    levers=("graph.remove-dead-code",),
+)

@@ -1,0 +1,65 @@
+"""Gradients are filled with zeros and then added to, instead of being dropped.
+
+Costs        A write of every gradient, and in the backward an addition for every parameter where the gradient could simply be
+             kept.
+Evidence     zero_grad(set_to_none=False), the fill operators on its line, and the additions of the backward pass.
+Levers       memory.gradients-to-none
+False alarm  Gradients that are added up over several micro-batches: of their additions only one per parameter goes away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from flatout.cost.accounting import uses_by_line
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding, Rule
+
+_NAMES: Final = ("Optimizer.zero_grad", "Module.zero_grad")
+_FILLS: Final = ("aten.zero_", "aten._foreach_zero_", "aten.fill_")
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding per line that fills gradients."""
+    for source, uses in uses_by_line(evidence, _NAMES).items():
+        if all(u.detail != "set_to_none=False" for u in uses):
+            continue
+        fills = [i for i, o in enumerate(evidence.operators) if o.source == source and o.op in _FILLS]
+        if not fills:
+            continue
+        adds = [
+            i
+            for i, o in enumerate(evidence.operators)
+            if o.op == "aten.add_" and o.phase == "backward" and not o.module
+        ]
+        num_adds = sum(evidence.operators[i].num_calls for i in adds)
+        num_fills = max(
+            sum(evidence.operators[i].num_calls for i in fills),
+            sum(o.num_tensors for o in evidence.optimizers),
+        )
+        needless = min(1.0, num_fills / num_adds) if num_adds else 0.0
+        fill_s = sum(evidence.operators[i].total_s for i in fills)
+        add_s = needless * sum(evidence.operators[i].total_s for i in adds)
+        yield Finding(
+            rule=RULE.id,
+            regime="bandwidth",
+            where=evidence.source_of(source),
+            cost_s=fill_s + add_s,
+            saved_s=(0.6 * (fill_s + add_s), fill_s + add_s),
+            because=f"set_to_none=False fills {num_fills:.0f} gradients with zeros ({fill_s * 1e3:.2f} ms), and the backward "
+            f"adds to them ({add_s * 1e3:.2f} ms) where it could keep its own",
+            edit="zero_grad() with torch's default, set_to_none=True",
+            levers=RULE.levers,
+            operators=(*fills, *adds),
+            measured=True,
+        )
+
+
+RULE = Rule(
+    id="overhead.gradients-filled",
+    title="Gradients filled with zeros",
+    module=__name__,
+    check=check,
+    levers=("memory.gradients-to-none",),
+)

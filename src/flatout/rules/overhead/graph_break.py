@@ -1,0 +1,78 @@
+"""A line breaks the compiled graph in two.
+
+Costs        Python between the pieces, the checks and wrappers of one graph more, forward and backward, and no fusion across the
+             break.
+Evidence     dynamo's reasons with the line. Trial: a chain of small operators compiled in two graphs against one, which gives
+             what surrounds one graph more; the lost fusion is not in it.
+Levers       graph.whole-graph
+False alarm  Breaks between large pieces: their price is some tens of microseconds, and below the noise it is a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.cost.accounting import result_of
+from flatout.records.compilation import CompileEvent
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding, Note, Rule
+from flatout.records.trial import TimeGraphBreak
+
+
+def propose(evidence: Evidence) -> Iterator[TimeGraphBreak]:
+    """Time one break."""
+    if _breaks(evidence):
+        yield _trial(evidence)
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding for all breaks of the step, at the first of them."""
+    breaks = _breaks(evidence)
+    result = result_of(evidence, _trial(evidence)) if breaks else None
+    if result is None or evidence.steps.is_device_bound:
+        return
+    each_s = max(0.0, (result.now_s or 0.0) - (result.cured_s or 0.0))
+    calls = max([1.0, *(m.calls for m in evidence.models if m.num_graphs_used)])
+    cost_s = min(each_s * len(breaks) * calls, evidence.steps.whole_s)
+    yield Finding(
+        rule=RULE.id,
+        regime="overhead",
+        where=evidence.source_of(breaks[0].source),
+        cost_s=cost_s,
+        saved_s=(0.5 * cost_s, cost_s),
+        because=f"{len(breaks)} line(s) break the graph, {len(breaks) * calls:.0f} times a step; one graph more costs "
+        f"{each_s * 1e6:.0f} us here (tried), the lost fusion besides; torch's reason: {breaks[0].reason}",
+        edit="move the line out of the compiled function (prints, host reads), or write the branch with torch.where",
+        also=tuple(s for s in (evidence.source_of(b.source) for b in breaks[1:]) if s is not None),
+        levers=RULE.levers,
+        measured=True,
+    )
+
+
+def note(evidence: Evidence) -> Iterator[Note]:
+    """Yield a note per line that breaks the graph."""
+    for event in _breaks(evidence):
+        yield Note(
+            rule=RULE.id, where=evidence.source_of(event.source), text=f"breaks the compiled graph: {event.reason}"
+        )
+
+
+def _breaks(evidence: Evidence) -> list[CompileEvent]:
+    return (
+        [e for e in evidence.compilation.events if e.kind == "graph-break"] if evidence.compilation is not None else []
+    )
+
+
+def _trial(evidence: Evidence) -> TimeGraphBreak:
+    return TimeGraphBreak(backward=evidence.steps.phases.get("backward", 0.0) > 0)
+
+
+RULE = Rule(
+    id="overhead.graph-break",
+    title="A line that breaks the compiled graph",
+    module=__name__,
+    check=check,
+    propose=propose,
+    note=note,
+    levers=("graph.whole-graph",),
+)

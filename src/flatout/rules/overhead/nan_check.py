@@ -1,0 +1,71 @@
+"""Tensors are searched for NaN or infinity in every step.
+
+Costs        A pass over every tensor checked, several operators each, and a host read for every answer.
+Evidence     Calls of isnan, isinf or isfinite whose answer the host reads nearby, with the time of the operators on those lines.
+Levers       graph.check-the-norm
+False alarm  isnan used to mask values (nobody reads it), a check of the loss alone (too small to matter).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from flatout.cost.accounting import group_by, rows_at, seconds_of, uses_by_line
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding, Rule
+
+_NAMES: Final = ("torch.isnan", "torch.isinf", "torch.isfinite")
+_NEARBY_LINES: Final = 3
+"""The answer is read on the line of the check or at most so many lines below it."""
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding per function that checks."""
+    lines = uses_by_line(evidence, _NAMES)
+    for sources in group_by(lines, lambda s: _function(evidence, s)).values():
+        reads = [r for r in evidence.host_reads if any(_is_near(evidence, r.source, s) for s in sources)]
+        if not reads:
+            continue
+        places = dict.fromkeys([*sources, *(r.source for r in reads)])
+        rows = tuple(i for i in rows_at(evidence, places) if evidence.operators[i].phase != "backward")
+        wait_s = sum(r.wait_s for r in reads if r.on_device)
+        cost_s = min(evidence.steps.whole_s, seconds_of(evidence, rows) + wait_s)
+        calls = sum(u.calls for s in sources for u in lines[s])
+        num_reads = sum(r.calls for r in reads)
+        yield Finding(
+            rule=RULE.id,
+            regime="overhead",
+            where=evidence.source_of(sources[0]),
+            cost_s=cost_s,
+            saved_s=(0.9 * cost_s, cost_s),
+            because=f"{calls:.0f} checks for NaN or infinity a step, whose answers are read {num_reads:.0f} times, take "
+            f"{cost_s * 1e3:.2f} ms",
+            edit="check the one number that turns NaN when any of them does (the loss, or the norm that clip_grad_norm_ "
+            "returns), every some ten steps",
+            also=tuple(
+                s for s in map(evidence.source_of, places) if s is not None and s != evidence.source_of(sources[0])
+            ),
+            levers=RULE.levers,
+            operators=rows,
+            measured=True,
+        )
+
+
+def _function(evidence: Evidence, source: int) -> tuple[str, str]:
+    line = evidence.source_of(source)
+    return (line.file, line.function) if line is not None else ("", "")
+
+
+def _is_near(evidence: Evidence, read: int, check: int) -> bool:
+    a, b = evidence.source_of(read), evidence.source_of(check)
+    return a is not None and b is not None and a.file == b.file and 0 <= a.line - b.line <= _NEARBY_LINES
+
+
+RULE = Rule(
+    id="overhead.nan-check",
+    title="A search for NaN in every step",
+    module=__name__,
+    check=check,
+    levers=("graph.check-the-norm",),
+)

@@ -1,0 +1,104 @@
+"""The number of CPU threads does not fit the cores this process may use.
+
+Costs        With fewer threads than cores the rest idles; with more, threads take the cores from one another in the middle of
+             every operator.
+Evidence     torch's threads beside the cores of the affinity mask, the control group's quota and the processes that share the
+             machine. Trial: the module's forward and backward with as many threads as there are cores.
+Levers       parallelism.thread-count
+False alarm  Operators too small for several threads, other work on the machine: the trial says so. Runs that share the machine
+             on purpose, one thread each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.cost.accounting import around, kept_fraction, main_model, model_seconds, result_of, setting_of
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding, Note, Rule
+from flatout.records.trial import TimeModel
+from flatout.records.workload import Source
+
+_SPREAD = 0.2
+
+
+def propose(evidence: Evidence) -> Iterator[TimeModel]:
+    """Time the module with as many threads as it may use cores."""
+    trial = _trial_of(evidence)
+    if trial is not None:
+        yield trial
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding for the process."""
+    trial = _trial_of(evidence)
+    result = result_of(evidence, trial) if trial is not None else None
+    if trial is None or result is None:
+        return
+    kept = kept_fraction(result)
+    cost_s = max(0.0, model_seconds(evidence) * (1 - kept))
+    threads = evidence.workload.num_threads
+    yield Finding(
+        rule=RULE.id,
+        regime="compute",
+        where=_where(evidence),
+        cost_s=cost_s,
+        saved_s=around(cost_s, _SPREAD),
+        because=f"torch runs with {threads} thread(s) and may use {trial.factor} core(s); with {trial.factor} threads "
+        "forward and "
+        f"backward take {kept:.0%} (tried)",
+        edit=f"torch.set_num_threads({trial.factor}), or OMP_NUM_THREADS={trial.factor} in the environment",
+        levers=RULE.levers,
+        measured=True,
+    )
+
+
+def note(evidence: Evidence) -> Iterator[Note]:
+    """Yield a note for a loader whose workers and the main process together ask for far more than the cores."""
+    cores = _cores(evidence)
+    for loader in evidence.loaders:
+        if loader.num_workers > 2 * cores:
+            yield Note(
+                rule=RULE.id,
+                where=evidence.source_of(loader.source),
+                text=f"{loader.num_workers} loader workers and {evidence.workload.num_threads} compute thread(s) share "
+                f"{cores} core(s)",
+            )
+
+
+def _cores(evidence: Evidence) -> int:
+    """Cores that this process may keep busy."""
+    cores: float = evidence.workload.num_cores
+    quota = setting_of(evidence, "cpu_quota")
+    if quota:
+        cores = min(cores, float(quota))
+    sharing = setting_of(evidence, "LOCAL_WORLD_SIZE")
+    return max(1, int(cores / max(1, int(sharing) if sharing.isdigit() else 1)))
+
+
+def _trial_of(evidence: Evidence) -> TimeModel | None:
+    cores, threads, model = _cores(evidence), evidence.workload.num_threads, main_model(evidence)
+    if model is None or threads == cores or evidence.workload.device != "cpu":
+        return None
+    backward = evidence.models[model].num_graphs_used > 0
+    return TimeModel(model=model, variant="threads", backward=backward, factor=cores)
+
+
+def _where(evidence: Evidence) -> Source | None:
+    """The line that set the number, else the call of the module."""
+    for setting in evidence.workload.settings:
+        if setting.name == "num_threads" and setting.source is not None:
+            return setting.source
+    model = main_model(evidence)
+    return evidence.source_of(evidence.models[model].source) if model is not None else None
+
+
+RULE = Rule(
+    id="run.thread-count",
+    title="Threads that do not fit the cores",
+    module=__name__,
+    check=check,
+    propose=propose,
+    note=note,
+    levers=("parallelism.thread-count",),
+)

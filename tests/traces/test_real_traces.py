@@ -1,0 +1,80 @@
+"""Traces that torch.profiler writes here and now: a loop on the host, and two processes on gloo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from flatout.session import diagnose_all, evidence_in
+
+GLOO = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, schedule
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+ready = lambda p: p.export_chrome_trace(f"{sys.argv[1]}/rank{rank}.json.gz")
+plan = schedule(wait=1, warmup=1, active=3)
+with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=plan, on_trace_ready=ready) as profiler:
+    for _ in range(5):
+        loss = net(torch.randn(16, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        profiler.step()
+dist.destroy_process_group()
+"""
+
+
+def train(path: Path, *, has_marks: bool) -> None:
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(net.parameters())
+    plan = schedule(wait=0, warmup=1, active=5, repeat=1) if has_marks else None
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True, schedule=plan) as profiler:
+        for _ in range(6):
+            loss = net(torch.randn(4, 8)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            profiler.step() if has_marks else None
+    profiler.export_chrome_trace(str(path))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("has_marks", [True, False])
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_loop_on_the_host_has_its_steps_phases_and_products(tmp_path: Path, name: str, has_marks: bool) -> None:
+    train(tmp_path / name, has_marks=has_marks)
+    evidence = evidence_in([tmp_path / name])
+    assert (evidence.steps.kind, evidence.steps.num_seen) == ("training", 5)
+    assert {"forward", "backward", "optimizer"} <= set(evidence.steps.phases)
+    products = {o.op: o.flop for o in evidence.operators if o.phase == "forward" and o.flop}
+    assert products["aten.linear"] in (2 * 4 * 8 * 16, 2 * 4 * 16)
+    assert any(s.function == "train" for s in evidence.sources)
+    diagnose_all(evidence)
+
+
+@pytest.mark.multi
+@pytest.mark.slow
+def test_two_processes_show_their_collectives(tmp_path: Path) -> None:
+    script = tmp_path / "ddp.py"
+    script.write_text(GLOO)
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(folder)]
+    done = subprocess.run([sys.executable, *run], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = evidence_in([folder]).distributed
+    assert found is not None
+    assert (found.backend, found.world_size, [r.rank for r in found.ranks]) == ("gloo", 2, [0, 1])
+    [collective] = found.collectives
+    assert (collective.op, collective.bytes) == ("all_reduce", 4 * (64 * 128 + 128 + 128 * 8 + 8))
+    assert 0 <= collective.exposed_s <= collective.seconds
