@@ -209,7 +209,8 @@ def by_key(rows: list[dict[str, Any]], key: str) -> dict[str, float]:
 
 def command(words: list[str]) -> str:
     """What a command prints; raises with the end of its complaint when it fails."""
-    environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT / "src")}
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "COLUMNS": "100", "PYTHONPATH": path}
     done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} -> {done.returncode}: {done.stderr[-1200:]}")

@@ -185,7 +185,7 @@ def high_water_marks() -> Iterator[int]:
 
 def in_a_process(kind: str, name: str, device: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--out", "-", "--run", kind, "--model", name, "--device", device]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 

@@ -32,6 +32,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     if evidence.steps.step_s < _SLOWER * compilation.before_limit_s or lost_s <= evidence.steps.noise_s:
         return
     limits = _limits(evidence)
+    if not limits:
+        return
     yield Finding(
         rule=RULE.id,
         regime="overhead",
