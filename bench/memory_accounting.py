@@ -29,7 +29,7 @@ from flatout.profiling.capture import Capture
 from flatout.profiling.schedule import Schedule
 
 LIMIT = 0.05
-STEPS = 8
+STEPS = 12
 SCHEDULE = Schedule(num_warm_up=2, num_light_before=1, num_light_on_device=1, num_deep=0, trials_budget_s=0.0)
 WATCHED = 4
 """Whole steps before the one that the schedule watches on a CPU: two of warm-up, a light one, one for reads."""
