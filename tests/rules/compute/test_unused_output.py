@@ -44,3 +44,9 @@ def test_nothing_is_said_where_the_results_were_not_watched_or_the_aim_is_unknow
     run.escapes = None
     assert not list(RULE.check(run.build()))
     assert not list(RULE.check(with_side_branch(backward=False).build()))
+
+
+def test_nothing_is_said_where_tensors_are_sharded_over_ranks() -> None:
+    run = with_side_branch()
+    run.operator("fsdp.all_gather_copy_in", run.line("model.py", 11), inputs=[(64, 64)])
+    assert not list(RULE.check(run.build()))

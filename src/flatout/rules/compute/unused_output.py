@@ -21,6 +21,7 @@ _READS = frozenset(
     for name in ["_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"]
 )
 _JUDGED = ("forward", "other", "transfer")
+_SHARDED = ("c10d.", "_c10d_functional.", "fsdp.")
 _SMALLEST_FRACTION = 0.01
 
 
@@ -58,6 +59,8 @@ def _dead_seconds(evidence: Evidence) -> dict[int, float]:
         return {}
     if not any(o.phase == "backward" for o in operators):
         return {}  # what the loop is after cannot be told
+    if any(o.op.startswith(_SHARDED) for o in operators):
+        return {}  # data flow through sharded tensors and collectives is not followed
     escapes = set(trace.escapes)
     used = [
         c in escapes or not _is_judged(operators[row]) or operators[row].op in _READS
