@@ -106,6 +106,8 @@ def _call(module: nn.Module, captured: Captured, args: Any, kwargs: Any, *, back
         with contextlib.ExitStack() as stack:
             for device, dtype in captured.autocast.items():
                 stack.enter_context(torch.autocast(device, dtype=dtype))
+            if not backward and not captured.grad_enabled:
+                stack.enter_context(torch.no_grad())
             return module(*args, **kwargs)
 
     def both() -> object:
