@@ -41,12 +41,12 @@ def main():
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images / 16.0, dtype=torch.float32).unsqueeze(1)
-    images = F.interpolate(images, size=16, mode="bilinear")
+    images = F.interpolate(images, size=16, mode="bilinear").to(memory_format=torch.channels_last)
     labels = torch.tensor(digits.target)
     train_images, train_labels = images[:1500], labels[:1500]
     test_images, test_labels = images[1500:], labels[1500:]
 
-    model = build_model()
+    model = build_model().to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, fused=True)
     for step in range(1, args.steps + 1):
         rows = torch.randint(len(train_images), (args.batch,))

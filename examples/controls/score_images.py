@@ -39,7 +39,7 @@ def main():
     images = F.interpolate(images, size=16, mode="bilinear").repeat(args.noisy_copies, 1, 1, 1)
     images += 0.1 * torch.randn(images.shape)
 
-    scorer = Scorer().eval()
+    scorer = Scorer().eval().to(memory_format=torch.channels_last)
     if args.state:
         scorer.load_state_dict(torch.load(args.state))
 
@@ -47,7 +47,7 @@ def main():
     with torch.inference_mode():
         for start in range(0, len(images), args.batch):
             rows = slice(start, start + args.batch)
-            confidence[rows] = scorer(images[rows]).softmax(dim=1).amax(dim=1)
+            confidence[rows] = scorer(images[rows].to(memory_format=torch.channels_last)).softmax(dim=1).amax(dim=1)
     print(f"{len(images)} images, lowest confidence {confidence.min().item():.4f}")
     print(f"final loss {1.0 - confidence.mean().item():.6f}")
 

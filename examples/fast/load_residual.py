@@ -1,4 +1,4 @@
-"""A deep, narrow residual network forecasts a day of electric load, trained with Lion."""
+"""A deep, narrow residual network forecasts a day of electric load, trained with AdaBelief."""
 
 import argparse
 import math
@@ -8,29 +8,36 @@ import torch.nn.functional as F
 from torch import nn
 
 
-class Lion(torch.optim.Optimizer):
-    """EvoLved sIgn mOmeNtum (Chen et al., 2023)."""
+class AdaBelief(torch.optim.Optimizer):
+    """Steps by the belief in the observed gradient (Zhuang et al., 2020)."""
 
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
+            group["steps"] = group.get("steps", 0) + 1
+            scale1, scale2 = 1 - beta1 ** group["steps"], 1 - beta2 ** group["steps"]
             params = [p for p in group["params"] if p.grad is not None]
             grads = [p.grad for p in params]
             for p in params:
                 if not self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
-            momenta = [self.state[p]["momentum"] for p in params]
+                    self.state[p]["mean"], self.state[p]["spread"] = torch.zeros_like(p), torch.zeros_like(p)
+            means = [self.state[p]["mean"] for p in params]
+            spreads = [self.state[p]["spread"] for p in params]
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            updates = torch._foreach_mul(momenta, beta1)
-            torch._foreach_add_(updates, grads, alpha=1 - beta1)
-            torch._foreach_sign_(updates)
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
-            torch._foreach_mul_(momenta, beta2)
-            torch._foreach_add_(momenta, grads, alpha=1 - beta2)
+            torch._foreach_mul_(means, beta1)
+            torch._foreach_add_(means, grads, alpha=1 - beta1)
+            surprises = torch._foreach_sub(grads, means)
+            torch._foreach_mul_(spreads, beta2)
+            torch._foreach_addcmul_(spreads, surprises, surprises, value=1 - beta2)
+            torch._foreach_add_(spreads, group["eps"])
+            widths = torch._foreach_div(spreads, scale2)
+            torch._foreach_sqrt_(widths)
+            torch._foreach_add_(widths, group["eps"])
+            torch._foreach_addcdiv_(params, means, widths, value=-group["lr"] / scale1)
 
 
 class Residual(nn.Module):
@@ -58,7 +65,7 @@ def main():
     parser.add_argument("--history", type=int, default=72)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--depth", type=int, default=24)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
 
@@ -72,7 +79,7 @@ def main():
         *[Residual(args.width) for _ in range(args.depth)],
         nn.Linear(args.width, 24),
     )
-    optimizer = Lion(model.parameters(), lr=2e-4, weight_decay=0.1)
+    optimizer = AdaBelief(model.parameters(), lr=1e-3, weight_decay=0.01)
     for step in range(1, args.steps + 1):
         batch = windows[torch.randint(len(windows), (args.batch,))]
         loss = F.mse_loss(model(batch[:, : args.history]), batch[:, args.history :])

@@ -35,11 +35,11 @@ def load_lines(buckets, length):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--buckets", type=int, default=100_000)
+    parser.add_argument("--buckets", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=48)
     parser.add_argument("--length", type=int, default=40)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=500)
     args = parser.parse_args()
 
     torch.manual_seed(0)

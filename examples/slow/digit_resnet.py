@@ -42,9 +42,9 @@ def main():
 
     torch.manual_seed(0)
     digits = load_digits()
-    images = torch.tensor(digits.images / 16.0, dtype=torch.float32).unsqueeze(1)
+    images = torch.tensor(digits.images / 16.0, dtype=torch.float32).unsqueeze(1).to(memory_format=torch.channels_last)
     labels = torch.tensor(digits.target)
-    model = build_model(args.channels, args.depth)
+    model = build_model(args.channels, args.depth).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, fused=True)
 
     seen = 0

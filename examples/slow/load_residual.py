@@ -1,4 +1,4 @@
-"""A deep, narrow residual network forecasts a day of electric load, trained with Lion."""
+"""A deep, narrow residual network forecasts a day of electric load, trained with AdaBelief."""
 
 import argparse
 import math
@@ -8,27 +8,31 @@ import torch.nn.functional as F
 from torch import nn
 
 
-class Lion(torch.optim.Optimizer):
-    """EvoLved sIgn mOmeNtum (Chen et al., 2023)."""
+class AdaBelief(torch.optim.Optimizer):
+    """Steps by the belief in the observed gradient (Zhuang et al., 2020)."""
 
-    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
-        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
+            group["steps"] = group.get("steps", 0) + 1
+            scale1, scale2 = 1 - beta1 ** group["steps"], 1 - beta2 ** group["steps"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self.state[p]
                 if not state:
-                    state["momentum"] = torch.zeros_like(p)
-                momentum = state["momentum"]
+                    state["mean"], state["spread"] = torch.zeros_like(p), torch.zeros_like(p)
+                mean, spread = state["mean"], state["spread"]
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                update = momentum.mul(beta1).add_(p.grad, alpha=1 - beta1).sign_()
-                p.add_(update, alpha=-group["lr"])
-                momentum.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+                mean.mul_(beta1).add_(p.grad, alpha=1 - beta1)
+                surprise = p.grad - mean
+                spread.mul_(beta2).addcmul_(surprise, surprise, value=1 - beta2).add_(group["eps"])
+                width = (spread / scale2).sqrt_().add_(group["eps"])
+                p.addcdiv_(mean, width, value=-group["lr"] / scale1)
 
 
 class Residual(nn.Module):
@@ -56,7 +60,7 @@ def main():
     parser.add_argument("--history", type=int, default=72)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--depth", type=int, default=24)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=400)
     args = parser.parse_args()
 
@@ -70,7 +74,7 @@ def main():
         *[Residual(args.width) for _ in range(args.depth)],
         nn.Linear(args.width, 24),
     )
-    optimizer = Lion(model.parameters(), lr=2e-4, weight_decay=0.1)
+    optimizer = AdaBelief(model.parameters(), lr=1e-3, weight_decay=0.01)
     for step in range(1, args.steps + 1):
         batch = windows[torch.randint(len(windows), (args.batch,))]
         loss = F.mse_loss(model(batch[:, : args.history]), batch[:, args.history :])

@@ -114,7 +114,8 @@ def _overlap(weaker: Finding, stronger: Finding, evidence: Evidence) -> float:
             both_s += operator.total_s
     if total_s:
         return min(1.0, both_s / total_s)
-    is_same_line = weaker.where is not None and weaker.where == stronger.where
+    # A general finding comes after the causes and may still be the larger: then no cause on its line explains it.
+    is_same_line = weaker.where is not None and weaker.where == stronger.where and _middle(weaker) <= _middle(stronger)
     return 1.0 if is_same_line and weaker.rule != stronger.rule and not stronger.phases else 0.0
 
 

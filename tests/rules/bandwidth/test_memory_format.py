@@ -4,7 +4,7 @@ from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.diagnosis import diagnose
 from flatout.records.evidence import TensorSpec
-from flatout.records.trial import TimeModel
+from flatout.records.trial import TimeModel, TrialResult
 from flatout.rules.bandwidth.memory_format import RULE
 
 IMAGES = (16, 32, 32, 32)
@@ -37,3 +37,10 @@ def test_a_format_that_gains_nothing_is_left_alone() -> None:
 def test_channels_last_already_signals_and_cheap_convolutions_are_not_tried() -> None:
     for run in (convolved(contiguous=False), convolved(shape=(16, 32, 100)), convolved(op_s=0.01)):
         assert not proposed(RULE, run.build())
+
+
+def test_a_gain_within_the_spread_of_the_trial_is_no_gain() -> None:
+    run = convolved()
+    (trial,) = proposed(RULE, run.build())
+    run.trial(TrialResult(trial=trial, now_s=0.1, cured_s=0.08, spread_fraction=0.3))
+    assert not list(RULE.check(run.build()))

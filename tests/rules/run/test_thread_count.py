@@ -54,3 +54,20 @@ def test_far_more_workers_than_cores_are_a_note() -> None:
     run = with_threads(8)
     run.loader(num_workers=8)
     assert not list(RULE.note(run.build()))
+
+
+def test_fewer_threads_by_the_environment_are_a_note_with_their_price() -> None:
+    assert RULE.note is not None
+    run = with_threads(1)
+    run.setting("OMP_NUM_THREADS", "1")
+    run.tried(*proposed(RULE, run.build()), kept=0.4)
+    assert not list(RULE.check(run.build()))
+    (note,) = RULE.note(run.build())
+    assert "40%" in note.text
+
+
+def test_more_threads_than_cores_by_the_environment_are_a_finding() -> None:
+    run = with_threads(64)
+    run.setting("OMP_NUM_THREADS", "64")
+    run.tried(*proposed(RULE, run.build()), kept=0.4)
+    assert only_finding(RULE, run.build()).measured

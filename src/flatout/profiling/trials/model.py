@@ -120,6 +120,8 @@ def call_of(module: nn.Module, captured: Captured, args: Any, kwargs: Any, *, ba
         with contextlib.ExitStack() as stack:
             for device, dtype in captured.autocast.items():
                 stack.enter_context(torch.autocast(device, dtype=dtype))
+            if not backward and not captured.grad_enabled:
+                stack.enter_context(torch.no_grad())
             return module(*args, **kwargs)
 
     def both() -> object:

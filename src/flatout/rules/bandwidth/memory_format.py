@@ -26,6 +26,8 @@ from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeModel
 
 _WORTH_A_TRIAL = 0.2
+_LEAST_GAIN = 0.08
+"""The format touches the whole model: for less than this, or than the trial's own spread, nobody should change it."""
 _CONVOLUTIONS = ("convolution", "conv2d", "convolution_backward")
 
 
@@ -43,6 +45,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     if result is None or trial is None:
         return
     kept = kept_fraction(result)
+    if 1 - kept < max(_LEAST_GAIN, result.spread_fraction):
+        return
     saved_s = max(0.0, model_seconds(evidence) * (1 - kept))
     cost_s = seconds_of(evidence, rows)
     yield Finding(

@@ -75,7 +75,7 @@ def _dead_seconds(evidence: Evidence) -> dict[int, float]:
     calls: dict[int, int] = {}
     for call, row in enumerate(trace.operator):
         calls[row] = calls.get(row, 0) + 1
-        if not used[call] and operators[row].source >= 0:
+        if not used[call] and operators[row].source >= 0 and operators[row].bytes > 0:  # views cost nothing
             dead[row] = dead.get(row, 0) + 1
     return {row: operators[row].total_s * num / calls[row] for row, num in dead.items()}
 

@@ -6,7 +6,7 @@ Evidence     torch's threads beside the cores of the affinity mask, the control 
              machine. Trial: the module's forward and backward with as many threads as there are cores.
 Levers       parallelism.thread-count
 False alarm  Operators too small for several threads, other work on the machine: the trial says so. Runs that share the machine
-             on purpose, one thread each.
+             on purpose, one thread each: fewer threads than cores by OMP_NUM_THREADS are told as a note, with their price.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from flatout.records.trial import TimeModel
 from flatout.records.workload import Source
 
 _SPREAD = 0.2
+_WORTH_TELLING = 0.9
 
 
 def propose(evidence: Evidence) -> Iterator[TimeModel]:
@@ -33,7 +34,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for the process."""
     trial = _trial_of(evidence)
     result = result_of(evidence, trial) if trial is not None else None
-    if trial is None or result is None:
+    if trial is None or result is None or _is_chosen_outside(evidence):
         return
     kept = kept_fraction(result)
     cost_s = max(0.0, model_seconds(evidence) * (1 - kept))
@@ -54,8 +55,18 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 
 
 def note(evidence: Evidence) -> Iterator[Note]:
-    """Yield a note for a loader whose workers and the main process together ask for far more than the cores."""
+    """Yield a note for idle cores that the environment asked for, and for a loader with far more workers than cores."""
     cores = _cores(evidence)
+    trial = _trial_of(evidence)
+    result = result_of(evidence, trial) if trial is not None else None
+    if result is not None and _is_chosen_outside(evidence) and kept_fraction(result) < _WORTH_TELLING:
+        yield Note(
+            rule=RULE.id,
+            where=None,
+            text=f"the environment gives torch {evidence.workload.num_threads} thread(s) of {cores} core(s); with "
+            f"{cores} threads "
+            f"forward and backward take {kept_fraction(result):.0%} (tried)",
+        )
     for loader in evidence.loaders:
         if loader.num_workers > 2 * cores:
             yield Note(
@@ -74,6 +85,13 @@ def _cores(evidence: Evidence) -> int:
         cores = min(cores, float(quota))
     sharing = setting_of(evidence, "LOCAL_WORLD_SIZE")
     return max(1, int(cores / max(1, int(sharing) if sharing.isdigit() else 1)))
+
+
+def _is_chosen_outside(evidence: Evidence) -> bool:
+    """Whether the environment, and not the script, asks for fewer threads than cores: somebody's decision about the machine."""
+    by_script = any(s.name == "num_threads" and s.source is not None for s in evidence.workload.settings)
+    by_environment = any(setting_of(evidence, name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+    return by_environment and not by_script and evidence.workload.num_threads < _cores(evidence)
 
 
 def _trial_of(evidence: Evidence) -> TimeModel | None:
