@@ -10,15 +10,15 @@ from torch import nn
 
 
 class BagOfTrigrams(nn.Module):
-    def __init__(self, buckets, width, pages):
+    def __init__(self, buckets, width, hidden, pages):
         super().__init__()
         self.embedding = nn.Embedding(buckets, width, sparse=True)
-        self.hidden = nn.Linear(width, width)
-        self.head = nn.Linear(width, pages)
+        self.layers = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
+        self.head = nn.Linear(hidden, pages)
 
     def forward(self, trigrams):
         bag = self.embedding(trigrams).mean(dim=1)
-        return self.head(F.relu(self.hidden(bag)))
+        return self.head(self.layers(bag))
 
 
 def load_lines(buckets, length):
@@ -35,17 +35,18 @@ def load_lines(buckets, length):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--buckets", type=int, default=200_000)
+    parser.add_argument("--buckets", type=int, default=150_000)
     parser.add_argument("--width", type=int, default=48)
+    parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--length", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=192)
     parser.add_argument("--steps", type=int, default=500)
     args = parser.parse_args()
 
     torch.manual_seed(0)
     lines, pages = load_lines(args.buckets, args.length)
-    model = BagOfTrigrams(args.buckets, args.width, len(topics))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model = BagOfTrigrams(args.buckets, args.width, args.hidden, len(topics))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for step in range(1, args.steps + 1):
         rows = torch.randint(len(lines), (args.batch,))
         loss = F.cross_entropy(model(lines[rows]), pages[rows])
