@@ -170,8 +170,7 @@ class Capture:
         """What could not be seen, and why."""
         observer = self.observer
         yield from observer.notes
-        if observer.sampler.failure:
-            yield observer.sampler.failure
+        yield from filter(None, (observer.sampler.failure, observer.uses.failure))
         if observer.kernels.failure:
             yield observer.kernels.failure
         if (processes := observer.processes.note()) is not None:

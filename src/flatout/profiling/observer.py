@@ -465,7 +465,7 @@ class Observer:
             self._pause(self)
         finally:
             self.feeding.is_paused = False
-            self.uses.is_on = True
+            self.uses.is_on = not self.uses.failure
             self.compiling.resume()
             self._activate(True)
             self.pause_s += perf_counter() - began

@@ -68,6 +68,7 @@ class Uses:
         self.by_step: dict[int, float] = {}
         """Seconds of rare calls in a step, by its index in the timeline."""
         self.is_on = False
+        self.failure = ""
         self._sites = sites
         self._phase = phase
         self._step = step
@@ -242,8 +243,9 @@ class Uses:
             else:
                 self._untaken_s += seconds
                 self._wait(use, seconds)
-        except Exception:  # noqa: BLE001  # ours, and raised here it would come out of the user's line
+        except Exception as e:  # noqa: BLE001  # ours, and raised here it would come out of the user's line
             self.is_on = False
+            self.failure = f"watching of calls stopped early: {type(e).__name__}: {e}"
 
     def _wait(self, use: Use, seconds: float) -> None:
         """Count the call once its step has ended."""
