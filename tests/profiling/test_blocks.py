@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from time import perf_counter
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +37,9 @@ def run(durations: list[float]) -> tuple[dict[int, int], int]:
         for index in range(size):
             if number + index >= len(durations):
                 return watched, number + blocks.cut()
-            blocks.step(seen=number)
+            blocks.ends_s.append(blocks.ends_s[-1] + 1e-4 if blocks.ends_s else 1e-4)
+            if index == size - 1 or index % 3 == 0:
+                blocks.settle(seen=number)
         number += size
     return watched, number
 
@@ -70,8 +73,12 @@ def test_a_block_ends_before_a_step_that_is_due() -> None:
     for number in range(1, 401):
         blocks.rhythm.add(number, 1.0 if number % 110 == 0 else 1e-4)
     assert blocks.open(1e-4, seen=401) == 38
-    for _ in range(38):
-        blocks.step(seen=401)
+    assert blocks.is_open
+    start_s = perf_counter()
+    blocks.ends_s += [start_s + 0.1 * n for n in range(1, 39)]
+    durations_s = blocks.settle(seen=401, compile_s=0.04)
+    assert [round(s, 2) for s in durations_s[1:]] == [0.1] * 36 + [0.06]
+    assert not blocks.is_open
     assert blocks.weight == 1
 
 

@@ -6,8 +6,10 @@ stand out are noted, and once their rhythm is known, blocks end just before the 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
+from itertools import pairwise
 from time import perf_counter
 from typing import Final
 
@@ -36,16 +38,17 @@ class Rhythm:
     def __init__(self) -> None:
         self._out: deque[int] = deque(maxlen=_REMEMBERED)
         self._recent_s: deque[float] = deque(maxlen=64)
+        self._limit_s = math.inf
 
-    def add(self, number: int, duration_s: float) -> None:
-        """Step `number` took so long."""
-        self._recent_s.append(duration_s)
-        if self.stands_out(duration_s):
-            self._out.append(number)
+    def add(self, number: int, *durations_s: float) -> None:
+        """Step `number` and those that followed it took so long."""
+        self._recent_s.extend(durations_s)
+        self._limit_s = _STANDS_OUT * statistics.median(self._recent_s)
+        self._out.extend(n for n, duration_s in enumerate(durations_s, start=number) if self.stands_out(duration_s))
 
     def stands_out(self, duration_s: float) -> bool:
         """Whether a step of this length is unlike those before."""
-        return bool(self._recent_s) and duration_s > _STANDS_OUT * statistics.median(self._recent_s)
+        return duration_s > self._limit_s
 
     def next_after(self, number: int, *, rarer_than: int = 0) -> int | None:
         """The first step after `number` that should stand out; None while no rhythm slower than `rarer_than` steps is known.
@@ -75,9 +78,12 @@ class Blocks:
         self.weight = 1
         """How many steps the step watched now stands for."""
         self.rhythm = Rhythm()
+        self.ends_s: list[float] = []
+        """When each step of the open block ended: stamped by whoever sees it, taken in by `settle`."""
         self._num_blocks = 0
         self._size = 0
-        self._left = 0
+        self.num_settled = 0
+        """How many of those ends have been taken in."""
         self._last_s = 0.0
         self._unrepresented = 0
         self._is_aimed = False
@@ -85,7 +91,7 @@ class Blocks:
     @property
     def is_open(self) -> bool:
         """Whether steps go by unwatched now."""
-        return self._left > 0
+        return self.num_settled < self._size
 
     def open(self, step_s: float, *, seen: int) -> int:
         """A watched step has ended, `seen` steps into the loop: begin a block; returns its size, 0 for none."""
@@ -98,26 +104,29 @@ class Blocks:
         self._is_aimed = due is not None and due <= seen + size + 1
         if due is not None and self._is_aimed:
             size = due - seen - 1
-        self._size = self._left = size
+        self._size = size
+        self.num_settled = 0
+        self.ends_s = []
         self._last_s = perf_counter()
         if not size:
             self._weigh()
         return size
 
-    def step(self, *, seen: int, compile_s: float = 0.0) -> int:
-        """An unwatched step ended, `seen` steps into the loop before this block; returns how many are still to go.
+    def settle(self, *, seen: int, compile_s: float = 0.0) -> list[float]:
+        """Take in the ends stamped since the last time, at least one; returns the seconds of those steps.
 
-        `compile_s` is what compiling took of it.
+        The block began `seen` steps into the loop; `compile_s` is what compiling took of the last of the steps.
         """
-        now_s = perf_counter()
-        self.durations_s.append(now_s - self._last_s - compile_s)
-        self._last_s = now_s
-        self._left -= 1
-        if not self._left:
-            for number, duration_s in enumerate(self.durations_s[-self._size :], start=seen + 1):
-                self.rhythm.add(number, duration_s)
+        new = self.ends_s[self.num_settled :]
+        durations_s = [end_s - start_s for start_s, end_s in pairwise((self._last_s, *new))]
+        durations_s[-1] -= compile_s
+        self.durations_s += durations_s
+        self._last_s = new[-1]
+        self.num_settled += len(new)
+        if not self.is_open:
+            self.rhythm.add(seen + 1, *self.durations_s[-self._size :])
             self._weigh()
-        return self._left
+        return durations_s
 
     @property
     def size(self) -> int:
@@ -127,12 +136,12 @@ class Blocks:
     @property
     def num_gone(self) -> int:
         """Steps of the open block that have gone by; 0 when none is open."""
-        return self._size - self._left if self._left else 0
+        return len(self.ends_s) if self.is_open else 0
 
     def cut(self) -> int:
         """The observation ended in the middle of a block; returns how many of its steps went by."""
-        num_gone = self._size - self._left
-        self._left = 0
+        num_gone = self.num_gone
+        self.num_settled = self._size
         return num_gone
 
     def _weigh(self) -> None:

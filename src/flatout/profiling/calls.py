@@ -155,7 +155,7 @@ class ModuleCalls:
         is_compiling = torch.compiler.is_dynamo_compiling  # dynamo folds it, so that no guard looks at our own state
 
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or (watch._inside and not watch.is_deep) or not watch.is_active:
+            if not watch.is_active or (watch._inside and not watch.is_deep) or is_compiling():
                 return original(self, *args, **kwargs)
             if get_ident() != watch._thread_id:
                 return original(self, *args, **kwargs)

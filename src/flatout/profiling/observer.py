@@ -70,18 +70,18 @@ class Observer:
         self.kind: Literal["none", "inference", "manual", "training", "call"] = "none"
         self.is_device = False
         self.timeline = Timeline(use_events=False)
-        self.sampler = Sampler(self.sites, phase=lambda: UNWATCHED if self.blocks.is_open else self.timeline.phase)
+        self.sampler = Sampler(self.sites, phase=self._phase_of_sample)
         self.reads = HostReads(self.sites, lambda: self.timeline.phase)
         self.kernels = KernelTimes(self._launch_log)
         self.mode = Mode.WARM_UP
         self.seen = 0
         self.deep = DeepLooks(self.sites, self.calls, self.optimizing, thread_id=self.thread_id)
         self.blocks = Blocks()
-        self.uses = Uses(self.sites, phase=lambda: self.timeline.phase, step=lambda: self._step_in_progress()[0])
+        self.uses = Uses(self.sites, phase=lambda: self.timeline.phase, step=lambda: self._step_of_event()[0])
         self.compiling = Compiling(
             self.sites,
             clock=lambda: self.timeline,
-            step=self._step_in_progress,
+            step=self._step_of_event,
             on_use=self.uses.spare_compiled_code,
         )
         self.ranks = None if place is None else self._watch_ranks(place)
@@ -142,8 +142,9 @@ class Observer:
             return
         self._is_installed = False
         if self.blocks.is_open:
+            self._settle_unwatched()
             self.seen += self.blocks.cut()
-            self.optimizing.is_unwatched = False
+            self.optimizing.unwatched_ends_s = None
         self._activate(False)
         self.sampler.stop()
         if self.mode is Mode.READS:
@@ -225,6 +226,7 @@ class Observer:
 
     def on_epoch_start(self) -> None:
         self.timeline.num_starts += 1
+        self.optimizing.has_news = True
 
     def on_fetch_start(self) -> None:
         self.timeline.switch("data")
@@ -421,31 +423,39 @@ class Observer:
         self.blocks.rhythm.add(self.seen, step_s)
         # Evaluation passes included: where they are long, watching costs little.
         mean_s = self.light_s / max(1, self.num_sampled)
-        if self.blocks.open(mean_s, seen=self.seen):
+        if size := self.blocks.open(mean_s, seen=self.seen):
             self.sampler.spare()
             self._activate(False)
-            self.optimizing.is_unwatched = True
+            self.optimizing.unwatched_ends_s = self.blocks.ends_s
+            self.optimizing.num_unwatched = size
+            self.optimizing.has_news = False
         self.calls.weight = self.feeding.weight = self.blocks.weight
 
-    def on_unwatched_step(self) -> None:
-        """A step went by unwatched."""
-        compile_s = self.compiling.taken_s()
-        num_left = self.blocks.step(seen=self.seen, compile_s=compile_s)
-        self.timeline.add_unwatched(self.blocks.durations_s[-1], compile_s=compile_s)
-        if rare_s := self.uses.taken_s():
-            self.uses.by_step[self.timeline.num_ended - 1] = rare_s
-        if self.sampler.pending:
-            is_usual = not self.blocks.rhythm.stands_out(self.blocks.durations_s[-1])
-            self.sampler.settle(UNWATCHED if is_usual else "evaluation")
-        if num_left:
+    def on_unwatched_steps(self) -> None:
+        """Steps went by unwatched, and either the block is over or something happened in the last of them."""
+        self._settle_unwatched()
+        if self.blocks.is_open:
             return
         self.seen += self.blocks.size
         self.light_s += sum(self.blocks.durations_s[-self.blocks.size :])
-        self.optimizing.is_unwatched = False
+        self.optimizing.unwatched_ends_s = None
         self.calls.weight = self.feeding.weight = self.blocks.weight
         self._activate(True)
         self._tell_progress(perf_counter())
         self.timeline.restart()
+
+    def _settle_unwatched(self) -> None:
+        """File the unwatched steps that have ended; what happened since the last time belongs to the last of them."""
+        if self.blocks.num_gone == self.blocks.num_settled:
+            return
+        compile_s = self.compiling.taken_s()
+        *quiet_s, last_s = self.blocks.settle(seen=self.seen, compile_s=compile_s)
+        self.timeline.add_unwatched(quiet_s, last_s, compile_s=compile_s)
+        if rare_s := self.uses.taken_s():
+            self.uses.by_step[self.timeline.num_ended - 1] = rare_s
+        if self.sampler.pending:
+            is_usual = not self.blocks.rhythm.stands_out(last_s)
+            self.sampler.settle(UNWATCHED if is_usual else "evaluation")
 
     def _tell_progress(self, now_s: float) -> None:
         """Say how far we are, if the last word is old; between two steps, so that no step is longer for it."""
@@ -496,8 +506,16 @@ class Observer:
             self.notes.append(note)
         return False
 
-    def _step_in_progress(self) -> tuple[int, bool]:
-        """Its number, and whether it is timed."""
+    def _phase_of_sample(self) -> str:
+        """The phase a sample taken now is filed under."""
+        if not self.blocks.is_open:
+            return self.timeline.phase
+        self.optimizing.has_news = True
+        return UNWATCHED
+
+    def _step_of_event(self) -> tuple[int, bool]:
+        """The number of the step that something happens in now, and whether that step is timed."""
+        self.optimizing.has_news = True
         return self.seen + self.blocks.num_gone, self.mode is Mode.LIGHT
 
     @property

@@ -31,7 +31,8 @@ class OptimizerListener(Protocol):
 
     def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None: ...
 
-    def on_unwatched_step(self) -> None: ...
+    def on_unwatched_steps(self) -> None: ...
+
     def on_closure_start(self) -> None: ...
 
     def on_closure_end(self) -> None: ...
@@ -69,8 +70,11 @@ class Optimizing:
     def __init__(self, sites: Sites, listener: OptimizerListener) -> None:
         self.watched: dict[int, OptimizerWatched] = {}
         self.is_active = False
-        self.is_unwatched = False
-        """Whether steps go by of which nothing but their end is told."""
+        self.unwatched_ends_s: list[float] | None = None
+        """Given while steps go by unwatched: their ends are stamped there, and nothing else is done at most of them."""
+        self.num_unwatched = 0
+        """After so many stamps the listener is told; sooner if `has_news` is set."""
+        self.has_news = False
         self.callers: dict[int, tuple[int, ...]] = {}
         self._constructed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._leader: OptimizerWatched | None = None
@@ -106,7 +110,7 @@ class Optimizing:
         return set().union(*(w.parameter_ids for w in self.watched.values()))
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self.is_unwatched or not self.is_active or get_ident() != self._thread_id:
+        if self.unwatched_ends_s is not None or not self.is_active or get_ident() != self._thread_id:
             return None
         watched = self.watched.get(id(optimizer))
         if watched is None or watched.optimizer() is not optimizer:
@@ -147,8 +151,12 @@ class Optimizing:
         return args, {**kwargs, "closure": watched_closure}
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.is_unwatched:
-            self._listener.on_unwatched_step()
+        ends_s = self.unwatched_ends_s
+        if ends_s is not None:
+            ends_s.append(perf_counter())
+            if self.has_news or len(ends_s) == self.num_unwatched:
+                self.has_news = False
+                self._listener.on_unwatched_steps()
             return
         if not self.is_active or get_ident() != self._thread_id:
             return

@@ -91,11 +91,15 @@ class Timeline:
             self._file(_finish(mode, marks, calls, starts, lengths)._replace(weight=weight), marks, lengths)
         return marks[-1].host_s - marks[0].host_s
 
-    def add_unwatched(self, duration_s: float, *, compile_s: float = 0.0) -> None:
-        """File a step that went by unwatched; what compiling took of it is not in `duration_s`."""
+    def add_unwatched(self, quiet_s: list[float], last_s: float, *, compile_s: float = 0.0) -> None:
+        """File steps that went by unwatched: some of which nothing is known but their seconds, and one more.
+
+        What compiling took of the last, and the epochs that began in it, are known; `compile_s` is not in `last_s`.
+        """
+        self.steps += [TimedStep(UNWATCHED, s, {}, 0, 0, weight=0) for s in quiet_s]
         starts, self.num_starts = self.num_starts, 0
         phases = {COMPILE: compile_s} if compile_s else {}
-        self.steps.append(TimedStep(UNWATCHED, duration_s, phases, 0, 0, weight=0, num_starts=starts))
+        self.steps.append(TimedStep(UNWATCHED, last_s, phases, 0, 0, weight=0, num_starts=starts))
 
     def restart(self) -> None:
         """Forget the time since the last mark: it was ours."""
