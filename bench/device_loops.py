@@ -2,9 +2,10 @@
 
     python bench/device_loops.py NAME [--steps 80] [--vocab 50257] [--trace FILE] [--live FILE]
 
-NAME is gpt, conv, ragged, overhead, sync or ddp (the last under torchrun). `--trace` profiles further steps with torch.profiler
-alone and exports them; `--live` observes the loop with flatout in this process and writes what it saw of the device. The last
-line printed is JSON: seconds of a step over the second half of the run.
+NAME is gpt, conv, ragged, overhead, sync, ddp or fsdp (the last two under torchrun). `--trace` profiles further steps with
+torch.profiler alone and exports them; `--live` observes the loop with flatout in this process and writes what it saw of the
+device, and with `--trace` keeps the trace that it was seen in. The last line printed is JSON: seconds of a step over the second
+half of the run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -159,11 +161,27 @@ def sync(vocab: int) -> Step:
 
 def ddp(vocab: int) -> Step:
     """A GPT on several ranks, gradients reduced in buckets; gloo where there is no GPU."""
+    return replicated(vocab, nn.parallel.DistributedDataParallel)
+
+
+def fsdp(vocab: int) -> Step:
+    """The same with parameters, gradients and optimizer state sharded over the ranks, block by block (FSDP2)."""
+    from torch.distributed.fsdp import fully_shard
+
+    def shard(model: GPT) -> nn.Module:
+        for block in model.blocks:
+            fully_shard(block)
+        return fully_shard(model)
+
+    return replicated(vocab, shard)
+
+
+def replicated(vocab: int, wrap: Callable[[GPT], nn.Module]) -> Step:
     torch.distributed.init_process_group("nccl" if CUDA else "gloo")
     if CUDA:
         torch.cuda.set_device(DEVICE)
     width, heads, layers, batch, length = (768, 12, 12, 4, 1024) if CUDA else (32, 2, 1, 2, 16)
-    model = nn.parallel.DistributedDataParallel(GPT(vocab, width, heads, layers).to(DEVICE))
+    model = wrap(GPT(vocab, width, heads, layers).to(DEVICE))
     optimizer = torch.optim.AdamW(model.parameters(), fused=CUDA)
     data = torch.randint(vocab, (4, batch, length + 1), device=DEVICE)
 
@@ -179,7 +197,7 @@ def ddp(vocab: int) -> Step:
     return step
 
 
-LOOPS: dict[str, Callable[[int], Step]] = {f.__name__: f for f in (gpt, conv, ragged, overhead, sync, ddp)}
+LOOPS: dict[str, Callable[[int], Step]] = {f.__name__: f for f in (gpt, conv, ragged, overhead, sync, ddp, fsdp)}
 
 
 def profiled(path: str) -> Any:
@@ -206,12 +224,21 @@ def run(step: Step, steps: int, trace: str) -> float:
     return step_s
 
 
-def live(step: Step, steps: int, path: str) -> None:
-    """Observe the loop with flatout in this process; write what it saw of the device."""
+def live(step: Step, steps: int, path: str, trace: str) -> None:
+    """Observe the loop with flatout in this process; write what it saw of the device, and the first trace it saw it in."""
+    from flatout.profiling import kernels
     from flatout.profiling.capture import Capture
     from flatout.profiling.schedule import Schedule
     from flatout.records.record import to_json
 
+    read_trace = kernels.read_trace
+
+    def keeping(file: Path) -> Any:
+        if trace and not Path(trace).exists():
+            shutil.copy(file, trace)
+        return read_trace(file)
+
+    kernels.read_trace = keeping
     schedule = Schedule(trials_budget_s=0.0, observe_s=5.0)
     capture = Capture(command=("device_loops",), cwd=".", schedule=schedule, machine=None, propose=lambda _: ())
     capture.start()
@@ -219,7 +246,13 @@ def live(step: Step, steps: int, path: str) -> None:
         step(i)
     evidence = capture.finish(exit="finished", exit_code=0)
     collectives = [json.loads(to_json(c)) for c in capture.observer.kernels.collectives]
-    Path(path).write_text(json.dumps({"evidence": json.loads(to_json(evidence)), "collectives": collectives}))
+    profiled_step = capture.observer.kernels.device_step
+    found = {
+        "evidence": json.loads(to_json(evidence)),
+        "collectives": collectives,
+        "profiled": profiled_step and json.loads(to_json(profiled_step)),
+    }
+    Path(path).write_text(json.dumps(found))
 
 
 def main() -> None:
@@ -234,11 +267,11 @@ def main() -> None:
     step = LOOPS[args.loop](args.vocab)
     rank = int(os.environ.get("RANK", "0"))
     if args.live:
-        live(step, args.steps, args.live.format(rank=rank))
+        live(step, args.steps, args.live.format(rank=rank), args.trace.format(rank=rank))
         result = {}
     else:
         result = {"step_s": run(step, args.steps, args.trace.format(rank=rank))}
-    if args.loop == "ddp":
+    if args.loop in ("ddp", "fsdp"):
         torch.distributed.destroy_process_group()
     if rank == 0:
         print(json.dumps({"loop": args.loop, **result}))

@@ -53,14 +53,14 @@ def steps_of(observer: Observer, device_s: float | None) -> Steps:
         return Steps(
             kind=kind, num_seen=observer.seen, num_timed=0, step_s=0.0, low_s=0.0, high_s=0.0, device_s=device_s
         )
-    num_timed = len(light) + len(observer.blocks.durations_s)
+    unwatched = [s for s in timed[:profiled] if s.mode == UNWATCHED]
+    num_timed = len(light) + len(unwatched)
     compile_s = _going_on_s(timed) / num_timed
     rare_s = _rare_s(observer, timed)
     ordinary, extra = _split([_without_compiling(s) for s in light])
     ordinary, starting = _without_starts(ordinary)
     round_size = _round_size(observer, len(ordinary))
     ordinary = _rounds(ordinary, round_size)
-    unwatched = [s for s in timed if s.mode == UNWATCHED]
     plain = [s for s in unwatched if not (starting and s.num_starts)]
     durations = [s.duration_s for s in _rounds(_usual(plain, ordinary, extra), round_size)]
     middle = statistics.median(durations)
@@ -178,11 +178,18 @@ def _phases(ordinary: list[TimedStep], step_s: float) -> dict[str, float]:
 
 
 def device_step_of(observer: Observer, steps: Steps) -> DeviceStep | None:
-    """What the device did in the profiled step, and how much longer that step took than an honest one."""
+    """What the device did in the profiled step, how much longer that took than an honest one, and the honest one's gaps.
+
+    Kernels take as long profiled as not; what the profiler adds, it adds to the host, and so to the gaps. The device idles in an
+    honest step for what its busy time leaves of it, before each line in the share seen.
+    """
     step = observer.kernels.device_step
     if step is None or not steps.step_s:
         return step
-    return msgspec.structs.replace(step, slowdown=step.span_s / steps.step_s)
+    profiled_s = sum(g.seconds for g in step.gaps)
+    scale = max(0.0, steps.step_s - step.busy_s) / profiled_s if profiled_s else 1.0
+    gaps = tuple(msgspec.structs.replace(g, seconds=g.seconds * scale) for g in step.gaps)
+    return msgspec.structs.replace(step, slowdown=step.span_s / steps.step_s, gaps=gaps)
 
 
 def _phase_intervals(ordinary: list[TimedStep], phases: dict[str, float]) -> dict[str, tuple[float, float]]:

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from time import perf_counter, time_ns
+from typing import Any, NamedTuple
 
 import torch
+
+
+class Block(NamedTuple):
+    """Memory the allocator gave out: at this address from `start_s` to `end_s` (seconds of perf_counter)."""
+
+    address: int
+    bytes: int
+    start_s: float
+    end_s: float = math.inf
+
+
+class DevicePeak(NamedTuple):
+    """The moment at which most was given out on a device. `begin_bytes` were when the step began.
+
+    `blocks` are those given out in the step and held at that moment; `freed` those held before, by address, and gone by then.
+    Both are None where the allocator's history could not be had.
+    """
+
+    bytes: int
+    begin_bytes: int
+    at_s: float = math.nan
+    blocks: tuple[Block, ...] | None = None
+    freed: dict[int, int] | None = None
 
 
 class DeviceMemory:
@@ -17,12 +42,14 @@ class DeviceMemory:
         self._start: dict[int, int] = {}
         self._largest: dict[int, int] = {}
         self._has_history = False
+        self._clock_offset_s = 0.0
 
     def start(self) -> None:
         """A step begins."""
         self._start = {i: allocated(i) for i in range(torch.cuda.device_count()) if _is_used(i)}
         self._largest = dict(self._start)
         self._has_history = _history_is_free()
+        self._clock_offset_s = time_ns() * 1e-9 - perf_counter()
         if self._has_history:
             torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=1_000_000)
 
@@ -30,14 +57,17 @@ class DeviceMemory:
         """Read now."""
         self._largest[device] = max(self._largest.get(device, 0), allocated(device))
 
-    def stop(self) -> dict[int, int]:
+    def stop(self) -> dict[int, DevicePeak]:
         """The step is over: the peak of allocated bytes of each device."""
         if not self._has_history:
-            return self._largest
+            return {i: DevicePeak(largest, self._start[i]) for i, largest in self._largest.items() if i in self._start}
         traces: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot()["device_traces"]
         torch.cuda.memory._record_memory_history(None)
         self._has_history = False
-        return {i: _peak(begin, traces[i] if i < len(traces) else []) for i, begin in self._start.items()}
+        return {
+            i: peak_of_history(begin, traces[i] if i < len(traces) else [], offset_s=self._clock_offset_s)
+            for i, begin in self._start.items()
+        }
 
     def abort(self) -> None:
         """Stop without an answer."""
@@ -46,15 +76,34 @@ class DeviceMemory:
             self._has_history = False
 
 
-def _peak(begin: int, trace: list[dict[str, Any]]) -> int:
-    live = peak = begin
-    for event in trace:
+def peak_of_history(begin_bytes: int, trace: list[dict[str, Any]], *, offset_s: float) -> DevicePeak:
+    """The peak, from the allocator's events of the step.
+
+    `offset_s` is what the events' clock (microseconds of Unix time) shows when perf_counter shows zero.
+    """
+    live = peak = begin_bytes
+    peak_index = -1
+    for index, event in enumerate(trace):
         if event["action"] == "alloc":
             live += event["size"]
-            peak = max(peak, live)
+            if live > peak:
+                peak, peak_index = live, index
         elif event["action"] == "free_completed":
             live -= event["size"]
-    return peak
+    held: dict[int, Block] = {}
+    freed: dict[int, int] = {}
+    for event in trace[: peak_index + 1]:
+        if event["action"] == "alloc":
+            held[event["addr"]] = Block(event["addr"], event["size"], event["time_us"] * 1e-6 - offset_s)
+        elif event["action"] == "free_completed" and held.pop(event["addr"], None) is None:
+            freed[event["addr"]] = event["size"]
+    ends_s: dict[int, float] = {}
+    for event in trace[peak_index + 1 :]:
+        if event["action"] == "free_requested":
+            ends_s.setdefault(event["addr"], event["time_us"] * 1e-6 - offset_s)
+    blocks = tuple(b._replace(end_s=ends_s.get(b.address, math.inf)) for b in held.values())
+    at_s = trace[peak_index]["time_us"] * 1e-6 - offset_s if peak_index >= 0 else -math.inf
+    return DevicePeak(peak, begin_bytes, at_s, blocks, freed)
 
 
 def allocated(device: int) -> int:

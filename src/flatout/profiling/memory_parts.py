@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, cast
 import msgspec
 
 from flatout.profiling import device_memory
+from flatout.profiling.device_memory import Block, DevicePeak
 from flatout.profiling.process_memory import Malloc, ProcessPeak, memory_limit
 from flatout.profiling.storages import Event, Peak, Storages, Stored, alive_at, peak_of
 from flatout.records.memory import Memory, MemoryKind, MemoryPart, MemoryPoint, RetainedGraph
@@ -16,6 +17,9 @@ from flatout.records.memory import Memory, MemoryKind, MemoryPart, MemoryPoint, 
 _PARTS_BY_LINE: Final = 48
 """Parts told with their line; smaller ones of a kind are added up."""
 _POINTS: Final = 200
+INSIDE_OPERATOR: Final = "inside an operator"
+_CLOCK_S: Final = 20e-6
+"""How far the allocator's clock and ours may be apart."""
 _HIGHER: Final = 1.01
 """By this factor malloc's greatest height must exceed the tensors' before an operator's own workspace is told."""
 
@@ -28,7 +32,7 @@ class Watched(NamedTuple):
     start_malloc: Malloc | None
     malloc_at_peak: Malloc | None
     process: ProcessPeak
-    device_peaks: dict[int, int]
+    device_peaks: dict[int, DevicePeak]
     retained: tuple[RetainedGraph, ...]
 
 
@@ -52,8 +56,11 @@ def _memory_of(watched: Watched, device: str) -> Memory:
         measured, reserved, total = watched.process.resident_bytes, None, memory_limit()
     else:
         index = int(device.partition(":")[2] or 0)
-        measured, reserved = watched.device_peaks.get(index), device_memory.reserved(index)
-        total = device_memory.total(index)
+        reserved, total = device_memory.reserved(index), device_memory.total(index)
+        allocated = watched.device_peaks.get(index)
+        measured = allocated.bytes if allocated is not None else None
+        if allocated is not None and allocated.blocks is not None and allocated.bytes > peak.bytes:
+            parts, peak = _at_allocators_peak(storages, device, allocated)
     return Memory(
         device=device,
         peak_bytes=sum(p.bytes for p in parts),
@@ -65,6 +72,55 @@ def _memory_of(watched: Watched, device: str) -> Memory:
         total_bytes=total,
         retained=tuple(r for r in watched.retained) if device == _main_device(storages) else (),
     )
+
+
+def _at_allocators_peak(storages: Storages, device: str, allocated: DevicePeak) -> tuple[tuple[MemoryPart, ...], Peak]:
+    """What the allocator had given out at its peak: to tensors, to operators for themselves, and to libraries for good."""
+    on_device = [s for s in storages.all if s.device == device]
+    freed = allocated.freed or {}
+    alive = [s for s in on_device if s.born < 0 and s.address not in freed]
+    made: dict[int, list[Stored]] = defaultdict(list)
+    for stored in on_device:
+        if stored.born >= 0:
+            made[stored.address].append(stored)
+    inside: list[Block] = []
+    for block in allocated.blocks or ():
+        holder = next((s for s in made[block.address] if _is_held_in(s, block)), None)
+        if holder is not None:
+            alive.append(holder)
+        else:
+            inside.append(block)
+    parts = [*_parts(alive), *_inside_operators(inside, on_device)]
+    at_start = {s.address: s.bytes for s in on_device if s.born < 0}
+    besides = allocated.begin_bytes - sum(at_start.values())
+    besides -= sum(num_bytes for address, num_bytes in freed.items() if address not in at_start)
+    if besides > 0:
+        parts.append(MemoryPart(kind="process", bytes=besides, num_tensors=0, example="library workspaces"))
+    event = max((i for i, e in enumerate(storages.events) if e.at_s <= allocated.at_s), default=-1)
+    phase = storages.events[min(event + 1, len(storages.events) - 1)].phase if storages.events else "other"
+    return tuple(parts), Peak(event, sum(p.bytes for p in parts), phase)
+
+
+def _is_held_in(stored: Stored, block: Block) -> bool:
+    return block.start_s - _CLOCK_S <= stored.at_s <= block.end_s + _CLOCK_S
+
+
+def _inside_operators(blocks: list[Block], on_device: list[Stored]) -> Iterator[MemoryPart]:
+    """Memory that became no tensor: the workspace of the operator whose result was filed next."""
+    born = sorted((s for s in on_device if s.born >= 0), key=lambda s: s.at_s)
+    sums: dict[tuple[int, str], int] = defaultdict(int)
+    for block in blocks:
+        maker = next((s for s in born if s.at_s >= block.start_s), None)
+        sums[(maker.site, maker.module) if maker is not None else (-1, "")] += block.bytes
+    for (site, module), num_bytes in sums.items():
+        yield MemoryPart(
+            kind="temporaries",
+            bytes=num_bytes,
+            num_tensors=0,
+            source=site,
+            module=module,
+            example=INSIDE_OPERATOR,
+        )
 
 
 def _main_device(storages: Storages) -> str:
@@ -134,7 +190,7 @@ def _inside_operator(watched: Watched, peak: Peak) -> _Inside | None:
         num_tensors=0,
         source=maker.site if maker is not None else -1,
         module=maker.module if maker is not None else "",
-        example="inside an operator",
+        example=INSIDE_OPERATOR,
     )
     return _Inside(Peak(event, height.moment.live_bytes + workspace, phase), height.malloc, part)
 

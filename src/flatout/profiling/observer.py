@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from flatout.profiling.blocks import Blocks
+from flatout.profiling.blocks import WATCHED_ROOT_DEVICE_S, WATCHED_ROOT_S, WATCHED_STEP_S, Blocks
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
 from flatout.profiling.collector import Collector, RootWatcher, StepWatch
 from flatout.profiling.compiling import Compiling
@@ -101,6 +101,8 @@ class Observer:
         self._on_complete = complete
         self._patches = Patches()
         self._num_light = 0
+        self._num_early = 0
+        """Unwatched steps before the close looks; the schedule does not count them."""
         self._in_optimizer = False
         self._in_backward = False
         self._roots_without_backward = 0
@@ -325,6 +327,7 @@ class Observer:
             self.seen = 0
             self.light_s = 0.0
             self._num_light = 0
+            self._num_early = 0
             self.blocks = Blocks()
             self.calls.weight = self.feeding.weight = 1
             self.deep.steps.clear()
@@ -376,7 +379,7 @@ class Observer:
         if self.ranks is not None:
             self.ranks.end_step(before, self.seen, duration_s, is_device=self.is_device)
         self.mode = self.schedule.mode(
-            seen=self.seen,
+            seen=self.seen - self._num_early,
             deep_elapsed_s=self.deep_s,
             light_elapsed_s=self.light_s,
             deep_allowed=self._is_deep_allowed(),
@@ -389,7 +392,7 @@ class Observer:
                 self._take_pause()
         self.sampler.is_on = self.mode is Mode.LIGHT
         if before is Mode.LIGHT and self.mode is Mode.LIGHT:
-            self._begin_block(duration_s)
+            self._begin_block(duration_s, root_calls)
         elif self.mode is Mode.READS:
             self.reads.begin()
         elif self.mode is Mode.KERNELS:
@@ -407,8 +410,11 @@ class Observer:
             if self.deep.recorder is not None:
                 self.deep.recorder.resume()
 
-    def _begin_block(self, step_s: float) -> None:
-        """Let short steps go by unwatched, so many that the watched one in between costs them little."""
+    def _begin_block(self, step_s: float, root_calls: int) -> None:
+        """Let short steps go by unwatched, so many that the watched one in between costs them little.
+
+        On a device already before the close looks: what is timed honestly there is timed before the profiler has run.
+        """
         looks = (
             self.schedule.num_warm_up
             + self.schedule.num_light_before
@@ -416,17 +422,19 @@ class Observer:
             + self.schedule.num_deep
             + self.schedule.num_memory
         )
-        is_plain = self.kind == "training" and len(self.optimizing.watched) == 1 and not self.is_device
+        is_plain = self.kind == "training" and len(self.optimizing.watched) == 1
         is_plain &= self.ranks is None  # ranks are compared step by step, and blocks of theirs would differ
         if not is_plain or self.seen <= looks:
             return
         self.blocks.rhythm.add(self.seen, step_s)
         # Evaluation passes included: where they are long, watching costs little.
         mean_s = self.light_s / max(1, self.num_sampled)
-        if size := self.blocks.open(mean_s, seen=self.seen):
+        watch_s = WATCHED_STEP_S + root_calls * (WATCHED_ROOT_DEVICE_S if self.is_device else WATCHED_ROOT_S)
+        if size := self.blocks.open(mean_s, seen=self.seen, watch_s=watch_s):
             self.sampler.spare()
             self._activate(False)
             self.optimizing.unwatched_ends_s = self.blocks.ends_s
+            self.optimizing.mark_unwatched = self.timeline.mark_unwatched if self.is_device else None
             self.optimizing.num_unwatched = size
             self.optimizing.has_news = False
         self.calls.weight = self.feeding.weight = self.blocks.weight
@@ -437,6 +445,8 @@ class Observer:
         if self.blocks.is_open:
             return
         self.seen += self.blocks.size
+        if self.reads.num_steps == 0:
+            self._num_early += self.blocks.size
         self.light_s += sum(self.blocks.durations_s[-self.blocks.size :])
         self.optimizing.unwatched_ends_s = None
         self.calls.weight = self.feeding.weight = self.blocks.weight

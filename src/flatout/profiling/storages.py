@@ -32,14 +32,16 @@ class Stored:
     """One storage. `born` and `died` are positions in the list of events; `born` is -1 for one that was there before."""
 
     __slots__ = (
-        "__weakref__", "born", "bytes", "device", "died", "example", "held", "is_saved", "key", "kind", "looks_left", "module",
-        "phase", "ref", "site",
+        "__weakref__", "address", "at_s", "born", "bytes", "device", "died", "example", "held", "is_saved", "key", "kind",
+        "looks_left", "module", "phase", "ref", "site",
     )  # fmt: skip
 
     def __init__(
         self, tensor: Tensor, storage: UntypedStorage, *, born: int, site: int, module: str, phase: str
     ) -> None:
         self.key = int(storage._cdata)
+        self.address = int(storage.data_ptr())
+        self.at_s = perf_counter()
         self.bytes = int(storage.nbytes())
         self.device = str(storage.device)
         self.held = self.bytes

@@ -26,6 +26,18 @@ class Mark(NamedTuple):
     event: torch.cuda.Event | None
 
 
+class _Waiting(NamedTuple):
+    """A step that the device has perhaps not finished yet."""
+
+    mode: str
+    marks: list[Mark]
+    root_calls: int
+    num_starts: int
+    weight: int
+    compile_s: float = 0.0
+    """Of an unwatched step: what compiling took of it."""
+
+
 class TimedStep(NamedTuple):
     """One finished step: its length and the seconds in each phase."""
 
@@ -60,7 +72,8 @@ class Timeline:
         self._free: list[torch.cuda.Event] = []
         self._marks: list[Mark] = [self._mark("other")]
         self._forward_end: Mark | None = None
-        self._waiting: deque[tuple[str, list[Mark], int, int]] = deque()
+        self._waiting: deque[_Waiting] = deque()
+        self._unwatched: deque[Mark] = deque()
 
     @property
     def num_ended(self) -> int:
@@ -84,20 +97,34 @@ class Timeline:
         calls, self.root_calls = self.root_calls, 0
         starts, self.num_starts = self.num_starts, 0
         if self._use_events:
-            self._waiting.append((mode, marks, calls, starts))  # blocks are not used on a device: all weigh the same
+            self._waiting.append(_Waiting(mode, marks, calls, starts, weight))
             self._collect()
         else:
             lengths = [b.host_s - a.host_s for a, b in pairwise(marks)]
             self._file(_finish(mode, marks, calls, starts, lengths)._replace(weight=weight), marks, lengths)
         return marks[-1].host_s - marks[0].host_s
 
+    def mark_unwatched(self) -> None:
+        """On a device: an unwatched step ended now; its events say how long it was there."""
+        self._unwatched.append(self._mark("other"))
+
     def add_unwatched(self, quiet_s: list[float], last_s: float, *, compile_s: float = 0.0) -> None:
         """File steps that went by unwatched: some of which nothing is known but their seconds, and one more.
 
-        What compiling took of the last, and the epochs that began in it, are known; `compile_s` is not in `last_s`.
+        What compiling took of the last, and the epochs that began in it, are known; `compile_s` is not in `last_s`. On a device
+        the seconds are the host's, and those between the marks are filed instead.
         """
-        self.steps += [TimedStep(UNWATCHED, s, {}, 0, 0, weight=0) for s in quiet_s]
         starts, self.num_starts = self.num_starts, 0
+        if self._use_events:
+            for last in (*[False] * len(quiet_s), True):
+                mark = self._unwatched.popleft()
+                marks, self._marks = [self._marks[-1], mark], [mark]
+                self._waiting.append(
+                    _Waiting(UNWATCHED, marks, 0, starts if last else 0, 0, compile_s if last else 0.0)
+                )
+            self._collect()
+            return
+        self.steps += [TimedStep(UNWATCHED, s, {}, 0, 0, weight=0) for s in quiet_s]
         phases = {COMPILE: compile_s} if compile_s else {}
         self.steps.append(TimedStep(UNWATCHED, last_s, phases, 0, 0, weight=0, num_starts=starts))
 
@@ -131,14 +158,20 @@ class Timeline:
 
     def _collect(self) -> None:
         while self._waiting:
-            mode, marks, calls, starts = self._waiting[0]
-            events = [m.event for m in marks]
+            step = self._waiting[0]
+            events = [m.event for m in step.marks]
             last = events[-1]
             if last is None or not last.query():
                 return
             self._waiting.popleft()
             lengths = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events) if a is not None and b is not None]
-            self._file(_finish(mode, marks, calls, starts, lengths), marks, lengths)
+            if step.mode == UNWATCHED:
+                phases = {COMPILE: step.compile_s} if step.compile_s else {}
+                duration_s = sum(lengths) - step.compile_s
+                self.steps.append(TimedStep(UNWATCHED, duration_s, phases, 0, 0, weight=0, num_starts=step.num_starts))
+            else:
+                finished = _finish(step.mode, step.marks, step.root_calls, step.num_starts, lengths)
+                self._file(finished._replace(weight=step.weight), step.marks, lengths)
             # The last mark begins the next step; the others' events can be recorded anew, which is cheaper than making them.
             self._free += [e for e in events[:-1] if e is not None]
 

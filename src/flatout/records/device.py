@@ -65,7 +65,8 @@ class HostWait(Record, frozen=True, kw_only=True):
 class DeviceStep(Record, frozen=True, kw_only=True):
     """One profiled step. `busy_s` is the union of all kernels and copies, `span_s` from the first to the last.
 
-    `slowdown` is the profiled step's length over the honest step's: gaps are longer than undisturbed by what it exceeds 1.
+    `slowdown` is the profiled step's length over the honest step's. Where it is known, `gaps` are those of the honest step: what
+    the busy time leaves of it, shared out as in the profiled one. In an imported trace they are the profiled step's own.
     """
 
     name: str

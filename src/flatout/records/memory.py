@@ -23,8 +23,9 @@ MemoryKind = Literal[
     "cached",
 ]
 """activations: saved for the backward; temporaries: made in this step and not saved; kept: made before this step (in an earlier
-one, or a data set in memory) and still alive; process: what the process held besides tensors (CPU only: interpreter, libraries);
-cached: held by the C library's malloc and not in use, fragmentation included (CPU only; on a device see `reserved_bytes`)."""
+one, or a data set in memory) and still alive; process: what was held besides tensors as the step began (on a CPU the interpreter
+and libraries, on a device what libraries such as cuBLAS keep there); cached: held by the C library's malloc and not in use,
+fragmentation included (CPU only; on a device see `reserved_bytes`)."""
 
 
 class MemoryPart(Record, frozen=True, kw_only=True):

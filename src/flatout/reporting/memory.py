@@ -11,6 +11,7 @@ from flatout.records.memory import Memory
 from flatout.reporting import units
 
 _KINDS_SHOWN: Final = 5
+_ON_DEVICE: Final = {"process": "libraries", "kept": "kept from before"}
 _NAMES: Final = {"process": "the process itself", "kept": "kept from before", "cached": "malloc's spare"}
 
 
@@ -22,7 +23,8 @@ def memory_line(memory: Memory, *, name_it: bool) -> str:
     for part in memory.at_peak:
         sums[part.kind] += part.bytes
     kinds = sorted((k for k in sums if sums[k] > 0), key=lambda k: -sums[k])
-    shown = [f"{_NAMES.get(k, k)} {units.percent(sums[k] / memory.peak_bytes)}" for k in kinds[:_KINDS_SHOWN]]
+    names = _NAMES if memory.device == "cpu" else _ON_DEVICE
+    shown = [f"{names.get(k, k)} {units.percent(sums[k] / memory.peak_bytes)}" for k in kinds[:_KINDS_SHOWN]]
     where = f" on {memory.device}" if name_it else ""
     line = f"memory: peak {units.size(memory.peak_bytes)}{where} in {memory.peak_phase}: {', '.join(shown)}"
     if memory.measured_peak_bytes is not None:
