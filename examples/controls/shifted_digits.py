@@ -40,9 +40,11 @@ def main():
         nn.Flatten(),
         nn.Linear(96 * 16, 10),
     )
+    model = model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for epoch in range(6):
         for images, labels in loader:
+            images = images.to(memory_format=torch.channels_last)
             loss = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()

@@ -82,11 +82,22 @@ def test_a_block_ends_before_a_step_that_is_due() -> None:
     assert blocks.weight == 1
 
 
+def test_a_block_takes_no_more_room_than_there_is() -> None:
+    blocks = Blocks()
+    for number in range(1, 401):
+        blocks.rhythm.add(number, 1.0 if number % 110 == 0 else 1e-4)
+    assert blocks.open(1e-4, seen=401, room=20) == 20
+    start_s = perf_counter()
+    blocks.ends_s += [start_s + 0.1 * n for n in range(1, 21)]
+    blocks.settle(seen=401)
+    assert blocks.weight == 21  # it was not aimed at the step that stands out
+
+
 def test_samples_of_unwatched_steps_are_shared_out_as_their_line_is_in_watched_ones() -> None:
     sites = Sites()
-    first, below, second, third = (
+    first, below, second, third, fourth = (
         sites.add(Source(file="/a.py", line=line, library=library))
-        for line, library in ((1, ""), (1, "numpy/x.py:3"), (2, ""), (3, ""))
+        for line, library in ((1, ""), (1, "numpy/x.py:3"), (2, ""), (3, ""), (4, ""))
     )
     sampler = Sampler(sites, phase=lambda: "other")
     for phase, site, seconds in (
@@ -95,10 +106,12 @@ def test_samples_of_unwatched_steps_are_shared_out_as_their_line_is_in_watched_o
         ("data", second, 0.1),
         (UNWATCHED, below, 0.4),
         (UNWATCHED, third, 0.3),
+        (UNWATCHED, fourth, 0.2),
     ):
         sampler.seconds[Spot(phase, site, True)] = seconds
         sampler.samples[Spot(phase, site, True)] = 1
-    found = {(spot.phase, spot.site): (round(s, 9), round(n, 9)) for spot, s, n in sampler.by_phase()}
+    known = {("/a.py", 1): {"optimizer": 1.0}, ("/a.py", 4): {"forward": 0.03, "data": 0.01}}
+    found = {(spot.phase, spot.site): (round(s, 9), round(n, 9)) for spot, s, n in sampler.by_phase(known)}
     assert found == {
         ("forward", first): (0.3, 1),
         ("backward", first): (0.1, 1),
@@ -106,6 +119,8 @@ def test_samples_of_unwatched_steps_are_shared_out_as_their_line_is_in_watched_o
         ("forward", below): (0.3, 0.75),
         ("backward", below): (0.1, 0.25),
         ("other", third): (0.3, 1),
+        ("forward", fourth): (0.15, 0.75),
+        ("data", fourth): (0.05, 0.25),
     }
 
 

@@ -53,3 +53,16 @@ def test_deep_steps_never_come_before_a_light_one_nor_beyond_their_number(
     if mode is Mode.DEEP:
         assert allowed
         assert before <= seen < before + schedule.num_deep
+
+
+@given(seen=st.integers(0, 200), is_device=st.booleans())
+def test_a_block_leaves_no_close_look_out(seen: int, is_device: bool) -> None:
+    schedule = Schedule()
+    room = schedule.room_for_block(seen=seen, is_device=is_device)
+    if not room:
+        return
+    skipped = [
+        schedule.mode(seen=n, deep_elapsed_s=0.0, light_elapsed_s=0.0, deep_allowed=True, is_device=is_device)
+        for n in range(seen, seen + min(room, 300) + 1)  # the steps of the block, and the watched one after it
+    ]
+    assert set(skipped) == {Mode.LIGHT}

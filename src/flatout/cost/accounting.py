@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from flatout.records.evidence import Evidence, Operator
 from flatout.records.memory import MemoryKind, MemoryPart
@@ -118,6 +118,10 @@ def loops_around(evidence: Evidence, source: int) -> Iterator[tuple[str, int]]:
         if line is not None:
             for loop in reversed(line.loops):
                 yield line.file, loop
+
+
+PYTHON_CONVERSIONS: Final = ("torch.tensor", "torch.as_tensor")
+"""Watched calls that make a tensor of what Python holds."""
 
 
 def uses_by_line(evidence: Evidence, names: Iterable[str]) -> dict[int, list[CallUse]]:

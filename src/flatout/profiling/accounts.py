@@ -153,7 +153,7 @@ def _to_samples(rows: list[Row], observer: Observer, num_steps: int) -> list[Row
     num_sampled = max(1, observer.num_sampled)
     sampled_s: dict[int, float] = defaultdict(float)
     samples: dict[int, float] = defaultdict(float)
-    for spot, seconds, count in observer.sampler.by_phase():
+    for spot, seconds, count in observer.sampler.by_phase(observer.deep.phases_of_lines()):
         if _group(spot.phase) == "rest":
             sampled_s[spot.site] += seconds / num_sampled
             samples[spot.site] += count

@@ -32,7 +32,7 @@ from flatout.records.evidence import (
 from flatout.records.usage import CallUse
 from flatout.records.workload import Source
 
-_FEWEST_UNWATCHED: Final = 20
+_FEWEST_UNWATCHED: Final = 10
 _FEWEST_ROUNDS: Final = 5
 _RARE: Final = 2.0
 """A step with so many times the usual seconds of watched calls has made one that is made in few steps."""
@@ -246,7 +246,7 @@ def lines_of(observer: Observer, table: OperatorTable, step_s: float) -> tuple[L
         if operator.phase != "backward":
             in_torch[operator.source] += growth * operator.op_s
     merged: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for spot, seconds, samples in observer.sampler.by_phase():
+    for spot, seconds, samples in observer.sampler.by_phase(observer.deep.phases_of_lines()):
         row = merged[spot.phase, spot.site]
         row[0] += seconds / num_steps
         row[1] += samples

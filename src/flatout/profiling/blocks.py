@@ -97,8 +97,8 @@ class Blocks:
         """Whether steps go by unwatched now."""
         return self.num_settled < self._size
 
-    def open(self, step_s: float, *, seen: int, watch_s: float = WATCHED_STEP_S) -> int:
-        """A watched step has ended, `seen` steps into the loop: begin a block; returns its size, 0 for none."""
+    def open(self, step_s: float, *, seen: int, watch_s: float = WATCHED_STEP_S, room: int = LONGEST) -> int:
+        """A watched step has ended, `seen` steps into the loop: begin a block of at most `room`; returns its size, 0 for none."""
         size = block_size(step_s, seen=seen, watch_s=watch_s)
         self._num_blocks += 1
         size -= self._num_blocks % min(
@@ -108,6 +108,8 @@ class Blocks:
         self._is_aimed = due is not None and due <= seen + size + 1
         if due is not None and self._is_aimed:
             size = due - seen - 1
+        size = min(size, room)
+        self._is_aimed &= due == seen + size + 1
         self._size = size
         self.num_settled = 0
         self.ends_s = []

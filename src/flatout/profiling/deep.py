@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -82,6 +83,17 @@ class DeepLooks:
             self.backward_sites = self.recorder.backward_sites
             self.outside_float64 = self.recorder.outside_float64
             self.recorder = None
+
+    def phases_of_lines(self) -> dict[tuple[str, int], dict[str, float]]:
+        """For each line seen in the deep steps, the seconds of its operators by phase; a line that calls backward is in that."""
+        phases: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for step in self.steps:
+            for call in step.calls:
+                if call.key.phase != "backward":  # told at the line of the forward, where no sample finds it
+                    phases[self._sites.line_of(call.key.site)][call.key.phase] += call.op_s
+        for site in self.backward_sites:
+            phases[self._sites.line_of(site)] = {"backward": 1.0}
+        return phases
 
     def _watch_graphs(self, recorder: OperatorRecorder) -> None:
         """Have the graphs that Inductor compiled tell the recorder when they run."""

@@ -45,7 +45,7 @@ class Recording:
     """One stretch of profiling: starts the profiler and ties its clock to ours."""
 
     def __init__(self) -> None:
-        self._profile = profile(activities=[ProfilerActivity.CUDA])
+        self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
         self._profile.start()
         self._wall_offset_ns = time_ns() - perf_counter_ns()
         self._anchors = record_anchors()

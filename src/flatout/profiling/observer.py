@@ -101,8 +101,6 @@ class Observer:
         self._on_complete = complete
         self._patches = Patches()
         self._num_light = 0
-        self._num_early = 0
-        """Unwatched steps before the close looks; the schedule does not count them."""
         self._in_optimizer = False
         self._in_backward = False
         self._roots_without_backward = 0
@@ -327,7 +325,6 @@ class Observer:
             self.seen = 0
             self.light_s = 0.0
             self._num_light = 0
-            self._num_early = 0
             self.blocks = Blocks()
             self.calls.weight = self.feeding.weight = 1
             self.deep.steps.clear()
@@ -379,7 +376,7 @@ class Observer:
         if self.ranks is not None:
             self.ranks.end_step(before, self.seen, duration_s, is_device=self.is_device)
         self.mode = self.schedule.mode(
-            seen=self.seen - self._num_early,
+            seen=self.seen,
             deep_elapsed_s=self.deep_s,
             light_elapsed_s=self.light_s,
             deep_allowed=self._is_deep_allowed(),
@@ -415,22 +412,16 @@ class Observer:
 
         On a device already before the close looks: what is timed honestly there is timed before the profiler has run.
         """
-        looks = (
-            self.schedule.num_warm_up
-            + self.schedule.num_light_before
-            + self.schedule.num_reads
-            + self.schedule.num_deep
-            + self.schedule.num_memory
-        )
         is_plain = self.kind == "training" and len(self.optimizing.watched) == 1
         is_plain &= self.ranks is None  # ranks are compared step by step, and blocks of theirs would differ
-        if not is_plain or self.seen <= looks:
+        room = self.schedule.room_for_block(seen=self.seen, is_device=self.is_device)
+        if not is_plain or not room:
             return
         self.blocks.rhythm.add(self.seen, step_s)
         # Evaluation passes included: where they are long, watching costs little.
         mean_s = self.light_s / max(1, self.num_sampled)
         watch_s = WATCHED_STEP_S + root_calls * (WATCHED_ROOT_DEVICE_S if self.is_device else WATCHED_ROOT_S)
-        if size := self.blocks.open(mean_s, seen=self.seen, watch_s=watch_s):
+        if size := self.blocks.open(mean_s, seen=self.seen, watch_s=watch_s, room=room):
             self.sampler.spare()
             self._activate(False)
             self.optimizing.unwatched_ends_s = self.blocks.ends_s
@@ -445,8 +436,6 @@ class Observer:
         if self.blocks.is_open:
             return
         self.seen += self.blocks.size
-        if self.reads.num_steps == 0:
-            self._num_early += self.blocks.size
         self.light_s += sum(self.blocks.durations_s[-self.blocks.size :])
         self.optimizing.unwatched_ends_s = None
         self.calls.weight = self.feeding.weight = self.blocks.weight

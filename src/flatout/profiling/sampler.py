@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from types import FrameType
 from typing import Final, NamedTuple
@@ -100,8 +100,11 @@ class Sampler:
             self._file(spot._replace(phase=phase), seconds)
         self.pending.clear()
 
-    def by_phase(self) -> list[tuple[Spot, float, float]]:
-        """(spot, seconds, samples); what was sampled in unwatched steps is shared out as its line is in the watched ones."""
+    def by_phase(self, known: Mapping[tuple[str, int], Mapping[str, float]]) -> list[tuple[Spot, float, float]]:
+        """(spot, seconds, samples); what was sampled in unwatched steps is shared out as its line is in the watched ones.
+
+        `known` tells the seconds by phase of lines that no sample met in a watched step.
+        """
         phase_s: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for spot, seconds in self.seconds.items():
             if spot.phase not in (UNWATCHED, "evaluation"):  # unwatched steps with an evaluation were settled as such
@@ -111,8 +114,9 @@ class Sampler:
         for spot, seconds in self.seconds.items():
             shares = {spot.phase: 1.0}
             if spot.phase == UNWATCHED:
-                shares = phase_s.get(self._sites.line_of(spot.site)) or {"other": 1.0}
-            whole = sum(shares.values())
+                line = self._sites.line_of(spot.site)
+                shares = dict(phase_s.get(line) or known.get(line) or {"other": 1.0})
+            whole = sum(shares.values()) or 1.0
             for phase, share in shares.items():
                 total_s[spot._replace(phase=phase)] += seconds * share / whole
                 counts[spot._replace(phase=phase)] += self.samples[spot] * share / whole

@@ -69,3 +69,12 @@ class Schedule(Record, frozen=True, kw_only=True):
         if light_elapsed_s > self.observe_s or seen > self.max_light:
             return Mode.DONE
         return Mode.LIGHT
+
+    def room_for_block(self, *, seen: int, is_device: bool) -> int:
+        """The most steps that may go by unwatched after `seen` whole steps, all of them light, before a close look is due."""
+        before = self.num_warm_up + (self.num_light_on_device if is_device else self.num_light_before)
+        looks = self.num_reads + self.num_memory + self.num_deep + (self.num_kernels if is_device else 0)
+        if seen > before + looks:
+            return self.max_light
+        is_early = is_device and seen >= self.num_warm_up + self.num_light_before
+        return max(0, before - seen - 1) if is_early else 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -241,9 +242,20 @@ def _remarks(evidence: Evidence, diagnosis: Diagnosis) -> RenderableType:
     if evidence.steps.num_timed and diagnosis.unexplained_s > 0:
         share = units.percent(diagnosis.unexplained_s / diagnosis.step_s if diagnosis.step_s else None)
         section("unexplained", [f"{units.duration(diagnosis.unexplained_s)} of each step, {share}"])
-    section("checked", [", ".join(diagnosis.checked)] if diagnosis.checked else [], style="dim")
+    section("checked", [_checked(diagnosis.checked)] if diagnosis.checked else [], style="dim")
     section("observing", filter(None, [observing_cost(evidence)]), style="dim")
     return table
+
+
+def _checked(rules: Sequence[str]) -> str:
+    """How many causes were looked for and not found, by shelf.
+
+    >>> _checked(["compute.padding", "input.slow-loader", "compute.denormals"])
+    'and not found: 3 other causes (2 compute, 1 input); flatout rules lists them'
+    """
+    shelves = Counter(rule.partition(".")[0] for rule in rules)
+    counts = ", ".join(f"{num} {shelf}" for shelf, num in sorted(shelves.items()))
+    return f"and not found: {len(rules)} other causes ({counts}); flatout rules lists them"
 
 
 def observing_cost(evidence: Evidence) -> str:

@@ -49,3 +49,12 @@ def test_picking_a_batch_in_little_time_is_left_alone() -> None:
 
 def test_host_time_beside_a_busy_device_is_left_alone() -> None:
     assert not list(RULE.check(making(device_s=0.098).build()))
+
+
+@pytest.mark.parametrize(("elsewhere_s", "is_told"), [(0.01, False), (0.03, True)])
+def test_one_line_that_converts_python_numbers_is_left_to_its_own_rule(elsewhere_s: float, is_told: bool) -> None:
+    run = making(seconds=elsewhere_s / 3)
+    line = run.line("train.py", 41, "x = torch.tensor(rows)", function="main", loops=(40,))
+    run.sampled(line, 0.04, phase="other", num_samples=20)
+    run.use("torch.tensor", line, 0.04, detail="list")
+    assert bool(list(RULE.check(run.build()))) is is_told

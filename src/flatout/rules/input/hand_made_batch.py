@@ -5,14 +5,16 @@ Costs        The time between the end of a step and the next forward pass: a wai
 Evidence     Sampled time between the steps, on lines that the loop over steps reaches before it calls the model, and that is not
              spent in tensor operators.
 Levers       communication.prepare-in-memory, graph.vectorise
-False alarm  Logging and saving after the optimizer's step; on a device, Python that runs while the device is still busy.
+False alarm  Logging and saving after the optimizer's step; on a device, Python that runs while the device is still busy; a batch
+             that one line converts from Python numbers (overhead.tensor-from-python tells it).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
-from flatout.cost.accounting import step_loops
+from flatout.cost.accounting import PYTHON_CONVERSIONS, step_loops, uses_by_line
 from flatout.cost.feeding import hottest
 from flatout.records.evidence import Evidence, LineTime
 from flatout.records.finding import Finding, Rule
@@ -20,6 +22,7 @@ from flatout.records.workload import Source
 
 _FEWEST_SAMPLES = 8
 _IN_PYTHON = 0.5
+_MOST = 0.7
 _WORTH_FRACTION = 0.1
 """Picking a batch out of ready tensors takes some per cent of a short step too; that is no fault."""
 
@@ -37,6 +40,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     in_operators_s = sum(evidence.operators[i].op_s for i in operators)
     if total_s - in_operators_s < _IN_PYTHON * total_s:
         return
+    if _most_in_one_conversion(evidence, rows, total_s):
+        return
     cost_s = min(total_s, evidence.steps.phases.get("other", total_s))
     hot = hottest(evidence, rows, total_s)
     yield Finding(
@@ -53,6 +58,19 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         levers=RULE.levers,
         operators=operators,
     )
+
+
+def _most_in_one_conversion(evidence: Evidence, rows: list[LineTime], total_s: float) -> bool:
+    """Whether most of the time passes on one line that makes a tensor of Python numbers."""
+    conversions = {
+        source
+        for source, uses in uses_by_line(evidence, PYTHON_CONVERSIONS).items()
+        if any(u.detail == "list" for u in uses)
+    }
+    by_line: dict[int, float] = defaultdict(float)
+    for row in rows:
+        by_line[row.source] += row.seconds
+    return any(by_line[source] >= _MOST * total_s for source in conversions)
 
 
 def _before_forward(evidence: Evidence) -> list[LineTime]:

@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from flatout.cost.accounting import uses_by_line
+from flatout.cost.accounting import PYTHON_CONVERSIONS, uses_by_line
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 
-_NAMES: Final = ("torch.tensor", "torch.as_tensor")
 _COSTLY: Final = {"list": "a list of numbers", "arrays": "a list of arrays"}
 _NUMBER_BYTES: Final = 8
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding per line."""
-    for source, uses in uses_by_line(evidence, _NAMES).items():
+    for source, uses in uses_by_line(evidence, PYTHON_CONVERSIONS).items():
         costly = [u for u in uses if u.detail in _COSTLY]
         if not costly:
             continue
