@@ -92,11 +92,12 @@ def one_loop(name: str, steps: int, out: Path) -> dict[str, Any]:
 
 
 def same_step(name: str, steps: int, out: Path) -> dict[str, Any]:
-    """The step that flatout profiled, by its evidence and by sums over the very trace."""
+    """The step that flatout profiled, by its evidence and by sums over the same stretch of the very trace."""
     trace, live = out / f"{name}-live-trace.json", out / f"{name}-live.json"
     command([sys.executable, LOOPS, name, "--steps", str(steps), "--live", str(live), "--trace", str(trace)])
-    step = json.loads(live.read_text())["profiled"]
-    truth = sums(json.loads(trace.read_text()), profiled=2, skipped=1) if trace.exists() else None
+    found = json.loads(live.read_text())
+    step, window = found["profiled"], found["window_us"]
+    truth = sums(json.loads(trace.read_text()), profiled=2, skipped=1, window=window) if trace.exists() else None
     if step is None or truth is None:
         return {"compared": {}}
     return {"truth": truth, "compared": compare(step, truth, step_s=truth["span_s"], idle_floor=0.0)}
@@ -145,7 +146,8 @@ def several_ranks(kind: str, ranks: int, steps: int, out: Path) -> dict[str, Any
     command([*torchrun, "--steps", str(steps), "--live", f"{out}/{kind}-live-{{rank}}.json", "--trace", kept])
     truth = sums(json.loads((folder / "rank0.json").read_text()))
     whole = sums(json.loads((folder / "rank0.json").read_text()), skipped=0)  # a trace without steps is read as one
-    same = sums(json.loads(Path(kept.format(rank=0)).read_text()), profiled=2, skipped=1)
+    window = json.loads((out / f"{kind}-live-0.json").read_text())["window_us"]
+    same = sums(json.loads(Path(kept.format(rank=0)).read_text()), profiled=2, skipped=1, window=window)
     live = json.loads((out / f"{kind}-live-0.json").read_text())
     imported = out / f"{kind}-imported.json"
     (out / f"{kind}-report.txt").write_text(command([*FLATOUT, "report", str(folder), "--json", str(imported)]))
@@ -170,10 +172,13 @@ def several_ranks(kind: str, ranks: int, steps: int, out: Path) -> dict[str, Any
     return {**result, "compared": compared, "agrees": all(c["agrees"] for c in compared.values())}
 
 
-def sums(trace: dict[str, Any], *, profiled: int = PROFILED, skipped: int = SKIPPED) -> dict[str, float] | None:
+def sums(
+    trace: dict[str, Any], *, profiled: int = PROFILED, skipped: int = SKIPPED, window: list[float] | None = None
+) -> dict[str, float] | None:
     """Per step, over the profiled steps but the first: by a sweep over all starts and ends. None without device work.
 
-    A step ends with the last of its work; each has an equal share of the launches, in their order.
+    A step ends with the last of its work; each has an equal share of the launches, in their order. With `window` (microseconds
+    of the trace) the times are those between its ends.
     """
     work = [e for e in trace["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not work:
@@ -188,6 +193,7 @@ def sums(trace: dict[str, Any], *, profiled: int = PROFILED, skipped: int = SKIP
     before = [e["ts"] + e["dur"] for e in launched[: round(size * skipped)]]
     first = max(before, default=min(e["ts"] for e in work))
     last = max(e["ts"] + e["dur"] for e in launched[: round(size * profiled)])
+    first, last = window or (first, last)
     totals = swept(work, first, last)
     num = (profiled - skipped) * 1e6
     inside = [e for e in launched[round(size * skipped) :] if e["cat"] == "gpu_memcpy"]

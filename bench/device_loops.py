@@ -251,6 +251,7 @@ def live(step: Step, steps: int, path: str, trace: str) -> None:
         "evidence": json.loads(to_json(evidence)),
         "collectives": collectives,
         "profiled": profiled_step and json.loads(to_json(profiled_step)),
+        "window_us": profiled_step and [ns / 1e3 for ns in capture.observer.kernels.window],
     }
     Path(path).write_text(json.dumps(found))
 

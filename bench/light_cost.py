@@ -1,8 +1,9 @@
 """What light observation costs: blocks of steps with and without it, in turn, in one process.
 
-    python bench/light_cost.py [--out FILE]
+    python bench/light_cost.py [--device cpu|cuda] [--out FILE]
 
-Two loops: a tiny MLP (about a millisecond a step) and a small GPT. Prints the median ratio observed / plain, 95 % interval.
+Three loops: a tiny MLP (about a millisecond a step), a list of layers that are called one by one from the loop, and a small GPT.
+Prints the median ratio observed / plain, 95 % interval.
 """
 
 from __future__ import annotations
@@ -37,10 +38,18 @@ LIGHT = Schedule(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
-    result = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    for name, make, steps, rounds in (("mlp", mlp, 500, 121), ("gpt", gpt, 8, 31)):
-        ratio = measure(make(), steps, rounds)
+    result: dict[str, object] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    if options.device == "cuda":
+        result["device"] = torch.cuda.get_device_name()
+    is_cpu = options.device == "cpu"
+    for name, make, steps, rounds in (
+        ("mlp", mlp, 500, 121 if is_cpu else 61),
+        ("layers", layers, 200, 61 if is_cpu else 31),
+        ("gpt", gpt, 8 if is_cpu else 60, 31 if is_cpu else 15),
+    ):
+        ratio = measure(make(torch.device(options.device)), steps, rounds)
         result[name] = ratio
         low, high = ratio["low"], ratio["high"]
         print(f"{name}: observed / plain {ratio['value']:.4f} ({low:.4f} - {high:.4f}), n = {ratio['num_samples']}")
@@ -86,16 +95,18 @@ def timed(step: Callable[[], object], steps: int) -> float:
     start = perf_counter()
     for _ in range(steps):
         step()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # noqa: TID251  # the end of a whole block, not of a step
     return (perf_counter() - start) / steps
 
 
-def mlp() -> Callable[[], object]:
+def mlp(device: torch.device) -> Callable[[], object]:
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-    )
+    ).to(device)
     optimizer = torch.optim.Adam(net.parameters())
-    x, y = torch.randn(128, 64), torch.randint(0, 10, (128,))
+    x, y = torch.randn(128, 64, device=device), torch.randint(0, 10, (128,), device=device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -105,14 +116,31 @@ def mlp() -> Callable[[], object]:
     return step
 
 
-def gpt() -> Callable[[], object]:
+def layers(device: torch.device) -> Callable[[], object]:
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Linear(128, 128) for _ in range(24)]).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    x = torch.randn(256, 128, device=device)
+
+    def step() -> None:
+        h = x
+        for layer in net:
+            h = torch.tanh(layer(h))
+        optimizer.zero_grad()
+        h.square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def gpt(device: torch.device) -> Callable[[], object]:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True, norm_first=True)
     net = nn.Sequential(
         nn.Embedding(256, 128), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), nn.Linear(128, 256)
-    )
+    ).to(device)
     optimizer = torch.optim.AdamW(net.parameters())
-    tokens = torch.randint(0, 256, (8, 129))
+    tokens = torch.randint(0, 256, (8, 129), device=device)
 
     def step() -> None:
         optimizer.zero_grad()

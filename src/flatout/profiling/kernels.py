@@ -97,6 +97,11 @@ class KernelTimes:
         self._clocks = Clocks()
         self._timed: _TimedStep | None = None
 
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """The stretch of the trace that was taken for the second step, in nanoseconds of the trace's clock."""
+        return self._timed.window if self._timed is not None else None
+
     def begin(self) -> None:
         """A step that is to be profiled begins; starting the profiler takes up to a second the first time."""
         if self._num == 0:

@@ -36,6 +36,8 @@ class _Waiting(NamedTuple):
     weight: int
     compile_s: float = 0.0
     """Of an unwatched step: what compiling took of it."""
+    host_s: float = 0.0
+    """Of an unwatched step without marks: its seconds on the host."""
 
 
 class TimedStep(NamedTuple):
@@ -111,17 +113,20 @@ class Timeline:
     def add_unwatched(self, quiet_s: list[float], last_s: float, *, compile_s: float = 0.0) -> None:
         """File steps that went by unwatched: some of which nothing is known but their seconds, and one more.
 
-        What compiling took of the last, and the epochs that began in it, are known; `compile_s` is not in `last_s`. On a device
-        the seconds are the host's, and those between the marks are filed instead.
+        What compiling took of the last, and the epochs that began in it, are known; `compile_s` is not in `last_s`. Where the
+        steps were marked on a device, the seconds between the marks are filed instead of the host's.
         """
         starts, self.num_starts = self.num_starts, 0
         if self._use_events:
-            for last in (*[False] * len(quiet_s), True):
-                mark = self._unwatched.popleft()
-                marks, self._marks = [self._marks[-1], mark], [mark]
-                self._waiting.append(
-                    _Waiting(UNWATCHED, marks, 0, starts if last else 0, 0, compile_s if last else 0.0)
-                )
+            durations_s = (*quiet_s, last_s)
+            for index, host_s in enumerate(durations_s):
+                is_last = index == len(durations_s) - 1
+                marks: list[Mark] = []
+                if self._unwatched:
+                    mark = self._unwatched.popleft()
+                    marks, self._marks = [self._marks[-1], mark], [mark]
+                own = (starts, 0, compile_s) if is_last else (0, 0, 0.0)
+                self._waiting.append(_Waiting(UNWATCHED, marks, 0, *own, host_s))
             self._collect()
             return
         self.steps += [TimedStep(UNWATCHED, s, {}, 0, 0, weight=0) for s in quiet_s]
@@ -136,11 +141,11 @@ class Timeline:
 
     def drain(self) -> None:
         """Read all events that are still under way; waits for the device."""
-        if self._waiting:
-            last = self._waiting[-1][1][-1].event
-            assert last is not None
-            last.synchronize()
-            self._collect()
+        for step in reversed(self._waiting):
+            if step.marks and (last := step.marks[-1].event) is not None:
+                last.synchronize()
+                break
+        self._collect()
 
     def _begin(self, phase: str) -> None:
         if self._forward_end is not None and phase != "backward":
@@ -160,14 +165,14 @@ class Timeline:
         while self._waiting:
             step = self._waiting[0]
             events = [m.event for m in step.marks]
-            last = events[-1]
-            if last is None or not last.query():
+            last = events[-1] if events else None
+            if last is not None and not last.query():
                 return
             self._waiting.popleft()
             lengths = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events) if a is not None and b is not None]
             if step.mode == UNWATCHED:
                 phases = {COMPILE: step.compile_s} if step.compile_s else {}
-                duration_s = sum(lengths) - step.compile_s
+                duration_s = sum(lengths) - step.compile_s if lengths else step.host_s
                 self.steps.append(TimedStep(UNWATCHED, duration_s, phases, 0, 0, weight=0, num_starts=step.num_starts))
             else:
                 finished = _finish(step.mode, step.marks, step.root_calls, step.num_starts, lengths)
