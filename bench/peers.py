@@ -29,9 +29,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -223,11 +225,18 @@ def run_profiler(python: str, script: Path, folder: Path, limit_s: float) -> dic
 
 
 def called(python: str, command: list[str], folder: Path, limit_s: float) -> subprocess.CompletedProcess[str]:
+    """The command's outcome; whatever it started is gone afterwards, or the next run would find its port taken."""
     environ = {**os.environ, "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"}
     environ.pop("PYTHONPATH", None)
-    return subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=limit_s, check=False
-    )
+    words = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=folder, env=environ, start_new_session=True, **words)
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 RUNNERS = {"traceml": run_traceml, "profiler": run_profiler}

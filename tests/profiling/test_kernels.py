@@ -66,7 +66,7 @@ class FakeDevice(TorchDispatchMode):
 class FakeProfile:
     device: FakeDevice
 
-    def __init__(self, activities: object) -> None:
+    def __init__(self, activities: object, *, acc_events: bool) -> None:
         pass
 
     def start(self) -> None:

@@ -31,7 +31,7 @@ def test_each_call_is_a_step_and_the_result_prints_as_the_report() -> None:
     assert checked.evidence.steps.num_seen == 30
     assert checked.evidence.operators
     assert checked.diagnosis.step_s > 0
-    assert "overhead.host-read" in str(checked)
+    assert "other causes" in str(checked)
 
 
 def test_no_batches_is_one_clear_error() -> None:
