@@ -6,9 +6,9 @@ import re
 from collections import defaultdict
 from typing import Final, Literal, NamedTuple
 
-from flatout.cost.accounting import kept_fraction, result_of
+from flatout.cost.accounting import kept_fraction, main_model, model_seconds, result_of
 from flatout.records.evidence import Evidence, LineTime, Loader
-from flatout.records.trial import TimeDataset, TrialResult
+from flatout.records.trial import TimeDataset, TimeModel, TrialResult
 from flatout.records.workload import Source
 
 Kind = Literal["rows", "random", "decoded", "other", "quick"]
@@ -27,6 +27,10 @@ _DECODING: Final = re.compile(
     r"\b(json|orjson|msgpack|gzip|bz2|lzma|zlib\.decompress|pickle|csv|yaml|h5py|soundfile|torchaudio|cv2\.im\w+|imageio|PIL|Image\.open)\b"
     r"|\b(np|numpy|torch)\.(load|loadtxt|genfromtxt|fromfile)\b|\bopen\(|\.read\w*\(|\bread_\w+\(|\bdecode\w*\(|\.loads?\("
 )
+_ONE_CALL: Final = 1.5
+_PAUSE_LOW: Final = 0.4
+_PAUSE_HIGH: Final = 0.9
+"""Shares of what the pauses cost the model that are gained with the batch ready; bench/check_examples.py shows what comes."""
 _FUNCTIONS_INSIDE: Final = re.compile(r"\.<locals>\.<(listcomp|genexpr|lambda|dictcomp|setcomp)>")
 
 
@@ -165,3 +169,26 @@ def hottest(evidence: Evidence, rows: list[LineTime], total_s: float) -> Hot:
 def function_of(source: Source) -> str:
     """The function a line belongs to; a comprehension belongs to the function around it."""
     return _FUNCTIONS_INSIDE.sub("", source.function)
+
+
+def steady_trial(evidence: Evidence) -> TimeModel | None:
+    """The model called without a pause: while Python makes a batch, the threads that compute go to sleep, and caches empty."""
+    model = main_model(evidence)
+    if model is None or evidence.steps.device_s is not None or evidence.models[model].calls > _ONE_CALL:
+        return None
+    return TimeModel(model=model, variant="steady", backward=evidence.models[model].num_graphs_used > 0)
+
+
+def pause_s(evidence: Evidence) -> float:
+    """Seconds by which forward and backward take longer in the step than without a pause; 0 where that was not tried."""
+    trial = steady_trial(evidence)
+    result = result_of(evidence, trial) if trial is not None else None
+    if result is None or result.now_s is None:
+        return 0.0
+    return max(0.0, model_seconds(evidence) - result.now_s)
+
+
+def with_pause(evidence: Evidence, saved_s: tuple[float, float]) -> tuple[float, float]:
+    """A saving of Python before the forward pass, with what the model gains by it; the trial leaves out the loss."""
+    pause = pause_s(evidence)
+    return saved_s[0] + _PAUSE_LOW * pause, saved_s[1] + _PAUSE_HIGH * pause

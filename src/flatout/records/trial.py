@@ -112,6 +112,7 @@ ModelVariant = Literal[
     "channels-last",
     "flush-denormal",
     "threads",
+    "steady",
 ]
 
 
@@ -126,6 +127,7 @@ class TimeModel(Record, frozen=True, kw_only=True, tag="time-model"):
     without; refused where compiled code would have to be made anew. 'float32': without autocast, parameters and inputs in
     float32. 'tf32': float32 products may use TF32. 'bf16-autocast': under autocast to bfloat16. 'channels-last': parameters
     and images in channels_last. 'flush-denormal': subnormal numbers count as zero. 'threads': with `factor` CPU threads.
+    'steady': the same call, for what it takes when calls follow one another without a pause.
     `held` calls are made in a row and their outputs kept until the last, as a pass over several modules keeps its graph.
     """
 

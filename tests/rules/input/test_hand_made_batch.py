@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.evidence_builder import EvidenceBuilder, only_finding
+from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.diagnosis import diagnose
+from flatout.records.trial import TimeModel
 from flatout.rules.input.hand_made_batch import RULE
 from flatout.rules.overhead import python_line
 
@@ -58,3 +59,29 @@ def test_one_line_that_converts_python_numbers_is_left_to_its_own_rule(elsewhere
     run.sampled(line, 0.04, phase="other", num_samples=20)
     run.use("torch.tensor", line, 0.04, detail="list")
     assert bool(list(RULE.check(run.build()))) is is_told
+
+
+STEADY = TimeModel(model=0, variant="steady", backward=True)
+
+
+def test_what_the_pauses_cost_the_model_is_tried() -> None:
+    assert proposed(RULE, making().build()) == [STEADY]
+    assert not proposed(RULE, making(seconds=0.002).build())
+    assert not proposed(RULE, making(device_s=0.098).build())
+
+
+def test_a_model_that_is_quicker_without_pauses_adds_to_the_gain() -> None:
+    run = making()
+    alone = only_finding(RULE, run.build())
+    phases = run.build().steps.phases
+    model_s = phases["forward"] + phases["backward"]
+    run.tried(STEADY, kept=1.0, now_s=model_s - 0.01)
+    more = only_finding(RULE, run.build())
+    assert more.saved_s == pytest.approx((alone.saved_s[0] + 0.004, alone.saved_s[1] + 0.009))
+
+
+def test_a_model_that_is_no_quicker_without_pauses_adds_nothing() -> None:
+    run = making()
+    alone = only_finding(RULE, run.build())
+    run.tried(STEADY, kept=1.0, now_s=1.0)
+    assert only_finding(RULE, run.build()).saved_s == alone.saved_s

@@ -23,19 +23,19 @@ def batched(factor: int) -> TimeModel:
 
 
 def test_the_batch_is_tried_repeated() -> None:
-    assert proposed(RULE, small_batch().build()) == [batched(2), batched(8)]
+    assert proposed(RULE, small_batch().build()) == [batched(4), batched(8)]
 
 
 def test_a_batch_that_takes_hardly_longer_when_repeated_is_too_small() -> None:
     run = small_batch()
-    run.tried(batched(2), kept=0.55)
+    run.tried(batched(4), kept=0.3)
     run.tried(batched(8), kept=0.2)
 
     finding = only_finding(RULE, run.build())
 
     assert finding.where is not None
     assert (finding.where.line, finding.measured) == (24, True)
-    assert finding.saved_s == pytest.approx((0.45 * 0.098, 0.8 * 0.098))
+    assert finding.saved_s == pytest.approx((0.7 * 0.098, 0.8 * 0.098))
 
 
 def test_large_operators_are_left_alone() -> None:
@@ -52,13 +52,13 @@ def test_a_step_of_few_large_operators_is_left_alone() -> None:
 
 def test_a_batch_that_cannot_grow_is_left_alone() -> None:
     run = small_batch()
-    run.refused(batched(2), batched(8), why="the inputs have no batch dimension in common")
+    run.refused(batched(4), batched(8), why="the inputs have no batch dimension in common")
     assert not list(RULE.check(run.build()))
 
 
 def test_a_batch_that_takes_as_much_longer_as_it_is_larger_is_not_reported() -> None:
     run = small_batch()
-    run.tried(batched(2), batched(8), kept=1.0)
+    run.tried(batched(4), batched(8), kept=1.0)
     assert diagnose(run.build(), [RULE]).findings == ()
 
 

@@ -3,7 +3,7 @@
 Costs        The time between the end of a step and the next forward pass: a wait for data in all but name, whether a function, a
              generator or the loop's own lines make the batch.
 Evidence     Sampled time between the steps, on lines that the loop over steps reaches before it calls the model, and that is not
-             spent in tensor operators.
+             spent in tensor operators. Trial: the model called without a pause, for what the pauses cost it.
 Levers       communication.prepare-in-memory, graph.vectorise
 False alarm  Logging and saving after the optimizer's step; on a device, Python that runs while the device is still busy; a batch
              that one line converts from Python numbers (overhead.tensor-from-python tells it).
@@ -15,9 +15,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from flatout.cost.accounting import PYTHON_CONVERSIONS, step_loops, uses_by_line
-from flatout.cost.feeding import hottest
+from flatout.cost.feeding import hottest, steady_trial, with_pause
 from flatout.records.evidence import Evidence, LineTime
 from flatout.records.finding import Finding, Rule
+from flatout.records.trial import TimeModel
 from flatout.records.workload import Source
 
 _FEWEST_SAMPLES = 8
@@ -25,6 +26,14 @@ _IN_PYTHON = 0.5
 _MOST = 0.7
 _WORTH_FRACTION = 0.1
 """Picking a batch out of ready tensors takes some per cent of a short step too; that is no fault."""
+
+
+def propose(evidence: Evidence) -> Iterator[TimeModel]:
+    """Time the model without the pauses in which its batches are made."""
+    total_s = sum(r.seconds for r in _before_forward(evidence))
+    trial = steady_trial(evidence)
+    if trial is not None and total_s > _WORTH_FRACTION * evidence.steps.step_s:
+        yield trial
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
@@ -49,7 +58,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         regime="input",
         where=hot.where,
         cost_s=cost_s,
-        saved_s=(0.8 * cost_s, 0.98 * cost_s),
+        saved_s=with_pause(evidence, (0.8 * cost_s, 0.98 * cost_s)),
         because=f"{cost_s * 1e3:.2f} ms of each step pass in Python before the forward pass, while its batch is made; "
         f"{hot.share:.0%} of it in this function, {in_operators_s * 1e3:.2f} ms in tensor operators",
         edit="make all the data tensors once before the loop and index a whole batch at a time; what is random, draw and apply "
@@ -110,5 +119,6 @@ RULE = Rule(
     title="The batch is made by hand in Python",
     module=__name__,
     check=check,
+    propose=propose,
     levers=("communication.prepare-in-memory", "graph.vectorise"),
 )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from flatout.cost.accounting import PYTHON_CONVERSIONS, uses_by_line
+from flatout.cost.feeding import with_pause
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 
@@ -40,7 +41,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             regime="overhead",
             where=evidence.source_of(source),
             cost_s=cost_s,
-            saved_s=(max(0.7 * call_s, 0.5 * cost_s), 0.97 * cost_s),
+            saved_s=with_pause(evidence, (max(0.7 * call_s, 0.5 * cost_s), 0.97 * cost_s)),
             because=f"{costly[0].name} of {_COSTLY[costly[0].detail]}, {calls:.0f} times a step, takes {call_s * 1e3:.2f} ms; "
             f"with what builds the list the line takes {cost_s * 1e3:.2f} ms",
             edit="keep the data in one array or tensor from the start and index it; torch.from_numpy(np.stack(arrays)) for a "

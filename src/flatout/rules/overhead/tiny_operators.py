@@ -17,7 +17,7 @@ from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeModel
 
-_FACTORS = (2, 8)
+_FACTORS = (4, 8)
 _DISPATCHES = 100.0
 """A step whose mean operator takes longer than so many dispatches is not worth a trial."""
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.convolution", "aten.convolution_backward")
@@ -25,8 +25,8 @@ _THIN_FLOP_PER_BYTE = 4.0
 """A float32 product of 8 rows with a large matrix does 4 FLOP for each byte; memory gives no machine's units enough "
 "to do then."""
 _WEIGHT_BOUND = 0.4
-_MOST_KEPT = 0.75
-"""With twice the batch a sample must take at most this share of its time; else the operators are at work, not the overhead."""
+_MOST_KEPT = 0.62
+"""With four times the batch a sample must take at most this share of its time; else the operators themselves are at work."""
 
 
 def propose(evidence: Evidence) -> Iterator[TimeModel]:
