@@ -188,3 +188,24 @@ def test_host_time_beside_a_busy_device_is_not_claimed() -> None:
     run = state_by_state(device_s=0.098)
     findings = list(RULE.check(run.build()))
     assert all(f.saved_s[1] <= 0.001 for f in findings)
+
+
+def test_a_loop_that_the_samples_say_takes_longer_costs_what_they_say() -> None:
+    run = rows_one_by_one()
+    source = next(o.source for o in run.operators)
+    run.sampled(source, 0.02, num_samples=40)  # the operators of its forward add up to 0.012
+    finding = only_finding(RULE, run.build())
+    assert finding.cost_s == pytest.approx(0.026)
+
+
+def test_few_samples_are_not_believed() -> None:
+    run = rows_one_by_one()
+    run.sampled(next(o.source for o in run.operators), 0.02, num_samples=5)
+    assert only_finding(RULE, run.build()).cost_s == pytest.approx(0.018)
+
+
+@pytest.mark.parametrize(("now_s", "at_most_s"), [(0.014, 0.0105), (0.1, 1.3 * 0.75 * 0.012)])
+def test_a_recurrence_saves_what_its_trial_says_within_reason(now_s: float, at_most_s: float) -> None:
+    run = state_by_state(has_cell=True)
+    run.tried(*proposed(RULE, run.build()), kept=0.25, now_s=now_s)
+    assert only_finding(RULE, run.build()).saved_s[1] == pytest.approx(at_most_s)
