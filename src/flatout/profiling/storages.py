@@ -40,7 +40,7 @@ class Stored:
         self, tensor: Tensor, storage: UntypedStorage, *, born: int, site: int, module: str, phase: str
     ) -> None:
         self.key = int(storage._cdata)
-        self.address = int(storage.data_ptr())
+        self.address = _address(storage)
         self.at_s = perf_counter()
         self.bytes = int(storage.nbytes())
         self.device = str(storage.device)
@@ -149,6 +149,13 @@ class Storages:
         self.live[stored.device] = self.live.get(stored.device, 0) - stored.bytes
         if self._by_key.get(stored.key) is stored:
             del self._by_key[stored.key]
+
+
+def _address(storage: UntypedStorage) -> int:
+    try:
+        return int(storage.data_ptr())
+    except RuntimeError:  # a wrapper's storage has none
+        return 0
 
 
 def _storage(tensor: Tensor) -> UntypedStorage | None:
