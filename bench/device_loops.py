@@ -226,9 +226,9 @@ def run(step: Step, steps: int, trace: str) -> float:
 
 def live(step: Step, steps: int, path: str, trace: str) -> None:
     """Observe the loop with flatout in this process; write what it saw of the device, and the first trace it saw it in."""
-    from flatout.profiling import kernels
     from flatout.profiling.capture import Capture
-    from flatout.profiling.schedule import Schedule
+    from flatout.profiling.device import kernels
+    from flatout.profiling.steps.schedule import Schedule
     from flatout.records.record import to_json
 
     read_trace = kernels.read_trace

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from flatout.measure.stats import ratio_estimate
 from flatout.profiling.capture import Capture
-from flatout.profiling.schedule import Schedule
+from flatout.profiling.steps.schedule import Schedule
 
 LIGHT = Schedule(
     num_warm_up=1,

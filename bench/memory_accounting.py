@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.profiling.capture import Capture
-from flatout.profiling.schedule import Schedule
+from flatout.profiling.steps.schedule import Schedule
 
 LIMIT = 0.05
 STEPS = 12

@@ -20,8 +20,8 @@ from flatout.records.trial import Trial
 from flatout.registry import rules
 
 if TYPE_CHECKING:
-    from flatout.profiling.schedule import Schedule
-    from flatout.profiling.script import Script
+    from flatout.profiling.running.script import Script
+    from flatout.profiling.steps.schedule import Schedule
 
 Batch = TypeVar("Batch")
 
@@ -73,7 +73,7 @@ def check(
     Raises CaptureError when `batches` is empty; what `step` raises is the caller's.
     """
     from flatout.profiling.capture import Capture
-    from flatout.profiling.schedule import Schedule
+    from flatout.profiling.steps.schedule import Schedule
 
     capture = Capture(
         command=(f"{step.__module__}.{getattr(step, '__qualname__', type(step).__name__)}",),
@@ -150,10 +150,10 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
     """Run `script` under observation in this process, write its Evidence, and return the exit code python would give."""
     from flatout.profiling.capture import Capture
     from flatout.profiling.place import Place
-    from flatout.profiling.progress import ProgressFile
-    from flatout.profiling.schedule import Schedule
-    from flatout.profiling.script import end_script, run_script
-    from flatout.profiling.termination import TERMINATED, writing_when_terminated
+    from flatout.profiling.running.progress import ProgressFile
+    from flatout.profiling.running.script import end_script, run_script
+    from flatout.profiling.running.termination import TERMINATED, writing_when_terminated
+    from flatout.profiling.steps.schedule import Schedule
 
     path = Path(observation.evidence_path)
 
@@ -202,7 +202,7 @@ def draft_path(path: Path) -> Path:
 
 def _schedule_of_rank(observation: Observation) -> Schedule:
     """Close looks at the same steps on all ranks, so by counts alone; trials on rank 0, whose findings are reported."""
-    from flatout.profiling.schedule import Schedule
+    from flatout.profiling.steps.schedule import Schedule
 
     usual = Schedule()
     return Schedule(

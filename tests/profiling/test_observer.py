@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.profiling.capture import Capture
-from flatout.profiling.schedule import Schedule
+from flatout.profiling.steps.schedule import Schedule
 from flatout.records.evidence import Evidence
 
 FAST = Schedule(trials_budget_s=0.0)
@@ -329,7 +329,7 @@ def test_a_failing_observer_gives_up_and_the_loop_goes_on(monkeypatch: pytest.Mo
     def broken(*args: object, **kwargs: object) -> None:
         raise ValueError("our own mistake")
 
-    monkeypatch.setattr("flatout.profiling.deep.interception_cost", broken)
+    monkeypatch.setattr("flatout.profiling.operators.deep.interception_cost", broken)
     net = model()
 
     evidence = observe(lambda: train(net, steps=20))

@@ -18,7 +18,7 @@ def main() -> int:
     from flatout.cli.check import _REFUSED
     from flatout.cli.ranks import as_rank
     from flatout.errors import FlatoutError
-    from flatout.profiling.script import load_module, load_script, print_to_stderr
+    from flatout.profiling.running.script import load_module, load_script, print_to_stderr
     from flatout.records.record import from_json
     from flatout.session import Observation, observe_script
 

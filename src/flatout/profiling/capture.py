@@ -9,21 +9,21 @@ from typing import Final
 
 import msgspec
 
-from flatout.profiling import assemble
-from flatout.profiling.accounts import OperatorTable
-from flatout.profiling.escapes import Escapes
-from flatout.profiling.memory import MemoryLook
-from flatout.profiling.module_facts import ModuleFacts
+from flatout.profiling.collectors.escapes import Escapes
+from flatout.profiling.collectors.module_facts import ModuleFacts
+from flatout.profiling.collectors.settings import environment
+from flatout.profiling.collectors.values import Values
+from flatout.profiling.evidence import assemble
+from flatout.profiling.evidence.accounts import OperatorTable
+from flatout.profiling.evidence.spans import timeline_of
+from flatout.profiling.evidence.workload import workload_of
+from flatout.profiling.memory.look import MemoryLook
 from flatout.profiling.observer import Observer
 from flatout.profiling.place import Place
-from flatout.profiling.progress import ProgressFile
-from flatout.profiling.schedule import Schedule
-from flatout.profiling.settings import environment
-from flatout.profiling.spans import timeline_of
+from flatout.profiling.running.progress import ProgressFile
+from flatout.profiling.steps.schedule import Schedule
 from flatout.profiling.trials.runner import run_trials
 from flatout.profiling.trials.scene import Scene
-from flatout.profiling.values import Values
-from flatout.profiling.workload import workload_of
 from flatout.records.evidence import Evidence
 from flatout.records.hardware import Machine
 from flatout.records.span import StepTimeline

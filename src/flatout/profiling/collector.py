@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from flatout.profiling.calls import Root
 from flatout.profiling.patching import Patches
-from flatout.profiling.schedule import Mode
+from flatout.profiling.steps.schedule import Mode
 
 
 class Collector(Protocol):

@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
-from flatout.profiling.blocks import WATCHED_ROOT_DEVICE_S, WATCHED_ROOT_S, WATCHED_STEP_S, Blocks
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
 from flatout.profiling.collector import Collector, RootWatcher, StepWatch
-from flatout.profiling.compiling import Compiling
-from flatout.profiling.deep import DeepLooks
-from flatout.profiling.feeding import Feeding
-from flatout.profiling.kernels import KernelTimes
-from flatout.profiling.launches import LaunchLog
-from flatout.profiling.operators import CAN_WATCH_COMPILED, storage_of
-from flatout.profiling.optimizing import Optimizing
-from flatout.profiling.overhead import light_cost_s
-from flatout.profiling.padding import name_tensors
+from flatout.profiling.collectors.compiling import Compiling
+from flatout.profiling.collectors.feeding import Feeding
+from flatout.profiling.collectors.reads import HostReads, is_on_accelerator
+from flatout.profiling.collectors.settings import Settings
+from flatout.profiling.collectors.uses import Uses
+from flatout.profiling.device.kernels import KernelTimes
+from flatout.profiling.device.launches import LaunchLog
+from flatout.profiling.lines.sampler import UNWATCHED, Sampler
+from flatout.profiling.operators.deep import DeepLooks
+from flatout.profiling.operators.overhead import light_cost_s
+from flatout.profiling.operators.padding import name_tensors
+from flatout.profiling.operators.recorder import CAN_WATCH_COMPILED, storage_of
 from flatout.profiling.patching import Patches
 from flatout.profiling.place import Place
-from flatout.profiling.processes import Processes
-from flatout.profiling.progress import ProgressFile, doing_in
-from flatout.profiling.reads import HostReads, is_on_accelerator
-from flatout.profiling.sampler import UNWATCHED, Sampler
-from flatout.profiling.schedule import Mode, Schedule
-from flatout.profiling.settings import Settings
+from flatout.profiling.running.processes import Processes
+from flatout.profiling.running.progress import ProgressFile, doing_in
 from flatout.profiling.sites import Sites
-from flatout.profiling.timeline import Timeline
-from flatout.profiling.uses import Uses
+from flatout.profiling.steps.blocks import WATCHED_ROOT_DEVICE_S, WATCHED_ROOT_S, WATCHED_STEP_S, Blocks
+from flatout.profiling.steps.optimizing import Optimizing
+from flatout.profiling.steps.schedule import Mode, Schedule
+from flatout.profiling.steps.timeline import Timeline
 
 if TYPE_CHECKING:
-    from flatout.profiling.ranks import RankWatch
+    from flatout.profiling.ranks.watch import RankWatch
 
 _CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP, Mode.MEMORY)
 _INFERENCE_AFTER: Final = 3
@@ -108,7 +108,7 @@ class Observer:
         self._is_installed = False
 
     def _watch_ranks(self, place: Place) -> RankWatch:
-        from flatout.profiling.ranks import RankWatch  # there are builds of torch without torch.distributed
+        from flatout.profiling.ranks.watch import RankWatch  # there are builds of torch without torch.distributed
 
         watch = RankWatch(self.sites, place, phase=lambda: self.timeline.phase)
         watch.collectives.after_call = self._resume_recording

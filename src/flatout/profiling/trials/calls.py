@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import Optimizer
 
 from flatout.measure.timer import compare
-from flatout.profiling.operators import Example, TensorMeta
+from flatout.profiling.operators.recorder import Example, TensorMeta
 from flatout.profiling.trials.scene import Refused, Scene, random_tensor
 from flatout.records.trial import (
     TimeAttentionCall,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatout.measure.timer import time_call
 from flatout.profiling.calls import iter_tensors
-from flatout.profiling.feeding import LoaderUse
+from flatout.profiling.collectors.feeding import LoaderUse
 from flatout.profiling.trials.apart import in_copy
 from flatout.profiling.trials.scene import Refused, Scene
 from flatout.records.trial import TimeDataset, TrialResult

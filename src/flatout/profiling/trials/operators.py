@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flatout.measure.timer import compare
-from flatout.profiling.operators import Example, TensorMeta
+from flatout.profiling.operators.recorder import Example, TensorMeta
 from flatout.profiling.trials.scene import Refused, Scene, random_tensor
 from flatout.records.trial import TimeInDtype, TrialResult
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from flatout.measure.timer import compare
-from flatout.profiling.optimizing import is_torchs_own
+from flatout.profiling.steps.optimizing import is_torchs_own
 from flatout.profiling.trials.scene import Refused, Scene
 from flatout.records.trial import TimeOptimizer, TrialResult
 

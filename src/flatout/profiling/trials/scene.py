@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from flatout.profiling.calls import Root
-from flatout.profiling.feeding import LoaderUse
-from flatout.profiling.operators import Example, TensorMeta
-from flatout.profiling.optimizing import OptimizerWatched
+from flatout.profiling.collectors.feeding import LoaderUse
+from flatout.profiling.operators.recorder import Example, TensorMeta
+from flatout.profiling.steps.optimizing import OptimizerWatched
 
 
 class Scene(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 
+from flatout.profiling.collectors.settings import is_flushing_denormals
 from flatout.profiling.patching import Patches
-from flatout.profiling.settings import is_flushing_denormals
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 

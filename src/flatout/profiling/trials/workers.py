@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from flatout.measure.timer import time_call
-from flatout.profiling.feeding import LoaderUse, ObservedWorker
+from flatout.profiling.collectors.feeding import LoaderUse, ObservedWorker
 from flatout.profiling.trials.model import call_of
 from flatout.profiling.trials.scene import Refused, Scene
 from flatout.records.trial import TimeWorkers, TrialResult

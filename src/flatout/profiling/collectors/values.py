@@ -1,0 +1,125 @@
+"""What the values of some tensors say: attention masks that a flag would replace, numbers too small to be normal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatout.profiling.calls import is_wrapper
+from flatout.profiling.operators.recorder import OperatorKey
+from flatout.records.usage import ModuleFact
+
+_LARGEST_MASK: Final = 64 << 20
+_HIDDEN: Final = -1e4
+"""A score lowered by more than this is out of the softmax in every dtype."""
+_SAMPLED: Final = 2048
+_FEWEST: Final = 256
+_WORTH_TELLING: Final = 0.002
+
+
+class Subnormal(NamedTuple):
+    """Share of subnormal numbers in the sampled results of one operator."""
+
+    share: float
+    dtype: str
+
+
+class Values:
+    """Looks at values in the deep steps, once for each kind of call. Facts:
+
+    'attention-mask'  a dense mask given to scaled_dot_product_attention: `kind` says which ('causal', 'all-true', 'padding',
+                      'documents', 'bias', 'other'), `value` the share of pairs it lets through
+    'subnormal'       `value` is the share of subnormal numbers among an operator's results on the CPU, `kind` the operator
+    """
+
+    def __init__(self) -> None:
+        self._masks: dict[OperatorKey, tuple[str, float]] = {}
+        self._subnormal: dict[OperatorKey, Subnormal] = {}
+
+    def inspect(
+        self,
+        func: Any,
+        key: OperatorKey,
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+        producers: tuple[int, ...],
+    ) -> None:
+        """A call has just run."""
+        if key.op.startswith("aten._scaled_dot_product") and key.phase != "backward" and key not in self._masks:
+            mask = _mask_of(inputs)
+            if mask is not None:
+                self._masks[key] = _kind(mask)
+        if key not in self._subnormal:
+            self._subnormal[key] = max((_subnormal(r) for r in results), default=Subnormal(0.0, ""))
+
+    def facts(self) -> tuple[ModuleFact, ...]:
+        """What was found, one fact for each line and module."""
+        masks = (
+            ModuleFact(name="attention-mask", module=k.module, kind=kind, value=share, source=k.site)
+            for k, (kind, share) in self._masks.items()
+        )
+        subnormal = (
+            ModuleFact(name="subnormal", module=k.module, kind=k.op, value=s.share, text=s.dtype, source=k.site)
+            for k, s in self._subnormal.items()
+            if s.share > _WORTH_TELLING
+        )
+        return tuple(dict.fromkeys((*masks, *subnormal)))
+
+
+def _mask_of(inputs: Sequence[Tensor]) -> Tensor | None:
+    """The tensor among the inputs that has one number for each pair of query and key."""
+    if len(inputs) < 4 or inputs[0].dim() != 4:
+        return None
+    pairs = (inputs[0].shape[-2], inputs[1].shape[-2])
+    masks = (t for t in inputs[3:] if t.dim() >= 2 and tuple(t.shape[-2:]) == pairs)
+    return next((t for t in masks if not is_wrapper(t)), None)
+
+
+def _kind(mask: Tensor) -> tuple[str, float]:
+    """(what the mask is, the share of pairs that it lets through)."""
+    if mask.numel() > _LARGEST_MASK:
+        return "other", 1.0
+    visible = mask if mask.dtype == torch.bool else mask > _HIDDEN
+    share = float(visible.float().mean())
+    if mask.dtype != torch.bool and bool((mask[visible] != 0).any()):
+        return "bias", share
+    rows = visible.reshape(-1, *visible.shape[-2:])
+    first = rows[0]
+    if not bool((rows == first).all()):
+        return ("padding" if bool((rows == rows[:, :1]).all()) else "other"), share
+    if bool(first.all()):
+        return "all-true", share
+    if first.shape[0] == first.shape[1] and torch.equal(first, torch.ones_like(first).tril()):
+        return "causal", share
+    return _structure(first), share
+
+
+def _structure(visible: Tensor) -> str:
+    """'padding' when every query sees the same keys, 'documents' when the sequence falls into parts that see only themselves."""
+    if bool((visible == visible[:1]).all()):
+        return "padding"
+    if visible.shape[0] != visible.shape[1]:
+        return "other"
+    part = visible.to(torch.uint8).argmax(dim=-1)
+    same = part[:, None] == part[None, :]
+    if torch.equal(visible, same) or torch.equal(visible, same.tril()):
+        return "documents"
+    return "other"
+
+
+def _subnormal(result: Tensor) -> Subnormal:
+    """Share of subnormal numbers among some elements, spread evenly over the result."""
+    none = Subnormal(0.0, "")
+    if is_wrapper(result):  # reading its values may communicate
+        return none
+    if result.device.type != "cpu" or not result.is_floating_point() or result.numel() < _FEWEST:
+        return none
+    if result.layout != torch.strided or not result.is_contiguous():
+        return none
+    sample = result.detach().view(-1)[:: max(1, result.numel() // _SAMPLED)]
+    small = sample.abs() < torch.finfo(result.dtype).tiny
+    share = float((small & (sample != 0)).float().mean())
+    return Subnormal(share, str(result.dtype).removeprefix("torch."))

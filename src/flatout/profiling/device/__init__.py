@@ -1,0 +1,1 @@
+"""What the device did: kernels, launches, clocks."""

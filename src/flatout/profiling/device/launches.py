@@ -1,0 +1,145 @@
+"""Which line of the user's launched what on the device: a log of dispatched operators, laid over the profiler's calls by time.
+
+The device's profiler records no Python lines, and intercepting operators makes the host late. So one step is profiled
+undisturbed, for its times, and another with this log, for its lines; both launch the same kernels, matched by name and order.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from threading import get_native_id
+from time import perf_counter_ns
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout.profiling.operators.recorder import OperatorRecorder
+from flatout.profiling.patching import Patches
+from flatout.profiling.sites import Sites
+from flatout.traces.activity import is_launch, plain_name
+from flatout.traces.events import DeviceWork, HostCall, Place
+
+_MOST: Final = 200_000
+_ANY_THREAD: Final = "any"
+
+
+class Entry(NamedTuple):
+    """While this operator was dispatched, from `start_ns` to `end_ns` of perf_counter_ns on one thread, it was at this place."""
+
+    start_ns: int
+    end_ns: int
+    thread: int
+    place: Place
+
+
+class LaunchLog(TorchDispatchMode):
+    """Logs every operator, and every explicit synchronisation, with its place while entered."""
+
+    def __init__(self, sites: Sites, *, phase: Callable[[], str], module: Callable[[], str], thread_id: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entries: list[Entry] = []
+        self._sites = sites
+        self._phase = phase
+        self._places = OperatorRecorder(sites, phase=phase, module=module, is_device=True, thread_id=thread_id)
+        self._patches = Patches()
+
+    def enter(self) -> None:
+        """Begin to log."""
+        self._watch(torch.cuda, "synchronize")
+        self._watch(torch.cuda.Stream, "synchronize")
+        self._watch(torch.cuda.Event, "synchronize")
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """Log no more."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._patches.undo()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if len(self.entries) >= _MOST:
+            return func(*args, **(kwargs or {}))
+        site, _, phase = self._places.place_of(sys._getframe(1))
+        start = perf_counter_ns()
+        out = func(*args, **(kwargs or {}))
+        name = f"{func.namespace}.{func._schema.name.partition('::')[2]}"
+        self.entries.append(Entry(start, perf_counter_ns(), get_native_id(), Place(site, phase, name)))
+        return out
+
+    def _watch(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def synchronising(*args: Any, **kwargs: Any) -> Any:
+            site = self._sites.of_frame(sys._getframe(1))
+            start = perf_counter_ns()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                place = Place(site, self._phase(), "synchronize")
+                self.entries.append(Entry(start, perf_counter_ns(), get_native_id(), place))
+
+        self._patches.set(owner, name, synchronising)
+
+
+class PlaceLog:
+    """A log made ready for questions; `offset_ns` takes its clock to the trace's."""
+
+    def __init__(self, entries: Iterable[Entry], *, offset_ns: int) -> None:
+        self._by_thread: dict[int | str, list[Entry]] = defaultdict(list)
+        for entry in sorted(entries):
+            moved = entry._replace(start_ns=entry.start_ns + offset_ns, end_ns=entry.end_ns + offset_ns)
+            self._by_thread[entry.thread].append(moved)
+            # The profiler names threads by another number when it records the device alone. The threads that dispatch take turns
+            # (the user's waits for the backward's), so the time alone tells as well.
+            self._by_thread[_ANY_THREAD].append(moved)
+        self._starts = {thread: [e.start_ns for e in own] for thread, own in self._by_thread.items()}
+
+    def place_of(self, call: HostCall) -> Place | None:
+        """The place of the innermost operator during which the call was made; None outside all of them."""
+        thread = call.thread if call.thread in self._by_thread else _ANY_THREAD
+        own = self._by_thread.get(thread)
+        if not own:
+            return None
+        found = bisect_right(self._starts[thread], call.start_ns) - 1
+        # Operators nest a few levels at most (a composite one and its parts): the innermost began last.
+        for entry in reversed(own[max(0, found - 8) : found + 1]):
+            if call.start_ns <= entry.end_ns:
+                return entry.place
+        return None
+
+
+def named_calls(calls: Iterable[HostCall], work: Iterable[DeviceWork]) -> dict[tuple[str, str], list[HostCall]]:
+    """Launches and waits in order, by the call's name and the name of what was launched."""
+    names = {w.correlation: w.name for w in work if w.correlation}
+    groups: dict[tuple[str, str], list[HostCall]] = defaultdict(list)
+    for call in sorted(calls):
+        launched = names.get(call.correlation, "")
+        if launched or not is_launch(call.name):
+            groups[plain_name(call.name), launched].append(call)
+    return groups
+
+
+def carried_over(
+    timed: dict[tuple[str, str], list[HostCall]],
+    logged: dict[tuple[str, str], list[HostCall]],
+    place_of: Callable[[HostCall], Place | None],
+) -> dict[HostCall, Place]:
+    """For each call of the timed step the place of its like in the logged step: same names, same rank in their order.
+
+    Where one step has more of a kind than the other, ranks are stretched: their order is the same, their number nearly so.
+    """
+    found: dict[HostCall, Place] = {}
+    for key, calls in timed.items():
+        others = logged.get(key)
+        if not others:
+            continue
+        for rank, call in enumerate(calls):
+            place = place_of(others[rank * len(others) // len(calls)])
+            if place is not None:
+                found[call] = place
+    return found

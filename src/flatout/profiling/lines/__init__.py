@@ -1,0 +1,1 @@
+"""Which line the interpreter is on, by samples."""

@@ -1,0 +1,1 @@
+"""Operators of deep steps, by line and module."""

@@ -1,0 +1,1 @@
+"""Several ranks: collectives, replication, stalls."""

@@ -1,0 +1,1 @@
+"""Starting and ending the observed script."""

@@ -1,0 +1,1 @@
+"""Which steps are watched, and when each began and ended."""

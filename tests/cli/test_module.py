@@ -1,0 +1,13 @@
+"""`python -m flatout` is the command, for environments whose scripts are not on the path."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from flatout import __version__
+
+
+def test_running_the_package_runs_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "flatout", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == __version__
