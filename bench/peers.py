@@ -45,7 +45,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PINNED = ["torch==2.13.0", "numpy==2.4.6", "scikit-learn==1.9.1"]
 PEERS = ["traceml-ai==0.5.0", "HolisticTraceAnalysis==0.5.0"]
-WITHIN = 0.30
+WITHIN = 0.25
 
 CAUSES = {
     "bandwidth.growing-cat": r"\bcat\b|concat|grow",
