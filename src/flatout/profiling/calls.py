@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import count
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Final, Literal, Protocol
@@ -44,6 +45,10 @@ class RootListener(Protocol):
 
     def on_root_output(self, root: Root, output: Any) -> None: ...
 
+    def on_inner_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object: ...
+
+    def on_inner_end(self, token: object, output: Any) -> None: ...
+
     def fail(self, error: Exception) -> None: ...
 
 
@@ -62,11 +67,12 @@ class Captured:
 class Root:
     """One root module called from one line, by one chain of callers."""
 
-    def __init__(self, module: nn.Module, chain: tuple[int, ...]) -> None:
+    def __init__(self, module: nn.Module, chain: tuple[int, ...], name: str) -> None:
         self.module = weakref.ref(module)
         self.held: nn.Module | None = None
         """Kept alive for trials after the script's own references are gone; a few modules of ordinary size only."""
-        self.name = type(wrapped(module)).__name__
+        self.name = name
+        """The class of the user's module, numbered where other modules of that class are root modules too."""
         self.site = chain[0] if chain else -1
         self.callers = chain[1:]
         self.is_training = module.training
@@ -143,6 +149,7 @@ class ModuleCalls:
         self.cells: dict[int, RepeatedCell] = {}
         self._inside = False
         self._names: dict[int, str] = {}
+        self._titles: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._named_roots: set[int] = set()
         self._sites = sites
         self._listener = listener
@@ -198,7 +205,7 @@ class ModuleCalls:
         key = (id(module), self._sites.chain(sys._getframe(3), deepest=_CALLERS))
         root = self.roots.get(key)
         if root is None or root.module() is not module:
-            root = self.roots[key] = Root(module, key[1])
+            root = self.roots[key] = Root(module, key[1], self._title(module))
             if len(self.roots) <= _MODULES_HELD and root.num_parameters <= _LARGEST_HELD:
                 root.held = without_replication(module)
         root.calls += 1
@@ -210,7 +217,7 @@ class ModuleCalls:
                 self._capture(root, args, kwargs)
             self._listener.on_root_inputs(root, args, kwargs)
             if self.is_deep:
-                self._name(module)
+                self._name(module, root.name)
                 self.path = self._names.get(id(module), root.name)
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self._listener.fail(e)
@@ -225,7 +232,11 @@ class ModuleCalls:
         if isinstance(module, nn.RNNCellBase):
             self._note_cell(module, args)
         try:
-            return original(module, *args, **kwargs)
+            token = self._listener.on_inner_start(module, args, kwargs)
+            output = original(module, *args, **kwargs)
+            if token is not None:
+                self._listener.on_inner_end(token, output)
+            return output
         finally:
             self.path = before
 
@@ -237,10 +248,22 @@ class ModuleCalls:
             self.cells[id(module)] = cell
         cell.calls += 1
 
-    def _name(self, module: nn.Module) -> None:
+    def _title(self, module: nn.Module) -> str:
+        """A name for a root module that no other living one has: a teacher is told apart from the student it is a copy of."""
+        user = wrapped(module)
+        kind = type(user).__name__
+        self._titles = {key: known for key, known in self._titles.items() if known[0]() is not None}
+        if id(user) not in self._titles:
+            taken = {name for _, name in self._titles.values()}
+            numbered = (f"{kind} ({number})" for number in count(2))
+            name = kind if kind not in taken else next(name for name in numbered if name not in taken)
+            self._titles[id(user)] = (weakref.ref(user), name)
+        return self._titles[id(user)][1]
+
+    def _name(self, module: nn.Module, title: str) -> None:
         if id(module) not in self._named_roots:
             self._named_roots.add(id(module))
-            for path, inner in module_paths(module):
+            for path, inner in module_paths(module, title):
                 self._names[id(inner)] = path
 
     def _capture(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -268,10 +291,9 @@ def wrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def module_paths(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Dotted paths of the user's modules in a root module, from the class of the outermost one; wrappers have its path."""
+def module_paths(module: nn.Module, top: str) -> Iterator[tuple[str, nn.Module]]:
+    """Dotted paths of the user's modules in a root module, from the name of the outermost one; wrappers have its path."""
     user = wrapped(module)
-    top = type(user).__name__
     while module is not user:
         yield top, module
         module = module._modules[_WRAPPERS[type(module).__name__]]  # type: ignore[assignment]

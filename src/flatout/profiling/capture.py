@@ -11,6 +11,7 @@ import msgspec
 
 from flatout.profiling.collectors.escapes import Escapes
 from flatout.profiling.collectors.module_facts import ModuleFacts
+from flatout.profiling.collectors.repeats import RepeatedCalls
 from flatout.profiling.collectors.settings import environment
 from flatout.profiling.collectors.values import Values
 from flatout.profiling.evidence import assemble
@@ -74,8 +75,10 @@ class Capture:
         self.observer.watch = self.memory
         self._escapes, self._values = Escapes(), Values()
         self._module_facts = ModuleFacts(self.observer.calls, self.observer.optimizing)
-        self.observer.collectors += (self._escapes, self._module_facts)
-        self.observer.root_watchers += (self._module_facts,)
+        self._repeats = RepeatedCalls(self.observer.calls, self.observer.sites)
+        self.observer.collectors += (self._escapes, self._module_facts, self._repeats)
+        self.observer.root_watchers += (self._module_facts, self._repeats)
+        self.observer.inner_watcher = self._repeats
         self.observer.deep.inspectors += [self._escapes.inspect, self._values.inspect]
         self.observer.progress = progress
 
@@ -160,7 +163,7 @@ class Capture:
             roots=roots,
             optimizers=list(observer.optimizing.watched.values()),
             loaders=list(observer.feeding.loaders.values()),
-            unused_modules=unused[0].modules if unused else (),
+            unused_modules=tuple(path for u in unused for path in u.modules),
             device="cuda" if observer.is_device else "cpu",
             limit_s=5.0,
             compiled=observer.compiling.compiled,
@@ -249,7 +252,12 @@ class Capture:
             uses=self._uses(),
             compilation=observer.compiling.record(observer.timeline.steps),
             timeline=self._timeline(table),
-            module_facts=(*self.memory.facts(), *self._module_facts.facts(), *self._values.facts()),
+            module_facts=(
+                *self.memory.facts(),
+                *self._module_facts.facts(),
+                *self._repeats.facts(),
+                *self._values.facts(),
+            ),
             distributed=observer.ranks.record(lines, steps.phases, steps.step_s) if observer.ranks else None,
             trials=tuple(self._results),
             observing=assemble.observing_of(observer, table, self._other_s),

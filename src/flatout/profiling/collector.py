@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch import nn
+
 from flatout.profiling.calls import Root
 from flatout.profiling.patching import Patches
 from flatout.profiling.steps.schedule import Mode
@@ -51,3 +53,13 @@ class RootWatcher(Protocol):
 
     def on_root_output(self, root: Root, output: Any) -> None:
         """A root module returned this, in a deep step."""
+
+
+class InnerWatcher(Protocol):
+    """Is told of the calls of modules inside root modules in deep steps. The recorder of operators is paused meanwhile."""
+
+    def on_inner_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """A module inside a root module is about to be called, in a deep step; what is returned comes back at the end."""
+
+    def on_inner_end(self, token: object, output: Any) -> None:
+        """That module returned this; not told where the token was None."""

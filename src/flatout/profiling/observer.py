@@ -10,9 +10,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
+from torch import nn
 
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
-from flatout.profiling.collector import Collector, RootWatcher, StepWatch
+from flatout.profiling.collector import Collector, InnerWatcher, RootWatcher, StepWatch
 from flatout.profiling.collectors.compiling import Compiling
 from flatout.profiling.collectors.feeding import Feeding
 from flatout.profiling.collectors.reads import HostReads, is_on_accelerator
@@ -90,6 +91,7 @@ class Observer:
             self.collectors += (self.ranks,)
         self.watch: StepWatch | None = None
         self.root_watchers: tuple[RootWatcher, ...] = ()
+        self.inner_watcher: InnerWatcher | None = None
         self.light_s = 0.0
         self.deep_s = 0.0
         self.pause_s = 0.0
@@ -221,6 +223,25 @@ class Observer:
             with self.deep.aside():
                 for watcher in self.root_watchers:
                     watcher.on_root_output(root, output)
+        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
+            self.fail(e)
+
+    def on_inner_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if self.inner_watcher is None or self._in_backward or self.mode is not Mode.DEEP:
+            return None
+        try:
+            with self.deep.aside():
+                return self.inner_watcher.on_inner_start(module, args, kwargs)
+        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
+            self.fail(e)
+            return None
+
+    def on_inner_end(self, token: object, output: Any) -> None:
+        if self.inner_watcher is None:
+            return
+        try:
+            with self.deep.aside():
+                self.inner_watcher.on_inner_end(token, output)
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
 

@@ -201,7 +201,10 @@ class OptimizerUse(Record, frozen=True, kw_only=True):
 
 
 class UnusedGradient(Record, frozen=True, kw_only=True):
-    """Parameters that received a gradient but belong to no optimizer that steps."""
+    """Parameters of one root module that received a gradient but belong to no optimizer that steps.
+
+    `is_whole`: no parameter of that root module is trained, a teacher's for example.
+    """
 
     num_tensors: int
     num_elements: int
@@ -209,6 +212,7 @@ class UnusedGradient(Record, frozen=True, kw_only=True):
     operators: tuple[int, ...]
     seconds: float
     source: int
+    is_whole: bool = False
 
 
 class Loader(Record, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from flatout.profiling.calls import ModuleCalls, Root, is_wrapper, iter_tensors
+from flatout.profiling.calls import ModuleCalls, Root, is_wrapper, iter_tensors, module_paths
 from flatout.profiling.patching import Patches
 from flatout.profiling.steps.optimizing import OptimizerWatched, Optimizing
 from flatout.profiling.steps.schedule import Mode
@@ -102,7 +102,7 @@ class ModuleFacts:
         if is_deep:
             versions = sum(p._version for p in module.parameters() if not p.is_inference())
             state = torch.get_rng_state()
-            self._open.append(RootCall(id(module), _fingerprint((args, kwargs)), module.training, versions, state))
+            self._open.append(RootCall(id(module), fingerprint((args, kwargs)), module.training, versions, state))
 
     def on_root_output(self, root: Root, output: Any) -> None:
         """Judge whether the call that just ended repeated an earlier one of this step."""
@@ -111,7 +111,7 @@ class ModuleFacts:
         call = self._open.pop()
         if not call.inputs or not torch.equal(call.random_state, torch.get_rng_state()):
             return  # dropout: the same input twice is then no waste
-        result = _fingerprint(output)
+        result = fingerprint(output)
         key = (call.module, call.inputs, call.is_training, call.versions)
         earlier = self._seen.get(key)
         if earlier is None:
@@ -200,10 +200,9 @@ def _owners(calls: ModuleCalls) -> dict[int, tuple[str, str]]:
         module = root.alive
         if module is None:
             continue
-        top = type(module).__name__
-        for name, inner in module.named_modules():
+        for path, inner in module_paths(module, root.name):
             for parameter in inner.parameters(recurse=False):
-                found.setdefault(id(parameter), (f"{top}.{name}" if name else top, type(inner).__name__))
+                found.setdefault(id(parameter), (path, type(inner).__name__))
     return found
 
 
@@ -225,7 +224,7 @@ def _fact(name: str, root: Root, *, value: float = 0.0, text: str = "") -> Modul
     return ModuleFact(name=name, module=root.name, kind=root.name, value=value, text=text, source=root.site)
 
 
-def _fingerprint(value: Any) -> int:
+def fingerprint(value: Any) -> int:
     """A number that tells nests of tensors apart by their bits; 0 for what is too large or holds no tensor."""
     tensors = list(iter_tensors(value))
     if not tensors or any(is_wrapper(t) or t.is_sparse or t.layout != torch.strided for t in tensors):

@@ -389,27 +389,41 @@ def loaders_of(observer: Observer) -> tuple[Loader, ...]:
 
 
 def unused_gradients_of(observer: Observer, table: OperatorTable) -> tuple[UnusedGradient, ...]:
-    """Modules whose own parameters get gradients that no optimizer reads."""
-    paths = {p for p in observer.deep.unused if p not in observer.deep.trained_modules}
+    """Modules whose own parameters get gradients that no optimizer reads; one entry per root module."""
+    deep = observer.deep
+    by_root: dict[str, set[str]] = defaultdict(set)
+    for path in deep.unused:
+        if path not in deep.trained_modules:
+            by_root[path.partition(".")[0]].add(path)
+    found = (_unused_gradient(observer, table, root, paths) for root, paths in by_root.items())
+    return tuple(f for f in found if f is not None)
+
+
+def _unused_gradient(observer: Observer, table: OperatorTable, root: str, paths: set[str]) -> UnusedGradient | None:
+    deep = observer.deep
     rows = [i for i, o in enumerate(table.operators) if o.phase == "backward" and o.module in paths]
     if not rows:
-        return ()
-    forward = [o for o in table.operators if o.phase == "forward" and o.source >= 0]
-    frozen = [o.source for o in forward if o.module in paths]
-    sources = observer.sites.table()
-    others = {sources[o.source].function for o in forward if o.module in observer.deep.trained_modules}
-    chain = (frozen[0], *observer.deep.callers.get(frozen[0], ())) if frozen else ()
-    # Where trained code calls the frozen part: the innermost line whose function does other work too.
-    place = next((s for s in chain if sources[s].function in others), chain[0] if chain else -1)
-    return (
-        UnusedGradient(
-            num_tensors=sum(observer.deep.unused[p][0] for p in paths),
-            num_elements=sum(observer.deep.unused[p][1] for p in paths),
-            modules=tuple(sorted(paths)),
-            operators=tuple(rows),
-            seconds=sum(table.operators[i].total_s for i in rows),
-            source=place,
-        ),
+        return None
+    is_whole = not any(path.partition(".")[0] == root for path in deep.trained_modules)
+    if is_whole:
+        calls = [r for r in observer.calls.roots.values() if r.name == root]
+        place = max(calls, key=lambda r: r.total_s).site if calls else -1
+    else:
+        forward = [o for o in table.operators if o.phase == "forward" and o.source >= 0]
+        frozen = [o.source for o in forward if o.module in paths]
+        sources = observer.sites.table()
+        others = {sources[o.source].function for o in forward if o.module in deep.trained_modules}
+        chain = (frozen[0], *deep.callers.get(frozen[0], ())) if frozen else ()
+        # Where trained code calls the frozen part: the innermost line whose function does other work too.
+        place = next((s for s in chain if sources[s].function in others), chain[0] if chain else -1)
+    return UnusedGradient(
+        num_tensors=sum(deep.unused[p][0] for p in paths),
+        num_elements=sum(deep.unused[p][1] for p in paths),
+        modules=tuple(sorted(paths)),
+        operators=tuple(rows),
+        seconds=sum(table.operators[i].total_s for i in rows),
+        source=place,
+        is_whole=is_whole,
     )
 
 

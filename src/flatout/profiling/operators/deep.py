@@ -156,7 +156,7 @@ class DeepLooks:
             module = root.module()
             if module is None or not root.has_parameters:
                 continue
-            for path, inner in module_paths(module):
+            for path, inner in module_paths(module, root.name):
                 own = list(inner.parameters(recurse=False))
                 unused = [p for p in own if p.grad is not None and id(p) not in optimized]
                 if unused:

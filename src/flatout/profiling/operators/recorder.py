@@ -161,6 +161,8 @@ class OperatorRecorder(TorchDispatchMode):
         self._constant: dict[int, bool] = {}
         self._known: dict[Any, str] = {}
         self._views: set[str] = set()
+        self._silent: dict[str, tuple[tuple[int, str], ...]] = {}
+        """Of functions that return nothing, the arguments they write to."""
         self.graph_flop: dict[OperatorKey, int] = {}
         self._graph_flop: int | None = None
         """FLOP seen so far in the compiled graph that runs now; None outside any."""
@@ -268,6 +270,8 @@ class OperatorRecorder(TorchDispatchMode):
             name = self._known[func] = f"{func.namespace}.{func._schema.name.partition('::')[2]}"
             if any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments):
                 self._views.add(name)
+            if not func._schema.returns:
+                self._silent[name] = _written_arguments(func)
         if self.is_paused or len(self.step.calls) >= MAX_CALLS or name.startswith(_SKIPPED_NAMESPACES):
             self.step.truncated |= not self.is_paused and len(self.step.calls) >= MAX_CALLS
             return func(*args, **kwargs)
@@ -303,7 +307,7 @@ class OperatorRecorder(TorchDispatchMode):
         key = OperatorKey(name, site, module, phase, inputs, outputs, _scalars(args, kwargs))
         index = len(self.step.calls)
         is_view = name in self._views
-        for result in results:
+        for result in results if name not in self._silent else _written(self._silent[name], args, kwargs):
             storage = storage_of(result)
             if storage < 0 or (is_view and storage in storages):
                 continue  # who reads a view reads what the memory's last writer wrote
@@ -388,6 +392,17 @@ class OperatorRecorder(TorchDispatchMode):
         """Keep the device busy while the host queues, so that device events measure kernels and not the host."""
         if self._is_device:
             torch.cuda._sleep(_HEAD_START_CYCLES)
+
+
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments that a function writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _written(which: tuple[tuple[int, str], ...], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call without a result writes to (`_foreach_mul_`)."""
+    return _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in which])
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

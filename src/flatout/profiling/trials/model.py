@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from flatout.measure.timer import compare
-from flatout.profiling.calls import Captured, iter_tensors, map_tensors, without_replication
+from flatout.profiling.calls import Captured, iter_tensors, map_tensors, module_paths, without_replication
 from flatout.profiling.trials.scene import Refused, Scene
 from flatout.profiling.trials.switches import SWITCHES, without_autocast
 from flatout.records.trial import TimeModel, TrialResult
@@ -94,7 +94,7 @@ def _variant(
         _unpack(twin)
     elif trial.variant == "frozen":
         twin = copy.deepcopy(twin)
-        _freeze(twin, set(trial.modules or scene.unused_modules))
+        _freeze(twin, scene.roots[trial.model].name, set(trial.modules or scene.unused_modules))
     elif trial.variant == "float32":
         twin = copy.deepcopy(twin).float()
         args, kwargs = (map_tensors(v, lambda t: t.float() if t.is_floating_point() else t) for v in (args, kwargs))
@@ -213,10 +213,9 @@ def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
-def _freeze(module: nn.Module, paths: set[str]) -> None:
-    top = type(module).__name__
-    for name, inner in module.named_modules():
-        if (f"{top}.{name}" if name else top) in paths:
+def _freeze(module: nn.Module, top: str, paths: set[str]) -> None:
+    for path, inner in module_paths(module, top):
+        if path in paths:
             for parameter in inner.parameters(recurse=False):
                 parameter.requires_grad_(False)
 

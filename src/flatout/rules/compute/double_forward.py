@@ -2,7 +2,9 @@
 
 Costs        The second call, and its backward where its graph is used.
 Evidence     Calls of a root module in the deep steps whose inputs, outputs and weights are bit for bit those of an earlier call
-             of the step, and that draw no random numbers. The price is the second call's own time in undisturbed steps.
+             of the step, and that draw no random numbers. The price is the second call's own time in undisturbed steps. So too a
+             module inside others (an encoder that actor and critic share) that is given the very same tensors again; its
+             price is the time of its operators, forward and backward.
 Levers       graph.reuse-result
 False alarm  Two passes with different dropout over one input (contrastive learning): they draw random numbers and differ.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flatout.cost.accounting import facts_named, milliseconds
+from flatout.cost.accounting import facts_named, milliseconds, seconds_of
 from flatout.records.evidence import Evidence, Model
 from flatout.records.finding import Finding, Rule
 from flatout.records.usage import ModuleFact
@@ -19,6 +21,8 @@ from flatout.records.usage import ModuleFact
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding per line that repeats a call."""
+    for fact in facts_named(evidence, "double-forward-inside"):
+        yield _inside(evidence, fact)
     for fact in facts_named(evidence, "double-forward"):
         models = [m for m in evidence.models if m.source == fact.source and m.name == fact.module]
         calls = sum(m.calls for m in models)
@@ -43,6 +47,27 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             module=fact.module,
             levers=RULE.levers,
         )
+
+
+def _inside(evidence: Evidence, fact: ModuleFact) -> Finding:
+    rows = tuple(i for i, o in enumerate(evidence.operators) if _is_in(o.module, fact.module))
+    cost_s = seconds_of(evidence, rows) * min(1.0, fact.value / float(fact.text))
+    return Finding(
+        rule=RULE.id,
+        regime="compute",
+        where=evidence.source_of(fact.source),
+        cost_s=cost_s,
+        saved_s=(0.85 * cost_s, cost_s),
+        because=f"{fact.module} is called {_times(fact)} a step on tensors it has already been given in this step, with the same "
+        f"weights, and returns the same result bit for bit; forward and backward of that {milliseconds(cost_s)} a step",
+        edit="run it once, before both that use it, and hand its result to them",
+        module=fact.module,
+        levers=RULE.levers,
+    )
+
+
+def _is_in(module: str, outer: str) -> bool:
+    return module == outer or module.startswith(f"{outer}.")
 
 
 def _backward_s(evidence: Evidence, models: list[Model], forward_s: float) -> float:

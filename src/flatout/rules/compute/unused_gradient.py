@@ -2,7 +2,7 @@
 
 Costs        The backward through a body that is frozen only by not being given to the optimizer, and the memory of its gradients.
 Evidence     Parameters that receive a gradient but are in no optimizer that steps. Trial: forward and backward with those
-             parameters not requiring gradients.
+             parameters not requiring gradients; of a module that is not trained at all (a teacher), its forward under no_grad.
 Levers       workload.freeze
 False alarm  An optimizer that steps rarely and had not stepped yet.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flatout.cost.accounting import around, kept_fraction, model_seconds, result_of
-from flatout.records.evidence import Evidence
+from flatout.records.evidence import Evidence, Model, UnusedGradient
 from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeModel
 
@@ -20,43 +20,61 @@ _WORTH_A_TRIAL = 0.03
 
 
 def propose(evidence: Evidence) -> Iterator[TimeModel]:
-    """Freeze the unused parameters of the largest training module."""
-    if any(u.seconds > _WORTH_A_TRIAL * evidence.steps.step_s for u in evidence.unused_gradients):
-        trial = _trial_of(evidence)
-        if trial is not None:
+    """Run a module that is not trained at all without a graph; freeze the unused parameters of one that is trained in part."""
+    for unused in evidence.unused_gradients:
+        trial = _trial_of(evidence, unused)
+        if trial is not None and unused.seconds > _WORTH_A_TRIAL * evidence.steps.step_s:
             yield trial
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
-    """Yield one finding for all unused gradients."""
-    trial = _trial_of(evidence)
-    result = result_of(evidence, trial) if trial is not None else None
+    """Yield one finding per root module with unused gradients."""
     for unused in evidence.unused_gradients:
-        saved_s = (0.8 * unused.seconds, unused.seconds)
-        if result is not None:
-            saved_s = around(model_seconds(evidence) * (1 - kept_fraction(result)), 0.15)
+        trial = _trial_of(evidence, unused)
+        result = result_of(evidence, trial) if trial is not None else None
+        cost_s, saved_s = unused.seconds, (0.8 * unused.seconds, unused.seconds)
+        if trial is not None and result is not None:
+            if unused.is_whole:
+                cost_s = _whole_s(evidence, evidence.models[trial.model], unused)
+                saved_s = around(cost_s * (1 - kept_fraction(result)), 0.15)
+            else:
+                saved_s = around(model_seconds(evidence) * (1 - kept_fraction(result)), 0.15)
         yield Finding(
             rule=RULE.id,
             regime="compute",
             where=evidence.source_of(unused.source),
-            cost_s=unused.seconds,
+            cost_s=max(unused.seconds, saved_s[1]),
             saved_s=saved_s,
             because=f"{unused.num_tensors} parameters ({unused.num_elements / 1e6:.2f} M) get gradients but no optimizer "
             f"holds them; their backward takes {unused.seconds * 1e3:.2f} ms a step",
-            edit="run the frozen part under torch.no_grad(), or body.requires_grad_(False) once before training",
-            module=unused.modules[0] if unused.modules else "",
+            edit="run it under torch.no_grad(): a teacher or target needs no gradients"
+            if unused.is_whole
+            else "run the frozen part under torch.no_grad(), or body.requires_grad_(False) once before training",
+            module=_module_of(unused),
             levers=RULE.levers,
             operators=unused.operators,
             measured=result is not None,
         )
 
 
-def _trial_of(evidence: Evidence) -> TimeModel | None:
-    training = [i for i, m in enumerate(evidence.models) if m.is_training and m.num_graphs_used]
-    if not training or not evidence.unused_gradients:
+def _whole_s(evidence: Evidence, model: Model, unused: UnusedGradient) -> float:
+    """Forward and backward of a module that is not trained."""
+    return model.calls * model.call_s + unused.seconds
+
+
+def _module_of(unused: UnusedGradient) -> str:
+    first = unused.modules[0] if unused.modules else ""
+    return first.partition(".")[0] if unused.is_whole else first
+
+
+def _trial_of(evidence: Evidence, unused: UnusedGradient) -> TimeModel | None:
+    training = [i for i, m in enumerate(evidence.models) if m.num_graphs_used and (m.is_training or unused.is_whole)]
+    if unused.is_whole and unused.modules:
+        training = [i for i in training if evidence.models[i].name == unused.modules[0].partition(".")[0]]
+    if not training:
         return None
     largest = max(training, key=lambda i: evidence.models[i].call_s * evidence.models[i].calls)
-    return TimeModel(model=largest, variant="frozen", backward=True)
+    return TimeModel(model=largest, variant="without-graph" if unused.is_whole else "frozen", backward=True)
 
 
 RULE = Rule(
