@@ -22,6 +22,8 @@ from flatout.records.trial import Trial
 
 SMALLEST_FRACTION: Final = 0.04
 """A saving below this share of the step is not reported, however sure: the noise of a shared machine is of that size."""
+_MOST_OF_A_PASS: Final = 0.95
+"""Of an evaluation pass, however large the share of the forward is that a cure does away with."""
 
 SMALLEST_PEAK_FRACTION: Final = 0.10
 """A saving below this share of the peak is not reported: a batch one tenth larger is no other experiment."""
@@ -49,7 +51,7 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
     rules = tuple(rules)
     whole_s = evidence.steps.whole_s
     titles = {r.id: r.title for r in rules}
-    found = [f for r in rules for f in r.check(evidence)] if whole_s > 0 else []
+    found = [_with_evaluation(f, evidence) for r in rules for f in r.check(evidence)] if whole_s > 0 else []
     least_s = max(SMALLEST_FRACTION * whole_s, evidence.steps.noise_s)
     worthy = [f for f in found if _middle(f) >= least_s]
     heavy = [f for f in found if _middle(f) < least_s and _is_heavy(f, evidence)]
@@ -71,6 +73,21 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
         checked=tuple(r.id for r in rules if r.id not in named),
         refused=tuple(dict.fromkeys(f"{_words(t.trial)}: {t.refused}" for t in evidence.trials if t.refused)),
     )
+
+
+def _with_evaluation(finding: Finding, evidence: Evidence) -> Finding:
+    """The finding with what its cure saves in evaluation passes too: they run the same module's forward."""
+    evaluation_s = evidence.steps.phases.get("evaluation", 0.0)
+    forward_s = evidence.steps.phases.get("forward", 0.0)
+    if not evaluation_s or not forward_s or finding.cost_s <= 0 or "evaluation" in finding.phases:
+        return finding
+    rows = [evidence.operators[i] for i in finding.operators]
+    if any(o.phase == "evaluation" for o in rows):
+        return finding
+    mine_s = sum(o.total_s for o in rows if o.phase == "forward" and o.module)
+    share = min(_MOST_OF_A_PASS, mine_s / forward_s) / finding.cost_s
+    low, high = ((1 + evaluation_s * share) * s for s in finding.saved_s)
+    return msgspec.structs.replace(finding, saved_s=(low, high))
 
 
 def _middle(finding: Finding) -> float:

@@ -202,6 +202,18 @@ class TimeMergedLinears(Record, frozen=True, kw_only=True, tag="time-merged-line
     backward: bool
 
 
+class TimeStackedLinears(Record, frozen=True, kw_only=True, tag="time-stacked-linears"):
+    """`num` linear layers on inputs of (rows, in_features) each, one by one, against one batched product."""
+
+    num: int
+    rows: int
+    in_features: int
+    out_features: int
+    dtype: str
+    bias: bool
+    backward: bool
+
+
 class TimeForeach(Record, frozen=True, kw_only=True, tag="time-foreach"):
     """These operators (by index) called tensor by tensor as captured, against torch's foreach functions over all tensors."""
 
@@ -259,6 +271,7 @@ Trial = (
     | TimePaddedProduct
     | TimeAttentionCall
     | TimeMergedLinears
+    | TimeStackedLinears
     | TimeForeach
     | TimeSparseEmbedding
     | TimeStrides

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -138,7 +139,7 @@ def normalisation(trial: TimeNormalisation, scene: Scene) -> TrialResult:
 
 
 def distance(trial: TimeDistance, scene: Scene) -> TrialResult:
-    """All differences written out, squared and added up, against torch.cdist."""
+    """All differences written out, squared and added up, against torch.cdist and against one product: the faster counts."""
     # B batch, N points of a, M points of b, D dimensions
     dtype = getattr(torch, trial.dtype)
     a_BND, b_BMD = (
@@ -152,10 +153,18 @@ def distance(trial: TimeDistance, scene: Scene) -> TrialResult:
     def cdist() -> Tensor:
         return torch.cdist(a_BND, b_BMD) ** 2
 
-    with torch.no_grad():
-        a, b = written_out(), cdist()
-        error = float((a - b).abs().max() / a.abs().max())
-    return _result(trial, written_out, cdist, (a_BND, b_BMD), scene, error, backward=trial.backward)
+    def product() -> Tensor:
+        squares = a_BND.square().sum(-1)[:, :, None] + b_BMD.square().sum(-1)[:, None]
+        return torch.baddbmm(squares, a_BND, b_BMD.transpose(1, 2), alpha=-2).clamp_min(0)
+
+    results = []
+    for name, cured in (("torch.cdist", cdist), ("one product", product)):
+        with torch.no_grad():
+            a, b = written_out(), cured()
+            error = float((a - b).abs().max() / a.abs().max())
+        result = _result(trial, written_out, cured, (a_BND, b_BMD), scene, error, backward=trial.backward)
+        results.append(msgspec.structs.replace(result, variant=name))
+    return min(results, key=lambda r: (r.cured_s or 0.0) / (r.now_s or 1.0))
 
 
 def one_hot(trial: TimeOneHot, scene: Scene) -> TrialResult:

@@ -17,14 +17,23 @@ from flatout.records.trial import (
     TimeAttentionCall,
     TimeMergedLinears,
     TimeSparseEmbedding,
+    TimeStackedLinears,
     TimeStrides,
     Trial,
     TrialResult,
 )
 
 _LARGEST_TABLE: Final = 200_000_000
-_LAZY: Final = {"Adam": torch.optim.SparseAdam, "AdamW": torch.optim.SparseAdam, "SGD": torch.optim.SGD}
+_LAZY: Final = {
+    "Adam": torch.optim.SparseAdam,
+    "AdamW": torch.optim.SparseAdam,
+    "SGD": torch.optim.SGD,
+    "Adagrad": torch.optim.Adagrad,
+}
 """The optimizer that takes sparse gradients in place of each."""
+
+Lookup = Callable[..., Tensor]
+"""(indices, table, sparse=...) -> rows, or what becomes of them."""
 
 
 def attention_call(trial: TimeAttentionCall, scene: Scene) -> TrialResult:
@@ -79,14 +88,49 @@ def merged_linears(trial: TimeMergedLinears, scene: Scene) -> TrialResult:
     return timed(trial, passing(apart, first, trial.backward), passing(together, second, trial.backward), scene)
 
 
+def stacked_linears(trial: TimeStackedLinears, scene: Scene) -> TrialResult:
+    """Equal linear layers on inputs of their own one by one, and as one batched product with their weights stacked."""
+    dtype, device = getattr(torch, trial.dtype), scene.device
+
+    def random(*shape: int) -> Tensor:
+        return random_tensor(shape, dtype, device=device).requires_grad_(trial.backward)
+
+    x = random(trial.rows, trial.num, trial.in_features)
+    weights = [random(trial.out_features, trial.in_features) for _ in range(trial.num)]
+    biases = [random(trial.out_features) if trial.bias else None for _ in range(trial.num)]
+    weight = random(trial.num, trial.in_features, trial.out_features)
+    bias = random(trial.num, 1, trial.out_features) if trial.bias else None
+
+    def apart() -> list[Tensor]:
+        return [F.linear(*given) for given in zip(x.unbind(1), weights, biases, strict=True)]
+
+    def together() -> list[Tensor]:
+        batch = x.transpose(0, 1)
+        return [torch.bmm(batch, weight) if bias is None else torch.baddbmm(bias, batch, weight)]
+
+    first = (x, *weights, *(b for b in biases if b is not None))
+    second = (x, weight) if bias is None else (x, weight, bias)
+    return timed(trial, passing(apart, first, trial.backward), passing(together, second, trial.backward), scene)
+
+
 def sparse_embedding(trial: TimeSparseEmbedding, scene: Scene) -> TrialResult:
     """A table's lookup, backward and update, with the gradient dense and sparse."""
     example = scene.examples[trial.operator]
-    indices = next((a for a in example.args if isinstance(a, Tensor)), None) if example is not None else None
+    kept = [a for a in example.args if isinstance(a, Tensor)] if example is not None else []
+    indices = kept[0] if kept else None
     table = scene.outputs[trial.operator]
     optimizer = scene.optimizers[trial.optimizer].optimizer()
-    if indices is None or table is None or len(table.shape) != 2:
+    if example is None or indices is None or table is None or len(table.shape) != 2:
         raise Refused("the indices were not kept")
+    lookup: Lookup = F.embedding
+    if "embedding_bag" in str(example.func):
+        if len(kept) < 2 or kept[1].numel() != example.args[0][0].shape[0]:
+            raise Refused("the offsets of the bags were not kept")
+        offsets = kept[1]
+
+        def lookup(ids: Tensor, weight: Tensor, *, sparse: bool) -> Tensor:
+            return F.embedding_bag(ids, weight, offsets, mode="mean", sparse=sparse)
+
     if optimizer is None or type(optimizer).__name__ not in _LAZY:
         raise Refused("this optimizer has no counterpart that takes sparse gradients")
     if table.shape[0] * table.shape[1] > _LARGEST_TABLE:
@@ -99,8 +143,8 @@ def sparse_embedding(trial: TimeSparseEmbedding, scene: Scene) -> TrialResult:
     plain = {k: v for k, v in options.items() if k == "lr"}
     return timed(
         trial,
-        _update(dense, indices, type(optimizer)([dense], **options), sparse=False),
-        _update(sparse, indices, kind([sparse], **plain), sparse=True),
+        _update(lookup, dense, indices, type(optimizer)([dense], **options), sparse=False),
+        _update(lookup, sparse, indices, kind([sparse], **plain), sparse=True),
         scene,
         parts={"touched": float(indices.unique().numel())},
     )
@@ -110,10 +154,12 @@ def _table(meta: TensorMeta, scene: Scene) -> Tensor:
     return random_tensor(meta.shape, meta.dtype, device=scene.device).requires_grad_()
 
 
-def _update(table: Tensor, indices: Tensor, optimizer: Optimizer, *, sparse: bool) -> Callable[[], object]:
+def _update(
+    lookup: Lookup, table: Tensor, indices: Tensor, optimizer: Optimizer, *, sparse: bool
+) -> Callable[[], object]:
     def update() -> object:
         optimizer.zero_grad()
-        F.embedding(indices, table, sparse=sparse).sum().backward()
+        lookup(indices, table, sparse=sparse).sum().backward()
         return optimizer.step()
 
     return update

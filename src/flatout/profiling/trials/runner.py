@@ -24,6 +24,7 @@ from flatout.records.trial import (
     TimePaddedProduct,
     TimeRecurrence,
     TimeSparseEmbedding,
+    TimeStackedLinears,
     TimeStrides,
     TimeWorkers,
     Trial,
@@ -78,6 +79,8 @@ def _run(trial: Trial, scene: Scene) -> TrialResult:
                 return calls.attention_call(trial, scene)
             case TimeMergedLinears():
                 return calls.merged_linears(trial, scene)
+            case TimeStackedLinears():
+                return calls.stacked_linears(trial, scene)
             case TimeForeach():
                 return foreach.run(trial, scene)
             case TimeSparseEmbedding():

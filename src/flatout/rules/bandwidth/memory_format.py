@@ -73,7 +73,7 @@ def _rows(evidence: Evidence) -> tuple[int, ...]:
 def _is_nchw(operator: Operator) -> bool:
     if not operator.op.removeprefix("aten.").removeprefix("mkldnn_").removeprefix("cudnn_").startswith(_CONVOLUTIONS):
         return False
-    images = operator.inputs[:2] if operator.phase == "backward" else operator.inputs[:1]
+    images = operator.inputs[1:2] if operator.phase == "backward" else operator.inputs[:1]  # a gradient has any strides
     return bool(images) and all(len(t.shape) == 4 and t.is_contiguous for t in images)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from flatout.cost.accounting import has_backward, kept_fraction, result_of, rows_at, seconds_of
+from flatout.cost.accounting import group_by, has_backward, kept_fraction, result_of, rows_at, seconds_of
 from flatout.cost.trace import walk_back
 from flatout.records.evidence import Evidence, Operator
 from flatout.records.finding import Finding, Rule
@@ -24,6 +24,7 @@ _MOVES: Final = "_to_copy view _unsafe_view reshape expand unsqueeze squeeze tra
 _THROUGH: Final = frozenset(f"aten.{name}" for name in _MOVES.split())
 _FEWEST_CLASSES: Final = 64
 _WORTH_A_TRIAL: Final = 0.03
+_NAMED: Final = 3
 
 
 def propose(evidence: Evidence) -> Iterator[TimeOneHot]:
@@ -34,22 +35,25 @@ def propose(evidence: Evidence) -> Iterator[TimeOneHot]:
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
-    """Yield one finding per line that makes one-hot rows for a product."""
-    for source, rows, trial in _products(evidence):
-        result = result_of(evidence, trial)
-        if result is None:
-            continue
-        cost_s, kept = seconds_of(evidence, rows), kept_fraction(result)
-        saved_s = cost_s * max(0.0, 1 - kept)
+    """Yield one finding per line that makes one-hot rows for products."""
+    tried = [(s, rows, t, r) for s, rows, t in _products(evidence) if (r := result_of(evidence, t)) is not None]
+    for source, items in group_by(tried, lambda item: item[0]).items():
+        rows = tuple(dict.fromkeys(row for _, mine, _, _ in items for row in mine))
+        cost_s = seconds_of(evidence, rows)
+        saved_s = sum(seconds_of(evidence, mine) * max(0.0, 1 - kept_fraction(r)) for _, mine, _, r in items)
+        saved_s = min(saved_s, cost_s)
+        kept = 1 - saved_s / cost_s if cost_s else 1.0
+        sizes = " and ".join(f"{t.rows} rows of {t.classes} numbers" for _, _, t, _ in items[:_NAMED])
+        tables = ", ".join(f"nn.Embedding({t.classes}, {t.width})" for _, _, t, _ in items[:_NAMED])
         yield Finding(
             rule=RULE.id,
             regime="compute",
             where=evidence.source_of(source),
             cost_s=cost_s,
             saved_s=(0.8 * saved_s, saved_s),
-            because=f"{trial.rows} rows of {trial.classes} numbers, all but one of them zero, are made and multiplied, "
-            f"{cost_s * 1e3:.2f} ms a step; looking the rows up takes {kept:.0%} of that (tried)",
-            edit=f"nn.Embedding({trial.classes}, {trial.width}) on the indices (its weight is the linear layer's, transposed)",
+            because=f"{sizes}, all but one of them zero, are made and multiplied, "
+            f"{cost_s * 1e3:.2f} ms a step; looking the rows up takes {max(0.0, kept):.0%} of that (tried)",
+            edit=f"{tables} on the indices (its weight is the linear layer's, transposed)",
             levers=RULE.levers,
             operators=rows,
             measured=True,
@@ -72,7 +76,11 @@ def _products(evidence: Evidence) -> Iterator[tuple[int, tuple[int, ...], TimeOn
         hot = operators[trace.operator[scatters[0]]]
         index = min((t for t in hot.inputs if t.dtype == "int64"), key=lambda t: t.num_elements)
         lines = {hot.source, product.source}
-        making = [i for i in rows_at(evidence, {hot.source}) if operators[i].phase != "backward"]
+        making = [
+            i
+            for i in rows_at(evidence, {hot.source})
+            if operators[i].phase != "backward" and _classes(hot) in _sizes(operators[i])
+        ]
         multiplying = [
             i
             for i in rows_at(evidence, {product.source})
