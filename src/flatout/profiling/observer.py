@@ -15,6 +15,7 @@ from torch import nn
 from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
 from flatout.profiling.collector import Collector, InnerWatcher, RootWatcher, StepWatch
 from flatout.profiling.collectors.compiling import Compiling
+from flatout.profiling.collectors.faults import Faults
 from flatout.profiling.collectors.feeding import Feeding
 from flatout.profiling.collectors.reads import HostReads, is_on_accelerator
 from flatout.profiling.collectors.settings import Settings
@@ -89,6 +90,8 @@ class Observer:
         self.collectors: tuple[Collector, ...] = (self.compiling, self.uses)
         if self.ranks is not None:
             self.collectors += (self.ranks,)
+        self.faults = Faults()
+        self.deep.inspectors.append(self.faults.inspect)
         self.watch: StepWatch | None = None
         self.root_watchers: tuple[RootWatcher, ...] = ()
         self.inner_watcher: InnerWatcher | None = None
@@ -147,6 +150,8 @@ class Observer:
             self._settle_unwatched()
             self.seen += self.blocks.cut()
             self.optimizing.unwatched_ends_s = None
+        if self.mode is Mode.LIGHT:
+            self.faults.end(seen=self.seen)
         self._activate(False)
         self.sampler.stop()
         if self.mode is Mode.READS:
@@ -353,6 +358,7 @@ class Observer:
             self.reads.uploads.clear()
             self.reads.num_steps = 0
             self.uses.clear()
+            self.faults.clear()
             self.sampler.clear()
             self.sampler.is_on = False
             if self.ranks is not None:
@@ -403,6 +409,10 @@ class Observer:
             deep_allowed=self._is_deep_allowed(),
             is_device=self.is_device,
         )
+        if before is not Mode.LIGHT and self.mode is Mode.LIGHT:
+            self.faults.begin(seen=self.seen)
+        elif before is Mode.LIGHT and self.mode is not Mode.LIGHT:
+            self.faults.end(seen=self.seen)
         self._tell_progress(began)
         if before is Mode.DEEP and self.mode is not Mode.DEEP:
             self.deep.leave()

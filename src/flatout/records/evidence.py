@@ -12,7 +12,7 @@ from flatout.records.compilation import Compilation
 from flatout.records.device import DeviceStep
 from flatout.records.distributed import Distributed
 from flatout.records.hardware import Machine
-from flatout.records.memory import Memory
+from flatout.records.memory import FreshPages, Memory
 from flatout.records.record import Record
 from flatout.records.span import StepTimeline
 from flatout.records.trial import TrialResult
@@ -315,6 +315,7 @@ class Evidence(Record, frozen=True, kw_only=True):
     recurrences: tuple[RepeatedModule, ...] = ()
     memory: tuple[Memory, ...] = ()
     """One for the host and one for each device that was used."""
+    fresh_pages: FreshPages | None = None
     compilation: Compilation | None = None
     device_step: DeviceStep | None = None
     distributed: Distributed | None = None

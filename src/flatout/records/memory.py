@@ -99,3 +99,23 @@ class Memory(Record, frozen=True, kw_only=True):
     """Times the device's allocator had to free its cache and ask again (cudaMalloc retries), in all observed steps."""
     num_cache_clears: float = 0.0
     """Calls of empty_cache a step."""
+
+
+class PagesOfLine(Record, frozen=True, kw_only=True):
+    """Page faults a step of the operators of one line, in the deep steps."""
+
+    source: int
+    faults: float
+
+
+class FreshPages(Record, frozen=True, kw_only=True):
+    """What the kernel counted for the thread that runs the steps, a step under light observation.
+
+    `faults` are page faults served without reading a file (4 KiB each, where pages are not huge), `kernel_s` seconds in the
+    kernel for whatever reason; `lines` the lines with most faults, by the deep steps.
+    """
+
+    faults: float
+    kernel_s: float
+    num_steps: int
+    lines: tuple[PagesOfLine, ...] = ()

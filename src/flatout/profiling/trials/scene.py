@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -40,12 +41,13 @@ class Refused(Exception):
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Leave random streams, grad mode and inference mode as they were."""
+    """Leave random streams, grad mode and inference mode as they were; warnings of trials are not the script's."""
     numpy: Any = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
+    quiet = warnings.catch_warnings(action="ignore")
+    with quiet, torch.random.fork_rng(devices=devices), torch.inference_mode(False), torch.enable_grad():
         try:
             yield
         finally:

@@ -62,7 +62,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             regime="overhead",
             where=evidence.source_of(source),
             cost_s=max(cost_s, saved_s),
-            saved_s=around(saved_s, 0.2),
+            saved_s=around(saved_s, 0.12),
             because=f"{trial.num} layers of {trial.in_features} to {trial.out_features} in {layers.container} run one by one "
             f"though none needs the result of another, {milliseconds(cost_s)} a step with all around them; as one batched "
             f"product they take {kept:.0%} (tried)",
