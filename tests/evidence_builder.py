@@ -39,6 +39,7 @@ from flatout.records.evidence import (
 )
 from flatout.records.finding import Finding, Rule
 from flatout.records.hardware import Machine
+from flatout.records.memory import FreshPages, PagesOfLine
 from flatout.records.record import Record
 from flatout.records.trial import Trial, TrialResult
 from flatout.records.usage import CallUse, ModuleFact
@@ -141,6 +142,7 @@ class EvidenceBuilder:
         self.recurrences: list[RepeatedModule] = []
         self.uses: list[CallUse] = []
         self.compilation: Compilation | None = None
+        self.fresh_pages: FreshPages | None = None
         self.trials: list[TrialResult] = []
         self.facts: list[ModuleFact] = []
         self.escapes: tuple[int, ...] | None = None
@@ -261,6 +263,8 @@ class EvidenceBuilder:
         name: str = "Adam",
         variant: Literal["for-loop", "foreach", "fused", "own"] = "for-loop",
         step_s: float = 0.005,
+        num_tensors: int = 148,
+        num_elements: int = 1_000_000,
     ) -> int:
         return _add(
             self.optimizers,
@@ -269,8 +273,8 @@ class EvidenceBuilder:
                 variant=variant,
                 source=source,
                 constructed=constructed,
-                num_tensors=148,
-                num_elements=1_000_000,
+                num_tensors=num_tensors,
+                num_elements=num_elements,
                 step_s=step_s,
                 fused_supported=True,
             ),
@@ -340,18 +344,32 @@ class EvidenceBuilder:
             ),
         )
 
-    def unused_gradient(self, source: int, *, operators: tuple[int, ...] = (), seconds: float) -> int:
+    def unused_gradient(
+        self,
+        source: int,
+        *,
+        operators: tuple[int, ...] = (),
+        seconds: float,
+        module: str = "Net.body",
+        is_whole: bool = False,
+    ) -> int:
         return _add(
             self.unused_gradients,
             UnusedGradient(
                 num_tensors=40,
                 num_elements=3_000_000,
-                modules=("Net.body",),
+                modules=(module,),
                 operators=operators,
                 seconds=seconds,
                 source=source,
+                is_whole=is_whole,
             ),
         )
+
+    def pages(self, source: int, *, faults: float, kernel_s: float) -> None:
+        """Page faults a step, most of them at this line."""
+        lines = (PagesOfLine(source=source, faults=0.9 * faults),)
+        self.fresh_pages = FreshPages(faults=faults, kernel_s=kernel_s, num_steps=100, lines=lines)
 
     def recurrence(
         self, source: int, *, kind: Literal["GRUCell", "LSTMCell", "RNNCell"] = "GRUCell", calls: int
@@ -598,6 +616,7 @@ class EvidenceBuilder:
             recurrences=tuple(self.recurrences),
             uses=tuple(self.uses),
             compilation=self.compilation,
+            fresh_pages=self.fresh_pages,
             module_facts=tuple(self.facts),
             distributed=self._distributed(),
             trials=tuple(self.trials),

@@ -95,6 +95,22 @@ def test_the_evaluation_between_the_steps_is_part_of_the_step() -> None:
     assert diagnosis.findings[0].gain[0] == pytest.approx(2.0)
 
 
+def test_what_a_cure_saves_in_a_modules_forward_it_saves_in_evaluation_passes_too() -> None:
+    """20 ms of the forward's 40 lie in the module: half of an evaluation pass of 50 ms is as much slower, and all is saved."""
+    run = EvidenceBuilder(step_s=STEP_S, forward=0.04, evaluation=0.05, evaluation_s=0.05)
+    inside = run.operator("aten.mm", run.line("model.py", 9), op_s=0.02)
+    outside = run.operator("aten.mm", run.line("train.py", 9), op_s=0.02, module="")
+    evidence = run.build()
+
+    def gain(row: int) -> float:
+        [finding] = diagnose(evidence, [rule("a", found(0.02, operators=[row]))]).findings
+        return finding.gain[0]
+
+    whole_s = evidence.steps.whole_s
+    assert gain(inside) == pytest.approx(whole_s / (whole_s - 0.02 - 0.05 / 2))
+    assert gain(outside) == pytest.approx(whole_s / (whole_s - 0.02)), "the loss is no part of an evaluation pass"
+
+
 def test_a_finding_carries_its_line() -> None:
     where = Source(file="/home/ada/model.py", line=7, text="x = x @ w")
     [finding] = diagnose(four_operators(), [rule("a.a", found(0.02, where=where))]).findings

@@ -203,3 +203,46 @@ def test_only_what_nobody_uses_counts_as_unused() -> None:
         "running += (x * 7).sum()  # accumulated": False,
         "carried = x * 8  # used in the next step": True,
     }
+
+
+def test_gradients_scaled_in_place_by_a_list_function_are_of_use() -> None:
+    """clip_grad_norm_ returns a norm that nobody reads; what it does to the gradients reaches the update."""
+
+    def loop() -> None:
+        net, shared = network(), torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([*net.parameters(), shared], lr=0.1)
+        for _ in range(20):
+            loss = (net(torch.randn(4, 8)) * shared).mean() + (net(torch.randn(4, 8)) * shared).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_([*net.parameters(), shared], 0.1, foreach=True)
+            optimizer.step()
+
+    evidence = observe(loop)
+
+    scaled = [i for i, o in enumerate(evidence.operators) if o.op == "aten._foreach_mul_"]
+    assert scaled
+    dead = {i for finding in UNUSED.check(evidence) for i in finding.operators}
+    assert not dead.intersection(scaled)
+
+
+def test_a_teacher_is_told_apart_from_its_student_by_name() -> None:
+    def loop() -> None:
+        student, teacher = network(), network()
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+        for _ in range(20):
+            x = torch.randn(4, 8)
+            loss = (student(x) - teacher(x)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    evidence = observe(loop)
+
+    assert {m.name for m in evidence.models} == {"Sequential", "Sequential (2)"}
+    [unused] = evidence.unused_gradients
+    assert unused.is_whole
+    assert all(m.startswith("Sequential (2)") for m in unused.modules)
+    source = evidence.source_of(unused.source)
+    assert source is not None
+    assert "teacher(x)" in source.text

@@ -19,6 +19,7 @@ from flatout.records.trial import (
     TimeMergedLinears,
     TimeModel,
     TimeSparseEmbedding,
+    TimeStackedLinears,
     TimeStrides,
     Trial,
     TrialResult,
@@ -37,6 +38,7 @@ ATTENTION = TimeAttentionCall(
     cure="causal",
 )
 LINEARS = TimeMergedLinears(rows=16, in_features=8, out_features=(8, 4), dtype="float32", bias=True, backward=True)
+STACKED = TimeStackedLinears(num=4, rows=16, in_features=8, out_features=4, dtype="float32", bias=True, backward=True)
 
 
 def try_on(loop: Callable[[], object], propose: Callable[[Evidence], Iterable[Trial]]) -> TrialResult:
@@ -97,7 +99,7 @@ def test_a_variant_of_the_model_is_measured_and_its_switch_thrown_back(variant: 
     assert any(not torch.equal(a, b) for a, b in zip(weights, NET.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("trial", [ATTENTION, LINEARS], ids=lambda t: type(t).__name__)
+@pytest.mark.parametrize("trial", [ATTENTION, LINEARS, STACKED], ids=lambda t: type(t).__name__)
 def test_a_call_and_its_cure_are_measured(trial: Trial) -> None:
     measured(try_on(train_images, lambda _: [trial]))
 
@@ -123,9 +125,9 @@ def test_a_loop_over_parameters_is_replayed_gathered() -> None:
     assert result.parts["gathered"] == pytest.approx(1 - 1 / 12)
 
 
-def embedded(loop_optimizer: type[torch.optim.Optimizer]) -> Callable[[], None]:
+def embedded(loop_optimizer: type[torch.optim.Optimizer], kind: type[nn.Module] = nn.Embedding) -> Callable[[], None]:
     def loop() -> None:
-        table = nn.Embedding(500, 8)
+        table = kind(500, 8)
         optimizer = loop_optimizer(table.parameters(), lr=0.1)  # type: ignore[call-arg]
         for _ in range(14):
             optimizer.zero_grad()
@@ -141,6 +143,16 @@ def propose_sparse(evidence: Evidence) -> list[Trial]:
 
 def test_a_table_is_updated_densely_and_sparsely() -> None:
     result = try_on(embedded(torch.optim.Adam), propose_sparse)
+
+    measured(result)
+    assert 1 <= result.parts["touched"] <= 20
+
+
+def test_a_bag_of_embeddings_is_updated_densely_and_sparsely() -> None:
+    result = try_on(
+        embedded(torch.optim.Adagrad, nn.EmbeddingBag),
+        lambda evidence: [TimeSparseEmbedding(operator=row_of(evidence, "aten._embedding_bag_backward"), optimizer=0)],
+    )
 
     measured(result)
     assert 1 <= result.parts["touched"] <= 20

@@ -71,7 +71,7 @@ class Packing(nn.Module):
 
 
 def captured_root(module: nn.Module, *args: object) -> Root:
-    root = Root(module, (0,))
+    root = Root(module, (0,), type(module).__name__)
     root.held = module
     root.captured = Captured(args, {}, grad_enabled=True)
     return root

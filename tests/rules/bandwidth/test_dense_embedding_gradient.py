@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding, proposed, tensor
 
 from flatout.diagnosis import diagnose
@@ -45,3 +46,20 @@ def test_a_trial_without_gain_is_not_reported() -> None:
     run = looked_up()
     run.tried(*proposed(RULE, run.build()), kept=1.0)
     assert diagnose(run.build(), [RULE]).findings == ()
+
+
+def test_a_bag_of_embeddings_is_tried_too_and_what_only_the_trial_sees_counts() -> None:
+    run = looked_up()
+    bag = [(64, 10), tensor(640, dtype="int64"), tensor(64, dtype="int64")]
+    run.operators.clear()
+    line = run.line("model.py", 9)
+    run.operator("aten._embedding_bag_backward", line, inputs=bag, output=(100_000, 10), op_s=0.03, phase="backward")
+    (trial,) = proposed(RULE, run.build())
+    run.tried(trial, kept=0.1, now_s=0.06)
+
+    finding = only_finding(RULE, run.build())
+
+    assert "EmbeddingBag" in finding.edit
+    assert sum(finding.saved_s) / 2 == pytest.approx(0.9 * 0.06), (
+        "zeroing and giving back the gradient's pages included"
+    )

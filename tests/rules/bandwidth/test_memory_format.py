@@ -44,3 +44,19 @@ def test_a_gain_within_the_spread_of_the_trial_is_no_gain() -> None:
     (trial,) = proposed(RULE, run.build())
     run.trial(TrialResult(trial=trial, now_s=0.1, cured_s=0.08, spread_fraction=0.3))
     assert not list(RULE.check(run.build()))
+
+
+def test_the_strides_of_a_gradient_do_not_matter() -> None:
+    run = EvidenceBuilder()
+    run.model(run.line("train.py", 20, "out = net(x)"))
+    gradient = TensorSpec(shape=IMAGES, dtype="float32", is_contiguous=False)
+    images = TensorSpec(shape=IMAGES, dtype="float32", is_contiguous=True)
+    run.operator(
+        "aten.convolution_backward",
+        run.line("model.py", 9),
+        inputs=[gradient, images, (32, 32, 3, 3)],
+        output=IMAGES,
+        op_s=0.05,
+        phase="backward",
+    )
+    assert proposed(RULE, run.build())

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding, proposed, tensor
 
 from flatout.records.trial import TimeOneHot
 from flatout.rules.compute.one_hot_product import RULE
 
 
-def one_hot(*, ones: int = 1, classes: int = 4000, multiplied: bool = True) -> EvidenceBuilder:
+def one_hot(
+    *, ones: int = 1, classes: int = 4000, multiplied: bool = True, run: EvidenceBuilder | None = None
+) -> EvidenceBuilder:
     """512 rows with `ones` ones each, multiplied with a matrix of 64 columns: 30 ms of a step of 100."""
-    run = EvidenceBuilder()
+    run = run or EvidenceBuilder()
     making = run.line("model.py", 10, "x = F.one_hot(t, V).float()")
     line = run.line("model.py", 11, "return self.inp(x)")
     whole = (512, classes)
@@ -55,3 +58,15 @@ def test_a_few_classes_do_not_matter() -> None:
 
 def test_one_hot_rows_that_are_not_multiplied_are_left_alone() -> None:
     assert not proposed(RULE, one_hot(multiplied=False).build())
+
+
+def test_two_products_of_one_line_are_one_finding() -> None:
+    """One class of module, two tables: both make their one-hot rows on the same line."""
+    run = one_hot(classes=3000, run=one_hot())
+    run.tried(*proposed(RULE, run.build()), kept=0.1)
+
+    both = only_finding(RULE, run.build())
+
+    assert both.cost_s == pytest.approx(0.06)
+    assert sum(both.saved_s) / 2 == pytest.approx(0.9 * 0.9 * 0.06)
+    assert "nn.Embedding(4000, 64), nn.Embedding(3000, 64)" in both.edit

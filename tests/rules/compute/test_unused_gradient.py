@@ -58,3 +58,35 @@ def test_a_model_trained_whole_is_left_alone() -> None:
     run.model(run.line("train.py", 20))
     assert not proposed(RULE, run.build())
     assert not list(RULE.check(run.build()))
+
+
+def taught(*, seconds: float = 0.02) -> EvidenceBuilder:
+    """A teacher of the student's class is run with gradients on."""
+    run = EvidenceBuilder(forward=0.05, backward=0.04)
+    line = run.line("train.py", 61, "probs = self.teacher(views).softmax(1)")
+    row = run.operator("aten.mm", line, op_s=seconds, phase="backward", module="Net (2).body")
+    run.model(run.line("train.py", 66), call_s=0.04)
+    run.model(line, name="Net (2)", call_s=0.01, is_training=False)
+    run.unused_gradient(line, operators=(row,), seconds=seconds, module="Net (2).body", is_whole=True)
+    return run
+
+
+def test_a_module_that_is_not_trained_at_all_is_tried_without_a_graph() -> None:
+    run = taught()
+    (trial,) = proposed(RULE, run.build())
+    assert trial == TimeModel(model=1, variant="without-graph", backward=True)
+    run.tried(trial, kept=0.25)
+
+    finding = only_finding(RULE, run.build())
+
+    assert finding.where is not None
+    assert (finding.where.line, finding.module) == (61, "Net (2)")
+    assert sum(finding.saved_s) / 2 == pytest.approx(0.75 * (0.01 + 0.02)), "its forward and backward"
+    assert "no_grad" in finding.edit
+
+
+def test_a_teacher_under_no_grad_has_no_gradients_to_tell() -> None:
+    run = taught()
+    run.unused_gradients.clear()
+    assert not proposed(RULE, run.build())
+    assert not list(RULE.check(run.build()))

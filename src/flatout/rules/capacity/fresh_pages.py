@@ -37,7 +37,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         rule=RULE.id,
         regime="capacity",
         where=lines[0] if lines else None,
-        cost_s=kernel_s,
+        cost_s=_SPREAD[1] * kernel_s,
         saved_s=(_SPREAD[0] * kernel_s, _SPREAD[1] * kernel_s),
         because=f"{pages.faults * _PAGE_BYTES / 2**20:.1f} MiB of memory are given back to the system and taken anew in every "
         f"step: {pages.faults:.0f} page faults, {milliseconds(kernel_s)} in the kernel (by its own accounting)",
