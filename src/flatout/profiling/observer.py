@@ -409,9 +409,7 @@ class Observer:
             deep_allowed=self._is_deep_allowed(),
             is_device=self.is_device,
         )
-        if before is not Mode.LIGHT and self.mode is Mode.LIGHT:
-            self.faults.begin(seen=self.seen)
-        elif before is Mode.LIGHT and self.mode is not Mode.LIGHT:
+        if before is Mode.LIGHT and self.mode is not Mode.LIGHT:
             self.faults.end(seen=self.seen)
         self._tell_progress(began)
         if before is Mode.DEEP and self.mode is not Mode.DEEP:
@@ -437,6 +435,8 @@ class Observer:
             self.timeline.restart()
             if self.deep.recorder is not None:
                 self.deep.recorder.resume()
+        if before is not Mode.LIGHT and self.mode is Mode.LIGHT:  # now that the trials are over
+            self.faults.begin(seen=self.seen)
 
     def _begin_block(self, step_s: float, root_calls: int) -> None:
         """Let short steps go by unwatched, so many that the watched one in between costs them little.

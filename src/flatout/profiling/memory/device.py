@@ -135,5 +135,7 @@ def _is_used(device: int) -> bool:
 
 
 def _history_is_free() -> bool:
+    if not torch.cuda.is_initialized():  # asking the allocator before it is there ends the process
+        return False
     is_on = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     return is_on is not None and not is_on() and torch.cuda.get_allocator_backend() == "native"
