@@ -110,6 +110,8 @@ class Observer:
         self._in_backward = False
         self._roots_without_backward = 0
         self._leader: Root | None = None
+        self._marks_unwatched = False
+        """Whether the ends of unwatched steps that are settled are marked on the device too."""
         self._is_installed = False
 
     def _watch_ranks(self, place: Place) -> RankWatch:
@@ -457,13 +459,15 @@ class Observer:
             self._activate(False)
             self.optimizing.unwatched_ends_s = self.blocks.ends_s
             is_honest = self.is_device and not self.reads.num_steps  # later the profiler has slowed the launches down
-            self.optimizing.mark_unwatched = self.timeline.mark_unwatched if is_honest else None
+            self._marks_unwatched = is_honest
             self.optimizing.num_unwatched = size
             self.optimizing.has_news = False
         self.calls.weight = self.feeding.weight = self.blocks.weight
 
     def on_unwatched_steps(self) -> None:
         """Steps went by unwatched, and either the block is over or something happened in the last of them."""
+        if self._marks_unwatched:
+            self.timeline.mark_unwatched()
         self._settle_unwatched()
         if self.blocks.is_open:
             return

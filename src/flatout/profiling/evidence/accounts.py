@@ -96,7 +96,10 @@ class OperatorTable:
             recorded_s = sum(r.op_s for r in rows) / len(steps)
             self.device_s = observer.kernels.busy_s if observer.kernels.busy_s is not None else recorded_s
             scale = min(1.0, self.device_s / recorded_s) if recorded_s > 0 else 1.0  # events also span the launch
-            rows = [r._replace(op_s=r.op_s * scale) for r in rows]
+            host_s = sum(r.python_s for r in rows) / len(steps)
+            is_known = host_s > 0 and nearby.step_s > 0
+            host_scale = min(1.0, nearby.step_s / host_s) if is_known else 1.0  # recording slows the host down
+            rows = [r._replace(op_s=r.op_s * scale, python_s=r.python_s * host_scale) for r in rows]
             bound = "device" if self.device_s >= 0.9 * nearby.step_s else "host"
         flop = observer.deep.graph_flop
         self.operators = tuple(_operator(r, len(steps), bound, flop.get(r.key)) for r in rows)

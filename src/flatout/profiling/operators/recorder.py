@@ -315,6 +315,8 @@ class OperatorRecorder(TorchDispatchMode):
             if storage not in storages:
                 self._creator[storage] = index
             self._constant[storage] = constant
+        if on_device and waits_for_device(name, inputs, outputs):
+            op_s = 0.0  # the host only waited, for our own head start too: what reads cost is told by the steps that watch them
         self.step.calls.append(Call(key, op_s, python_s, producers, creators, constant, events))
         if key not in self.examples:
             self.examples[key] = Example(
@@ -383,7 +385,7 @@ class OperatorRecorder(TorchDispatchMode):
     ) -> None:
         call = _READS.get(name)
         on_device = any(m.device != "cpu" for m in inputs)
-        if call is None and name == "aten._to_copy" and on_device and outputs and outputs[0].device == "cpu":
+        if call is None and waits_for_device(name, inputs, outputs):
             call = "to cpu"
         if call is not None and phase != "optimizer":
             self.step.reads.append((site, call, phase, on_device))
@@ -392,6 +394,13 @@ class OperatorRecorder(TorchDispatchMode):
         """Keep the device busy while the host queues, so that device events measure kernels and not the host."""
         if self._is_device:
             torch.cuda._sleep(_HEAD_START_CYCLES)
+
+
+def waits_for_device(name: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> bool:
+    """Whether the host waits in this call until the device has done all that is queued: it reads a result back."""
+    if not any(m.device != "cpu" for m in inputs):
+        return False
+    return name in _READS or (name == "aten._to_copy" and bool(outputs) and outputs[0].device == "cpu")
 
 
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:

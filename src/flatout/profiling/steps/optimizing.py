@@ -72,8 +72,6 @@ class Optimizing:
         self.is_active = False
         self.unwatched_ends_s: list[float] | None = None
         """Given while steps go by unwatched: their ends are stamped there, and nothing else is done at most of them."""
-        self.mark_unwatched: Callable[[], None] | None = None
-        """Called with each stamp where the end has to be marked on a device too."""
         self.num_unwatched = 0
         """After so many stamps the listener is told; sooner if `has_news` is set."""
         self.has_news = False
@@ -156,8 +154,6 @@ class Optimizing:
         ends_s = self.unwatched_ends_s
         if ends_s is not None:
             ends_s.append(perf_counter())
-            if self.mark_unwatched is not None:
-                self.mark_unwatched()
             if self.has_news or len(ends_s) == self.num_unwatched:
                 self.has_news = False
                 self._listener.on_unwatched_steps()

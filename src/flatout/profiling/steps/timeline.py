@@ -35,9 +35,9 @@ class _Waiting(NamedTuple):
     num_starts: int
     weight: int
     compile_s: float = 0.0
-    """Of an unwatched step: what compiling took of it."""
-    host_s: float = 0.0
-    """Of an unwatched step without marks: its seconds on the host."""
+    """Of unwatched steps: what compiling took of the last."""
+    hosts_s: tuple[float, ...] = ()
+    """Of unwatched steps: the seconds of each on the host."""
 
 
 class TimedStep(NamedTuple):
@@ -75,12 +75,12 @@ class Timeline:
         self._marks: list[Mark] = [self._mark("other")]
         self._forward_end: Mark | None = None
         self._waiting: deque[_Waiting] = deque()
-        self._unwatched: deque[Mark] = deque()
+        self._unwatched: Mark | None = None
 
     @property
     def num_ended(self) -> int:
         """Entries filed in `steps`, or to be filed there once the device has got so far."""
-        return len(self.steps) + len(self._waiting)
+        return len(self.steps) + sum(max(1, len(w.hosts_s)) for w in self._waiting)
 
     def switch(self, phase: str) -> None:
         """Enter `phase` now."""
@@ -107,31 +107,28 @@ class Timeline:
         return marks[-1].host_s - marks[0].host_s
 
     def mark_unwatched(self) -> None:
-        """On a device: an unwatched step ended now; its events say how long it was there."""
-        self._unwatched.append(self._mark("other"))
+        """On a device: the last of the unwatched steps that are filed next ends now.
+
+        One event for them all: timing events between short steps cost an H200's host up to 75 us each (measured).
+        """
+        self._unwatched = self._mark("other")
 
     def add_unwatched(self, quiet_s: list[float], last_s: float, *, compile_s: float = 0.0) -> None:
         """File steps that went by unwatched: some of which nothing is known but their seconds, and one more.
 
-        What compiling took of the last, and the epochs that began in it, are known; `compile_s` is not in `last_s`. Where the
-        steps were marked on a device, the seconds between the marks are filed instead of the host's.
+        What compiling took of the last, and the epochs that began in it, are known; `compile_s` is not in `last_s`. Where their
+        end was marked on a device, the host's seconds are stretched to the device's for all of them.
         """
         starts, self.num_starts = self.num_starts, 0
         if self._use_events:
-            durations_s = (*quiet_s, last_s)
-            for index, host_s in enumerate(durations_s):
-                is_last = index == len(durations_s) - 1
-                marks: list[Mark] = []
-                if self._unwatched:
-                    mark = self._unwatched.popleft()
-                    marks, self._marks = [self._marks[-1], mark], [mark]
-                own = (starts, 0, compile_s) if is_last else (0, 0, 0.0)
-                self._waiting.append(_Waiting(UNWATCHED, marks, 0, *own, host_s))
+            marks: list[Mark] = []
+            if self._unwatched is not None:
+                marks, self._marks = [self._marks[-1], self._unwatched], [self._unwatched]
+                self._unwatched = None
+            self._waiting.append(_Waiting(UNWATCHED, marks, 0, starts, 0, compile_s, (*quiet_s, last_s)))
             self._collect()
             return
-        self.steps += [TimedStep(UNWATCHED, s, {}, 0, 0, weight=0) for s in quiet_s]
-        phases = {COMPILE: compile_s} if compile_s else {}
-        self.steps.append(TimedStep(UNWATCHED, last_s, phases, 0, 0, weight=0, num_starts=starts))
+        self._file_unwatched([*quiet_s, last_s], starts, compile_s)
 
     def restart(self) -> None:
         """Forget the time since the last mark: it was ours."""
@@ -171,14 +168,21 @@ class Timeline:
             self._waiting.popleft()
             lengths = [a.elapsed_time(b) * 1e-3 for a, b in pairwise(events) if a is not None and b is not None]
             if step.mode == UNWATCHED:
-                phases = {COMPILE: step.compile_s} if step.compile_s else {}
-                duration_s = sum(lengths) - step.compile_s if lengths else step.host_s
-                self.steps.append(TimedStep(UNWATCHED, duration_s, phases, 0, 0, weight=0, num_starts=step.num_starts))
+                host_s = sum(step.hosts_s)
+                stretch = (sum(lengths) - step.compile_s) / host_s if lengths and host_s > 0 else 1.0
+                self._file_unwatched([s * stretch for s in step.hosts_s], step.num_starts, step.compile_s)
             else:
                 finished = _finish(step.mode, step.marks, step.root_calls, step.num_starts, lengths)
                 self._file(finished._replace(weight=step.weight), step.marks, lengths)
             # The last mark begins the next step; the others' events can be recorded anew, which is cheaper than making them.
             self._free += [e for e in events[:-1] if e is not None]
+
+    def _file_unwatched(self, durations_s: list[float], num_starts: int, compile_s: float) -> None:
+        """Steps of which only the last has anything to tell besides its seconds."""
+        *quiet_s, last_s = durations_s
+        self.steps += [TimedStep(UNWATCHED, s, {}, 0, 0, weight=0) for s in quiet_s]
+        phases = {COMPILE: compile_s} if compile_s else {}
+        self.steps.append(TimedStep(UNWATCHED, last_s, phases, 0, 0, weight=0, num_starts=num_starts))
 
     def _file(self, step: TimedStep, marks: list[Mark], lengths: list[float]) -> None:
         if len(self.steps) < _ORDERED_STEPS:
