@@ -28,8 +28,8 @@ _DECODING: Final = re.compile(
     r"|\b(np|numpy|torch)\.(load|loadtxt|genfromtxt|fromfile)\b|\bopen\(|\.read\w*\(|\bread_\w+\(|\bdecode\w*\(|\.loads?\("
 )
 _ONE_CALL: Final = 1.5
-_PAUSE_LOW: Final = 0.4
-_PAUSE_HIGH: Final = 0.9
+_PAUSE_LOW: Final = 0.6
+_PAUSE_HIGH: Final = 1.0
 """Shares of what the pauses cost the model that are gained with the batch ready; bench/check_examples.py shows what comes."""
 _FUNCTIONS_INSIDE: Final = re.compile(r"\.<locals>\.<(listcomp|genexpr|lambda|dictcomp|setcomp)>")
 

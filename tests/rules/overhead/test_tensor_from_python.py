@@ -24,3 +24,16 @@ def test_what_is_short_or_copied_as_a_whole_is_left_alone(detail: str) -> None:
     run = EvidenceBuilder()
     run.use("torch.tensor", run.line("train.py", 20), 0.02, detail=detail)
     assert not list(RULE.check(run.build()))
+
+
+def test_lines_of_one_function_are_one_finding() -> None:
+    run = EvidenceBuilder()
+    for number, seconds in ((20, 0.02), (21, 0.01)):
+        run.use("torch.tensor", run.line("train.py", number, function="batch"), seconds, detail="list")
+    run.use("torch.tensor", run.line("train.py", 40, function="targets"), 0.005, detail="list")
+
+    first, second = RULE.check(run.build())
+
+    assert first.where is not None and second.where is not None
+    assert (first.where.line, [s.line for s in first.also], second.where.line) == (20, [21], 40)
+    assert first.cost_s == pytest.approx(0.03)

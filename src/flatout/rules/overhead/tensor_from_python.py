@@ -11,49 +11,63 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from flatout.cost.accounting import PYTHON_CONVERSIONS, uses_by_line
+from flatout.cost.accounting import PYTHON_CONVERSIONS, group_by, uses_by_line
 from flatout.cost.feeding import with_pause
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
+from flatout.records.usage import CallUse
 
 _COSTLY: Final = {"list": "a list of numbers", "arrays": "a list of arrays"}
 _NUMBER_BYTES: Final = 8
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
-    """Yield one finding per line."""
-    for source, uses in uses_by_line(evidence, PYTHON_CONVERSIONS).items():
-        costly = [u for u in uses if u.detail in _COSTLY]
-        if not costly:
-            continue
-        call_s = sum(u.seconds for u in costly)
-        # The list itself is mostly built on the same line: the sampler knows what the line takes in all.
-        sampled_s = sum(
-            line.seconds
-            for line in evidence.lines
-            if line.source == source and line.process == "main" and line.num_samples > 4
-        )
-        call_s = min(call_s, evidence.steps.whole_s)
-        cost_s = max(call_s, min(sampled_s, evidence.steps.whole_s))
-        calls = sum(u.calls for u in costly)
+    """Yield one finding per function: who keeps its data as tensors mends all its lines at once."""
+    lines = {
+        source: costly
+        for source, uses in uses_by_line(evidence, PYTHON_CONVERSIONS).items()
+        if (costly := [u for u in uses if u.detail in _COSTLY])
+    }
+    for sources in group_by(lines, lambda s: _function(evidence, s)).values():
+        times = {s: _seconds(evidence, s, lines[s]) for s in sources}
+        hottest = max(times, key=lambda s: times[s][1])
+        call_s, cost_s = (min(sum(t[i] for t in times.values()), evidence.steps.whole_s) for i in (0, 1))
+        first, calls = lines[hottest][0], sum(u.calls for s in sources for u in lines[s])
         yield Finding(
             rule=RULE.id,
             regime="overhead",
-            where=evidence.source_of(source),
+            where=evidence.source_of(hottest),
             cost_s=cost_s,
             saved_s=with_pause(evidence, (max(0.7 * call_s, 0.5 * cost_s), 0.97 * cost_s)),
-            because=f"{costly[0].name} of {_COSTLY[costly[0].detail]}, {calls:.0f} times a step, takes {call_s * 1e3:.2f} ms; "
-            f"with what builds the list the line takes {cost_s * 1e3:.2f} ms",
+            because=f"{first.name} of {_COSTLY[first.detail]}, {calls:.0f} times a step, takes {call_s * 1e3:.2f} ms; "
+            f"with what builds the list {'the line takes' if len(times) == 1 else 'the lines take'} {cost_s * 1e3:.2f} ms",
             edit="keep the data in one array or tensor from the start and index it; torch.from_numpy(np.stack(arrays)) for a "
             "list of arrays",
+            also=tuple(s for s in (evidence.source_of(s) for s in sources if s != hottest) if s is not None),
             levers=RULE.levers,
             operators=tuple(
                 i
                 for i, o in enumerate(evidence.operators)
-                if o.source == source and o.phase not in ("backward", "optimizer")
+                if o.source in times and o.phase not in ("backward", "optimizer")
             ),
             measured=True,
         )
+
+
+def _function(evidence: Evidence, source: int) -> tuple[str, str]:
+    place = evidence.source_of(source)
+    return (place.file, place.function) if place is not None else ("", str(source))
+
+
+def _seconds(evidence: Evidence, source: int, uses: list[CallUse]) -> tuple[float, float]:
+    """(of the calls, of the whole line): the list itself is mostly built on the same line, which the sampler knows in all."""
+    call_s = sum(u.seconds for u in uses)
+    sampled_s = sum(
+        line.seconds
+        for line in evidence.lines
+        if line.source == source and line.process == "main" and line.num_samples > 4
+    )
+    return call_s, max(call_s, min(sampled_s, evidence.steps.whole_s))
 
 
 RULE = Rule(
