@@ -237,7 +237,7 @@ class Observer:
         if self.inner_watcher is None or self._in_backward or self.mode is not Mode.DEEP:
             return None
         try:
-            with self.deep.aside():
+            with self.deep.between():
                 return self.inner_watcher.on_inner_start(module, args, kwargs)
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
@@ -247,7 +247,7 @@ class Observer:
         if self.inner_watcher is None:
             return
         try:
-            with self.deep.aside():
+            with self.deep.between():
                 self.inner_watcher.on_inner_end(token, output)
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)

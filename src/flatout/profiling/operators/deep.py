@@ -6,6 +6,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -119,6 +120,21 @@ class DeepLooks:
         finally:
             recorder.is_paused = False
             recorder.resume()
+
+    @contextmanager
+    def between(self) -> Iterator[None]:
+        """As `aside`, for what is short and frequent: the user's own Python before it keeps its time."""
+        recorder = self.recorder
+        if recorder is None:
+            yield
+            return
+        began = perf_counter()
+        recorder.is_paused = True
+        try:
+            yield
+        finally:
+            recorder.is_paused = False
+            recorder.skip(perf_counter() - began)
 
     def look_for_padding(self, tensors: dict[str, torch.Tensor], root: Root) -> None:
         """Note which of a root call's inputs end in constants."""

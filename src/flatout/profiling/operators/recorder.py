@@ -191,6 +191,10 @@ class OperatorRecorder(TorchDispatchMode):
         """Forget the time since the last operator: it was ours, not the user's."""
         self._last_end = perf_counter()
 
+    def skip(self, seconds: float) -> None:
+        """So much of the time since the last operator was ours; the rest is the user's."""
+        self._last_end += seconds
+
     def end(self, cells: tuple[RepeatedCell, ...]) -> DeepStep:
         """The step is over; hand it out."""
         self.step.tail_s = perf_counter() - self._last_end
