@@ -21,7 +21,7 @@ How a row is judged, against examples/manifest.toml, the benefit of the doubt go
 - `phase`: weaker: its words name the phase or resource that the cause lies in (PHASES below).
 - `line`: the line it names is one of those that the manifest lists for the example, in the same file; `function`: weaker: it lies
   in the same function as one of them.
-- `gain`: a speed-up that its words promise ('1.8x'), within 30 % of the twin's measured one; None where none is promised.
+- `gain`: a speed-up that its words promise ('1.8x'), within 25 % of the twin's measured one; None where none is promised.
 - on a control (`--controls`) `advice` is what it says to change; none is right.
 """
 
@@ -350,7 +350,7 @@ def in_same_function(file: Path, line: int, lines: list[int]) -> bool:
 
 
 def agrees(example: dict[str, Any], promised: float) -> bool:
-    """Whether a promised speed-up lies within 30 % of the twin's measured one."""
+    """Whether a promised speed-up lies within 25 % of the twin's measured one."""
     sys.path.insert(0, str(Path(__file__).parent))
     from check_examples import step_s
 

@@ -426,6 +426,7 @@ class Observer:
         elif self.mode is Mode.KERNELS:
             self.kernels.begin()
         elif self.mode is Mode.DEEP:
+            self.faults.begin_deep()
             self.deep.open(phase=lambda: self.timeline.phase, is_device=self.is_device)
         elif self.mode is Mode.DONE:
             self._complete()

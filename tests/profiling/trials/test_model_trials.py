@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import pytest
 import torch
@@ -125,7 +126,9 @@ def test_a_loop_over_parameters_is_replayed_gathered() -> None:
     assert result.parts["gathered"] == pytest.approx(1 - 1 / 12)
 
 
-def embedded(loop_optimizer: type[torch.optim.Optimizer], kind: type[nn.Module] = nn.Embedding) -> Callable[[], None]:
+def embedded(
+    loop_optimizer: type[torch.optim.Optimizer], kind: Callable[..., nn.Module] = nn.Embedding
+) -> Callable[[], None]:
     def loop() -> None:
         table = kind(500, 8)
         optimizer = loop_optimizer(table.parameters(), lr=0.1)  # type: ignore[call-arg]
@@ -156,6 +159,14 @@ def test_a_bag_of_embeddings_is_updated_densely_and_sparsely() -> None:
 
     measured(result)
     assert 1 <= result.parts["touched"] <= 20
+
+
+def test_bags_of_maxima_have_no_sparse_gradients() -> None:
+    result = try_on(
+        embedded(torch.optim.SGD, partial(nn.EmbeddingBag, mode="max")),
+        lambda evidence: [TimeSparseEmbedding(operator=row_of(evidence, "aten._embedding_bag_backward"), optimizer=0)],
+    )
+    assert result.refused
 
 
 def test_an_optimizer_without_sparse_counterpart_is_refused() -> None:

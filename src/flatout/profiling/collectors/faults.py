@@ -50,7 +50,14 @@ class Faults:
 
     def clear(self) -> None:
         """Forget all: the steps begin anew."""
-        self.__init__()  # type: ignore[misc]
+        self._began = self._last = None
+        self._by_site.clear()
+        self._faults = self._num_steps = 0
+        self._kernel_s = 0.0
+
+    def begin_deep(self) -> None:
+        """A deep step begins: the pages since the last one belong to no operator."""
+        self._last = None
 
     def begin(self, *, seen: int) -> None:
         """A stretch of light steps begins."""

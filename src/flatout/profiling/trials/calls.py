@@ -31,6 +31,8 @@ _LAZY: Final = {
     "Adagrad": torch.optim.Adagrad,
 }
 """The optimizer that takes sparse gradients in place of each."""
+_BAG_MODES: Final = {0: "sum", 1: "mean"}
+"""By the number that aten::_embedding_bag_backward is given."""
 
 Lookup = Callable[..., Tensor]
 """(indices, table, sparse=...) -> rows, or what becomes of them."""
@@ -126,10 +128,12 @@ def sparse_embedding(trial: TimeSparseEmbedding, scene: Scene) -> TrialResult:
     if "embedding_bag" in str(example.func):
         if len(kept) < 2 or kept[1].numel() != example.args[0][0].shape[0]:
             raise Refused("the offsets of the bags were not kept")
-        offsets = kept[1]
+        offsets, mode = kept[1], _BAG_MODES.get(example.args[8])
+        if mode is None:
+            raise Refused("bags of maxima take no sparse gradients")
 
         def lookup(ids: Tensor, weight: Tensor, *, sparse: bool) -> Tensor:
-            return F.embedding_bag(ids, weight, offsets, mode="mean", sparse=sparse)
+            return F.embedding_bag(ids, weight, offsets, mode=mode, sparse=sparse)
 
     if optimizer is None or type(optimizer).__name__ not in _LAZY:
         raise Refused("this optimizer has no counterpart that takes sparse gradients")
