@@ -367,6 +367,36 @@ def test_a_note_on_a_reported_line_is_left_out() -> None:
     assert [n.text for n in diagnosis.notes] == ["new"]
 
 
+def test_a_note_on_a_line_that_was_merged_is_left_out() -> None:
+    notes = [Note(rule="b.b", where=at(5), text="contradicts")]
+    rules = [rule("a.a", found(0.03, where=at(5))), rule("b.b", found(0.02, where=at(5)), notes=notes)]
+    [finding] = diagnose(four_operators(), rules).findings
+    assert finding.merged == ("b.b",)
+    assert not diagnose(four_operators(), rules).notes
+
+
+# ------------------------------------------------------------------------------------------------------ beside a device
+
+
+def beside(device_s: float | None) -> Evidence:
+    """Steps of 100 ms whose one line keeps the host busy for 60 ms and the device for 5."""
+    run = EvidenceBuilder(step_s=STEP_S, device_s=device_s)
+    run.operator("aten.norm", run.line("model.py", 1), op_s=0.005, python_s=0.06, phase="other")
+    return run.build()
+
+
+@pytest.mark.parametrize(("device_s", "saved_s"), [(None, 0.06), (0.02, 0.06), (0.09, 0.015)])
+def test_the_hosts_time_saves_what_the_device_idles_and_no_more(device_s: float | None, saved_s: float) -> None:
+    [finding] = diagnose(beside(device_s), [rule("a.a", found(0.06, operators=(0,)))]).findings
+    assert finding.gain[1] == pytest.approx(STEP_S / (STEP_S - saved_s))
+
+
+def test_the_devices_own_time_is_saved_though_it_never_idles() -> None:
+    busy = msgspec.structs.replace(found(0.06, operators=(0,)), regime="compute")
+    [finding] = diagnose(beside(STEP_S), [rule("a.a", busy)]).findings
+    assert finding.gain[1] == pytest.approx(STEP_S / (STEP_S - 0.06))
+
+
 # ---------------------------------------------------------------------------------------------------------- any findings
 
 SECONDS = st.floats(0, 3 * STEP_S, allow_nan=False)

@@ -25,6 +25,9 @@ SMALLEST_FRACTION: Final = 0.04
 _MOST_OF_A_PASS: Final = 0.95
 """Of an evaluation pass, however large the share of the forward is that a cure does away with."""
 
+_OF_THE_HOST: Final = ("overhead", "input")
+"""Regimes whose time is the host's: a busy device hides it."""
+
 SMALLEST_PEAK_FRACTION: Final = 0.10
 """A saving below this share of the peak is not reported: a batch one tenth larger is no other experiment."""
 _HORIZON_S: Final = 86_400.0
@@ -51,11 +54,12 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
     rules = tuple(rules)
     whole_s = evidence.steps.whole_s
     titles = {r.id: r.title for r in rules}
+    general = {r.id for r in rules if r.is_general}
     found = [_with_evaluation(f, evidence) for r in rules for f in r.check(evidence)] if whole_s > 0 else []
+    found = [f if f.rule in general else _beside_the_device(f, evidence) for f in found]
     least_s = max(SMALLEST_FRACTION * whole_s, evidence.steps.noise_s)
     worthy = [f for f in found if _middle(f) >= least_s]
     heavy = [f for f in found if _middle(f) < least_s and _is_heavy(f, evidence)]
-    general = {r.id for r in rules if r.is_general}
     ranked = _merge(worthy, general, evidence)
     timed = [_ranked(f, merged, evidence, titles) for f, merged in ranked]
     findings = _with_memory(timed, [_ranked(_without_time(f), [], evidence, titles) for f in heavy])
@@ -88,6 +92,22 @@ def _with_evaluation(finding: Finding, evidence: Evidence) -> Finding:
     share = min(_MOST_OF_A_PASS, mine_s / forward_s) / finding.cost_s
     low, high = ((1 + evaluation_s * share) * s for s in finding.saved_s)
     return msgspec.structs.replace(finding, saved_s=(low, high))
+
+
+def _beside_the_device(finding: Finding, evidence: Evidence) -> Finding:
+    """The finding with no more saved than a busy device allows.
+
+    Host time gains what the device idles, and the device's time for the operators that go. (Findings without operators that a
+    trial priced, or that general rules make, know the device's share themselves.)
+    """
+    device_s = evidence.steps.device_s
+    is_hosts = finding.regime in _OF_THE_HOST and (bool(finding.operators) or not finding.measured)
+    if device_s is None or not is_hosts:
+        return finding
+    idle_s = max(0.0, evidence.steps.whole_s - device_s)
+    most_s = idle_s + sum(evidence.operators[i].op_s for i in finding.operators)
+    low, high = finding.saved_s
+    return msgspec.structs.replace(finding, saved_s=(min(low, most_s), min(high, most_s)))
 
 
 def _middle(finding: Finding) -> float:
@@ -202,7 +222,7 @@ def _ranked(finding: Finding, merged: list[str], evidence: Evidence, titles: dic
 
 
 def _notes(evidence: Evidence, rules: Iterable[Rule], findings: tuple[RankedFinding, ...]) -> Iterator[Note]:
-    told = {(f.rule, f.file, f.line) for f in findings}
+    told = {(rule, f.file, f.line) for f in findings for rule in (f.rule, *f.merged)}
     for rule in rules:
         for note in rule.note(evidence) if rule.note is not None else ():
             if note.where is None or (note.rule, note.where.file, note.where.line) not in told:

@@ -14,7 +14,7 @@ from flatout.profiling.collectors.module_facts import ModuleFacts
 from flatout.profiling.collectors.repeats import RepeatedCalls
 from flatout.profiling.collectors.settings import environment
 from flatout.profiling.collectors.values import Values
-from flatout.profiling.evidence import assemble
+from flatout.profiling.evidence import assemble, reads
 from flatout.profiling.evidence.accounts import OperatorTable
 from flatout.profiling.evidence.spans import timeline_of
 from flatout.profiling.evidence.workload import workload_of
@@ -200,7 +200,7 @@ class Capture:
     def _uses(self) -> tuple[CallUse, ...]:
         """Calls worth knowing about, the dearest first."""
         observer = self.observer
-        uploads = assemble.uploads_of(observer)
+        uploads = reads.uploads_of(observer)
         rows = observer.uses.rows(
             num_steps=observer.seen, reads=observer.reads.seen, num_read_steps=observer.reads.num_steps
         )
@@ -239,7 +239,7 @@ class Capture:
             operators=table.operators,
             trace=table.trace,
             lines=lines,
-            host_reads=assemble.host_reads_of(observer),
+            host_reads=reads.host_reads_of(observer),
             constants=assemble.constants_of(observer, table),
             models=models,
             optimizers=assemble.optimizers_of(observer),

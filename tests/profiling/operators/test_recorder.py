@@ -20,6 +20,8 @@ def on(device: str) -> TensorMeta:
         ("aten.nonzero", [on("cuda")], [on("cuda")], True),
         ("aten._to_copy", [on("cuda")], [on("cpu")], True),
         ("aten._to_copy", [on("cpu")], [on("cuda")], False),
+        ("aten.copy_", [on("cpu"), on("cuda")], [on("cpu")], True),
+        ("aten.copy_", [on("cuda"), on("cpu")], [on("cuda")], False),
         ("aten.mm", [on("cuda"), on("cuda")], [on("cuda")], False),
     ],
 )

@@ -34,3 +34,25 @@ def test_a_loop_that_is_trained_through_is_left_alone() -> None:
 
 def test_the_loop_of_the_steps_is_left_alone() -> None:
     assert not list(RULE.check(counting(loops=(10,)).build()))
+
+
+def test_a_loop_over_the_parameters_is_left_to_its_own_rule() -> None:
+    """Norms of all gradients, read one by one: nothing of a batch's samples."""
+    run = EvidenceBuilder()
+    step = run.line("train.py", 23, "optimizer.step()", loops=(10,))
+    run.optimizer(step)
+    run.fact("parameter-shapes", step, value=40, text="64x64,64")
+    line = run.line("train.py", 21, "norms = {n: p.grad.norm().item() for n, p in named}", loops=(10, 21))
+    for shape in ((64, 64), (64,)):
+        run.operator(
+            "aten.linalg_vector_norm",
+            line,
+            inputs=[shape],
+            output=(),
+            calls=20,
+            op_s=0.01,
+            python_s=0.01,
+            phase="other",
+        )
+    run.host_read(line, call="item", calls=40)
+    assert not list(RULE.check(run.build()))

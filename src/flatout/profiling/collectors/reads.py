@@ -78,8 +78,8 @@ class HostReads:
             if name in _UPLOADS and is_upload(source, result):
                 is_async = bool(kwargs.get("non_blocking", any(a is True for a in args)))
                 self._note_upload(name, source, seconds, is_async=is_async)
-            elif name not in ("cuda", "copy_"):
-                self._note(name, tensor, result, seconds)
+            elif name != "cuda":
+                self._note(name, source if isinstance(source, Tensor) else tensor, result, seconds)
             return result
 
         return reading
@@ -93,7 +93,7 @@ class HostReads:
 
     def _note(self, name: str, tensor: Tensor, result: Any, seconds: float) -> None:
         on_device = tensor.device.type not in ("cpu", "meta")
-        if name == "to" and not (on_device and isinstance(result, Tensor) and result.device.type == "cpu"):
+        if name in ("to", "copy_") and not (on_device and isinstance(result, Tensor) and result.device.type == "cpu"):
             return
         if name == "__repr__" and tensor.numel() == 0:
             return

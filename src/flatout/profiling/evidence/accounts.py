@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
 
 from flatout.cost.flops import operator_flop
+from flatout.profiling.evidence.on_device import bound_of, to_host, to_kernels, waited_s
+from flatout.profiling.evidence.reads import host_reads_of
+from flatout.profiling.evidence.rows import Bound, Row, group_of
 from flatout.profiling.observer import Observer
 from flatout.profiling.operators.overhead import InterceptionCost
 from flatout.profiling.operators.recorder import Call, DeepStep, Example, OperatorKey, TensorMeta
@@ -22,8 +25,6 @@ from flatout.records.evidence import Operator, Phase, TensorSpec, Trace
 
 if TYPE_CHECKING:
     from flatout.profiling.ranks.watch import RankWatch
-
-Bound = Literal["sum", "device", "host"]
 
 _VIEW_NAMES: Final = """
 view _unsafe_view reshape expand expand_as t transpose permute select slice unsqueeze squeeze detach alias
@@ -38,7 +39,6 @@ _USUAL_FRACTION: Final = 0.25
 _NEARBY: Final = 9
 _TRUSTED_SAMPLES: Final = 25
 """With so many samples on a line, the samples and the recorded times weigh the same (a sampling error of a fifth)."""
-_GROUPS: Final = {"backward": "backward", "optimizer": "optimizer"}
 
 
 class Nearby(NamedTuple):
@@ -46,15 +46,6 @@ class Nearby(NamedTuple):
 
     step_s: float
     groups: dict[str, float]
-
-
-class Row(NamedTuple):
-    """One row's seconds in all deep steps together."""
-
-    key: OperatorKey
-    num_calls: int
-    op_s: float
-    python_s: float
 
 
 class OperatorTable:
@@ -68,6 +59,8 @@ class OperatorTable:
         self.agreement: float | None = None
         self.device_s: float | None = None
         self.nearby_step_s: float | None = None
+        self.in_torch_s: dict[int, float] = defaultdict(float)
+        """By line, what the host spends of a step inside torch's operators and waiting for a device; without the backward."""
         self._escaping = escaping
         usual = usual_root_calls([s for s in observer.timeline.steps if s.mode == Mode.LIGHT.value])
         ordinary = [s for s in observer.deep.steps if s.root_calls <= usual] or observer.deep.steps
@@ -94,13 +87,18 @@ class OperatorTable:
         bound: Bound = "sum"
         if observer.is_device:
             recorded_s = sum(r.op_s for r in rows) / len(steps)
-            self.device_s = observer.kernels.busy_s if observer.kernels.busy_s is not None else recorded_s
-            scale = min(1.0, self.device_s / recorded_s) if recorded_s > 0 else 1.0  # events also span the launch
-            host_s = sum(r.python_s for r in rows) / len(steps)
-            is_known = host_s > 0 and nearby.step_s > 0
-            host_scale = min(1.0, nearby.step_s / host_s) if is_known else 1.0  # recording slows the host down
-            rows = [r._replace(op_s=r.op_s * scale, python_s=r.python_s * host_scale) for r in rows]
-            bound = "device" if self.device_s >= 0.9 * nearby.step_s else "host"
+            kernels, reads = observer.kernels, host_reads_of(observer)
+            self.device_s = kernels.busy_s if kernels.busy_s is not None else recorded_s
+            rows = to_kernels(rows, kernels.device_step, len(steps), self.device_s)
+            wait_s = waited_s(reads, kernels.device_step)
+            if nearby.step_s > 0:
+                rows = to_host(rows, len(steps), max(0.0, nearby.step_s - wait_s))
+            bound = bound_of(self.device_s, step_s=nearby.step_s, wait_s=wait_s)
+            for read in reads:
+                self.in_torch_s[read.source] += read.wait_s
+        for row in rows:
+            if row.key.phase != "backward":
+                self.in_torch_s[row.key.site] += (row.dispatch_s if observer.is_device else row.op_s) / len(steps)
         flop = observer.deep.graph_flop
         self.operators = tuple(_operator(r, len(steps), bound, flop.get(r.key)) for r in rows)
         index = {key: row for row, key in enumerate(self.keys)}
@@ -117,23 +115,27 @@ def _rows(steps: list[DeepStep], costs: dict[str, InterceptionCost], default: In
     """Calls added up by key, each less what recording it cost in its group of phases."""
     op_s: dict[OperatorKey, list[float]] = defaultdict(list)
     python_s: dict[OperatorKey, float] = defaultdict(float)
+    dispatch_s: dict[OperatorKey, float] = defaultdict(float)
     for step in steps:
         for call in step.calls:
-            op, python = _times(call, costs.get(_group(call.key.phase), default))
+            op, python, dispatch = _times(call, costs.get(group_of(call.key.phase), default))
             op_s[call.key].append(op)
             python_s[call.key] += python
+            dispatch_s[call.key] += dispatch
         is_device = any(call.events is not None for call in step.calls)
     # A kernel takes the same time at each call; where the host was late, the time between its two events is longer.
     typical = min if is_device else statistics.fmean
-    return [Row(key, len(times), typical(times) * len(times), python_s[key]) for key, times in op_s.items()]
+    return [
+        Row(key, len(times), typical(times) * len(times), python_s[key], dispatch_s[key]) for key, times in op_s.items()
+    ]
 
 
 def _costs(known: InterceptionCost, steps: list[DeepStep], nearby: Nearby) -> dict[str, InterceptionCost]:
     """What recording cost a call of each group, so that the group's calls add up to its time in a light step."""
-    calls: Counter[str] = Counter(_group(c.key.phase) for s in steps for c in s.calls)
+    calls: Counter[str] = Counter(group_of(c.key.phase) for s in steps for c in s.calls)
     seconds: dict[str, float] = defaultdict(float)
     for row in _rows(steps, {}, known):
-        seconds[_group(row.key.phase)] += row.op_s + row.python_s
+        seconds[group_of(row.key.phase)] += row.op_s + row.python_s
     in_op = known.in_op_s / (known.in_op_s + known.in_python_s) if known.in_op_s + known.in_python_s > 0 else 0.5
     costs = {}
     for group, num in calls.items():
@@ -146,9 +148,9 @@ def _to_phases(rows: list[Row], num_steps: int, nearby: Nearby) -> list[Row]:
     """Rows scaled so that each group adds up to its time in a light step."""
     seconds: dict[str, float] = defaultdict(float)
     for row in rows:
-        seconds[_group(row.key.phase)] += (row.op_s + row.python_s) / num_steps
+        seconds[group_of(row.key.phase)] += (row.op_s + row.python_s) / num_steps
     scale = {g: nearby.groups.get(g, 0.0) / s if s > 0 else 1.0 for g, s in seconds.items()}
-    return [_scaled(r, scale[_group(r.key.phase)]) for r in rows]
+    return [r.scaled(scale[group_of(r.key.phase)]) for r in rows]
 
 
 def _to_samples(rows: list[Row], observer: Observer, num_steps: int) -> list[Row]:
@@ -157,27 +159,19 @@ def _to_samples(rows: list[Row], observer: Observer, num_steps: int) -> list[Row
     sampled_s: dict[int, float] = defaultdict(float)
     samples: dict[int, float] = defaultdict(float)
     for spot, seconds, count in observer.sampler.by_phase(observer.deep.phases_of_lines()):
-        if _group(spot.phase) == "rest":
+        if group_of(spot.phase) == "rest":
             sampled_s[spot.site] += seconds / num_sampled
             samples[spot.site] += count
     recorded_s: dict[int, float] = defaultdict(float)
     for row in rows:
-        if _group(row.key.phase) == "rest":
+        if group_of(row.key.phase) == "rest":
             recorded_s[row.key.site] += (row.op_s + row.python_s) / num_steps
     scale = {}
     for site, seconds in recorded_s.items():
         weight = samples[site] / (samples[site] + _TRUSTED_SAMPLES)
         # A line that Python alone keeps busy between its operators is told by the samples; its operators do not grow for it.
         scale[site] = min(2.0, 1.0 + weight * (sampled_s[site] / seconds - 1.0)) if seconds > 0 and site >= 0 else 1.0
-    return [_scaled(r, scale[r.key.site]) if _group(r.key.phase) == "rest" else r for r in rows]
-
-
-def _scaled(row: Row, factor: float) -> Row:
-    return row._replace(op_s=row.op_s * factor, python_s=row.python_s * factor)
-
-
-def _group(phase: str) -> str:
-    return _GROUPS.get(phase, "rest")
+    return [r.scaled(scale[r.key.site]) if group_of(r.key.phase) == "rest" else r for r in rows]
 
 
 def _nearby(steps: list[TimedStep]) -> Nearby:
@@ -210,14 +204,15 @@ def usual_root_calls(steps: list[TimedStep]) -> int:
     return min(common, default=max(counts, default=0))
 
 
-def _times(call: Call, cost: InterceptionCost) -> tuple[float, float]:
-    """(operator, Python) seconds of one call without the recorder's own share; device time when there are events."""
+def _times(call: Call, cost: InterceptionCost) -> tuple[float, float, float]:
+    """(operator, Python, of that in dispatch) seconds of one call without the recorder's share; by events on a device."""
     python = max(0.0, call.python_s - cost.in_python_s)
     if call.events is None:
-        return max(0.0, call.op_s - cost.in_op_s), python
+        return max(0.0, call.op_s - cost.in_op_s), python, 0.0
     call.events[1].synchronize()
     device_s = call.events[0].elapsed_time(call.events[1]) * 1e-3 - cost.in_device_s
-    return max(0.0, device_s), python + max(0.0, call.op_s - cost.in_op_s)
+    dispatch = max(0.0, call.op_s - cost.in_op_s)
+    return max(0.0, device_s), python + dispatch, dispatch
 
 
 def _operator(row: Row, num_steps: int, bound: Bound, flop: int | None) -> Operator:

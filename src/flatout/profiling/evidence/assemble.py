@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Final, cast
 
 import msgspec
@@ -17,7 +17,6 @@ from flatout.profiling.steps.timeline import COMPILE, UNWATCHED, TimedStep
 from flatout.records.device import DeviceStep
 from flatout.records.evidence import (
     Constant,
-    HostRead,
     LineTime,
     Loader,
     Model,
@@ -29,7 +28,6 @@ from flatout.records.evidence import (
     Steps,
     UnusedGradient,
 )
-from flatout.records.usage import CallUse
 from flatout.records.workload import Source
 
 _FEWEST_UNWATCHED: Final = 10
@@ -238,13 +236,8 @@ def callers_of(observer: Observer) -> dict[int, tuple[int, ...]]:
 def lines_of(observer: Observer, table: OperatorTable, step_s: float) -> tuple[LineTime, ...]:
     """Sampled lines in seconds of a step, and the lines of worker processes."""
     num_steps = max(1, observer.num_sampled)
-    in_torch: dict[int, float] = defaultdict(float)
-    growth = (
-        max(1.0, step_s / table.nearby_step_s) if table.nearby_step_s else 1.0
-    )  # steps that grow after they were recorded
-    for operator in table.operators:
-        if operator.phase != "backward":
-            in_torch[operator.source] += growth * operator.op_s
+    # Steps may grow after they were recorded.
+    growth = max(1.0, step_s / table.nearby_step_s) if table.nearby_step_s else 1.0
     merged: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for spot, seconds, samples in observer.sampler.by_phase(observer.deep.phases_of_lines()):
         row = merged[spot.phase, spot.site]
@@ -257,7 +250,7 @@ def lines_of(observer: Observer, table: OperatorTable, step_s: float) -> tuple[L
             phase=cast(Phase, phase),
             seconds=seconds,
             num_samples=round(num_samples),
-            in_python_s=max(0.0, own_s - in_torch.get(site, 0.0)),
+            in_python_s=max(0.0, own_s - growth * table.in_torch_s.get(site, 0.0)),
         )
         for (phase, site), (seconds, num_samples, own_s) in merged.items()
     ]
@@ -266,48 +259,6 @@ def lines_of(observer: Observer, table: OperatorTable, step_s: float) -> tuple[L
         a_step_s = seconds / max(1, observer.seen)
         rows.append(LineTime(source=site, phase="data", seconds=a_step_s, num_samples=count, process="worker"))
     return tuple(sorted(rows, key=lambda r: -r.seconds))
-
-
-def host_reads_of(observer: Observer) -> tuple[HostRead, ...]:
-    """Reads by line from the steps that watched for them, and those only the operators show (boolean indexing and the like)."""
-    n = max(1, observer.reads.num_steps)
-    rows = [
-        HostRead(
-            source=r.site,
-            call=r.call,
-            calls=len(times) / n,
-            wait_s=sum(times) / n,
-            phase=cast(Phase, r.phase),
-            on_device=r.on_device,
-        )
-        for r, times in observer.reads.seen.items()
-    ]
-    seen = {r.source for r in rows}
-    deep = Counter(read for step in observer.deep.steps for read in step.reads)
-    for (site, call, phase, on_device), count in deep.items():
-        if site not in seen and site >= 0:
-            calls = count / len(observer.deep.steps)
-            rows.append(
-                HostRead(source=site, call=call, calls=calls, wait_s=0.0, phase=cast(Phase, phase), on_device=on_device)
-            )
-    return tuple(rows)
-
-
-def uploads_of(observer: Observer) -> tuple[CallUse, ...]:
-    """Copies from the host's memory to a device, by line, from the step that watched for them."""
-    n = max(1, observer.reads.num_steps)
-    return tuple(
-        CallUse(
-            name=f"Tensor.{u.call}",
-            source=u.site,
-            calls=len(copies) / n,
-            seconds=sum(s for _, s in copies) / n,
-            bytes=round(statistics.fmean(b for b, _ in copies)),
-            detail=f"host-to-device {'pinned' if u.is_pinned else 'pageable'} {'async' if u.is_async else 'blocking'}",
-            phase=u.phase,
-        )
-        for u, copies in observer.reads.uploads.items()
-    )
 
 
 def models_of(observer: Observer) -> tuple[tuple[Model, ...], list[Root]]:

@@ -404,7 +404,8 @@ def waits_for_device(name: str, inputs: Sequence[TensorMeta], outputs: Sequence[
     """Whether the host waits in this call until the device has done all that is queued: it reads a result back."""
     if not any(m.device != "cpu" for m in inputs):
         return False
-    return name in _READS or (name == "aten._to_copy" and bool(outputs) and outputs[0].device == "cpu")
+    is_copy = name in ("aten._to_copy", "aten.copy_")
+    return name in _READS or (is_copy and bool(outputs) and outputs[0].device == "cpu")
 
 
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:

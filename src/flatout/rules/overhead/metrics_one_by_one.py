@@ -5,7 +5,8 @@ Costs        Several operators and a host read for every sample, where one compa
 Evidence     A line that reads values many times a step inside a loop of its own, on tensors that no backward goes through, with
              the time of the loop's operators and of the sampler's looks at its lines.
 Levers       graph.vectorise
-False alarm  A loop over steps or micro-batches, one read per batch, a loop whose operators are trained through.
+False alarm  A loop over steps or micro-batches, one read per batch, a loop whose operators are trained through; a loop over the
+             parameters (overhead.parameter-loop).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from flatout.cost.accounting import group_by, loops_around, seconds_of, step_loops
+from flatout.cost.parameters import parameter_loops
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 
@@ -26,6 +28,7 @@ _SMALL: Final = 4096
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding per loop."""
     own = step_loops(evidence)
+    over_parameters = {i for rows in parameter_loops(evidence).values() for i in rows}
 
     def loop_of(source: int) -> tuple[str, int] | None:
         return next((loop for loop in loops_around(evidence, source) if loop not in own), None)
@@ -38,7 +41,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         rows = tuple(i for i, o in enumerate(evidence.operators) if o.source in sources)
         operators = [evidence.operators[i] for i in rows]
         largest = max((t.num_elements for o in operators for t in o.outputs), default=0)
-        if largest > _SMALL or any(o.phase == "backward" for o in operators):
+        if largest > _SMALL or any(o.phase == "backward" for o in operators) or over_parameters & set(rows):
             continue
         samples = [x for x in evidence.lines if x.source in sources and x.process == "main"]
         is_sampled = sum(x.num_samples for x in samples) >= _FEWEST_SAMPLES
@@ -53,7 +56,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             cost_s=cost_s,
             saved_s=(0.9 * cost_s, cost_s),
             because=f"a loop reads {calls:.0f} values a step one by one ({', '.join(dict.fromkeys(r.call for r in inside))}), "
-            f"{cost_s * 1e3:.2f} ms in all",
+            f"{cost_s * 1e3:.2f} ms in all{_beside(evidence)}",
             edit="compare and sum the whole batch at once, keep the sums as tensors, and read them once per epoch",
             also=tuple(
                 s
@@ -64,6 +67,14 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             operators=rows,
             measured=True,
         )
+
+
+def _beside(evidence: Evidence) -> str:
+    """What of a step a device idles, which is all that waiting for it can cost."""
+    if evidence.steps.device_s is None:
+        return ""
+    idle_s = max(0.0, evidence.steps.step_s - evidence.steps.device_s)
+    return f", waiting included; the device idles {idle_s * 1e3:.2f} ms of the step"
 
 
 RULE = Rule(
