@@ -56,7 +56,7 @@ def found(file: str, line: int, text: str, *, rule: str = "overhead.host-read", 
         also=(),
         module="",
         levers=(),
-        measured=False,
+        basis="estimate",
     )
 
 

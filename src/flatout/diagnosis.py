@@ -97,11 +97,11 @@ def _with_evaluation(finding: Finding, evidence: Evidence) -> Finding:
 def _beside_the_device(finding: Finding, evidence: Evidence) -> Finding:
     """The finding with no more saved than a busy device allows.
 
-    Host time gains what the device idles, and the device's time for the operators that go. (Findings without operators that a
-    trial priced, or that general rules make, know the device's share themselves.)
+    Host time gains what the device idles, and the device's time for the operators that go. (Measured findings without operators,
+    and those of general rules, know the device's share themselves.)
     """
     device_s = evidence.steps.device_s
-    is_hosts = finding.regime in _OF_THE_HOST and (bool(finding.operators) or not finding.measured)
+    is_hosts = finding.regime in _OF_THE_HOST and (bool(finding.operators) or finding.basis == "estimate")
     if device_s is None or not is_hosts:
         return finding
     idle_s = max(0.0, evidence.steps.whole_s - device_s)
@@ -211,7 +211,7 @@ def _ranked(finding: Finding, merged: list[str], evidence: Evidence, titles: dic
         also=finding.also,
         module=finding.module,
         levers=finding.levers,
-        measured=finding.measured,
+        basis=finding.basis,
         merged=tuple(merged),
         saved_bytes=finding.saved_bytes,
         peak_bytes=memory.peak_bytes if memory is not None else 0,

@@ -136,7 +136,7 @@ def finding() -> RankedFinding:
         also=(MASK,),
         module="blocks.0.attention",
         levers=("memory.fused-attention",),
-        measured=True,
+        basis="trial",
         merged=("overhead.constant-rebuilt",),
     )
 
@@ -174,7 +174,7 @@ def diagnosis(finding: RankedFinding) -> Diagnosis:
         because="148 tensors, 12 operators each.",
         edit="torch.optim.AdamW(..., fused=True)",
         text=STEP.text,
-        measured=False,
+        basis="estimate",
     )
 
     return Diagnosis(

@@ -12,13 +12,16 @@ from flatout.records.workload import Source
 
 Regime = Literal["compute", "bandwidth", "overhead", "input", "communication", "capacity"]
 
+Basis = Literal["trial", "timed", "estimate"]
+"""Where a gain is from: the cure was tried; the time that goes was measured in the steps; or it follows from a model."""
+
 
 class Finding(Record, frozen=True, kw_only=True):
     """One cause of slowness.
 
     `cost_s` is what the cause takes of a step now. `saved_s` is (low, high): what a cure would take off the step. `operators`
     are the indices of the operators whose time it claims and `phases` the phases it claims whole; both serve to merge
-    findings that speak of the same time. `measured` is True when a trial priced it.
+    findings that speak of the same time. `basis` says where the gain is from.
 
     A cause that takes memory says how many bytes of `device`'s peak a cure would save, or how fast memory grows because of it.
     """
@@ -35,7 +38,7 @@ class Finding(Record, frozen=True, kw_only=True):
     levers: tuple[str, ...] = ()
     operators: tuple[int, ...] = ()
     phases: tuple[str, ...] = ()
-    measured: bool = False
+    basis: Basis = "estimate"
     saved_bytes: int = 0
     growth_bytes_per_step: int = 0
     device: str = "cpu"
@@ -62,7 +65,7 @@ class RankedFinding(Record, frozen=True, kw_only=True):
     also: tuple[Source, ...]
     module: str
     levers: tuple[str, ...]
-    measured: bool
+    basis: Basis
     merged: tuple[str, ...] = ()
     saved_bytes: int = 0
     peak_bytes: int = 0

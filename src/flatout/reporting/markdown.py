@@ -80,7 +80,7 @@ def _phases(evidence: Evidence) -> Iterator[str]:
 
 def _finding(finding: RankedFinding, *, rank: int, cwd: str) -> str:
     where = place(finding.file, finding.line, cwd=cwd)
-    how = "measured by a trial" if finding.measured else "estimated"
+    how = units.BASIS[finding.basis]
     gain = f"{units.speedup(finding.gain)} faster ({how})" if finding.saves_time else memory_gain(finding)
     cost = f"{units.duration(finding.cost_s)} of each step, {units.percent(finding.share)}; {finding.regime}-bound"
     stakes = [*([cost] if finding.saves_time else []), *memory_cost(finding)]

@@ -179,7 +179,7 @@ def _finding(finding: RankedFinding, *, rank: int, cwd: str) -> RenderableType:
     head.add_column(justify="right", no_wrap=True, overflow="fold")
     gain = f"{units.speedup(finding.gain)} faster" if finding.saves_time else memory_gain(finding)
     head.add_row(Words(finding.title, style="bold"), Text(gain, style="bold green"))
-    how = "gain measured by a trial" if finding.measured else "gain estimated"
+    how = f"gain {units.BASIS[finding.basis]}"
     cost = f"{units.duration(finding.cost_s)} of each step, {units.percent(finding.share)}"
     body: list[RenderableType] = [head, _where(finding, cwd=cwd)]
     if finding.text:

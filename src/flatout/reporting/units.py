@@ -6,6 +6,8 @@ import math
 from typing import Final, NamedTuple
 
 UNKNOWN: Final = "-"
+BASIS: Final = {"trial": "measured by a trial", "timed": "measured in the steps", "estimate": "estimated"}
+"""How a finding's gain is known."""
 _TIMES: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _DECIMAL: Final = ("", "k", "M", "G", "T", "P", "E")
 _BINARY: Final = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")

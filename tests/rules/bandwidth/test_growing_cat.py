@@ -51,7 +51,7 @@ def test_the_trial_prices_the_cat_and_its_backward() -> None:
     finding = only_finding(RULE, run.build())
 
     assert finding.where is not None
-    assert (finding.where.line, finding.measured) == (20, True)
+    assert (finding.where.line, finding.basis) == (20, "trial")
     assert finding.cost_s == pytest.approx(0.02)
     assert finding.saved_s[0] < 0.8 * 0.02 < finding.saved_s[1]
 
@@ -88,7 +88,7 @@ def test_a_tensor_that_grows_from_step_to_step_is_found_without_a_trial() -> Non
     finding = only_finding(RULE, run.build())
 
     assert finding.where is not None
-    assert (finding.where.line, finding.measured) == (40, False)
+    assert (finding.where.line, finding.basis) == (40, "estimate")
     assert finding.cost_s == pytest.approx(0.02)
     assert diagnose(run.build(), [RULE]).findings
 

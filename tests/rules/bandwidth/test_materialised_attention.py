@@ -87,7 +87,7 @@ def test_written_out_attention_is_named_at_its_softmax() -> None:
     assert finding.where is not None
     assert finding.where.line == 32
     assert [s.line for s in finding.also] == [30, 31, 33]
-    assert finding.measured
+    assert finding.basis == "trial"
     assert finding.cost_s == pytest.approx(0.020)
     assert finding.saved_s[0] < 0.75 * 0.020 < finding.saved_s[1]
 

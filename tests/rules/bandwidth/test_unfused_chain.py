@@ -42,7 +42,7 @@ def test_the_trial_prices_the_normalisation() -> None:
     finding = only_finding(RULE, run.build())
 
     assert finding.where is not None
-    assert (finding.where.file, finding.measured) == ("/home/ada/norm.py", True)
+    assert (finding.where.file, finding.basis) == ("/home/ada/norm.py", "trial")
     assert sorted([finding.where.line, *(s.line for s in finding.also)]) == list(range(11, 19))
     assert finding.cost_s == pytest.approx(0.02)
     assert finding.saved_s[0] < 0.75 * 0.02 < finding.saved_s[1]
@@ -60,7 +60,7 @@ def test_another_formula_is_estimated_by_the_traffic_of_one_kernel() -> None:
     run = chain(*GELU, seconds=0.04)
     assert not proposed(RULE, run.build())
     finding = only_finding(RULE, run.build())
-    assert not finding.measured
+    assert finding.basis == "estimate"
     assert 0 < finding.saved_s[0] < finding.saved_s[1] < 0.04
 
 

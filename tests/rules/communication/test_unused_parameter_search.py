@@ -21,7 +21,7 @@ def searching(*, find: bool = True, has_unused: bool | None = False, search_s: f
 def test_a_search_in_vain_is_named_with_its_measured_time() -> None:
     finding = only_finding(RULE, searching().build())
     assert finding.where is not None
-    assert (finding.where.line, finding.measured) == (9, True)
+    assert (finding.where.line, finding.basis) == (9, "timed")
     assert finding.saved_s[1] == pytest.approx(0.01)
 
 

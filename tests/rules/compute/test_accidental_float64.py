@@ -36,7 +36,7 @@ def test_the_line_that_brought_it_in_is_named() -> None:
 
     assert finding.where is not None
     assert (finding.where.file, finding.where.line) == ("/home/ada/data.py", 12)
-    assert finding.measured
+    assert finding.basis == "trial"
     assert finding.saved_s[0] < 0.5 * 0.03 < finding.saved_s[1]
     assert 3 not in finding.operators, "the float32 operator is no part of it"
 

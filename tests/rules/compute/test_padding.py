@@ -47,7 +47,7 @@ def test_the_range_lies_between_the_longest_row_and_the_mean_length() -> None:
     finding = only_finding(RULE, run.build())
 
     assert finding.where is not None
-    assert (finding.where.line, finding.measured) == (22, True)
+    assert (finding.where.line, finding.basis) == (22, "trial")
     low, high = finding.saved_s
     assert low == pytest.approx(0.2 * 0.09)
     assert low < high < 0.6 * 0.09

@@ -31,13 +31,13 @@ def test_the_frozen_body_is_named_where_it_is_called() -> None:
 
     assert finding.where is not None
     assert (finding.where.line, finding.module, finding.operators) == (14, "Net.body", (0,))
-    assert finding.measured
+    assert finding.basis == "trial"
     assert finding.saved_s[0] < 0.3 * (0.04 + 0.05) < finding.saved_s[1]
 
 
 def test_without_a_trial_the_backward_seen_is_the_estimate() -> None:
     finding = only_finding(RULE, half_trained(seconds=0.03).build())
-    assert not finding.measured
+    assert finding.basis == "estimate"
     assert finding.saved_s[1] == pytest.approx(0.03)
 
 

@@ -20,7 +20,7 @@ def test_rows_of_tensors_are_priced_by_the_trial_at_the_line_that_made_the_loade
 
     assert finding.where is not None
     assert finding.where.line == 9
-    assert finding.measured
+    assert finding.basis == "trial"
     assert finding.saved_s[1] == pytest.approx(0.9 * 0.06), "the wait shrinks as the batch does in the trial"
     assert "BatchSampler" in finding.edit
 

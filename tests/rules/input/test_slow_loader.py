@@ -33,7 +33,7 @@ def test_the_line_of_the_data_set_is_named() -> None:
     finding = only_finding(RULE, waiting(wait_s=0.06).build())
     assert finding.where is not None
     assert (finding.where.file, finding.where.line) == ("/home/ada/data.py", 9)
-    assert (finding.cost_s, finding.phases, finding.measured) == (pytest.approx(0.06), ("data",), False)
+    assert (finding.cost_s, finding.phases, finding.basis) == (pytest.approx(0.06), ("data",), "estimate")
 
 
 def test_without_samples_the_loop_over_the_loader_is_named() -> None:
@@ -50,7 +50,7 @@ def test_repeatable_items_are_priced_by_the_trial() -> None:
 
     finding = only_finding(RULE, run.build())
 
-    assert finding.measured
+    assert finding.basis == "trial"
     assert finding.saved_s[0] < finding.saved_s[1] == pytest.approx(0.9 * 0.06)
 
 
@@ -59,7 +59,7 @@ def test_random_items_without_a_line_are_not_priced_by_the_trial() -> None:
     run.lines.clear()
     run.tried(TimeDataset(loader=0), kept=0.1, now_s=0.06, repeatable=False)
     finding = only_finding(RULE, run.build())
-    assert not finding.measured
+    assert finding.basis == "estimate"
     assert "prepare them once" not in finding.edit
 
 

@@ -19,7 +19,7 @@ def reading(
 def test_a_wait_on_an_idle_device_is_named() -> None:
     finding = only_finding(RULE, reading(device_s=0.06, wait_s=0.03).build())
     assert finding.where is not None
-    assert (finding.where.line, finding.measured) == (29, True)
+    assert (finding.where.line, finding.basis) == (29, "timed")
     assert finding.saved_s[1] == pytest.approx(0.03)
 
 

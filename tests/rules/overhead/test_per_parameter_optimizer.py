@@ -29,7 +29,7 @@ def test_the_line_that_made_the_optimizer_is_named() -> None:
     finding = only_finding(RULE, run.build())
 
     assert finding.where is not None
-    assert (finding.where.line, finding.operators, finding.measured) == (8, (0,), True)
+    assert (finding.where.line, finding.operators, finding.basis) == (8, (0,), "trial")
     assert "Adam(..., fused=True)" in finding.edit
     assert finding.saved_s[0] < 0.8 * 0.03 < finding.saved_s[1]
 

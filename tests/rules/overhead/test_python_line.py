@@ -21,7 +21,7 @@ def test_a_line_busy_without_operators_is_named() -> None:
     assert finding.where is not None
     assert (finding.where.line, finding.operators) == (33, (0,))
     assert finding.cost_s == pytest.approx(0.028)
-    assert not finding.measured
+    assert finding.basis == "estimate"
 
 
 def test_samples_of_one_line_in_two_phases_add_up() -> None:

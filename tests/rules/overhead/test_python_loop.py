@@ -61,7 +61,7 @@ def test_independent_iterations_are_priced_in_one_piece() -> None:
     assert finding.cost_s == pytest.approx(0.018)
     assert finding.saved_s[0] > 0.7 * finding.cost_s
     assert finding.operators == (0, 1, 2), "forward and backward"
-    assert not finding.measured
+    assert finding.basis == "estimate"
 
 
 def test_iterations_that_need_the_one_before_lose_their_overhead_alone() -> None:
@@ -90,7 +90,7 @@ def test_the_trial_prices_the_recurrence() -> None:
     finding = only_finding(RULE, run.build())
 
     assert finding.where is not None
-    assert (finding.where.line, finding.measured) == (12, True)
+    assert (finding.where.line, finding.basis) == (12, "trial")
     assert finding.saved_s[0] <= 0.75 * 0.012 <= finding.saved_s[1] + 1e-12
     assert "GRU" in finding.edit
 

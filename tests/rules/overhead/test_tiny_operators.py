@@ -34,7 +34,7 @@ def test_a_batch_that_takes_hardly_longer_when_repeated_is_too_small() -> None:
     finding = only_finding(RULE, run.build())
 
     assert finding.where is not None
-    assert (finding.where.line, finding.measured) == (24, True)
+    assert (finding.where.line, finding.basis) == (24, "trial")
     assert finding.saved_s == pytest.approx((0.7 * 0.098, 0.8 * 0.098))
 
 

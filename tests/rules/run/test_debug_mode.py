@@ -33,7 +33,7 @@ def test_the_line_that_threw_the_switch_is_named() -> None:
     finding = only_finding(RULE, run.build())
 
     assert finding.where is not None
-    assert (finding.where.line, finding.measured) == (5, True)
+    assert (finding.where.line, finding.basis) == (5, "trial")
     assert finding.saved_s[0] < 0.6 * 0.09 < finding.saved_s[1]
 
 

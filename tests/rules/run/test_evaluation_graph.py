@@ -36,7 +36,7 @@ def test_the_call_is_named() -> None:
     finding = only_finding(RULE, run.build())
 
     assert finding.where is not None
-    assert (finding.where.line, finding.measured) == (50, True)
+    assert (finding.where.line, finding.basis) == (50, "trial")
     assert finding.saved_s[0] < 0.4 * 0.03 < finding.saved_s[1]
 
 

@@ -1,8 +1,8 @@
 """Rows of a device's steps, with the times of an honest step.
 
-Events around an operator also span its launch, and recording slows the host down, so neither side of a row is honest. The profiled
-step says how long the kernels of each line's operators take; the light steps say how long the host can have worked at most: the
-step less what it waited for the device.
+Events around an operator also span its launch, and recording slows the host down, so neither side of a row is honest. The
+profiled step says how long the kernels of each line's operators take; the light steps say how long the host can have worked at
+most: the step less what it waited for the device.
 """
 
 from __future__ import annotations

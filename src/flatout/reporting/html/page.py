@@ -148,7 +148,7 @@ def _add_filters(environment: Environment) -> None:
         in_order=_in_order,
         code=_code,
     )
-    environment.globals.update(place_of=_place_of, source_at=_source_at)
+    environment.globals.update(place_of=_place_of, source_at=_source_at, basis=units.BASIS)
 
 
 def _lede(headline: str, title: str) -> str:

@@ -57,7 +57,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             edit=_EDITS.get(result.variant, _EDITS["torch.cdist"]),
             levers=RULE.levers,
             operators=rows,
-            measured=True,
+            basis="trial",
         )
 
 

@@ -69,7 +69,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             module=operator.module,
             levers=RULE.levers,
             operators=(row,),
-            measured=True,
+            basis="trial",
         )
 
 

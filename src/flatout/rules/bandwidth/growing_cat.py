@@ -47,7 +47,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             edit="append the pieces to a list and torch.cat (or torch.stack) once after the loop",
             levers=RULE.levers,
             operators=rows,
-            measured=True,
+            basis="trial",
         )
 
 

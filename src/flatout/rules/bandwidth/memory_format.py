@@ -62,7 +62,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         module=evidence.models[trial.model].name,
         levers=RULE.levers,
         operators=rows,
-        measured=True,
+        basis="trial",
     )
 
 

@@ -89,7 +89,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             module=evidence.operators[rows[0]].module,
             levers=RULE.levers,
             operators=tuple(rows),
-            measured=result is not None,
+            basis="trial" if result is not None else "estimate",
         )
 
 

@@ -42,7 +42,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             f"{seconds * 1e3:.2f} ms" + _retries(evidence),
             edit=_EDIT,
             levers=RULE.levers,
-            measured=True,
+            basis="timed",
         )
 
 

@@ -27,7 +27,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             because=f"the search takes {module.search_s * 1e3:.2f} ms a step and found every parameter in use",
             edit=_EDIT,
             levers=RULE.levers,
-            measured=True,
+            basis="timed",
         )
 
 

@@ -51,7 +51,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         edit="make it float32 where it comes in: dtype=torch.float32 when the tensor is made, .float() on arrays from NumPy",
         levers=RULE.levers,
         operators=rows,
-        measured=True,
+        basis="trial",
     )
 
 

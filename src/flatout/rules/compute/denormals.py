@@ -57,7 +57,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         edit="torch.set_flush_denormal(True) once at the start",
         module=worst.module,
         levers=RULE.levers,
-        measured=True,
+        basis="trial",
     )
 
 

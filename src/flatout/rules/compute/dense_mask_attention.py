@@ -64,7 +64,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             module=evidence.operators[rows[0]].module,
             levers=RULE.levers,
             operators=rows,
-            measured=True,
+            basis="trial",
         )
 
 

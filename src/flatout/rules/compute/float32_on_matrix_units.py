@@ -63,7 +63,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         "forward pass and loss for more",
         levers=RULE.levers,
         operators=rows,
-        measured=True,
+        basis="trial",
     )
 
 

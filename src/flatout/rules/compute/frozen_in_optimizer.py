@@ -63,7 +63,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         module=facts[0].module,
         levers=RULE.levers,
         operators=rows,
-        measured=True,
+        basis="trial",
     )
 
 

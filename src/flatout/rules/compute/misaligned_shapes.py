@@ -71,7 +71,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             module=operator.module,
             levers=RULE.levers,
             operators=rows,
-            measured=True,
+            basis="trial",
         )
 
 

@@ -56,7 +56,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             edit=f"{tables} on the indices (its weight is the linear layer's, transposed)",
             levers=RULE.levers,
             operators=rows,
-            measured=True,
+            basis="trial",
         )
 
 

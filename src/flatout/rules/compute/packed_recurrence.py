@@ -49,7 +49,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         edit="run the layer on the padded batch, and take each row's state at its own length: out[range(B), lengths - 1]",
         levers=RULE.levers,
         phases=("forward", "backward"),
-        measured=True,
+        basis="trial",
     )
 
 

@@ -57,7 +57,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         f"positions; cropped, forward and backward take {min(kept):.0%} (tried)",
         edit="pad each batch to its own longest row, and batch rows of similar length (bucketing), or pack them",
         levers=RULE.levers,
-        measured=True,
+        basis="trial",
     )
 
 

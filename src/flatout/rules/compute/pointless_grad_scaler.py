@@ -44,7 +44,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         also=tuple(s for s in map(evidence.source_of, lines) if s is not None and s != evidence.source_of(source)),
         levers=RULE.levers,
         operators=rows,
-        measured=True,
+        basis="timed",
     )
 
 

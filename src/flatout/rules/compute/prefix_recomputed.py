@@ -50,7 +50,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             edit="keep keys and values (or the recurrent state) of the positions already seen, and pass only the new one",
             levers=RULE.levers,
             phases=("forward",),
-            measured=True,
+            basis="trial",
         )
 
 

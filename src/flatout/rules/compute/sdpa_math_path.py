@@ -54,7 +54,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             module=softmax.module,
             levers=RULE.levers,
             operators=rows,
-            measured=True,
+            basis="trial",
         )
 
 

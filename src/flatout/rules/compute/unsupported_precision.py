@@ -50,7 +50,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         edit="leave autocast and .half()/.bfloat16() out on this machine: enabled=torch.cuda.is_available()",
         levers=RULE.levers,
         operators=rows,
-        measured=True,
+        basis="trial",
     )
 
 

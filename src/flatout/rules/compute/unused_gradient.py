@@ -53,7 +53,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             module=_module_of(unused),
             levers=RULE.levers,
             operators=unused.operators,
-            measured=result is not None,
+            basis="trial" if result is not None else "estimate",
         )
 
 

@@ -51,7 +51,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         also=tuple(s for s in lines if s is not None and s != where),
         levers=RULE.levers,
         phases=("data",),
-        measured=True,
+        basis="trial",
     )
 
 

@@ -51,7 +51,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         also=also,
         levers=RULE.levers,
         phases=("data",),
-        measured=True,
+        basis="trial",
     )
 
 

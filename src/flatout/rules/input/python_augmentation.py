@@ -56,7 +56,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         also=also,
         levers=RULE.levers,
         phases=("data",),
-        measured=False,
+        basis="estimate",
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from flatout.cost.feeding import fetched, fits_memory, gained_s, hot_line, kind_of, main_loader, waiting_s
 from flatout.records.evidence import Evidence, Loader
-from flatout.records.finding import Finding, Rule
+from flatout.records.finding import Basis, Finding, Rule
 from flatout.records.trial import TimeDataset
 
 
@@ -33,10 +33,11 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     loader = evidence.loaders[index]
     wait_s = waiting_s(evidence)
     result = fetched(evidence, index)
-    saved_s, measured, edit = (0.5 * wait_s, 0.9 * wait_s), False, _edit_workers(loader, evidence)
+    saved_s, edit = (0.5 * wait_s, 0.9 * wait_s), _edit_workers(loader, evidence)
+    basis: Basis = "estimate"
     if result is not None and result.facts.get("repeatable") and fits_memory(evidence, result):
         gained = gained_s(evidence, index, result)
-        saved_s, measured = (0.95 * gained, gained), True
+        saved_s, basis = (0.95 * gained, gained), "trial"
         edit = (
             "the items come out the same each time: prepare them once as tensors and index a whole batch at a time; or "
             + edit
@@ -55,7 +56,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         also=also,
         levers=RULE.levers,
         phases=("data",),
-        measured=measured,
+        basis=basis,
     )
 
 

@@ -50,7 +50,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         edit="collect the samples and call the model on batches of 8 or more; sort by shape and pad where shapes differ",
         levers=RULE.levers,
         phases=("forward",),
-        measured=True,
+        basis="trial",
     )
 
 

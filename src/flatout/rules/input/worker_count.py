@@ -62,7 +62,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         also=tuple(s for s in (evidence.source_of(loader.source),) if s is not None and s != where),
         levers=RULE.levers,
         phases=("data",),
-        measured=True,
+        basis="trial",
     )
 
 

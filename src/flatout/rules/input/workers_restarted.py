@@ -49,7 +49,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             edit="DataLoader(..., persistent_workers=True), made once and not anew in each epoch",
             also=tuple(s for s in (evidence.source_of(loader.source),) if s is not None and s != where),
             levers=RULE.levers,
-            measured=True,
+            basis="trial",
         )
 
 

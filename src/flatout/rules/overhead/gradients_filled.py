@@ -52,7 +52,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             edit="zero_grad() with torch's default, set_to_none=True",
             levers=RULE.levers,
             operators=(*fills, *adds),
-            measured=True,
+            basis="timed",
         )
 
 

@@ -45,7 +45,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         edit="move the line out of the compiled function (prints, host reads), or write the branch with torch.where",
         also=tuple(s for s in (evidence.source_of(b.source) for b in breaks[1:]) if s is not None),
         levers=RULE.levers,
-        measured=True,
+        basis="trial",
     )
 
 

@@ -40,7 +40,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             f"which idles {idle_s * 1e3:.2f} ms of the step",
             edit="keep the value on the device (a running sum under no_grad) and read it every 50 steps or so",
             levers=RULE.levers,
-            measured=True,
+            basis="timed",
         )
 
 

@@ -71,7 +71,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             module=layers.container,
             levers=RULE.levers,
             operators=layers.rows,
-            measured=True,
+            basis="trial",
         )
 
 

@@ -41,7 +41,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         edit="log every 50 steps or so, and give a progress bar mininterval=1 and its values with refresh=False",
         also=tuple(s for s in map(evidence.source_of, order[1:]) if s is not None),
         levers=RULE.levers,
-        measured=True,
+        basis="timed",
     )
 
 

@@ -48,7 +48,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             ),
             levers=RULE.levers,
             operators=rows,
-            measured=True,
+            basis="timed",
         )
 
 

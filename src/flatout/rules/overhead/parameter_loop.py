@@ -54,7 +54,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             also=tuple(s for s in map(evidence.source_of, by_line) if s is not None and s != where),
             levers=RULE.levers,
             operators=rows,
-            measured=True,
+            basis="trial",
         )
 
 

@@ -48,7 +48,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             operators=tuple(
                 i for i, o in enumerate(evidence.operators) if o.phase == "optimizer" and o.source == use.source
             ),
-            measured=True,
+            basis="trial",
         )
 
 

@@ -120,7 +120,7 @@ def _judge(evidence: Evidence, sources: list[int]) -> Iterator[Finding]:
         also=tuple(s for s in map(evidence.source_of, sources) if s is not None and s != where),
         levers=RULE.levers,
         operators=rows,
-        measured=result is not None,
+        basis="trial" if result is not None else "estimate",
     )
 
 

@@ -43,7 +43,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         also=tuple(s for s in (evidence.source_of(e.source) for e in events) if s is not None and s != where),
         levers=RULE.levers,
         phases=("compile",),
-        measured=True,
+        basis="timed",
     )
 
 

@@ -36,7 +36,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             also=tuple(sources[1:]),
             levers=RULE.levers,
             operators=tuple(sorted({i for c in constants for i in c.operators})),
-            measured=True,
+            basis="timed",
         )
 
 

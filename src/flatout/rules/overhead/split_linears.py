@@ -69,7 +69,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             module=evidence.operators[rows[0]].module.rpartition(".")[0],
             levers=RULE.levers,
             operators=rows,
-            measured=True,
+            basis="trial",
         )
 
 

@@ -51,7 +51,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             f"idles while the queue fills again; it idles {idle_s * 1e3:.2f} ms of the step",
             edit="take it out of the loop; to time steps, record torch.cuda.Event pairs and read them some steps later",
             levers=RULE.levers,
-            measured=True,
+            basis="timed",
         )
 
 

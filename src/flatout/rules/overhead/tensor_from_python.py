@@ -50,7 +50,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
                 for i, o in enumerate(evidence.operators)
                 if o.source in times and o.phase not in ("backward", "optimizer")
             ),
-            measured=True,
+            basis="timed",
         )
 
 

@@ -38,7 +38,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             edit="save every some hundred steps or when the score has improved; if it must be often, copy the state and "
             "write it in a thread (torch.distributed.checkpoint.async_save)",
             levers=RULE.levers,
-            measured=True,
+            basis="timed",
         )
 
 

@@ -50,7 +50,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             + (f"; compiling took {evidence.compilation.compile_s:.1f} s" if evidence.compilation else ""),
             edit="remove torch.compile here, or give it more work at once (a larger batch)",
             levers=RULE.levers,
-            measured=True,
+            basis="trial",
         )
 
 

@@ -63,7 +63,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             because=f"{name} is on; without it forward and backward take {kept:.0%} (tried)",
             edit=edit,
             levers=RULE.levers,
-            measured=True,
+            basis="trial",
         )
 
 

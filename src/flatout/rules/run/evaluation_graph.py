@@ -48,7 +48,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
                 s for s in (evidence.source_of(m.source) for m in models[:1]) if s != evidence.source_of(place) and s
             ),
             levers=RULE.levers,
-            measured=True,
+            basis="trial",
         )
 
 

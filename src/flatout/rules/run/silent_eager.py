@@ -45,7 +45,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         f"{evidence.steps.step_s * 1e3:.2f} ms since",
         edit=_EDIT,
         levers=RULE.levers,
-        measured=True,
+        basis="timed",
     )
 
 

@@ -52,7 +52,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             "to a file instead",
             levers=RULE.levers,
             operators=rows,
-            measured=True,
+            basis="timed",
         )
 
 

@@ -50,7 +50,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         f"backward take {kept:.0%} (tried)",
         edit=f"torch.set_num_threads({trial.factor}), or OMP_NUM_THREADS={trial.factor} in the environment",
         levers=RULE.levers,
-        measured=True,
+        basis="trial",
     )
 
 
