@@ -14,7 +14,7 @@ from flatout.profiling.collectors.module_facts import ModuleFacts
 from flatout.profiling.collectors.repeats import RepeatedCalls
 from flatout.profiling.collectors.settings import environment
 from flatout.profiling.collectors.values import Values
-from flatout.profiling.evidence import assemble, reads
+from flatout.profiling.evidence import assemble, honest_steps, reads
 from flatout.profiling.evidence.accounts import OperatorTable
 from flatout.profiling.evidence.spans import timeline_of
 from flatout.profiling.evidence.workload import workload_of
@@ -209,7 +209,7 @@ class Capture:
     def _evidence(self) -> Evidence:
         observer = self.observer
         table = OperatorTable(observer, self._escapes.keys if self._escapes.is_known else None)
-        steps = assemble.steps_of(observer, table.device_s)
+        steps = honest_steps.steps_of(observer, table.device_s)
         models, roots = assemble.models_of(observer)
         workload = workload_of(
             self._command,
@@ -247,7 +247,7 @@ class Capture:
             loaders=assemble.loaders_of(observer),
             paddings=assemble.paddings_of(observer),
             recurrences=assemble.recurrences_of(observer, table),
-            device_step=assemble.device_step_of(observer, steps),
+            device_step=honest_steps.device_step_of(observer, steps),
             memory=self.memory.evidence(),
             uses=self._uses(),
             compilation=observer.compiling.record(observer.timeline.steps),
