@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable
 from threading import get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import nn
 
-from flatout.profiling.calls import ModuleCalls, Root, iter_tensors
+from flatout.profiling.calls import ModuleCalls
 from flatout.profiling.collector import Collector, InnerWatcher, RootWatcher, StepWatch
 from flatout.profiling.collectors.compiling import Compiling
 from flatout.profiling.collectors.faults import Faults
@@ -22,11 +20,11 @@ from flatout.profiling.collectors.settings import Settings
 from flatout.profiling.collectors.uses import Uses
 from flatout.profiling.device.kernels import KernelTimes
 from flatout.profiling.device.launches import LaunchLog
+from flatout.profiling.events import Events, StepKind
 from flatout.profiling.lines.sampler import UNWATCHED, Sampler
 from flatout.profiling.operators.deep import DeepLooks
 from flatout.profiling.operators.overhead import light_cost_s
-from flatout.profiling.operators.padding import name_tensors
-from flatout.profiling.operators.recorder import CAN_WATCH_COMPILED, storage_of
+from flatout.profiling.operators.recorder import CAN_WATCH_COMPILED
 from flatout.profiling.patching import Patches
 from flatout.profiling.place import Place
 from flatout.profiling.running.processes import Processes
@@ -41,12 +39,10 @@ if TYPE_CHECKING:
     from flatout.profiling.ranks.watch import RankWatch
 
 _CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP, Mode.MEMORY)
-_INFERENCE_AFTER: Final = 3
-"""Root calls without a backward after which a loop counts as inference."""
 
 
 class Observer:
-    """Watches the thread that made it, from `install` to `remove`. Every event handler is here; what is kept lies in the parts.
+    """Watches the thread that made it, from `install` to `remove`. `Events` hears what happens; what is kept lies in the parts.
 
     `pause` is called at the border after the deep steps with the observer inactive: the time for trials. `complete` is called
     when the schedule is done. `place` is given when this process is one rank of several.
@@ -63,13 +59,14 @@ class Observer:
     ) -> None:
         self.schedule = schedule
         self.sites = Sites(user_root=user_root)
+        self._events = events = Events(self)
         self.settings = Settings(self.sites)
-        self.calls = ModuleCalls(self.sites, self)
-        self.feeding = Feeding(self.sites, self)
-        self.optimizing = Optimizing(self.sites, self)
+        self.calls = ModuleCalls(self.sites, events)
+        self.feeding = Feeding(self.sites, events)
+        self.optimizing = Optimizing(self.sites, events)
         self.processes = Processes()
         self.thread_id = get_ident()
-        self.kind: Literal["none", "inference", "manual", "training", "call"] = "none"
+        self.kind: StepKind = "none"
         self.is_device = False
         self.timeline = Timeline(use_events=False)
         self.sampler = Sampler(self.sites, phase=self._phase_of_sample)
@@ -106,10 +103,6 @@ class Observer:
         self._on_complete = complete
         self._patches = Patches()
         self._num_light = 0
-        self._in_optimizer = False
-        self._in_backward = False
-        self._roots_without_backward = 0
-        self._leader: Root | None = None
         self._marks_unwatched = False
         """Whether the ends of unwatched steps that are settled are marked on the device too."""
         self._is_installed = False
@@ -118,10 +111,11 @@ class Observer:
         from flatout.profiling.ranks.watch import RankWatch  # there are builds of torch without torch.distributed
 
         watch = RankWatch(self.sites, place, phase=lambda: self.timeline.phase)
-        watch.collectives.after_call = self._resume_recording
+        watch.collectives.after_call = self.resume_recording
         return watch
 
-    def _resume_recording(self) -> None:
+    def resume_recording(self) -> None:
+        """The time since the last recorded operator was not the user's."""
         if self.deep.recorder is not None:
             self.deep.recorder.resume()
 
@@ -138,7 +132,7 @@ class Observer:
         for collector in self.collectors:
             collector.install(self._patches)
         for name in ("backward", "grad"):
-            self._patches.set(torch.autograd, name, self._watching_backward(name, getattr(torch.autograd, name)))
+            self._patches.set(torch.autograd, name, self._events.watching_backward(name, getattr(torch.autograd, name)))
         self._activate(True)
         self.sampler.start()
         self.sampler.is_on = False
@@ -178,162 +172,18 @@ class Observer:
     def _activate(self, on: bool) -> None:
         self.calls.is_active = self.feeding.is_active = self.optimizing.is_active = on
 
-    # -- events -----------------------------------------------------------------------------------------------------------
-
-    def on_root_start(self, root: Root) -> None:
-        if self._in_backward:  # a forward that is computed again there is the backward's own work
-            return
-        if root.has_parameters and self.kind in ("none", "inference"):
-            self._roots_without_backward += 1
-            if self.kind == "none" and self._roots_without_backward >= _INFERENCE_AFTER:
-                self._leader = root
-                self._restart("inference")
-            elif self.kind == "inference" and root is self._leader:
-                self._border()
-        is_training = root.is_training and root.grad_enabled
-        is_evaluation = self.kind == "training" and root.has_parameters and not is_training
-        if root.has_parameters:
-            self.timeline.root_calls += 1
-        self.timeline.switch("evaluation" if is_evaluation else "forward")
-
-    def on_root_end(self, root: Root) -> None:
-        if self._in_backward:
-            return
-        if self.timeline.phase != "evaluation":  # what follows an evaluation call belongs to it: its metrics, its loop
-            self.timeline.end_root("optimizer" if self._in_optimizer else "other")
-
-    def on_root_inputs(self, root: Root, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.mode is Mode.MEMORY and self.watch is not None and root.has_parameters:
-            self.watch.on_batch((args, kwargs), is_fetched=False)
-        recorder = self.deep.recorder
-        if self.mode is Mode.DEEP and recorder is not None and root.has_parameters:
-            for tensor in iter_tensors((args, kwargs)):
-                if not recorder.has_producer(tensor):
-                    recorder.data_storages.add(storage_of(tensor))
-        if (
-            self.mode in (Mode.WARM_UP, Mode.DEEP)
-            and root.has_parameters
-            and (root.is_training or self.kind != "training")
-        ):
-            self.deep.look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
-            self.deep.compare_inputs(root, args, kwargs)
-        if self.ranks is not None and root.has_parameters and (root.is_training or self.kind != "training"):
-            self.ranks.add_batch(args, kwargs)
-        is_deep = self.mode is Mode.DEEP and recorder is not None
-        if is_deep or root.calls == 1:
-            with self.deep.aside():
-                for watcher in self.root_watchers:
-                    watcher.on_root_inputs(root, args, kwargs, is_deep=is_deep)
-
-    def on_root_output(self, root: Root, output: Any) -> None:
-        try:
-            with self.deep.aside():
-                for watcher in self.root_watchers:
-                    watcher.on_root_output(root, output)
-        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
-            self.fail(e)
-
-    def on_inner_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        if self.inner_watcher is None or self._in_backward or self.mode is not Mode.DEEP:
-            return None
-        try:
-            with self.deep.between():
-                return self.inner_watcher.on_inner_start(module, args, kwargs)
-        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
-            self.fail(e)
-            return None
-
-    def on_inner_end(self, token: object, output: Any) -> None:
-        if self.inner_watcher is None:
-            return
-        try:
-            with self.deep.between():
-                self.inner_watcher.on_inner_end(token, output)
-        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
-            self.fail(e)
-
-    def on_epoch_start(self) -> None:
-        self.timeline.num_starts += 1
-        self.optimizing.has_news = True
-
-    def on_fetch_start(self) -> None:
-        self.timeline.switch("data")
-
-    def on_fetch_end(self, batch: Any) -> None:
-        self.timeline.switch("optimizer" if self._in_optimizer else "other")
-        if self.mode is Mode.DEEP and self.deep.recorder is not None:
-            self.deep.recorder.data_storages.update(storage_of(t) for t in iter_tensors(batch))
-        if self.mode is Mode.MEMORY and self.watch is not None:
-            try:
-                self.watch.on_batch(batch, is_fetched=True)
-            except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
-                self.fail(e)
-
-    def on_optimizer_start(self) -> None:
-        self._in_optimizer = True
-        self.timeline.switch("optimizer")
-
-    def on_closure_start(self) -> None:
-        self._in_optimizer = False
-        self.timeline.switch("other")
-
-    def on_closure_end(self) -> None:
-        self._in_optimizer = True
-        self.timeline.switch("optimizer")
-
-    def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None:
-        self._in_optimizer = False
-        self.timeline.switch("other")
-        if self.kind != "training" or leader_changed:
-            self._restart("training")
-        elif is_border:
-            self._border()
+    # -- steps ------------------------------------------------------------------------------------------------------------
 
     def begin_call(self) -> None:
         """A step function is about to be called (`flatout.check(step, batches)`)."""
         if self.kind != "call":
-            self._restart("call")
+            self.restart("call")
 
     def end_call(self) -> None:
         """The step function returned."""
-        self._border()
+        self.border()
 
-    def _watching_backward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._in_backward or get_ident() != self.thread_id or not self.calls.is_active:
-                return original(*args, **kwargs)
-            self._in_backward = True
-            self._roots_without_backward = 0
-            self.timeline.switch("backward")
-            if self.mode is Mode.MEMORY and self.watch is not None:
-                try:
-                    self.watch.on_backward(name, args, kwargs)
-                except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
-                    self.fail(e)
-            if self.deep.recorder is not None:
-                self.deep.recorder.mark_backward(sys._getframe(1))
-            if self.ranks is not None:
-                self.ranks.begin_backward(sys._getframe(1))
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._in_backward = False
-                if self.deep.recorder is not None:
-                    self.deep.recorder.mark_backward(None)
-                if self.ranks is not None:
-                    self.ranks.end_backward()
-                    self._resume_recording()
-                self.timeline.switch("optimizer" if self._in_optimizer else "other")
-                if self.kind in ("none", "inference"):
-                    self._restart("manual")
-                elif self.kind == "manual":
-                    self._border()
-
-        return watched
-
-    # -- steps ------------------------------------------------------------------------------------------------------------
-
-    def _restart(self, kind: Literal["inference", "manual", "training", "call"]) -> None:
+    def restart(self, kind: StepKind) -> None:
         """A better border of steps was found: begin again from the warm-up."""
         if self.kind == "call":
             return
@@ -368,7 +218,7 @@ class Observer:
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
 
-    def _border(self) -> None:
+    def border(self) -> None:
         """A step ended: file it, and prepare the next."""
         if self.is_complete:
             return
