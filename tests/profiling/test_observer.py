@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.profiling.capture import Capture
+from flatout.profiling.collectors import reads
 from flatout.profiling.steps.schedule import Schedule
 from flatout.records.evidence import Evidence
 
@@ -441,3 +442,29 @@ def test_the_memory_of_a_constant_can_still_be_resized() -> None:
     evidence = observe(loop)
 
     assert evidence.observing.num_deep_steps == 3
+
+
+@pytest.fixture
+def cuda_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that says it has used a CUDA device before."""
+    monkeypatch.setattr(reads, "uses_cuda", lambda: True)
+
+
+@pytest.mark.usefixtures("cuda_in_use")
+def test_a_loop_on_the_cpu_is_one_though_the_process_has_used_a_device() -> None:
+    evidence = observe(lambda: train(model()))
+    assert (evidence.notes, evidence.steps.device_s, evidence.workload.device) == ((), None, "cpu")
+
+
+@pytest.mark.usefixtures("cuda_in_use")
+def test_a_step_function_on_the_cpu_is_one_though_the_process_has_used_a_device() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    capture = Capture(command=("test",), cwd=".", schedule=FAST, machine=None, propose=lambda _: ())
+    capture.start()
+    for _ in range(20):
+        capture.observer.begin_call()
+        train(net, steps=1, optimizer=optimizer)
+        capture.observer.end_call()
+    evidence = capture.finish(exit="finished", exit_code=0)
+    assert (evidence.notes, evidence.steps.device_s, evidence.steps.kind) == ((), None, "call")

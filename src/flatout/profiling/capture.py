@@ -11,6 +11,7 @@ import msgspec
 
 from flatout.profiling.collectors.escapes import Escapes
 from flatout.profiling.collectors.module_facts import ModuleFacts
+from flatout.profiling.collectors.reads import uses_cuda
 from flatout.profiling.collectors.repeats import RepeatedCalls
 from flatout.profiling.collectors.settings import environment
 from flatout.profiling.collectors.values import Values
@@ -217,6 +218,7 @@ class Capture:
             roots,
             observer.optimizing.optimized_ids(),
             observer.settings.read(environment()),
+            is_device=observer.is_device if observer.kind != "none" else uses_cuda(),
             world_size=observer.ranks.place.world_size if observer.ranks is not None else 1,
         )
         lines = assemble.lines_of(observer, table, steps.step_s)

@@ -105,6 +105,7 @@ class Observer:
         self._num_light = 0
         self._marks_unwatched = False
         """Whether the ends of unwatched steps that are settled are marked on the device too."""
+        self._is_call_on_device = False
         self._is_installed = False
 
     def _watch_ranks(self, place: Place) -> RankWatch:
@@ -197,7 +198,8 @@ class Observer:
                 for collector in self.collectors:
                     collector.end(self.mode)
             self.kind = kind
-            self.is_device = is_on_accelerator()
+            # What a step function works with is seen in its first call.
+            self.is_device = self._is_on_device() if kind != "call" else self._is_call_on_device
             self.timeline = Timeline(use_events=self.is_device)
             self.mode = Mode.WARM_UP
             self.seen = 0
@@ -218,6 +220,9 @@ class Observer:
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
 
+    def _is_on_device(self) -> bool:
+        return is_on_accelerator((*self.calls.tensors(), *self.optimizing.tensors()))
+
     def border(self) -> None:
         """A step ended: file it, and prepare the next."""
         if self.is_complete:
@@ -226,6 +231,9 @@ class Observer:
             calls = self.timeline.root_calls
             duration = self.timeline.boundary(self.mode.value, weight=self.blocks.weight)
             self._end_step(duration, calls)
+            if self.kind == "call" and self.seen == 1 and not self.is_device and self._is_on_device():
+                self.kind, self._is_call_on_device = "none", True
+                self.restart("call")
         except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
             self.fail(e)
 

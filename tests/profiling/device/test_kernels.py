@@ -201,7 +201,7 @@ def test_an_observed_loop_has_its_device_step_with_lines(device: FakeDevice, mon
     """The whole observation on a device that is made up: order of the modes, marks, restarts, what reaches the Evidence."""
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    monkeypatch.setattr(observer, "is_on_accelerator", lambda: True)
+    monkeypatch.setattr(observer, "is_on_accelerator", lambda tensors: True)
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Final, NamedTuple
@@ -115,6 +115,17 @@ def is_upload(source: object, result: object) -> bool:
     )
 
 
-def is_on_accelerator() -> bool:
-    """Whether this process uses a CUDA device now."""
+def uses_cuda() -> bool:
+    """Whether this process has begun to use a CUDA device."""
     return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def is_on_accelerator(tensors: Iterable[Tensor]) -> bool:
+    """Whether a loop that works with these tensors computes on a CUDA device: one of them lies there.
+
+    Where there are none to ask, whether this process uses a device at all.
+    """
+    if not uses_cuda():
+        return False
+    places = {t.is_cuda for t in tensors}
+    return not places or True in places

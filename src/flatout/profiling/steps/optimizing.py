@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Final, Literal, Protocol
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -83,6 +84,13 @@ class Optimizing:
         self._sites = sites
         self._listener = listener
         self._thread_id = get_ident()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The parameters that were stepped."""
+        for watched in self.watched.values():
+            optimizer = watched.optimizer()
+            for group in optimizer.param_groups if optimizer is not None else ():
+                yield from group["params"]
 
     def install(self, patches: Patches) -> None:
         """Register torch's global step hooks and note where optimizers are made."""
