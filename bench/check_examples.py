@@ -1,6 +1,7 @@
 """Is flatout right? Every slow example against its repaired twin, and the clean controls.
 
     python bench/check_examples.py [--only NAME ...] [--rounds 2] [--seconds 8] [--manifest FILE] [--out bench/results/...]
+                                   [--reports FOLDER]
 
 For each slow example: is the cause named first, is the line exact, and does the predicted gain agree with the gain of the twin,
 measured by bench/step_time.py on interleaved runs (the mean step, evaluation passes included). A prediction is the geometric mean
@@ -36,12 +37,13 @@ def main() -> int:
     parser.add_argument("--manifest", type=Path, default=ROOT / "examples" / "manifest.toml")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--no-controls", action="store_true")
+    parser.add_argument("--reports", type=Path, default=None, help="folder to keep every report in, as JSON")
     options = parser.parse_args()
     manifest, folder = tomllib.loads(options.manifest.read_text()), options.manifest.resolve().parent
     chosen = [e for e in manifest["example"] if not options.only or e["name"] in options.only]
-    rows = [judge(e, folder, rounds=options.rounds, seconds=options.seconds) for e in chosen]
+    rows = [judge(e, folder, options) for e in chosen]
     controls = [] if options.only or options.no_controls else manifest.get("control", [])
-    clean = [judge_control(c, folder, seconds=options.seconds) for c in controls]
+    clean = [judge_control(c, folder, options) for c in controls]
     summary = summarise(rows, clean)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -49,8 +51,8 @@ def main() -> int:
     return 0
 
 
-def judge(example: dict[str, Any], folder: Path, *, rounds: int, seconds: float) -> dict[str, Any]:
-    report = check(folder / example["slow"], seconds=seconds)
+def judge(example: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    report = check(folder / example["slow"], options)
     finding = report["findings"][0] if report["findings"] else None
     place = folder / example.get("in", example["slow"])
     lines = {
@@ -59,7 +61,7 @@ def judge(example: dict[str, Any], folder: Path, *, rounds: int, seconds: float)
         if any(snippet in text for snippet in example["lines_contain"])
     }
     accepted = {example["rule"], *example.get("also", [])}
-    timings = [(step_s(folder / example["slow"]), step_s(folder / example["fast"])) for _ in range(rounds)]
+    timings = [(step_s(folder / example["slow"]), step_s(folder / example["fast"])) for _ in range(options.rounds)]
     per = example.get("samples_fast", 1) / example.get("samples_slow", 1)
     ratios = [slow / fast * per for slow, fast in timings]
     measured = statistics.geometric_mean(ratios)
@@ -91,8 +93,8 @@ def judge(example: dict[str, Any], folder: Path, *, rounds: int, seconds: float)
     return row
 
 
-def judge_control(control: dict[str, Any], folder: Path, *, seconds: float) -> dict[str, Any]:
-    report = check(folder / control["path"], seconds=seconds, environment=MEMORY_KEPT)
+def judge_control(control: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    report = check(folder / control["path"], options, environment=MEMORY_KEPT)
     claims = [(f["rule"], f["line"], f["share"], f["gain"]) for f in report["findings"]]
     print(f"{control['name']:22} control: {claims or 'nothing claimed'}", flush=True)
     return {"name": control["name"], "claims": claims, "observing": report["evidence"]["observing"]}
@@ -120,16 +122,17 @@ def summarise(rows: list[dict[str, Any]], clean: list[dict[str, Any]]) -> dict[s
     return summary
 
 
-def check(script: Path, *, seconds: float, environment: dict[str, str] | None = None) -> dict[str, Any]:
+def check(script: Path, options: argparse.Namespace, *, environment: dict[str, str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
         command = [sys.executable, "-c", "from flatout.cli import main; main()", "check"]
-        options = ["--json", str(out), "--seconds", str(seconds), "--stop", str(script)]
-        subprocess.run(
-            [*command, *options], stdout=subprocess.DEVNULL, check=False, env=os.environ | (environment or {})
-        )
+        rest = ["--json", str(out), "--seconds", str(options.seconds), "--stop", str(script)]
+        subprocess.run([*command, *rest], stdout=subprocess.DEVNULL, check=False, env=os.environ | (environment or {}))
         if not out.exists():
             raise SystemExit(f"flatout check {script} wrote no report")
+        if options.reports is not None:
+            options.reports.mkdir(parents=True, exist_ok=True)
+            (options.reports / f"{script.stem}.json").write_text(out.read_text())
         return json.loads(out.read_text())
 
 
