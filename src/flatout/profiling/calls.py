@@ -35,7 +35,9 @@ _WRAPPERS: Final = {
 
 
 class RootListener(Protocol):
-    """Who is told of root calls; both run on the observed thread."""
+    """Who is told of root calls, on the observed thread: of the call, its inputs, the start, the output, the end."""
+
+    def on_root_call(self, root: Root) -> None: ...
 
     def on_root_start(self, root: Root) -> None: ...
 
@@ -219,6 +221,7 @@ class ModuleCalls:
         root.weighted_calls += self.weight
         root.is_training = module.training
         root.grad_enabled = torch.is_grad_enabled()
+        self._listener.on_root_call(root)
         try:
             if root.calls == 2:
                 self._capture(root, args, kwargs)

@@ -68,16 +68,18 @@ class Events:
         self._roots_without_backward = 0
         self._leader: Root | None = None
 
-    def on_root_start(self, root: Root) -> None:
-        if self._in_backward:  # a forward that is computed again there is the backward's own work
-            return
-        if root.has_parameters and self._run.kind in ("none", "inference"):
+    def on_root_call(self, root: Root) -> None:
+        if root.has_parameters and self._run.kind in ("none", "inference") and not self._in_backward:
             self._roots_without_backward += 1
             if self._run.kind == "none" and self._roots_without_backward >= _INFERENCE_AFTER:
                 self._leader = root
                 self._run.restart("inference")
             elif self._run.kind == "inference" and root is self._leader:
                 self._run.border()
+
+    def on_root_start(self, root: Root) -> None:
+        if self._in_backward:  # a forward that is computed again there is the backward's own work
+            return
         is_training = root.is_training and root.grad_enabled
         is_evaluation = self._run.kind == "training" and root.has_parameters and not is_training
         if root.has_parameters:

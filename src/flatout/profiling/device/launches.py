@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.profiling.operators.recorder import OperatorRecorder
+from flatout.profiling.operators.recorder import OperatorRecorder, is_composite
 from flatout.profiling.patching import Patches
 from flatout.profiling.sites import Sites
 from flatout.traces.activity import is_launch, plain_name
@@ -64,6 +64,9 @@ class LaunchLog(TorchDispatchMode):
     ) -> Any:
         if len(self.entries) >= _MOST:
             return func(*args, **(kwargs or {}))
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         site, _, phase = self._places.place_of(sys._getframe(1))
         start = perf_counter_ns()
         out = func(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from time import perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -269,6 +270,9 @@ class OperatorRecorder(TorchDispatchMode):
     ) -> Any:
         start = perf_counter()
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         name = self._known.get(func)
         if name is None:
             name = self._known[func] = f"{func.namespace}.{func._schema.name.partition('::')[2]}"
@@ -398,6 +402,15 @@ class OperatorRecorder(TorchDispatchMode):
         """Keep the device busy while the host queues, so that device events measure kernels and not the host."""
         if self._is_device:
             torch.cuda._sleep(_HEAD_START_CYCLES)
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether a call is made of other operators for every kind of tensor (`aten.linear`, `aten.to`).
+
+    Autograd takes such calls apart before they are recorded; in inference mode, where there is no autograd, we do.
+    """
+    return bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def waits_for_device(name: str, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> bool:

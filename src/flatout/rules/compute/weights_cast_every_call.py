@@ -1,0 +1,77 @@
+"""A model in float32 is run under autocast over and over, with weights that do not change.
+
+Costs        Autocast casts each weight anew whenever it is entered: every call reads all weights in float32 and writes them in half
+             the bits, where a model converted once only reads the half. Inference on small batches is bound by just that.
+Evidence     An inference loop with casts to bfloat16 or float16 of what was there before the step, as large together as a good
+             part of the model. The price is the casts' time.
+Levers       workload.cast-once
+False alarm  Training, where the weights change; layers that need float32 (autocast leaves those alone, a converted model does not:
+             keep them by hand, nn.LayerNorm.float() for example).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from flatout.cost.accounting import main_model, milliseconds, seconds_of
+from flatout.records.evidence import Evidence, Operator
+from flatout.records.finding import Finding, Rule
+
+_HALF: Final = ("bfloat16", "float16")
+_GOOD_PART: Final = 0.25
+"""Of the model's parameters: embeddings and norms are not cast."""
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding for the model."""
+    index = main_model(evidence)
+    if index is None or evidence.steps.kind != "inference":
+        return
+    model = evidence.models[index]
+    casts = [i for i, o in enumerate(evidence.operators) if o.phase == "forward" and _is_cast(o)]
+    made = {
+        row
+        for row, producers in zip(evidence.trace.operator, evidence.trace.producers, strict=True)
+        if _made(producers)
+    }
+    weights = tuple(i for i in casts if i not in made)
+    elements = sum(evidence.operators[i].inputs[0].num_elements * evidence.operators[i].num_calls for i in weights)
+    if elements < _GOOD_PART * model.num_parameters * max(1.0, model.calls):
+        return
+    cost_s = seconds_of(evidence, weights)
+    dtype = evidence.operators[weights[0]].outputs[0].dtype
+    yield Finding(
+        rule=RULE.id,
+        regime="bandwidth",
+        where=evidence.source_of(model.source),
+        cost_s=cost_s,
+        saved_s=(0.9 * cost_s, cost_s + seconds_of(evidence, (i for i in casts if i in made))),
+        because=f"each call casts {elements / max(1.0, model.calls) / 1e6:.3g} M numbers of the model from float32 to {dtype} again, "
+        f"{milliseconds(cost_s)}; the weights do not change",
+        edit=f"convert the model once, before the loop: model.to(torch.{dtype}), inputs too, and no autocast",
+        module=model.name,
+        levers=RULE.levers,
+        operators=tuple(casts),
+        basis="timed",
+    )
+
+
+def _is_cast(operator: Operator) -> bool:
+    if operator.op != "aten._to_copy" or not operator.inputs or not operator.outputs or not operator.module:
+        return False
+    return operator.inputs[0].dtype == "float32" and operator.outputs[0].dtype in _HALF
+
+
+def _made(producers: tuple[int, ...]) -> bool:
+    """Whether an earlier call of the step wrote what is read here."""
+    return any(p >= 0 for p in producers)
+
+
+RULE = Rule(
+    id="compute.weights-cast-every-call",
+    title="Weights that do not change are cast in every call",
+    module=__name__,
+    check=check,
+    levers=("workload.cast-once",),
+)
