@@ -468,3 +468,54 @@ def test_a_step_function_on_the_cpu_is_one_though_the_process_has_used_a_device(
         capture.observer.end_call()
     evidence = capture.finish(exit="finished", exit_code=0)
     assert (evidence.notes, evidence.steps.device_s, evidence.steps.kind) == ((), None, "call")
+
+
+class Relations(nn.Module):
+    """Edges of two types, picked out anew in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, graph: dict[str, Tensor]) -> Tensor:
+        edges = (graph["type"] == 1).nonzero().squeeze(1)  # of the graph
+        return self.weight[graph["to"][edges]].sum() + graph["features"].square().sum()  # of the features
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_what_follows_from_inputs_that_never_change_is_constant(is_new: bool) -> None:
+    """A graph that is handed to the model in every step is no batch; its features here are new in some loops."""
+    torch.manual_seed(0)
+    net = Relations()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    graph = {"type": torch.arange(64) % 2, "to": torch.arange(64) % 8, "features": torch.rand(64)}
+
+    def loop() -> None:
+        for _ in range(20):
+            loss = net(graph | {"features": torch.rand(64)} if is_new else graph)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    evidence = observe(loop)
+    lines = {evidence.sources[c.source].text.partition("# ")[2] for c in evidence.constants}
+    assert "of the graph" in lines
+    rows = {evidence.operators[i].op for c in evidence.constants for i in c.operators}
+    assert ("aten.pow" in rows) is not is_new
+
+
+def test_composite_operators_are_taken_apart_in_inference_mode_and_modules_are_told() -> None:
+    """Without autograd torch hands `aten.linear` out whole; rules know its parts."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    outputs = []
+
+    def loop() -> None:
+        with torch.inference_mode():
+            for _ in range(20):
+                outputs.append(net(torch.ones(4, 8)))
+
+    evidence = observe(loop)
+    rows = {(o.op, o.module) for o in evidence.operators}
+    assert {("aten.addmm", "Sequential.0"), ("aten.addmm", "Sequential.2")} <= rows
+    assert not {op for op, _ in rows} & {"aten.linear", "aten.to", "aten.reshape"}
+    assert all(torch.equal(o, outputs[0]) for o in outputs)

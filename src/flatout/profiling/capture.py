@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from flatout.profiling.collectors.escapes import Escapes
+from flatout.profiling.collectors.gradients import RepeatedGradients
 from flatout.profiling.collectors.module_facts import ModuleFacts
 from flatout.profiling.collectors.reads import uses_cuda
 from flatout.profiling.collectors.repeats import RepeatedCalls
@@ -77,7 +78,8 @@ class Capture:
         self._escapes, self._values = Escapes(), Values()
         self._module_facts = ModuleFacts(self.observer.calls, self.observer.optimizing)
         self._repeats = RepeatedCalls(self.observer.calls, self.observer.sites)
-        self.observer.collectors += (self._escapes, self._module_facts, self._repeats)
+        self._gradients = RepeatedGradients(self.observer.deep, self.observer.sites)
+        self.observer.collectors += (self._escapes, self._module_facts, self._repeats, self._gradients)
         self.observer.root_watchers += (self._module_facts, self._repeats)
         self.observer.inner_watcher = self._repeats
         self.observer.deep.inspectors += [self._escapes.inspect, self._values.inspect]
@@ -259,6 +261,7 @@ class Capture:
                 *self.memory.facts(),
                 *self._module_facts.facts(),
                 *self._repeats.facts(),
+                *self._gradients.facts(),
                 *self._values.facts(),
             ),
             distributed=observer.ranks.record(lines, steps.phases, steps.step_s) if observer.ranks else None,

@@ -99,7 +99,7 @@ class Events:
         recorder = self._run.deep.recorder
         if self._run.mode is Mode.DEEP and recorder is not None and root.has_parameters:
             for tensor in iter_tensors((args, kwargs)):
-                if not recorder.has_producer(tensor):
+                if not recorder.has_producer(tensor) and not self._run.deep.is_standing(tensor, step=self._run.seen):
                     recorder.data_storages.add(storage_of(tensor))
         if (
             self._run.mode in (Mode.WARM_UP, Mode.DEEP)
@@ -108,6 +108,7 @@ class Events:
         ):
             self._run.deep.look_for_padding(name_tensors(args, "input") | name_tensors(kwargs), root)
             self._run.deep.compare_inputs(root, args, kwargs)
+            self._run.deep.note_inputs(iter_tensors((args, kwargs)), step=self._run.seen)
         if self._run.ranks is not None and root.has_parameters and (root.is_training or self._run.kind != "training"):
             self._run.ranks.add_batch(args, kwargs)
         is_deep = self._run.mode is Mode.DEEP and recorder is not None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +20,21 @@ from flatout.profiling.operators.recorder import DeepStep, Example, Inspect, Ope
 from flatout.profiling.patching import Patches
 from flatout.profiling.sites import Sites
 from flatout.profiling.steps.optimizing import Optimizing
+
+_UNKNOWN = count(-1, -1)
+
+
+class Given:
+    """A tensor that a model was called with, and in which step first."""
+
+    def __init__(self, tensor: torch.Tensor, step: int) -> None:
+        self.step = step
+        self._tensor = weakref.ref(tensor)
+        self._version = _version(tensor)
+
+    def is_same(self, tensor: torch.Tensor) -> bool:
+        """Whether this is the very tensor, as it was."""
+        return self._tensor() is tensor and self._version == _version(tensor)
 
 
 class DeepLooks:
@@ -36,6 +53,7 @@ class DeepLooks:
         self.unused: dict[str, tuple[int, int]] = {}
         self.trained_modules: set[str] = set()
         self.graph_flop: dict[OperatorKey, int] = {}
+        self._given: dict[int, Given] = {}
         self._patches = Patches()
         self.inspectors: list[Inspect] = []
         self._sites = sites
@@ -163,6 +181,18 @@ class DeepLooks:
         with self.aside():
             root.compare_with_last(args, kwargs)
 
+    def note_inputs(self, tensors: Iterable[torch.Tensor], *, step: int) -> None:
+        """Remember what a step is given, to know again what is no batch: the edges of a graph, a grid of points."""
+        for tensor in tensors:
+            given = self._given.get(id(tensor))
+            if given is None or not given.is_same(tensor):
+                self._given[id(tensor)] = Given(tensor, step)
+
+    def is_standing(self, tensor: torch.Tensor, *, step: int) -> bool:
+        """Whether the very same tensor was given in a step before this one, and nothing has been written to it since."""
+        given = self._given.get(id(tensor))
+        return given is not None and given.step < step and given.is_same(tensor)
+
     def _note_gradients(self) -> None:
         """Which modules' own parameters got gradients though no optimizer holds them."""
         optimized = self._optimizing.optimized_ids()
@@ -179,3 +209,8 @@ class DeepLooks:
                     self.unused[path] = (len(unused), sum(p.numel() for p in unused))
                 if any(id(p) in optimized for p in own):
                     self.trained_modules.add(path)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often the tensor has been written to; inference tensors do not count that, so none of them is the same twice."""
+    return tensor._version if not tensor.is_inference() else next(_UNKNOWN)

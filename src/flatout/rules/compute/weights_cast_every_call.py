@@ -1,12 +1,12 @@
 """A model in float32 is run under autocast over and over, with weights that do not change.
 
-Costs        Autocast casts each weight anew whenever it is entered: every call reads all weights in float32 and writes them in half
-             the bits, where a model converted once only reads the half. Inference on small batches is bound by just that.
+Costs        Autocast casts each weight anew whenever it is entered: every call reads all weights in float32 and writes them in
+             half the bits, where a model converted once only reads the half. Inference on small batches is bound by just that.
 Evidence     An inference loop with casts to bfloat16 or float16 of what was there before the step, as large together as a good
              part of the model. The price is the casts' time.
 Levers       workload.cast-once
-False alarm  Training, where the weights change; layers that need float32 (autocast leaves those alone, a converted model does not:
-             keep them by hand, nn.LayerNorm.float() for example).
+False alarm  Training, where the weights change; layers that need float32: autocast leaves those alone, a converted model does
+             not, so keep them by hand.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         where=evidence.source_of(model.source),
         cost_s=cost_s,
         saved_s=(0.9 * cost_s, cost_s + seconds_of(evidence, (i for i in casts if i in made))),
-        because=f"each call casts {elements / max(1.0, model.calls) / 1e6:.3g} M numbers of the model from float32 to {dtype} again, "
-        f"{milliseconds(cost_s)}; the weights do not change",
+        because=f"each call casts {elements / max(1.0, model.calls) / 1e6:.3g} M numbers of the model from float32 to {dtype} "
+        f"again, {milliseconds(cost_s)}; the weights do not change",
         edit=f"convert the model once, before the loop: model.to(torch.{dtype}), inputs too, and no autocast",
         module=model.name,
         levers=RULE.levers,
