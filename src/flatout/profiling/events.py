@@ -33,6 +33,7 @@ class Run(Protocol):
     kind: StepKind
     mode: Mode
     thread_id: int
+    seen: int
     timeline: Timeline
     calls: ModuleCalls
     optimizing: Optimizing

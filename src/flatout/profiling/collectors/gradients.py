@@ -138,9 +138,9 @@ class RepeatedGradients:
         if len(outputs) != 1 or outputs[0].grad_fn is None:
             return None
         node, number, summed = outputs[0].grad_fn, outputs[0].output_nr, ""
-        if node.name() in _SUMS and outputs[0].dim() == 0 and node.next_functions[0][0] is not None:
-            summed = node.name()
-            node, number = node.next_functions[0]
+        behind, number_behind = node.next_functions[0] if node.name() in _SUMS and outputs[0].dim() == 0 else (None, 0)
+        if behind is not None:
+            summed, node, number = node.name(), behind, number_behind
         self._alive.append(node)
         given = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
         mark = fingerprint(given) if given is not None else 1
@@ -152,7 +152,7 @@ def _seconds(call: Call) -> float:
     if call.events is None:
         return call.op_s + call.python_s
     call.events[1].synchronize()
-    return call.events[0].elapsed_time(call.events[1]) * 1e-3
+    return float(call.events[0].elapsed_time(call.events[1])) * 1e-3
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -163,9 +163,9 @@ class KernelTimes:
         if stopped is None or log is None or self._timed is None:
             return
         trace, offset_ns = stopped
-        places = PlaceLog(log.entries, offset_ns=offset_ns)
         start, end = borders.start_ns + offset_ns, borders.end_ns + offset_ns
         calls = [c for c in trace.calls if start <= c.start_ns < end]
+        places = PlaceLog(log.entries, calls, offset_ns=offset_ns)
         self._publish(carried_over(self._timed.named, named_calls(calls, trace.work), places.place_of))
 
     def _publish(self, lent: dict[HostCall, Place]) -> None:

@@ -10,6 +10,7 @@ import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from threading import get_native_id
 from time import perf_counter_ns
 from typing import Any, Final, NamedTuple
@@ -22,9 +23,14 @@ from flatout.profiling.patching import Patches
 from flatout.profiling.sites import Sites
 from flatout.traces.activity import is_launch, plain_name
 from flatout.traces.events import DeviceWork, HostCall, Place
+from flatout.traces.intervals import union
 
 _MOST: Final = 200_000
 _ANY_THREAD: Final = "any"
+_STRETCH: Final = 256
+"""Launches that are moved together: some milliseconds, in which clocks drift by less than a microsecond."""
+_FARTHEST_NS: Final = 200_000
+_GRAIN_NS: Final = 1_000
 
 
 class Entry(NamedTuple):
@@ -34,6 +40,8 @@ class Entry(NamedTuple):
     end_ns: int
     thread: int
     place: Place
+    is_view: bool = False
+    """An operator that gives the device nothing to do."""
 
 
 class LaunchLog(TorchDispatchMode):
@@ -71,7 +79,7 @@ class LaunchLog(TorchDispatchMode):
         start = perf_counter_ns()
         out = func(*args, **(kwargs or {}))
         name = f"{func.namespace}.{func._schema.name.partition('::')[2]}"
-        self.entries.append(Entry(start, perf_counter_ns(), get_native_id(), Place(site, phase, name)))
+        self.entries.append(Entry(start, perf_counter_ns(), get_native_id(), Place(site, phase, name), _is_view(func)))
         return out
 
     def _watch(self, owner: Any, name: str) -> None:
@@ -90,9 +98,13 @@ class LaunchLog(TorchDispatchMode):
 
 
 class PlaceLog:
-    """A log made ready for questions; `offset_ns` takes its clock to the trace's."""
+    """A log made ready for questions about `calls`, which are on the trace's clock; `offset_ns` takes the log's clock there.
 
-    def __init__(self, entries: Iterable[Entry], *, offset_ns: int) -> None:
+    The offset is known to some 20 us, and drifts: operators are shorter than that. But a launch lies within the operator that
+    makes it, so stretch by stretch the log is moved to where most launches do.
+    """
+
+    def __init__(self, entries: Iterable[Entry], calls: Iterable[HostCall], *, offset_ns: int) -> None:
         self._by_thread: dict[int | str, list[Entry]] = defaultdict(list)
         for entry in sorted(entries):
             moved = entry._replace(start_ns=entry.start_ns + offset_ns, end_ns=entry.end_ns + offset_ns)
@@ -101,6 +113,11 @@ class PlaceLog:
             # (the user's waits for the backward's), so the time alone tells as well.
             self._by_thread[_ANY_THREAD].append(moved)
         self._starts = {thread: [e.start_ns for e in own] for thread, own in self._by_thread.items()}
+        launches = sorted(c.start_ns for c in calls if "LaunchKernel" in c.name)
+        work = union((e.start_ns, e.end_ns) for e in self._by_thread[_ANY_THREAD] if not e.is_view)
+        stretches = [launches[i : i + _STRETCH] for i in range(0, len(launches), _STRETCH)]
+        self._stretch_starts = [s[0] for s in stretches]
+        self._shifts = [_best_shift(s, work) for s in stretches]
 
     def place_of(self, call: HostCall) -> Place | None:
         """The place of the innermost operator during which the call was made; None outside all of them."""
@@ -108,12 +125,38 @@ class PlaceLog:
         own = self._by_thread.get(thread)
         if not own:
             return None
-        found = bisect_right(self._starts[thread], call.start_ns) - 1
+        stretch = bisect_right(self._stretch_starts, call.start_ns) - 1
+        at_ns = call.start_ns - (self._shifts[max(0, stretch)] if self._shifts else 0)
+        found = bisect_right(self._starts[thread], at_ns) - 1
         # Operators nest a few levels at most (a composite one and its parts): the innermost began last.
         for entry in reversed(own[max(0, found - 8) : found + 1]):
-            if call.start_ns <= entry.end_ns:
+            if at_ns <= entry.end_ns:
                 return entry.place
         return None
+
+
+def _best_shift(launches: list[int], work: list[tuple[int, int]]) -> int:
+    """How far (ns, at most 200 us) to move `work` so that most launches fall into it; of equals the middle of the nearest run."""
+    if not work or not launches:
+        return 0
+    starts, ends = torch.tensor(work).unbind(1)
+    shifts = torch.arange(-_FARTHEST_NS, _FARTHEST_NS + 1, _GRAIN_NS)
+    at = torch.tensor(launches)[None] - shifts[:, None]
+    index = torch.searchsorted(starts.contiguous(), at, right=True) - 1
+    inside = ((index >= 0) & (at <= ends[index.clamp(min=0)])).sum(1)
+    best = [int(s) for s in shifts[inside == inside.max()]]
+    nearest = min(best, key=abs)
+    run = [nearest]
+    while run[-1] + _GRAIN_NS in best:
+        run.append(run[-1] + _GRAIN_NS)
+    while run[0] - _GRAIN_NS in best:
+        run.insert(0, run[0] - _GRAIN_NS)
+    return 0 if 0 in run else run[len(run) // 2]
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
 
 
 def named_calls(calls: Iterable[HostCall], work: Iterable[DeviceWork]) -> dict[tuple[str, str], list[HostCall]]:
