@@ -419,6 +419,7 @@ def test_what_a_closure_raises_is_the_scripts_own() -> None:
     assert observe(loop).steps.num_seen >= 13
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nn.DataParallel would run the model on the GPU")
 def test_a_wrapper_of_a_framework_does_not_show_in_module_paths() -> None:
     net = nn.DataParallel(model())
 
