@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flatout.cost.accounting import facts_named, milliseconds, seconds_of
+from flatout.cost.accounting import around, facts_named, milliseconds, seconds_of
 from flatout.records.evidence import Evidence, Model
 from flatout.records.finding import Finding, Rule
 from flatout.records.usage import ModuleFact
@@ -38,7 +38,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             regime="compute",
             where=evidence.source_of(fact.source),
             cost_s=cost_s,
-            saved_s=(0.85 * cost_s, cost_s),
+            saved_s=around(cost_s, 0.1),
             because=f"{fact.module} is called {_times(fact)} a step on an input it has already been given, with the "
             "same weights, and "
             f"returns the same result bit for bit; {milliseconds(cost_s)} a step",
@@ -57,7 +57,7 @@ def _inside(evidence: Evidence, fact: ModuleFact) -> Finding:
         regime="compute",
         where=evidence.source_of(fact.source),
         cost_s=cost_s,
-        saved_s=(0.85 * cost_s, cost_s),
+        saved_s=around(cost_s, 0.1),
         because=f"{fact.module} is called {_times(fact)} a step on tensors it has already been given in this step, with the same "
         f"weights, and returns the same result bit for bit; forward and backward of that {milliseconds(cost_s)} a step",
         edit="run it once, before both that use it, and hand its result to them",

@@ -16,6 +16,7 @@ from flatout.records.finding import Finding, Rule
 from flatout.records.trial import TimeModel
 
 _FEWEST_CALLS = 3
+_MOST_OF_EVALUATION = 0.6
 
 
 def propose(evidence: Evidence) -> Iterator[TimeModel]:
@@ -31,7 +32,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         if result is None:
             continue
         models = [evidence.models[i] for i in indices]
-        cost_s = sum(m.calls * m.call_s for m in models)
+        cost_s = _with_rest(evidence, sum(m.calls * m.call_s for m in models))
         kept = kept_fraction(result)
         names = " and ".join(dict.fromkeys(m.name for m in models))
         seen = max(m.num_calls_seen for m in models)
@@ -50,6 +51,12 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             levers=RULE.levers,
             basis="trial",
         )
+
+
+def _with_rest(evidence: Evidence, calls_s: float) -> float:
+    """The calls with what the evaluation does around them, where they are most of it: that builds a graph too."""
+    evaluation_s = evidence.steps.phases.get("evaluation", 0.0)
+    return max(calls_s, evaluation_s) if calls_s >= _MOST_OF_EVALUATION * evaluation_s else calls_s
 
 
 def _by_place(evidence: Evidence) -> dict[int, list[int]]:
