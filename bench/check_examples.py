@@ -5,7 +5,8 @@
 
 For each slow example: is the cause named first, is the line exact, and does the predicted gain agree with the gain of the twin,
 measured by bench/step_time.py on interleaved runs (the mean step, evaluation passes included). A prediction is the geometric mean
-of the gain's two ends; it agrees when it lies within 25 % of the measured gain. For each control: what a finding claims.
+of the gain's two ends; it agrees when it lies within 25 % of the measured gain. `--again RUN --pool RUN ...` judges a run's
+predictions by the gains that all of these runs measured. For each control: what a finding claims.
 Scripts of your own are judged with a manifest beside them, written as examples/manifest.toml is.
 """
 
@@ -38,7 +39,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--no-controls", action="store_true")
     parser.add_argument("--reports", type=Path, default=None, help="folder to keep every report in, as JSON")
+    parser.add_argument("--again", type=Path, default=None, help="judge this run once more instead of making one")
+    parser.add_argument("--pool", nargs="*", type=Path, default=[], help="runs whose measured gains count too")
     options = parser.parse_args()
+    if options.again is not None:
+        return judge_again(options.again, options.pool, options.out)
     manifest, folder = tomllib.loads(options.manifest.read_text()), options.manifest.resolve().parent
     chosen = [e for e in manifest["example"] if not options.only or e["name"] in options.only]
     rows = [judge(e, folder, options) for e in chosen]
@@ -91,6 +96,23 @@ def judge(example: dict[str, Any], folder: Path, options: argparse.Namespace) ->
         flush=True,
     )
     return row
+
+
+def judge_again(run: Path, others: list[Path], out: Path | None) -> int:
+    """Judge a run's predictions by the gains that several runs measured: what twins gain scatters from run to run."""
+    saved = json.loads(run.read_text())
+    rounds: dict[str, list[float]] = {}
+    for path in (run, *others):
+        for row in json.loads(path.read_text())["examples"]:
+            rounds.setdefault(row["name"], []).extend(row["measured_by_round"])
+    for row in saved["examples"]:
+        row["measured_by_round"] = rounds[row["name"]]
+        row["measured"] = statistics.geometric_mean(rounds[row["name"]])
+        row["agrees"] = abs(row["predicted"] / row["measured"] - 1) <= WITHIN
+    saved["summary"] = summarise(saved["examples"], saved["controls"])
+    if out is not None:
+        out.write_text(json.dumps(saved, indent=1) + "\n")
+    return 0
 
 
 def judge_control(control: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
