@@ -25,3 +25,11 @@ class CaptureError(FlatoutError):
 
 class UsageError(FlatoutError):
     """An argument has a value that its documentation rules out."""
+
+
+class VerificationError(FlatoutError):
+    """A proof could not be carried out; the message says which side failed and how."""
+
+
+class PlanError(FlatoutError):
+    """A plan cannot be read, or does not fit the script, the machine or the versions at hand."""

@@ -1,17 +1,22 @@
-"""Finds the constants RULE in their shelves, and entry points of other packages. Importing this does no search; asking does."""
+"""Finds RULE and LEVER in their shelves, and entry points of other packages. Importing this does no search; asking does."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
-from flatout.errors import UsageError
+from flatout.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     from flatout.records.finding import Rule
+    from flatout.records.lever import Lever
+
+    Part = TypeVar("Part", Rule, Lever)
 
 
 @cache
@@ -20,20 +25,52 @@ def rules() -> tuple[Rule, ...]:
 
     Raises UsageError when two rules share an id.
     """
-    shelf = importlib.import_module("flatout.rules")
     found: dict[str, Rule] = {}
-    for info in pkgutil.walk_packages(shelf.__path__, prefix="flatout.rules."):
-        rule: Rule | None = getattr(importlib.import_module(info.name), "RULE", None)
+    for module in _shelved("flatout.rules"):
+        rule: Rule | None = getattr(module, "RULE", None)
         if rule is not None:
-            _add(found, rule)
+            _add(found, rule, "rule")
     for point in entry_points(group="flatout.rules"):
-        _add(found, point.load())
+        _add(found, point.load(), "rule")
     return tuple(found[key] for key in sorted(found))
 
 
-def _add(found: dict[str, Rule], rule: Rule) -> None:
-    if rule.id in found:
+@cache
+def levers() -> tuple[Lever, ...]:
+    """Every lever: the constants LEVER under `flatout.levers`, then the entry points of group 'flatout.levers'; sorted by id.
+
+    Raises UsageError when two levers share an id.
+    """
+    found: dict[str, Lever] = {}
+    for module in _shelved("flatout.levers"):
+        lever: Lever | None = getattr(module, "LEVER", None)
+        if lever is not None:
+            _add(found, lever, "lever")
+    for point in entry_points(group="flatout.levers"):
+        _add(found, point.load(), "lever")
+    return tuple(found[key] for key in sorted(found))
+
+
+def lever_of(id: str) -> Lever:
+    """The lever of this id.
+
+    Raises PlanError when there is none.
+    """
+    known = {lever.id: lever for lever in levers()}
+    if id not in known:
+        raise PlanError(f"there is no lever '{id}'; `flatout levers` lists those there are")
+    return known[id]
+
+
+def _shelved(room: str) -> Iterator[ModuleType]:
+    shelf = importlib.import_module(room)
+    for info in pkgutil.walk_packages(shelf.__path__, prefix=f"{room}."):
+        yield importlib.import_module(info.name)
+
+
+def _add(found: dict[str, Part], part: Part, kind: str) -> None:
+    if part.id in found:
         raise UsageError(
-            f"rule id '{rule.id}' is taken by {found[rule.id].module}; give {rule.module} an id of its own"
+            f"{kind} id '{part.id}' is taken by {found[part.id].module}; give {part.module} an id of its own"
         )
-    found[rule.id] = rule
+    found[part.id] = part

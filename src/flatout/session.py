@@ -9,19 +9,25 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from flatout.comparison import Run, compare
 from flatout.diagnosis import diagnose, proposals
-from flatout.errors import CaptureError, RecordError
+from flatout.errors import CaptureError, PlanError, RecordError
 from flatout.merging import merge
 from flatout.records.comparison import Comparison
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Diagnosis
 from flatout.records.hardware import Machine
+from flatout.records.plan import Circumstances, Plan, from_toml, mismatches
 from flatout.records.record import Record, to_json, write_file
 from flatout.records.trial import Trial
-from flatout.registry import rules
+from flatout.registry import lever_of, levers, rules
 
 if TYPE_CHECKING:
+    from flatout.planning.ledger import Ledger
     from flatout.profiling.running.script import Script
     from flatout.profiling.steps.schedule import Schedule
+    from flatout.records.verdict import Verdict
+    from flatout.tuning import Tuned
+    from flatout.verification.process import Request
+    from flatout.verification.proof import Terms
 
 Batch = TypeVar("Batch")
 
@@ -193,6 +199,137 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
         ending.has_begun = True
         write_file(path, to_json(capture.finish(exit=outcome.exit, exit_code=outcome.exit_code)))
     return outcome.exit_code
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a TOML file.
+
+    Raises PlanError when it cannot be read, is cut off, or names a lever that there is not.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise PlanError(f"cannot read '{path}': {e.strerror or e}; give the file that `flatout tune` wrote") from e
+    plan = from_toml(data, name=f"'{path}'")
+    for planned in plan.lever:
+        lever_of(planned.id)
+    return plan
+
+
+def environment_of(plan: Plan) -> dict[str, str]:
+    """The variables that the plan's levers want before the process starts."""
+    found: dict[str, str] = {}
+    for planned in plan.lever:
+        lever = lever_of(planned.id)
+        if lever.environment is not None:
+            found.update(lever.environment(planned.parameters))
+    return found
+
+
+def run_planned(plan: Plan, script: Script, *, tell: Callable[[str], None], world_size: int = 1) -> int:
+    """Run `script` in this process with the plan's levers pulled; the exit code python would give.
+
+    `tell` hears at the end which levers met nothing to change. Raises PlanError when the plan was proved on something that
+    differs in a way that matters.
+    """
+    from flatout.levers.apply import applied, circumstances
+    from flatout.profiling.running.script import run_script
+
+    differences = mismatches(plan, circumstances(world_size=world_size))
+    if differences:
+        raise PlanError(
+            f"the plan was proved elsewhere ({'; '.join(differences)}); tune again here, or empty its table [proved_on] to run "
+            "it unproved"
+        )
+    with applied(plan) as seams:
+        outcome = run_script(script)
+        missed = [planned.id for planned in plan.lever if planned.id not in seams.done]
+    if missed:
+        tell(f"these levers of the plan met nothing to change: {', '.join(missed)}")
+    return outcome.exit_code
+
+
+def tune_script(
+    request: Request,
+    evidence: Evidence,
+    *,
+    terms: Terms,
+    budget_s: float,
+    ledger: Ledger,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Tuned:
+    """The fastest plan for a script that was observed, proved within `terms` and found within `budget_s`.
+
+    What was tried stays in `ledger`. Raises VerificationError when the untouched script does not run.
+    """
+    from flatout.tuning import tune
+
+    workload = evidence.workload
+    here = Circumstances(
+        device=workload.device,
+        num_cores=workload.num_cores,
+        torch=workload.torch,
+        python=workload.python,
+        num_parameters=workload.num_parameters,
+        world_size=workload.world_size,
+    )
+    return tune(
+        request,
+        evidence,
+        rules(),
+        levers(),
+        terms=terms,
+        allow=terms.guarantee,
+        budget_s=budget_s,
+        ledger=ledger,
+        circumstances=here,
+        tell=tell,
+    )
+
+
+def run_stage(request: Request, script: Script, *, orders: int, answers: int) -> int:
+    """Run `script` as one side of a proof, taking its steps on order; the exit code python would give.
+
+    `orders` and `answers` are the file descriptors of the pipes to the parent.
+    """
+    from flatout.levers.apply import applied
+    from flatout.profiling.patching import Patches
+    from flatout.profiling.running.script import run_script
+    from flatout.verification.conditions import Precision, seed_all
+    from flatout.verification.recording import Recorder
+    from flatout.verification.stage import Orders, Stage
+
+    patches = Patches()
+    if request.seed is not None:
+        seed_all(request.seed, patches)
+    stage = Stage(
+        Orders.of_descriptors(orders, answers),
+        Recorder(Path(request.folder)) if request.folder else None,
+        num_recorded=request.num_recorded,
+        precision=Precision(request.dtype),
+        user_root=script.root,
+    )
+    plan = read_plan(Path(request.plan)) if request.plan else Plan()
+    with applied(plan):
+        stage.install()
+        outcome = run_script(script)
+        stage.remove()
+    patches.undo()
+    stage.ended("" if outcome.exit_code == 0 else outcome.exit)
+    return outcome.exit_code
+
+
+def verify(
+    before: Request, after: Request, terms: Terms | None = None, *, tell: Callable[[str], None] = lambda _: None
+) -> Verdict:
+    """Prove that the script `after` does what `before` does, and faster: a Verdict with what was compared and measured.
+
+    `tell` hears what is being done. Raises VerificationError when `before` does not run.
+    """
+    from flatout.verification.proof import Terms as Usual
+    from flatout.verification.proof import prove
+
+    return prove(before, after, terms if terms is not None else Usual(), tell=tell)
 
 
 def draft_path(path: Path) -> Path:

@@ -11,10 +11,14 @@ from rich.console import Console
 
 from flatout.cli.check import check
 from flatout.cli.compare import compare
+from flatout.cli.levers import levers
 from flatout.cli.machine import machine
 from flatout.cli.report import report
 from flatout.cli.rules import rules
+from flatout.cli.run import run as run_with_plan
 from flatout.cli.schema import schema
+from flatout.cli.tune import tune
+from flatout.cli.verify import verify
 from flatout.errors import FlatoutError
 
 app = typer.Typer(
@@ -31,6 +35,10 @@ app.command()(report)
 app.command()(compare)
 app.command()(rules)
 app.command()(schema)
+app.command(context_settings={"ignore_unknown_options": True})(verify)
+app.command(name="run", context_settings={"ignore_unknown_options": True})(run_with_plan)
+app.command(context_settings={"ignore_unknown_options": True})(tune)
+app.command()(levers)
 
 
 def run() -> None:

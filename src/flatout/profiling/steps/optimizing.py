@@ -85,6 +85,11 @@ class Optimizing:
         self._listener = listener
         self._thread_id = get_ident()
 
+    @property
+    def has_made(self) -> bool:
+        """Whether an optimizer was made since `install` and is still there."""
+        return bool(self._constructed)
+
     def tensors(self) -> Iterator[Tensor]:
         """The parameters that were stepped."""
         for watched in self.watched.values():

@@ -1,0 +1,16 @@
+"""`flatout levers`: what can be done."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+
+def levers() -> None:
+    """List the levers: what a plan can do to a script, and what each promises."""
+    from flatout.registry import levers as all_levers
+
+    table = Table("lever", "what it does", "guarantee", box=None, header_style="bold", pad_edge=False)
+    for lever in all_levers():
+        table.add_row(lever.id, lever.title, lever.guarantee)
+    Console().print(table)

@@ -1,0 +1,42 @@
+"""A plan's levers pulled in this process, for the time of a context."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from flatout.levers.seams import ScriptSeams
+from flatout.records.plan import Circumstances, Plan
+from flatout.registry import lever_of
+
+
+@contextmanager
+def applied(plan: Plan) -> Iterator[ScriptSeams]:
+    """All levers of the plan put into the seams of what runs inside; undone at the end, last first.
+
+    Raises PlanError when a lever is not known, or one of its parameters is missing or wrong.
+    """
+    seams = ScriptSeams()
+    for planned in plan.lever:
+        lever_of(planned.id).apply(seams, planned.parameters)
+    try:
+        seams.install()
+        yield seams
+    finally:
+        seams.remove()
+
+
+def circumstances(*, world_size: int = 1) -> Circumstances:
+    """Where this process runs, as a plan tells where it was proved."""
+    is_device = torch.cuda.is_available()
+    return Circumstances(
+        device=torch.cuda.get_device_name() if is_device else "cpu",
+        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        world_size=world_size,
+    )

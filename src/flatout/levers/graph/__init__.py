@@ -1,0 +1,1 @@
+"""Levers of the branch 'graph': what is computed online, and when."""

@@ -1,0 +1,1 @@
+"""Levers of the branch 'memory': where tensors lie, and how long."""

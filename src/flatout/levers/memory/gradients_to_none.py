@@ -1,0 +1,48 @@
+"""Gradients are let go instead of filled with zeros and added to.
+
+What        `zero_grad` of optimizers and modules sets gradients to None, whatever it is told.
+Guarantee   EXACT: adding to zero is no rounding. (Parameters without a gradient are then left alone by the update.)
+Refuses     Runs that do not fill gradients with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding
+from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
+
+
+def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
+    """Where the rule found them filled."""
+    if not findings:
+        yield Refusal(lever=LEVER.id, because="no gradients are filled with zeros")
+    for finding in findings[:1]:
+        yield Candidate(lever=LEVER.id, saved_s=finding.saved_s, where=finding.where, because=finding.because)
+
+
+def apply(seams: Seams, parameters: Parameters) -> None:
+    """Replace `zero_grad` where it is defined."""
+    import torch
+    from torch import nn
+
+    for owner in (torch.optim.Optimizer, nn.Module):
+        original = owner.zero_grad
+
+        def zero_grad(self: object, set_to_none: bool = True, *, original: object = original) -> None:
+            if not set_to_none:
+                seams.note(LEVER.id)
+            original(self, set_to_none=True)  # type: ignore[operator]
+
+        seams.replace(owner, "zero_grad", zero_grad)
+
+
+LEVER = Lever(
+    id="memory.gradients-to-none",
+    title="Gradients set to None",
+    guarantee="exact",
+    module=__name__,
+    propose=propose,
+    apply=apply,
+)

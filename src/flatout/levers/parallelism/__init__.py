@@ -1,0 +1,1 @@
+"""Levers of the branch 'parallelism': many at once, on all units."""

@@ -1,0 +1,60 @@
+"""As many compute threads as suit the cores and the work.
+
+What        `torch.set_num_threads(n)` before the script begins; later calls of the script have no effect.
+Guarantee   BOUNDED: reductions are split among the threads.
+Refuses     Devices other than the CPU, and a number that is right already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding
+from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer
+
+
+def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
+    """All cores where fewer are used; one thread where operators are small."""
+    now, cores = evidence.workload.num_threads, evidence.workload.num_cores
+    if evidence.workload.device != "cpu":
+        yield Refusal(lever=LEVER.id, because=f"the work is done by {evidence.workload.device}")
+        return
+    wanted = [n for n in dict.fromkeys((cores, 1)) if n != now]
+    if not wanted:
+        yield Refusal(lever=LEVER.id, because=f"{now} thread(s) on {cores} core(s) is all there is to choose")
+    for number in wanted:
+        told = [f.saved_s for f in findings] if number == cores else []
+        guess = (0.0, 0.3 * evidence.steps.step_s)
+        yield Candidate(
+            lever=LEVER.id,
+            parameters={"num_threads": number},
+            saved_s=max(told, default=guess),
+            because=f"torch uses {now} thread(s) on {cores} core(s)",
+        )
+
+
+def apply(seams: Seams, parameters: Parameters) -> None:
+    """Set the number, and leave it."""
+    import torch
+
+    number = integer(parameters, "num_threads")
+
+    def start() -> Callable[[], None]:
+        before, original = torch.get_num_threads(), torch.set_num_threads
+        original(number)
+        seams.replace(torch, "set_num_threads", lambda _: None)
+        seams.note(LEVER.id)
+        return lambda: original(before)
+
+    seams.at_start(start)
+
+
+LEVER = Lever(
+    id="parallelism.thread-count",
+    title="Number of compute threads",
+    guarantee="bounded",
+    module=__name__,
+    propose=propose,
+    apply=apply,
+)

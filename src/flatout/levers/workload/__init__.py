@@ -1,0 +1,1 @@
+"""Levers of the branch 'workload': less arithmetic, fewer trained numbers, fewer bits."""

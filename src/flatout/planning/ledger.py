@@ -1,0 +1,82 @@
+"""Everything that was tried for a script, one line each, on disk as soon as it is known: a search that was stopped goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from flatout.errors import PlanError
+from flatout.records.lever import PlannedLever
+from flatout.records.record import Record
+from flatout.records.verdict import Verdict
+
+
+class Attempt(Record, frozen=True, kw_only=True):
+    """One comparison: the levers before and after, what for, and the Verdict."""
+
+    purpose: Literal["add", "drop", "final"]
+    before: tuple[PlannedLever, ...]
+    after: tuple[PlannedLever, ...]
+    lever: str
+    verdict: Verdict
+
+
+class Ledger:
+    """Attempts in a file of JSON lines, or in memory alone when there is no path.
+
+    A last line that was cut off when the search was killed is dropped; any other line that cannot be read is an error.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.attempts: list[Attempt] = []
+        self._path = path
+        if path is not None and path.exists():
+            self.attempts = _read(path)
+            _write_whole(path, self.attempts)
+
+    def find(self, purpose: str, before: Sequence[PlannedLever], after: Sequence[PlannedLever]) -> Attempt | None:
+        """The attempt that has been made already, if it has."""
+        key = (purpose, key_of(before), key_of(after))
+        return next((a for a in self.attempts if (a.purpose, key_of(a.before), key_of(a.after)) == key), None)
+
+    def add(self, attempt: Attempt) -> None:
+        """Keep it, on disk before anything else happens."""
+        self.attempts.append(attempt)
+        if self._path is not None:
+            with open(self._path, "ab") as file:
+                file.write(msgspec.json.encode(attempt) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def key_of(levers: Sequence[PlannedLever]) -> tuple[tuple[str, str], ...]:
+    """What tells two lists of levers apart: ids and parameters, in order."""
+    return tuple((p.id, msgspec.json.encode(p.parameters, order="sorted").decode()) for p in levers)
+
+
+def _read(path: Path) -> list[Attempt]:
+    lines = path.read_bytes().split(b"\n")
+    attempts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            attempts.append(msgspec.json.decode(line, type=Attempt))
+        except msgspec.DecodeError as e:
+            if number == len(lines):  # written when the process was killed
+                break
+            raise PlanError(
+                f"line {number} of the ledger '{path}' cannot be read: {e}; delete the file to start anew"
+            ) from e
+    return attempts
+
+
+def _write_whole(path: Path, attempts: Sequence[Attempt]) -> None:
+    """The file with whole lines only, so that the next one starts on its own."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    beside.write_bytes(b"".join(msgspec.json.encode(a) + b"\n" for a in attempts))
+    os.replace(beside, path)

@@ -1,0 +1,108 @@
+"""What a lever is, what it would do to a run, and how it stands in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from flatout.errors import PlanError
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding
+from flatout.records.record import Record
+from flatout.records.verdict import Guarantee
+from flatout.records.workload import Source
+
+Parameter = bool | int | float | str | tuple[str, ...]
+Parameters = dict[str, Parameter]
+
+
+class Candidate(Record, frozen=True, kw_only=True):
+    """One way to pull a lever. `saved_s` is (low, high): what it would take off a step; `where` the line it speaks of."""
+
+    lever: str
+    parameters: Parameters = {}
+    saved_s: tuple[float, float]
+    saved_bytes: int = 0
+    where: Source | None = None
+    because: str
+
+
+class Refusal(Record, frozen=True, kw_only=True):
+    """Why a lever does not apply here."""
+
+    lever: str
+    because: str
+
+
+class PlannedLever(Record, frozen=True, kw_only=True):
+    """A lever of a plan: with which parameters, under which guarantee, what was predicted and what was measured.
+
+    `predicted` and `measured` are speed-ups of the whole step over the step with the levers before it: (low, high), and (median,
+    low, high); None where it was not predicted or measured.
+    """
+
+    id: str
+    guarantee: Guarantee
+    parameters: Parameters = {}
+    predicted: tuple[float, float] | None = None
+    measured: tuple[float, float, float] | None = None
+    because: str = ""
+
+
+Undo = Callable[[], None]
+
+
+class Seams(Protocol):
+    """The places at which a lever can change a script that runs: see `flatout.levers.seams`. `Any` stands for modules."""
+
+    def at_start(self, change: Callable[[], Undo]) -> None:
+        """Before the script's first line; the change returns how to undo it."""
+
+    def at_making(self, kind: type, change: Callable[[type, dict[str, Any]], None]) -> None:
+        """Whenever an object of `kind` is made: told its class and its arguments by name, which may be changed."""
+
+    def at_first_call(self, change: Callable[[Any], Undo | None]) -> None:
+        """When a root module with parameters is called for the first time; returns how to undo it, if it did something."""
+
+    def around_calls(self, context: Callable[[Any], AbstractContextManager[object] | None]) -> None:
+        """Around every call of a root module with parameters."""
+
+    def on_inputs(self, change: Callable[[Any, Any], Any]) -> None:
+        """Of every call of a root module with parameters: (args, kwargs) in, (args, kwargs) out."""
+
+    def replace(self, owner: object, name: str, value: object) -> None:
+        """An attribute of torch's or the script's, until all is undone."""
+
+    def note(self, what: str) -> None:
+        """A change has met what it is for."""
+
+
+class Lever(Record, frozen=True, kw_only=True):
+    """One explicit change to a run, made from outside, that can be undone.
+
+    `propose` looks at Evidence, and at the findings that name the lever as their cure, and yields ways to pull it, the most
+    promising first, or why it does not apply. `apply` puts what it changes into the seams of a script that is about to run; the
+    seams undo it. `environment` gives variables that must be there before the process starts. `conflicts` are ids of levers that
+    cannot come into the same plan.
+    """
+
+    id: str
+    title: str
+    guarantee: Guarantee
+    module: str
+    propose: Callable[[Evidence, Sequence[Finding]], Iterator[Candidate | Refusal]]
+    apply: Callable[[Seams, Parameters], None]
+    environment: Callable[[Parameters], Mapping[str, str]] | None = None
+    conflicts: tuple[str, ...] = ()
+
+
+def integer(parameters: Parameters, name: str) -> int:
+    """A whole number among a lever's parameters.
+
+    Raises PlanError when it is missing or something else: a person may have written it.
+    """
+    value = parameters.get(name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PlanError(f"parameter '{name}' is {value!r} and must be a whole number; see what `flatout tune` writes")
+    return value

@@ -1,0 +1,183 @@
+"""Are two recordings of the same steps equal, under which guarantee, and what is the first thing that is not?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+from flatout.records.verdict import Difference, Equality, What
+from flatout.verification.marks import Mark, distance
+from flatout.verification.recording import Step
+
+FACTOR: Final = 4.0
+"""A bounded change may have four times the rounding error of the steps before it. Two orders of one sum have the same bound, and
+errors that differ by a few times (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2)."""
+_ONE_TENSOR: Final = 4.0
+"""One tensor alone may be off so many times more than all together: few numbers average little."""
+_ORDER: Final[tuple[What, ...]] = ("loss", "output", "gradient", "parameter")
+_SMALL: Final = 1e-3
+"""A tensor whose norm is below this share of all of its kind is judged by that share: its own relative error says nothing."""
+
+
+class Pair(NamedTuple):
+    """One thing of one step: its error before the change and after it, relative to the reference."""
+
+    step: int
+    what: What
+    tensor: str
+    before: float
+    after: float
+
+
+def compare_exact(before: list[Step], after: list[Step]) -> Equality:
+    """Equal bit for bit, or the first tensor that is not."""
+    num = sum(len(marks) for step in before for marks in step.values())
+    if not before:
+        return Equality(guarantee="exact", is_kept=None, because="no step was recorded")
+    first = next(_differing(before, after), None)
+    return Equality(
+        guarantee="exact",
+        is_kept=first is None,
+        num_steps=len(before),
+        num_tensors=num,
+        reference="before",
+        worst=0.0 if first is None else math.inf,
+        first=first,
+    )
+
+
+def _differing(before: list[Step], after: list[Step]) -> Iterator[Difference]:
+    for number, (one, two) in enumerate(zip(before, after, strict=False), start=1):
+        for what, name, a, b in _matched(one, two):
+            if a is None or b is None:
+                yield Difference(step=number, what=what, tensor=name, because=_missing(a, b))
+            elif a.shape != b.shape:
+                yield Difference(step=number, what=what, tensor=name, because=f"shape {b.shape} instead of {a.shape}")
+            elif a.bits != b.bits:
+                yield Difference(step=number, what=what, tensor=name, error=_relative(distance(a, b), a.norm))
+    if len(after) != len(before):
+        yield Difference(
+            step=min(len(before), len(after)) + 1,
+            what="step",
+            tensor="",
+            because=f"{len(after)} steps were recorded after the change, {len(before)} before it",
+        )
+
+
+def compare_bounded(
+    before: list[Step], after: list[Step], reference: list[Step], *, kind: str, eps: float, factor: float = FACTOR
+) -> Equality:
+    """No worse against the reference than `factor` times what the steps before the change are, or the first thing that is.
+
+    `kind` names the reference ('float64'), `eps` is the unit roundoff of the dtype in use: an error of a few of it is none. Those
+    are judged of all losses, all gradients, all parameters of a step together, and of each single tensor in the first step, where
+    nothing has had the time to grow. What an earlier step was allowed, later ones are. A reference from which already the first
+    step before the change is off by more than half its digits is none: then it cannot be told.
+    """
+    num = sum(len(marks) for step in before for marks in step.values())
+    if not before or not reference:
+        return Equality(guarantee="bounded", is_kept=None, because="no step was recorded")
+    structure = next((d for d in _differing(before, after) if d.error is None), None)
+    if structure is not None:
+        return Equality(
+            guarantee="bounded",
+            is_kept=False,
+            num_steps=len(before),
+            num_tensors=num,
+            factor=factor,
+            worst=math.inf,
+            first=structure,
+        )
+    worst, first = 0.0, None
+    allowed: dict[What, float] = {}
+    last: Pair | None = None
+    for pair in _pairs(before, after, reference):
+        if pair.step == 1 and not pair.tensor and pair.before > math.sqrt(eps):
+            why = (
+                f"the steps before the change are {pair.before:.2g} off the {kind} reference ({pair.what}, step 1): that is no "
+                "rounding; random numbers that depend on the dtype, perhaps"
+            )
+            return Equality(guarantee="bounded", is_kept=None, num_steps=len(before), num_tensors=num, because=why)
+        if not pair.tensor:
+            allowed[pair.what] = max(allowed.get(pair.what, 4 * eps), factor * pair.before)
+            limit = allowed[pair.what]
+            last = pair if pair.what in ("gradient", "output") else last
+        else:
+            limit = _ONE_TENSOR * max(factor * pair.before, allowed.get(pair.what, 4 * eps))
+        excess = pair.after / limit if math.isfinite(pair.after) else math.inf
+        worst = max(worst, excess)
+        if excess > 1 and first is None:
+            first = Difference(
+                step=pair.step, what=pair.what, tensor=pair.tensor or "all together", error=pair.after, allowed=limit
+            )
+    return Equality(
+        guarantee="bounded",
+        is_kept=first is None,
+        num_steps=len(before),
+        num_tensors=num,
+        reference="float64" if kind == "float64" else "float32",
+        factor=factor,
+        worst=worst,
+        before_error=last.before if last is not None else None,
+        after_error=last.after if last is not None else None,
+        first=first,
+    )
+
+
+def _pairs(before: list[Step], after: list[Step], reference: list[Step]) -> Iterator[Pair]:
+    """Errors in the order in which a wrong result spreads: losses, outputs, gradients, parameters; all together, then each."""
+    for number, (one, two, exact) in enumerate(zip(before, after, reference, strict=False), start=1):
+        for what in _ORDER:
+            a, b, r = one.get(what, {}), two.get(what, {}), exact.get(what, {})
+            names = [n for n in a if n in b and n in r and a[n].shape == r[n].shape]
+            total = math.sqrt(sum(r[n].norm ** 2 for n in names))
+            if not names:
+                continue
+            yield Pair(number, what, "", _together(a, r, names, total), _together(b, r, names, total))
+            if number == 1:
+                for name in names:
+                    scale = max(r[name].norm, _SMALL * total)
+                    yield Pair(
+                        number,
+                        what,
+                        name,
+                        _relative(distance(a[name], r[name]), scale),
+                        _relative(distance(b[name], r[name]), scale),
+                    )
+
+
+def _together(marks: Mapping[str, Mark], exact: Mapping[str, Mark], names: list[str], total: float) -> float:
+    return _relative(math.sqrt(sum(distance(marks[n], exact[n]) ** 2 for n in names)), total)
+
+
+def _relative(gap: float, norm: float) -> float:
+    """A distance over a norm; two zeros are equal."""
+    if gap == 0:
+        return 0.0
+    return gap / norm if norm > 0 else math.inf
+
+
+def _matched(one: Step, two: Step) -> Iterator[tuple[What, str, Mark | None, Mark | None]]:
+    """What two steps hold under one name."""
+    for what in _ORDER:
+        a, b = one.get(what, {}), two.get(what, {})
+        for name in dict.fromkeys((*a, *b)):
+            yield what, name, a.get(name), b.get(name)
+
+
+def with_names_of(before: list[Step], after: list[Step]) -> list[Step]:
+    """The later steps, with the names of the earlier ones where they share none: a renamed class has its tensors in order."""
+    renamed = []
+    for one, two in zip(before, after, strict=False):
+        step: Step = {}
+        for what, marks in two.items():
+            known = one.get(what, {})
+            is_renamed = bool(marks) and len(known) == len(marks) and not known.keys() & marks.keys()
+            step[what] = dict(zip(known, marks.values(), strict=True)) if is_renamed else marks
+        renamed.append(step)
+    return [*renamed, *after[len(renamed) :]]
+
+
+def _missing(a: Mark | None, b: Mark | None) -> str:
+    return "is there only after the change" if a is None else "is missing after the change"

@@ -1,0 +1,153 @@
+"""The parent's side of a stage: starts it, orders steps, reads answers, and ends it whatever it does."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Final, Literal
+
+from flatout.errors import VerificationError
+from flatout.records.record import Record, from_json, to_json, write_file
+from flatout.verification.stage import Answer
+
+_PATIENCE_S: Final = 5.0
+"""What a process has to end by itself, and again after a polite signal."""
+_SAID: Final = 12
+"""Last lines of a process that are told when it failed."""
+_READ: Final = 1 << 16
+
+
+class Request(Record, frozen=True, kw_only=True):
+    """What a stage is asked to run: a script or module with its arguments, and how."""
+
+    target: str
+    kind: Literal["script", "module"] = "script"
+    arguments: tuple[str, ...] = ()
+    folder: str = ""
+    """Where recorded steps go."""
+    num_recorded: int = 0
+    seed: int | None = None
+    """Random numbers start from here, and seeds that the script sets itself are moved by it; None: as the script has it."""
+    plan: str = ""
+    """Path of a plan whose levers are pulled; '' for the untouched script."""
+    environment: dict[str, str] = {}
+    """Variables that the plan's levers want before the process starts."""
+    dtype: Literal["", "float64", "bfloat16", "float16"] = ""
+    """'float64' runs models in that; the others run their forward under autocast."""
+
+
+class Failed(VerificationError):
+    """A stage ended, hung or could not be understood before it did what was ordered."""
+
+
+class StageProcess:
+    """One running script that takes steps on order. Use it in a `with`: nothing of it is left behind."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._folder = tempfile.TemporaryDirectory(prefix="flatout-stage-")
+        self._environment = {**os.environ, "PYTHONHASHSEED": "0", **request.environment}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._orders = self._answers = -1
+        self._unread = b""
+
+    def __enter__(self) -> StageProcess:
+        path = Path(self._folder.name) / "request.json"
+        write_file(path, to_json(self.request))
+        orders, self._orders = os.pipe()
+        self._answers, answers = os.pipe()
+        with open(Path(self._folder.name) / "said", "wb") as said:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "flatout.cli.stage", str(path), str(orders), str(answers)],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                pass_fds=(orders, answers),
+                start_new_session=True,  # so that what it starts can be ended with it
+            )
+        os.close(orders)
+        os.close(answers)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.end()
+
+    def order(self, num_steps: int) -> None:
+        """Have it take so many steps."""
+        try:
+            os.write(self._orders, f"{num_steps}\n".encode())
+        except OSError as e:
+            raise Failed(f"{self._name} ended before it was told to: {self._last_words()}") from e
+
+    def answer(self, *, timeout_s: float) -> Answer:
+        """Its next answer.
+
+        Raises Failed when none comes in time, or the process ends without one.
+        """
+        deadline = monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - monotonic()))
+            if not ready:
+                raise Failed(f"{self._name} did not answer within {timeout_s:.0f} s: {self._last_words()}")
+            data = os.read(self._answers, _READ)
+            if not data:
+                raise Failed(f"{self._name} {self._how_it_ended()}: {self._last_words()}")
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return from_json(line, Answer)
+
+    def end(self) -> None:
+        """End it and all that it has started."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        for descriptor in (self._orders, self._answers):
+            with suppress(OSError):
+                os.close(descriptor)  # a stage without a parent ends at its next border
+        try:
+            child.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            _signal(child, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_PATIENCE_S)
+        _signal(child, signal.SIGKILL)  # the group: workers outlive a leader that has gone
+        child.wait()
+        self._folder.cleanup()
+
+    @property
+    def _name(self) -> str:
+        return f"'{self.request.target}'"
+
+    def _how_it_ended(self) -> str:
+        if self._child is None:
+            return "ended"
+        try:
+            code = self._child.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        if code < 0:
+            return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"ended with code {code}"
+
+    def _last_words(self) -> str:
+        """The last lines that the process printed, in one."""
+        try:
+            text = (Path(self._folder.name) / "said").read_text(errors="replace")
+        except OSError:
+            return "it printed nothing"
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return " | ".join(lines[-_SAID:])[-600:] or "it printed nothing"
+
+
+def _signal(child: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, number)

@@ -1,0 +1,32 @@
+"""What tests of levers share: a lever pulled around a piece of code, and what it says to a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flatout.levers.apply import applied
+from flatout.levers.seams import ScriptSeams
+from flatout.records.finding import Finding
+from flatout.records.lever import Lever, Parameter, PlannedLever
+from flatout.records.plan import Plan
+
+
+@contextmanager
+def pulled(lever: Lever, **parameters: Parameter) -> Iterator[ScriptSeams]:
+    """The lever alone, for the time of the context."""
+    with applied(Plan(lever=(PlannedLever(id=lever.id, guarantee=lever.guarantee, parameters=parameters),))) as seams:
+        yield seams
+
+
+def found(saved_s: float) -> Finding:
+    """A finding that names the lever as its cure."""
+    return Finding(
+        rule="a.rule",
+        regime="overhead",
+        where=None,
+        cost_s=saved_s,
+        saved_s=(0.5 * saved_s, saved_s),
+        because="it is slow",
+        edit="make it fast",
+    )

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.evidence_builder import EvidenceBuilder
+from tests.lever_tools import pulled
+from torch import nn
+
+from flatout.levers.parallelism.fused_optimizer import LEVER
+from flatout.records.lever import Candidate, Refusal
+
+
+def test_a_loop_over_parameters_is_to_be_fused() -> None:
+    run = EvidenceBuilder()
+    run.optimizer(run.line("train.py", 9, "optimizer.step()"))
+    [candidate] = LEVER.propose(run.build(), ())
+    assert isinstance(candidate, Candidate)
+    assert candidate.saved_s[1] > 0
+
+
+def test_without_an_optimizer_that_can_be_fused_it_says_why() -> None:
+    run = EvidenceBuilder()
+    run.optimizer(run.line("train.py", 9, "optimizer.step()"), variant="fused")
+    [refusal] = LEVER.propose(run.build(), ())
+    assert isinstance(refusal, Refusal)
+    assert "fused" in refusal.because
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+def test_optimizers_are_made_fused_and_afterwards_as_before(kind: type[torch.optim.Optimizer]) -> None:
+    net = nn.Linear(3, 2)
+    original = kind.__init__
+    with pulled(LEVER) as seams:
+        optimizer = kind(net.parameters(), lr=0.1)  # type: ignore[call-arg]
+        groups = kind([{"params": [net.weight]}, {"params": [net.bias], "lr": 0.2}], lr=0.1)  # type: ignore[call-arg]
+    assert seams.done == [LEVER.id]
+    assert optimizer.defaults["fused"] is True
+    assert [g["lr"] for g in groups.param_groups] == [0.1, 0.2]
+    assert kind.__init__ is original
+    assert not kind(net.parameters(), lr=0.1).defaults["fused"]  # type: ignore[call-arg]
+
+
+def test_what_cannot_be_fused_is_left_alone() -> None:
+    with pulled(LEVER) as seams:
+        optimizer = torch.optim.SGD([torch.zeros(2, dtype=torch.complex64, requires_grad=True)], lr=0.1)
+    assert not optimizer.defaults["fused"]
+    assert not seams.done

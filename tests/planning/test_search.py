@@ -1,0 +1,155 @@
+"""The search, in made-up worlds whose truth is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.planning_world import STEP_S, World, candidate, lever
+
+from flatout.errors import PlanError
+from flatout.planning.ledger import Ledger
+from flatout.planning.search import Found, search
+from flatout.records.lever import Candidate
+from flatout.records.verdict import Guarantee
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+def found(
+    world: World,
+    candidates: list[Candidate],
+    *,
+    ledger: Ledger | None = None,
+    conflicts: dict[str, tuple[str, ...]] | None = None,
+    guarantees: dict[str, Guarantee] | None = None,
+    allow: Guarantee = "bounded",
+) -> Found:
+    levers = {
+        n: lever(n, conflicts=(conflicts or {}).get(n, ()), guarantee=(guarantees or {}).get(n, "bounded"))
+        for n in NAMES
+    }
+    return search(candidates, levers, world, ledger or Ledger(), step_s=STEP_S, allow=allow)
+
+
+def ids(result: Found) -> list[str]:
+    return [p.id for p in result.levers]
+
+
+WORLDS = st.builds(
+    lambda factors, together, wrong, crashing, most: World(
+        dict(zip(NAMES, factors, strict=True)), together=together, wrong=wrong, crashing=crashing, most=most
+    ),
+    factors=st.lists(st.floats(0.3, 1.5), min_size=5, max_size=5),
+    together=st.dictionaries(st.sampled_from([("a", "b"), ("a", "c"), ("b", "d")]), st.floats(0.5, 4.0)),
+    wrong=st.sets(st.sampled_from(NAMES), max_size=2),
+    crashing=st.sets(st.sampled_from(NAMES), max_size=2),
+    most=st.integers(0, 12),
+)
+PROMISES = st.lists(st.floats(0.0, 0.09), min_size=5, max_size=5).map(
+    lambda saved: [candidate(n, s) for n, s in zip(NAMES, saved, strict=True)]
+)
+
+
+@given(WORLDS, PROMISES)
+def test_no_plan_is_slower_or_wrong(world: World, candidates: list[Candidate]) -> None:
+    result = found(world, candidates)
+    assert world.is_right(result.levers)
+    assert not {p.id for p in result.levers} & world.crashing
+    if result.levers:
+        assert world.step_s(result.levers) < STEP_S
+        assert result.proof is not None and result.proof.outcome == "proved"
+    else:
+        assert result.proof is None
+
+
+@given(WORLDS, PROMISES)
+def test_every_lever_is_in_the_plan_or_left_out_with_a_reason(world: World, candidates: list[Candidate]) -> None:
+    result = found(world, candidates)
+    named = {p.id for p in result.levers} | {t.lever for t in result.left_out}
+    assert named == set(NAMES) or not result.is_complete
+    assert all(t.because for t in result.left_out)
+
+
+def test_what_promises_most_is_tried_first_and_all_that_helps_is_kept() -> None:
+    result = found(World({"a": 0.8, "b": 0.5}), [candidate("a", 0.02), candidate("b", 0.05)])
+    assert ids(result) == ["b", "a"]
+    assert [p.measured is not None and p.measured[0] for p in result.levers] == pytest.approx([2.0, 1.25])
+    assert result.proof is not None and result.proof.speed is not None
+    assert result.proof.speed.ratio == pytest.approx(2.5)
+
+
+def test_a_lever_that_stops_paying_after_another_came_in_is_taken_out() -> None:
+    """`a` saves alone what `b` saves too, and costs a little beside it."""
+    world = World({"a": 0.6, "b": 0.5}, together={("a", "b"): 1.8})
+    result = found(world, [candidate("a", 0.06), candidate("b", 0.05)])
+    assert ids(result) == ["b"] or world.step_s(result.levers) <= 0.05
+
+
+def test_wrong_and_crashing_levers_cost_themselves_alone() -> None:
+    world = World({"a": 0.1, "b": 0.2, "c": 0.5}, wrong=["a"], crashing=["b"])
+    result = found(world, [candidate("a", 0.09), candidate("b", 0.08), candidate("c", 0.05)])
+    assert ids(result) == ["c"]
+    reasons = {t.lever: t.because for t in result.left_out}
+    assert "gradient Net.weight" in reasons["a"]
+    assert "signal 11" in reasons["b"]
+
+
+def test_when_the_time_is_up_what_was_proved_is_the_plan() -> None:
+    result = found(World({"a": 0.5, "b": 0.5}, most=1), [candidate("a", 0.05), candidate("b", 0.05)])
+    assert ids(result) == ["a"]
+    assert not result.is_complete
+
+
+def test_what_promises_nothing_is_not_tried() -> None:
+    world = World({"a": 0.5})
+    assert not found(world, [candidate("a", 0.001)]).levers
+    assert world.num_compared == 0
+
+
+def test_of_two_ways_to_pull_a_lever_one_is_kept() -> None:
+    result = found(World({"a": 0.5}), [candidate("a", 0.05, n=1), candidate("a", 0.04, n=2)])
+    assert [p.parameters for p in result.levers] == [{"n": 1}]
+
+
+def test_levers_that_do_not_go_together_are_not_put_together() -> None:
+    result = found(World({"a": 0.5, "b": 0.5}), [candidate("a", 0.05), candidate("b", 0.04)], conflicts={"b": ("a",)})
+    assert ids(result) == ["a"]
+
+
+def test_a_guarantee_that_was_not_allowed_is_not_tried() -> None:
+    world = World({"a": 0.5, "b": 0.5})
+    guarantees: dict[str, Guarantee] = {"a": "quality", "b": "exact"}
+    result = found(world, [candidate("a", 0.05), candidate("b", 0.04)], guarantees=guarantees, allow="exact")
+    assert ids(result) == ["b"]
+    assert "quality" in result.left_out[0].because
+
+
+def test_an_interrupted_search_goes_on_from_its_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    candidates = [candidate("a", 0.05), candidate("b", 0.04), candidate("c", 0.03)]
+    factors = {"a": 0.5, "b": 0.7, "c": 0.9}
+    first = World(factors, most=2)
+    found(first, candidates, ledger=Ledger(path))
+    with open(path, "ab") as file:
+        file.write(b'{"purpose": "add", "bef')  # killed while it wrote
+    second = World(factors)
+    result = found(second, candidates, ledger=Ledger(path))
+    assert ids(result) == ["a", "b", "c"]
+    whole = World(factors)
+    assert ids(found(whole, candidates)) == ids(result)
+    assert second.num_compared < whole.num_compared
+    third = World(factors)
+    found(third, candidates, ledger=Ledger(path))
+    assert third.num_compared == 0
+
+
+def test_a_ledger_damaged_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    found(World({"a": 0.5}), [candidate("a", 0.05)], ledger=Ledger(path))
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0][:20], *lines[1:]]))
+    with pytest.raises(PlanError, match="line 1"):
+        Ledger(path)

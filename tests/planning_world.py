@@ -1,0 +1,96 @@
+"""A made-up script whose levers have known effects, for tests of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flatout.records.lever import Candidate, Lever, PlannedLever
+from flatout.records.verdict import Difference, Equality, Guarantee, Speed, Verdict
+
+STEP_S = 0.1
+
+
+class World:
+    """Each lever multiplies the step's time; pairs of levers may change that; some are wrong, some crash."""
+
+    def __init__(
+        self,
+        factors: Mapping[str, float],
+        *,
+        together: Mapping[tuple[str, str], float] | None = None,
+        wrong: Sequence[str] = (),
+        crashing: Sequence[str] = (),
+        most: int = 1000,
+    ) -> None:
+        self.factors = dict(factors)
+        self.together = dict(together or {})
+        self.wrong = set(wrong)
+        self.crashing = set(crashing)
+        self.num_compared = 0
+        self.most = most
+
+    def step_s(self, levers: Sequence[PlannedLever]) -> float:
+        ids = [p.id for p in levers]
+        seconds = STEP_S
+        for id in ids:
+            seconds *= self.factors[id]
+        for (one, two), factor in self.together.items():
+            if one in ids and two in ids:
+                seconds *= factor
+        return seconds
+
+    def is_right(self, levers: Sequence[PlannedLever]) -> bool:
+        return not self.wrong & {p.id for p in levers}
+
+    def has_time(self, *, is_final: bool) -> bool:
+        return is_final or self.num_compared < self.most
+
+    def compare(self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, is_final: bool) -> Verdict:
+        self.num_compared += 1
+        ids = {p.id for p in after}
+        ratio = self.step_s(before) / self.step_s(after)
+        speed = Speed(
+            ratio=ratio, low=0.99 * ratio, high=1.01 * ratio, num_pairs=9, before_s=STEP_S, after_s=STEP_S / ratio
+        )
+        if ids & self.crashing:
+            return verdict(Equality(guarantee="bounded", is_kept=None), None, "different", "it was killed by signal 11")
+        if not self.is_right(after):
+            first = Difference(step=1, what="gradient", tensor="Net.weight", error=1.0, allowed=1e-6)
+            wrong = Equality(guarantee="bounded", is_kept=False, num_steps=8, first=first)
+            return verdict(wrong, None, "different", "the steps differ")
+        outcome = "proved" if speed.is_faster else "slower" if speed.is_slower else "unknown"
+        return verdict(Equality(guarantee="bounded", is_kept=True, num_steps=8), speed, outcome, outcome)
+
+
+def verdict(equality: Equality, speed: Speed | None, outcome: Any, because: str) -> Verdict:
+    return Verdict(
+        before="train.py",
+        after="train.py",
+        equality=equality,
+        speed=speed,
+        outcome=outcome,
+        because=because,
+        device="cpu",
+        torch="2.13.0",
+        python="3.11",
+    )
+
+
+def lever(id: str, *, guarantee: Guarantee = "bounded", conflicts: tuple[str, ...] = ()) -> Lever:
+    def propose(evidence: object, findings: object) -> Iterator[Candidate]:
+        return iter(())
+
+    return Lever(
+        id=id,
+        title=id,
+        guarantee=guarantee,
+        module=__name__,
+        propose=propose,  # type: ignore[arg-type]
+        apply=lambda seams, parameters: None,
+        conflicts=conflicts,
+    )
+
+
+def candidate(id: str, saved_s: float, **parameters: Any) -> Candidate:
+    return Candidate(lever=id, saved_s=(0.5 * saved_s, saved_s), parameters=parameters, because="it should help")

@@ -1,0 +1,72 @@
+"""Where random numbers start, and in which precision models compute."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flatout.profiling.patching import Patches
+from flatout.verification.conditions import Precision, seed_all
+
+
+def numbers() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def seed_as_scripts_do(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.mark.parametrize("own", [0, 7])
+def test_seeds_of_the_script_are_moved(own: int) -> None:
+    seed_as_scripts_do(own + 5)
+    expected = numbers()
+    patches = Patches()
+    seed_all(5, patches)
+    try:
+        seed_as_scripts_do(own)
+        assert numbers() == expected
+    finally:
+        patches.undo()
+    seed_as_scripts_do(own + 5)
+    assert numbers() == expected
+
+
+def test_a_script_without_seeds_starts_from_the_one_given() -> None:
+    found = []
+    for seed in (1, 1, 2):
+        patches = Patches()
+        seed_all(seed, patches)
+        found.append(numbers())
+        patches.undo()
+    assert found[0] == found[1] != found[2]
+
+
+def test_in_float64_a_model_is_converted_where_it_stands() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    parameters = list(net.parameters())
+    args, kwargs, _ = Precision("float64").prepare(net, (torch.ones(2, 4), torch.arange(2)), {"mask": [torch.ones(2)]})
+    assert [p is q for p, q in zip(parameters, net.parameters(), strict=True)] == [True] * 4
+    assert {t.dtype for t in net.state_dict().values()} == {torch.float64, torch.int64}
+    assert (args[0].dtype, args[1].dtype, kwargs["mask"][0].dtype) == (torch.float64, torch.int64, torch.float64)
+    assert net(args[0]).dtype == torch.float64
+
+
+def test_autocast_is_around_the_call_alone() -> None:
+    net = nn.Linear(4, 3)
+    args, kwargs, context = Precision("bfloat16").prepare(net, (torch.ones(2, 4),), {})
+    with context:
+        assert net(*args, **kwargs).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_without_a_dtype_nothing_changes() -> None:
+    given = (torch.ones(2, 4),)
+    args, kwargs, _ = Precision("").prepare(nn.Linear(4, 3), given, {})
+    assert args is given and kwargs == {}

@@ -1,0 +1,132 @@
+"""Recordings compared, built by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatout.verification.equality import FACTOR, compare_bounded, compare_exact, with_names_of
+from flatout.verification.marks import mark_of
+from flatout.verification.recording import Step
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def exact_steps(num: int = 3) -> list[dict[str, Tensor]]:
+    """Gradients of two tensors in float64, of some steps."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {
+            "Net.weight": torch.randn(64, 64, generator=generator, dtype=torch.float64),
+            "Net.bias": torch.randn(64, generator=generator, dtype=torch.float64),
+        }
+        for _ in range(num)
+    ]
+
+
+def recorded(steps: list[dict[str, Tensor]]) -> list[Step]:
+    return [{"gradient": {n: mark_of(t) for n, t in step.items()}} for step in steps]
+
+
+def off(steps: list[dict[str, Tensor]], error: float, *, seed: int, only: str = "") -> list[dict[str, Tensor]]:
+    """The same with a relative error, in all tensors or in one."""
+    generator = torch.Generator().manual_seed(seed)
+    changed = []
+    for step in steps:
+        noise = {n: torch.randn(t.shape, generator=generator, dtype=torch.float64) for n, t in step.items()}
+        changed.append(
+            {
+                n: t + error * t.norm() / noise[n].norm() * noise[n] if only in ("", n) else t.clone()
+                for n, t in step.items()
+            }
+        )
+    return changed
+
+
+def judged(before: float, after: float, *, only: str = "") -> tuple[bool | None, str]:
+    """Is a change kept, with these relative errors before and after it; and the tensor that is named."""
+    exact = exact_steps()
+    one, two = recorded(off(exact, before, seed=1)), recorded(off(exact, after, seed=2, only=only))
+    equality = compare_bounded(one, two, recorded(exact), kind="float64", eps=EPS)
+    return equality.is_kept, equality.first.tensor if equality.first is not None else ""
+
+
+def test_the_same_bits_are_exactly_equal() -> None:
+    steps = recorded(exact_steps())
+    equality = compare_exact(steps, steps)
+    assert (equality.is_kept, equality.num_steps, equality.num_tensors, equality.worst) == (True, 3, 6, 0.0)
+
+
+def test_the_first_tensor_with_other_bits_is_named() -> None:
+    steps = exact_steps()
+    other = [*steps[:1], *off(steps[1:], 1e-15, seed=3, only="Net.bias")]
+    equality = compare_exact(recorded(steps), recorded(other))
+    assert equality.first is not None
+    assert (equality.is_kept, equality.first.step, equality.first.tensor) == (False, 2, "Net.bias")
+
+
+@pytest.mark.parametrize(("times", "is_kept"), [(0.5, True), (1.0, True), (0.8 * FACTOR, True), (1.5 * FACTOR, False)])
+def test_rounding_may_be_a_few_times_as_large_as_before(times: float, is_kept: bool) -> None:
+    assert judged(1e-5, times * 1e-5)[0] is is_kept
+
+
+def test_errors_of_a_few_units_in_the_last_place_are_none() -> None:
+    assert judged(0.0, 2 * EPS) == (True, "")
+    assert judged(0.0, 40 * EPS)[0] is False
+
+
+def test_one_wrong_tensor_that_hardly_shows_in_the_whole_is_named() -> None:
+    """A bias has a sixty-fourth of the weight's numbers: 0.1 % of it are 0.01 % of all gradients."""
+    is_kept, name = judged(1e-5, 1e-3, only="Net.bias")
+    assert (is_kept, name) in ((False, "all together"), (False, "Net.bias"))
+    assert judged(1e-4, 2.5e-3, only="Net.bias") == (False, "Net.bias")
+
+
+def test_nan_is_never_kept() -> None:
+    exact = exact_steps()
+    broken = off(exact, 1e-6, seed=2)
+    broken[1]["Net.weight"][0, 0] = math.nan
+    equality = compare_bounded(
+        recorded(off(exact, 1e-6, seed=1)), recorded(broken), recorded(exact), kind="float64", eps=EPS
+    )
+    assert equality.is_kept is False
+    assert equality.first is not None and equality.first.step == 2
+
+
+def test_a_missing_tensor_and_another_shape_are_differences() -> None:
+    exact = exact_steps()
+    fewer = [{n: t for n, t in s.items() if n != "Net.bias"} for s in exact]
+    wider = [s | {"Net.bias": torch.zeros(65)} for s in exact]
+    for other, why in ((fewer, "missing"), (wider, "shape")):
+        equality = compare_bounded(recorded(exact), recorded(other), recorded(exact), kind="float64", eps=EPS)
+        assert equality.is_kept is False
+        assert equality.first is not None
+        assert equality.first.tensor == "Net.bias" and why in equality.first.because
+
+
+def test_fewer_steps_are_a_difference() -> None:
+    steps = recorded(exact_steps())
+    equality = compare_exact(steps, steps[:2])
+    assert equality.is_kept is False
+    assert equality.first is not None and equality.first.what == "step"
+
+
+def test_without_steps_nothing_can_be_told() -> None:
+    assert compare_exact([], []).is_kept is None
+    assert compare_bounded([], [], [], kind="float64", eps=EPS).is_kept is None
+
+
+def test_tensors_of_a_renamed_class_are_compared_in_order() -> None:
+    exact = exact_steps()
+    renamed = [{n.replace("Net", "Fast"): t for n, t in s.items()} for s in exact]
+    steps = recorded(exact)
+    assert compare_exact(steps, recorded(renamed)).is_kept is False
+    assert compare_exact(steps, with_names_of(steps, recorded(renamed))).is_kept is True
+
+
+def test_a_reference_that_computes_something_else_is_none() -> None:
+    """Random masks drawn for another dtype, say: then whatever the change does would look no worse."""
+    assert judged(0.3, 0.3) == (None, "")

@@ -1,0 +1,158 @@
+"""Whole proofs, of real scripts in real processes."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from flatout.errors import VerificationError
+from flatout.records.verdict import Verdict
+from flatout.verification.process import Request
+from flatout.verification.proof import Terms, prove
+
+TRAINING = """
+    import os, signal, subprocess, sys, time
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1))
+    {setup}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    x, y = torch.randn(64, 16), torch.randn(64, 1)
+    for step in range({steps}):
+        loss = (net(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        {change}
+        optimizer.step()
+"""
+
+INFERENCE = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).eval()
+    x = torch.randn(64, 16)
+    for step in range(200):
+        with torch.{mode}():
+            net({given})
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def script(folder: Path, name: str, *, setup: str = "", change: str = "pass", steps: int = 400) -> Request:
+    path = folder / name
+    path.write_text(textwrap.dedent(TRAINING).format(setup=setup, change=change, steps=steps))
+    return Request(target=str(path))
+
+
+def verdict(before: Request, after: Request, **terms: object) -> Verdict:
+    usual = {"num_steps": 4, "budget_s": 1.0, "timeout_s": 60.0, "is_timed": False}
+    return prove(before, after, Terms(**(usual | terms)))  # type: ignore[arg-type]
+
+
+def test_a_script_is_equal_to_itself_bit_for_bit(folder: Path) -> None:
+    one, two = script(folder, "a.py"), script(folder, "b.py")
+    found = verdict(one, two, guarantee="exact")
+    assert (found.outcome, found.equality.is_kept, found.equality.num_steps) == ("proved", True, 4)
+    assert found.equality.num_tensors == 4 * (1 + 4 + 4)
+
+
+def test_a_fused_optimizer_is_not_exact_but_bounded(folder: Path) -> None:
+    one = script(folder, "a.py")
+    two = script(folder, "b.py")
+    path = Path(two.target)
+    path.write_text(path.read_text().replace("lr=1e-3", "lr=1e-3, fused=True"))
+    assert verdict(one, two, guarantee="exact").outcome == "different"
+    found = verdict(one, two)
+    assert (found.outcome, found.equality.guarantee, found.equality.reference) == ("proved", "bounded", "float64")
+    assert found.equality.worst < 1
+
+
+def test_a_slower_script_is_told_as_slower(folder: Path) -> None:
+    """Twenty milliseconds more a step leave no doubt on any machine."""
+    one, two = script(folder, "a.py"), script(folder, "b.py", change="time.sleep(0.02)")
+    found = verdict(one, two, is_timed=True)
+    assert (found.outcome, found.exit_code) == ("slower", 1)
+    back = verdict(two, one, is_timed=True)
+    assert (back.outcome, back.exit_code) == ("proved", 0)
+    assert back.speed is not None and back.speed.is_faster and back.speed.num_pairs >= 7
+    assert back.footprints[0].before_bytes > 0
+
+
+def test_scripts_too_short_to_race_are_started_again(folder: Path) -> None:
+    one, two = script(folder, "a.py", change="time.sleep(0.01)", steps=12), script(folder, "b.py", steps=12)
+    found = verdict(one, two, is_timed=True)
+    assert found.equality.is_kept is True
+    assert found.speed is not None
+
+
+def test_one_wrong_gradient_is_named_with_its_step(folder: Path) -> None:
+    one = script(folder, "a.py")
+    two = script(folder, "b.py", change="net[3].bias.grad.mul_(1.001 if step == 0 else 1)")
+    found = verdict(one, two)
+    assert (found.outcome, found.exit_code) == ("different", 1)
+    first = found.equality.first
+    assert first is not None and (first.step, first.what) == (1, "gradient")
+    assert first.tensor in ("Sequential.3.bias", "all together")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV) if step == 2 else None", "SIGSEGV"),
+        ("sys.exit(3) if step == 2 else None", "SystemExit: 3"),
+        ("1 / 0 if step == 2 else None", "ZeroDivisionError"),
+        ("time.sleep(1000) if step == 2 else None", "did not answer within 15 s"),
+    ],
+)
+def test_a_changed_script_that_fails_costs_itself_alone(folder: Path, change: str, why: str) -> None:
+    one, two = script(folder, "a.py"), script(folder, "b.py", change=change)
+    found = verdict(one, two, timeout_s=15.0)
+    assert found.outcome == "different"
+    assert why in found.because
+
+
+def test_a_script_that_fails_before_the_change_is_an_error(folder: Path) -> None:
+    one, two = script(folder, "a.py", change="1 / 0"), script(folder, "b.py")
+    with pytest.raises(VerificationError, match="ZeroDivisionError"):
+        verdict(one, two)
+
+
+def test_nothing_that_a_script_started_is_left_behind(folder: Path) -> None:
+    """A process that ignores polite signals, started by a script that hangs."""
+    ours = folder / "pid"
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+    setup = (
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}]); open({str(ours)!r}, 'w').write(str(child.pid))"
+    )
+    verdict(script(folder, "a.py"), script(folder, "b.py", setup=setup, change="time.sleep(1000)"), timeout_s=15.0)
+    pid = int(ours.read_text())
+    assert not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    """A zombie whose parent has gone, and that nobody has collected yet, does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+def test_outputs_of_an_inference_loop_are_compared(folder: Path) -> None:
+    paths = {}
+    for name, mode, given in (("a", "no_grad", "x"), ("b", "inference_mode", "x"), ("c", "no_grad", "x * 1.0001")):
+        paths[name] = Request(target=str(folder / f"{name}.py"))
+        (folder / f"{name}.py").write_text(textwrap.dedent(INFERENCE).format(mode=mode, given=given))
+    assert verdict(paths["a"], paths["b"], guarantee="exact").outcome == "proved"
+    wrong = verdict(paths["a"], paths["c"])
+    assert wrong.outcome == "different"
+    assert wrong.equality.first is not None and wrong.equality.first.what == "output"
