@@ -9,11 +9,14 @@ from typing import Final
 from rich.console import Group, RenderableType
 from rich.constrain import Constrain
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from flatout.records.verdict import Equality, Footprint, Outcome, Speed, Verdict
 from flatout.reporting import units
 from flatout.reporting.inert import Words
+
+Row = tuple[str, str]
 
 _WIDTH: Final = 100
 _INSET: Final = (0, 0, 0, 2)
@@ -36,7 +39,10 @@ def verdict_report(verdict: Verdict) -> RenderableType:
     """The verdict, at most 100 columns wide."""
     parts: list[RenderableType] = [Words(headline(verdict), style=_TONES[verdict.outcome])]
     lines = [*_equality(verdict.equality), *_speed(verdict.speed), *map(_footprint, verdict.footprints)]
-    parts += [Padding(Words(line), _INSET) for line in lines]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for label, text in lines:
+        table.add_row(Text(label, style="dim"), Words(text))
+    parts.append(Padding(table, _INSET))
     where = f"{verdict.device}; torch {verdict.torch}, Python {verdict.python}"
     parts.append(Text(f"{where}; proof of {units.duration(verdict.seconds)}", style="dim"))
     return Constrain(Group(*parts), width=_WIDTH)
@@ -67,39 +73,42 @@ def _ratio(speed: Speed) -> str:
     return f"{speed.ratio:.2f}x ({speed.low:.2f} - {speed.high:.2f})"
 
 
-def _equality(equality: Equality) -> Iterator[str]:
+def _equality(equality: Equality) -> Iterator[Row]:
     if not equality.num_steps:
         return
     compared = f"{equality.num_steps} steps, {equality.num_tensors} tensors: losses, outputs, gradients, parameters"
     if equality.guarantee == "exact":
-        yield f"equality   {compared}; {'every bit is the same' if equality.is_kept else 'not the same bits'}"
+        yield "equality", f"{compared}; {'every bit is the same' if equality.is_kept else 'not the same bits'}"
     else:
-        yield f"equality   {compared}; against {equality.reference}, up to {equality.factor:g}x the error before"
+        yield "equality", f"{compared}; against {equality.reference}, up to {equality.factor:g}x the error before"
     first = equality.first
     if first is not None and equality.is_kept is not True:
         error = f"off by {first.error:.2g} of its norm" if first.error is not None else first.because
         allowed = f", {first.allowed:.2g} allowed" if first.allowed is not None else ""
-        yield f"first      step {first.step}, {first.what} {first.tensor}: {error}{allowed}"
+        yield "first", f"step {first.step}, {first.what} {first.tensor}: {error}{allowed}"
     if equality.before_error is not None and equality.after_error is not None:
         worst = f"{equality.worst:.2g}" if math.isfinite(equality.worst) else "beyond all"
         yield (
-            f"errors     {equality.before_error:.2g} before, {equality.after_error:.2g} after (last step, all together); the "
-            f"worst is {worst} of what is allowed"
+            "errors",
+            f"{equality.before_error:.2g} before, {equality.after_error:.2g} after (last step, all together); the "
+            f"worst is {worst} of what is allowed",
         )
 
 
-def _speed(speed: Speed | None) -> Iterator[str]:
+def _speed(speed: Speed | None) -> Iterator[Row]:
     if speed is not None:
         yield (
-            f"speed      {units.duration(speed.before_s)} -> {units.duration(speed.after_s)} a step; {speed.num_pairs} pairs of "
-            "stretches in turn, 95 % interval of the median ratio"
+            "speed",
+            f"{units.duration(speed.before_s)} -> {units.duration(speed.after_s)} a step; {speed.num_pairs} pairs of "
+            "stretches in turn, 95 % interval of the median ratio",
         )
 
 
-def _footprint(footprint: Footprint) -> str:
+def _footprint(footprint: Footprint) -> Row:
     ratio = footprint.after_bytes / footprint.before_bytes if footprint.before_bytes else 1.0
     same = " (the same)" if abs(ratio - 1) <= _SAME_SIZE else f" ({ratio:.2f}x)"
     return (
-        f"memory     {units.size(footprint.before_bytes)} -> {units.size(footprint.after_bytes)}{same} at the peak, "
-        f"{footprint.device}"
+        "memory",
+        f"{units.size(footprint.before_bytes)} -> {units.size(footprint.after_bytes)}{same} at the peak, "
+        f"{footprint.device}",
     )
