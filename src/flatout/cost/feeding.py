@@ -18,6 +18,8 @@ them, so that the items are not what is waited for."""
 
 SUSPICIOUS_FRACTION: Final = 0.05
 _DECODED_FRACTION: Final = 0.5
+_FEWEST_SAMPLES: Final = 10
+"""Below, the operators of the data phase and the Python before them tell the line better than samples do."""
 _INSIDE_FRACTION: Final = 0.3
 _QUICK_FRACTION: Final = 0.5
 """A worker has a core to itself in the trial and shares it in the loop; below this share of the model's time it keeps up."""
@@ -136,7 +138,7 @@ def hot_line(evidence: Evidence, loader: Loader) -> Hot:
     inside = pipeline_lines(evidence, loader)
     rows = [r for r in evidence.lines if r.phase == "data" and r.process == process]
     total_s = sum(r.seconds for r in (inside if process == "worker" else rows))
-    if not rows and process == "main":
+    if sum(r.num_samples for r in rows) < _FEWEST_SAMPLES and process == "main":
         return Hot(_line_by_operators(evidence, loader), 0.0, ())
     if not inside or sum(r.seconds for r in inside) < _INSIDE_FRACTION * total_s:
         return Hot(evidence.source_of(loader.source), 0.0, ())
