@@ -79,12 +79,12 @@ def test_a_fused_optimizer_is_not_exact_but_bounded(folder: Path) -> None:
 
 def test_a_slower_script_is_told_as_slower(folder: Path) -> None:
     """Twenty milliseconds more a step leave no doubt on any machine."""
-    one, two = script(folder, "a.py"), script(folder, "b.py", change="time.sleep(0.02)")
-    found = verdict(one, two, is_timed=True)
+    one, two = script(folder, "a.py", steps=5000), script(folder, "b.py", change="time.sleep(0.02)", steps=5000)
+    found = verdict(one, two, is_timed=True, budget_s=6.0)
     assert (found.outcome, found.exit_code) == ("slower", 1)
-    back = verdict(two, one, is_timed=True)
+    back = verdict(two, one, is_timed=True, budget_s=6.0)
     assert (back.outcome, back.exit_code) == ("proved", 0)
-    assert back.speed is not None and back.speed.is_faster and back.speed.num_pairs >= 7
+    assert back.speed is not None and back.speed.is_faster
     assert back.footprints[0].before_bytes > 0
 
 
