@@ -47,22 +47,36 @@ PINNED = ["torch==2.13.0", "numpy==2.4.6", "scikit-learn==1.9.1"]
 PEERS = ["traceml-ai==0.5.0", "HolisticTraceAnalysis==0.5.0"]
 WITHIN = 0.25
 
+_INPUT = r"input.?bound|input (wait|pipeline|load)|data ?load|fetch|getitem|collate"
 CAUSES = {
+    "bandwidth.dense-embedding-gradient": r"sparse|embedding|dense.?grad",
     "bandwidth.growing-cat": r"\bcat\b|concat|grow",
     "bandwidth.materialised-attention": r"attention|sdpa|softmax|\bbmm\b",
+    "bandwidth.memory-format": r"channels.?last|nchw|nhwc|memory.?format|layout",
     "bandwidth.unfused-chain": r"fus|element-?wise|point-?wise",
+    "capacity.fresh-pages": r"page.?fault|malloc|allocat",
     "compute.accidental-float64": r"float64|double|dtype|precision",
+    "compute.double-forward": r"twice|duplicat|repeat|redundant",
     "compute.padding": r"padd",
     "compute.unused-gradient": r"frozen|unused|requires_grad|unneeded grad",
-    "input.slow-loader": r"input.?bound|input (wait|pipeline|load)|data ?load|fetch|getitem|collate",
+    "compute.unused-output": r"unused|dead code|not used",
+    "input.collate-in-ram": _INPUT,
+    "input.hand-made-batch": rf"{_INPUT}|python",
+    "input.slow-loader": _INPUT,
+    "input.workers-restarted": rf"{_INPUT}|worker",
     "overhead.host-read": r"\bsync|\.item|_local_scalar_dense|host read",
+    "overhead.layers-one-by-one": r"launch.?bound|tiny|small (op|kernel)|overhead|merge|batch",
+    "overhead.metrics-one-by-one": r"python|residual|\.item|_local_scalar_dense|\bsync|tiny|small",
+    "overhead.nan-check": r"isnan|isfinite|\bnan\b|\bsync|\.item",
     "overhead.per-parameter-optimizer": r"fused optimizer|foreach|optimizer.?(bound|heavy)",
     "overhead.python-line": r"python|residual|host.?(bound|overhead)|cpu.?(bound|stall)",
     "overhead.python-loop": r"python|residual|launch.?bound|tiny|small (op|kernel)|host.?(bound|overhead)|\bselect\b",
     "overhead.recomputed-constant": r"recomput|constant|cache|hoist",
+    "overhead.tensor-from-python": r"python|residual|torch\.tensor",
     "overhead.tiny-operators": r"launch.?bound|tiny|small (op|kernel|batch)|batch size|overhead",
     "run.debug-mode": r"anomaly|debug|determinis",
     "run.evaluation-graph": r"no_grad|inference_mode|evaluation|validation",
+    "run.state-copied-every-step": r"copy|copie|clone|state_dict",
 }
 """What a peer's words must contain (any case) to have named the cause."""
 PHASES = {
@@ -83,13 +97,20 @@ def main() -> int:
     parser.add_argument("--controls", action="store_true")
     parser.add_argument("--venv", type=Path, default=ROOT / ".peers")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one script under one peer")
+    parser.add_argument("--again", nargs="*", type=Path, default=[], help="judge what was said in these runs, too")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     manifest = tomllib.loads((ROOT / "examples" / "manifest.toml").read_text())
+    said_before = [json.loads(path.read_text()) for path in options.again]
     python = environment(options.venv)
     chosen = [e for e in manifest["example"] if not options.only or e["name"] in options.only]
     rows = [judge(e, run(peer, python, e["slow"], options.limit)) for e in chosen for peer in options.peers]
-    controls = []
+    controls = [c for run_before in said_before for c in run_before["controls"]]
+    known = {e["name"]: e for e in manifest["example"]}
+    for row in (r for run_before in said_before for r in run_before["examples"]):
+        words = {k: row[k] for k in ("peer", "words", "file", "line", "is_advice", "seconds") if k in row}
+        words["file"] = str(ROOT / row["file"]) if row["file"] is not None else None
+        rows.append(judge(known[row["name"]], words))
     if options.controls:
         for control in manifest["control"]:
             for peer in options.peers:
