@@ -85,7 +85,7 @@ def test_a_lever_that_stops_paying_after_another_came_in_is_taken_out() -> None:
     """`a` saves alone what `b` saves too, and costs a little beside it."""
     world = World({"a": 0.6, "b": 0.5}, together={("a", "b"): 1.8})
     result = found(world, [candidate("a", 0.06), candidate("b", 0.05)])
-    assert ids(result) == ["b"] or world.step_s(result.levers) <= 0.05
+    assert ids(result) == ["b"]
 
 
 def test_wrong_and_crashing_levers_cost_themselves_alone() -> None:

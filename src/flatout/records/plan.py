@@ -65,7 +65,7 @@ def from_toml(data: bytes, *, name: str = "the plan") -> Plan:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise PlanError(f"{name} is no TOML: {e}; was the file cut off? Write it again with `flatout tune`") from e
     except msgspec.ValidationError as e:
-        raise PlanError(f"{name} is no plan: {e}; see docs/how-to/plans.md for what a plan holds") from e
+        raise PlanError(f"{name} is no plan: {e}; docs/how-to/verify-a-change.md shows one") from e
     if plan.version > VERSION:
         raise PlanError(f"{name} has version {plan.version}, this flatout reads up to {VERSION}; install a newer one")
     return plan

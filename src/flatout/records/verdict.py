@@ -45,7 +45,7 @@ class Equality(Record, frozen=True, kw_only=True):
     is_kept: bool | None
     num_steps: int = 0
     num_tensors: int = 0
-    reference: Literal["before", "float64", "float32", "none"] = "none"
+    reference: Literal["before", "float64", "none"] = "none"
     factor: float = 0.0
     """A bounded change may have so many times the error that the steps before it had."""
     worst: float = 0.0

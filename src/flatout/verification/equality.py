@@ -66,13 +66,13 @@ def _differing(before: list[Step], after: list[Step]) -> Iterator[Difference]:
 
 
 def compare_bounded(
-    before: list[Step], after: list[Step], reference: list[Step], *, kind: str, eps: float, factor: float = FACTOR
+    before: list[Step], after: list[Step], reference: list[Step], *, eps: float, factor: float = FACTOR
 ) -> Equality:
     """No worse against the reference than `factor` times what the steps before the change are, or the first thing that is.
 
-    `kind` names the reference ('float64'), `eps` is the unit roundoff of the dtype in use: an error of a few of it is none. Those
-    are judged of all losses, all gradients, all parameters of a step together, and of each single tensor in the first step, where
-    nothing has had the time to grow. What an earlier step was allowed, later ones are. A reference from which already the first
+    The reference are the same steps in float64; `eps` is the unit roundoff of the dtype in use: an error of a few of it is none.
+    Errors are those of all losses, all gradients, all parameters of a step together, and of each single tensor in the first step,
+    where nothing has had the time to grow. What an earlier step was allowed, later ones are. A reference from which already the first
     step before the change is off by more than half its digits is none: then it cannot be told.
     """
     num = sum(len(marks) for step in before for marks in step.values())
@@ -95,7 +95,7 @@ def compare_bounded(
     for pair in _pairs(before, after, reference):
         if pair.step == 1 and not pair.tensor and pair.before > math.sqrt(eps):
             why = (
-                f"the steps before the change are {pair.before:.2g} off the {kind} reference ({pair.what}, step 1): that is no "
+                f"the steps before the change are {pair.before:.2g} off the float64 reference ({pair.what}, step 1): that is no "
                 "rounding; random numbers that depend on the dtype, perhaps"
             )
             return Equality(guarantee="bounded", is_kept=None, num_steps=len(before), num_tensors=num, because=why)
@@ -116,7 +116,7 @@ def compare_bounded(
         is_kept=first is None,
         num_steps=len(before),
         num_tensors=num,
-        reference="float64" if kind == "float64" else "float32",
+        reference="float64",
         factor=factor,
         worst=worst,
         before_error=last.before if last is not None else None,

@@ -149,7 +149,7 @@ class Prover:
                 guarantee=terms.guarantee, is_kept=None, num_steps=len(base), first=exact.first, because=why
             )
         eps = torch.finfo(getattr(torch, terms.at)).eps
-        return compare_bounded(rough, after, reference, kind="float64", eps=eps)
+        return compare_bounded(rough, after, reference, eps=eps)
 
     def _steps(self, seed: int, dtype: str) -> list[Step]:
         """The base's steps, in this precision; run for that if they have not been.

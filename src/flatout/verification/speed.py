@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from flatout.measure.stats import median_estimate, ratio_estimate
@@ -40,9 +39,7 @@ class Race:
         self._precision = precision
         self._most_steps = _MOST_STEPS
 
-    def run(
-        self, before: StageProcess, after: StageProcess, *, tell: Callable[[Speed | None], None] = lambda _: None
-    ) -> None:
+    def run(self, before: StageProcess, after: StageProcess) -> None:
         """Order stretches in turn, the first of each pair alternating; both must have recorded, and stand."""
         size, spent_s, number, first = 1, 0.0, 0, len(self.stretches)
         while len(self.stretches) - first < _MOST_PAIRS:
@@ -63,7 +60,6 @@ class Race:
             wanted = max(1, min(self._most_steps, round(_STRETCH_S / slower_s)))
             if number > _WARM_UP_PAIRS and size >= 0.7 * wanted:
                 self.stretches.append(Stretch(one.seconds, two.seconds, size))
-                tell(self.speed())
                 num = len(self.stretches) - first
                 if num >= _FEWEST_PAIRS and (spent_s > self._budget_s or self._is_precise()):
                     return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from flatout.levers.offers import as_found
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer
@@ -19,16 +20,12 @@ _KEPT_BYTES = 1 << 30
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
     """Where a step takes its memory anew."""
-    if not findings:
-        yield Refusal(lever=LEVER.id, because="steps hardly take memory anew from the system")
-    for finding in findings[:1]:
-        yield Candidate(
-            lever=LEVER.id,
-            parameters={"kept_bytes": _KEPT_BYTES},
-            saved_s=finding.saved_s,
-            where=finding.where,
-            because=finding.because,
-        )
+    yield from as_found(
+        LEVER.id,
+        findings,
+        else_because="steps hardly take memory anew from the system",
+        parameters={"kept_bytes": _KEPT_BYTES},
+    )
 
 
 def environment(parameters: Parameters) -> Mapping[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from flatout.levers.offers import as_found
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
@@ -16,10 +17,7 @@ from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
     """Where such numbers were seen."""
-    if not findings:
-        yield Refusal(lever=LEVER.id, because="no numbers below the normal range were seen")
-    for finding in findings[:1]:
-        yield Candidate(lever=LEVER.id, saved_s=finding.saved_s, where=finding.where, because=finding.because)
+    yield from as_found(LEVER.id, findings, else_because="no numbers below the normal range were seen")
 
 
 def apply(seams: Seams, parameters: Parameters) -> None:
