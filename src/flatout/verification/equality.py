@@ -71,9 +71,9 @@ def compare_bounded(
     """No worse against the reference than `factor` times what the steps before the change are, or the first thing that is.
 
     The reference are the same steps in float64; `eps` is the unit roundoff of the dtype in use: an error of a few of it is none.
-    Errors are those of all losses, all gradients, all parameters of a step together, and of each single tensor in the first step,
-    where nothing has had the time to grow. What an earlier step was allowed, later ones are. A reference from which already the first
-    step before the change is off by more than half its digits is none: then it cannot be told.
+    Errors are those of all losses, all gradients, all parameters of a step together, and of each single tensor in the first
+    step, where nothing has had the time to grow. What an earlier step was allowed, later ones are. A reference from which
+    already the first step before the change is off by more than half its digits is none: then it cannot be told.
     """
     num = sum(len(marks) for step in before for marks in step.values())
     if not before or not reference:
