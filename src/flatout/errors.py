@@ -33,3 +33,7 @@ class VerificationError(FlatoutError):
 
 class PlanError(FlatoutError):
     """A plan cannot be read, or does not fit the script, the machine or the versions at hand."""
+
+
+class EditError(FlatoutError):
+    """A text cannot be changed with certainty; the message says what stands in the way."""

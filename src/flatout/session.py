@@ -241,8 +241,8 @@ def run_planned(plan: Plan, script: Script, *, tell: Callable[[str], None], worl
             f"the plan was proved elsewhere ({'; '.join(differences)}); tune again here, or empty its table [proved_on] to run "
             "it unproved"
         )
-    with applied(plan) as seams:
-        outcome = run_script(script)
+    with applied(plan, root=script.root) as seams:
+        outcome = run_script(script.with_code(seams.code_of(script.file)))
         missed = [planned.id for planned in plan.lever if planned.id not in seams.done]
     if missed:
         tell(f"these levers of the plan met nothing to change: {', '.join(missed)}")
@@ -310,7 +310,8 @@ def run_stage(request: Request, script: Script, *, orders: int, answers: int) ->
         user_root=script.root,
     )
     plan = read_plan(Path(request.plan)) if request.plan else Plan()
-    with applied(plan):
+    with applied(plan, root=script.root) as seams:
+        script = script.with_code(seams.code_of(script.file))
         stage.install()
         outcome = run_script(script)
         stage.remove()

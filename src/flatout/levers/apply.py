@@ -10,19 +10,24 @@ from contextlib import contextmanager
 import torch
 
 from flatout.levers.seams import ScriptSeams
+from flatout.levers.source import pull
 from flatout.records.plan import Circumstances, Plan
 from flatout.registry import lever_of
 
 
 @contextmanager
-def applied(plan: Plan) -> Iterator[ScriptSeams]:
+def applied(plan: Plan, *, root: str = "") -> Iterator[ScriptSeams]:
     """All levers of the plan put into the seams of what runs inside; undone at the end, last first.
 
-    Raises PlanError when a lever is not known, or one of its parameters is missing or wrong.
+    `root` is the script's folder. A lever without an `apply` is its edit, made to the text when it is compiled. Raises PlanError when a lever is not known, or one of its parameters is missing or wrong.
     """
-    seams = ScriptSeams()
+    seams = ScriptSeams(root)
     for planned in plan.lever:
-        lever_of(planned.id).apply(seams, planned.parameters)
+        lever = lever_of(planned.id)
+        if lever.apply is not None:
+            lever.apply(seams, planned.parameters)
+        elif lever.edit is not None:
+            pull(lever.id, seams, planned.parameters, lever.edit)
     try:
         seams.install()
         yield seams

@@ -5,9 +5,13 @@ A lever names what it wants to do at a seam; the seams do it when the script get
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
 from threading import get_ident
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,7 +20,7 @@ from torch import nn
 from flatout.profiling.calls import wrapped
 from flatout.profiling.patching import Patches
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 Making = Callable[[type, dict[str, Any]], None]
 """Told the class that is being made and its arguments by name, which it may change."""
 
@@ -27,8 +31,10 @@ class ScriptSeams:
     What is noted in `done` are the changes that the script really met: a plan whose lever met nothing was not applied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, root: str = "") -> None:
         self.done: list[str] = []
+        self._sources: dict[Path, list[Callable[[str], str]]] = {}
+        self._root = Path(root).resolve()
         self._patches = Patches()
         self._undo: list[Undo] = []
         self._starts: list[Callable[[], Undo]] = []
@@ -66,10 +72,32 @@ class ScriptSeams:
         """An attribute of torch's or the script's."""
         self._patches.set(owner, name, value)
 
+    def at_source(self, file: str, change: Callable[[str], str]) -> None:
+        """The text of a file of the script's folder, before it is compiled: the script's own (see `code_of`) or one it imports."""
+        self._sources.setdefault((self._root / file).resolve(), []).append(change)
+
     def note(self, what: str) -> None:
         """A change has met what it is for."""
         if what not in self.done:
             self.done.append(what)
+
+    def code_of(self, file: str) -> CodeType | None:
+        """The compiled code of a file whose text is changed; None for one that stays as it is.
+
+        Raises EditError when a change cannot be made.
+        """
+        path = Path(file).resolve()
+        changes = self._sources.get(path)
+        if changes is None:
+            return None
+        with open(path, encoding="utf-8") as opened:
+            text = opened.read()
+        for change in changes:
+            text = change(text)
+        lines = text.splitlines(keepends=True)
+        linecache.cache[file] = (len(text), None, lines, file)  # tracebacks show what runs; None: never read again
+        self._undo.append(lambda: linecache.cache.pop(file, None))
+        return compile(text, file, "exec", dont_inherit=True)
 
     # -- life -------------------------------------------------------------------------------------------------------------
 
@@ -79,6 +107,8 @@ class ScriptSeams:
             self._undo.append(start())
         for kind, changes in self._makings.items():
             self._patches.set(kind, "__init__", _making(kind, changes))
+        if self._sources:
+            self._patches.set(SourceFileLoader, "get_code", self._importing(SourceFileLoader.get_code))
         if self._first_calls or self._around or self._inputs:
             self._patches.set(nn.Module, "__call__", self._calling(nn.Module.__call__))
 
@@ -87,6 +117,15 @@ class ScriptSeams:
         self._patches.undo()
         while self._undo:
             self._undo.pop()()
+
+    def _importing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        seams = self
+
+        def get_code(self: SourceFileLoader, fullname: str) -> Any:
+            changed = seams.code_of(self.path) if self.path else None
+            return changed if changed is not None else original(self, fullname)
+
+        return get_code
 
     def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         seams = self

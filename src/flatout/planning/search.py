@@ -144,7 +144,7 @@ class _Search:
         return Found((), None, tuple(self.left_out), self._is_complete)
 
     def _why_not(self, candidate: Candidate, lever: Lever) -> str:
-        if any(p.id == lever.id for p in self._plan):
+        if any(p.id == lever.id and not (lever.is_local and p.parameters != candidate.parameters) for p in self._plan):
             return "another way to pull it is in the plan"
         clash = next(
             (p.id for p in self._plan if p.id in lever.conflicts or lever.id in self._levers[p.id].conflicts), ""

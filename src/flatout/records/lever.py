@@ -74,6 +74,9 @@ class Seams(Protocol):
     def replace(self, owner: object, name: str, value: object) -> None:
         """An attribute of torch's or the script's, until all is undone."""
 
+    def at_source(self, file: str, change: Callable[[str], str]) -> None:
+        """The text of one of the user's files before it is compiled; `file` is relative to the script's folder."""
+
     def note(self, what: str) -> None:
         """A change has met what it is for."""
 
@@ -85,6 +88,11 @@ class Lever(Record, frozen=True, kw_only=True):
     promising first, or why it does not apply. `apply` puts what it changes into the seams of a script that is about to run; the
     seams undo it. `environment` gives variables that must be there before the process starts. `conflicts` are ids of levers that
     cannot come into the same plan.
+
+    `edit` is the change that a person would make: text of a file in (the one that the parameter `file` names, else the script),
+    changed text out; it raises EditError where that is not certain. Without `apply` the lever is this edit, made in memory. A lever that `is_local` is pulled at one place of the
+    source, named by the parameters `file`, `function` and `code`, and may come into a plan once for each place. `dtype` tells the
+    coarsest precision in which the lever has numbers rounded: what BOUNDED then is measured by.
     """
 
     id: str
@@ -92,9 +100,12 @@ class Lever(Record, frozen=True, kw_only=True):
     guarantee: Guarantee
     module: str
     propose: Callable[[Evidence, Sequence[Finding]], Iterator[Candidate | Refusal]]
-    apply: Callable[[Seams, Parameters], None]
+    apply: Callable[[Seams, Parameters], None] | None = None
     environment: Callable[[Parameters], Mapping[str, str]] | None = None
     conflicts: tuple[str, ...] = ()
+    edit: Callable[[str, Parameters], str] | None = None
+    is_local: bool = False
+    dtype: Callable[[Parameters], str] | None = None
 
 
 def integer(parameters: Parameters, name: str) -> int:
@@ -105,4 +116,15 @@ def integer(parameters: Parameters, name: str) -> int:
     value = parameters.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise PlanError(f"parameter '{name}' is {value!r} and must be a whole number; see what `flatout tune` writes")
+    return value
+
+
+def string(parameters: Parameters, name: str) -> str:
+    """A text among a lever's parameters.
+
+    Raises PlanError when it is missing or something else: a person may have written it.
+    """
+    value = parameters.get(name)
+    if not isinstance(value, str):
+        raise PlanError(f"parameter '{name}' is {value!r} and must be a text; see what `flatout tune` writes")
     return value

@@ -46,6 +46,8 @@ class Equality(Record, frozen=True, kw_only=True):
     num_steps: int = 0
     num_tensors: int = 0
     reference: Literal["before", "float64", "none"] = "none"
+    at: str = ""
+    """The precision whose rounding was allowed; '' is the script's own."""
     factor: float = 0.0
     """A bounded change may have so many times the error that the steps before it had."""
     worst: float = 0.0

@@ -6,7 +6,7 @@ import random
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,17 @@ def _moved(owner: Any, name: str, by: int, patches: Patches) -> None:
     patches.set(owner, name, seed)
 
 
+PRECISIONS: Final = ("float64", "float32", "tf32", "float16", "bfloat16")
+"""From fine to coarse."""
+
+
+def roundoff(precision: str) -> float:
+    """The spacing of numbers next to 1. TF32 has ten bits after the point, as float16 (NVIDIA A100 white paper, 2020)."""
+    return float(torch.finfo(torch.float16 if precision == "tf32" else getattr(torch, precision)).eps)
+
+
 class Precision:
-    """Runs the script's models in another precision, from outside: all in float64, or under autocast."""
+    """Runs the script's models in another precision, from outside: all in float64 or float32, products in TF32, or autocast."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
@@ -50,26 +59,30 @@ class Precision:
     ) -> tuple[tuple[Any, ...], dict[str, Any], AbstractContextManager[object]]:
         """What a root module is to be called with, and the context to call it in.
 
-        In float64 the module is converted where it stands, at its first call: its parameters stay the same objects, so optimizers
-        that hold them go on.
+        In float64 and float32 the module is converted where it stands, at its first call: its parameters stay the same objects,
+        so optimizers that hold them go on.
         """
         if self._dtype == "":
             return args, kwargs, nullcontext()
-        if self._dtype == "float64":
+        if self._dtype in ("float64", "float32"):
+            dtype: torch.dtype = getattr(torch, self._dtype)
             if module not in self._converted:
-                module.double()
+                module.to(dtype)
                 self._converted.add(module)
-            return _doubled(args), _doubled(kwargs), nullcontext()
+            return cast_floats(args, dtype), cast_floats(kwargs, dtype), nullcontext()
+        if self._dtype == "tf32":
+            torch.set_float32_matmul_precision("high")  # for the rest of a process that is there for nothing else
+            return args, kwargs, nullcontext()
         device = next((p.device.type for p in module.parameters()), "cpu")
         return args, kwargs, torch.autocast(device, dtype=getattr(torch, self._dtype))
 
 
-def _doubled(value: Any) -> Any:
-    """A nest with its floating tensors in float64."""
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """A nest with its real floating tensors in this dtype."""
     if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
+        return value.to(dtype) if value.is_floating_point() else value
     if type(value) in (list, tuple):
-        return type(value)(_doubled(v) for v in value)
+        return type(value)(cast_floats(v, dtype) for v in value)
     if type(value) is dict:
-        return {k: _doubled(v) for k, v in value.items()}
+        return {k: cast_floats(v, dtype) for k, v in value.items()}
     return value

@@ -40,8 +40,8 @@ class Request(Record, frozen=True, kw_only=True):
     """Path of a plan whose levers are pulled; '' for the untouched script."""
     environment: dict[str, str] = {}
     """Variables that the plan's levers want before the process starts."""
-    dtype: Literal["", "float64", "bfloat16", "float16"] = ""
-    """'float64' runs models in that; the others run their forward under autocast."""
+    dtype: Literal["", "float64", "float32", "tf32", "float16", "bfloat16"] = ""
+    """'float64' and 'float32' run models in that; the last two run their forward under autocast."""
 
 
 class Failed(VerificationError):

@@ -16,6 +16,7 @@ import torch
 
 from flatout.records.record import Record
 from flatout.records.verdict import Equality, Footprint, Guarantee, Outcome, Speed, Verdict
+from flatout.verification.conditions import roundoff
 from flatout.verification.equality import compare_bounded, compare_exact, with_names_of
 from flatout.verification.process import Failed, Request, StageProcess
 from flatout.verification.recording import Step, read_steps
@@ -38,8 +39,9 @@ class Terms(Record, frozen=True, kw_only=True):
     timeout_s: float = 300.0
     """For one answer of a process: start, recording, or a stretch of steps."""
     seed: int = 0
-    at: str = "float32"
-    """The dtype whose rounding counts: with 'bfloat16' the steps before the change are judged under autocast to that."""
+    at: str = ""
+    """The precision whose rounding counts: with 'bfloat16' the steps before the change are judged under autocast to that. ''
+    is as the script has it."""
     is_timed: bool = True
 
 
@@ -73,13 +75,14 @@ class Prover:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._folder.cleanup()
 
-    def prove(self, before: Request, after: Request, *, seed: int | None = None) -> Verdict:
-        """Is `after` equal to the base, and faster than `before`? With the terms' seed, or another.
+    def prove(self, before: Request, after: Request, *, seed: int | None = None, at: str | None = None) -> Verdict:
+        """Is `after` equal to the base, and faster than `before`? With the terms' seed and precision, or others.
 
         Raises VerificationError when `before` does not run.
         """
         began, seed = perf_counter(), self._terms.seed if seed is None else seed
-        equality, race, failure = self._compare_and_race(before, after, seed)
+        at = self._terms.at if at is None else at
+        equality, race, failure = self._compare_and_race(before, after, seed, at)
         speed = race.speed() if race is not None else None
         outcome, because = _judged(equality, speed, failure, is_timed=self._terms.is_timed)
         return Verdict(
@@ -97,7 +100,9 @@ class Prover:
             seconds=perf_counter() - began,
         )
 
-    def _compare_and_race(self, before: Request, after: Request, seed: int) -> tuple[Equality, Race | None, str]:
+    def _compare_and_race(
+        self, before: Request, after: Request, seed: int, at: str
+    ) -> tuple[Equality, Race | None, str]:
         """Equality, the race if there was one, and what went wrong on the changed side ('' when nothing did)."""
         none = Equality(guarantee=self._terms.guarantee, is_kept=None, because="nothing was compared")
         with ExitStack() as stack:
@@ -120,7 +125,7 @@ class Prover:
                     return none, None, f"'{after.target}' ended after {two.num_steps} steps: {two.error}"
             except Failed as e:
                 return none, None, str(e)
-            equality = self._compare(read_steps(Path(two_request.folder)), seed)
+            equality = self._compare(read_steps(Path(two_request.folder)), seed, at)
             has_more = "ended" not in (one.what, two.what)
             if equality.is_kept is not True or not self._terms.is_timed or not has_more:
                 return equality, None, ""
@@ -133,23 +138,23 @@ class Prover:
                 return equality, None, str(e)
         return equality, race, ""
 
-    def _compare(self, after: list[Step], seed: int) -> Equality:
+    def _compare(self, after: list[Step], seed: int, at: str) -> Equality:
         terms = self._terms
         base = self._steps(seed, "")
         after = with_names_of(base, after)
         exact = compare_exact(base, after)
         if terms.guarantee == "exact" or exact.is_kept:
             return exact
-        rough = base if terms.at == "float32" else self._steps(seed, terms.at)
         try:
+            rough = self._steps(seed, at)
             reference = self._steps(seed, "float64")
         except Failed as e:
-            why = f"not equal bit for bit, and no reference in float64: {e}"
+            why = f"not equal bit for bit, and no steps to measure the rounding by: {e}"
             return Equality(
                 guarantee=terms.guarantee, is_kept=None, num_steps=len(base), first=exact.first, because=why
             )
-        eps = torch.finfo(getattr(torch, terms.at)).eps
-        return compare_bounded(rough, after, reference, eps=eps)
+        equality = compare_bounded(rough, after, reference, eps=roundoff(at or "float32"))
+        return msgspec.structs.replace(equality, at=at)
 
     def _steps(self, seed: int, dtype: str) -> list[Step]:
         """The base's steps, in this precision; run for that if they have not been.

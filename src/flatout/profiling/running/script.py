@@ -34,6 +34,11 @@ class Script(NamedTuple):
     argv: tuple[str, ...]
     search_path: str
     root: str
+    file: str
+
+    def with_code(self, code: CodeType | None) -> Script:
+        """The same script with other code, if there is any."""
+        return self if code is None else self._replace(code=code)
 
 
 def load_script(path: str, arguments: tuple[str, ...]) -> Script:
@@ -101,7 +106,9 @@ def _main_module(file: Path, argv: tuple[str, ...], *, search_path: str) -> Scri
     module = ModuleType("__main__")
     module.__file__ = str(file)
     module.__dict__.update(__builtins__=__builtins__, __cached__=None, __spec__=None, __loader__=None, __package__=None)
-    return Script(code=code, module=module, argv=argv, search_path=search_path, root=str(file.parent.resolve()))
+    return Script(
+        code=code, module=module, argv=argv, search_path=search_path, root=str(file.parent.resolve()), file=str(file)
+    )
 
 
 def _exit_code(e: SystemExit) -> int:

@@ -1,0 +1,398 @@
+"""Changing the text of the user's files: a place found again by its function and its first line, statements put in its stead.
+
+A place is kept as parameters of a lever: `file` (relative to the script's folder), `function` (its qualified name, '<module>' outside
+of all) and `code` (the first line of the statement, stripped), so that it is found again when lines above it have changed, and a person
+can read it. Texts are changed as syntax trees that keep formatting (libcst).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+import libcst as cst
+from libcst import matchers as m
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
+
+from flatout.errors import EditError
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding
+from flatout.records.lever import Candidate, Parameters, Refusal, Seams, string
+from flatout.records.workload import Source
+
+Edit = Callable[[str, Parameters], str]
+Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+Node = TypeVar("Node", bound=cst.CSTNode)
+
+MODULE: Final = "<module>"
+_INSIDE: Final = (
+    ".<locals>.<listcomp>",
+    ".<locals>.<genexpr>",
+    ".<locals>.<lambda>",
+    ".<locals>.<dictcomp>",
+    ".<locals>.<setcomp>",
+)
+
+
+class Place(NamedTuple):
+    """A statement of a parsed text: `block` holds it at `index`; `function` is None at the top of the file."""
+
+    module: cst.Module
+    function: cst.FunctionDef | None
+    block: Sequence[cst.BaseStatement | cst.BaseSmallStatement]
+    index: int
+
+    @property
+    def statement(self) -> cst.BaseStatement:
+        """The statement itself."""
+        found = self.block[self.index]
+        assert isinstance(found, cst.BaseStatement)
+        return found
+
+
+def parsed(text: str) -> cst.Module:
+    """The text's syntax tree.
+
+    Raises EditError when it is no Python.
+    """
+    try:
+        return cst.parse_module(text)
+    except cst.ParserSyntaxError as e:
+        raise EditError(f"the text is no Python: {e.message}") from e
+
+
+def find(text: str, parameters: Parameters) -> Place:
+    """The place that the parameters name.
+
+    Raises EditError when it is not there, or there more than once.
+    """
+    function, code = string(parameters, "function"), string(parameters, "code")
+    module = parsed(text)
+    finder = _Finder(module, function, code)
+    module.visit(finder)
+    if len(finder.found) != 1:
+        how = "is not there" if not finder.found else f"stands there {len(finder.found)} times"
+        raise EditError(f"'{code}' {how} in {function if function != MODULE else 'the file'}")
+    return finder.found[0]
+
+
+class _Finder(cst.CSTVisitor):
+    def __init__(self, module: cst.Module, function: str, code: str) -> None:
+        super().__init__()
+        self.found: list[Place] = []
+        self._module = module
+        self._wanted = function
+        self._code = code
+        self._names: list[str] = []
+        self._functions: list[cst.FunctionDef] = []
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self._names.append(node.name.value)
+
+    def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
+        self._names.pop()
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._names += [node.name.value, "<locals>"]
+        self._functions.append(node)
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
+        del self._names[-2:]
+        self._functions.pop()
+
+    def visit_Module(self, node: cst.Module) -> None:
+        self._look(node.body)
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self._look(node.body)
+
+    def _look(self, block: Sequence[cst.BaseStatement]) -> None:
+        name = ".".join(self._names[:-1] if self._names and self._names[-1] == "<locals>" else self._names)
+        if (name or MODULE) != self._wanted and not (self._wanted == MODULE and not self._functions):
+            return
+        function = self._functions[-1] if self._functions else None
+        for index, statement in enumerate(block):
+            if first_line(self._module, statement) == self._code:
+                self.found.append(Place(self._module, function, block, index))
+
+
+def first_line(module: cst.Module, statement: cst.CSTNode) -> str:
+    """A statement's first line, stripped of spaces and comments before it."""
+    bare = statement.with_changes(leading_lines=()) if hasattr(statement, "leading_lines") else statement
+    if isinstance(bare, (cst.FunctionDef, cst.ClassDef)):
+        bare = bare.with_changes(lines_after_decorators=())
+    return module.code_for_node(bare).strip().splitlines()[0].strip()
+
+
+def code_of(node: cst.CSTNode) -> str:
+    """A node's text, alone."""
+    return cst.Module(body=()).code_for_node(node).strip()
+
+
+def names_in(node: cst.CSTNode | Sequence[cst.CSTNode]) -> set[str]:
+    """All bare names that a node reads or writes (no attributes, no keywords of calls)."""
+    found: set[str] = set()
+    for one in [node] if isinstance(node, cst.CSTNode) else node:
+        one.visit(_Names(found))
+    return found
+
+
+class _Names(cst.CSTVisitor):
+    def __init__(self, found: set[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self._found.add(node.value)
+
+
+def assigned_in(node: cst.CSTNode | Sequence[cst.CSTNode]) -> set[str]:
+    """Bare names that are bound in a node: assigned to, counted by a loop, named by `with`, imported."""
+    found: set[str] = set()
+    nodes = [node] if isinstance(node, cst.CSTNode) else node
+    for one in nodes:
+        for target in m.findall(
+            one, m.AssignTarget() | m.AnnAssign() | m.AugAssign() | m.For() | m.AsName() | m.NamedExpr()
+        ):
+            bound = target.name if isinstance(target, cst.AsName) else target.target  # type: ignore[attr-defined]
+            found |= _bound(bound)
+    return found
+
+
+def _bound(target: cst.CSTNode) -> set[str]:
+    if isinstance(target, cst.Name):
+        return {target.value}
+    if isinstance(target, (cst.Tuple, cst.List)):
+        return set().union(*(_bound(e.value) for e in target.elements))
+    if isinstance(target, cst.StarredElement):
+        return _bound(target.value)
+    return set()
+
+
+def statements(template: str, **nodes: cst.CSTNode) -> list[cst.BaseStatement]:
+    """Statements of a template; `{name}` in it stands for a node."""
+    from libcst.helpers import parse_template_module
+
+    return list(parse_template_module(template, **nodes).body)  # type: ignore[arg-type]
+
+
+def expression(template: str, **nodes: cst.CSTNode) -> cst.BaseExpression:
+    """An expression of a template; `{name}` in it stands for a node."""
+    from libcst.helpers import parse_template_expression
+
+    return parse_template_expression(template, **nodes)  # type: ignore[arg-type]
+
+
+def with_statements(module: cst.Module, changes: Mapping[cst.CSTNode, Sequence[cst.BaseStatement]]) -> cst.Module:
+    """The tree with statements (told by identity) replaced by others; the first keeps the comments above the old one."""
+    return module.visit(_Replacer(changes))  # type: ignore[return-value]
+
+
+class _Replacer(cst.CSTTransformer):
+    def __init__(self, changes: Mapping[cst.CSTNode, Sequence[cst.BaseStatement]]) -> None:
+        super().__init__()
+        self._changes = {id(old): new for old, new in changes.items()}
+        self._kept = list(changes)  # so that identities stay taken
+
+    def on_leave(
+        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:  # type: ignore[override]
+        if id(original_node) not in self._changes:
+            return super().on_leave(original_node, updated_node)  # type: ignore[return-value]
+        new = list(self._changes[id(original_node)])
+        lines = getattr(original_node, "leading_lines", ())
+        if new and lines and hasattr(new[0], "leading_lines"):
+            new[0] = new[0].with_changes(leading_lines=lines)
+        return cst.FlattenSentinel(new) if new else cst.RemoveFromParent()  # type: ignore[return-value]
+
+
+def with_expression(module: Node, old: cst.CSTNode, new: cst.CSTNode) -> Node:
+    """The tree with one node (told by identity) replaced by another of its kind."""
+    return module.deep_replace(old, new)  # type: ignore[return-value]
+
+
+def renamed(node: Node, names: Mapping[str, str]) -> Node:
+    """The node with bare names replaced; attributes and keywords stay."""
+    return node.visit(_Renamer(names))  # type: ignore[return-value]
+
+
+class _Renamer(cst.CSTTransformer):
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def visit_Attribute_attr(self, node: cst.Attribute) -> None:
+        pass
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+        return updated_node.with_changes(attr=original_node.attr)
+
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        return updated_node.with_changes(keyword=original_node.keyword)
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
+        new = self._names.get(original_node.value)
+        return updated_node.with_changes(value=new) if new else updated_node
+
+
+def with_import(module: cst.Module, name: str, member: str | None = None, *, alias: str | None = None) -> cst.Module:
+    """The tree with `import name [as alias]`, or `from name import member`, at its head if it is not there."""
+    context = CodemodContext()
+    AddImportsVisitor.add_needed_import(context, name, member, asname=alias)
+    return AddImportsVisitor(context).transform_module(module)
+
+
+def without_unused_import(module: cst.Module, name: str, member: str | None = None) -> cst.Module:
+    """The tree without this import, if nothing uses it any more."""
+    context = CodemodContext()
+    RemoveImportsVisitor.remove_unused_import(context, name, member)
+    return RemoveImportsVisitor(context).transform_module(module)
+
+
+def fresh_name(module: cst.Module, wanted: str) -> str:
+    """This name, with an underscore more for each time it is taken."""
+    taken = names_in(module)
+    while wanted in taken:
+        wanted += "_"
+    return wanted
+
+
+def call_name(module: cst.Module, node: cst.CSTNode) -> str:
+    """What a callee is called in full, by the file's imports: 'torch.nn.functional.softmax' for `F.softmax`; '' if unknown."""
+    dotted = code_of(node)
+    if not all(part.isidentifier() for part in dotted.split(".")):
+        return ""
+    head, _, rest = dotted.partition(".")
+    full = _imported(module).get(head)
+    return ".".join(filter(None, (full, rest))) if full else ""
+
+
+def _imported(module: cst.Module) -> dict[str, str]:
+    """Names that imports bind anywhere in the file, and what they stand for."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(module.code)):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                found[name.asname or name.name.split(".")[0]] = name.name if name.asname else name.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for name in node.names:
+                found[name.asname or name.name] = f"{node.module}.{name.name}"
+    return found
+
+
+# -- from evidence to a place, and from a place into a run ----------------------------------------------------------------------
+
+
+def place_of(evidence: Evidence, where: Source, *, loop: bool = False) -> Parameters:
+    """The statement around a line (or, with `loop`, the innermost loop around it) as a lever's parameters.
+
+    Raises EditError when the file cannot be read any more, or is not one of the script's.
+    """
+    path = Path(where.file)
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (OSError, UnicodeDecodeError, SyntaxError) as e:
+        raise EditError(f"'{where.file}' cannot be read: {e}") from e
+    root = _root(evidence)
+    if root is None or not path.is_relative_to(root):
+        raise EditError(f"'{where.file}' is not in the script's folder")
+    line = where.loops[-1] if loop and where.loops else where.line
+    statement = _statement_at(tree, line)
+    if statement is None:
+        raise EditError(f"'{path.name}' has no statement at line {line}")
+    function = where.function
+    for tail in _INSIDE:
+        function = function.removesuffix(tail)
+    first = text.splitlines()[statement.lineno - 1]
+    code = first.encode()[statement.col_offset :].decode()
+    return {"file": str(path.relative_to(root)), "function": function or MODULE, "code": code.strip()}
+
+
+def _statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
+    """The innermost statement that covers a line."""
+    found: ast.stmt | None = None
+    for node in ast.walk(tree):
+        covers = isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
+        if covers and (found is None or node.lineno >= found.lineno):  # walk goes from the outside to the inside
+            assert isinstance(node, ast.stmt)
+            found = node
+    return found
+
+
+def _root(evidence: Evidence) -> Path | None:
+    """The folder of the script that ran."""
+    command = evidence.workload.command
+    if len(command) < 2:
+        return None
+    script = Path(evidence.workload.cwd, command[1]).resolve()
+    return script if script.is_dir() else script.parent
+
+
+def text_at(evidence: Evidence, parameters: Parameters) -> str:
+    """The text of the file that the parameters name.
+
+    Raises EditError when it cannot be read.
+    """
+    root = _root(evidence)
+    try:
+        return (root or Path()).joinpath(string(parameters, "file")).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise EditError(f"'{parameters['file']}' cannot be read: {e}") from e
+
+
+def offered(
+    lever: str,
+    evidence: Evidence,
+    findings: Sequence[Finding],
+    edit: Edit,
+    *,
+    else_because: str,
+    loop: bool = False,
+    more: Parameters | None = None,
+) -> Iterator[Candidate | Refusal]:
+    """A candidate for each place that a finding names and where the edit is certain; a refusal for each other, or if there is none."""
+    seen: list[Parameters] = []
+    for finding in findings:
+        if finding.where is None:
+            continue
+        try:
+            parameters = place_of(evidence, finding.where, loop=loop) | (more or {})
+            edit(text_at(evidence, parameters), parameters)
+        except EditError as e:
+            yield Refusal(lever=lever, because=f"line {finding.where.line}: {e}")
+            continue
+        if parameters in seen:
+            continue
+        seen.append(parameters)
+        yield Candidate(
+            lever=lever,
+            parameters=parameters,
+            saved_s=finding.saved_s,
+            where=finding.where,
+            because=finding.because,
+        )
+    if not findings:
+        yield Refusal(lever=lever, because=else_because)
+
+
+def pull(lever: str, seams: Seams, parameters: Parameters, edit: Edit) -> None:
+    """Have the edit made to the text of the file when the script, or what it imports, is compiled."""
+
+    def change(text: str) -> str:
+        changed = edit(text, parameters)
+        seams.note(lever)
+        return changed
+
+    seams.at_source(string(parameters, "file"), change)
