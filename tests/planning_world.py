@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flatout.records.lever import Candidate, Lever, PlannedLever
-from flatout.records.verdict import Difference, Equality, Guarantee, Speed, Verdict
+from flatout.planning.search import Objective
+from flatout.records.verdict import Difference, Equality, Footprint, Guarantee, Speed, Verdict
 
 STEP_S = 0.1
+PEAK_BYTES = 1000
 
 
 class World:
@@ -22,7 +24,9 @@ class World:
         wrong: Sequence[str] = (),
         crashing: Sequence[str] = (),
         most: int = 1000,
+        smaller: Mapping[str, int] | None = None,
     ) -> None:
+        self.smaller = dict(smaller or {})
         self.factors = dict(factors)
         self.together = dict(together or {})
         self.wrong = set(wrong)
@@ -46,7 +50,12 @@ class World:
     def has_time(self, *, is_final: bool) -> bool:
         return is_final or self.num_compared < self.most
 
-    def compare(self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, is_final: bool) -> Verdict:
+    def peak_bytes(self, levers: Sequence[PlannedLever]) -> int:
+        return PEAK_BYTES - sum(self.smaller.get(p.id, 0) for p in levers)
+
+    def compare(
+        self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, objective: Objective, is_final: bool
+    ) -> Verdict:
         self.num_compared += 1
         ids = {p.id for p in after}
         ratio = self.step_s(before) / self.step_s(after)
@@ -60,15 +69,22 @@ class World:
             wrong = Equality(guarantee="bounded", is_kept=False, num_steps=8, first=first)
             return verdict(wrong, None, "different", "the steps differ")
         outcome = "proved" if speed.is_faster else "slower" if speed.is_slower else "unknown"
-        return verdict(Equality(guarantee="bounded", is_kept=True, num_steps=8), speed, outcome, outcome)
+        one, two = self.peak_bytes(before), self.peak_bytes(after)
+        if objective == "memory":
+            outcome = "proved" if two < one else "slower" if two > one else "unknown"
+        size = Footprint(device="cpu", before_bytes=one, after_bytes=two, fraction=(two / one, two / one))
+        return verdict(Equality(guarantee="bounded", is_kept=True, num_steps=8), speed, outcome, outcome, size)
 
 
-def verdict(equality: Equality, speed: Speed | None, outcome: Any, because: str) -> Verdict:
+def verdict(
+    equality: Equality, speed: Speed | None, outcome: Any, because: str, size: Footprint | None = None
+) -> Verdict:
     return Verdict(
         before="train.py",
         after="train.py",
         equality=equality,
         speed=speed,
+        footprints=(size,) if size is not None else (),
         outcome=outcome,
         because=because,
         device="cpu",
@@ -92,5 +108,11 @@ def lever(id: str, *, guarantee: Guarantee = "bounded", conflicts: tuple[str, ..
     )
 
 
-def candidate(id: str, saved_s: float, **parameters: Any) -> Candidate:
-    return Candidate(lever=id, saved_s=(0.5 * saved_s, saved_s), parameters=parameters, because="it should help")
+def candidate(id: str, saved_s: float, *, saved_bytes: int = 0, **parameters: Any) -> Candidate:
+    return Candidate(
+        lever=id,
+        saved_s=(0.5 * saved_s, saved_s),
+        saved_bytes=saved_bytes,
+        parameters=parameters,
+        because="it should help",
+    )

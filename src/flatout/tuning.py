@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,18 +14,22 @@ import msgspec
 
 from flatout.cost.accounting import group_by
 from flatout.planning.ledger import Ledger
-from flatout.planning.search import Found, Tried, search
+from flatout.planning.search import Found, Objective, Tried, Wanted, search
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 from flatout.records.lever import Candidate, Lever, PlannedLever, Refusal
 from flatout.records.plan import Circumstances, Plan, to_toml
 from flatout.records.record import write_file
 from flatout.records.verdict import Guarantee, Verdict
-from flatout.verification.process import Request
+from flatout.verification.conditions import coarsest
+from flatout.verification.process import Request, StageProcess
 from flatout.verification.proof import Prover, Terms
 
 _FINAL_SEED: Final = 1000
 """The last proof runs on random numbers that no lever was chosen with."""
+_FINAL_PROCESSES: Final = 3
+_SHORTEST_S: Final = 30.0
+"""A process may take so long for its first steps however little of the budget is left."""
 _FIRST_GUESS_S: Final = 30.0
 """What a comparison takes, before one has been made."""
 
@@ -65,11 +70,14 @@ class ScriptBench:
         tell: Callable[[str], None],
     ) -> None:
         self._script = script
+        self._terms = terms
         self._levers = levers
-        self._prover = Prover(script, terms, tell=tell)
+        self._tell = tell
+        self._prover = Prover(script, terms, tell=self._with_time_left)
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
         self._longest_s = 0.0
+        self._doing = ""
         self._num_plans = 0
 
     def __enter__(self) -> ScriptBench:
@@ -80,11 +88,19 @@ class ScriptBench:
         self._prover.__exit__(kind, error, tb)
         self._folder.cleanup()
 
-    def compare(self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, is_final: bool) -> Verdict:
+    def compare(
+        self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, objective: Objective, is_final: bool
+    ) -> Verdict:
         """See Bench."""
         began = monotonic()
-        seed = _FINAL_SEED if is_final else None
-        verdict = self._prover.prove(self._request(before), self._request(after), seed=seed)
+        terms = msgspec.structs.replace(
+            self._terms, objective=objective, at=precision_of(after, self._levers) or self._terms.at
+        )
+        if is_final:
+            terms = msgspec.structs.replace(terms, seed=_FINAL_SEED, num_processes=_FINAL_PROCESSES, decisive=math.inf)
+        else:
+            terms = msgspec.structs.replace(terms, timeout_s=min(terms.timeout_s, max(_SHORTEST_S, self._left_s)))
+        verdict = self._prover.prove(self._request(before), self._request(after), terms)
         self._longest_s = max(self._longest_s, monotonic() - began)
         return verdict
 
@@ -92,7 +108,29 @@ class ScriptBench:
         """See Bench: a comparison is begun when it and the final proof should end in time."""
         if is_final:
             return True
-        return monotonic() + 2 * (self._longest_s or _FIRST_GUESS_S) < self._deadline_s
+        return 2 * (self._longest_s or _FIRST_GUESS_S) < self._left_s
+
+    @property
+    def _left_s(self) -> float:
+        return self._deadline_s - monotonic()
+
+    def peak_bytes(self) -> int:
+        """What the untouched script holds at its peak in its first steps.
+
+        Raises VerificationError when it does not run.
+        """
+        request = msgspec.structs.replace(self._script, num_recorded=self._terms.num_steps, seed=self._terms.seed)
+        with StageProcess(request) as process:
+            answer = process.answer(timeout_s=self._terms.timeout_s)
+        return answer.device_peak_bytes or answer.peak_bytes
+
+    def _with_time_left(self, text: str) -> None:
+        self._tell(f"{self._doing}: {text}; {max(0.0, self._left_s):.0f} s left")
+
+    def tell(self, doing: str) -> None:
+        """What the following comparisons are for."""
+        self._doing = doing
+        self._with_time_left("starting")
 
     def _request(self, levers: Sequence[PlannedLever]) -> Request:
         if not levers:
@@ -105,6 +143,12 @@ class ScriptBench:
             wanted = self._levers[planned.id].environment
             environment |= wanted(planned.parameters) if wanted is not None else {}
         return msgspec.structs.replace(self._script, plan=str(path), environment=environment)
+
+
+def precision_of(levers: Iterable[PlannedLever], known: Mapping[str, Lever]) -> str:
+    """The coarsest precision that the levers have numbers rounded to; '' when they leave it."""
+    chosen = ((known[planned.id].dtype, planned.parameters) for planned in levers)
+    return coarsest(dtype(parameters) for dtype, parameters in chosen if dtype is not None)
 
 
 class Tuned(NamedTuple):
@@ -127,24 +171,38 @@ def tune(
     budget_s: float,
     ledger: Ledger,
     circumstances: Circumstances,
+    objective: Objective = "time",
+    most_bytes: int = 0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Tuned:
-    """The fastest plan that could be proved for a script that was checked."""
+    """The fastest plan (or the smallest) that could be proved for a script that was checked.
+
+    `most_bytes` is what a step may hold at its peak: of the device's memory where there is one, else of the process.
+    """
     known = {lever.id: lever for lever in levers}
     said = proposals(evidence, rules, known.values())
     with ScriptBench(script, known, terms, budget_s=budget_s, tell=tell) as bench:
-        found = search(said.candidates, known, bench, ledger, step_s=evidence.steps.whole_s, allow=allow, tell=tell)
+        peak_bytes = bench.peak_bytes() if most_bytes else 0
+        wanted = Wanted(evidence.steps.whole_s, peak_bytes, objective, most_bytes)
+        found = search(said.candidates, known, bench, ledger, wanted, allow=allow, tell=bench.tell)
     refused = tuple(Tried(r.lever, r.because) for r in said.refusals)
     plan = Plan(
         script=script.target,
         arguments=script.arguments,
         measured=_ratio(found),
         guarantee=found.proof.equality.guarantee if found.proof is not None else "exact",
-        because="" if found.levers else "nothing that was tried is equal and faster",
+        because="" if found.levers else _why_empty(wanted),
         proved_on=circumstances,
         lever=found.levers,
     )
     return Tuned(plan, found.proof, (*found.left_out, *refused), found.is_complete)
+
+
+def _why_empty(wanted: Wanted) -> str:
+    if wanted.must_shrink:
+        there, allowed = wanted.peak_bytes / 2**30, wanted.most_bytes / 2**30
+        return f"the untouched script takes {there:.2f} GiB, {allowed:.2f} GiB are allowed, and nothing that was tried fits"
+    return f"nothing that was tried is equal and {'faster' if wanted.objective == 'time' else 'smaller'}"
 
 
 def _ratio(found: Found) -> tuple[float, float, float] | None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.planning_world import STEP_S, World, candidate, lever
+from tests.planning_world import PEAK_BYTES, STEP_S, World, candidate, lever
 
 from flatout.errors import PlanError
 from flatout.planning.ledger import Ledger
-from flatout.planning.search import Found, search
-from flatout.records.lever import Candidate
-from flatout.records.verdict import Guarantee
+from flatout.planning.search import Found, Objective, Wanted, search
+from flatout.records.lever import Candidate, PlannedLever
+from flatout.records.verdict import Guarantee, Verdict
 
 NAMES = ("a", "b", "c", "d", "e")
 
@@ -26,12 +28,15 @@ def found(
     conflicts: dict[str, tuple[str, ...]] | None = None,
     guarantees: dict[str, Guarantee] | None = None,
     allow: Guarantee = "bounded",
+    objective: Objective = "time",
+    most_bytes: int = 0,
 ) -> Found:
     levers = {
         n: lever(n, conflicts=(conflicts or {}).get(n, ()), guarantee=(guarantees or {}).get(n, "bounded"))
         for n in NAMES
     }
-    return search(candidates, levers, world, ledger or Ledger(), step_s=STEP_S, allow=allow)
+    wanted = Wanted(STEP_S, PEAK_BYTES, objective, most_bytes)
+    return search(candidates, levers, world, ledger or Ledger(), wanted, allow=allow)
 
 
 def ids(result: Found) -> list[str]:
@@ -153,3 +158,59 @@ def test_a_ledger_damaged_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"\n".join([lines[0][:20], *lines[1:]]))
     with pytest.raises(PlanError, match="line 1"):
         Ledger(path)
+
+
+def test_over_the_limit_memory_is_saved_first_and_time_only_within_it() -> None:
+    """'a' saves time and takes memory, 'b' saves memory and costs time, 'c' saves time alone."""
+    world = World({"a": 0.5, "b": 1.2, "c": 0.8, "d": 1, "e": 1}, smaller={"a": -300, "b": 400})
+    promised = [candidate("a", 0.05), candidate("b", -0.01, saved_bytes=400), candidate("c", 0.02)]
+    assert ids(found(world, promised)) == ["a", "c"]
+    assert ids(found(world, promised, most_bytes=700)) == ["b", "c"]
+    assert ids(found(world, promised, most_bytes=900)) == ["b", "a", "c"]
+
+
+def test_nothing_fits_a_limit_that_is_too_low() -> None:
+    world = World({"a": 0.5, "b": 1.2, "c": 0.8, "d": 1, "e": 1}, smaller={"b": 400})
+    result = found(world, [candidate("b", -0.01, saved_bytes=400), candidate("c", 0.02)], most_bytes=100)
+    assert not result.levers
+
+
+def test_memory_as_the_aim_leaves_levers_of_time_alone() -> None:
+    world = World({"a": 0.5, "b": 1.2, "c": 1.5, "d": 1, "e": 1}, smaller={"b": 400, "c": 100})
+    promised = [candidate("a", 0.05), candidate("b", -0.01, saved_bytes=350), candidate("c", -0.02, saved_bytes=100)]
+    assert ids(found(world, promised, objective="memory")) == ["b", "c"]
+
+
+def test_another_way_to_pull_a_lever_replaces_the_first_when_it_is_faster() -> None:
+    class Modes(World):
+        def step_s(self, levers: Sequence[PlannedLever]) -> float:
+            modes = {p.parameters["mode"] for p in levers}
+            assert len(modes) <= 1
+            return STEP_S * {"slow": 0.8, "quick": 0.4, "crash": 0.1}[modes.pop()] if modes else STEP_S
+
+    ways = [candidate("a", saved, mode=mode) for mode, saved in (("slow", 0.07), ("quick", 0.06), ("slow", 0.05))]
+    result = found(Modes({}), ways)
+    assert [p.parameters for p in result.levers] == [{"mode": "quick"}]
+    assert result.levers[0].measured is not None
+    assert result.levers[0].measured[0] == pytest.approx(2.5)
+    assert any("another way" in t.because for t in result.left_out)
+
+
+def test_what_could_not_be_told_is_tried_again_when_the_plan_has_grown() -> None:
+    """`a` alone is lost in the noise; beside `b` it is not."""
+
+    class Doubtful(World):
+        def compare(
+            self,
+            before: Sequence[PlannedLever],
+            after: Sequence[PlannedLever],
+            *,
+            objective: Objective,
+            is_final: bool,
+        ) -> Verdict:
+            told = super().compare(before, after, objective=objective, is_final=is_final)
+            is_alone = not before and [p.id for p in after] == ["a"]
+            return msgspec.structs.replace(told, outcome="unknown") if is_alone else told
+
+    result = found(Doubtful({"a": 0.9, "b": 0.7}), [candidate("a", 0.05), candidate("b", 0.02)])
+    assert sorted(ids(result)) == ["a", "b"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flatout.errors import VerificationError
@@ -95,6 +96,14 @@ def test_scripts_too_short_to_race_are_started_again(folder: Path) -> None:
     assert found.speed is not None
 
 
+def test_what_a_change_takes_to_start_is_told(folder: Path) -> None:
+    before, after = script(folder, "a.py"), script(folder, "b.py", setup="import time; time.sleep(1.5)")
+    found = verdict(before, after, is_timed=True, num_processes=1)
+    assert found.speed is not None
+    assert found.speed.num_first == 4
+    assert found.speed.first_after_s > 1.5
+
+
 def test_one_wrong_gradient_is_named_with_its_step(folder: Path) -> None:
     one = script(folder, "a.py")
     two = script(folder, "b.py", change="net[3].bias.grad.mul_(1.001 if step == 0 else 1)")
@@ -156,3 +165,42 @@ def test_outputs_of_an_inference_loop_are_compared(folder: Path) -> None:
     wrong = verdict(paths["a"], paths["c"])
     assert wrong.outcome == "different"
     assert wrong.equality.first is not None and wrong.equality.first.what == "output"
+
+
+def test_a_change_that_keeps_memory_is_told_as_a_leak(folder: Path) -> None:
+    one = script(folder, "a.py", steps=20000)
+    two = script(folder, "b.py", setup="kept = []", change="kept.append(b'x' * (1 << 20))", steps=20000)
+    found = verdict(one, two, is_timed=True, budget_s=8.0)
+    assert found.outcome == "different"
+    assert "memory grows by 1" in found.because
+
+
+def test_a_change_that_takes_all_memory_is_ended(folder: Path) -> None:
+    one, two = (
+        script(folder, "a.py"),
+        script(folder, "b.py", change="kept = bytearray(os.urandom(1 << 20) * 900); time.sleep(5)"),
+    )
+    found = verdict(one, msgspec.structs.replace(two, most_bytes=1 << 30))
+    assert found.outcome == "different"
+    assert "took more than 1.0 GiB" in found.because
+
+
+def test_memory_may_be_what_a_change_is_for(folder: Path) -> None:
+    hoard = "kept = torch.ones(64 << 20)"
+    one, two = script(folder, "a.py", setup=hoard, steps=5000), script(folder, "b.py", steps=5000)
+    found = verdict(one, two, is_timed=True, objective="memory", num_processes=1)
+    assert (found.outcome, found.because) == ("proved", "equal and smaller")
+    assert found.footprints[0].fraction[1] < 0.8
+    assert verdict(two, one, is_timed=True, objective="memory", num_processes=1).outcome == "slower"
+    assert verdict(two, two, is_timed=True, objective="memory", num_processes=1).outcome == "unknown"
+
+
+def test_float64_may_become_float32_where_that_is_what_counts(folder: Path) -> None:
+    wide = script(folder, "a.py", setup="net = net.double(); torch.set_default_dtype(torch.float64)")
+    narrow = script(folder, "b.py", setup="torch.set_default_dtype(torch.float64)")
+    for path in (wide.target, narrow.target):
+        text = Path(path).read_text().replace("nn.Dropout(0.1)", "nn.Tanh()")
+        Path(path).write_text(text.replace("net(x)", "net(x.to(net[0].weight.dtype))"))
+    assert verdict(wide, narrow).outcome == "different"
+    found = verdict(wide, narrow, at="float32")
+    assert (found.outcome, found.equality.at) == ("proved", "float32")

@@ -14,11 +14,13 @@ from flatout.records.lever import PlannedLever
 from flatout.records.record import Record
 from flatout.records.verdict import Verdict
 
+Purpose = Literal["add", "swap", "drop", "final"]
+
 
 class Attempt(Record, frozen=True, kw_only=True):
     """One comparison: the levers before and after, what for, and the Verdict."""
 
-    purpose: Literal["add", "drop", "final"]
+    purpose: Purpose
     before: tuple[PlannedLever, ...]
     after: tuple[PlannedLever, ...]
     lever: str

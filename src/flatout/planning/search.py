@@ -3,18 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from flatout.cost.throughput import speed_up
-from flatout.planning.ledger import Attempt, Ledger
-from flatout.records.lever import Candidate, Lever, PlannedLever
+from flatout.planning.ledger import Attempt, Ledger, Purpose
+from flatout.records.lever import Candidate, Lever, Parameters, PlannedLever
 from flatout.records.verdict import Guarantee, Verdict
 
 _RANKS: Final[Mapping[Guarantee, int]] = {"exact": 0, "bounded": 1, "quality": 2}
+_STRONG: Final = 2.0
+"""A lever that gained so much is not taken out again for what others do."""
+_DOING: Final[Mapping[Purpose, str]] = {
+    "add": "trying {}",
+    "swap": "trying {} another way",
+    "drop": "trying without {}",
+    "final": "proving all together",
+}
 _SMALLEST_GAIN: Final = 1.02
 """A lever whose best promise is below this is not tried: no interval on an ordinary machine would exclude 1."""
+
+
+Objective = Literal["time", "memory"]
+
+
+class Wanted(NamedTuple):
+    """What a plan is for: the least time or the least memory; and how many bytes a step may hold at most (0: no limit).
+
+    `step_s` and `peak_bytes` are of the untouched script; promises are weighed against them.
+    """
+
+    step_s: float
+    peak_bytes: int = 0
+    objective: Objective = "time"
+    most_bytes: int = 0
+
+    @property
+    def must_shrink(self) -> bool:
+        """Whether the untouched script is over the limit."""
+        return 0 < self.most_bytes < self.peak_bytes
 
 
 class Tried(NamedTuple):
@@ -36,8 +64,10 @@ class Found(NamedTuple):
 class Bench(Protocol):
     """Who compares two lists of levers on the script."""
 
-    def compare(self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, is_final: bool) -> Verdict:
-        """Is `after` equal to the untouched script, and faster than `before`? A final comparison uses fresh seeds."""
+    def compare(
+        self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, objective: Objective, is_final: bool
+    ) -> Verdict:
+        """Is `after` equal to the untouched script, and faster (or smaller) than `before`? A final comparison uses fresh seeds."""
 
     def has_time(self, *, is_final: bool) -> bool:
         """Whether the budget allows another comparison; the final one is always kept room for."""
@@ -48,20 +78,23 @@ def search(
     levers: Mapping[str, Lever],
     bench: Bench,
     ledger: Ledger,
+    wanted: Wanted,
     *,
-    step_s: float,
     allow: Guarantee = "bounded",
     tell: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """The best plan that could be proved: never slower, never wrong; empty where nothing helps.
-
-    `step_s` is the untouched step, against which promises are weighed.
-    """
-    run = _Search(levers, bench, ledger, step_s, tell)
+    """The best plan that could be proved: never slower, never wrong, never over the limit; empty where nothing helps."""
+    run = _Search(levers, bench, ledger, wanted, tell)
     allowed, refused = _allowed(candidates, levers, allow)
     run.left_out += refused
-    run.climb(sorted(allowed, key=lambda c: -sum(c.saved_s)))
-    run.prune()
+    if wanted.objective == "time" and not wanted.must_shrink:
+        run.left_out += [Tried(c.lever, "it saves memory and costs time") for c in allowed if c.saved_s[1] < 0]
+    smaller = sorted((c for c in allowed if c.saved_bytes > 0), key=lambda c: -c.saved_bytes)
+    if wanted.objective == "memory" or wanted.must_shrink:
+        run.shrink(smaller)
+    if wanted.objective == "time":
+        run.climb(sorted((c for c in allowed if c.saved_s[1] >= 0), key=lambda c: -sum(c.saved_s)))
+        run.prune()
     return run.finish()
 
 
@@ -80,63 +113,129 @@ def _allowed(
 
 class _Search:
     def __init__(
-        self, levers: Mapping[str, Lever], bench: Bench, ledger: Ledger, step_s: float, tell: Callable[[str], None]
+        self, levers: Mapping[str, Lever], bench: Bench, ledger: Ledger, wanted: Wanted, tell: Callable[[str], None]
     ) -> None:
         self.left_out: list[Tried] = []
         self._levers = levers
         self._bench = bench
         self._ledger = ledger
-        self._left_s = step_s
-        self._step_s = step_s
+        self._wanted = wanted
+        self._left_s = wanted.step_s
         self._tell = tell
         self._plan: tuple[PlannedLever, ...] = ()
+        self._needed: set[str] = set()
+        """Levers without which the plan would not fit."""
         self._is_complete = True
 
-    def climb(self, candidates: Sequence[Candidate]) -> None:
-        """Add one lever after the other, each on top of those that were kept."""
+    def shrink(self, candidates: Sequence[Candidate]) -> None:
+        """Add levers that save memory: all that do where memory is the aim, else until the limit is kept."""
         for candidate in candidates:
-            lever = self._levers[candidate.lever]
-            why = self._why_not(candidate, lever)
+            why = self._clash(candidate, self._levers[candidate.lever])
             if why:
                 self.left_out.append(Tried(candidate.lever, why))
                 continue
-            low, high = (speed_up(self._left_s, min(s, 0.98 * self._left_s)) for s in candidate.saved_s)
-            planned = PlannedLever(
-                id=lever.id,
-                guarantee=lever.guarantee,
-                parameters=candidate.parameters,
-                predicted=(low, high),
-                because=candidate.because,
-            )
-            verdict = self._try("add", (*self._plan, planned), planned)
+            verdict = self._add(candidate, "memory")
             if verdict is None:
-                self._is_complete = False
                 return
-            if verdict.outcome != "proved" or verdict.speed is None:
-                self.left_out.append(Tried(lever.id, _words(verdict)))
+            if verdict.outcome == "proved":
+                self._needed.add(candidate.lever)
+                if self._wanted.objective == "time" and _peak(verdict) <= self._wanted.most_bytes:
+                    return
+
+    def climb(self, candidates: Sequence[Candidate]) -> None:
+        """Add one lever after the other, each on top of those that were kept; what was in doubt is tried again at the end."""
+        doubtful = self._climb(candidates)
+        if doubtful:
+            self._climb([c for c, plan in doubtful if plan != self._plan])
+
+    def _climb(self, candidates: Sequence[Candidate]) -> list[tuple[Candidate, tuple[PlannedLever, ...]]]:
+        """Candidates that could not be told from noise, with the plan that they came on top of."""
+        doubtful = []
+        for candidate in candidates:
+            why = self._why_not(candidate, self._levers[candidate.lever])
+            if why:
+                self._leave_out(candidate.lever, why)
                 continue
-            speed = verdict.speed
-            measured = (speed.ratio, speed.low, speed.high)
-            self._plan = (*self._plan, msgspec.structs.replace(planned, measured=measured))
+            plan = self._plan
+            verdict = self._add(candidate, "time")
+            if verdict is None:
+                break
+            if verdict.outcome == "unknown" and verdict.speed is not None and verdict.speed.ratio > 1:
+                doubtful.append((candidate, plan))
+        return doubtful
+
+    def _add(self, candidate: Candidate, objective: Objective) -> Verdict | None:
+        """Try one more lever, or another way to pull one, and keep it if it is proved; None when the time is up."""
+        planned, other = self._planned(candidate), self._other_way(candidate)
+        rest = tuple(p for p in self._plan if p is not other)
+        verdict = self._try("add" if other is None else "swap", (*rest, planned), planned, objective)
+        if verdict is None:
+            self._is_complete = False
+            return None
+        if verdict.outcome != "proved":
+            self._leave_out(planned.id, _words(verdict))
+            return verdict
+        if objective == "time" and self._is_over(verdict):
+            self._leave_out(planned.id, f"it takes {_peak(verdict) / 2**30:.2f} GiB, more than allowed")
+            return verdict
+        speed = verdict.speed
+        if speed is not None:
+            before = other.measured[0] if other is not None and other.measured is not None else 1.0
+            measured = (before * speed.ratio, before * speed.low, before * speed.high)
+            planned = msgspec.structs.replace(planned, measured=measured)
             self._left_s = self._left_s / max(1.0, speed.ratio)
+        self._plan = (*rest, planned)
+        if other is not None:
+            self._leave_out(other.id, f"as {_settings(other.parameters)}: another way to pull it is faster")
+        return verdict
+
+    def _other_way(self, candidate: Candidate) -> PlannedLever | None:
+        """The same lever in the plan, with other parameters; a lever at another place is another lever."""
+        if self._levers[candidate.lever].is_local:
+            return None
+        return next((p for p in self._plan if p.id == candidate.lever), None)
+
+    def _leave_out(self, lever: str, because: str) -> None:
+        if Tried(lever, because) not in self.left_out:
+            self.left_out.append(Tried(lever, because))
+
+    def _planned(self, candidate: Candidate) -> PlannedLever:
+        lever = self._levers[candidate.lever]
+        low, high = (speed_up(self._left_s, min(s, 0.98 * self._left_s)) for s in candidate.saved_s)
+        return PlannedLever(
+            id=lever.id,
+            guarantee=lever.guarantee,
+            parameters=candidate.parameters,
+            predicted=(low, high),
+            because=candidate.because,
+        )
+
+    def _is_over(self, verdict: Verdict) -> bool:
+        return bool(self._wanted.most_bytes) and _peak(verdict) > self._wanted.most_bytes
 
     def prune(self) -> None:
-        """Take out what does not pay any more since others came in."""
-        for planned in self._plan[:-1]:
+        """Take out what does not pay any more since others came in, the weakest first."""
+        weak = [p for p in self._plan[:-1] if p.measured is not None and p.measured[0] < _STRONG]
+        for planned in sorted(weak, key=lambda p: p.measured or ()):
+            if planned.id in self._needed:
+                continue
             without = tuple(p for p in self._plan if p is not planned)
-            verdict = self._try("drop", without, planned)
+            verdict = self._try("drop", without, planned, "time")
             if verdict is None:
                 self._is_complete = False
                 return
+            if self._is_over(verdict):
+                continue
             if verdict.equality.is_kept and verdict.outcome in ("proved", "unknown") and verdict.speed is not None:
                 self._plan = without
                 self.left_out.append(Tried(planned.id, "the others leave it nothing to gain"))
 
     def finish(self) -> Found:
         """Prove all together against the untouched script, with fresh seeds; what cannot be proved loses its last lever."""
+        objective: Objective = "memory" if self._needed else "time"
         while self._plan:
-            verdict = self._try("final", self._plan, self._plan[-1])
-            if verdict is not None and verdict.outcome == "proved":
+            verdict = self._try("final", self._plan, self._plan[-1], objective)
+            if verdict is not None and verdict.outcome == "proved" and not self._is_over(verdict):
                 return Found(self._plan, verdict, tuple(self.left_out), self._is_complete)
             why = _words(verdict) if verdict is not None else "there was no time left to prove it"
             self.left_out.append(Tried(self._plan[-1].id, f"all together: {why}"))
@@ -144,17 +243,26 @@ class _Search:
         return Found((), None, tuple(self.left_out), self._is_complete)
 
     def _why_not(self, candidate: Candidate, lever: Lever) -> str:
-        if any(p.id == lever.id and not (lever.is_local and p.parameters != candidate.parameters) for p in self._plan):
-            return "another way to pull it is in the plan"
+        most = speed_up(self._left_s, min(candidate.saved_s[1], 0.98 * self._left_s))
+        return f"it promises {most:.2f}x at most" if most < _SMALLEST_GAIN else self._clash(candidate, lever)
+
+    def _clash(self, candidate: Candidate, lever: Lever) -> str:
+        same = next((p for p in self._plan if p.id == lever.id and p.parameters == candidate.parameters), None)
+        if same is not None:
+            return "it is in the plan"
+        other = self._other_way(candidate)
+        if other is not None and other.measured is not None:
+            kept_s = self._left_s * (other.measured[0] - 1)
+            if candidate.saved_s[1] <= kept_s:
+                return f"as {_settings(candidate.parameters)}: the way that is in the plan saves more than it promises"
         clash = next(
             (p.id for p in self._plan if p.id in lever.conflicts or lever.id in self._levers[p.id].conflicts), ""
         )
-        if clash:
-            return f"it does not go with {clash}"
-        most = speed_up(self._left_s, min(candidate.saved_s[1], 0.98 * self._left_s))
-        return f"it promises {most:.2f}x at most" if most < _SMALLEST_GAIN else ""
+        return f"it does not go with {clash}" if clash else ""
 
-    def _try(self, purpose: str, after: tuple[PlannedLever, ...], lever: PlannedLever) -> Verdict | None:
+    def _try(
+        self, purpose: Purpose, after: tuple[PlannedLever, ...], lever: PlannedLever, objective: Objective
+    ) -> Verdict | None:
         """The Verdict, from the ledger where it is known; None when the time is up."""
         before = () if purpose == "final" else self._plan
         known = self._ledger.find(purpose, before, after)
@@ -162,12 +270,10 @@ class _Search:
             return known.verdict
         if not self._bench.has_time(is_final=purpose == "final"):
             return None
-        self._tell(
-            f"{'proving' if purpose == 'final' else 'trying'} {lever.id if purpose != 'final' else 'all together'}"
-        )
-        verdict = self._bench.compare(before, after, is_final=purpose == "final")
+        self._tell(f"{_DOING[purpose].format(lever.id)} (best so far {self._wanted.step_s / self._left_s:.2f}x)")
+        verdict = self._bench.compare(before, after, objective=objective, is_final=purpose == "final")
         attempt = Attempt(
-            purpose="add" if purpose == "add" else "drop" if purpose == "drop" else "final",
+            purpose=purpose,
             before=before,
             after=after,
             lever=lever.id,
@@ -188,3 +294,12 @@ def _words(verdict: Verdict) -> str:
         return verdict.because
     speed = verdict.speed
     return f"{verdict.because}: {speed.ratio:.2f}x ({speed.low:.2f} - {speed.high:.2f})"
+
+
+def _peak(verdict: Verdict) -> int:
+    """Peak bytes after the change, of the device where there is one; 0 if it is not known."""
+    return verdict.footprints[-1].after_bytes if verdict.footprints else 0
+
+
+def _settings(parameters: Parameters) -> str:
+    return ", ".join(f"{k}={v}" for k, v in parameters.items()) or "it is by default"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Final, Literal
 
 from flatout.records.record import Record
 
@@ -17,6 +18,10 @@ What = Literal["loss", "gradient", "parameter", "output", "step"]
 Outcome = Literal["proved", "different", "slower", "unknown"]
 
 EXIT_CODES: dict[Outcome, int] = {"proved": 0, "different": 1, "slower": 1, "unknown": 2}
+
+
+PRECISIONS: Final = ("float64", "float32", "tf32", "float16", "bfloat16")
+"""From fine to coarse."""
 
 
 class Difference(Record, frozen=True, kw_only=True):
@@ -69,6 +74,19 @@ class Speed(Record, frozen=True, kw_only=True):
     num_pairs: int
     before_s: float
     after_s: float
+    num_first: int = 0
+    """So many steps were taken first, compiling and the like included; 0 where their time is not known."""
+    first_before_s: float = 0.0
+    first_after_s: float = 0.0
+    """Seconds from the script's first line to the end of these steps."""
+
+    @property
+    def break_even_steps(self) -> int | None:
+        """Steps after which the later side has made up for a longer start; 0 if it starts no later, None if it never does."""
+        later_s, saved_s = self.first_after_s - self.first_before_s, self.before_s - self.after_s
+        if later_s <= 0:
+            return 0
+        return self.num_first + math.ceil(later_s / saved_s) if saved_s > 0 else None
 
     @property
     def is_faster(self) -> bool:
@@ -82,11 +100,15 @@ class Speed(Record, frozen=True, kw_only=True):
 
 
 class Footprint(Record, frozen=True, kw_only=True):
-    """Peak bytes of the two processes: resident on a CPU, allocated on a device."""
+    """Peak bytes of the two processes: resident on a CPU, allocated on a device.
+
+    The medians over the pairs of processes that raced; `fraction` is the range of what the later side had of the earlier's.
+    """
 
     device: str
     before_bytes: int
     after_bytes: int
+    fraction: tuple[float, float] = (1.0, 1.0)
 
 
 class Verdict(Record, frozen=True, kw_only=True):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatout.profiling.patching import Patches
+from flatout.records.verdict import PRECISIONS
 
 
 def seed_all(seed: int, patches: Patches) -> None:
@@ -38,8 +39,13 @@ def _moved(owner: Any, name: str, by: int, patches: Patches) -> None:
     patches.set(owner, name, seed)
 
 
-PRECISIONS: Final = ("float64", "float32", "tf32", "float16", "bfloat16")
-"""From fine to coarse."""
+def coarsest(precisions: Iterable[str]) -> str:
+    """The coarsest of some precisions; '' of none.
+
+    >>> coarsest(["tf32", "", "float32"])
+    'tf32'
+    """
+    return max(precisions, key=("", *PRECISIONS).index, default="")
 
 
 def roundoff(precision: str) -> float:
@@ -75,6 +81,20 @@ class Precision:
             return args, kwargs, nullcontext()
         device = next((p.device.type for p in module.parameters()), "cpu")
         return args, kwargs, torch.autocast(device, dtype=getattr(torch, self._dtype))
+
+    def prepare_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring what an optimizer made before the first call (Adagrad's sums) into the precision of its parameters."""
+        if self._dtype not in ("float64", "float32"):
+            return
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items():
+                if (
+                    isinstance(value, Tensor)
+                    and value.is_floating_point()
+                    and value.shape == parameter.shape
+                    and value.dim()
+                ):
+                    state[name] = value.to(parameter.dtype)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -15,6 +16,7 @@ FACTOR: Final = 4.0
 errors that differ by a few times (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2)."""
 _ONE_TENSOR: Final = 4.0
 """One tensor alone may be off so many times more than all together: few numbers average little."""
+_FLOAT64_EPS: Final = sys.float_info.epsilon
 _ORDER: Final[tuple[What, ...]] = ("loss", "output", "gradient", "parameter")
 _SMALL: Final = 1e-3
 """A tensor whose norm is below this share of all of its kind is judged by that share: its own relative error says nothing."""
@@ -123,6 +125,16 @@ def compare_bounded(
         after_error=last.after if last is not None else None,
         first=first,
     )
+
+
+def own_roundoff(steps: list[Step]) -> float:
+    """The spacing next to 1 of the coarsest numbers that the first step computed with.
+
+    Steps in float64 are their own reference, so that nothing tells their error: then a thousand times their spacing, what a sum of
+    a million numbers in another order may be off (Higham, section 4.2: the error grows with the root of their number).
+    """
+    coarsest = max((mark.eps for marks in steps[0].values() for mark in marks.values()), default=0.0) if steps else 0.0
+    return coarsest if coarsest > _FLOAT64_EPS else 1000 * _FLOAT64_EPS
 
 
 def _pairs(before: list[Step], after: list[Step], reference: list[Step]) -> Iterator[Pair]:

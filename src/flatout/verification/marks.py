@@ -24,6 +24,8 @@ class Mark(NamedTuple):
     bits: int
     norm: float
     sketch: Tensor
+    eps: float = 0.0
+    """The spacing of its dtype's numbers next to 1; 0 for whole numbers."""
 
 
 def mark_of(tensor: Tensor) -> Mark:
@@ -37,7 +39,8 @@ def mark_of(tensor: Tensor) -> Mark:
     norm = float(
         torch.linalg.vector_norm(flat.double() if flat.numel() <= _CHUNK else flat.float(), dtype=torch.float64)
     )
-    return Mark(tuple(tensor.shape), _checksum(flat), norm, _sketch(flat).cpu())
+    eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+    return Mark(tuple(tensor.shape), _checksum(flat), norm, _sketch(flat).cpu(), eps)
 
 
 def distance(one: Mark, two: Mark) -> float:

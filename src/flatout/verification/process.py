@@ -22,6 +22,9 @@ _PATIENCE_S: Final = 5.0
 """What a process has to end by itself, and again after a polite signal."""
 _SAID: Final = 12
 """Last lines of a process that are told when it failed."""
+_LOOK_S: Final = 0.25
+"""How often a process that has not answered is looked at."""
+_MEMORY_FRACTION: Final = 0.8
 _READ: Final = 1 << 16
 
 
@@ -43,6 +46,9 @@ class Request(Record, frozen=True, kw_only=True):
     dtype: Literal["", "float64", "float32", "tf32", "float16", "bfloat16"] = ""
     """'float64' and 'float32' run models in that; the last two run their forward under autocast."""
 
+    most_bytes: int = 0
+    """A process that holds more of the machine's memory is ended; 0: most of what is free when it starts."""
+
 
 class Failed(VerificationError):
     """A stage ended, hung or could not be understood before it did what was ordered."""
@@ -58,6 +64,7 @@ class StageProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._orders = self._answers = -1
         self._unread = b""
+        self._most_bytes = request.most_bytes or _MEMORY_FRACTION * _available_bytes()
 
     def __enter__(self) -> StageProcess:
         path = Path(self._folder.name) / "request.json"
@@ -95,7 +102,11 @@ class StageProcess:
         """
         deadline = monotonic() + timeout_s
         while b"\n" not in self._unread:
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - monotonic()))
+            ready, _, _ = select.select([self._answers], [], [], min(_LOOK_S, max(0.0, deadline - monotonic())))
+            if not ready and self._resident_bytes() > self._most_bytes:
+                raise Failed(f"{self._name} took more than {self._most_bytes / 2**30:.1f} GiB: {self._last_words()}")
+            if not ready and monotonic() < deadline:
+                continue
             if not ready:
                 raise Failed(f"{self._name} did not answer within {timeout_s:.0f} s: {self._last_words()}")
             data = os.read(self._answers, _READ)
@@ -122,6 +133,16 @@ class StageProcess:
         _signal(child, signal.SIGKILL)  # the group: workers outlive a leader that has gone
         child.wait()
         self._folder.cleanup()
+
+    def _resident_bytes(self) -> int:
+        """What the process holds of the machine's memory now; 0 where the system does not tell."""
+        if self._child is None:
+            return 0
+        try:
+            pages = int(Path(f"/proc/{self._child.pid}/statm").read_text().split()[1])
+        except (OSError, IndexError, ValueError):
+            return 0
+        return pages * os.sysconf("SC_PAGE_SIZE")
 
     @property
     def _name(self) -> str:
@@ -151,3 +172,12 @@ class StageProcess:
 def _signal(child: subprocess.Popen[bytes], number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, number)
+
+
+def _available_bytes() -> float:
+    """What could be had of the machine's memory now; no limit where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), float("inf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import tempfile
 from collections.abc import Callable
@@ -9,19 +10,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 import torch
 
 from flatout.records.record import Record
-from flatout.records.verdict import Equality, Footprint, Guarantee, Outcome, Speed, Verdict
+from flatout.records.verdict import FEWEST_PAIRS, Equality, Footprint, Guarantee, Outcome, Speed, Verdict
 from flatout.verification.conditions import roundoff
-from flatout.verification.equality import compare_bounded, compare_exact, with_names_of
+from flatout.verification.equality import compare_bounded, compare_exact, own_roundoff, with_names_of
 from flatout.verification.process import Failed, Request, StageProcess
 from flatout.verification.recording import Step, read_steps
 from flatout.verification.speed import Race
 
+_SAME_SIZE: Final = 0.02
+"""Peaks of two processes that run the same differ by about this share."""
 _ROUNDS: Final = 4
 """How often two scripts are started again because their steps ran out before the interval was there."""
 
@@ -43,6 +46,12 @@ class Terms(Record, frozen=True, kw_only=True):
     """The precision whose rounding counts: with 'bfloat16' the steps before the change are judged under autocast to that. ''
     is as the script has it."""
     is_timed: bool = True
+    is_compared: bool = True
+    """Whether what is computed is looked at; if not, nothing is proved, and only speed is told."""
+    objective: Literal["time", "memory"] = "time"
+    """What the change is for: 'memory' is proved by a smaller peak, whatever it costs in time."""
+    decisive: float = math.inf
+    """A ratio so far from 1 in the first pair of processes (or its inverse) needs no further pair."""
 
 
 def prove(before: Request, after: Request, terms: Terms, *, tell: Callable[[str], None] = lambda _: None) -> Verdict:
@@ -62,7 +71,7 @@ class Prover:
 
     def __init__(self, base: Request, terms: Terms, *, tell: Callable[[str], None] = lambda _: None) -> None:
         self._base = base
-        self._terms = terms
+        self._terms = self._usual = terms
         self._tell = tell
         self._device = "cpu"
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-proof-")
@@ -75,71 +84,73 @@ class Prover:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._folder.cleanup()
 
-    def prove(self, before: Request, after: Request, *, seed: int | None = None, at: str | None = None) -> Verdict:
-        """Is `after` equal to the base, and faster than `before`? With the terms' seed and precision, or others.
+    def prove(self, before: Request, after: Request, terms: Terms | None = None) -> Verdict:
+        """Is `after` equal to the base, and faster than `before`? Within these terms, or those of all.
 
         Raises VerificationError when `before` does not run.
         """
-        began, seed = perf_counter(), self._terms.seed if seed is None else seed
-        at = self._terms.at if at is None else at
-        equality, race, failure = self._compare_and_race(before, after, seed, at)
+        began = perf_counter()
+        self._terms = terms if terms is not None else self._usual
+        equality, race, failure = self._compare_and_race(before, after)
         speed = race.speed() if race is not None else None
-        outcome, because = _judged(equality, speed, failure, is_timed=self._terms.is_timed)
+        footprints = race.footprints() if race is not None else ()
+        if self._terms.objective == "time":
+            outcome, because = _judged(equality, speed, failure, is_timed=self._terms.is_timed)
+        else:
+            outcome, because = _judged_by_size(equality, footprints, failure)
         return Verdict(
             before=before.plan or before.target,
             after=after.plan or after.target,
             equality=equality,
             speed=speed,
-            footprints=_footprints(race),
+            footprints=footprints,
             outcome=outcome,
             because=because,
             device=self._device,
             torch=str(torch.__version__),
             python=platform.python_version(),
-            seeds=(seed,),
+            seeds=(self._terms.seed,),
             seconds=perf_counter() - began,
         )
 
-    def _compare_and_race(
-        self, before: Request, after: Request, seed: int, at: str
-    ) -> tuple[Equality, Race | None, str]:
+    def _compare_and_race(self, before: Request, after: Request) -> tuple[Equality, Race | None, str]:
         """Equality, the race if there was one, and what went wrong on the changed side ('' when nothing did)."""
-        none = Equality(guarantee=self._terms.guarantee, is_kept=None, because="nothing was compared")
+        terms, seed = self._terms, self._terms.seed
+        none = Equality(guarantee=terms.guarantee, is_kept=None, because="nothing was compared")
         with ExitStack() as stack:
-            self._tell("the steps before the change")
+            self._tell("the first steps of both sides")
             is_base = before == self._base and (seed, "") not in self._kept
-            one_request = self._recording(before, seed) if is_base else self._standing(before, seed)
-            one_process = stack.enter_context(StageProcess(one_request))
-            one = one_process.answer(timeout_s=self._terms.timeout_s)
+            one_request = self._recording(before) if is_base else self._standing(before)
+            two_request = self._recording(after)
+            one_process, two_process = (stack.enter_context(StageProcess(r)) for r in (one_request, two_request))
+            one = one_process.answer(timeout_s=terms.timeout_s)
             if one.what == "ended" and (one.error or not one.num_steps):
                 raise Failed(f"'{before.target}' ended after {one.num_steps} steps: {one.error or 'too few'}")
             self._device = one.device
             if is_base:
                 self._kept[seed, ""] = read_steps(Path(one_request.folder))
-            two_request = self._recording(after, seed)
             try:
-                self._tell("the steps after the change")
-                two_process = stack.enter_context(StageProcess(two_request))
-                two = two_process.answer(timeout_s=self._terms.timeout_s)
+                two = two_process.answer(timeout_s=terms.timeout_s)
                 if two.what == "ended" and two.error:
                     return none, None, f"'{after.target}' ended after {two.num_steps} steps: {two.error}"
             except Failed as e:
                 return none, None, str(e)
-            equality = self._compare(read_steps(Path(two_request.folder)), seed, at)
+            equality = self._compare(read_steps(Path(two_request.folder))) if terms.is_compared else none
             has_more = "ended" not in (one.what, two.what)
-            if equality.is_kept is not True or not self._terms.is_timed or not has_more:
+            is_in_order = equality.is_kept is True or not terms.is_compared
+            if not is_in_order or not terms.is_timed or not has_more:
                 return equality, None, ""
             self._tell("racing")
-            budget_s = self._terms.budget_s / self._terms.num_processes
-            race = Race(budget_s=budget_s, timeout_s=self._terms.timeout_s)
+            race = Race(budget_s=terms.budget_s / terms.num_processes, timeout_s=terms.timeout_s)
+            race.started(one, two)
             try:
                 self._race(race, one_process, two_process)
             except Failed as e:
                 return equality, None, str(e)
-        return equality, race, ""
+        return equality, race, race.leak()
 
-    def _compare(self, after: list[Step], seed: int, at: str) -> Equality:
-        terms = self._terms
+    def _compare(self, after: list[Step]) -> Equality:
+        terms, seed, at = self._terms, self._terms.seed, self._terms.at
         base = self._steps(seed, "")
         after = with_names_of(base, after)
         exact = compare_exact(base, after)
@@ -153,7 +164,7 @@ class Prover:
             return Equality(
                 guarantee=terms.guarantee, is_kept=None, num_steps=len(base), first=exact.first, because=why
             )
-        equality = compare_bounded(rough, after, reference, eps=roundoff(at or "float32"))
+        equality = compare_bounded(rough, after, reference, eps=roundoff(at) if at else own_roundoff(rough))
         return msgspec.structs.replace(equality, at=at)
 
     def _steps(self, seed: int, dtype: str) -> list[Step]:
@@ -163,7 +174,7 @@ class Prover:
         """
         if (seed, dtype) not in self._kept:
             self._tell(f"the steps before the change in {dtype}" if dtype else "the steps before the change")
-            request = msgspec.structs.replace(self._recording(self._base, seed), dtype=dtype)
+            request = msgspec.structs.replace(self._recording(self._base), dtype=dtype)
             with StageProcess(request) as process:
                 answer = process.answer(timeout_s=self._terms.timeout_s)
                 if answer.what == "ended" and (answer.error or not answer.num_steps):
@@ -171,21 +182,23 @@ class Prover:
             self._kept[seed, dtype] = read_steps(Path(request.folder))
         return self._kept[seed, dtype]
 
-    def _recording(self, request: Request, seed: int) -> Request:
+    def _recording(self, request: Request) -> Request:
         self._num_folders += 1
         folder = Path(self._folder.name) / str(self._num_folders)
         folder.mkdir()
-        return msgspec.structs.replace(request, folder=str(folder), num_recorded=self._terms.num_steps, seed=seed)
+        terms = self._terms
+        return msgspec.structs.replace(request, folder=str(folder), num_recorded=terms.num_steps, seed=terms.seed)
 
-    def _standing(self, request: Request, seed: int) -> Request:
+    def _standing(self, request: Request) -> Request:
         """The script with nothing recorded, standing after as many steps."""
-        return msgspec.structs.replace(request, folder="", num_recorded=self._terms.num_steps, seed=seed)
+        terms = self._terms
+        return msgspec.structs.replace(request, folder="", num_recorded=terms.num_steps, seed=terms.seed)
 
     def _race(self, race: Race, one: StageProcess, two: StageProcess) -> None:
         race.run(one, two)
         num_whole = int(not race.has_ended)
         for _ in range(self._terms.num_processes - 1 + _ROUNDS):
-            if num_whole >= self._terms.num_processes:
+            if num_whole >= self._terms.num_processes or (num_whole and self._is_decided(race)):
                 return
             for process in (one, two):
                 process.end()  # what it holds of a device's memory is wanted now
@@ -196,17 +209,9 @@ class Prover:
                 race.run(again_one, again_two)
                 num_whole += not race.has_ended
 
-
-def _footprints(race: Race | None) -> tuple[Footprint, ...]:
-    if race is None or race.last is None:
-        return ()
-    one, two = race.last
-    found = [Footprint(device="cpu", before_bytes=one.peak_bytes, after_bytes=two.peak_bytes)]
-    if one.device_peak_bytes:
-        found.append(
-            Footprint(device=one.device, before_bytes=one.device_peak_bytes, after_bytes=two.device_peak_bytes)
-        )
-    return tuple(found)
+    def _is_decided(self, race: Race) -> bool:
+        speed, most = race.speed(), self._terms.decisive
+        return speed is not None and speed.num_pairs >= FEWEST_PAIRS and (speed.low > most or speed.high < 1 / most)
 
 
 def _judged(equality: Equality, speed: Speed | None, failure: str, *, is_timed: bool) -> tuple[Outcome, str]:
@@ -225,3 +230,19 @@ def _judged(equality: Equality, speed: Speed | None, failure: str, *, is_timed: 
     if speed.is_slower:
         return "slower", "equal, and slower"
     return "unknown", "equal; neither faster nor slower beyond the noise"
+
+
+def _judged_by_size(equality: Equality, footprints: tuple[Footprint, ...], failure: str) -> tuple[Outcome, str]:
+    """The device's peak where there is one, else the host's."""
+    if failure:
+        return "different", failure
+    if equality.is_kept is not True:
+        return _judged(equality, None, failure, is_timed=True)
+    if not footprints:
+        return "unknown", "equal; too few steps to see its memory"
+    low, high = footprints[-1].fraction
+    if high < 1 - _SAME_SIZE:
+        return "proved", "equal and smaller"
+    if low > 1 + _SAME_SIZE:
+        return "slower", "equal, and larger"
+    return "unknown", "equal; neither smaller nor larger beyond the noise"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Final, NamedTuple
 
 from flatout.measure.stats import median_estimate, ratio_estimate
-from flatout.records.verdict import Speed
+from flatout.records.verdict import Footprint, Speed
 from flatout.verification.process import StageProcess
 from flatout.verification.stage import Answer
 
@@ -16,6 +17,8 @@ _FEWEST_PAIRS: Final = 7
 _MOST_PAIRS: Final = 60
 _WARM_UP_PAIRS: Final = 2
 _MOST_STEPS: Final = 2000
+_LEAK_FLOOR_BYTES: Final = 32 << 20
+"""Allocators round and keep; what grows by less in a race is no leak that could be told."""
 
 
 class Stretch(NamedTuple):
@@ -33,15 +36,29 @@ class Race:
         """`budget_s` is for one run of two processes; `precision` the relative half width of the interval that is enough."""
         self.stretches: list[Stretch] = []
         self.has_ended = False
-        self.last: tuple[Answer, Answer] | None = None
+        self._sizes: list[tuple[Answer, Answer]] = []
+        self._leak = ""
+        self._first: tuple[Answer, Answer] | None = None
         self._budget_s = budget_s
         self._timeout_s = timeout_s
         self._precision = precision
         self._most_steps = _MOST_STEPS
 
+    def started(self, before: Answer, after: Answer) -> None:
+        """What both answered when they had taken their first steps."""
+        self._first = (before, after)
+
     def run(self, before: StageProcess, after: StageProcess) -> None:
         """Order stretches in turn, the first of each pair alternating; both must have recorded, and stand."""
+        seen = self._run(before, after)
+        if seen:
+            self._sizes.append(seen[-1])
+            self._leak = self._leak or _leak(seen)
+
+    def _run(self, before: StageProcess, after: StageProcess) -> list[tuple[Answer, Answer]]:
+        """What both answered, pair by pair."""
         size, spent_s, number, first = 1, 0.0, 0, len(self.stretches)
+        seen: list[tuple[Answer, Answer]] = []
         while len(self.stretches) - first < _MOST_PAIRS:
             sides = (before, after) if number % 2 == 0 else (after, before)
             answers = {}
@@ -52,8 +69,8 @@ class Race:
             self.has_ended = "ended" in (one.what, two.what)
             if self.has_ended:  # shorter stretches when the scripts are started again
                 self._most_steps = max(1, size // 4)
-                return
-            self.last = (one, two)
+                return seen
+            seen.append((one, two))
             number += 1
             spent_s += one.seconds + two.seconds
             slower_s = max(one.seconds, two.seconds) / size
@@ -62,11 +79,12 @@ class Race:
                 self.stretches.append(Stretch(one.seconds, two.seconds, size))
                 num = len(self.stretches) - first
                 if num >= _FEWEST_PAIRS and (spent_s > self._budget_s or self._is_precise()):
-                    return
+                    return seen
             elif number >= _WARM_UP_PAIRS:
                 size = wanted
             if spent_s > 3 * self._budget_s:
-                return
+                return seen
+        return seen
 
     def speed(self) -> Speed | None:
         """What is known so far; None before the first pair."""
@@ -75,6 +93,7 @@ class Race:
         before = [s.before_s / s.num_steps for s in self.stretches]
         after = [s.after_s / s.num_steps for s in self.stretches]
         ratio = ratio_estimate(before, after)
+        first_before, first_after = self._first or (Answer(what="recorded"), Answer(what="recorded"))
         return Speed(
             ratio=ratio.value,
             low=ratio.low,
@@ -82,8 +101,53 @@ class Race:
             num_pairs=len(self.stretches),
             before_s=median_estimate(before).value,
             after_s=median_estimate(after).value,
+            num_first=first_after.num_steps,
+            first_before_s=first_before.seconds,
+            first_after_s=first_after.seconds,
         )
+
+    def footprints(self) -> tuple[Footprint, ...]:
+        """Peaks of the host, then of the device, as medians over the pairs of processes."""
+        found = []
+        for device, peak in (("cpu", "peak_bytes"), (self._device, "device_peak_bytes")):
+            pairs = [(getattr(one, peak), getattr(two, peak)) for one, two in self._sizes]
+            if pairs and all(before for before, _ in pairs):
+                fractions = [after / before for before, after in pairs]
+                found.append(
+                    Footprint(
+                        device=device,
+                        before_bytes=round(median(b for b, _ in pairs)),
+                        after_bytes=round(median(a for _, a in pairs)),
+                        fraction=(min(fractions), max(fractions)),
+                    )
+                )
+        return tuple(found)
+
+    def leak(self) -> str:
+        """In words, if the later side's memory went on growing while the earlier's did not; else ''."""
+        return self._leak
+
+    @property
+    def _device(self) -> str:
+        return self._sizes[-1][0].device if self._sizes else "cpu"
 
     def _is_precise(self) -> bool:
         speed = self.speed()
         return speed is not None and speed.high - speed.low <= 2 * self._precision * speed.ratio
+
+
+def _leak(seen: list[tuple[Answer, Answer]]) -> str:
+    """Whether the later side's peak grew from stretch to stretch, in both halves of a run, much more than the earlier's."""
+    rest = seen[_WARM_UP_PAIRS:]
+    if len(rest) < _FEWEST_PAIRS:
+        return ""
+    start, middle, end = rest[0], rest[len(rest) // 2], rest[-1]
+    for peak in ("peak_bytes", "device_peak_bytes"):
+        (before, after), (_, half), (before_end, after_end) = (
+            (getattr(one, peak), getattr(two, peak)) for one, two in (start, middle, end)
+        )
+        grown, allowed = after_end - after, _LEAK_FLOOR_BYTES + 4 * max(0, before_end - before)
+        if grown > allowed and after_end - half > 0.25 * grown:
+            steps = end[1].num_steps - start[1].num_steps
+            return f"its memory grows by {grown / max(1, steps) / 2**20:.3g} MiB a step ({grown / 2**20:.0f} MiB in {steps} steps)"
+    return ""

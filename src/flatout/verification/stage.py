@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from threading import get_ident
 from time import perf_counter
 from typing import IO, Any, Final, Literal
@@ -47,6 +47,7 @@ class Answer(Record, frozen=True, kw_only=True):
     num_steps: int = 0
     """Steps since the start."""
     seconds: float = 0.0
+    """Of the steps that were ordered; of 'recorded' since the script's first line, less what recording took."""
     peak_bytes: int = 0
     device_peak_bytes: int = 0
     device: str = "cpu"
@@ -111,9 +112,11 @@ class Stage:
         self._leader: nn.Module | None = None
         self._left = 0
         self._began_s = 0.0
+        self._recording_s = 0.0
 
     def install(self) -> None:
         """Begin to watch."""
+        self._began_s = perf_counter()
         self._optimizing.install(self._patches)
         self._optimizing.is_active = True
         self._handles.append(register_optimizer_step_pre_hook(self._before_update))
@@ -154,8 +157,10 @@ class Stage:
         """Every step is watched."""
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._precision.prepare_update(optimizer)
         if self._recorder is not None and self._is_recording and get_ident() == self._thread_id:
-            self._recorder.add_gradients(optimizer)
+            with self._recording():
+                self._recorder.add_gradients(optimizer)
 
     def _watching_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
@@ -165,8 +170,9 @@ class Stage:
             if self.kind == "inference":
                 self._restart()
             if self._recorder is not None and self._is_recording:
-                for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-                    self._recorder.add_loss(tensor)
+                with self._recording():
+                    for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
+                        self._recorder.add_loss(tensor)
             self._in_backward = True
             try:
                 original(tensors, *args, **kwargs)
@@ -198,7 +204,8 @@ class Stage:
             finally:
                 stage._depth -= 1
             if stage._recorder is not None and stage._is_recording and not torch.is_grad_enabled():
-                stage._recorder.add_output(output)
+                with stage._recording():
+                    stage._recorder.add_output(output)
             return output
 
         return __call__
@@ -221,6 +228,16 @@ class Stage:
     def _is_recording(self) -> bool:
         return self.num_steps < self._num_recorded
 
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """What goes by inside is not the script's own time. The device first finishes what is."""
+        _settle()
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._recording_s += perf_counter() - began
+
     def _restart(self) -> None:
         """What counted as steps of inference was an evaluation before the training: begin again."""
         self.kind, self._leader = "none", None
@@ -233,11 +250,13 @@ class Stage:
         self.num_steps += 1
         if self.num_steps <= self._num_recorded:
             if self._recorder is not None:
-                self._recorder.end(self.num_steps)
+                with self._recording():
+                    self._recorder.end(self.num_steps)
             if self.num_steps < self._num_recorded:
                 return
             _settle()
-            self._orders.answer(self._answer("recorded"))
+            since_s = perf_counter() - self._began_s - self._recording_s
+            self._orders.answer(self._answer("recorded", seconds=since_s))
         elif self._left > 1:
             self._left -= 1
             return

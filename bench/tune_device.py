@@ -1,0 +1,186 @@
+"""What `flatout tune` makes of four scripts on a GPU, beside the single lines that everybody knows.
+
+    python bench/tune_device.py OUT_FOLDER [--only NAME ...] [--budget 300s] [--small]
+
+For each of examples/gpu: the plan that `flatout tune` writes; then the untouched script, the plan, and each well-known line alone
+(as a plan of one lever), all standing in processes of their own and taking stretches of the same steps in turn. Ratios are medians
+of paired stretches with 95 % intervals. The lines are raced, not proved: some are not equal. For GPT-2 small also the crash of
+`max-autotune-no-cudagraphs` at batch 64: survived, and told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatout.levers.apply import circumstances
+from flatout.measure.stats import median_estimate, ratio_estimate
+from flatout.session import environment_of, read_plan
+from flatout.records.record import to_json
+from flatout.verification.process import Failed, Request, StageProcess
+from flatout.verification.proof import Terms, prove
+
+ROOT = Path(__file__).resolve().parents[1]
+FLATOUT = [sys.executable, "-c", "from flatout.cli import main; main()"]
+MIXED = ("workload.mixed-precision", {"dtype": "bfloat16"})
+COMPILE = ("graph.compile", {})
+LINES = {
+    "bf16 autocast": [MIXED],
+    "TF32": [("workload.tf32", {"level": "high"})],
+    "torch.compile": [COMPILE],
+    "torch.compile reduce-overhead": [("graph.compile", {"mode": "reduce-overhead"})],
+    "channels_last": [("memory.channels-last", {})],
+    "fused optimizer": [("parallelism.fused-optimizer", {})],
+}
+SCRIPTS: dict[str, dict[str, Any]] = {
+    "gpt2_naive": {"lines": {"bf16 autocast + torch.compile": [MIXED, COMPILE]}},
+    "resnet_images": {"lines": {n: LINES[n] for n in ("bf16 autocast", "TF32", "torch.compile", "channels_last")}},
+    "bert_ragged": {"lines": {n: LINES[n] for n in ("bf16 autocast", "TF32", "torch.compile")}},
+    "mlp_small": {
+        "lines": {n: LINES[n] for n in ("torch.compile", "torch.compile reduce-overhead", "fused optimizer")}
+    },
+}
+NUM_STRETCHES = 15
+STRETCH_S = 0.4
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(SCRIPTS))
+    parser.add_argument("--budget", default="300s")
+    parser.add_argument("--plans", type=Path, default=None, help="folder with plans to race instead of tuning")
+    parser.add_argument("--crash", action="store_true", help="the crash at batch 64 too")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        found = judged(name, options)
+        (options.out / f"{name}.json").write_text(json.dumps(found, indent=1).replace(f"{ROOT}/", "") + "\n")
+        print(
+            f"== {name}\n" + json.dumps({k: found[k] for k in ("plan", "ratios", "over_best_line")}, indent=1),
+            flush=True,
+        )
+    if options.crash:
+        print(crash(options.out), flush=True)
+    return 0
+
+
+def judged(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    script = ROOT / "examples" / "gpu" / f"{name}.py"
+    plan, record = options.out / f"{name}.toml", options.out / f"{name}-tuned.json"
+    if options.plans is None:
+        command = [*FLATOUT, "tune", str(script), "--budget", options.budget, "--out", str(plan), "--json", str(record)]
+        said = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        (options.out / f"{name}.txt").write_text(said.stdout + said.stderr[-3000:])
+        print(said.stdout[-3500:], said.stderr[-800:], flush=True)
+    else:
+        plan = options.plans / f"{name}.toml"
+    with tempfile.TemporaryDirectory() as folder:
+        sides = {"untouched": Request(target=str(script)), "flatout": planned(script, plan)}
+        for line, levers in SCRIPTS[name]["lines"].items():
+            path = Path(folder) / f"{len(sides)}.toml"
+            path.write_text(toml_of(levers))
+            sides[line] = planned(script, path)
+        seconds, failed = raced(sides)
+    untouched = seconds["untouched"]
+    ratios = {side: estimate(untouched, taken) for side, taken in seconds.items() if side != "untouched"}
+    lines = {side: ratio for side, ratio in ratios.items() if side != "flatout"}
+    best = max(lines, key=lambda side: lines[side][0])
+    return {
+        "plan": [p.id for p in read_plan(plan).lever],
+        "step_s": {side: median_estimate(taken).value for side, taken in seconds.items()},
+        "ratios": ratios,
+        "best_line": best,
+        "over_best_line": estimate(seconds[best], seconds["flatout"]) if "flatout" in seconds else None,
+        "failed": failed,
+        "device": circumstances().device,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def planned(script: Path, plan: Path) -> Request:
+    return Request(target=str(script), plan=str(plan), environment=environment_of(read_plan(plan)))
+
+
+def toml_of(levers: list[tuple[str, dict[str, Any]]]) -> str:
+    parts = []
+    for id, parameters in levers:
+        rows = "".join(f"{key} = {json.dumps(value)}\n" for key, value in parameters.items())
+        parts.append(f'[[lever]]\nid = "{id}"\nguarantee = "bounded"\n[lever.parameters]\n{rows}')
+    return "\n".join(parts)
+
+
+def raced(sides: dict[str, Request]) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds a step of each side, stretch by stretch in turn, and why some sides failed."""
+    import msgspec
+
+    failed: dict[str, str] = {}
+    with ExitStack() as stack:
+        standing = {}
+        for side, request in sides.items():
+            wanted = msgspec.structs.replace(request, num_recorded=8, seed=0)
+            standing[side] = stack.enter_context(StageProcess(wanted))
+        for side in list(standing):
+            try:
+                answer = standing[side].answer(timeout_s=240.0)
+                if answer.what == "ended":
+                    raise Failed(answer.error or "it ended")
+            except Failed as e:
+                failed[side] = str(e)[:500]
+                del standing[side]
+        seconds: dict[str, list[float]] = {side: [] for side in standing}
+        sizes = dict.fromkeys(standing, 5)
+        for number in range(NUM_STRETCHES + 3):
+            for side in list(standing):
+                try:
+                    standing[side].order(sizes[side])
+                    taken = standing[side].answer(timeout_s=240.0).seconds / sizes[side]
+                except Failed as e:
+                    failed[side] = str(e)[:500]
+                    del standing[side], seconds[side]
+                    continue
+                if number >= 3:
+                    seconds[side].append(taken)
+                sizes[side] = max(1, min(500, round(STRETCH_S / taken)))
+    return {side: taken for side, taken in seconds.items() if taken}, failed
+
+
+def estimate(before: list[float], after: list[float]) -> list[float]:
+    num = min(len(before), len(after))
+    ratio = ratio_estimate(before[:num], after[:num])
+    return [round(ratio.value, 3), round(ratio.low, 3), round(ratio.high, 3)]
+
+
+def crash(out: Path) -> str:
+    """`max-autotune-no-cudagraphs` at batch 64 against the same plan in the default mode: what a Verdict says of it."""
+    import msgspec
+
+    script = ROOT / "examples" / "gpu" / "gpt2_naive.py"
+    place = {
+        "file": "gpt2_naive.py",
+        "function": "CausalSelfAttention.forward",
+        "code": "att = F.softmax(att, dim=-1)",
+    }
+    sides = []
+    for name, mode in (("default", "default"), ("crash", "max-autotune-no-cudagraphs")):
+        plan = out / f"batch64-{name}.toml"
+        plan.write_text(toml_of([MIXED, ("memory.fused-attention", place), ("graph.compile", {"mode": mode})]))
+        sides.append(msgspec.structs.replace(planned(script, plan), arguments=("--batch", "64")))
+    terms = Terms(num_steps=3, budget_s=3.0, timeout_s=280.0, is_compared=False, num_processes=1)
+    found = prove(sides[0], sides[1], terms)
+    (out / "crash.json").write_bytes(to_json(found))
+    return f"batch 64, max-autotune-no-cudagraphs: {found.outcome}: {found.because[:800]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
