@@ -73,6 +73,7 @@ doctests: $(VENV)/tools.stamp
 pages: $(VENV)/tools.stamp
 	@echo "== documentation"
 	@$(BIN)/python docs/generate_rules.py --check
+	@$(BIN)/python docs/generate_levers.py --check
 	@$(BIN)/python docs/generate_schema.py --check
 	@$(BIN)/mkdocs build --quiet --strict
 
@@ -86,6 +87,7 @@ bench: $(VENV)/tools.stamp
 
 docs: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_rules.py
+	@$(BIN)/python docs/generate_levers.py
 	@$(BIN)/python docs/generate_schema.py
 	@$(BIN)/mkdocs build --quiet --strict
 	@echo "the site is in site/index.html"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import dedent
+from typing import Any
 
 from flatout.levers.apply import applied
 from flatout.levers.seams import ScriptSeams
@@ -30,3 +32,16 @@ def found(saved_s: float) -> Finding:
         because="it is slow",
         edit="make it fast",
     )
+
+
+def ran(text: str, **names: object) -> dict[str, Any]:
+    """What a text leaves behind when it runs, with these names given."""
+    left: dict[str, Any] = {"__name__": "__main__", **names}
+    exec(compile(dedent(text), "train.py", "exec", dont_inherit=True), left)
+    return left
+
+
+def edited(lever: Lever, text: str, **parameters: Parameter) -> str:
+    """The text after the lever's edit."""
+    assert lever.edit is not None
+    return lever.edit(dedent(text), parameters)

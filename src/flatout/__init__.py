@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from flatout.data.prefetch import Prefetch as Prefetch
+    from flatout.data.threads import Threads as Threads
     from flatout.errors import CaptureError as CaptureError
     from flatout.errors import FlatoutError as FlatoutError
     from flatout.errors import HardwareError as HardwareError
@@ -19,7 +21,13 @@ if TYPE_CHECKING:
     from flatout.records.evidence import Evidence as Evidence
     from flatout.records.finding import Diagnosis as Diagnosis
     from flatout.records.finding import Finding as Finding
+    from flatout.session import apply as apply
     from flatout.session import check as check
+    from flatout.training.chunked_cross_entropy import chunked_cross_entropy as chunked_cross_entropy
+    from flatout.training.offload import offload_state as offload_state
+    from flatout.training.recompute import recompute as recompute
+    from flatout.training.remember import remember as remember
+    from flatout.training.snapshot import copied as copied
 
 __version__ = "0.1.0"
 
@@ -31,11 +39,19 @@ _HOMES = {
     "Finding": "flatout.records.finding:Finding",
     "FlatoutError": "flatout.errors:FlatoutError",
     "HardwareError": "flatout.errors:HardwareError",
+    "Prefetch": "flatout.data.prefetch:Prefetch",
     "RecordError": "flatout.errors:RecordError",
     "ScriptError": "flatout.errors:ScriptError",
+    "Threads": "flatout.data.threads:Threads",
     "UsageError": "flatout.errors:UsageError",
+    "apply": "flatout.session:apply",
     "check": "flatout.session:check",
+    "chunked_cross_entropy": "flatout.training.chunked_cross_entropy:chunked_cross_entropy",
+    "copied": "flatout.training.snapshot:copied",
     "measure_machine": "flatout.measure.probe:measure_machine",
+    "remember": "flatout.training.remember:remember",
+    "offload_state": "flatout.training.offload:offload_state",
+    "recompute": "flatout.training.recompute:recompute",
 }
 
 __all__ = tuple(_HOMES)

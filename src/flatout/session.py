@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from flatout.comparison import Run, compare
 from flatout.diagnosis import diagnose, proposals
-from flatout.errors import CaptureError, PlanError, RecordError
+from flatout.errors import CaptureError, EditError, PlanError, RecordError
 from flatout.merging import merge
 from flatout.records.comparison import Comparison
 from flatout.records.evidence import Evidence
@@ -18,14 +20,19 @@ from flatout.records.hardware import Machine
 from flatout.records.plan import Circumstances, Plan, from_toml, mismatches
 from flatout.records.record import Record, to_json, write_file
 from flatout.records.trial import Trial
+from flatout.records.tuned import Tuned
 from flatout.registry import lever_of, levers, rules
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from flatout.levers.editing import Edits
+    from flatout.levers.live import Applied, Model, Optimizer
     from flatout.planning.ledger import Ledger
+    from flatout.planning.search import Objective
     from flatout.profiling.running.script import Script
     from flatout.profiling.steps.schedule import Schedule
-    from flatout.records.verdict import Verdict
-    from flatout.tuning import Tuned
+    from flatout.records.verdict import Guarantee, Verdict
     from flatout.verification.process import Request
     from flatout.verification.proof import Terms
 
@@ -226,6 +233,13 @@ def environment_of(plan: Plan) -> dict[str, str]:
     return found
 
 
+def precision_of_plan(plan: Plan) -> str:
+    """The coarsest precision that the plan's levers have numbers rounded to; '' when they leave it."""
+    from flatout.tuning import precision_of
+
+    return precision_of(plan.lever, {planned.id: lever_of(planned.id) for planned in plan.lever})
+
+
 def run_planned(plan: Plan, script: Script, *, tell: Callable[[str], None], world_size: int = 1) -> int:
     """Run `script` in this process with the plan's levers pulled; the exit code python would give.
 
@@ -235,18 +249,60 @@ def run_planned(plan: Plan, script: Script, *, tell: Callable[[str], None], worl
     from flatout.levers.apply import applied, circumstances
     from flatout.profiling.running.script import run_script
 
-    differences = mismatches(plan, circumstances(world_size=world_size))
-    if differences:
-        raise PlanError(
-            f"the plan was proved elsewhere ({'; '.join(differences)}); tune again here, or empty its table [proved_on] to run "
-            "it unproved"
-        )
+    _must_fit(plan, circumstances(world_size=world_size))
     with applied(plan, root=script.root) as seams:
         outcome = run_script(script.with_code(seams.code_of(script.file)))
         missed = [planned.id for planned in plan.lever if planned.id not in seams.done]
     if missed:
         tell(f"these levers of the plan met nothing to change: {', '.join(missed)}")
     return outcome.exit_code
+
+
+def apply(
+    plan: Plan | Path | str,
+    *,
+    model: Model = None,  # type: ignore[assignment]
+    optimizer: Optimizer = None,  # type: ignore[assignment]
+    loader: DataLoader[Any] | None = None,
+) -> Applied[Model, Optimizer]:
+    """Pull the plan's levers on objects that exist, until `undo()` or the end of a `with`; `plan` may be the path of its file.
+
+    Use what it returns: `model` and `optimizer` are the same objects, `loader` may be another one. `not_applied` names the levers
+    that cannot be pulled on them, with the reason. Call it before `Accelerator.prepare` or `Trainer`. Raises PlanError when the
+    plan was proved on something that differs in a way that matters.
+    """
+    from flatout.levers.apply import circumstances
+    from flatout.levers.live import Applied as Pulled
+
+    plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
+    _must_fit(plan, circumstances(world_size=_world_size()))
+    return Pulled(plan, model, optimizer, loader)
+
+
+def _world_size() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _must_fit(plan: Plan, here: Circumstances) -> None:
+    """Raises PlanError when the plan was proved on something that differs in a way that matters."""
+    differences = mismatches(plan, here)
+    if differences:
+        raise PlanError(
+            f"the plan was proved elsewhere ({'; '.join(differences)}); tune again here, or empty its table [proved_on] to run "
+            "it unproved"
+        )
+
+
+def edit_script(plan: Plan, script: Path) -> Edits:
+    """What the plan changes in the text of `script` and of the files beside it; nothing is written.
+
+    Raises PlanError when a lever names a file outside of the script's folder, RecordError when the script cannot be read.
+    """
+    from flatout.levers.editing import edits
+
+    return edits(plan, script)
 
 
 def tune_script(
@@ -256,11 +312,16 @@ def tune_script(
     terms: Terms,
     budget_s: float,
     ledger: Ledger,
+    allow: Guarantee | None = None,
+    objective: Objective = "time",
+    most_bytes: int = 0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Tuned:
-    """The fastest plan for a script that was observed, proved within `terms` and found within `budget_s`.
+    """The fastest plan (or the smallest) for a script that was observed, proved within `terms` and found within `budget_s`.
 
-    What was tried stays in `ledger`. Raises VerificationError when the untouched script does not run.
+    `allow` is the weakest guarantee of a lever; 'quality' needs a metric in the terms. With `most_bytes` it holds no more than
+    that at its peak: of the device's memory, or of the process on a CPU. What was tried stays in `ledger`. Raises
+    VerificationError when the untouched script does not run.
     """
     from flatout.tuning import tune
 
@@ -279,10 +340,12 @@ def tune_script(
         rules(),
         levers(),
         terms=terms,
-        allow=terms.guarantee,
+        allow=allow if allow is not None else terms.guarantee,
         budget_s=budget_s,
         ledger=ledger,
         circumstances=here,
+        objective=objective,
+        most_bytes=most_bytes,
         tell=tell,
     )
 
@@ -310,13 +373,21 @@ def run_stage(request: Request, script: Script, *, orders: int, answers: int) ->
         user_root=script.root,
     )
     plan = read_plan(Path(request.plan)) if request.plan else Plan()
-    with applied(plan, root=script.root) as seams:
-        script = script.with_code(seams.code_of(script.file))
-        stage.install()
-        outcome = run_script(script)
-        stage.remove()
-    patches.undo()
-    stage.ended("" if outcome.exit_code == 0 else outcome.exit)
+    began_s = perf_counter()
+    try:
+        with applied(plan, root=script.root) as seams:
+            script = script.with_code(seams.code_of(script.file))
+            if not request.is_whole:
+                stage.install()
+            outcome = run_script(script)
+            stage.remove()
+    except EditError as e:
+        stage.ended(str(e))
+        return 2
+    finally:
+        patches.undo()
+    sys.stdout.flush()
+    stage.ended("" if outcome.exit_code == 0 else outcome.exit, seconds=perf_counter() - began_s)
     return outcome.exit_code
 
 

@@ -13,13 +13,14 @@ from typing import Final, NamedTuple
 import msgspec
 
 from flatout.cost.accounting import group_by
-from flatout.planning.ledger import Ledger
-from flatout.planning.search import Found, Objective, Tried, Wanted, search
+from flatout.planning.ledger import Ledger, key_of
+from flatout.planning.search import Found, Objective, Wanted, search
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding, Rule
 from flatout.records.lever import Candidate, Lever, PlannedLever, Refusal
 from flatout.records.plan import Circumstances, Plan, to_toml
 from flatout.records.record import write_file
+from flatout.records.tuned import LeftOut, Rung, Tuned
 from flatout.records.verdict import Guarantee, Verdict
 from flatout.verification.conditions import coarsest
 from flatout.verification.process import Request, StageProcess
@@ -96,6 +97,8 @@ class ScriptBench:
         terms = msgspec.structs.replace(
             self._terms, objective=objective, at=precision_of(after, self._levers) or self._terms.at
         )
+        if any(planned.guarantee == "quality" for planned in after):
+            terms = msgspec.structs.replace(terms, guarantee="quality")
         if is_final:
             terms = msgspec.structs.replace(terms, seed=_FINAL_SEED, num_processes=_FINAL_PROCESSES, decisive=math.inf)
         else:
@@ -151,15 +154,6 @@ def precision_of(levers: Iterable[PlannedLever], known: Mapping[str, Lever]) -> 
     return coarsest(dtype(parameters) for dtype, parameters in chosen if dtype is not None)
 
 
-class Tuned(NamedTuple):
-    """What came of tuning: the plan (maybe empty), its proof, what was left out and why."""
-
-    plan: Plan
-    proof: Verdict | None
-    left_out: tuple[Tried, ...]
-    is_complete: bool
-
-
 def tune(
     script: Request,
     evidence: Evidence,
@@ -185,7 +179,8 @@ def tune(
         peak_bytes = bench.peak_bytes() if most_bytes else 0
         wanted = Wanted(evidence.steps.whole_s, peak_bytes, objective, most_bytes)
         found = search(said.candidates, known, bench, ledger, wanted, allow=allow, tell=bench.tell)
-    refused = tuple(Tried(r.lever, r.because) for r in said.refusals)
+    left_out = [LeftOut(lever=tried.lever, because=tried.because) for tried in found.left_out]
+    left_out += [LeftOut(lever=refusal.lever, because=refusal.because) for refusal in said.refusals]
     plan = Plan(
         script=script.target,
         arguments=script.arguments,
@@ -195,7 +190,20 @@ def tune(
         proved_on=circumstances,
         lever=found.levers,
     )
-    return Tuned(plan, found.proof, (*found.left_out, *refused), found.is_complete)
+    return Tuned(
+        plan=plan,
+        rungs=tuple(Rung(planned=planned, verdict=_verdict_of(planned, ledger)) for planned in found.levers),
+        proof=found.proof,
+        left_out=tuple(left_out),
+        is_complete=found.is_complete,
+    )
+
+
+def _verdict_of(planned: PlannedLever, ledger: Ledger) -> Verdict | None:
+    """The Verdict that let a lever into the plan."""
+    wanted = key_of([planned])
+    attempts = (a for a in reversed(ledger.attempts) if a.purpose in ("add", "swap") and key_of(a.after[-1:]) == wanted)
+    return next((a.verdict for a in attempts if a.verdict.outcome == "proved"), None)
 
 
 def _why_empty(wanted: Wanted) -> str:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from flatout.records.lever import PlannedLever
-from flatout.records.plan import Plan
 from flatout.records.verdict import Difference, Equality, Footprint, Outcome, Speed, Verdict
-from flatout.reporting.ladder import ladder
 from flatout.reporting.verdict import headline, verdict_report
 
 SPEED = Speed(ratio=1.5, low=1.4, high=1.6, num_pairs=12, before_s=0.012, after_s=0.008)
@@ -83,29 +80,6 @@ def test_what_differs_first_is_told_with_what_was_allowed() -> None:
     assert "step 3, gradient Net.head.weight: off by 0.01 of its norm, 1e-05 allowed" in text
 
 
-def test_a_ladder_has_a_rung_for_each_lever_and_the_reasons_of_the_others() -> None:
-    plan = Plan(
-        lever=(
-            PlannedLever(id="graph.compile", guarantee="bounded", predicted=(1.1, 1.6), measured=(1.5, 1.4, 1.6)),
-            PlannedLever(id="parallelism.thread-count", guarantee="bounded", parameters={"num_threads": 2}),
-        )
-    )
-    text = " ".join(
-        shown(ladder(plan, verdict("proved"), [("memory.channels-last", "no image")], is_complete=False)).split()
-    )
-    assert text.startswith("1.50x faster (1.40 - 1.60), 12.0 ms -> 8.00 ms a step")
-    assert "1 graph.compile 1.10 - 1.60x 1.50x (1.40 - 1.60) bounded" in text
-    assert "parallelism.thread-count (num_threads=2)" in text
-    assert "memory.channels-last no image" in text
-    assert "goes on from here" in text
-
-
-def test_without_a_plan_the_ladder_says_so() -> None:
-    text = shown(ladder(Plan(), None, [("graph.compile", "slower")], is_complete=True))
-    assert text.startswith("No plan")
-    assert "slower" in text
-
-
 def text_of(found: Verdict) -> str:
     return shown(verdict_report(found))
 
@@ -115,3 +89,27 @@ def shown(drawing: object) -> str:
     with console.capture() as capture:
         console.print(drawing)
     return capture.get()
+
+
+def test_a_longer_start_is_told_with_the_steps_that_make_up_for_it() -> None:
+    slow = Speed(
+        ratio=1.5,
+        low=1.4,
+        high=1.6,
+        num_pairs=12,
+        before_s=0.012,
+        after_s=0.008,
+        num_first=8,
+        first_before_s=2.0,
+        first_after_s=10.0,
+    )
+    text = " ".join(text_of(verdict("proved", speed=slow)).split())
+    assert slow.break_even_steps == 8 + 2000
+    assert "made up for after 2008 steps" in text
+    assert "made up for" not in text_of(verdict("proved"))
+
+
+def test_a_start_is_never_made_up_for_by_steps_that_are_no_faster() -> None:
+    never = Speed(ratio=0.5, low=0.4, high=0.6, num_pairs=12, before_s=1, after_s=2, num_first=8, first_after_s=1)
+    assert never.break_even_steps is None
+    assert SPEED.break_even_steps == 0

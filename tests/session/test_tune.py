@@ -86,6 +86,7 @@ def test_stopped_twice_it_ends_in_order_and_keeps_what_was_tried(folder: Path) -
         (("train.py", "--budget", "soon"), "no time above 0"),
         (("train.py", "--allow", "everything"), "exact, bounded"),
         (("train.py", "--out", "no/such/plan.toml"), "no folder"),
+        (("train.py", "--html", "no/such/found.html"), "no folder"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(folder: Path, arguments: tuple[str, ...], why: str) -> None:

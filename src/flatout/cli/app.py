@@ -11,6 +11,7 @@ from rich.console import Console
 
 from flatout.cli.check import check
 from flatout.cli.compare import compare
+from flatout.cli.edit import edit
 from flatout.cli.levers import levers
 from flatout.cli.machine import machine
 from flatout.cli.report import report
@@ -38,6 +39,7 @@ app.command()(schema)
 app.command(context_settings={"ignore_unknown_options": True})(verify)
 app.command(name="run", context_settings={"ignore_unknown_options": True})(run_with_plan)
 app.command(context_settings={"ignore_unknown_options": True})(tune)
+app.command(context_settings={"ignore_unknown_options": True})(edit)
 app.command()(levers)
 
 

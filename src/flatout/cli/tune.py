@@ -21,9 +21,25 @@ from flatout.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
     from flatout.records.evidence import Evidence
+    from flatout.records.tuned import Tuned
+    from flatout.records.verdict import Guarantee
     from flatout.verification.process import Request
 
 _ALLOWED: Final = ("exact", "bounded")
+_RACE_S: Final = 6.0
+_DECISIVE: Final = 1.3
+"""Two processes of one script rarely differ by more (bench/results): a lever beyond that needs no second pair to be judged."""
+_OBJECTIVES: Final = ("time", "memory")
+_SIZES: Final = {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _OBSERVED_FRACTION: Final = 0.1
 _MOST_OBSERVED_S: Final = 20.0
@@ -39,7 +55,26 @@ def tune(
     allow: Annotated[
         str, typer.Option(metavar="GUARANTEE", help="exact: the same bits. bounded: rounding no worse than before.")
     ] = "bounded",
+    metric: Annotated[
+        str,
+        typer.Option(
+            metavar="PATTERN",
+            help="What the script prints of its quality, as 'accuracy ([0-9.]+)': allows levers that change results.",
+        ),
+    ] = "",
+    allowed_loss: Annotated[float, typer.Option(help="How much of the metric a plan may lose.")] = 0.0,
+    less_is_better: Annotated[bool, typer.Option("--less-is-better", help="The metric is a loss or an error.")] = False,
+    objective: Annotated[str, typer.Option(metavar="time|memory", help="What is to become less.")] = "time",
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="What a step may hold at most, of the device or else the process: 20GiB, 800MiB."
+        ),
+    ] = "",
     out: Annotated[Path, typer.Option("--out", help="Where the plan goes.")] = Path("plan.toml"),
+    html: Annotated[Path | None, typer.Option("--html", help="Write what was found to this file, as a page.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--md", help="Write it to this file as Markdown.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write it to this file as JSON.")] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds one process may take for its start or its first steps.")
     ] = 300.0,
@@ -56,14 +91,24 @@ def tune(
     from flatout.session import tune_script
     from flatout.verification.process import Request as Wanted
     from flatout.verification.proof import Terms
+    from flatout.verification.quality import Metric, checked
 
     if not script.is_file():
         raise UsageError(f"'{script}' is not a file; give the script that you would give to python")
     if allow not in _ALLOWED:
         raise UsageError(f"--allow {allow} is none of {', '.join(_ALLOWED)}")
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder '{out.absolute().parent}'; give a path in one that exists")
-    budget_s = _seconds(budget)
+    for option, path in (("out", out), ("html", html), ("md", markdown), ("json", json)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(
+                f"--{option} {path}: there is no folder '{path.absolute().parent}'; give a path in one that exists"
+            )
+    if objective not in _OBJECTIVES:
+        raise UsageError(f"--objective {objective} is none of {', '.join(_OBJECTIVES)}")
+    budget_s, most_bytes = _seconds(budget), _bytes(memory)
+    quality = None
+    if metric:
+        quality = checked(Metric(pattern=metric, allowed_loss=allowed_loss, is_cost=less_is_better))
+    allowed: Guarantee = "quality" if metric else "exact" if allow == "exact" else "bounded"
     own = tuple(arguments or ())
     own = own[1:] if own[:1] == ("--",) else own
     request = Wanted(target=str(script), arguments=own)
@@ -75,21 +120,47 @@ def tune(
             tuned = tune_script(
                 request,
                 evidence,
-                terms=Terms(guarantee="exact" if allow == "exact" else "bounded", budget_s=6.0, timeout_s=timeout),
+                terms=Terms(
+                    guarantee="exact" if allow == "exact" else "bounded",
+                    budget_s=_RACE_S,
+                    timeout_s=timeout,
+                    decisive=_DECISIVE,
+                    metric=quality,
+                ),
+                allow=allowed,
                 budget_s=(1 - _OBSERVED_FRACTION) * budget_s,
                 ledger=Ledger(ledger_path),
+                objective="memory" if objective == "memory" else "time",
+                most_bytes=most_bytes,
                 tell=status.update,
             )
         except KeyboardInterrupt:
             console.print("interrupted; what was tried is kept, and the same command goes on from there")
             raise typer.Exit(_INTERRUPTED) from None
-    Console().print(ladder(tuned.plan, tuned.proof, tuned.left_out, is_complete=tuned.is_complete))
+    Console().print(ladder(tuned))
     write_file(out, to_toml(tuned.plan))
+    _write(tuned, html=html, markdown=markdown, json=json)
     if tuned.is_complete:
         ledger_path.unlink(missing_ok=True)
     if tuned.plan.lever:
         rest = " ".join(("--", *own)) if own else ""
         Console().print(f"\nflatout run --plan {out} {script} {rest}".rstrip(), markup=False, highlight=False)
+
+
+def _write(tuned: Tuned, *, html: Path | None, markdown: Path | None, json: Path | None) -> None:
+    """The files that were asked for, each whole or not at all."""
+    from flatout.records.record import to_json, write_file
+
+    if html is not None:
+        from flatout.reporting.html import ladder_html
+
+        write_file(html, ladder_html(tuned))
+    if markdown is not None:
+        from flatout.reporting.ladder_markdown import ladder_markdown
+
+        write_file(markdown, ladder_markdown(tuned).encode())
+    if json is not None:
+        write_file(json, to_json(tuned))
 
 
 def _observe(request: Request, *, observe_s: float) -> Evidence:
@@ -155,3 +226,21 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise UsageError(f"--budget {text} is no time above 0; write 300, 300s, 5m or 1h")
     return seconds
+
+
+def _bytes(text: str) -> int:
+    """'20GiB' in bytes; 0 for nothing.
+
+    >>> _bytes("20GiB") == 20 * 2**30
+    True
+    """
+    if not text:
+        return 0
+    unit = next((u for u in _SIZES if text.endswith(u)), "")
+    try:
+        size = float(text.removesuffix(unit)) * _SIZES[unit]
+    except (KeyError, ValueError):
+        size = -1.0
+    if not 0 < size < float("inf"):
+        raise UsageError(f"--memory {text} is no size above 0; write 20GiB, 800MiB or 20GB")
+    return int(size)

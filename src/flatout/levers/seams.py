@@ -42,6 +42,7 @@ class ScriptSeams:
         self._first_calls: list[Callable[[nn.Module], Undo | None]] = []
         self._around: list[Callable[[nn.Module], AbstractContextManager[object] | None]] = []
         self._inputs: list[Callable[[nn.Module, Any], Any]] = []
+        self._outputs: list[Callable[[nn.Module, Any], Any]] = []
         self._met: dict[int, nn.Module] = {}
         self._is_inside = False
         self._thread_id = get_ident()
@@ -67,6 +68,10 @@ class ScriptSeams:
     def on_inputs(self, change: Callable[[nn.Module, Any], Any]) -> None:
         """Of every call of a root module with parameters: (args, kwargs) in, (args, kwargs) out."""
         self._inputs.append(change)
+
+    def on_outputs(self, change: Callable[[nn.Module, Any], Any]) -> None:
+        """Of every call of a root module with parameters: what it returned in, what the script gets out."""
+        self._outputs.append(change)
 
     def replace(self, owner: object, name: str, value: object) -> None:
         """An attribute of torch's or the script's."""
@@ -109,7 +114,7 @@ class ScriptSeams:
             self._patches.set(kind, "__init__", _making(kind, changes))
         if self._sources:
             self._patches.set(SourceFileLoader, "get_code", self._importing(SourceFileLoader.get_code))
-        if self._first_calls or self._around or self._inputs:
+        if self._first_calls or self._around or self._inputs or self._outputs:
             self._patches.set(nn.Module, "__call__", self._calling(nn.Module.__call__))
 
     def remove(self) -> None:
@@ -147,9 +152,12 @@ class ScriptSeams:
                         context = around(self)
                         if context is not None:
                             stack.enter_context(context)
-                    return original(self, *args, **kwargs)
+                    output = original(self, *args, **kwargs)
             finally:
                 seams._is_inside = False
+            for told in seams._outputs:
+                output = told(self, output)
+            return output
 
         return __call__
 

@@ -18,6 +18,7 @@ from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
 
 from flatout.errors import EditError
+from flatout.levers.imports import with_import_line
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Parameters, Refusal, Seams, string
@@ -117,6 +118,41 @@ class _Finder(cst.CSTVisitor):
         for index, statement in enumerate(block):
             if first_line(self._module, statement) == self._code:
                 self.found.append(Place(self._module, function, block, index))
+
+
+def function_of(module: cst.Module, name: str) -> cst.FunctionDef:
+    """The function of this qualified name.
+
+    Raises EditError when it is not there, or there more than once.
+    """
+    finder = _Functions(name)
+    module.visit(finder)
+    if len(finder.found) != 1:
+        raise EditError(f"there is no one function '{name}' in the file")
+    return finder.found[0]
+
+
+class _Functions(cst.CSTVisitor):
+    def __init__(self, wanted: str) -> None:
+        super().__init__()
+        self.found: list[cst.FunctionDef] = []
+        self._wanted = wanted
+        self._names: list[str] = []
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self._names.append(node.name.value)
+
+    def leave_ClassDef(self, original_node: cst.ClassDef) -> None:
+        self._names.pop()
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._names.append(node.name.value)
+        if ".".join(self._names) == self._wanted:
+            self.found.append(node)
+        self._names.append("<locals>")
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:
+        del self._names[-2:]
 
 
 def first_line(module: cst.Module, statement: cst.CSTNode) -> str:
@@ -250,7 +286,11 @@ def with_import(module: cst.Module, name: str, member: str | None = None, *, ali
     """The tree with `import name [as alias]`, or `from name import member`, at its head if it is not there."""
     context = CodemodContext()
     AddImportsVisitor.add_needed_import(context, name, member, asname=alias)
-    return AddImportsVisitor(context).transform_module(module)
+    changed = AddImportsVisitor(context).transform_module(module)
+    if len(changed.body) == len(module.body):
+        return changed
+    what = f"from {name} import {member}" if member else f"import {name}"
+    return with_import_line(module, f"{what} as {alias}" if alias else what)
 
 
 def without_unused_import(module: cst.Module, name: str, member: str | None = None) -> cst.Module:

@@ -67,7 +67,7 @@ class Bench(Protocol):
     def compare(
         self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, objective: Objective, is_final: bool
     ) -> Verdict:
-        """Is `after` equal to the untouched script, and faster (or smaller) than `before`? A final comparison uses fresh seeds."""
+        """Is `after` equal to the untouched script, and faster or smaller than `before`? A final comparison uses fresh seeds."""
 
     def has_time(self, *, is_final: bool) -> bool:
         """Whether the budget allows another comparison; the final one is always kept room for."""

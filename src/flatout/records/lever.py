@@ -71,6 +71,9 @@ class Seams(Protocol):
     def on_inputs(self, change: Callable[[Any, Any], Any]) -> None:
         """Of every call of a root module with parameters: (args, kwargs) in, (args, kwargs) out."""
 
+    def on_outputs(self, change: Callable[[Any, Any], Any]) -> None:
+        """Of every call of a root module with parameters: what it returned in, what the script gets out."""
+
     def replace(self, owner: object, name: str, value: object) -> None:
         """An attribute of torch's or the script's, until all is undone."""
 

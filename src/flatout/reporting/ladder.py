@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.constrain import Constrain
@@ -11,63 +11,156 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from flatout.records.plan import Plan
+from flatout.records.lever import PlannedLever
+from flatout.records.tuned import LeftOut, Rung, Tuned
 from flatout.records.verdict import Verdict
 from flatout.reporting.inert import Words
-from flatout.reporting.units import duration
+from flatout.reporting.units import duration, percent, size
 
-_WIDTH: Final = 100
+_WIDTH: Final = 110
 _INSET: Final = (0, 0, 0, 2)
+_SAME_SIZE: Final = 0.02
+"""Peaks of two processes that run the same differ by about this."""
+UNTOUCHED: Final = "untouched"
+TOGETHER: Final = "all together"
 
 
-def ladder(
-    plan: Plan, proof: Verdict | None, left_out: Sequence[tuple[str, str]], *, is_complete: bool
-) -> RenderableType:
-    """The plan's rungs with what was predicted and measured, the final proof, and (lever, reason) of the others."""
-    parts: list[RenderableType] = [Words(headline(plan, proof), style="bold green" if plan.lever else "bold yellow")]
-    if plan.lever:
-        parts += ["", Padding(_rungs(plan, proof), _INSET)]
-    if left_out:
-        parts += ["", Text("Tried or considered, and left out", style="bold"), Padding(_others(left_out), _INSET)]
-    if not is_complete:
-        parts += ["", Words("The time was up before everything had been tried; the same command goes on from here.")]
+class Row(NamedTuple):
+    """One rung in words, with the seconds of a step once it is reached and their interval (None where it was not timed)."""
+
+    name: str
+    step_s: tuple[float, float, float] | None
+    predicted: str = ""
+    measured: str = ""
+    memory: str = ""
+    guarantee: str = ""
+    because: str = ""
+
+    @property
+    def step(self) -> str:
+        """A step's time."""
+        return duration(self.step_s[0]) if self.step_s is not None else ""
+
+
+def ladder(tuned: Tuned) -> RenderableType:
+    """The plan's rungs with what was predicted and measured, the final proof, and the other levers with the reasons."""
+    style = "bold green" if tuned.plan.lever else "bold yellow"
+    parts: list[RenderableType] = [Words(headline(tuned), style=style)]
+    if tuned.plan.lever:
+        parts += ["", Padding(_rungs(rows(tuned)), _INSET)]
+    if where := circumstances(tuned):
+        parts += ["", Text(where, style="dim")]
+    if tuned.left_out:
+        parts += ["", Text("Tried or considered, and left out", style="bold"), Padding(_others(tuned.left_out), _INSET)]
+    if not tuned.is_complete:
+        parts += ["", Words(UNFINISHED)]
     return Constrain(Group(*parts), width=_WIDTH)
 
 
-def headline(plan: Plan, proof: Verdict | None) -> str:
+UNFINISHED: Final = "The time was up before everything had been tried; the same command goes on from here."
+
+
+def headline(tuned: Tuned) -> str:
     """The answer in a sentence."""
+    plan, proof = tuned.plan, tuned.proof
     if not plan.lever or proof is None or proof.speed is None:
-        return "No plan: nothing that was tried is equal and faster."
+        return f"No plan: {plan.because or 'nothing that was tried is equal and faster'}."
     speed = proof.speed
-    return (
-        f"{speed.ratio:.2f}x faster ({speed.low:.2f} - {speed.high:.2f}), {duration(speed.before_s)} -> "
-        f"{duration(speed.after_s)} a step, proved {plan.guarantee} on fresh seeds"
+    steps = f"{duration(speed.before_s)} -> {duration(speed.after_s)} a step, proved {_promise(proof)} on fresh seeds"
+    if not speed.is_faster and proof.footprints:
+        print_ = proof.footprints[-1]
+        return f"{size(print_.before_bytes)} -> {size(print_.after_bytes)} at the peak, {steps}"
+    return f"{speed.ratio:.2f}x faster ({speed.low:.2f} - {speed.high:.2f}), {steps}"
+
+
+def circumstances(tuned: Tuned) -> str:
+    """What it was proved on, '' where nothing was."""
+    proof = tuned.proof
+    if proof is None:
+        return ""
+    steps, tensors = proof.equality.num_steps, proof.equality.num_tensors
+    return f"{steps} steps and {tensors} tensors compared; {proof.device}; torch {proof.torch}, Python {proof.python}"
+
+
+def rows(tuned: Tuned) -> tuple[Row, ...]:
+    """From the untouched script to all together. The time after each rung is the first one, less what each lever saved."""
+    speed = tuned.proof.speed if tuned.proof is not None else None
+    left_s = speed.before_s if speed is not None else None
+    found = [Row(UNTOUCHED, (left_s, left_s, left_s) if left_s is not None else None, measured="1.00x")]
+    for rung in tuned.rungs or tuple(Rung(planned=planned) for planned in tuned.plan.lever):
+        row = _row(rung, left_s)
+        left_s = row.step_s[0] if row.step_s is not None else left_s
+        found.append(row)
+    if tuned.proof is not None and speed is not None:
+        together = (speed.after_s, speed.before_s / speed.high, speed.before_s / speed.low)
+        measured = _range(speed.ratio, speed.low, speed.high)
+        found.append(
+            Row(TOGETHER, together, measured=measured, memory=_memory(tuned.proof), guarantee=_promise(tuned.proof))
+        )
+    return tuple(found)
+
+
+def _row(rung: Rung, before_s: float | None) -> Row:
+    planned = rung.planned
+    measured = planned.measured
+    step_s = None
+    if before_s is not None and measured is not None:
+        step_s = (before_s / measured[0], before_s / measured[2], before_s / measured[1])
+    return Row(
+        name=_name(planned),
+        step_s=step_s,
+        predicted=f"{planned.predicted[0]:.2f} - {planned.predicted[1]:.2f}x" if planned.predicted is not None else "",
+        measured=_range(*measured) if measured is not None else "",
+        memory=_memory(rung.verdict) if rung.verdict is not None else "",
+        guarantee=_promise(rung.verdict) if rung.verdict is not None else planned.guarantee,
+        because=planned.because,
     )
 
 
-def _rungs(plan: Plan, proof: Verdict | None) -> Table:
-    table = Table("", "lever", "predicted", "measured", "guarantee", box=None, header_style="bold", pad_edge=False)
-    table.add_row("", "untouched", "", "1.00x", "")
-    for number, planned in enumerate(plan.lever, start=1):
-        low, high = planned.predicted or (1.0, 1.0)
-        measured = (
-            f"{planned.measured[0]:.2f}x ({planned.measured[1]:.2f} - {planned.measured[2]:.2f})"
-            if planned.measured
-            else ""
-        )
-        settings = ", ".join(f"{k}={v}" for k, v in planned.parameters.items() if not isinstance(v, tuple))
-        name = f"{planned.id} ({settings})" if settings else planned.id
-        table.add_row(str(number), name, f"{low:.2f} - {high:.2f}x", measured, planned.guarantee)
-    if proof is not None and proof.speed is not None:
-        speed = proof.speed
-        table.add_row(
-            "", "all together", "", f"{speed.ratio:.2f}x ({speed.low:.2f} - {speed.high:.2f})", proof.equality.guarantee
-        )
+def _name(planned: PlannedLever) -> str:
+    """The lever, where it is pulled, and its settings."""
+    parameters = dict(planned.parameters)
+    code, file = parameters.pop("code", ""), parameters.pop("file", "")
+    parameters.pop("function", "")
+    settings = [f"{k}={v}" for k, v in parameters.items() if not isinstance(v, tuple)]
+    if code:
+        settings.insert(0, f"{file}: {code}" if file else str(code))
+    return f"{planned.id} ({', '.join(settings)})" if settings else planned.id
+
+
+def _range(ratio: float, low: float, high: float) -> str:
+    return f"{ratio:.2f}x ({low:.2f} - {high:.2f})"
+
+
+def _promise(verdict: Verdict) -> str:
+    """The guarantee that was kept, and the precision whose rounding was allowed."""
+    guarantee, at = verdict.equality.guarantee, verdict.equality.at
+    return f"{guarantee} at {at}" if at and guarantee != "exact" else guarantee
+
+
+def _memory(verdict: Verdict) -> str:
+    """The peak afterwards, of the device where there is one, and how it changed."""
+    if not verdict.footprints:
+        return ""
+    print_ = verdict.footprints[-1]
+    change = print_.after_bytes / print_.before_bytes - 1 if print_.before_bytes else 0.0
+    if abs(change) <= _SAME_SIZE:
+        return f"{size(print_.after_bytes)} (same)"
+    return f"{size(print_.after_bytes)} ({'-' if change < 0 else '+'}{percent(abs(change))})"
+
+
+def _rungs(found: Sequence[Row]) -> Table:
+    columns = ("", "lever", "predicted", "measured", "step", "memory", "guarantee")
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for number, row in enumerate(found):
+        is_lever = row.name not in (UNTOUCHED, TOGETHER)
+        label = str(number) if is_lever else ""
+        table.add_row(label, Words(row.name), row.predicted, row.measured, row.step, row.memory, row.guarantee)
     return table
 
 
-def _others(left_out: Sequence[tuple[str, str]]) -> Table:
+def _others(left_out: Sequence[LeftOut]) -> Table:
     table = Table.grid(padding=(0, 2))
-    for lever, because in left_out:
-        table.add_row(Words(lever), Words(because))
+    for one in left_out:
+        table.add_row(Words(one.lever), Words(one.because))
     return table

@@ -34,6 +34,9 @@ _PROMISES: Final = {
 _SAME_SIZE: Final = 0.02
 """Peaks of two processes that run the same differ by about this."""
 
+_SHORT_START_S: Final = 0.5
+"""Two starts of one script differ by some tenths of a second."""
+
 
 def verdict_report(verdict: Verdict) -> RenderableType:
     """The verdict, at most 100 columns wide."""
@@ -102,6 +105,19 @@ def _speed(speed: Speed | None) -> Iterator[Row]:
             f"{units.duration(speed.before_s)} -> {units.duration(speed.after_s)} a step; {speed.num_pairs} pairs of "
             "stretches in turn, 95 % interval of the median ratio",
         )
+        start = start_words(speed)
+        if start:
+            yield "start", start
+
+
+def start_words(speed: Speed) -> str:
+    """How much longer the script takes until its steps are fast, and when that is made up for; '' where that is little."""
+    later_s, steps = speed.first_after_s - speed.first_before_s, speed.break_even_steps
+    if not speed.num_first or later_s < max(_SHORT_START_S, 0.1 * speed.first_before_s):
+        return ""
+    took = f"{units.duration(speed.first_before_s)} -> {units.duration(speed.first_after_s)}"
+    pays = f"; made up for after {steps} steps" if steps is not None else ""
+    return f"the first {speed.num_first} steps are done after {took}{pays}"
 
 
 def _footprint(footprint: Footprint) -> Row:

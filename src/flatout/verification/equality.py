@@ -128,10 +128,10 @@ def compare_bounded(
 
 
 def own_roundoff(steps: list[Step]) -> float:
-    """The spacing next to 1 of the coarsest numbers that the first step computed with.
+    """The spacing next to 1 of the coarsest numbers of the first step.
 
-    Steps in float64 are their own reference, so that nothing tells their error: then a thousand times their spacing, what a sum of
-    a million numbers in another order may be off (Higham, section 4.2: the error grows with the root of their number).
+    Steps in float64 are their own reference, so that nothing tells their error: then a thousand times their spacing, what a sum
+    of a million numbers in another order may be off (Higham, section 4.2: the error grows with the root of their number).
     """
     coarsest = max((mark.eps for marks in steps[0].values() for mark in marks.values()), default=0.0) if steps else 0.0
     return coarsest if coarsest > _FLOAT64_EPS else 1000 * _FLOAT64_EPS

@@ -46,6 +46,8 @@ class Request(Record, frozen=True, kw_only=True):
     dtype: Literal["", "float64", "float32", "tf32", "float16", "bfloat16"] = ""
     """'float64' and 'float32' run models in that; the last two run their forward under autocast."""
 
+    is_whole: bool = False
+    """Run to the end in one go; the only answer is that it has ended, with the seconds that took."""
     most_bytes: int = 0
     """A process that holds more of the machine's memory is ended; 0: most of what is free when it starts."""
 
@@ -115,6 +117,10 @@ class StageProcess:
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
         return from_json(line, Answer)
+
+    def said(self) -> str:
+        """All that it has printed so far."""
+        return (Path(self._folder.name) / "said").read_text(errors="replace")
 
     def end(self) -> None:
         """End it and all that it has started."""

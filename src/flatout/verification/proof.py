@@ -20,9 +20,12 @@ from flatout.records.verdict import FEWEST_PAIRS, Equality, Footprint, Guarantee
 from flatout.verification.conditions import roundoff
 from flatout.verification.equality import compare_bounded, compare_exact, own_roundoff, with_names_of
 from flatout.verification.process import Failed, Request, StageProcess
+from flatout.verification.quality import NUM_RUNS, Metric, WholeRuns
 from flatout.verification.recording import Step, read_steps
 from flatout.verification.speed import Race
 
+_WHOLE_RUN_S: Final = 3600.0
+"""What a whole run may take."""
 _SAME_SIZE: Final = 0.02
 """Peaks of two processes that run the same differ by about this share."""
 _ROUNDS: Final = 4
@@ -50,6 +53,9 @@ class Terms(Record, frozen=True, kw_only=True):
     """Whether what is computed is looked at; if not, nothing is proved, and only speed is told."""
     objective: Literal["time", "memory"] = "time"
     """What the change is for: 'memory' is proved by a smaller peak, whatever it costs in time."""
+    metric: Metric | None = None
+    """What QUALITY is judged by; whole runs are compared then, `num_runs` of each side."""
+    num_runs: int = NUM_RUNS
     decisive: float = math.inf
     """A ratio so far from 1 in the first pair of processes (or its inverse) needs no further pair."""
 
@@ -77,6 +83,7 @@ class Prover:
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-proof-")
         self._kept: dict[tuple[int, str], list[Step]] = {}
         self._num_folders = 0
+        self._whole: WholeRuns | None = None
 
     def __enter__(self) -> Prover:
         return self
@@ -91,6 +98,8 @@ class Prover:
         """
         began = perf_counter()
         self._terms = terms if terms is not None else self._usual
+        if self._terms.guarantee == "quality":
+            return self._prove_quality(before, after, began)
         equality, race, failure = self._compare_and_race(before, after)
         speed = race.speed() if race is not None else None
         footprints = race.footprints() if race is not None else ()
@@ -98,18 +107,48 @@ class Prover:
             outcome, because = _judged(equality, speed, failure, is_timed=self._terms.is_timed)
         else:
             outcome, because = _judged_by_size(equality, footprints, failure)
+        return self._verdict(before, after, (equality, speed, footprints), (outcome, because), began)
+
+    def _prove_quality(self, before: Request, after: Request, began: float) -> Verdict:
+        """Whole runs on seeds that follow the terms', by the metric."""
+        terms = self._terms
+        if terms.metric is None:
+            raise Failed("quality can only be told by a metric, and none was given")
+        if self._whole is None:
+            self._whole = WholeRuns(terms.metric, timeout_s=max(terms.timeout_s, _WHOLE_RUN_S))
+        seeds = range(terms.seed, terms.seed + terms.num_runs)
+        self._tell(f"{terms.num_runs} whole runs of both sides")
+        for seed in seeds:
+            self._whole.run(self._base, seed)  # a script that does not run is an error; a changed one, a verdict
+        try:
+            equality, speed = self._whole.compare(self._base, before, after, seeds)
+            outcome, because = _judged(equality, speed, "", is_timed=True)
+        except Failed as e:
+            equality, speed = Equality(guarantee="quality", is_kept=None, because="no runs to compare"), None
+            outcome, because = "different", str(e)
+        return self._verdict(before, after, (equality, speed, ()), (outcome, because), began)
+
+    def _verdict(
+        self,
+        before: Request,
+        after: Request,
+        found: tuple[Equality, Speed | None, tuple[Footprint, ...]],
+        judged: tuple[Outcome, str],
+        began: float,
+    ) -> Verdict:
+        num_seeds = self._terms.num_runs if self._terms.guarantee == "quality" else 1
         return Verdict(
             before=before.plan or before.target,
             after=after.plan or after.target,
-            equality=equality,
-            speed=speed,
-            footprints=footprints,
-            outcome=outcome,
-            because=because,
+            equality=found[0],
+            speed=found[1],
+            footprints=found[2],
+            outcome=judged[0],
+            because=judged[1],
             device=self._device,
             torch=str(torch.__version__),
             python=platform.python_version(),
-            seeds=(self._terms.seed,),
+            seeds=tuple(range(self._terms.seed, self._terms.seed + num_seeds)),
             seconds=perf_counter() - began,
         )
 

@@ -149,5 +149,6 @@ def _leak(seen: list[tuple[Answer, Answer]]) -> str:
         grown, allowed = after_end - after, _LEAK_FLOOR_BYTES + 4 * max(0, before_end - before)
         if grown > allowed and after_end - half > 0.25 * grown:
             steps = end[1].num_steps - start[1].num_steps
-            return f"its memory grows by {grown / max(1, steps) / 2**20:.3g} MiB a step ({grown / 2**20:.0f} MiB in {steps} steps)"
+            each = grown / max(1, steps)
+            return f"its memory grows by {each / 2**20:.3g} MiB a step ({grown / 2**20:.0f} MiB in {steps} steps)"
     return ""

@@ -131,9 +131,9 @@ class Stage:
             handle.remove()
         self._patches.undo()
 
-    def ended(self, error: str) -> None:
-        """The script has ended, by itself or by an error."""
-        self._orders.answer(self._answer("ended", error=error))
+    def ended(self, error: str, *, seconds: float = 0.0) -> None:
+        """The script has ended, by itself or by an error; `seconds` are those of a run in one go."""
+        self._orders.answer(self._answer("ended", error=error, seconds=seconds))
 
     # -- events -----------------------------------------------------------------------------------------------------------
 

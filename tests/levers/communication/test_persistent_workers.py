@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.evidence_builder import EvidenceBuilder
-from tests.lever_tools import pulled
+from tests.lever_tools import edited, pulled, ran
 from torch.utils.data import DataLoader, TensorDataset
 
+from flatout.errors import EditError
 from flatout.levers.communication.persistent_workers import LEVER
 from flatout.records.lever import Refusal
 
@@ -22,3 +24,29 @@ def test_loaders_with_workers_are_made_with_lasting_ones() -> None:
         assert DataLoader(data, 2, num_workers=1).persistent_workers
         assert seams.done == [LEVER.id]
     assert not DataLoader(data, 2, num_workers=1).persistent_workers
+
+
+LOAD = """
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    workers = 1
+    data = TensorDataset(torch.arange(8))
+    first = DataLoader(data, 2, num_workers=workers)
+    second = DataLoader(data, 2)
+    third = DataLoader(data, batch_size=2, num_workers=2)
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "0"])
+def test_edited_the_loaders_with_workers_keep_them(workers: str) -> None:
+    after = ran(edited(LEVER, LOAD.replace("workers = 1", f"workers = {workers}")))
+    assert [after[n].persistent_workers for n in ("first", "second", "third")] == [workers == "1", False, True]
+
+
+@pytest.mark.parametrize(
+    "call", ["DataLoader(data, 2)", "DataLoader(data, num_workers=min(2, n))", "DataLoader(data, **o)"]
+)
+def test_a_loader_whose_workers_are_not_known_is_not_edited(call: str) -> None:
+    with pytest.raises(EditError):
+        edited(LEVER, f"from torch.utils.data import DataLoader\nloader = {call}\n")

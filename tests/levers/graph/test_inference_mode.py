@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.evidence_builder import EvidenceBuilder
-from tests.lever_tools import found, pulled
+from tests.lever_tools import edited, found, pulled, ran
 from torch import nn
 
+from flatout.errors import EditError
 from flatout.levers.graph.inference_mode import LEVER
 from flatout.records.lever import Candidate, Refusal
 
@@ -39,3 +41,77 @@ def test_calls_in_evaluation_mode_build_no_graph_and_those_in_training_do() -> N
         assert not net(x).requires_grad
         assert seams.done == [LEVER.id]
     assert net(x).requires_grad
+
+
+HEAD = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net, x = nn.Linear(3, 2), torch.ones(4, 3)
+"""
+EVALUATE = (
+    HEAD
+    + """
+
+    def evaluate(net, x):
+        \"\"\"The error.\"\"\"
+        net.eval()
+        error = net(x).square().mean()
+        net.train()
+        return error
+
+
+    error = evaluate(net, x)
+"""
+)
+MIXED = (
+    HEAD
+    + """
+
+    def epoch(net, x):
+        net(x).sum().backward()
+        net.eval()
+        error = net(x).square().mean()
+        net.train()
+        return error
+
+
+    error = epoch(net, x)
+"""
+)
+TOP = (
+    HEAD
+    + """
+    net.eval()
+    error = net(x).square().mean()
+"""
+)
+
+
+@pytest.mark.parametrize("text", [EVALUATE, MIXED, TOP])
+def test_edited_the_evaluation_builds_no_graph_and_gives_the_same(text: str) -> None:
+    before, after = ran(text), ran(edited(LEVER, text))
+    assert before["error"].requires_grad and not after["error"].requires_grad
+    assert torch.equal(before["error"], after["error"])
+
+
+def test_edited_a_function_that_only_evaluates_gets_a_decorator() -> None:
+    after = edited(LEVER, EVALUATE, function="evaluate", file="train.py", code="error = net(x).square().mean()")
+    assert '\n\n\n@torch.no_grad()\ndef evaluate(net, x):\n    """The error' in after
+    assert "    net.eval()\n    with torch.no_grad():\n        error = net(x).square().mean()\n    net.train()" in (
+        edited(LEVER, MIXED)
+    )
+
+
+@pytest.mark.parametrize(
+    ("tail", "why"),
+    [
+        ("\n    net.eval()\n    net(x).sum().backward()\n", "gradients are taken"),
+        ("\n    error = net(x)\n", "between eval"),
+        ("\n    net.eval()\n    with torch.no_grad():\n        net(x)\n", "between eval"),
+    ],
+)
+def test_what_is_differentiated_or_off_already_is_not_edited(tail: str, why: str) -> None:
+    with pytest.raises(EditError, match=why):
+        edited(LEVER, HEAD + tail)

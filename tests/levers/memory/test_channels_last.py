@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.evidence_builder import EvidenceBuilder
-from tests.lever_tools import pulled
+from tests.lever_tools import edited, pulled, ran
 from torch import Tensor, nn
 
+from flatout.errors import EditError
 from flatout.levers.memory.channels_last import LEVER
 from flatout.records.lever import Candidate, Refusal
 
@@ -49,3 +51,60 @@ def test_a_model_without_convolutions_is_left_alone() -> None:
     with pulled(LEVER) as seams:
         nn.Linear(4, 4)(torch.randn(2, 4))
     assert not seams.done
+
+
+HEAD = """
+    import torch
+    from torch import nn
+
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+
+        def forward(self, images):
+            return self.block(images)
+
+
+    def build(width):
+        net = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU())
+        return net
+
+
+    torch.manual_seed(0)
+    model = MADE
+    output = model(torch.randn(2, 3, 8, 8))
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "Net()",
+        "build(8)",
+        'Net().to("cpu")',
+        "nn.Sequential(\n    nn.Conv2d(3, 8, 3),\n).eval()",
+        "nn.Sequential(Net())",
+    ],
+)
+def test_edited_the_weights_are_channels_last_and_the_output_within_rounding(made: str) -> None:
+    text = HEAD.replace("MADE", made.replace("\n", "\n    "))
+    after = edited(LEVER, text)
+    assert after.count("memory_format=torch.channels_last") == 1
+    before, left = ran(text), ran(after)
+    weight = next(left["model"].parameters())
+    assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    torch.testing.assert_close(left["output"], before["output"])
+
+
+def test_a_move_to_a_device_takes_the_layout_along() -> None:
+    assert 'Net().to("cpu", memory_format=torch.channels_last)' in edited(
+        LEVER, HEAD.replace("MADE", 'Net().to("cpu")')
+    )
+
+
+@pytest.mark.parametrize("made", ["nn.Linear(3, 3)", "loaded", "Net().to(memory_format=torch.channels_last)"])
+def test_what_is_no_model_with_images_or_is_converted_is_not_edited(made: str) -> None:
+    with pytest.raises(EditError):
+        edited(LEVER, HEAD.replace("MADE", made))

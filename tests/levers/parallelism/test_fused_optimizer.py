@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.evidence_builder import EvidenceBuilder
-from tests.lever_tools import pulled
+from tests.lever_tools import edited, pulled, ran
 from torch import nn
 
+from flatout.errors import EditError
 from flatout.levers.parallelism.fused_optimizer import LEVER
 from flatout.records.lever import Candidate, Refusal
 
@@ -45,3 +46,49 @@ def test_what_cannot_be_fused_is_left_alone() -> None:
         optimizer = torch.optim.SGD([torch.zeros(2, dtype=torch.complex64, requires_grad=True)], lr=0.1)
     assert not optimizer.defaults["fused"]
     assert not seams.done
+
+
+TRAIN = """
+    import torch
+    from torch.optim import AdamW
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 2)
+    optimizer = MADE
+    net(torch.ones(1, 3)).square().sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "torch.optim.Adam(net.parameters())",
+        "AdamW(net.parameters(), lr=0.1, foreach=True)",
+        "torch.optim.SGD(\n    net.parameters(),\n    lr=0.1,\n    fused=False,\n)",
+        "torch.optim.Adagrad(\n    net.parameters(),\n    lr=0.1,\n)",
+    ],
+)
+def test_edited_the_update_is_fused_and_within_rounding(made: str) -> None:
+    text = TRAIN.replace("MADE", made.replace("\n", "\n    "))
+    before, after = ran(text), ran(edited(LEVER, text))
+    assert after["optimizer"].defaults["fused"] is True
+    torch.testing.assert_close(after["net"].weight, before["net"].weight)
+
+
+def test_an_argument_is_added_in_the_layout_of_the_others() -> None:
+    text = "from torch.optim import Adam\no = Adam(\n    ps,\n    lr=0.1,\n)\np = Adam(ps)\n"
+    assert "    lr=0.1,\n    fused=True,\n)\np = Adam(ps, fused=True)" in edited(LEVER, text)
+
+
+@pytest.mark.parametrize(
+    "made", ["torch.optim.Rprop(net.parameters())", "make(net)", "torch.optim.SGD(ps, fused=True)"]
+)
+def test_without_an_optimizer_to_fuse_nothing_is_edited(made: str) -> None:
+    with pytest.raises(EditError, match="fused"):
+        edited(LEVER, TRAIN.replace("MADE", made))
+
+
+def test_options_from_elsewhere_are_not_edited() -> None:
+    with pytest.raises(EditError, match="may hold"):
+        edited(LEVER, TRAIN.replace("MADE", "torch.optim.SGD(net.parameters(), **options)"))

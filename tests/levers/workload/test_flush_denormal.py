@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.evidence_builder import EvidenceBuilder
-from tests.lever_tools import pulled
+from tests.lever_tools import edited, pulled
 
+from flatout.errors import EditError
 from flatout.levers.workload.flush_denormal import LEVER
 from flatout.records.lever import Refusal
 
@@ -21,3 +23,12 @@ def test_tiny_numbers_become_zero_and_afterwards_stay() -> None:
     if LEVER.id in seams.done:  # the processor can
         assert flushed == 0.0
     assert (TINY * 1.0).item() > 0
+
+
+def test_edited_it_is_switched_on_where_the_script_starts() -> None:
+    text = '"""Train."""\nN = 3\nprint(N)\n'
+    assert (
+        edited(LEVER, text) == '"""Train."""\n\nimport torch\n\nN = 3\n\ntorch.set_flush_denormal(True)\n\nprint(N)\n'
+    )
+    with pytest.raises(EditError, match="already"):
+        edited(LEVER, edited(LEVER, text))

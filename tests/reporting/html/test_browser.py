@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from tests.page_reader import spoiled
+from tests.reporting.test_ladder import TUNED
 
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Diagnosis
-from flatout.reporting.html import html_report
+from flatout.reporting.html import html_report, ladder_html
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext
@@ -201,6 +202,17 @@ def test_hostile_text_does_nothing(browser: Browser, full: Evidence, diagnosis: 
     assert page.evaluate("document.querySelectorAll('style').length") == 1
     assert text in page.locator("#cause-1 .because").text_content()
     assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_ladder_is_seen_and_fits_the_screen(browser: Browser, width: int) -> None:
+    page = browser.open(ladder_html(TUNED), width=width).page
+
+    for part in ("headline", "ladder", "levers", "others"):
+        assert page.locator(f"#{part}").is_visible(), part
+    box = page.locator("svg.ladder").bounding_box()
+    assert box is not None and box["width"] > 300 and box["height"] > 90
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_a_screenshot_and_a_print_can_be_made(

@@ -8,11 +8,19 @@ Refuses     Loaders without workers, or whose workers live on already.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
+import libcst as cst
+
+from flatout.errors import EditError
+from flatout.levers.calls import TRUE, argument, calls_of, with_argument, with_calls
+from flatout.levers.source import code_of, expression, parsed
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
+
+_NUM_WORKERS_AT: Final = 5
+"""Where DataLoader takes `num_workers` when it is not named (torch 2.11 to 2.13)."""
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
@@ -42,6 +50,31 @@ def apply(seams: Seams, parameters: Parameters) -> None:
     seams.at_making(DataLoader, persist)
 
 
+def edit(text: str, parameters: Parameters) -> str:
+    """`persistent_workers=True` in the calls that make a loader with workers."""
+    module = parsed(text)
+    made = calls_of(module, ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"))
+    workers = {call: argument(call, "num_workers", _NUM_WORKERS_AT) for call in made}
+    able = {
+        call: number
+        for call, number in workers.items()
+        if number is not None and code_of(number) != "0" and argument(call, "persistent_workers") is None
+    }
+    if not able:
+        raise EditError("no call that makes a loader with workers is in the file")
+    unclear = next((n for n in able.values() if not isinstance(n, (cst.Integer, cst.Name, cst.Attribute))), None)
+    if unclear is not None:
+        raise EditError(f"'{code_of(unclear)}' may be 0, and then no worker can live on")
+
+    def persist(call: cst.Call) -> cst.Call:
+        number = argument(call, "num_workers", _NUM_WORKERS_AT)
+        assert number is not None
+        known = isinstance(number, cst.Integer)
+        return with_argument(call, "persistent_workers", TRUE if known else expression("{number} > 0", number=number))
+
+    return with_calls(module, list(able), persist).code
+
+
 LEVER = Lever(
     id="communication.persistent-workers",
     title="Loader workers that live on",
@@ -49,4 +82,5 @@ LEVER = Lever(
     module=__name__,
     propose=propose,
     apply=apply,
+    edit=edit,
 )

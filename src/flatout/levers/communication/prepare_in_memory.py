@@ -1,59 +1,229 @@
 """Items that come out the same each time are made once, and batches are cut from tensors.
 
 What        A DataLoader's dataset is wrapped: an item that was made is kept; when all are there, a batch is one index operation.
+            A collate function of the user's own gets the kept items. Worker processes are left out: nothing is left to do.
 Guarantee   EXACT: the same batches bit for bit.
-Refuses     Items that differ from time to time (augmentation), data that do not fit the memory, custom collate functions,
-            iterable datasets, batches that are not made of tensors and numbers.
+Refuses     Items that differ from time to time (augmentation), data that do not fit the memory, iterable datasets, loaders
+            whose time goes into a collate function of their own, loaders whose workers are set up by a function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import libcst as cst
+from libcst import matchers as m
 
 from flatout.cost.feeding import fetched, fits_memory
-from flatout.records.evidence import Evidence
+from flatout.errors import EditError
+from flatout.levers.calls import argument, is_named, with_calls, without_argument
+from flatout.levers.source import (
+    call_name,
+    code_of,
+    find,
+    fresh_name,
+    place_of,
+    statements,
+    with_import,
+    with_statements,
+)
+from flatout.levers.surroundings import assignment
+from flatout.records.evidence import Evidence, Loader
 from flatout.records.finding import Finding
-from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
+from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, string
+from flatout.records.trial import TrialResult
+
+_WORKERS: Final = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
+_LOADER: Final = "torch.utils.data.DataLoader"
+_ROWS: Final = "torch.utils.data.TensorDataset"
+_ITEMS_FRACTION: Final = 0.2
+"""With a collate function of their own, loaders must spend this share of a batch on its items, for the rest stays."""
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
     """For loaders that are waited for and whose items a trial found repeatable."""
-    able = []
+    able: list[tuple[Loader, float]] = []
+    why = "no loader whose items come out the same each time and fit the memory"
     for index, loader in enumerate(evidence.loaders):
         result = fetched(evidence, index)
-        if result is None or not result.facts.get("repeatable") or not fits_memory(evidence, result):
-            continue
-        if loader.is_map_style and not loader.has_own_collate:
-            able.append(loader)
+        if loader.has_own_collate and result is not None and _items_fraction(loader, result) < _ITEMS_FRACTION:
+            why = f"the time of {loader.dataset}'s batches goes into a collate function of their own, not into items"
+        elif result is not None and loader.is_map_style and _is_repeatable(evidence, result):
+            able.append((loader, _items_fraction(loader, result)))
     if not able:
-        yield Refusal(lever=LEVER.id, because="no loader whose items come out the same each time and fit the memory")
+        yield Refusal(lever=LEVER.id, because=why)
         return
+    loader, share = max(able, key=lambda pair: pair[0].wait_s * pair[0].fetches)
     told = [f.saved_s for f in findings]
+    waited_s = evidence.steps.phases.get("data", 0.0)
+    low, high = max(told, default=(0.0, waited_s))
+    parameters: Parameters = {"datasets": tuple(sorted({one.dataset for one, _ in able}))}
+    made = evidence.source_of(loader.constructed)
+    with suppress(EditError):  # a loader that is made in somebody else's file is wrapped all the same
+        parameters |= place_of(evidence, made) if made is not None else {}
     yield Candidate(
         lever=LEVER.id,
-        saved_s=max(told, default=(0.0, evidence.steps.phases.get("data", 0.0))),
-        where=evidence.source_of(able[0].constructed),
-        because=f"each step waits for a batch of {able[0].dataset}, whose items come out the same each time",
+        parameters=parameters,
+        saved_s=(share * low, max(share * low, share * max(high, waited_s))),
+        where=made,
+        because=f"each step waits for a batch of {loader.dataset}, whose items come out the same each time",
     )
+
+
+def _is_repeatable(evidence: Evidence, result: TrialResult) -> bool:
+    facts = result.facts
+    return bool(facts.get("repeatable") and facts.get("item_by_item", True)) and fits_memory(evidence, result)
+
+
+def _items_fraction(loader: Loader, result: TrialResult) -> float:
+    """The share of a batch's time that keeping takes away: all of it, or what is not the user's own collate function."""
+    if not loader.has_own_collate or not result.now_s:
+        return 1.0
+    return max(0.0, 1.0 - result.parts.get("collate", 0.0) / result.now_s)
 
 
 def apply(seams: Seams, parameters: Parameters) -> None:
     """Wrap what loaders are made of."""
     from torch.utils.data import DataLoader, IterableDataset
 
-    from flatout.levers.in_memory import KeptItems, as_made
+    from flatout.data.kept import KeptBatches, KeptItems, as_made
+
+    names = parameters.get("datasets")
+    wanted = names if isinstance(names, tuple) else ()
 
     def keep(kind: type, given: dict[str, Any]) -> None:
-        is_plain = given.get("collate_fn") is None and given.get("batch_size", 1) is not None
-        if is_plain and not isinstance(given["dataset"], IterableDataset):
-            given["dataset"] = KeptItems(given["dataset"])
-            given["collate_fn"] = as_made
-            for name in ("num_workers", "persistent_workers", "prefetch_factor"):
-                given.pop(name, None)  # a worker's copy of what was kept would be lost with it
-            seams.note(LEVER.id)
+        dataset = given["dataset"]
+        is_known = not wanted or type(dataset).__name__ in wanted
+        is_iterated = isinstance(dataset, IterableDataset) or given.get("batch_size", 1) is None
+        if not is_known or is_iterated or given.get("worker_init_fn") is not None:
+            return
+        if given.get("collate_fn") is None:
+            given["dataset"], given["collate_fn"] = KeptBatches(dataset), as_made
+        else:
+            given["dataset"] = KeptItems(dataset)
+        if given.get("persistent_workers"):
+            lasting.append(given["dataset"])
+        for name in _WORKERS:
+            given.pop(name, None)  # a worker's copy of what was kept would be lost with it
+        seams.note(LEVER.id)
 
+    lasting: list[Any] = []
     seams.at_making(DataLoader, keep)
+    seams.replace(DataLoader, "__iter__", _once_seeded(DataLoader.__iter__, lasting))
+
+
+def _once_seeded(original: Callable[[Any], Any], lasting: list[Any]) -> Callable[[Any], Any]:
+    """`__iter__` of loaders: one whose workers would last draws a seed for them once, and not from every epoch's numbers."""
+    import torch
+
+    def __iter__(self: Any) -> Any:
+        iterator = original(self)
+        if any(dataset is self.dataset for dataset in lasting):
+            self.generator = torch.Generator()
+        return iterator
+
+    return __iter__
+
+
+def edit(text: str, parameters: Parameters) -> str:
+    """Rows of a TensorDataset picked by whole batches; other items made in a list before the loop.
+
+    Raises EditError where the loader is not plainly made.
+    """
+    place = find(text, parameters)
+    pair = assignment(place.statement)
+    if pair is None or not isinstance(pair[1], cst.Call) or call_name(place.module, pair[1].func) != _LOADER:
+        raise EditError(f"'{string(parameters, 'code')}' does not make a loader alone")
+    loader = pair[1]
+    given = argument(loader, "dataset", 0)
+    if given is None:
+        raise EditError("the loader is made without a dataset")
+    if _dataset_is_read(place.module, pair[0]):
+        raise EditError("the loader's dataset is read elsewhere")
+    for word in ("worker_init_fn", "batch_sampler", "persistent_workers"):
+        if argument(loader, word) is not None:
+            raise EditError(f"the loader is made with {word}")
+    if _is_rows(place.module, place.function or place.module, given) and argument(loader, "collate_fn") is None:
+        return _by_batches(place.module, loader, given).code
+    return _from_list(place.module, place.statement, loader, given).code
+
+
+def _dataset_is_read(module: cst.Module, loader: cst.BaseExpression) -> bool:
+    """Whether something asks the loader for what the edit changes."""
+    names = m.Name("dataset") | m.Name("batch_size") | m.Name("collate_fn") | m.Name("num_workers")
+    found = m.findall(module, m.Attribute(attr=names))
+    return any(code_of(f.value) == code_of(loader) for f in found)  # type: ignore[attr-defined]
+
+
+def _is_rows(module: cst.Module, scope: cst.CSTNode, dataset: cst.BaseExpression) -> bool:
+    """Whether a name stands for a TensorDataset, wherever it is assigned."""
+    made = [a for a in m.findall(scope, m.AnnAssign() | m.Assign()) if code_of(dataset) in _targets(a)]
+    values = [a.value for a in made]  # type: ignore[attr-defined]
+    values = values or [dataset]
+    return all(isinstance(v, cst.Call) and call_name(module, v.func) == _ROWS for v in values)
+
+
+def _targets(assign: cst.CSTNode) -> list[str]:
+    if isinstance(assign, cst.AnnAssign):
+        return [code_of(assign.target)]
+    return [code_of(t.target) for t in cst.ensure_type(assign, cst.Assign).targets]
+
+
+def _by_batches(module: cst.Module, loader: cst.Call, dataset: cst.BaseExpression) -> cst.Module:
+    """`DataLoader(rows, sampler=BatchSampler(RandomSampler(rows), 32, drop_last=True), batch_size=None)`."""
+    if not isinstance(dataset, cst.Name):
+        raise EditError(f"'{code_of(dataset)}' has no name of its own")
+    size, drop = argument(loader, "batch_size", 1), argument(loader, "drop_last", 8)
+    shuffle, sampler = argument(loader, "shuffle", 2), argument(loader, "sampler", 3)
+    generator = argument(loader, "generator")
+    rows = code_of(dataset)
+    if sampler is not None:
+        order = code_of(sampler)
+    elif is_named(shuffle, "True"):
+        order = f"RandomSampler({rows}{f', generator={code_of(generator)}' if generator is not None else ''})"
+    elif shuffle is None or is_named(shuffle, "False"):
+        order = f"SequentialSampler({rows})"
+    else:
+        raise EditError(f"'shuffle={code_of(shuffle)}' is decided when it runs")
+    length = code_of(size) if size is not None else "1"
+    batches = f"BatchSampler({order}, {length}, drop_last={code_of(drop) if drop is not None else 'False'})"
+    named = {k.keyword.value: code_of(k.value) for k in loader.args if k.keyword is not None}
+    kept = [f", {word}={named[word]}" for word in ("pin_memory", "generator") if word in named]
+    new = f"{code_of(loader.func)}({rows}, sampler={batches}, batch_size=None{''.join(kept)})"
+    module = with_calls(module, [loader], lambda _: cst.ensure_type(cst.parse_expression(new), cst.Call))
+    for name in (order.split("(")[0] if sampler is None else "", "BatchSampler"):
+        if name and call_name(module, cst.Name(name)) != f"torch.utils.data.{name}":
+            module = with_import(module, "torch.utils.data", name)
+    return module
+
+
+def _from_list(
+    module: cst.Module, statement: cst.BaseStatement, loader: cst.Call, dataset: cst.BaseExpression
+) -> cst.Module:
+    """`items = [data[i] for i in range(len(data))]`, and the loader of these, without workers."""
+    items = fresh_name(module, "items")
+    new: list[cst.BaseStatement] = []
+    if not isinstance(dataset, cst.Name):
+        name = fresh_name(module, "dataset")
+        new += statements(f"{name} = {{made}}", made=dataset)
+        dataset = cst.Name(name)
+    data = dataset.value
+    new += statements(f"{items} = [{data}[i] for i in range(len({data}))]")
+
+    def changed(call: cst.Call) -> cst.Call:
+        for name in _WORKERS:
+            call = without_argument(call, name)
+        first = call.args[0]
+        if first.keyword is not None and first.keyword.value != "dataset":
+            raise EditError("the dataset is not the loader's first argument")
+        return call.with_changes(args=[first.with_changes(value=cst.Name(items)), *call.args[1:]])
+
+    line = with_calls(cst.Module(body=[statement]), [loader], changed).body[0]  # type: ignore[list-item]
+    assert isinstance(line, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
+    new.append(line.with_changes(leading_lines=()))
+    return with_statements(module, {statement: new})
 
 
 LEVER = Lever(
@@ -63,4 +233,5 @@ LEVER = Lever(
     module=__name__,
     propose=propose,
     apply=apply,
+    edit=edit,
 )

@@ -1,16 +1,21 @@
 """The model compiled: its operators fused into few kernels, Python out of the way.
 
-What        `model.compile(...)` at its first call, in place.
-Guarantee   BOUNDED: sums in other orders, fused multiply-adds. Random masks (dropout) are other numbers of the same distribution.
+What        `model.compile(...)` at its first call, in place; or each of its repeated blocks alone, which compiles one block for
+            all (`regions`: the paths of the containers that hold them). `mode` and `dynamic` are those of torch.compile.
+Guarantee   BOUNDED: sums in other orders, fused multiply-adds. With `fallback_random` random masks (dropout) are drawn as they
+            are without compiling, so that steps can be compared; without it they are other numbers of the same distribution.
 Refuses     Scripts that compile already; models whose calls are a small part of the step.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from flatout.cost.accounting import model_seconds
+from flatout.cost.compiling import draws_in_model, has_changing_shapes, repeated_blocks
+from flatout.errors import EditError, PlanError
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
@@ -18,11 +23,13 @@ from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
 if TYPE_CHECKING:
     from torch import nn
 
-_SMALL_PART = 0.1
+_SMALL_PART: Final = 0.1
+_MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
+_OPTIONS: Final = ("mode", "dynamic", "backend")
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
-    """The default mode."""
+    """The ways to compile that this run calls for, the most promising first."""
     if evidence.compilation is not None and evidence.compilation.num_graphs:
         yield Refusal(lever=LEVER.id, because="the script compiles already")
         return
@@ -33,28 +40,117 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         return
     told = [f.saved_s for f in findings]
     low, high = max((a for a, _ in told), default=0.0), max((b for _, b in told), default=0.0)
-    yield Candidate(
-        lever=LEVER.id,
-        saved_s=(min(low, 0.1 * busy_s), min(busy_s, max(high, 0.5 * busy_s))),
-        because=f"forward and backward take {busy_s * 1e3:.2f} ms of a step",
-    )
+    low, high = min(low, 0.1 * busy_s), min(busy_s, max(high, 0.5 * busy_s))
+    usual: Parameters = {"fallback_random": True} if draws_in_model(evidence) else {}
+    for share, parameters, why in _ways(evidence):
+        yield Candidate(
+            lever=LEVER.id,
+            parameters=usual | parameters,
+            saved_s=(share * low, share * high),
+            because=f"forward and backward take {busy_s * 1e3:.2f} ms of a step{why}",
+        )
+
+
+def _ways(evidence: Evidence) -> Iterator[tuple[float, Parameters, str]]:
+    """Share of the promise, parameters, and what speaks for them."""
+    is_device, is_ragged = evidence.steps.device_s is not None, has_changing_shapes(evidence)
+    if is_ragged:
+        yield 1.0, {"mode": "default", "dynamic": True}, "; shapes change from step to step"
+    elif is_device and not evidence.steps.is_device_bound:
+        yield 1.0, {"mode": "reduce-overhead"}, "; the device waits for its host"
+    share = 0.9 if is_ragged or (is_device and not evidence.steps.is_device_bound) else 1.0
+    yield share, {"mode": "default"}, ""
+    regions = repeated_blocks(evidence)
+    if regions:
+        places = ", ".join(f"'{r}'" if r else "the model" for r in regions)
+        yield 0.85 * share, {"mode": "default", "regions": regions}, f"; the blocks of {places} are alike"
+    if is_device and evidence.steps.is_device_bound and not is_ragged:
+        yield 0.8, {"mode": "max-autotune-no-cudagraphs"}, "; the device is busy all the time"
 
 
 def apply(seams: Seams, parameters: Parameters) -> None:
-    """Compile each root module that is trained or called, when it is first called."""
-    options: dict[str, Any] = {k: v for k, v in parameters.items() if k in ("mode", "dynamic", "backend")}
+    """Compile each root module, or its blocks, when it is first called."""
+    options: dict[str, Any] = {k: v for k, v in parameters.items() if k in _OPTIONS}
+    mode = options.get("mode")
+    if mode is not None and mode not in _MODES:
+        raise PlanError(f"mode {mode!r} is none of {', '.join(_MODES)}; see torch.compile")
+    if mode == "default" or "backend" in options:
+        options.pop("mode", None)
+    if parameters.get("fallback_random"):
+        seams.at_start(_draw_as_eager)
 
-    def compile_it(module: nn.Module) -> Callable[[], None]:
-        before = module._compiled_call_impl
-        module.compile(**options)
-        seams.note(LEVER.id)
+    def compile_it(module: nn.Module) -> Callable[[], None] | None:
+        whole = _compiled(module)
+        if whole is not None:
+            return None  # the script has done it
+        chosen = [module] if "regions" not in parameters else _blocks(module, _paths(parameters))
+        before = [(one, _compiled(one)) for one in chosen]
+        for one in chosen:
+            one.compile(**options)
+        if chosen:
+            seams.note(LEVER.id)
 
         def undo() -> None:
-            module._compiled_call_impl = before
+            for one, call in before:
+                one._compiled_call_impl = call
 
         return undo
 
     seams.at_first_call(compile_it)
+
+
+def _compiled(module: nn.Module) -> Callable[..., Any] | None:
+    return module._compiled_call_impl
+
+
+def _paths(parameters: Parameters) -> tuple[str, ...]:
+    regions = parameters["regions"]
+    if isinstance(regions, str) or not isinstance(regions, tuple):
+        raise PlanError(f"parameter 'regions' is {regions!r} and must be a list of paths, as ['blocks']")
+    return regions
+
+
+def _blocks(root: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    """The modules in these containers whose class comes there more than once; a root module without the container has none."""
+    found = []
+    for path in paths:
+        try:
+            container = root.get_submodule(path)
+        except AttributeError:
+            continue
+        children = list(container.children())
+        classes = Counter(type(child) for child in children)
+        found += [child for child in children if classes[type(child)] > 1 and next(child.children(), None) is not None]
+    return found
+
+
+def _draw_as_eager() -> Callable[[], None]:
+    """Compiled code draws random numbers as eager code does; returns how to undo it."""
+    from torch._inductor import config
+
+    before = config.fallback_random
+    config.fallback_random = True
+
+    def undo() -> None:
+        config.fallback_random = before
+
+    return undo
+
+
+def edit(text: str, parameters: Parameters) -> str:
+    """`model.compile(...)` behind the statement that makes the model, or a loop over its blocks."""
+    from flatout.levers.models_made import behind_model
+
+    if "compile(" in text and "re.compile(" not in text:
+        raise EditError("the file compiles something already")
+    options = {k: v for k, v in parameters.items() if k in _OPTIONS and v != "default"}
+    arguments = ", ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in options.items())
+    if "regions" not in parameters:
+        return behind_model(text, f"model.compile({arguments})\n")
+    paths = _paths(parameters)
+    if "" in paths:
+        raise EditError("the blocks are the model's own children, among others")
+    return behind_model(text, "".join(f"for block in model.{p}:\n    block.compile({arguments})\n" for p in paths))
 
 
 LEVER = Lever(
@@ -64,4 +160,5 @@ LEVER = Lever(
     module=__name__,
     propose=propose,
     apply=apply,
+    edit=edit,
 )

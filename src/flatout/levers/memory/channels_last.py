@@ -7,15 +7,25 @@ Refuses     Models without two-dimensional convolutions.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import libcst as cst
+from libcst import matchers as m
+
+from flatout.errors import EditError
+from flatout.levers.calls import argument, calls_ending, with_argument, with_torch
+from flatout.levers.models import definitions_with, made_in
+from flatout.levers.source import code_of, expression, parsed, with_expression
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
 
 if TYPE_CHECKING:
     from torch import nn
+
+_CONVOLUTIONS: Final = {"Conv2d", "ConvTranspose2d"}
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
@@ -69,6 +79,41 @@ def apply(seams: Seams, parameters: Parameters) -> None:
     seams.on_inputs(inputs)
 
 
+def edit(text: str, parameters: Parameters) -> str:
+    """`.to(memory_format=torch.channels_last)` where the model is made; what it is given then follows its weights' layout."""
+    module, torch = with_torch(parsed(text))
+    if "channels_last" in text:
+        raise EditError("the script speaks of channels_last itself")
+    convolving = _CONVOLUTIONS | definitions_with(module, _CONVOLUTIONS)
+    made = [one for one in made_in(module) if not one.is_part and convolving & _words(one.assign.value)]
+    models = [one for one in made if _is_model(module, one.name)]
+    if not models:
+        raise EditError("where a model that convolves images is made is not seen")
+    layout = expression(f"{torch}.channels_last")
+    for model in models:
+        module = with_expression(module, model.assign.value, _converted(model.assign.value, layout))
+    return module.code
+
+
+def _words(node: cst.CSTNode) -> set[str]:
+    return set(re.findall(r"\w+", code_of(node)))
+
+
+def _is_model(module: cst.Module, name: str) -> bool:
+    """Whether it is called, or its parameters are asked for: what is only a part of a model is converted with it."""
+    receivers = [code_of(c.func.value) for c in calls_ending(module, "parameters") if isinstance(c.func, cst.Attribute)]
+    called = [code_of(c.func) for c in m.findall(module, m.Call()) if isinstance(c, cst.Call)]
+    return name in called or any(f"{receiver}.".startswith(f"{name}.") for receiver in receivers)
+
+
+def _converted(value: cst.BaseExpression, layout: cst.BaseExpression) -> cst.BaseExpression:
+    """The call that makes the model, with one more thing in its last `.to(...)`, or that one more."""
+    is_to = isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) and value.func.attr.value == "to"
+    if is_to and argument(value, "memory_format") is None:  # type: ignore[arg-type]
+        return with_argument(value, "memory_format", layout)  # type: ignore[arg-type]
+    return expression("{value}.to(memory_format={layout})", value=value, layout=layout)
+
+
 LEVER = Lever(
     id="memory.channels-last",
     title="Channels last",
@@ -76,4 +121,5 @@ LEVER = Lever(
     module=__name__,
     propose=propose,
     apply=apply,
+    edit=edit,
 )

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from flatout.errors import EditError
+from flatout.levers.calls import argument, calls_ending, is_named, with_calls, without_argument
 from flatout.levers.offers import as_found
+from flatout.levers.source import code_of, parsed
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
@@ -36,6 +39,19 @@ def apply(seams: Seams, parameters: Parameters) -> None:
         seams.replace(owner, "zero_grad", zero_grad)
 
 
+def edit(text: str, parameters: Parameters) -> str:
+    """`zero_grad(set_to_none=False)` becomes `zero_grad()`."""
+    module = parsed(text)
+    told = {call: argument(call, "set_to_none", 0) for call in calls_ending(module, "zero_grad")}
+    filling = {call: value for call, value in told.items() if value is not None and not is_named(value, "True")}
+    if not filling:
+        raise EditError("no call of zero_grad says set_to_none=False")
+    unclear = next((value for value in filling.values() if not is_named(value, "False")), None)
+    if unclear is not None:
+        raise EditError(f"'{code_of(unclear)}' decides whether gradients are filled")
+    return with_calls(module, list(filling), lambda call: without_argument(call, "set_to_none", 0)).code
+
+
 LEVER = Lever(
     id="memory.gradients-to-none",
     title="Gradients set to None",
@@ -43,4 +59,5 @@ LEVER = Lever(
     module=__name__,
     propose=propose,
     apply=apply,
+    edit=edit,
 )

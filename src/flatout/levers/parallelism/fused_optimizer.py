@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from flatout.errors import EditError
+from flatout.levers.calls import TRUE, argument, calls_of, is_named, with_argument, with_calls, without_argument
+from flatout.levers.source import parsed
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
@@ -56,6 +59,16 @@ def apply(seams: Seams, parameters: Parameters) -> None:
         seams.at_making(getattr(torch.optim, name), fuse)
 
 
+def edit(text: str, parameters: Parameters) -> str:
+    """`fused=True` in the calls that make an optimizer."""
+    module = parsed(text)
+    made = calls_of(module, [f"torch.optim.{name}" for name in _NAMES])
+    able = [c for c in made if not is_named(argument(c, "fused"), "True") and not argument(c, "differentiable")]
+    if not able:
+        raise EditError("no call that makes an optimizer with a fused implementation is in the file")
+    return with_calls(module, able, lambda call: with_argument(without_argument(call, "foreach"), "fused", TRUE)).code
+
+
 LEVER = Lever(
     id="parallelism.fused-optimizer",
     title="Fused optimizer",
@@ -63,4 +76,5 @@ LEVER = Lever(
     module=__name__,
     propose=propose,
     apply=apply,
+    edit=edit,
 )

@@ -9,6 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import libcst as cst
+
+from flatout.errors import EditError
+from flatout.levers.calls import argument, calls_of, with_calls, with_torch
+from flatout.levers.source import parsed
+from flatout.levers.starting import with_start
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer
@@ -50,6 +56,22 @@ def apply(seams: Seams, parameters: Parameters) -> None:
     seams.at_start(start)
 
 
+def edit(text: str, parameters: Parameters) -> str:
+    """`torch.set_num_threads(n)` where the script starts, or another number where it sets one."""
+    number = integer(parameters, "num_threads")
+    module = parsed(text)
+    told = calls_of(module, ("torch.set_num_threads",))
+    if len(told) > 1:
+        raise EditError(f"the number of threads is set in {len(told)} places")
+    if not told:
+        module, torch = with_torch(module)
+        return with_start(module, f"{torch}.set_num_threads({number})\n").code
+    if argument(told[0], "", 0) is None:
+        raise EditError("torch.set_num_threads is called without a number")
+    value = cst.Integer(str(number))
+    return with_calls(module, told, lambda call: call.with_changes(args=[call.args[0].with_changes(value=value)])).code
+
+
 LEVER = Lever(
     id="parallelism.thread-count",
     title="Number of compute threads",
@@ -57,4 +79,5 @@ LEVER = Lever(
     module=__name__,
     propose=propose,
     apply=apply,
+    edit=edit,
 )

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from flatout.errors import EditError
+from flatout.levers.calls import calls_of, with_torch
 from flatout.levers.offers import as_found
+from flatout.levers.source import parsed
+from flatout.levers.starting import with_start
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
@@ -36,6 +40,15 @@ def apply(seams: Seams, parameters: Parameters) -> None:
     seams.at_start(start)
 
 
+def edit(text: str, parameters: Parameters) -> str:
+    """`torch.set_flush_denormal(True)` where the script starts."""
+    module = parsed(text)
+    if calls_of(module, ("torch.set_flush_denormal",)):
+        raise EditError("the script calls torch.set_flush_denormal already")
+    module, torch = with_torch(module)
+    return with_start(module, f"{torch}.set_flush_denormal(True)\n").code
+
+
 LEVER = Lever(
     id="workload.flush-denormal",
     title="Denormal numbers flushed to zero",
@@ -43,4 +56,5 @@ LEVER = Lever(
     module=__name__,
     propose=propose,
     apply=apply,
+    edit=edit,
 )

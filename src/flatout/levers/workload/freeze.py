@@ -7,9 +7,17 @@ Refuses     Runs in which every gradient is read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import libcst as cst
+from libcst import matchers as m
+
+from flatout.errors import EditError
+from flatout.levers.calls import calls_ending
+from flatout.levers.models import Made, made_in
+from flatout.levers.source import call_name, code_of, parsed, statements, with_statements
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
@@ -66,6 +74,88 @@ def apply(seams: Seams, parameters: Parameters) -> None:
     seams.at_first_call(freeze)
 
 
+def edit(text: str, parameters: Parameters) -> str:
+    """`model.body.requires_grad_(False)` below the statement that makes the model."""
+    module = parsed(text)
+    if ".requires_grad" in text:
+        raise EditError("the script sets requires_grad itself")
+    made = made_in(module)
+    trained = _trained(module)
+    given = parameters["modules"]
+    changes: dict[cst.CSTNode, Sequence[cst.BaseStatement]] = {}
+    by_kind: dict[str, list[str]] = {}
+    for path in given if isinstance(given, (tuple, list)) else [str(given)]:
+        kind, _, rest = path.partition(".")
+        by_kind.setdefault(kind, []).append(rest)
+    for kind, paths in by_kind.items():
+        models = [one for one in made if one.kind == kind]
+        if len(models) != 1:
+            raise EditError(
+                f"the file makes a '{kind}' in {len(models)} places"
+                if models
+                else f"where a '{kind}' is made is not seen"
+            )
+        frozen = _frozen(models[0], paths, trained, {one.name for one in made if one.function is models[0].function})
+        lines = [f"{_dotted(models[0].name, path)}.requires_grad_(False)\n" for path in frozen]
+        changes[models[0].statement] = [models[0].statement, *statements("".join(lines))]
+    return with_statements(module, changes).code
+
+
+def _trained(module: cst.Module) -> set[str]:
+    """What `.parameters()` is called of in the calls that make optimizers.
+
+    Raises EditError when that is not all that they are given.
+    """
+    found: set[str] = set()
+    for call in m.findall(module, m.Call()):
+        assert isinstance(call, cst.Call)
+        if call_name(module, call.func).startswith("torch.optim.") and call.args:
+            trained = calls_ending(call.args[0], "parameters")
+            if not trained:
+                continue
+            found |= {_path(code_of(c.func.value)) for c in trained if isinstance(c.func, cst.Attribute)}
+    if not found:
+        raise EditError("what the optimizer trains cannot be read from the text")
+    return found
+
+
+def _frozen(model: Made, paths: Sequence[str], trained: set[str], known: set[str]) -> list[str]:
+    """The shortest paths inside of the model that hold nothing that is trained."""
+    stranger = next((t for t in trained if not any(f"{t}.".startswith(f"{name}.") for name in known)), None)
+    if stranger is not None:
+        raise EditError(f"what '{stranger}' is cannot be read from the text")
+    inner = [t[len(model.name) :].strip(".").split(".") for t in trained if f"{t}.".startswith(f"{model.name}.")]
+    found: list[str] = []
+    for path in paths:
+        parts = path.split(".") if path else []
+        for length in range(len(parts) + 1):
+            prefix = parts[:length]
+            if not any(t[: len(prefix)] == prefix or t == [""] for t in inner):
+                found.append(".".join(prefix))
+                break
+        else:
+            raise EditError(f"'{model.name}' is given to the optimizer with '{path or model.name}'")
+    return list(dict.fromkeys(found))
+
+
+def _path(code: str) -> str:
+    """An expression as torch names a module: an index is a name.
+
+    >>> _path("net.body[0]")
+    'net.body.0'
+    """
+    return re.sub(r"\[(\d+)\]", r".\1", code)
+
+
+def _dotted(name: str, path: str) -> str:
+    """How Python reaches a module inside of another.
+
+    >>> _dotted("net", "body.0.weight")
+    'net.body[0].weight'
+    """
+    return name + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split(".") if part)
+
+
 LEVER = Lever(
     id="workload.freeze",
     title="No gradients that nobody reads",
@@ -73,4 +163,5 @@ LEVER = Lever(
     module=__name__,
     propose=propose,
     apply=apply,
+    edit=edit,
 )

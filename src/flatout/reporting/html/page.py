@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from markupsafe import Markup
@@ -17,6 +16,7 @@ from flatout.records.memory import Memory, MemoryKind
 from flatout.records.workload import Source
 from flatout.reporting import text, units
 from flatout.reporting.bars import LOOKS
+from flatout.reporting.html.blank import environment, style
 from flatout.reporting.html.code import Change, Line, edit, excerpt, highlighted
 from flatout.reporting.html.figure import PHASES
 from flatout.reporting.html.manual import Entry, manual
@@ -24,7 +24,7 @@ from flatout.reporting.html.memory import memory_svg
 from flatout.reporting.html.roofline import roofline_svg
 from flatout.reporting.html.steps import steps_svg
 from flatout.reporting.html.timeline import timeline_svg
-from flatout.reporting.inert import inert, place, place_of
+from flatout.reporting.inert import place, place_of
 from flatout.reporting.memory import memory_cost, memory_gain
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def html_report(evidence: Evidence, diagnosis: Diagnosis) -> bytes:
             for i, m in enumerate(evidence.memory[:8])
         ],
         steps=steps_svg(evidence.steps),
-        style=Markup(files(__package__).joinpath("style.css").read_text(encoding="utf-8")),
+        style=style(),
     )
     return page.encode("utf-8", "backslashreplace")
 
@@ -116,18 +116,9 @@ def _cause(number: int, finding: RankedFinding, *, cwd: str) -> Cause:
 
 @cache
 def _template() -> Template:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("flatout.reporting", "html"),
-        autoescape=True,
-        finalize=_safe,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    _add_filters(environment)
-    return environment.get_template("page.html.jinja")
+    found = environment()
+    _add_filters(found)
+    return found.get_template("page.html.jinja")
 
 
 def _add_filters(environment: Environment) -> None:
@@ -155,13 +146,6 @@ def _lede(headline: str, title: str) -> str:
     """The headline without what the title says already."""
     rest = headline.removeprefix(title).lstrip(";. ")
     return rest[:1].upper() + rest[1:]
-
-
-def _safe(value: object) -> object:
-    """What an expression of the template may write: markup of ours as it is, all else inert."""
-    if isinstance(value, Markup) or value is None:
-        return value if value is not None else ""
-    return inert(str(value))
 
 
 def _grow(seconds: float) -> str:

@@ -4,7 +4,7 @@ Costs        The share of every product and pointwise operator that works on pad
 Evidence     Trailing constants in the batch's tensors, with something that says they are padding (integer tokens, padding_idx,
              a mask, lengths). Trial: the model's forward and backward on the same batch, cropped to its longest row and to its
              mean length.
-Levers       communication.bucket-lengths, communication.pack
+Levers       communication.trim-padding, communication.bucket-lengths, communication.pack
 False alarm  Batches that are packed before the arithmetic (pack_padded_sequence). Images with black borders, tokens that repeat:
              without a sign of padding, or where the model refuses shorter input or gets no faster, nothing is said.
 """
@@ -104,5 +104,5 @@ RULE = Rule(
     module=__name__,
     check=check,
     propose=propose,
-    levers=("communication.bucket-lengths", "communication.pack"),
+    levers=("communication.trim-padding", "communication.bucket-lengths", "communication.pack"),
 )

@@ -4,7 +4,8 @@ Costs        The time between the end of a step and the next forward pass: a wai
              generator or the loop's own lines make the batch.
 Evidence     Sampled time between the steps, on lines that the loop over steps reaches before it calls the model, and that is not
              spent in tensor operators. Trial: the model called without a pause, for what the pauses cost it.
-Levers       communication.prepare-in-memory, graph.vectorise
+Levers       communication.prepare-in-memory, graph.vectorise, graph.hoist-constant, graph.compile-loop,
+             communication.tensors-once
 False alarm  Logging and saving after the optimizer's step; on a device, Python that runs while the device is still busy; a batch
              that one line converts from Python numbers (overhead.tensor-from-python tells it).
 """
@@ -120,5 +121,11 @@ RULE = Rule(
     module=__name__,
     check=check,
     propose=propose,
-    levers=("communication.prepare-in-memory", "graph.vectorise"),
+    levers=(
+        "communication.prepare-in-memory",
+        "graph.vectorise",
+        "graph.hoist-constant",
+        "graph.compile-loop",
+        "communication.tensors-once",
+    ),
 )

@@ -4,7 +4,7 @@ Costs        The driver first copies the batch into pinned memory of its own, pi
              copy can run beside nothing.
 Evidence     Copies from the host's memory by line: pinned or not, bytes, seconds; the machine's measured rates from both kinds of
              memory.
-Levers       communication.pin-memory
+Levers       communication.pin-memory, communication.prefetch-to-device
 False alarm  Small copies, which take their latency and not their rate; a batch that was made on the device.
 """
 
@@ -59,5 +59,5 @@ RULE = Rule(
     title="Batches are copied from pageable memory",
     module=__name__,
     check=check,
-    levers=("communication.pin-memory",),
+    levers=("communication.pin-memory", "communication.prefetch-to-device"),
 )

@@ -5,7 +5,7 @@ Costs        The interpreter, and many small calls, for every item of every batc
 Evidence     Asked twice for the same item, the data set gives another one, and sampled time lies on the user's lines inside it.
              Trial: a batch fetched item by item against the same batch indexed in ready tensors, which a batched augmentation
              cannot beat.
-Levers       graph.vectorise, communication.loader-workers
+Levers       graph.vectorise, communication.loader-workers, graph.compile-loop
 False alarm  Augmentation that a package does in compiled code is slow only as far as the images are large; then workers are the
              cure, and the range says so.
 """
@@ -66,5 +66,5 @@ RULE = Rule(
     module=__name__,
     check=check,
     propose=propose,
-    levers=("graph.vectorise", "communication.loader-workers"),
+    levers=("graph.vectorise", "communication.loader-workers", "graph.compile-loop"),
 )

@@ -3,7 +3,7 @@
 Costs        The whole wait: while a sample is prepared in the main process, nothing else runs.
 Evidence     Time in `next()` of the DataLoader in every step, and the function of the data set or collation it is spent in.
              Trial: a batch fetched item by item against the same batch indexed in ready tensors; are items repeatable?
-Levers       communication.prepare-in-memory, communication.loader-workers
+Levers       communication.prepare-in-memory, communication.loader-workers, graph.hoist-constant, graph.compile-loop
 False alarm  A first batch that starts workers; a wait shorter than the noise. Rows of tensors in memory, random augmentation and
              files decoded again are told by input.collate-in-ram, input.python-augmentation and input.decoded-every-epoch.
 """
@@ -72,5 +72,10 @@ RULE = Rule(
     module=__name__,
     check=check,
     propose=propose,
-    levers=("communication.prepare-in-memory", "communication.loader-workers"),
+    levers=(
+        "communication.prepare-in-memory",
+        "communication.loader-workers",
+        "graph.hoist-constant",
+        "graph.compile-loop",
+    ),
 )

@@ -4,7 +4,7 @@ Costs        Starting the processes, importing and copying the data set into eac
              pass over the data.
 Evidence     A loader with workers and without `persistent_workers` is iterated over again; the wait for the first batch of an
              epoch, making and ending the iterator included, beside the wait for the others.
-Levers       communication.loader-workers
+Levers       communication.persistent-workers, communication.loader-workers
 False alarm  One long epoch, or epochs so long that a start is nothing beside them.
 """
 
@@ -66,5 +66,5 @@ RULE = Rule(
     module=__name__,
     check=check,
     propose=propose,
-    levers=("communication.loader-workers",),
+    levers=("communication.persistent-workers", "communication.loader-workers"),
 )

@@ -4,7 +4,7 @@ Costs        For each layer its dispatch, its Python, and a product too small fo
              the same again.
 Evidence     Products of one line and one shape in many modules of one list, none of which needs the result of another. Trial:
              such layers one by one, and as one batched product with their weights stacked, forward and backward.
-Levers       graph.merge-products
+Levers       graph.merge-products, parallelism.batch-modules
 False alarm  Layers large enough to fill the machine alone: the trial says so. Layers in a chain depend on one another.
 """
 
@@ -175,5 +175,5 @@ RULE = Rule(
     module=__name__,
     check=check,
     propose=propose,
-    levers=("graph.merge-products",),
+    levers=("graph.merge-products", "parallelism.batch-modules"),
 )

@@ -3,7 +3,7 @@
 Costs        The host's time; on a GPU it is hidden only while the device has work queued.
 Evidence     A sampler finds the step at this line far longer than the line's operators run: NumPy round trips, parsing, copying
              of state, logging.
-Levers       graph.vectorise
+Levers       graph.vectorise, graph.hoist-constant, graph.compile-loop, memory.gather-once, communication.tensors-once
 False alarm  The lines that wait on purpose (the loader, the backward call); sampling noise.
 """
 
@@ -101,6 +101,12 @@ RULE = Rule(
     title="A line that spends its time in Python",
     module=__name__,
     check=check,
-    levers=("graph.vectorise",),
+    levers=(
+        "graph.vectorise",
+        "graph.hoist-constant",
+        "graph.compile-loop",
+        "memory.gather-once",
+        "communication.tensors-once",
+    ),
     is_general=True,
 )

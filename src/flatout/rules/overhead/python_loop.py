@@ -4,7 +4,7 @@ Costs        The dispatch of every operator, forward and backward, and the Pytho
 Evidence     Lines inside one loop whose operators run many times a step on little data. Recurrent cells called step by step
              are priced by a trial of torch's layer over the whole sequence; loops whose iterations do not feed one another by
              what the same arithmetic costs in one piece on the measured machine.
-Levers       graph.vectorise, graph.fused-recurrence
+Levers       graph.vectorise, graph.fused-recurrence, graph.compile-loop
 False alarm  A loop over a model's layers (each iteration is another module), over micro-batches or steps, or over operators so
              large that the dispatch does not matter.
 """
@@ -171,5 +171,5 @@ RULE = Rule(
     module=__name__,
     check=check,
     propose=propose,
-    levers=("graph.vectorise", "graph.fused-recurrence"),
+    levers=("graph.vectorise", "graph.fused-recurrence", "graph.compile-loop"),
 )

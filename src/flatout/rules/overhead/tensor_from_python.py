@@ -2,7 +2,7 @@
 
 Costs        Python visits every element: some ten nanoseconds each, where an array is copied as a whole.
 Evidence     Calls of torch.tensor or torch.as_tensor on lists of many elements in a watched step, with their seconds.
-Levers       graph.vectorise
+Levers       graph.vectorise, communication.tensors-once
 False alarm  Short lists (a shape, some labels); arrays, which are copied as a whole.
 """
 
@@ -75,5 +75,5 @@ RULE = Rule(
     title="A tensor built from Python objects",
     module=__name__,
     check=check,
-    levers=("graph.vectorise",),
+    levers=("graph.vectorise", "communication.tensors-once"),
 )

@@ -1,0 +1,198 @@
+"""Batches are made beside the step: by worker processes, or by threads where making them lets other threads run.
+
+What        `num_workers`, `prefetch_factor`, `persistent_workers` where a DataLoader is made; or, with the parameter `threads`,
+            its batches made by threads of the process. Workers that live on draw the seed that new ones would have drawn; the
+            edited script leaves that out, so that an order that comes from torch's global generator is another from epoch 2 on.
+Guarantee   EXACT: the same batches in the same order, where items hold no random numbers; items that do are refused.
+Refuses     Loaders that are not waited for; items that differ from time to time; iterable data sets, which each worker would read
+            as a whole; one core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import libcst as cst
+
+from flatout.cost.accounting import result_of
+from flatout.cost.feeding import fetched, main_loader, waiting_s
+from flatout.errors import EditError
+from flatout.levers.keywords import LOADER, LOADER_ORDER, call_in, with_keywords
+from flatout.levers.source import code_of, place_of, text_at, with_expression, with_import
+from flatout.records.evidence import Evidence, Loader
+from flatout.records.finding import Finding
+from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer
+from flatout.records.trial import TimeWorkers
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+_MOST = 8
+_USUAL_FACTOR = 2
+"""Batches that a worker has under way, by default (documentation of torch.utils.data)."""
+
+
+def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
+    """The numbers that a trial found best, then others; threads last, for nobody knows what holds the interpreter."""
+    index = main_loader(evidence)
+    why = _why_not(evidence, index)
+    if index is None or why:
+        yield Refusal(lever=LEVER.id, because=why)
+        return
+    loader = evidence.loaders[index]
+    tried = max((f.saved_s for f in findings if f.basis == "trial"), default=(0.0, 0.0))
+    ways: list[Parameters] = [{"num_workers": number} for number in _counts(evidence, index)]
+    if loader.num_workers == 0:
+        # On a CPU the model's own threads want the cores as well.
+        ways.append({"threads": 1 if evidence.workload.device == "cpu" else min(evidence.workload.num_cores, _MOST)})
+    for way in ways:
+        gained_s = _gained_s(evidence, index, integer(way, next(iter(way))))
+        yield Candidate(
+            lever=LEVER.id,
+            parameters=_place(evidence, loader) | way | {"dataset": loader.dataset},
+            saved_s=(min(0.3 * gained_s, tried[0]), max(gained_s, tried[1])),
+            where=evidence.source_of(loader.constructed),
+            because=_because(evidence, loader),
+        )
+
+
+def _why_not(evidence: Evidence, index: int | None) -> str:
+    if index is None:
+        return "no loader is waited for"
+    loader, result = evidence.loaders[index], fetched(evidence, index)
+    if not loader.is_map_style:
+        return "each worker would read the whole of an iterable data set"
+    if evidence.workload.num_cores < 2:
+        return "there is one core, and the step needs it"
+    if loader.is_in_ram and not loader.has_own_collate:
+        return f"the items of {loader.dataset} lie in memory already, and workers would only send them to and fro"
+    if result is not None and not result.facts.get("repeatable"):
+        return f"the items of {loader.dataset} hold random numbers, and workers draw others"
+    return ""
+
+
+def _counts(evidence: Evidence, index: int) -> list[int]:
+    """Numbers of workers worth trying, two at most."""
+    loader = evidence.loaders[index]
+    trials = [t.trial for t in evidence.trials if isinstance(t.trial, TimeWorkers) and t.trial.loader == index]
+    for trial in trials:
+        result = result_of(evidence, trial)
+        if result is not None and result.parts:
+            ranked = sorted(trial.counts, key=lambda c: result.parts.get(str(c), 0.0))
+            return [c for c in ranked if c != loader.num_workers][:2]
+    cores = min(evidence.workload.num_cores, _MOST)
+    return [c for c in dict.fromkeys((cores, cores // 2)) if c > 0 and c != loader.num_workers]
+
+
+def _gained_s(evidence: Evidence, index: int, number: int) -> float:
+    """What of the wait goes when so many make batches beside the step; they cannot make them faster than one core each can."""
+    loader, result, wait_s = evidence.loaders[index], fetched(evidence, index), waiting_s(evidence)
+    busy_s = max(0.0, evidence.steps.step_s - wait_s)
+    batch_s = (result.now_s or 0.0) * max(1.0, loader.fetches) if result is not None else wait_s
+    return max(0.0, wait_s - max(0.0, batch_s / number - busy_s))
+
+
+def _because(evidence: Evidence, loader: Loader) -> str:
+    waited = f"each step waits {waiting_s(evidence) * 1e3:.2f} ms for a batch of {loader.dataset}"
+    return f"{waited}, made by {loader.num_workers} worker process(es)"
+
+
+def _place(evidence: Evidence, loader: Loader) -> Parameters:
+    where = evidence.source_of(loader.constructed)
+    try:
+        place = place_of(evidence, where) if where is not None else {}
+        edit(text_at(evidence, place), place | {"num_workers": 1}) if place else None
+    except EditError:
+        return {}
+    return place
+
+
+def apply(seams: Seams, parameters: Parameters) -> None:
+    """Have loaders of this data set made with workers, or read by threads."""
+    if "threads" in parameters:
+        _read_by_threads(seams, parameters)
+    else:
+        _make_with_workers(seams, parameters)
+
+
+def _make_with_workers(seams: Seams, parameters: Parameters) -> None:
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset
+
+    number = integer(parameters, "num_workers")
+    factor = integer(parameters, "prefetch_factor") if "prefetch_factor" in parameters else _USUAL_FACTOR
+    begin = DataLoader.__iter__
+    lasting: set[int] = set()
+
+    def hire(kind: type, given: dict[str, Any]) -> None:
+        if isinstance(given["dataset"], IterableDataset) or not _is_wanted(given["dataset"], parameters):
+            return
+        if given.get("persistent_workers"):
+            lasting.add(id(given["dataset"]))
+        given |= {
+            "num_workers": number,
+            "persistent_workers": number > 0,
+            "prefetch_factor": factor if number else None,
+        }
+        seams.note(LEVER.id)
+
+    def __iter__(self: DataLoader[Any]) -> Iterator[Any]:
+        is_ours = _is_wanted(self.dataset, parameters) and id(self.dataset) not in lasting
+        if is_ours and self.persistent_workers and self._iterator is not None:
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # the seed of workers that start anew
+        return begin(self)
+
+    seams.at_making(DataLoader, hire)
+    seams.replace(DataLoader, "__iter__", __iter__)
+
+
+def _read_by_threads(seams: Seams, parameters: Parameters) -> None:
+    from torch.utils.data import DataLoader, IterableDataset
+
+    from flatout.data.threads import Threads
+
+    number, begin = integer(parameters, "threads"), DataLoader.__iter__
+
+    def __iter__(self: DataLoader[Any]) -> Iterator[Any]:
+        is_able = (
+            not self.num_workers and self.batch_sampler is not None and not isinstance(self.dataset, IterableDataset)
+        )
+        if not is_able or not _is_wanted(self.dataset, parameters):
+            return begin(self)
+        seams.note(LEVER.id)
+        return iter(Threads(self, number))
+
+    seams.replace(DataLoader, "__iter__", __iter__)
+
+
+def _is_wanted(dataset: object, parameters: Parameters) -> bool:
+    return parameters.get("dataset", type(dataset).__name__) == type(dataset).__name__
+
+
+def edit(text: str, parameters: Parameters) -> str:
+    """The keywords in the call, or the call in `Threads(...)`."""
+    module, call = call_in(text, parameters, LOADER)
+    if "threads" in parameters:
+        new = cst.parse_expression(f"Threads({code_of(call)}, {integer(parameters, 'threads')})")
+        return with_import(with_expression(module, call, new), "flatout", "Threads").code
+    number = integer(parameters, "num_workers")
+    values: dict[str, str | None] = {
+        "num_workers": str(number) if number else None,
+        "persistent_workers": "True" if number else None,
+    }
+    if "prefetch_factor" in parameters:
+        values["prefetch_factor"] = str(integer(parameters, "prefetch_factor"))
+    return with_keywords(module, call, values, LOADER_ORDER).code
+
+
+LEVER = Lever(
+    id="communication.loader-workers",
+    title="Batches made beside the step",
+    guarantee="exact",
+    module=__name__,
+    propose=propose,
+    apply=apply,
+    edit=edit,
+    conflicts=("communication.persistent-workers", "communication.prepare-in-memory"),
+)

@@ -1,0 +1,377 @@
+"""One norm of all gradients tells whether any holds NaN or infinity; the search for which one runs only when one does.
+
+What        A loop that asks each tensor `torch.isnan(g).any()` and acts on a yes is put under `if not
+            torch.isfinite(torch.nn.utils.get_total_norm(gradients)):`; `any(...)` and `all(...)` of such questions likewise.
+Guarantee   EXACT: the norm is finite only if every number is; when it is not, the old search runs and does what it did.
+Refuses     Loops that do something else too, or whose variables are read after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import libcst as cst
+from libcst import matchers as m
+
+from flatout.errors import EditError
+from flatout.levers.calls import with_torch
+from flatout.levers.source import (
+    Place,
+    assigned_in,
+    call_name,
+    code_of,
+    expression,
+    find,
+    fresh_name,
+    names_in,
+    place_of,
+    statements,
+    text_at,
+    with_expression,
+    with_statements,
+)
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding
+from flatout.records.lever import Candidate, Lever, Parameters, Refusal
+
+_LOW, _HIGH = 0.3, 1.0
+"""Shares of what the checks take: the norm reads every number once; each check did so too, and made a tensor of answers."""
+_ASKS: Final = {"isnan": "any", "isinf": "any", "isposinf": "any", "isneginf": "any", "isfinite": "all"}
+"""What is asked of each number, and how the answers are put together for a question of the whole tensor."""
+
+_PASSING: Final = ("enumerate", "zip", "list", "tuple", "reversed", "sorted", "filter", "map")
+_LISTS: Final = (
+    m.List()
+    | m.Tuple()
+    | m.ListComp()
+    | m.Dict()
+    | m.Call(func=m.Name("list") | m.Name("tuple") | m.Name("sorted") | m.Name("dict"))
+)
+
+
+def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
+    """For each place that checks many tensors."""
+    if not findings:
+        yield Refusal(lever=LEVER.id, because="no tensors are searched for NaN or infinity")
+    seen: list[Parameters] = []
+    for finding in findings:
+        said = _offer(evidence, finding)
+        if isinstance(said, Refusal):
+            yield said
+        elif said.parameters not in seen:
+            seen.append(said.parameters)
+            yield said
+
+
+def _offer(evidence: Evidence, finding: Finding) -> Candidate | Refusal:
+    if finding.where is None:
+        return Refusal(lever=LEVER.id, because="it was not seen where the checks are")
+    why = ""
+    for loop in (True, False):
+        try:
+            parameters = place_of(evidence, finding.where, loop=loop)
+            edit(text_at(evidence, parameters), parameters)
+        except EditError as e:
+            why = why or str(e)
+            continue
+        low, high = finding.saved_s
+        return Candidate(
+            lever=LEVER.id,
+            parameters=parameters,
+            saved_s=(_LOW * low, _HIGH * high),
+            where=finding.where,
+            because=finding.because,
+        )
+    return Refusal(lever=LEVER.id, because=f"line {finding.where.line}: {why}")
+
+
+class _Search(NamedTuple):
+    """A search through tensors: the `for` parts that bring them, and the expressions that are checked."""
+
+    loops: tuple[tuple[cst.BaseExpression, cst.BaseExpression], ...]
+    checked: tuple[cst.BaseExpression, ...]
+    ifs: tuple[cst.BaseExpression, ...] = ()
+    bound: frozenset[str] = frozenset()
+    """Names that the loop binds also where it finds nothing."""
+
+
+def edit(text: str, parameters: Parameters) -> str:
+    """Put the search under one check of the norm.
+
+    Raises EditError where the loop does something when nothing is found, or is no such search.
+    """
+    place = find(text, parameters)
+    if isinstance(place.statement, cst.For):
+        return _around_loop(place, place.statement)
+    return _before_question(place)
+
+
+def _around_loop(place: Place, loop: cst.For) -> str:
+    search = _search_of(place.module, loop)
+    bound = set(search.bound)
+    _see_twice(place, loop.iter)
+    scope = place.function or place.module
+    rest = with_statements(place.module, {loop: []}) if place.function is None else None
+    outside = names_in(rest) if rest is not None else names_in(scope.deep_remove(loop))  # type: ignore[arg-type]
+    if bound & outside - _rebound(place, loop, bound):
+        raise EditError(f"'{sorted(bound & outside)[0]}' is used outside the loop, too")
+    module, torch_ = with_torch(place.module)
+    name = fresh_name(module, "total_norm")
+    new = statements(f"{name} = {{norm}}\nif not {torch_}.isfinite({name}):\n    pass\n", norm=_norm(search, torch_))
+    branch = cst.ensure_type(new[1], cst.If)
+    bare = loop.with_changes(leading_lines=())
+    new[1] = branch.with_changes(body=cst.IndentedBlock(body=[bare]))
+    if module is not place.module:
+        raise EditError("torch is not imported by its name")
+    return with_statements(module, {loop: new}).code
+
+
+def _rebound(place: Place, loop: cst.For, bound: set[str]) -> set[str]:
+    """Names of the loop that other loops and comprehensions of the scope bind anew for themselves and read nowhere else."""
+    scope = place.function or place.module
+    safe: set[str] = set()
+    for name in bound:
+        others = [n for n in m.findall(scope, m.For() | m.CompFor()) if n is not loop]
+        holders = [n for n in others if name in names_in(n.target)]  # type: ignore[attr-defined]
+        total = len(m.findall(scope, m.Name(name)))
+        owned = len(m.findall(loop, m.Name(name)))
+        for holder in holders:
+            owned += len(m.findall(_whole(scope, holder), m.Name(name)))
+        if owned == total:
+            safe.add(name)
+    return safe
+
+
+def _whole(scope: cst.CSTNode, holder: cst.CSTNode) -> cst.CSTNode:
+    """The comprehension that a `for` belongs to, or the loop itself."""
+    if isinstance(holder, cst.For):
+        return holder
+    kinds = m.ListComp() | m.SetComp() | m.GeneratorExp() | m.DictComp()
+    return next(c for c in m.findall(scope, kinds) if any(n is holder for n in m.findall(c, m.CompFor())))
+
+
+def _see_twice(place: Place, over: cst.BaseExpression) -> None:
+    """See that what is searched can be gone through twice: a name may stand for a generator."""
+    if isinstance(over, cst.Call) and isinstance(over.func, cst.Name) and over.func.value in _PASSING:
+        for arg in over.args:
+            _see_twice(place, arg.value)
+    elif isinstance(over, cst.Name):
+        scope = place.function or place.module
+        made = [a for a in m.findall(scope, m.Assign()) if over.value in assigned_in(a)]
+        values = [cst.ensure_type(a, cst.Assign).value for a in made]
+        if not values or not all(m.matches(v, _LISTS) for v in values):
+            raise EditError(f"'{over.value}' may be a generator, which can be gone through once")
+    elif isinstance(over, cst.GeneratorExp):
+        raise EditError(f"'{code_of(over)}' is no plain loop over tensors")
+
+
+def _before_question(place: Place) -> str:
+    """`any(isnan(g).any() for g in ...)` -> `not isfinite(norm) and any(...)`."""
+    asked = place.statement.test if isinstance(place.statement, cst.If) else place.statement
+    calls = m.findall(asked, m.Call(func=m.Name("any") | m.Name("all")))
+    found: list[tuple[cst.Call, _Search]] = []
+    for node in calls:
+        call = cst.ensure_type(node, cst.Call)
+        if len(call.args) == 1 and isinstance(call.args[0].value, (cst.GeneratorExp, cst.ListComp)):
+            found.append((call, _asked(place.module, call, call.args[0].value)))
+    if len(found) != 1 or not isinstance(place.statement, (cst.If, cst.SimpleStatementLine)):
+        raise EditError("it is no loop over tensors that are checked")
+    [(call, search)] = found
+    for _, over in search.loops:
+        _see_twice(place, over)
+    module, torch_ = with_torch(place.module)
+    if module is not place.module:
+        raise EditError("torch is not imported by its name")
+    template = (
+        "(not {t}.isfinite({{norm}}) and {{call}})"
+        if _is(call, "any")
+        else "(bool({t}.isfinite({{norm}})) or {{call}})"
+    )
+    new = expression(template.format(t=torch_), norm=_norm(search, torch_), call=call)
+    return with_expression(module, call, new).code
+
+
+def _is(call: cst.Call, name: str) -> bool:
+    return isinstance(call.func, cst.Name) and call.func.value == name
+
+
+def _asked(module: cst.Module, call: cst.Call, question: cst.GeneratorExp | cst.ListComp) -> _Search:
+    loops: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []
+    ifs: list[cst.BaseExpression] = []
+    part: cst.CompFor | None = question.for_in
+    while part is not None:
+        loops.append((part.target, part.iter))
+        ifs += [i.test for i in part.ifs]
+        part = part.inner_for_in
+    is_any = _is(call, "any")
+    checked = _found_by(module, question.elt) if is_any else _passed_by(module, question.elt)
+    for test in ifs:
+        _see_none(test)
+    return _Search(tuple(loops), tuple(_distinct(checked)), tuple(ifs))
+
+
+def _search_of(module: cst.Module, loop: cst.For) -> _Search:
+    """What a loop checks.
+
+    Raises EditError when it does anything while all numbers are finite.
+    """
+    if loop.orelse is not None or loop.asynchronous is not None:
+        raise EditError("the loop has an else")
+    checked: list[cst.BaseExpression] = []
+    ifs: list[cst.BaseExpression] = []
+    names: dict[str, cst.BaseExpression] = {}
+    _read(module, list(loop.body.body), checked, ifs, names)
+    if not checked:
+        raise EditError("the loop checks no tensor")
+    inner = [_inlined(e, names) for e in checked]
+    return _Search(
+        ((loop.target, loop.iter),),
+        tuple(_distinct(inner)),
+        tuple(_inlined(i, names) for i in ifs),
+        frozenset(names_in(loop.target) | names.keys()),
+    )
+
+
+def _read(
+    module: cst.Module,
+    body: Sequence[cst.CSTNode],
+    checked: list[cst.BaseExpression],
+    ifs: list[cst.BaseExpression],
+    names: dict[str, cst.BaseExpression],
+) -> None:
+    """Statements of the loop: names for what is checked, guards against None, questions."""
+    for index, statement in enumerate(body):
+        if isinstance(statement, cst.If) and statement.orelse is None:
+            if _is_skip(statement):
+                ifs.append(cst.parse_expression(code_of(_not_none(statement.test))))
+            elif _is_not_none(statement.test) and index == len(body) - 1:
+                ifs.append(statement.test)
+                _read(module, list(statement.body.body), checked, ifs, names)
+            else:
+                checked += _found_by(module, statement.test)
+            continue
+        small = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+        if isinstance(small, cst.Assert):
+            checked += _passed_by(module, small.test)
+        elif isinstance(small, cst.Assign) and m.matches(small, m.Assign(targets=[m.AssignTarget(m.Name())])):
+            if not isinstance(small.value, (cst.Name, cst.Attribute)):
+                raise EditError(f"the loop also does '{code_of(small)}'")
+            names[code_of(small.targets[0].target)] = small.value
+        else:
+            raise EditError(f"the loop also does '{code_of(statement).splitlines()[0]}'")
+
+
+def _inlined(node: cst.BaseExpression, names: dict[str, cst.BaseExpression]) -> cst.BaseExpression:
+    for name, value in names.items():
+        node = m.replace(node, m.Name(name), value)  # type: ignore[assignment]
+    return node
+
+
+def _found_by(module: cst.Module, test: cst.CSTNode) -> list[cst.BaseExpression]:
+    """Tensors of which a test is true only if they hold NaN or infinity."""
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.Or):
+        return [*_found_by(module, test.left), *_found_by(module, test.right)]
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And) and _is_not_none(test.left):
+        raise EditError(f"'{code_of(test.left)}' guards the check in one test with it")
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        return _passed_by(module, test.expression)
+    return [_subject(module, test, "any")]
+
+
+def _passed_by(module: cst.Module, test: cst.CSTNode) -> list[cst.BaseExpression]:
+    """Tensors of which a test is false only if they hold NaN or infinity."""
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+        return [*_passed_by(module, test.left), *_passed_by(module, test.right)]
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        return _found_by(module, test.expression)
+    return [_subject(module, test, "all")]
+
+
+def _subject(module: cst.Module, test: cst.CSTNode, gathered: str) -> cst.BaseExpression:
+    """G of `torch.isnan(G).any()`, `G.isnan().any().item()`, `torch.any(torch.isnan(G))`, `bool(...)`."""
+    if isinstance(test, cst.Call):
+        if isinstance(test.func, cst.Name) and test.func.value == "bool" and len(test.args) == 1:
+            return _subject(module, test.args[0].value, gathered)
+        method, of = _method(module, test)
+        if method == "item" and of is not None:
+            return _subject(module, of, gathered)
+        if method == gathered and isinstance(of, cst.Call):
+            asked, subject = _method(module, of)
+            if subject is not None and _ASKS.get(asked) == gathered:
+                return subject
+    raise EditError(f"'{code_of(test)}' is no check for NaN or infinity alone")
+
+
+def _method(module: cst.Module, call: cst.Call) -> tuple[str, cst.BaseExpression | None]:
+    """The name of a function of torch or a method of a tensor, called with nothing else, and its tensor."""
+    name = call_name(module, call.func)
+    if name.startswith("torch.") and name.count(".") == 1:
+        return name[6:], call.args[0].value if len(call.args) == 1 else None
+    if isinstance(call.func, cst.Attribute) and not call.args:
+        return call.func.attr.value, call.func.value
+    return "", None
+
+
+def _is_skip(statement: cst.If) -> bool:
+    """`if x is None: continue`."""
+    body = statement.body.body
+    skips = len(body) == 1 and m.matches(body[0], m.SimpleStatementLine(body=[m.Continue()]) | m.Continue())
+    return skips and m.matches(statement.test, m.Comparison(comparisons=[m.ComparisonTarget(m.Is(), m.Name("None"))]))
+
+
+def _not_none(test: cst.BaseExpression) -> cst.BaseExpression:
+    return expression("{x} is not None", x=cst.ensure_type(test, cst.Comparison).left)
+
+
+def _is_not_none(test: cst.CSTNode) -> bool:
+    return m.matches(test, m.Comparison(comparisons=[m.ComparisonTarget(m.IsNot(), m.Name("None"))]))
+
+
+def _see_none(test: cst.BaseExpression) -> None:
+    if not _is_not_none(test) and not m.matches(test, m.Attribute(attr=m.Name("requires_grad"))):
+        raise EditError(f"'{code_of(test)}' chooses what is checked")
+
+
+def _distinct(nodes: Sequence[cst.BaseExpression]) -> list[cst.BaseExpression]:
+    return list({code_of(n): n for n in nodes}.values())
+
+
+def _norm(search: _Search, torch_: str) -> cst.BaseExpression:
+    """`torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])`."""
+    loops = " ".join(f"for {code_of(t)} in {code_of(i)}" for t, i in _shorter(search))
+    ifs = "".join(f" if {code_of(test)}" for test in search.ifs)
+    checked = [code_of(e) for e in search.checked]
+    if len(checked) == 1:
+        tensors = f"[{checked[0]} {loops}{ifs}]"
+    else:
+        each = "tensor"
+        tensors = f"[{each} {loops}{ifs} for {each} in ({', '.join(checked)})]"
+    return cst.parse_expression(f"{torch_}.nn.utils.get_total_norm({tensors})")
+
+
+def _shorter(search: _Search) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """The loops, with `parameters()` for `named_parameters()` where no name is wanted."""
+    wanted = set().union(*(names_in(e) for e in (*search.checked, *search.ifs)))
+    loops = list(search.loops)
+    for index, (target, over) in enumerate(loops):
+        is_named = m.matches(over, m.Call(func=m.Attribute(attr=m.Name("named_parameters")), args=[]))
+        pair = isinstance(target, cst.Tuple) and len(target.elements) == 2
+        if is_named and pair and len(loops) == 1:
+            assert isinstance(target, cst.Tuple)
+            first, second = (e.value for e in target.elements)
+            if isinstance(first, cst.Name) and isinstance(second, cst.Name) and first.value not in wanted:
+                owner = cst.ensure_type(cst.ensure_type(over, cst.Call).func, cst.Attribute).value
+                loops[index] = (second, expression("{m}.parameters()", m=owner))
+    return loops
+
+
+LEVER = Lever(
+    id="graph.check-the-norm",
+    title="One check for all gradients",
+    guarantee="exact",
+    module=__name__,
+    propose=propose,
+    edit=edit,
+    is_local=True,
+)

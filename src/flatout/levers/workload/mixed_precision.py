@@ -1,0 +1,190 @@
+"""The models run under autocast: their products in bfloat16, with sums in float32.
+
+What        `torch.autocast` around each call of a root module, its outputs as float32 again, so that a loss outside the call is
+            computed in float32 as well. Sums of products are kept from being reduced in bfloat16. No gradient scaler: bfloat16
+            has the exponents of float32.
+Guarantee   BOUNDED at bfloat16: no worse than the script as it is under autocast. Weights, their gradients and the optimizer
+            stay in float32.
+Refuses     Runs under autocast already; machines whose bfloat16 products were not measured to be faster; models with few
+            float32 products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final
+
+from flatout.cost.accounting import main_model, milliseconds, model_seconds
+from flatout.cost.matrix_units import (
+    is_autocast,
+    rate_over_float32,
+    seconds_of_products,
+    tried_saving,
+    waits_for_host,
+)
+from flatout.errors import EditError, PlanError
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding
+from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FASTER: Final = 1.5
+"""What bfloat16 products must gain for the casts around them to be worth it."""
+_SMALL_PART: Final = 0.1
+
+
+def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
+    """Where float32 products are much of a step, and bfloat16 ones were measured to be faster."""
+    products_s, rate = seconds_of_products(evidence), rate_over_float32(evidence, "bfloat16")
+    why_not = _why_not(evidence, products_s, rate)
+    if why_not:
+        yield Refusal(lever=LEVER.id, because=why_not)
+        return
+    tried_s = tried_saving(evidence, "bf16-autocast")
+    rate = rate or _FASTER
+    most_s = model_seconds(evidence) * (1 - 1 / rate)
+    saved_s = (0.7 * tried_s, 1.15 * tried_s) if tried_s is not None else (0.1 * products_s, most_s)
+    yield Candidate(
+        lever=LEVER.id,
+        parameters={"dtype": "bfloat16", **_place(evidence)},
+        saved_s=saved_s,
+        because=f"float32 products take {milliseconds(products_s)} of a step; in bfloat16 they were measured {rate:.1f} times as "
+        "fast on this machine",
+    )
+
+
+def _why_not(evidence: Evidence, products_s: float, rate: float | None) -> str:
+    if is_autocast(evidence):
+        return "the script runs under autocast already"
+    if products_s < _SMALL_PART * evidence.steps.whole_s:
+        return "float32 products are a small part of a step"
+    if waits_for_host(evidence):
+        return "the device waits for its host most of a step"
+    if rate is None:
+        return "how fast bfloat16 products are on this machine was not measured"
+    if rate < _FASTER:
+        return f"bfloat16 products are {rate:.1f} times as fast as float32 ones on this machine: no units for them"
+    return ""
+
+
+def _place(evidence: Evidence) -> Parameters:
+    """The statement that calls the model, for the edit; nothing where it cannot be named."""
+    from flatout.levers.source import place_of
+
+    model = main_model(evidence)
+    where = evidence.source_of(evidence.models[model].source) if model is not None else None
+    if where is None:
+        return {}
+    try:
+        return place_of(evidence, where) | {"device": "cpu" if evidence.workload.device == "cpu" else "cuda"}
+    except EditError:
+        return {}
+
+
+def apply(seams: Seams, parameters: Parameters) -> None:
+    """Autocast around calls of root modules; float32 comes out."""
+    import torch
+
+    from flatout.profiling.calls import map_tensors
+
+    if parameters.get("dtype", "bfloat16") != "bfloat16":
+        raise PlanError(
+            f"dtype {parameters['dtype']!r} is not 'bfloat16': float16 needs a gradient scaler in the training loop"
+        )
+
+    def context(module: nn.Module) -> AbstractContextManager[object]:
+        seams.note(LEVER.id)
+        return torch.autocast(_device(module), dtype=torch.bfloat16)
+
+    def in_float32(module: nn.Module, output: Any) -> Any:
+        return map_tensors(output, lambda t: t.float() if t.dtype is torch.bfloat16 else t)
+
+    seams.at_start(_full_accumulation)
+    seams.around_calls(context)
+    seams.on_outputs(in_float32)
+
+
+def _device(module: nn.Module) -> str:
+    return next((p.device.type for p in module.parameters()), "cpu")
+
+
+def _full_accumulation() -> Callable[[], None]:
+    """Products of 16-bit numbers are summed in float32 to the end; returns how to allow less again."""
+    import torch
+
+    backend = torch.backends.cuda.matmul
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: getattr(backend, name) for name in names}
+    for name in names:
+        setattr(backend, name, False)
+
+    def undo() -> None:
+        for name, value in before.items():
+            setattr(backend, name, value)
+
+    return undo
+
+
+def edit(text: str, parameters: Parameters) -> str:
+    """`with torch.autocast(...)` around the statement that calls the model, and those after it that make the loss of it."""
+    import libcst as cst
+
+    from flatout.levers.source import find, statements, with_import, with_statements
+
+    if "code" not in parameters:
+        raise EditError("the statement that calls the model was not seen")
+    place = find(text, parameters)
+    if not isinstance(place.statement, cst.SimpleStatementLine):
+        raise EditError(f"'{parameters['code']}' is no plain statement")
+    if "autocast" in text:
+        raise EditError("the file speaks of autocast already")
+    inside = [place.statement, *_made_of_it(place.block[place.index :])]
+    head = f"with torch.autocast({parameters.get('device', 'cuda')!r}, dtype=torch.bfloat16):\n    pass\n"
+    [block] = statements(head.replace("'", '"'))
+    assert isinstance(block, cst.With)
+    bare = place.statement.with_changes(leading_lines=())
+    block = block.with_changes(body=cst.IndentedBlock(body=[bare, *inside[1:]]))
+    changes: dict[cst.CSTNode, list[cst.BaseStatement]] = {one: [] for one in inside}
+    changes[place.statement] = [block]
+    return with_import(with_statements(place.module, changes), "torch").code
+
+
+def _made_of_it(block: Sequence[Any]) -> Iterator[Any]:
+    """The assignments right after a statement that read what it, or one of them, has assigned: the loss."""
+    import libcst as cst
+    from libcst import matchers as m
+
+    from flatout.levers.source import assigned_in, names_in
+
+    known = assigned_in(block[0])
+    for statement in block[1:]:
+        is_assignment = isinstance(statement, cst.SimpleStatementLine) and m.matches(
+            statement.body[0], m.Assign() | m.AugAssign() | m.AnnAssign()
+        )
+        if not is_assignment or not names_in(statement) & known or m.findall(statement, _leaves()):
+            return
+        known |= assigned_in(statement)
+        yield statement
+
+
+def _leaves() -> Any:
+    from libcst import matchers as m
+
+    read = m.Name("item") | m.Name("backward") | m.Name("step") | m.Name("detach") | m.Name("tolist") | m.Name("numpy")
+    return m.Call(func=m.Attribute(attr=read))
+
+
+LEVER = Lever(
+    id="workload.mixed-precision",
+    title="Products in bfloat16",
+    guarantee="bounded",
+    module=__name__,
+    propose=propose,
+    apply=apply,
+    conflicts=("workload.tf32",),
+    edit=edit,
+    dtype=lambda parameters: "bfloat16",
+)

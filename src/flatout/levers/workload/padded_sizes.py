@@ -1,0 +1,140 @@
+"""Linear layers with sizes that matrix units dislike are computed with weights padded by zeros.
+
+What        The weight of an nn.Linear (50257 rows of a vocabulary) gets rows and columns of zeros up to a multiple of 64 in every
+            call, and the result is cut back; modules and state dict stay.
+Guarantee   BOUNDED: the same sums, from other kernels.
+Refuses     Processors and float32, which load sizes of any kind; sizes whose padded product was not faster when it was tried.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from types import MethodType
+from typing import TYPE_CHECKING, Final
+
+from flatout.errors import EditError
+from flatout.levers.flow import Flow, Seen, functional, has_bias
+from flatout.levers.source import place_of
+from flatout.records.evidence import Evidence
+from flatout.records.finding import Finding
+from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_MULTIPLE: Final = 64
+"""128 bytes of half precision: what matrix units' loads are widest at (NVIDIA, Matrix Multiplication Background User's Guide)."""
+_SMALLEST: Final = 64
+"""Layers narrower than this are too small for padding to matter."""
+_KEPT_SHARE: Final = 0.25
+"""Of the promised saving at least, after the weights have been copied in each call."""
+
+
+def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
+    """Where padded products were tried and were faster."""
+    if evidence.steps.device_s is None:
+        yield Refusal(lever=LEVER.id, because="only matrix units of GPUs care for sizes")
+        return
+    if not findings:
+        yield Refusal(lever=LEVER.id, because="no product in half precision is faster with padded sizes")
+        return
+    first = max(findings, key=lambda f: f.saved_s[1])
+    parameters: Parameters = {"multiple": _MULTIPLE}
+    with suppress(EditError):  # a line of a library: it can be padded, and not edited
+        parameters |= place_of(evidence, first.where) if first.where is not None else {}
+    yield Candidate(
+        lever=LEVER.id,
+        parameters=parameters,
+        saved_s=(_KEPT_SHARE * sum(f.saved_s[0] for f in findings), sum(f.saved_s[1] for f in findings)),
+        where=first.where,
+        because=first.because,
+    )
+
+
+def apply(seams: Seams, parameters: Parameters) -> None:
+    """Give each such layer of a model its own forward, at the model's first call."""
+    from torch import nn
+
+    multiple = integer(parameters, "multiple")
+
+    def pad(module: nn.Module) -> Callable[[], None] | None:
+        layers = [m for m in module.modules() if type(m) is nn.Linear and _is_unaligned(m, multiple)]
+        layers = [m for m in layers if "forward" not in vars(m)]
+        for layer in layers:
+            layer.forward = MethodType(_padded_forward(layer, multiple), layer)  # type: ignore[method-assign]
+        if not layers:
+            return None
+        seams.note(LEVER.id)
+
+        def undo() -> None:
+            for layer in layers:
+                del layer.forward
+
+        return undo
+
+    seams.at_first_call(pad)
+
+
+def _is_unaligned(layer: nn.Linear, multiple: int) -> bool:
+    sizes = layer.in_features, layer.out_features
+    return min(sizes) >= _SMALLEST and any(size % multiple for size in sizes)
+
+
+def _padded_forward(layer: nn.Linear, multiple: int) -> Callable[[nn.Linear, Tensor], Tensor]:
+    """The layer's forward with sizes that are multiples; plain operators, so that it can be compiled."""
+    import torch.nn.functional as F
+
+    columns, rows, width = -layer.in_features % multiple, -layer.out_features % multiple, layer.out_features
+
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:
+        weight = F.pad(self.weight, (0, columns, 0, rows))
+        bias = self.bias if self.bias is None or not rows else F.pad(self.bias, (0, rows))
+        output = F.linear(F.pad(input, (0, columns)) if columns else input, weight, bias)
+        return output[..., :width] if rows else output
+
+    return forward
+
+
+def edit(text: str, parameters: Parameters) -> str:
+    """Write the padding of the rows at the call of the layer.
+
+    Raises EditError when the line does not call one layer that the class makes.
+    """
+    if "code" not in parameters:
+        raise EditError("the layer is called in a library")
+    flow, multiple = Flow(text, parameters), integer(parameters, "multiple")
+    calls = [n for n in ast.walk(flow.trees[flow.at]) if isinstance(n, ast.Call) and _is_linear(flow, n)]
+    if len(calls) != 1:
+        raise EditError(f"{len(calls)} calls of an nn.Linear were recognised in this line, and it must be one")
+    call = Seen(calls[0], flow.at)
+    assert isinstance(call.node, ast.Call)
+    layer, argument = flow.text(Seen(call.node.func, flow.at)), Seen(call.node.args[0], flow.at)
+    made = flow.attribute(call.node.func)
+    assert isinstance(made, ast.Call)
+    module, prefix = functional(flow.module)
+    rows = f"-{layer}.out_features % {multiple}"
+    arguments = [flow.text(argument), f"{prefix}.pad({layer}.weight, (0, 0, 0, {rows}))"]
+    if has_bias(made):
+        arguments.append(f"{prefix}.pad({layer}.bias, (0, {rows}))")
+    new = f"{prefix}.linear({', '.join(arguments)})[..., : {layer}.out_features]"
+    changed = flow.replaced(call, new, removed=set(), kept=())
+    return (functional(changed)[0] if module is not flow.module else changed).code
+
+
+def _is_linear(flow: Flow, node: ast.Call) -> bool:
+    made = flow.attribute(node.func)
+    is_plain = len(node.args) == 1 and not node.keywords
+    return is_plain and isinstance(made, ast.Call) and flow.full_name(made.func) == "torch.nn.Linear"
+
+
+LEVER = Lever(
+    id="workload.padded-sizes",
+    title="Sizes padded for matrix units",
+    guarantee="bounded",
+    module=__name__,
+    propose=propose,
+    apply=apply,
+    edit=edit,
+)
