@@ -180,7 +180,7 @@ def tune(
         wanted = Wanted(evidence.steps.whole_s, peak_bytes, objective, most_bytes)
         found = search(said.candidates, known, bench, ledger, wanted, allow=allow, tell=bench.tell)
     left_out = [LeftOut(lever=tried.lever, because=tried.because) for tried in found.left_out]
-    left_out += [LeftOut(lever=refusal.lever, because=refusal.because) for refusal in said.refusals]
+    left_out += [LeftOut(lever=refusal.lever, because=refusal.because, is_for_script=False) for refusal in said.refusals]
     plan = Plan(
         script=script.target,
         arguments=script.arguments,
@@ -195,6 +195,7 @@ def tune(
         rungs=tuple(Rung(planned=planned, verdict=_verdict_of(planned, ledger)) for planned in found.levers),
         proof=found.proof,
         left_out=tuple(left_out),
+        attempts=tuple(ledger.attempts),
         is_complete=found.is_complete,
     )
 

@@ -61,7 +61,10 @@ TUNED = Tuned(
         Rung(planned=GATHERED, verdict=verdict(guarantee="exact", ratio=1.2, after_bytes=1 << 30)),
     ),
     proof=verdict(ratio=1.8),
-    left_out=(LeftOut(lever="memory.channels-last", because="no image | <script>"),),
+    left_out=(
+        LeftOut(lever="memory.channels-last", because="no image | <script>"),
+        LeftOut(lever="workload.tf32", because="TF32 is a format of GPUs", is_for_script=False),
+    ),
     is_complete=False,
 )
 NOTHING = Tuned(plan=Plan(), left_out=(LeftOut(lever="graph.compile", because="slower"),))
@@ -75,6 +78,7 @@ def test_a_rung_for_each_lever_and_the_reasons_of_the_others(render: Render) -> 
     assert "1.00 - 1.30x 1.20x (1.10 - 1.30) 6.67 ms 1.00 GiB (same) exact" in text
     assert "memory.channels-last no image | <script>" in text
     assert "8 steps and 100 tensors compared" in text
+    assert "Not for this script (--html, --md and --json say why) workload.tf32" in text
     assert "goes on from here" in text
 
 
@@ -112,7 +116,9 @@ def test_what_came_from_the_script_is_text_in_markdown_and_on_the_page() -> None
     assert r"no image \|" in text
     [row] = [line for line in text.splitlines() if "gather" in line]
     assert row.replace(r"\|", "").count("|") == 7
+    assert "TF32 is a format of GPUs" in text
     page = ladder_html(TUNED).decode()
+    assert "TF32 is a format of GPUs" in page
     assert "<b>x" not in page and "<script>" not in page
     assert page.count("<svg") == 1
     assert headline(TUNED).replace(">", "&gt;") in page

@@ -5,27 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from flatout.errors import PlanError
 from flatout.records.lever import PlannedLever
-from flatout.records.record import Record
-from flatout.records.verdict import Verdict
-
-Purpose = Literal["add", "swap", "drop", "final"]
-
-
-class Attempt(Record, frozen=True, kw_only=True):
-    """One comparison: the levers before and after, what for, and the Verdict."""
-
-    purpose: Purpose
-    before: tuple[PlannedLever, ...]
-    after: tuple[PlannedLever, ...]
-    lever: str
-    verdict: Verdict
-
+from flatout.records.tuned import Attempt, Purpose
 
 class Ledger:
     """Attempts in a file of JSON lines, or in memory alone when there is no path.

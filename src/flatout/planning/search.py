@@ -8,8 +8,9 @@ from typing import Final, Literal, NamedTuple, Protocol
 import msgspec
 
 from flatout.cost.throughput import speed_up
-from flatout.planning.ledger import Attempt, Ledger, Purpose
+from flatout.planning.ledger import Ledger
 from flatout.records.lever import Candidate, Lever, Parameters, PlannedLever
+from flatout.records.tuned import Attempt, Purpose
 from flatout.records.verdict import Guarantee, Verdict
 
 _RANKS: Final[Mapping[Guarantee, int]] = {"exact": 0, "bounded": 1, "quality": 2}

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from flatout.records.lever import PlannedLever
 from flatout.records.plan import Plan
 from flatout.records.record import Record
 from flatout.records.verdict import Verdict
 
 
+Purpose = Literal["add", "swap", "drop", "final"]
+
+
+class Attempt(Record, frozen=True, kw_only=True):
+    """One comparison: the levers before and after, what for, and the Verdict."""
+
+    purpose: Purpose
+    before: tuple[PlannedLever, ...]
+    after: tuple[PlannedLever, ...]
+    lever: str
+    verdict: Verdict
+
+
 class LeftOut(Record, frozen=True, kw_only=True):
-    """A lever that is not in the plan, and why."""
+    """A lever that is not in the plan, and why; `is_for_script`: it was proposed for it, and not refused by itself."""
 
     lever: str
     because: str
+    is_for_script: bool = True
 
 
 class Rung(Record, frozen=True, kw_only=True):
@@ -29,5 +45,7 @@ class Tuned(Record, frozen=True, kw_only=True):
     rungs: tuple[Rung, ...] = ()
     proof: Verdict | None = None
     left_out: tuple[LeftOut, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    """Everything that was compared, in order."""
     is_complete: bool = True
     """Whether everything was tried before the time was up."""

@@ -50,13 +50,19 @@ def ladder(tuned: Tuned) -> RenderableType:
         parts += ["", Padding(_rungs(rows(tuned)), _INSET)]
     if where := circumstances(tuned):
         parts += ["", Text(where, style="dim")]
-    if tuned.left_out:
-        parts += ["", Text("Tried or considered, and left out", style="bold"), Padding(_others(tuned.left_out), _INSET)]
+    tried = [one for one in tuned.left_out if one.is_for_script]
+    if tried:
+        parts += ["", Text(LEFT_OUT, style="bold"), Padding(_others(tried), _INSET)]
+    others = ", ".join(dict.fromkeys(one.lever for one in tuned.left_out if not one.is_for_script))
+    if others:
+        parts += ["", Text(NOT_FOR_SCRIPT, style="bold"), Padding(Words(others, style="dim"), _INSET)]
     if not tuned.is_complete:
         parts += ["", Words(UNFINISHED)]
     return Constrain(Group(*parts), width=_WIDTH)
 
 
+LEFT_OUT: Final = "Tried or considered, and left out"
+NOT_FOR_SCRIPT: Final = "Not for this script (--html, --md and --json say why)"
 UNFINISHED: Final = "The time was up before everything had been tried; the same command goes on from here."
 
 

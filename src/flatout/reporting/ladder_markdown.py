@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.records.tuned import Tuned
-from flatout.reporting.ladder import UNFINISHED, circumstances, headline, rows
+from flatout.reporting.ladder import LEFT_OUT, UNFINISHED, circumstances, headline, rows
 from flatout.reporting.markdown import plain
 
 
@@ -14,9 +14,11 @@ def ladder_markdown(tuned: Tuned) -> str:
         blocks.append(_table(tuned))
     if where := circumstances(tuned):
         blocks.append(plain(where))
-    if tuned.left_out:
-        listed = "\n".join(f"- {plain(one.lever)}: {plain(one.because)}" for one in tuned.left_out)
-        blocks.append(f"<details><summary>Tried or considered, and left out</summary>\n\n{listed}\n\n</details>")
+    for title, is_for_script in ((LEFT_OUT, True), ("Not for this script", False)):
+        others = [one for one in tuned.left_out if one.is_for_script is is_for_script]
+        listed = "\n".join(f"- {plain(one.lever)}: {plain(one.because)}" for one in others)
+        if others:
+            blocks.append(f"<details><summary>{title}</summary>\n\n{listed}\n\n</details>")
     if not tuned.is_complete:
         blocks.append(UNFINISHED)
     return "\n\n".join(blocks) + "\n"

@@ -34,6 +34,10 @@ def ladder_html(tuned: Tuned) -> bytes:
         circumstances=ladder.circumstances(tuned),
         unfinished=ladder.UNFINISHED,
         rungs=rungs,
+        others=[
+            (title, [one for one in tuned.left_out if one.is_for_script is is_for_script])
+            for title, is_for_script in ((ladder.LEFT_OUT, True), ("Not for this script", False))
+        ],
         bars=bars_svg(rungs),
         style=style(),
     )
