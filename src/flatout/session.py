@@ -365,17 +365,18 @@ def run_stage(request: Request, script: Script, *, orders: int, answers: int) ->
     patches = Patches()
     if request.seed is not None:
         seed_all(request.seed, patches)
+    precision = Precision(request.dtype)
     stage = Stage(
         Orders.of_descriptors(orders, answers),
         Recorder(Path(request.folder)) if request.folder else None,
         num_recorded=request.num_recorded,
-        precision=Precision(request.dtype),
+        precision=precision,
         user_root=script.root,
     )
     plan = read_plan(Path(request.plan)) if request.plan else Plan()
     began_s = perf_counter()
     try:
-        with applied(plan, root=script.root) as seams:
+        with applied(plan, root=script.root) as seams, precision.surroundings():
             script = script.with_code(seams.code_of(script.file))
             if not request.is_whole:
                 stage.install()

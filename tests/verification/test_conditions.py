@@ -70,3 +70,28 @@ def test_without_a_dtype_nothing_changes() -> None:
     given = (torch.ones(2, 4),)
     args, kwargs, _ = Precision("").prepare(nn.Linear(4, 3), given, {})
     assert args is given and kwargs == {}
+
+
+def test_in_float64_losses_and_scatters_take_what_is_not_of_the_model() -> None:
+    output, target = torch.randn(6, 2, dtype=torch.float64, requires_grad=True), torch.randn(6, 2)
+    with Precision("float64").surroundings():
+        loss = nn.functional.mse_loss(output, target)
+        sums = torch.zeros(3, 2).index_add_(0, torch.tensor([0, 1, 1, 2, 2, 2]), output.detach())
+        rows = torch.zeros(6, 2)
+        rows[1] = output.detach()[1]
+        loss.backward()
+    assert loss.dtype == torch.float64
+    assert sums.dtype == rows.dtype == torch.float32
+    assert output.grad is not None and output.grad.dtype == torch.float64
+    expected = 2 * (output.detach() - target) / 12
+    torch.testing.assert_close(output.grad, expected)
+
+
+def test_under_autocast_a_model_returns_float32() -> None:
+    net = nn.Linear(3, 2)
+    precision = Precision("bfloat16")
+    args, kwargs, context = precision.prepare(net, (torch.randn(4, 3),), {})
+    with context:
+        output = precision.finish(net(*args, **kwargs))
+    assert output.dtype == torch.float32
+    assert torch.equal(output, output.bfloat16().float())

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _CALLS_BEFORE: Final = 3
-"""Equal calls that go by before one is captured: libraries choose their kernels in the first ones."""
+"""Equal calls that go by before one is captured. With gradients it is the very first call or none: an autograd graph that is still
+there from an earlier call, on another stream, makes capturing fail; and capturing warms up by itself."""
 _MOST_GRAPHS: Final = 8
 """Each keeps memory of its own."""
 
@@ -39,13 +40,20 @@ class GraphedForward:
             return self._forward(*args, **kwargs)
         graph = self._graphs.get(kind)
         if graph is None:
-            self._seen[kind] += 1
-            if self._seen[kind] <= _CALLS_BEFORE or len(self._graphs) >= _MOST_GRAPHS:
+            if not self._is_due(kind):
                 return self._forward(*args, **kwargs)
             graph = self._captured(leaves, form, tensors)
             self._graphs[kind] = graph
             self._on_captured()
         return graph(*tensors)
+
+    def _is_due(self, kind: Hashable) -> bool:
+        """Whether the call at hand is one to capture."""
+        is_first = not self._seen
+        self._seen[kind] += 1
+        if torch.is_grad_enabled():
+            return is_first
+        return self._seen[kind] > _CALLS_BEFORE and len(self._graphs) < _MOST_GRAPHS
 
     def _kind(self, leaves: list[Any], form: Any) -> Hashable | None:
         """What two calls must share to be one graph; None for a call that no graph can stand for."""

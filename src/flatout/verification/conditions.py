@@ -6,11 +6,13 @@ import random
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from flatout.profiling.calls import iter_tensors
 from flatout.profiling.patching import Patches
 from flatout.records.verdict import PRECISIONS
 
@@ -37,6 +39,9 @@ def _moved(owner: Any, name: str, by: int, patches: Patches) -> None:
         return original(value + by if isinstance(value, int) else value, *args, **kwargs)
 
     patches.set(owner, name, seed)
+
+
+_TAKE_BOTH: Final = ("to", "type_as", "copy_", "set_", "backward", "__set__", "__get__", "is_floating_point")
 
 
 def coarsest(precisions: Iterable[str]) -> str:
@@ -82,6 +87,14 @@ class Precision:
         device = next((p.device.type for p in module.parameters()), "cpu")
         return args, kwargs, torch.autocast(device, dtype=getattr(torch, self._dtype))
 
+    def finish(self, output: Any) -> Any:
+        """What a root module returned, as the script gets it: results of autocast in float32, for losses that take no other."""
+        return cast_floats(output, torch.float32) if self._dtype in ("float16", "bfloat16") else output
+
+    def surroundings(self) -> AbstractContextManager[object]:
+        """For the whole script: what is computed outside its models takes numbers of both precisions."""
+        return _Promoting() if self._dtype in ("float64", "float32") else nullcontext()
+
     def prepare_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring what an optimizer made before the first call (Adagrad's sums) into the precision of its parameters."""
         if self._dtype not in ("float64", "float32"):
@@ -95,6 +108,23 @@ class Precision:
                     and value.dim()
                 ):
                     state[name] = value.to(parameter.dtype)
+
+
+class _Promoting(TorchFunctionMode):
+    """Functions that are given float32 and float64 compute in float64: losses, products and scatters refuse a mixture."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name: str = getattr(func, "__name__", "")
+        floats = {t.dtype for t in iter_tensors((args, kwargs)) if t.is_floating_point()}
+        if {torch.float32, torch.float64} <= floats and name not in _TAKE_BOTH:
+            if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+                into = next(iter_tensors(args[0])).dtype
+                args = (args[0], *cast_floats(tuple(args[1:]), into))
+                kwargs = cast_floats(dict(kwargs), into)
+            elif "out" not in kwargs:
+                args, kwargs = cast_floats(tuple(args), torch.float64), cast_floats(dict(kwargs), torch.float64)
+        return func(*args, **kwargs)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

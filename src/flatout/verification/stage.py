@@ -200,7 +200,7 @@ class Stage:
             stage._depth += 1
             try:
                 with context:
-                    output = original(self, *args, **kwargs)
+                    output = stage._precision.finish(original(self, *args, **kwargs))
             finally:
                 stage._depth -= 1
             if stage._recorder is not None and stage._is_recording and not torch.is_grad_enabled():

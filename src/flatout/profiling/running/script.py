@@ -16,7 +16,7 @@ _OURS = str(Path(__file__).parents[1])
 
 
 class Outcome(NamedTuple):
-    """How a script ended: 'finished', or the last line of its exception; and the exit code python would give."""
+    """How a script ended: 'finished', or the line of its exception; and the exit code python would give."""
 
     exit: str
     exit_code: int
@@ -92,7 +92,7 @@ def run_script(script: Script) -> Outcome:
     except BaseException as e:  # noqa: BLE001  # the script's own, whatever it is: python would print it and exit with 1
         _print_exception(e)
         code = 130 if isinstance(e, KeyboardInterrupt) else 1
-        return Outcome("".join(traceback.format_exception_only(e)).strip().splitlines()[-1], code)
+        return Outcome(_in_a_line(e), code)
     finally:
         sys.argv, sys.path[:] = before_argv, before_path
         sys.modules["__main__"] = before_main
@@ -109,6 +109,13 @@ def _main_module(file: Path, argv: tuple[str, ...], *, search_path: str) -> Scri
     return Script(
         code=code, module=module, argv=argv, search_path=search_path, root=str(file.parent.resolve()), file=str(file)
     )
+
+
+def _in_a_line(error: BaseException) -> str:
+    """The line of python's message that names the exception; messages of CUDA and others go on for many more."""
+    lines = [line for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()]
+    name = type(error).__name__
+    return next((line for line in lines if line.partition(":")[0].rpartition(".")[2] == name), lines[-1]).strip()
 
 
 def _exit_code(e: SystemExit) -> int:
