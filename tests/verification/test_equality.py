@@ -126,3 +126,38 @@ def test_tensors_of_a_renamed_class_are_compared_in_order() -> None:
 def test_a_reference_that_computes_something_else_is_none() -> None:
     """Random masks drawn for another dtype, say: then whatever the change does would look no worse."""
     assert judged(0.3, 0.3) == (None, "")
+
+
+def trained(error: float, *, seed: int, gradient_error: float | None = None) -> list[Step]:
+    """Steps with a loss of 2, gradients and parameters of norm 8, all off by so much, gradients of the last step by more."""
+    generator, noise = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
+    steps: list[Step] = []
+    for number in range(3):
+        step: Step = {
+            "loss": {"loss 1": mark_of(torch.tensor(2.0 + 2 * error * (seed % 2) * number, dtype=torch.float64))}
+        }
+        for what in ("gradient", "parameter"):
+            exact = torch.randn(64, generator=generator, dtype=torch.float64)
+            other = torch.randn(64, generator=noise, dtype=torch.float64)
+            size = gradient_error if gradient_error is not None and what == "gradient" and number == 2 else error
+            step[what] = {"Net.weight": mark_of(exact + size * exact.norm() / other.norm() * other)}  # type: ignore[index]
+        steps.append(step)
+    return steps
+
+
+def test_what_parameters_are_off_may_show_in_the_next_loss() -> None:
+    """The loss before the change happens to be exact; by its slope of 8 an error of 1e-5 * 8 in parameters may move it by 6.4e-4."""
+    exact, one = trained(0.0, seed=2), trained(1e-5, seed=2)
+    assert compare_bounded(one, trained(1e-5, seed=1), exact, eps=EPS).is_kept is True
+    far = trained(1e-5, seed=1)
+    far[1]["loss"] = {"loss 1": mark_of(torch.tensor(2.01, dtype=torch.float64))}
+    wrong = compare_bounded(one, far, exact, eps=EPS)
+    assert wrong.first is not None and (wrong.first.step, wrong.first.what) == (2, "loss")
+
+
+def test_gradients_may_be_magnified_as_they_were_before_and_no_more() -> None:
+    exact, one = trained(0.0, seed=2), trained(1e-6, seed=2, gradient_error=1e-4)
+    assert compare_bounded(one, trained(2e-6, seed=4, gradient_error=5e-4), exact, eps=EPS).is_kept is True
+    assert compare_bounded(one, trained(2e-6, seed=4, gradient_error=2e-3), exact, eps=EPS).is_kept is False
+    plain = trained(1e-6, seed=2)
+    assert compare_bounded(plain, trained(2e-6, seed=4, gradient_error=5e-4), exact, eps=EPS).is_kept is False

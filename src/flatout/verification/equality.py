@@ -15,7 +15,8 @@ FACTOR: Final = 4.0
 """A bounded change may have four times the rounding error of the steps before it. Two orders of one sum have the same bound, and
 errors that differ by a few times (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2)."""
 _ONE_TENSOR: Final = 4.0
-"""One tensor alone may be off so many times more than all together: few numbers average little."""
+"""One tensor alone may be off so many times more than all together: few numbers average little. So may parameters, which one tensor
+can dominate: an update that divides by the gradient's size (Adam) makes long steps of the rounding of a gradient that is zero."""
 _FLOAT64_EPS: Final = sys.float_info.epsilon
 _ORDER: Final[tuple[What, ...]] = ("loss", "output", "gradient", "parameter")
 _SMALL: Final = 1e-3
@@ -23,13 +24,14 @@ _SMALL: Final = 1e-3
 
 
 class Pair(NamedTuple):
-    """One thing of one step: its error before the change and after it, relative to the reference."""
+    """One thing of one step: its error before the change and after it, relative to the reference, whose norm is `norm`."""
 
     step: int
     what: What
     tensor: str
     before: float
     after: float
+    norm: float
 
 
 def compare_exact(before: list[Step], after: list[Step]) -> Equality:
@@ -72,10 +74,10 @@ def compare_bounded(
 ) -> Equality:
     """No worse against the reference than `factor` times what the steps before the change are, or the first thing that is.
 
-    The reference are the same steps in float64; `eps` is the unit roundoff of the dtype in use: an error of a few of it is none.
-    Errors are those of all losses, all gradients, all parameters of a step together, and of each single tensor in the first
-    step, where nothing has had the time to grow. What an earlier step was allowed, later ones are. A reference from which
-    already the first step before the change is off by more than half its digits is none: then it cannot be told.
+    The reference are the same steps in float64; `eps` is the spacing of the dtype in use: an error of a few of it is none. Errors
+    are those of all losses, all gradients, all parameters of a step together (`_Allowance` tells what each may be), and of each
+    single tensor in the first step, where nothing has had the time to grow. A reference from which already the first step before
+    the change is off by more than half its digits is none: then it cannot be told.
     """
     num = sum(len(marks) for step in before for marks in step.values())
     if not before or not reference:
@@ -91,28 +93,25 @@ def compare_bounded(
             worst=math.inf,
             first=structure,
         )
+    pairs = list(_pairs(before, after, reference))
+    broken = next((p for p in pairs if p.step == 1 and not p.tensor and p.before > math.sqrt(eps)), None)
+    if broken is not None:
+        why = (
+            f"the steps before the change are {broken.before:.2g} off the float64 reference ({broken.what}, step 1): that is no "
+            "rounding; random numbers that depend on the dtype, perhaps"
+        )
+        return Equality(guarantee="bounded", is_kept=None, num_steps=len(before), num_tensors=num, because=why)
+    allowance = _Allowance(pairs, eps=eps, factor=factor)
     worst, first = 0.0, None
-    allowed: dict[What, float] = {}
-    last: Pair | None = None
-    for pair in _pairs(before, after, reference):
-        if pair.step == 1 and not pair.tensor and pair.before > math.sqrt(eps):
-            why = (
-                f"the steps before the change are {pair.before:.2g} off the float64 reference ({pair.what}, step 1): that is no "
-                "rounding; random numbers that depend on the dtype, perhaps"
-            )
-            return Equality(guarantee="bounded", is_kept=None, num_steps=len(before), num_tensors=num, because=why)
-        if not pair.tensor:
-            allowed[pair.what] = max(allowed.get(pair.what, 4 * eps), factor * pair.before)
-            limit = allowed[pair.what]
-            last = pair if pair.what in ("gradient", "output") else last
-        else:
-            limit = _ONE_TENSOR * max(factor * pair.before, allowed.get(pair.what, 4 * eps))
+    for pair in pairs:
+        limit = allowance.of(pair)
         excess = pair.after / limit if math.isfinite(pair.after) else math.inf
         worst = max(worst, excess)
         if excess > 1 and first is None:
             first = Difference(
                 step=pair.step, what=pair.what, tensor=pair.tensor or "all together", error=pair.after, allowed=limit
             )
+    last = next((p for p in reversed(pairs) if not p.tensor and p.what in ("gradient", "output")), None)
     return Equality(
         guarantee="bounded",
         is_kept=first is None,
@@ -125,6 +124,60 @@ def compare_bounded(
         after_error=last.after if last is not None else None,
         first=first,
     )
+
+
+class _Allowance:
+    """What errors may be, by what those of the steps before the change are.
+
+    - Losses and outputs: `factor` times the largest of all steps. One number's error is near zero by luck in many a step.
+    - Gradients: `factor` times the largest so far. Parameters, and single tensors: four times that.
+    - What parameters were allowed to be off shows in the next step: in the loss at most by the gradient's norm times theirs (Cauchy
+      and Schwarz), in gradients by as much as it was magnified before the change in any step (a unit that changes its sign).
+    """
+
+    def __init__(self, pairs: list[Pair], *, eps: float, factor: float) -> None:
+        self._floor = 4 * eps
+        self._factor = factor
+        self._together = {(p.what, p.step): p for p in pairs if not p.tensor}
+        self._singles: dict[What, float] = {}
+        for what in _ORDER:
+            errors = sorted(p.before for p in pairs if p.tensor and p.what == what)
+            self._singles[what] = errors[len(errors) // 2] if errors else 0.0
+        steps = sorted({p.step for p in pairs})
+        self._magnified = max((self._magnification(step) for step in steps), default=0.0)
+        self._steps = steps
+
+    def of(self, pair: Pair) -> float:
+        """The largest error that this may have after the change."""
+        if pair.tensor:
+            own = max(pair.before, self._singles[pair.what])
+            return _ONE_TENSOR * max(self._factor * own, self._floor)
+        is_scalar = pair.what in ("loss", "output")
+        seen = self._steps if is_scalar else [s for s in self._steps if s <= pair.step]
+        own = max(self._together[pair.what, s].before for s in seen if (pair.what, s) in self._together)
+        limit = max(self._factor * own, self._floor)
+        if pair.what == "parameter":
+            return _ONE_TENSOR * limit
+        return limit + self._handed_on(pair)
+
+    def _handed_on(self, pair: Pair) -> float:
+        """What may come of the parameters of the step before."""
+        moved = self._together.get(("parameter", pair.step - 1))
+        if moved is None:
+            return 0.0
+        if pair.what == "gradient":
+            return self._magnified * moved.after
+        slope = self._together.get(("gradient", pair.step))
+        if pair.what != "loss" or slope is None or not pair.norm:
+            return 0.0
+        return slope.norm * moved.after * moved.norm / pair.norm
+
+    def _magnification(self, step: int) -> float:
+        """How many times the parameters' error the gradients' was in the step after, before the change."""
+        moved, slope = self._together.get(("parameter", step)), self._together.get(("gradient", step + 1))
+        if moved is None or slope is None or not moved.before:
+            return 0.0
+        return slope.before / moved.before
 
 
 def own_roundoff(steps: list[Step]) -> float:
@@ -146,7 +199,7 @@ def _pairs(before: list[Step], after: list[Step], reference: list[Step]) -> Iter
             total = math.sqrt(sum(r[n].norm ** 2 for n in names))
             if not names:
                 continue
-            yield Pair(number, what, "", _together(a, r, names, total), _together(b, r, names, total))
+            yield Pair(number, what, "", _together(a, r, names, total), _together(b, r, names, total), total)
             if number == 1:
                 for name in names:
                     scale = max(r[name].norm, _SMALL * total)
@@ -156,6 +209,7 @@ def _pairs(before: list[Step], after: list[Step], reference: list[Step]) -> Iter
                         name,
                         _relative(distance(a[name], r[name]), scale),
                         _relative(distance(b[name], r[name]), scale),
+                        scale,
                     )
 
 
@@ -174,6 +228,8 @@ def _matched(one: Step, two: Step) -> Iterator[tuple[What, str, Mark | None, Mar
     """What two steps hold under one name."""
     for what in _ORDER:
         a, b = one.get(what, {}), two.get(what, {})
+        if what == "output" and len(a) != len(b) and one.get("loss") and two.get("loss"):
+            continue  # outputs are kept of calls without gradients alone; an evaluation that stopped building graphs has new ones
         for name in dict.fromkeys((*a, *b)):
             yield what, name, a.get(name), b.get(name)
 
