@@ -95,3 +95,25 @@ def test_under_autocast_a_model_returns_float32() -> None:
         output = precision.finish(net(*args, **kwargs))
     assert output.dtype == torch.float32
     assert torch.equal(output, output.bfloat16().float())
+
+
+def test_a_model_that_was_float32_draws_the_same_numbers_in_float64() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 40)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            more = torch.empty_like(h).uniform_() + torch.distributions.Normal(torch.zeros_like(h), 1).rsample()
+            return h + torch.randn_like(h) + more
+
+    found = []
+    for dtype in ("", "float64"):
+        torch.manual_seed(0)
+        net, precision = Noisy(), Precision(dtype)
+        with precision.surroundings():
+            args, kwargs, _ = precision.prepare(net, (torch.randn(4, 3),), {})
+            found.append(net(*args, **kwargs))
+    assert found[1].dtype == torch.float64
+    torch.testing.assert_close(found[0].double(), found[1], rtol=1e-5, atol=1e-5)

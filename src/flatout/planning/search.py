@@ -16,6 +16,8 @@ from flatout.records.verdict import Guarantee, Verdict
 _RANKS: Final[Mapping[Guarantee, int]] = {"exact": 0, "bounded": 1, "quality": 2}
 _STRONG: Final = 2.0
 """A lever that gained so much is not taken out again for what others do."""
+_MOST: Final = 0.9
+"""No lever is promised to save more than this share of a step."""
 _DOING: Final[Mapping[Purpose, str]] = {
     "add": "trying {}",
     "swap": "trying {} another way",
@@ -202,7 +204,7 @@ class _Search:
 
     def _planned(self, candidate: Candidate) -> PlannedLever:
         lever = self._levers[candidate.lever]
-        low, high = (speed_up(self._left_s, min(s, 0.98 * self._left_s)) for s in candidate.saved_s)
+        low, high = (speed_up(self._left_s, saved_s) for saved_s in self._promise(candidate))
         return PlannedLever(
             id=lever.id,
             guarantee=lever.guarantee,
@@ -210,6 +212,15 @@ class _Search:
             predicted=(low, high),
             because=candidate.because,
         )
+
+    def _promise(self, candidate: Candidate) -> tuple[float, float]:
+        """Seconds that a lever may save of the step as it is now, when it was promised for the untouched one.
+
+        What others took may have been what this lever is for, or not at all: from its share of the step up to all it promised.
+        """
+        low, high = candidate.saved_s
+        shrunk = self._left_s / self._wanted.step_s
+        return min(low, low * shrunk, _MOST * self._left_s), min(high, _MOST * self._left_s)
 
     def _is_over(self, verdict: Verdict) -> bool:
         return bool(self._wanted.most_bytes) and _peak(verdict) > self._wanted.most_bytes
@@ -244,7 +255,7 @@ class _Search:
         return Found((), None, tuple(self.left_out), self._is_complete)
 
     def _why_not(self, candidate: Candidate, lever: Lever) -> str:
-        most = speed_up(self._left_s, min(candidate.saved_s[1], 0.98 * self._left_s))
+        most = speed_up(self._left_s, self._promise(candidate)[1])
         return f"it promises {most:.2f}x at most" if most < _SMALLEST_GAIN else self._clash(candidate, lever)
 
     def _clash(self, candidate: Candidate, lever: Lever) -> str:

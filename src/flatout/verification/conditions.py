@@ -41,6 +41,8 @@ def _moved(owner: Any, name: str, by: int, patches: Patches) -> None:
     patches.set(owner, name, seed)
 
 
+_DRAWS: Final = ("randn_like", "rand_like", "normal", "bernoulli", "normal_", "uniform_")
+"""Those that draw other numbers in float64 than in float32 (seen with torch 2.13 on a CPU; dropout and the others do not)."""
 _TAKE_BOTH: Final = ("to", "type_as", "copy_", "set_", "backward", "__set__", "__get__", "is_floating_point")
 
 
@@ -64,6 +66,7 @@ class Precision:
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._wide = _Wide()
 
     def prepare(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -78,6 +81,7 @@ class Precision:
         if self._dtype in ("float64", "float32"):
             dtype: torch.dtype = getattr(torch, self._dtype)
             if module not in self._converted:
+                self._wide.was_narrow |= any(p.dtype == torch.float32 for p in module.parameters())
                 module.to(dtype)
                 self._converted.add(module)
             return cast_floats(args, dtype), cast_floats(kwargs, dtype), nullcontext()
@@ -93,7 +97,7 @@ class Precision:
 
     def surroundings(self) -> AbstractContextManager[object]:
         """For the whole script: what is computed outside its models takes numbers of both precisions."""
-        return _Promoting() if self._dtype in ("float64", "float32") else nullcontext()
+        return self._wide if self._dtype in ("float64", "float32") else nullcontext()
 
     def prepare_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring what an optimizer made before the first call (Adagrad's sums) into the precision of its parameters."""
@@ -110,12 +114,22 @@ class Precision:
                     state[name] = value.to(parameter.dtype)
 
 
-class _Promoting(TorchFunctionMode):
-    """Functions that are given float32 and float64 compute in float64: losses, products and scatters refuse a mixture."""
+class _Wide(TorchFunctionMode):
+    """What surrounds models that run in another precision than their script was written for.
+
+    Functions that are given float32 and float64 compute in float64: losses, products and scatters refuse a mixture. Where a model
+    was float32, random numbers for its float64 tensors are drawn in float32: the generator gives others for each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_narrow = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
+        if self.was_narrow and name in _DRAWS and "dtype" not in kwargs:
+            return _drawn_narrow(func, name, args, kwargs)
         floats = {t.dtype for t in iter_tensors((args, kwargs)) if t.is_floating_point()}
         if {torch.float32, torch.float64} <= floats and name not in _TAKE_BOTH:
             if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
@@ -125,6 +139,19 @@ class _Promoting(TorchFunctionMode):
             elif "out" not in kwargs:
                 args, kwargs = cast_floats(tuple(args), torch.float64), cast_floats(dict(kwargs), torch.float64)
         return func(*args, **kwargs)
+
+
+def _drawn_narrow(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A random function's result as in float32, in the precision of what it was given."""
+    is_wide = any(t.dtype == torch.float64 for t in iter_tensors((args, kwargs)))
+    if not is_wide:
+        return func(*args, **kwargs)
+    if name.endswith("_"):
+        narrow = torch.empty_like(args[0], dtype=torch.float32)
+        func(narrow, *args[1:], **kwargs)
+        return args[0].copy_(narrow)
+    narrowed = cast_floats(tuple(args), torch.float32), cast_floats(dict(kwargs), torch.float32)
+    return cast_floats(func(*narrowed[0], **narrowed[1]), torch.float64)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

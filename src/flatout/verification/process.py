@@ -122,14 +122,20 @@ class StageProcess:
         """All that it has printed so far."""
         return (Path(self._folder.name) / "said").read_text(errors="replace")
 
+    def let_go(self) -> None:
+        """Have it end by itself: a stage without a parent ends at its next border."""
+        for descriptor in (self._orders, self._answers):
+            if descriptor >= 0:
+                with suppress(OSError):
+                    os.close(descriptor)
+        self._orders = self._answers = -1
+
     def end(self) -> None:
         """End it and all that it has started."""
+        self.let_go()
         child, self._child = self._child, None
         if child is None:
             return
-        for descriptor in (self._orders, self._answers):
-            with suppress(OSError):
-                os.close(descriptor)  # a stage without a parent ends at its next border
         try:
             child.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:

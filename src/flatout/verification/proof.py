@@ -84,6 +84,8 @@ class Prover:
         self._kept: dict[tuple[int, str], list[Step]] = {}
         self._num_folders = 0
         self._whole: WholeRuns | None = None
+        self._num_steps = 0
+        """How many steps the script has, once one has ended."""
 
     def __enter__(self) -> Prover:
         return self
@@ -186,6 +188,8 @@ class Prover:
                 self._race(race, one_process, two_process)
             except Failed as e:
                 return equality, None, str(e)
+            one_process.let_go()
+            two_process.let_go()
         return equality, race, race.leak()
 
     def _compare(self, after: list[Step]) -> Equality:
@@ -239,6 +243,8 @@ class Prover:
         for _ in range(self._terms.num_processes - 1 + _ROUNDS):
             if num_whole >= self._terms.num_processes or (num_whole and self._is_decided(race)):
                 return
+            for process in (one, two):
+                process.let_go()
             for process in (one, two):
                 process.end()  # what it holds of a device's memory is wanted now
             first, second = (msgspec.structs.replace(p.request, folder="") for p in (one, two))

@@ -10,7 +10,7 @@ from flatout.records.verdict import Footprint, Speed
 from flatout.verification.process import StageProcess
 from flatout.verification.stage import Answer
 
-_STRETCH_S: Final = 0.25
+_STRETCH_S: Final = 0.15
 """Of the slower side: long beside a turn, short beside what changes on a machine."""
 _FEWEST_PAIRS: Final = 7
 """Below, no interval of a median reaches 95 % with room for one outlier (n = 6: the whole range)."""
@@ -32,17 +32,21 @@ class Stretch(NamedTuple):
 class Race:
     """Measures until the interval is narrow enough, the time is up, or a script has no steps left."""
 
-    def __init__(self, *, budget_s: float, timeout_s: float, precision: float = 0.01) -> None:
-        """`budget_s` is for one run of two processes; `precision` the relative half width of the interval that is enough."""
+    def __init__(self, *, budget_s: float, timeout_s: float, precision: float = 0.01, num_steps: int = 0) -> None:
+        """`budget_s` is for one run of two processes; `precision` the relative half width of the interval that is enough.
+
+        `num_steps` is how many steps the scripts have, if that is known: stretches are so short that enough of them fit in.
+        """
         self.stretches: list[Stretch] = []
         self.has_ended = False
+        """Whether the scripts of the last run ended before there were enough pairs."""
         self._sizes: list[tuple[Answer, Answer]] = []
         self._leak = ""
         self._first: tuple[Answer, Answer] | None = None
         self._budget_s = budget_s
         self._timeout_s = timeout_s
         self._precision = precision
-        self._most_steps = _MOST_STEPS
+        self.num_steps = num_steps
 
     def started(self, before: Answer, after: Answer) -> None:
         """What both answered when they had taken their first steps."""
@@ -67,14 +71,15 @@ class Race:
                 answers[id(side)] = side.answer(timeout_s=self._timeout_s)
             one, two = answers[id(before)], answers[id(after)]
             self.has_ended = "ended" in (one.what, two.what)
-            if self.has_ended:  # shorter stretches when the scripts are started again
-                self._most_steps = max(1, size // 4)
+            if self.has_ended:
+                self.num_steps = min(a.num_steps for a in (one, two) if a.what == "ended")
+                self.has_ended = len(self.stretches) - first < _FEWEST_PAIRS
                 return seen
             seen.append((one, two))
             number += 1
             spent_s += one.seconds + two.seconds
             slower_s = max(one.seconds, two.seconds) / size
-            wanted = max(1, min(self._most_steps, round(_STRETCH_S / slower_s)))
+            wanted = max(1, min(self._most_steps(one.num_steps), round(_STRETCH_S / slower_s)))
             if number > _WARM_UP_PAIRS and size >= 0.7 * wanted:
                 self.stretches.append(Stretch(one.seconds, two.seconds, size))
                 num = len(self.stretches) - first
@@ -85,6 +90,12 @@ class Race:
             if spent_s > 3 * self._budget_s:
                 return seen
         return seen
+
+    def _most_steps(self, done: int) -> int:
+        """Of a stretch, when so many steps are done: enough stretches should fit into what the scripts have left."""
+        if not self.num_steps:
+            return _MOST_STEPS
+        return max(1, min(_MOST_STEPS, (self.num_steps - done) // (_FEWEST_PAIRS + 1)))
 
     def speed(self) -> Speed | None:
         """What is known so far; None before the first pair."""
