@@ -214,3 +214,12 @@ def test_what_could_not_be_told_is_tried_again_when_the_plan_has_grown() -> None
 
     result = found(Doubtful({"a": 0.9, "b": 0.7}), [candidate("a", 0.05), candidate("b", 0.02)])
     assert sorted(ids(result)) == ["a", "b"]
+
+
+def test_digits_are_not_given_up_for_a_few_percent() -> None:
+    world = World({"a": 0.93, "b": 0.6})
+    coarse = {n: msgspec.structs.replace(lever(n), dtype=lambda parameters: "bfloat16") for n in ("a", "b")}
+    wanted = Wanted(STEP_S, PEAK_BYTES)
+    result = search([candidate("b", 0.05), candidate("a", 0.02)], coarse, world, Ledger(), wanted)
+    assert ids(result) == ["b"]
+    assert any("coarser numbers" in t.because for t in result.left_out)

@@ -16,6 +16,7 @@ from flatout.records.verdict import Guarantee, Verdict
 _RANKS: Final[Mapping[Guarantee, int]] = {"exact": 0, "bounded": 1, "quality": 2}
 _STRONG: Final = 2.0
 """A lever that gained so much is not taken out again for what others do."""
+_WORTH_DIGITS: Final = 1.1
 _MOST: Final = 0.9
 """No lever is promised to save more than this share of a step."""
 _DOING: Final[Mapping[Purpose, str]] = {
@@ -178,6 +179,9 @@ class _Search:
         if verdict.outcome != "proved":
             self._leave_out(planned.id, _words(verdict))
             return verdict
+        if objective == "time" and self._is_too_little(planned, verdict):
+            self._leave_out(planned.id, f"too little for coarser numbers: {_words(verdict)}")
+            return verdict
         if objective == "time" and self._is_over(verdict):
             self._leave_out(planned.id, f"it takes {_peak(verdict) / 2**30:.2f} GiB, more than allowed")
             return verdict
@@ -221,6 +225,11 @@ class _Search:
         low, high = candidate.saved_s
         shrunk = self._left_s / self._wanted.step_s
         return min(low, low * shrunk, _MOST * self._left_s), min(high, _MOST * self._left_s)
+
+    def _is_too_little(self, planned: PlannedLever, verdict: Verdict) -> bool:
+        """Digits are given up for a gain that a person would give them up for."""
+        dtype = self._levers[planned.id].dtype
+        return dtype is not None and verdict.speed is not None and verdict.speed.low < _WORTH_DIGITS
 
     def _is_over(self, verdict: Verdict) -> bool:
         return bool(self._wanted.most_bytes) and _peak(verdict) > self._wanted.most_bytes
