@@ -74,8 +74,8 @@ def test_a_rung_for_each_lever_and_the_reasons_of_the_others(render: Render) -> 
     text = " ".join(render(ladder(TUNED), width=200).split())
     assert text.startswith("1.80x faster (1.62 - 1.98), 12.0 ms -> 6.67 ms a step, proved bounded at bfloat16")
     assert "untouched 1.00x 12.0 ms" in text
-    assert "1.10 - 1.60x 1.50x (1.40 - 1.60) 8.00 ms 512 MiB (-50 %) bounded" in text
-    assert "1.00 - 1.30x 1.20x (1.10 - 1.30) 6.67 ms 1.00 GiB (same) exact" in text
+    assert "1.50x (1.40 - 1.60) 1.10 - 1.60x 8.00 ms 512 MiB (-50 %) bounded" in text
+    assert "1.20x (1.10 - 1.30) 1.00 - 1.30x 6.67 ms 1.00 GiB (same) exact" in text
     assert "memory.channels-last no image | <script>" in text
     assert "8 steps and 100 tensors compared" in text
     assert "Not for this script (--html, --md and --json say why) workload.tf32" in text

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.verification.marks import NUM_BUCKETS, distance, mark_of
+from flatout.verification.marks import NUM_BUCKETS, _weighted_sum, distance, mark_of
 
 SIZES = st.sampled_from([1, 7, NUM_BUCKETS, NUM_BUCKETS + 1, 3 * NUM_BUCKETS + 5, 200_000])
 
@@ -57,3 +57,19 @@ def test_what_is_not_finite_is_infinitely_far() -> None:
 
 def test_an_empty_tensor_has_a_mark() -> None:
     assert mark_of(torch.empty(0, 3)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("num", [1, 7, 64, 100_003])
+def test_checksums_made_on_a_device_tell_any_single_bit(num: int) -> None:
+    data = torch.randint(0, 256, (num,), dtype=torch.uint8, generator=torch.Generator().manual_seed(num))
+    before = _weighted_sum(data)
+    assert _weighted_sum(data.clone()) == before
+    for place in (0, num // 2, num - 1):
+        for bit in (1, 128):
+            data[place] ^= bit
+            assert _weighted_sum(data) != before
+            data[place] ^= bit
+    if num > 1:
+        swapped = data.clone()
+        swapped[0], swapped[1] = data[1].item(), data[0].item() ^ 1
+        assert _weighted_sum(swapped) != before

@@ -10,7 +10,8 @@ import msgspec
 
 from flatout.errors import PlanError
 from flatout.records.lever import PlannedLever
-from flatout.records.tuned import Attempt, Purpose
+from flatout.records.tuned import Attempt
+
 
 class Ledger:
     """Attempts in a file of JSON lines, or in memory alone when there is no path.

@@ -97,9 +97,19 @@ def search(
     if wanted.objective == "memory" or wanted.must_shrink:
         run.shrink(smaller)
     if wanted.objective == "time":
-        run.climb(sorted((c for c in allowed if c.saved_s[1] >= 0), key=lambda c: -sum(c.saved_s)))
+        run.climb(_in_order([c for c in allowed if c.saved_s[1] >= 0], levers))
         run.prune()
     return run.finish()
+
+
+def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever]) -> list[Candidate]:
+    """What promises most first; other ways to pull a lever behind all levers."""
+    ordered = sorted(candidates, key=lambda c: -sum(c.saved_s))
+    first: dict[str, Candidate] = {}
+    for candidate in ordered:
+        first.setdefault(candidate.lever, candidate)
+    is_other = {id(c): not levers[c.lever].is_local and first[c.lever] is not c for c in ordered}
+    return sorted(ordered, key=lambda c: is_other[id(c)])
 
 
 def _allowed(

@@ -9,7 +9,6 @@ from flatout.records.plan import Plan
 from flatout.records.record import Record
 from flatout.records.verdict import Verdict
 
-
 Purpose = Literal["add", "swap", "drop", "final"]
 
 

@@ -35,6 +35,8 @@ class Row(NamedTuple):
     memory: str = ""
     guarantee: str = ""
     because: str = ""
+    where: str = ""
+    """The place in the source and the settings."""
 
     @property
     def step(self) -> str:
@@ -47,7 +49,10 @@ def ladder(tuned: Tuned) -> RenderableType:
     style = "bold green" if tuned.plan.lever else "bold yellow"
     parts: list[RenderableType] = [Words(headline(tuned), style=style)]
     if tuned.plan.lever:
-        parts += ["", Padding(_rungs(rows(tuned)), _INSET)]
+        found = rows(tuned)
+        parts += ["", Padding(_rungs(found), _INSET)]
+        if any(row.where for row in found):
+            parts += ["", Padding(_places(found), _INSET)]
     if where := circumstances(tuned):
         parts += ["", Text(where, style="dim")]
     tried = [one for one in tuned.left_out if one.is_for_script]
@@ -113,7 +118,8 @@ def _row(rung: Rung, before_s: float | None) -> Row:
     if before_s is not None and measured is not None:
         step_s = (before_s / measured[0], before_s / measured[2], before_s / measured[1])
     return Row(
-        name=_name(planned),
+        name=planned.id,
+        where=_where(planned),
         step_s=step_s,
         predicted=f"{planned.predicted[0]:.2f} - {planned.predicted[1]:.2f}x" if planned.predicted is not None else "",
         measured=_range(*measured) if measured is not None else "",
@@ -123,15 +129,13 @@ def _row(rung: Rung, before_s: float | None) -> Row:
     )
 
 
-def _name(planned: PlannedLever) -> str:
-    """The lever, where it is pulled, and its settings."""
+def _where(planned: PlannedLever) -> str:
+    """Where the lever is pulled, and its settings."""
     parameters = dict(planned.parameters)
-    code, file = parameters.pop("code", ""), parameters.pop("file", "")
-    parameters.pop("function", "")
-    settings = [f"{k}={v}" for k, v in parameters.items() if not isinstance(v, tuple)]
-    if code:
-        settings.insert(0, f"{file}: {code}" if file else str(code))
-    return f"{planned.id} ({', '.join(settings)})" if settings else planned.id
+    code, file, function = (str(parameters.pop(name, "")) for name in ("code", "file", "function"))
+    settings = ", ".join(f"{k}={v}" for k, v in parameters.items())
+    place = ", ".join(filter(None, (file, function if function != "<module>" else "")))
+    return "; ".join(filter(None, (f"{place}: {code}" if code else "", settings)))
 
 
 def _range(ratio: float, low: float, high: float) -> str:
@@ -156,13 +160,26 @@ def _memory(verdict: Verdict) -> str:
 
 
 def _rungs(found: Sequence[Row]) -> Table:
-    columns = ("", "lever", "predicted", "measured", "step", "memory", "guarantee")
-    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    columns = ("", "lever", "measured", "predicted", "step", "memory", "guarantee")
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False, padding=(0, 1))
+    for place in (1, 2, 4):
+        table.columns[place].no_wrap = True
     for number, row in enumerate(found):
-        is_lever = row.name not in (UNTOUCHED, TOGETHER)
-        label = str(number) if is_lever else ""
-        table.add_row(label, Words(row.name), row.predicted, row.measured, row.step, row.memory, row.guarantee)
+        label = str(number) if _is_lever(row) else ""
+        table.add_row(label, Words(row.name), row.measured, row.predicted, row.step, row.memory, row.guarantee)
     return table
+
+
+def _places(found: Sequence[Row]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    for number, row in enumerate(found):
+        if _is_lever(row) and row.where:
+            table.add_row(Text(str(number), style="dim"), Words(row.where, style="dim"))
+    return table
+
+
+def _is_lever(row: Row) -> bool:
+    return row.name not in (UNTOUCHED, TOGETHER)
 
 
 def _others(left_out: Sequence[LeftOut]) -> Table:

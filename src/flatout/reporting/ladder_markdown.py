@@ -27,6 +27,6 @@ def ladder_markdown(tuned: Tuned) -> str:
 def _table(tuned: Tuned) -> str:
     lines = ["| lever | predicted | measured | step | memory | guarantee |", "|---|---|---|---|---|---|"]
     for row in rows(tuned):
-        cells = (row.name, row.predicted, row.measured, row.step, row.memory, row.guarantee)
+        cells = (f"{row.name} ({row.where})" if row.where else row.name, row.predicted, row.measured, row.step, row.memory, row.guarantee)
         lines.append("| " + " | ".join(map(plain, cells)) + " |")
     return "\n".join(lines)
