@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatout.verification.equality import FACTOR, compare_bounded, compare_exact, with_names_of
+from flatout.verification.equality import FACTOR, compare_bounded, compare_exact, is_close, with_names_of
 from flatout.verification.marks import mark_of
 from flatout.verification.recording import Step
 
@@ -161,3 +161,14 @@ def test_gradients_may_be_magnified_as_they_were_before_and_no_more() -> None:
     assert compare_bounded(one, trained(2e-6, seed=4, gradient_error=2e-3), exact, eps=EPS).is_kept is False
     plain = trained(1e-6, seed=2)
     assert compare_bounded(plain, trained(2e-6, seed=4, gradient_error=5e-4), exact, eps=EPS).is_kept is False
+
+
+def test_a_reference_that_plain_float32_comes_close_to_is_trusted_however_coarse_the_script_is() -> None:
+    exact = exact_steps()
+    coarse, changed = recorded(off(exact, 0.2, seed=1)), recorded(off(exact, 0.3, seed=2))
+    assert compare_bounded(coarse, changed, recorded(exact), eps=EPS).is_kept is None
+    assert is_close(recorded(off(exact, 1e-5, seed=3)), recorded(exact))
+    assert not is_close(coarse, recorded(exact))
+    assert compare_bounded(coarse, changed, recorded(exact), eps=EPS, is_trusted=True).is_kept is True
+    lost = recorded(off(exact, 1.1, seed=2))
+    assert compare_bounded(coarse, lost, recorded(exact), eps=EPS, is_trusted=True).is_kept is False

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from flatout.cost.accounting import facts_named, kept_fraction, model_seconds
-from flatout.records.evidence import Evidence
+from flatout.records.evidence import Evidence, Operator
 from flatout.records.trial import ModelVariant, TimeModel
 
 PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "cudnn_convolution")
 """aten operators that matrix units can do."""
+
+
+_LARGE: Final = 1024
+_ALIGNED: Final = 64
+"""128 bytes of half precision: what matrix units' loads are widest at (NVIDIA, Matrix Multiplication Background User's Guide)."""
 
 
 def float32_products(evidence: Evidence) -> tuple[int, ...]:
@@ -19,6 +24,16 @@ def float32_products(evidence: Evidence) -> tuple[int, ...]:
         for i, o in enumerate(evidence.operators)
         if o.op.removeprefix("aten.") in PRODUCTS and any(t.dtype == "float32" for t in o.inputs)
     )
+
+
+def seconds_of_unaligned(evidence: Evidence) -> float:
+    """What float32 products take that have a large size which units for half precision dislike: no multiple of 64 numbers."""
+    return sum(evidence.operators[i].op_s for i in float32_products(evidence) if _is_unaligned(evidence.operators[i]))
+
+
+def _is_unaligned(operator: Operator) -> bool:
+    sizes = {size for tensor in operator.inputs if len(tensor.shape) in (2, 3) for size in tensor.shape[-2:]}
+    return any(size >= _LARGE and size % _ALIGNED for size in sizes)
 
 
 def seconds_of_products(evidence: Evidence) -> float:

@@ -85,6 +85,10 @@ class Precision:
                 module.to(dtype)
                 self._converted.add(module)
             return cast_floats(args, dtype), cast_floats(kwargs, dtype), nullcontext()
+        if self._dtype == "strict":
+            torch.set_float32_matmul_precision("highest")
+            torch.backends.cudnn.allow_tf32 = False
+            return args, kwargs, nullcontext()
         if self._dtype == "tf32":
             torch.set_float32_matmul_precision("high")  # for the rest of a process that is there for nothing else
             return args, kwargs, nullcontext()

@@ -43,8 +43,9 @@ class Request(Record, frozen=True, kw_only=True):
     """Path of a plan whose levers are pulled; '' for the untouched script."""
     environment: dict[str, str] = {}
     """Variables that the plan's levers want before the process starts."""
-    dtype: Literal["", "float64", "float32", "tf32", "float16", "bfloat16"] = ""
-    """'float64' and 'float32' run models in that; the last two run their forward under autocast."""
+    dtype: Literal["", "float64", "float32", "tf32", "float16", "bfloat16", "strict"] = ""
+    """'float64' and 'float32' run models in that; 'float16' and 'bfloat16' run their
+    forward under autocast; 'strict' is as the script has it, but never TF32."""
 
     is_whole: bool = False
     """Run to the end in one go; the only answer is that it has ended, with the seconds that took."""
