@@ -3,9 +3,9 @@
     python bench/tune_device.py OUT_FOLDER [--only NAME ...] [--budget 300s] [--small]
 
 For each of examples/gpu: the plan that `flatout tune` writes; then the untouched script, the plan, and each well-known line alone
-(as a plan of one lever), all standing in processes of their own and taking stretches of the same steps in turn. Ratios are medians
-of paired stretches with 95 % intervals. The lines are raced, not proved: some are not equal. For GPT-2 small also the crash of
-`max-autotune-no-cudagraphs` at batch 64: survived, and told.
+(as a plan of one lever), all standing in processes of their own and taking stretches of the same steps in turn. Ratios are
+medians of paired stretches with 95 % intervals. The lines are raced, not proved: some are not equal. For GPT-2 small also the
+crash of `max-autotune-no-cudagraphs` at batch 64: survived, and told.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 from flatout.levers.apply import circumstances
 from flatout.measure.stats import median_estimate, ratio_estimate
-from flatout.session import environment_of, read_plan
 from flatout.records.record import to_json
+from flatout.session import environment_of, read_plan
 from flatout.verification.process import Failed, Request, StageProcess
 from flatout.verification.proof import Terms, prove
 

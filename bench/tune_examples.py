@@ -6,8 +6,8 @@ Three commands for each script, one after the other, nothing beside them:
 1. `flatout tune` within the budget, and the plan it writes;
 2. `flatout verify plan.toml script`: the same proof again from nothing, on other seeds;
 3. a plan with `graph.compile` alone, raced against the untouched script: what `torch.compile(model)` gives, equal or not.
-Each row is written as soon as it is there; a run that was stopped goes on with the scripts that are missing. At the end the table,
-and how often what a lever did lay within what had been predicted for it. A Markdown table lands beside the JSON.
+Each row is written as soon as it is there; a run that was stopped goes on with the scripts that are missing. At the end the
+table, and how often what a lever did lay within what had been predicted for it. A Markdown table lands beside the JSON.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def table_of(rows: list[dict[str, Any]], summary: dict[str, Any]) -> str:
         "# Every slow example, tuned",
         "",
         f"Made by `bench/tune_examples.py`; torch {summary['torch']}, Python {summary['python']}. Ratios of seconds a step, "
-        "untouched over changed, medians with 95 % intervals of interleaved stretches; measured again from nothing after the search.",
+        "untouched over changed, medians with 95 % intervals of interleaved stretches; measured again after the search.",
         "",
         "| script | speed-up | `torch.compile(model)` | guarantee | plan | left out |",
         "|---|---|---|---|---|---|",
@@ -239,8 +239,9 @@ def table_of(rows: list[dict[str, Any]], summary: dict[str, Any]) -> str:
     over, best = summary["geomean_over_untouched"], summary["geomean_over_best_of_eager_and_compile"]
     lines += [
         "",
-        f"Geometric means over {summary['num_examples']} scripts: {over or 0:.2f} over the untouched script, {best or 0:.2f} over the "
-        f"better of eager and `torch.compile(model)`. Plans that are wrong: {summary['num_wrong']}; slower: {summary['num_slower']}.",
+        f"Geometric means over {summary['num_examples']} scripts: {over or 0:.2f} over the untouched script, "
+        f"{best or 0:.2f} over the better of eager and `torch.compile(model)`. "
+        f"Plans that are wrong: {summary['num_wrong']}; slower: {summary['num_slower']}.",
         "",
         f"What a lever did lay within what had been predicted in {100 * (summary['within_prediction'] or 0):.0f} % of "
         f"{summary['num_levers_tried']} trials:",

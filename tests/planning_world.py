@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flatout.records.lever import Candidate, Lever, PlannedLever
 from flatout.planning.search import Objective
+from flatout.records.lever import Candidate, Lever, PlannedLever
 from flatout.records.verdict import Difference, Equality, Footprint, Guarantee, Speed, Verdict
 
 STEP_S = 0.1

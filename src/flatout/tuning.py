@@ -180,7 +180,9 @@ def tune(
         wanted = Wanted(evidence.steps.whole_s, peak_bytes, objective, most_bytes)
         found = search(said.candidates, known, bench, ledger, wanted, allow=allow, tell=bench.tell)
     left_out = [LeftOut(lever=tried.lever, because=tried.because) for tried in found.left_out]
-    left_out += [LeftOut(lever=refusal.lever, because=refusal.because, is_for_script=False) for refusal in said.refusals]
+    left_out += [
+        LeftOut(lever=refusal.lever, because=refusal.because, is_for_script=False) for refusal in said.refusals
+    ]
     plan = Plan(
         script=script.target,
         arguments=script.arguments,

@@ -146,7 +146,7 @@ def trained(error: float, *, seed: int, gradient_error: float | None = None) -> 
 
 
 def test_what_parameters_are_off_may_show_in_the_next_loss() -> None:
-    """The loss before the change happens to be exact; by its slope of 8 an error of 1e-5 * 8 in parameters may move it by 6.4e-4."""
+    """The loss before happens to be exact; by its slope of 8 an error of 8e-5 in parameters may move it by 6.4e-4."""
     exact, one = trained(0.0, seed=2), trained(1e-5, seed=2)
     assert compare_bounded(one, trained(1e-5, seed=1), exact, eps=EPS).is_kept is True
     far = trained(1e-5, seed=1)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from flatout.levers.seams import ScriptSeams
-from flatout.levers.source import pull
+from flatout.levers.syntax.source import pull
 from flatout.records.plan import Circumstances, Plan
 from flatout.registry import lever_of
 
@@ -19,7 +19,8 @@ from flatout.registry import lever_of
 def applied(plan: Plan, *, root: str = "") -> Iterator[ScriptSeams]:
     """All levers of the plan put into the seams of what runs inside; undone at the end, last first.
 
-    `root` is the script's folder. A lever without an `apply` is its edit, made to the text when it is compiled. Raises PlanError when a lever is not known, or one of its parameters is missing or wrong.
+    `root` is the script's folder. A lever without an `apply` is its edit, made to the text when it is compiled. Raises PlanError
+    when a lever is not known, or one of its parameters is missing or wrong.
     """
     seams = ScriptSeams(root)
     for planned in plan.lever:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _CALLS_BEFORE: Final = 3
-"""Equal calls that go by before one is captured. With gradients it is the very first call or none: an autograd graph that is still
-there from an earlier call, on another stream, makes capturing fail; and capturing warms up by itself."""
+"""Equal calls that go by before one is captured. With gradients it is the very first call or none: an autograd graph that is
+still there from an earlier call, on another stream, makes capturing fail; and capturing warms up by itself."""
 _MOST_GRAPHS: Final = 8
 """Each keeps memory of its own."""
 

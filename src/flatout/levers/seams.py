@@ -78,7 +78,7 @@ class ScriptSeams:
         self._patches.set(owner, name, value)
 
     def at_source(self, file: str, change: Callable[[str], str]) -> None:
-        """The text of a file of the script's folder, before it is compiled: the script's own (see `code_of`) or one it imports."""
+        """The text of a file in the script's folder before it is compiled: its own (see `code_of`) or one it imports."""
         self._sources.setdefault((self._root / file).resolve(), []).append(change)
 
     def note(self, what: str) -> None:

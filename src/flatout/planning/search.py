@@ -103,8 +103,8 @@ def search(
 
 
 def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever]) -> list[Candidate]:
-    """What promises most first; other ways to pull a lever behind all levers."""
-    ordered = sorted(candidates, key=lambda c: -sum(c.saved_s))
+    """What promises most for the effort first; other ways to pull a lever behind all levers."""
+    ordered = sorted(candidates, key=lambda c: -sum(c.saved_s) / levers[c.lever].effort)
     first: dict[str, Candidate] = {}
     for candidate in ordered:
         first.setdefault(candidate.lever, candidate)

@@ -93,8 +93,9 @@ class Lever(Record, frozen=True, kw_only=True):
     cannot come into the same plan.
 
     `edit` is the change that a person would make: text of a file in (the one that the parameter `file` names, else the script),
-    changed text out; it raises EditError where that is not certain. Without `apply` the lever is this edit, made in memory. A lever that `is_local` is pulled at one place of the
-    source, named by the parameters `file`, `function` and `code`, and may come into a plan once for each place. `dtype` tells the
+    changed text out; it raises EditError where that is not certain. Without `apply` the lever is this edit, made in memory. A
+    lever that `is_local` is pulled at one place of the source, named by the parameters `file`, `function` and `code`, and may
+    come into a plan once for each place. `effort` is how many times longer it takes to try than others do. `dtype` tells the
     coarsest precision in which the lever has numbers rounded: what BOUNDED then is measured by.
     """
 
@@ -108,6 +109,7 @@ class Lever(Record, frozen=True, kw_only=True):
     conflicts: tuple[str, ...] = ()
     edit: Callable[[str, Parameters], str] | None = None
     is_local: bool = False
+    effort: float = 1.0
     dtype: Callable[[Parameters], str] | None = None
 
 

@@ -27,6 +27,7 @@ def ladder_markdown(tuned: Tuned) -> str:
 def _table(tuned: Tuned) -> str:
     lines = ["| lever | predicted | measured | step | memory | guarantee |", "|---|---|---|---|---|---|"]
     for row in rows(tuned):
-        cells = (f"{row.name} ({row.where})" if row.where else row.name, row.predicted, row.measured, row.step, row.memory, row.guarantee)
+        name = f"{row.name} ({row.where})" if row.where else row.name
+        cells = (name, row.predicted, row.measured, row.step, row.memory, row.guarantee)
         lines.append("| " + " | ".join(map(plain, cells)) + " |")
     return "\n".join(lines)

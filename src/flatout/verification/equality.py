@@ -15,8 +15,8 @@ FACTOR: Final = 4.0
 """A bounded change may have four times the rounding error of the steps before it. Two orders of one sum have the same bound, and
 errors that differ by a few times (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2)."""
 _ONE_TENSOR: Final = 4.0
-"""One tensor alone may be off so many times more than all together: few numbers average little. So may parameters, which one tensor
-can dominate: an update that divides by the gradient's size (Adam) makes long steps of the rounding of a gradient that is zero."""
+"""One tensor alone may be off so many times more than all together: few numbers average little. So may parameters, which one
+tensor can dominate: an update that divides by the gradient's size (Adam) makes long steps of the rounding of a zero gradient."""
 _MOST: Final = 1.0
 """No error may be as large as the thing itself."""
 _FLOAT32_EPS: Final = 2.0**-23
@@ -141,8 +141,9 @@ class _Allowance:
 
     - Losses and outputs: `factor` times the largest of all steps. One number's error is near zero by luck in many a step.
     - Gradients: `factor` times the largest so far. Parameters, and single tensors: four times that.
-    - What parameters were allowed to be off shows in the next step: in the loss at most by the gradient's norm times theirs (Cauchy
-      and Schwarz), in gradients by as much as it was magnified before the change in any step (a unit that changes its sign).
+    - What parameters were allowed to be off shows in the next step: in the loss at most by the gradient's norm times theirs
+      (Cauchy and Schwarz), in gradients by as much as it was magnified before the change in any step (a unit that
+      changes its sign).
     """
 
     def __init__(self, pairs: list[Pair], *, eps: float, factor: float) -> None:

@@ -15,8 +15,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.keywords import DDP, call_in
-from flatout.levers.source import code_of, fresh_name, names_in, place_of, text_at, with_import, with_statements
+from flatout.levers.syntax.keywords import DDP, call_in
+from flatout.levers.syntax.source import code_of, fresh_name, names_in, place_of, text_at, with_import, with_statements
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer

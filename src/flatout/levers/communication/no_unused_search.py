@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flatout.errors import EditError
-from flatout.levers.keywords import DDP, DDP_ORDER, argument, call_in, with_keywords
 from flatout.levers.offers import as_found
-from flatout.levers.source import place_of, text_at
+from flatout.levers.syntax.keywords import DDP, DDP_ORDER, argument, call_in, with_keywords
+from flatout.levers.syntax.source import place_of, text_at
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

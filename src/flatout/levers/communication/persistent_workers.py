@@ -13,8 +13,8 @@ from typing import Any, Final
 import libcst as cst
 
 from flatout.errors import EditError
-from flatout.levers.calls import TRUE, argument, calls_of, with_argument, with_calls
-from flatout.levers.source import code_of, expression, parsed
+from flatout.levers.syntax.calls import TRUE, argument, calls_of, with_argument, with_calls
+from flatout.levers.syntax.source import code_of, expression, parsed
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

@@ -18,7 +18,7 @@ from libcst import matchers as m
 
 from flatout.cost.feeding import waiting_s
 from flatout.errors import EditError
-from flatout.levers.source import (
+from flatout.levers.syntax.source import (
     assigned_in,
     call_name,
     code_of,

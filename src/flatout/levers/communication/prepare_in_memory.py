@@ -18,8 +18,8 @@ from libcst import matchers as m
 
 from flatout.cost.feeding import fetched, fits_memory
 from flatout.errors import EditError
-from flatout.levers.calls import argument, is_named, with_calls, without_argument
-from flatout.levers.source import (
+from flatout.levers.syntax.calls import argument, is_named, with_calls, without_argument
+from flatout.levers.syntax.source import (
     call_name,
     code_of,
     find,
@@ -29,7 +29,7 @@ from flatout.levers.source import (
     with_import,
     with_statements,
 )
-from flatout.levers.surroundings import assignment
+from flatout.levers.syntax.surroundings import assignment
 from flatout.records.evidence import Evidence, Loader
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, string

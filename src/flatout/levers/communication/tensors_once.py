@@ -16,7 +16,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.source import (
+from flatout.levers.syntax.source import (
     assigned_in,
     call_name,
     code_of,
@@ -26,7 +26,7 @@ from flatout.levers.source import (
     names_in,
     statements,
 )
-from flatout.levers.surroundings import (
+from flatout.levers.syntax.surroundings import (
     Change,
     Level,
     Parents,

@@ -16,7 +16,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.source import (
+from flatout.levers.syntax.source import (
     call_name,
     code_of,
     find,

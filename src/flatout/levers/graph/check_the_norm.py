@@ -15,8 +15,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.calls import with_torch
-from flatout.levers.source import (
+from flatout.levers.syntax.calls import with_torch
+from flatout.levers.syntax.source import (
     Place,
     assigned_in,
     call_name,

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SMALL_PART: Final = 0.1
+_EFFORT: Final = 3.0
+"""Compiling small models takes some 10 s of a processor beside some 5 s that a trial takes anyway (two cores, torch 2.13)."""
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
 
@@ -139,7 +141,7 @@ def _draw_as_eager() -> Callable[[], None]:
 
 def edit(text: str, parameters: Parameters) -> str:
     """`model.compile(...)` behind the statement that makes the model, or a loop over its blocks."""
-    from flatout.levers.models_made import behind_model
+    from flatout.levers.syntax.models_made import behind_model
 
     if "compile(" in text and "re.compile(" not in text:
         raise EditError("the file compiles something already")
@@ -160,5 +162,6 @@ LEVER = Lever(
     module=__name__,
     propose=propose,
     apply=apply,
+    effort=_EFFORT,
     edit=edit,
 )

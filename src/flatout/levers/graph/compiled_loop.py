@@ -18,8 +18,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.numeric_loops import check_numbers, constants_of, function_named, has_loop, without_reversed
-from flatout.levers.source import (
+from flatout.levers.syntax.numeric_loops import check_numbers, constants_of, function_named, has_loop, without_reversed
+from flatout.levers.syntax.source import (
     Place,
     assigned_in,
     call_name,
@@ -30,7 +30,7 @@ from flatout.levers.source import (
     statements,
     with_import,
 )
-from flatout.levers.surroundings import (
+from flatout.levers.syntax.surroundings import (
     Change,
     Level,
     captured,

@@ -16,8 +16,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.imports import with_import_line
-from flatout.levers.source import (
+from flatout.levers.syntax.imports import with_import_line
+from flatout.levers.syntax.source import (
     Place,
     call_name,
     code_of,
@@ -27,8 +27,8 @@ from flatout.levers.source import (
     with_expression,
     without_unused_import,
 )
-from flatout.levers.starting import spaced
-from flatout.levers.surroundings import Parents, assignment, parents_of
+from flatout.levers.syntax.starting import spaced
+from flatout.levers.syntax.surroundings import Parents, assignment, parents_of
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal

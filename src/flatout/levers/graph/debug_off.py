@@ -13,9 +13,9 @@ from typing import Any, Final
 import libcst as cst
 
 from flatout.errors import EditError
-from flatout.levers.calls import argument, calls_of, is_named
 from flatout.levers.offers import as_found
-from flatout.levers.source import code_of, parsed, without_unused_import
+from flatout.levers.syntax.calls import argument, calls_of, is_named
+from flatout.levers.syntax.source import code_of, parsed, without_unused_import
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

@@ -17,8 +17,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.source import assigned_in, call_name, code_of, expression, find, statements
-from flatout.levers.surroundings import (
+from flatout.levers.syntax.source import assigned_in, call_name, code_of, expression, find, statements
+from flatout.levers.syntax.surroundings import (
     Change,
     Loop,
     Parents,

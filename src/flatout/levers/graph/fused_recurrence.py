@@ -17,7 +17,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.source import (
+from flatout.levers.syntax.source import (
     Place,
     assigned_in,
     call_name,
@@ -28,7 +28,7 @@ from flatout.levers.source import (
     names_in,
     statements,
 )
-from flatout.levers.surroundings import (
+from flatout.levers.syntax.surroundings import (
     Change,
     Level,
     assignment,

@@ -17,7 +17,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.constants import (
+from flatout.levers.syntax.constants import (
     Constant,
     constants_of,
     group_of,
@@ -27,8 +27,8 @@ from flatout.levers.constants import (
     times_bound,
     written_names,
 )
-from flatout.levers.purity import Purity, Reads, words, written
-from flatout.levers.source import (
+from flatout.levers.syntax.purity import Purity, Reads, words, written
+from flatout.levers.syntax.source import (
     Place,
     Statement,
     code_of,

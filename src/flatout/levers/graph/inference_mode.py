@@ -15,8 +15,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.calls import calls_ending, with_torch
-from flatout.levers.source import MODULE, code_of, expression, function_of, parsed, place_of
+from flatout.levers.syntax.calls import calls_ending, with_torch
+from flatout.levers.syntax.source import MODULE, code_of, expression, function_of, parsed, place_of
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

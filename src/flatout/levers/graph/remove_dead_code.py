@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import libcst as cst
 
 from flatout.errors import EditError, PlanError
-from flatout.levers.purity import Purity, written
-from flatout.levers.source import Place, find, place_of, pull, text_at, with_statements
+from flatout.levers.syntax.purity import Purity, written
+from flatout.levers.syntax.source import Place, find, place_of, pull, text_at, with_statements
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, string

@@ -18,9 +18,9 @@ from typing import Final
 import libcst as cst
 from libcst import matchers as m
 
-from flatout.levers.batching import Loop, Opened, batched, offered_loops
-from flatout.levers.iterations import by_rows, iteration_of
-from flatout.levers.source import assigned_in, code_of, names_in
+from flatout.levers.syntax.batching import Loop, Opened, batched, offered_loops
+from flatout.levers.syntax.iterations import by_rows, iteration_of
+from flatout.levers.syntax.source import assigned_in, code_of, names_in
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal

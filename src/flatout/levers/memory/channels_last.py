@@ -15,9 +15,9 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.calls import argument, calls_ending, with_argument, with_torch
-from flatout.levers.models import definitions_with, made_in
-from flatout.levers.source import code_of, expression, parsed, with_expression
+from flatout.levers.syntax.calls import argument, calls_ending, with_argument, with_torch
+from flatout.levers.syntax.models import definitions_with, made_in
+from flatout.levers.syntax.source import code_of, expression, parsed, with_expression
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from flatout.errors import EditError
-from flatout.levers.flow import Flow, Operation, Seen, has_bias, without_casts
-from flatout.levers.source import offered, with_import
+from flatout.levers.syntax.flow import Flow, Operation, Seen, has_bias, without_casts
+from flatout.levers.syntax.source import offered, with_import
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal

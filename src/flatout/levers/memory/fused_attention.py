@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from flatout.errors import EditError
-from flatout.levers.attention_masks import Mask, is_very_negative, mask_arguments
-from flatout.levers.flow import Flow, Operation, Seen, functional, is_number, number, numbers, without_casts
-from flatout.levers.source import offered, without_unused_import
+from flatout.levers.syntax.attention_masks import Mask, is_very_negative, mask_arguments
+from flatout.levers.syntax.flow import Flow, Operation, Seen, functional, is_number, number, numbers, without_casts
+from flatout.levers.syntax.source import offered, without_unused_import
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal

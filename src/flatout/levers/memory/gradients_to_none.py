@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flatout.errors import EditError
-from flatout.levers.calls import argument, calls_ending, is_named, with_calls, without_argument
 from flatout.levers.offers import as_found
-from flatout.levers.source import code_of, parsed
+from flatout.levers.syntax.calls import argument, calls_ending, is_named, with_calls, without_argument
+from flatout.levers.syntax.source import code_of, parsed
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

@@ -16,7 +16,7 @@ from libcst import matchers as m
 
 from flatout.cost.memory import bytes_at_peak, main_memory
 from flatout.errors import EditError
-from flatout.levers.source import (
+from flatout.levers.syntax.source import (
     call_name,
     code_of,
     find,

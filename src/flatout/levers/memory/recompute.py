@@ -19,7 +19,7 @@ from libcst import matchers as m
 
 from flatout.cost.memory import main_memory
 from flatout.errors import EditError, PlanError
-from flatout.levers.source import (
+from flatout.levers.syntax.source import (
     assigned_in,
     call_name,
     code_of,

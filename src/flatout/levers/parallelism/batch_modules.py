@@ -17,10 +17,10 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.batching import Block, Loop, Opened, batched, offered_loops
-from flatout.levers.iterations import Iteration, iteration_of
-from flatout.levers.lifting import Value
-from flatout.levers.source import code_of, expression, fresh_name, names_in
+from flatout.levers.syntax.batching import Block, Loop, Opened, batched, offered_loops
+from flatout.levers.syntax.iterations import Iteration, iteration_of
+from flatout.levers.syntax.lifting import Value
+from flatout.levers.syntax.source import code_of, expression, fresh_name, names_in
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal

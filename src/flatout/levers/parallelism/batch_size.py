@@ -17,8 +17,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.keywords import LOADER, argument
-from flatout.levers.source import call_name, code_of, parsed, pull, with_expression
+from flatout.levers.syntax.keywords import LOADER, argument
+from flatout.levers.syntax.source import call_name, code_of, parsed, pull, with_expression
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flatout.errors import EditError
-from flatout.levers.calls import TRUE, argument, calls_of, is_named, with_argument, with_calls, without_argument
-from flatout.levers.source import parsed
+from flatout.levers.syntax.calls import TRUE, argument, calls_of, is_named, with_argument, with_calls, without_argument
+from flatout.levers.syntax.source import parsed
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

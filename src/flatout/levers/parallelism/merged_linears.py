@@ -18,8 +18,8 @@ import msgspec
 
 from flatout.cost.accounting import milliseconds
 from flatout.errors import EditError
-from flatout.levers.flow import Flow, Seen, bound_in, functional, read_in, rewritten
-from flatout.levers.source import fresh_name, offered, statements, with_statements
+from flatout.levers.syntax.flow import Flow, Seen, bound_in, functional, read_in, rewritten
+from flatout.levers.syntax.source import fresh_name, offered, statements, with_statements
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 import libcst as cst
 
 from flatout.errors import EditError
-from flatout.levers.calls import argument, calls_of, with_calls, with_torch
-from flatout.levers.source import parsed
-from flatout.levers.starting import with_start
+from flatout.levers.syntax.calls import argument, calls_of, with_calls, with_torch
+from flatout.levers.syntax.source import parsed
+from flatout.levers.syntax.starting import with_start
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from flatout.errors import EditError
-from flatout.levers.calls import calls_of, with_torch
 from flatout.levers.offers import as_found
-from flatout.levers.source import parsed
-from flatout.levers.starting import with_start
+from flatout.levers.syntax.calls import calls_of, with_torch
+from flatout.levers.syntax.source import parsed
+from flatout.levers.syntax.starting import with_start
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

@@ -15,9 +15,9 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.calls import calls_ending
-from flatout.levers.models import Made, made_in
-from flatout.levers.source import call_name, code_of, parsed, statements, with_statements
+from flatout.levers.syntax.calls import calls_ending
+from flatout.levers.syntax.models import Made, made_in
+from flatout.levers.syntax.source import call_name, code_of, parsed, statements, with_statements
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

@@ -72,7 +72,7 @@ def _why_not(evidence: Evidence, products_s: float, rate: float | None) -> str:
 
 def _place(evidence: Evidence) -> Parameters:
     """The statement that calls the model, for the edit; nothing where it cannot be named."""
-    from flatout.levers.source import place_of
+    from flatout.levers.syntax.source import place_of
 
     model = main_model(evidence)
     where = evidence.source_of(evidence.models[model].source) if model is not None else None
@@ -132,7 +132,7 @@ def edit(text: str, parameters: Parameters) -> str:
     """`with torch.autocast(...)` around the statement that calls the model, and those after it that make the loss of it."""
     import libcst as cst
 
-    from flatout.levers.source import find, statements, with_import, with_statements
+    from flatout.levers.syntax.source import find, statements, with_import, with_statements
 
     if "code" not in parameters:
         raise EditError("the statement that calls the model was not seen")
@@ -157,7 +157,7 @@ def _made_of_it(block: Sequence[Any]) -> Iterator[Any]:
     import libcst as cst
     from libcst import matchers as m
 
-    from flatout.levers.source import assigned_in, names_in
+    from flatout.levers.syntax.source import assigned_in, names_in
 
     known = assigned_in(block[0])
     for statement in block[1:]:

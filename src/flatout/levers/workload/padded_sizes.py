@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 from flatout.cost.accounting import milliseconds
 from flatout.cost.matrix_units import rate_over_float32, seconds_of_unaligned
 from flatout.errors import EditError
-from flatout.levers.flow import Flow, Seen, functional, has_bias
-from flatout.levers.source import place_of
+from flatout.levers.syntax.flow import Flow, Seen, functional, has_bias
+from flatout.levers.syntax.source import place_of
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer
@@ -69,8 +69,8 @@ def _when_halved(evidence: Evidence) -> Candidate | Refusal:
         lever=LEVER.id,
         parameters={"multiple": _MULTIPLE},
         saved_s=(0.0, _MOST_OF_HALVED * halved_s),
-        because=f"products with sizes like a vocabulary's take {milliseconds(unaligned_s)} of a step in float32; in half precision "
-        "such sizes matter",
+        because=f"products with sizes like a vocabulary's take {milliseconds(unaligned_s)} of a step in float32; in half "
+        "precision such sizes matter",
     )
 
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import libcst as cst
 
 from flatout.errors import EditError
-from flatout.levers.source import code_of
+from flatout.levers.syntax.source import code_of
 
 
 def words(text: str) -> frozenset[str]:

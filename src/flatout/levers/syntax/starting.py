@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import libcst as cst
 from libcst import matchers as m
 
-from flatout.levers.source import code_of, statements, with_expression
+from flatout.levers.syntax.source import code_of, statements, with_expression
 
 
 def with_start(module: cst.Module, template: str) -> cst.Module:

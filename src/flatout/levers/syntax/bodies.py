@@ -9,10 +9,10 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.lifting import Lifter, Value
-from flatout.levers.operands import atom, inverted
-from flatout.levers.source import assigned_in, code_of, expression
-from flatout.levers.surroundings import occurrences
+from flatout.levers.syntax.lifting import Lifter, Value
+from flatout.levers.syntax.operands import atom, inverted
+from flatout.levers.syntax.source import assigned_in, code_of, expression
+from flatout.levers.syntax.surroundings import occurrences
 
 How = Literal["append", "add", "subtract", "max", "min", "put", "count", "scatter"]
 _STEPS: Final = (cst.Add, cst.Subtract)
@@ -128,7 +128,7 @@ class Body:
         names = [code_of(e.value) for e in target.elements]
         if condition is not None and any(n in self._lifter.names for n in names):
             raise EditError(f"'{code_of(target)}' is written under a condition")
-        from flatout.levers.source import statements
+        from flatout.levers.syntax.source import statements
 
         self._lifter.statements += statements("{t} = {v}\n", t=target, v=value.node)
         for name in names:

@@ -9,10 +9,10 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.lifting import Value
-from flatout.levers.operands import atom
-from flatout.levers.source import Place, assigned_in, code_of, expression, names_in, statements
-from flatout.levers.surroundings import Parents, assignment, captured, levels, occurrences
+from flatout.levers.syntax.lifting import Value
+from flatout.levers.syntax.operands import atom
+from flatout.levers.syntax.source import Place, assigned_in, code_of, expression, names_in, statements
+from flatout.levers.syntax.surroundings import Parents, assignment, captured, levels, occurrences
 
 # fmt: off
 _NO_TENSOR: Final = frozenset((

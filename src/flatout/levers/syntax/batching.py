@@ -14,13 +14,13 @@ from libcst import matchers as m
 
 from flatout.cost.accounting import step_loops
 from flatout.errors import EditError
-from flatout.levers.bodies import Body, Result, lines_of, targets_of
-from flatout.levers.calls import with_torch
-from flatout.levers.handing_over import Changes, as_tensor, handed_over, listed, replace_uses, start_of, uses_of
-from flatout.levers.iterations import Iteration, check_unread
-from flatout.levers.lifting import Lifter
-from flatout.levers.operands import atom
-from flatout.levers.source import (
+from flatout.levers.syntax.bodies import Body, Result, lines_of, targets_of
+from flatout.levers.syntax.calls import with_torch
+from flatout.levers.syntax.handing_over import Changes, as_tensor, handed_over, listed, replace_uses, start_of, uses_of
+from flatout.levers.syntax.iterations import Iteration, check_unread
+from flatout.levers.syntax.lifting import Lifter
+from flatout.levers.syntax.operands import atom
+from flatout.levers.syntax.source import (
     Edit,
     Place,
     assigned_in,
@@ -33,7 +33,7 @@ from flatout.levers.source import (
     with_expression,
     with_statements,
 )
-from flatout.levers.surroundings import certain_offers, parents_of
+from flatout.levers.syntax.surroundings import certain_offers, parents_of
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Parameters, Refusal

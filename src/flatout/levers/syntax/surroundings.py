@@ -10,7 +10,7 @@ from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, ParentNodeProvider
 
 from flatout.errors import EditError
-from flatout.levers.source import Edit, assigned_in, names_in, place_of, text_at
+from flatout.levers.syntax.source import Edit, assigned_in, names_in, place_of, text_at
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Refusal, string

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import libcst as cst
 from libcst import matchers as m
 
-from flatout.levers.source import code_of, names_in
+from flatout.levers.syntax.source import code_of, names_in
 
 _CHAINED = (
     "to",

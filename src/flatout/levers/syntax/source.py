@@ -1,16 +1,17 @@
 """Changing the text of the user's files: a place found again by its function and its first line, statements put in its stead.
 
-A place is kept as parameters of a lever: `file` (relative to the script's folder), `function` (its qualified name, '<module>' outside
-of all) and `code` (the first line of the statement, stripped), so that it is found again when lines above it have changed, and a person
-can read it. Texts are changed as syntax trees that keep formatting (libcst).
+A place is kept as parameters of a lever: `file` (relative to the script's folder), `function` (its qualified name, '<module>'
+outside of all) and `code` (the first line of the statement, stripped), so that it is found again when lines above it have
+changed, and a person can read it. Texts are changed as syntax trees that keep formatting (libcst).
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 import libcst as cst
 from libcst import matchers as m
@@ -18,7 +19,7 @@ from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
 
 from flatout.errors import EditError
-from flatout.levers.imports import with_import_line
+from flatout.levers.syntax.imports import with_import_line
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Parameters, Refusal, Seams, string
@@ -38,7 +39,8 @@ _INSIDE: Final = (
 )
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """A statement of a parsed text: `block` holds it at `index`; `function` is None at the top of the file."""
 
     module: cst.Module
@@ -232,7 +234,7 @@ def expression(template: str, **nodes: cst.CSTNode) -> cst.BaseExpression:
 
 def with_statements(module: cst.Module, changes: Mapping[cst.CSTNode, Sequence[cst.BaseStatement]]) -> cst.Module:
     """The tree with statements (told by identity) replaced by others; the first keeps the comments above the old one."""
-    return module.visit(_Replacer(changes))  # type: ignore[return-value]
+    return module.visit(_Replacer(changes))
 
 
 class _Replacer(cst.CSTTransformer):
@@ -241,16 +243,16 @@ class _Replacer(cst.CSTTransformer):
         self._changes = {id(old): new for old, new in changes.items()}
         self._kept = list(changes)  # so that identities stay taken
 
-    def on_leave(
+    def on_leave(  # type: ignore[override]  # statements become several, which libcst's type of one node cannot say
         self, original_node: cst.CSTNode, updated_node: cst.CSTNode
-    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode]:  # type: ignore[override]
+    ) -> cst.CSTNode | cst.FlattenSentinel[cst.CSTNode] | cst.RemovalSentinel:
         if id(original_node) not in self._changes:
-            return super().on_leave(original_node, updated_node)  # type: ignore[return-value]
+            return super().on_leave(original_node, updated_node)
         new = list(self._changes[id(original_node)])
         lines = getattr(original_node, "leading_lines", ())
         if new and lines and hasattr(new[0], "leading_lines"):
             new[0] = new[0].with_changes(leading_lines=lines)
-        return cst.FlattenSentinel(new) if new else cst.RemoveFromParent()  # type: ignore[return-value]
+        return cst.FlattenSentinel(new) if new else cst.RemoveFromParent()
 
 
 def with_expression(module: Node, old: cst.CSTNode, new: cst.CSTNode) -> Node:
@@ -364,9 +366,9 @@ def _statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
     """The innermost statement that covers a line."""
     found: ast.stmt | None = None
     for node in ast.walk(tree):
-        covers = isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or node.lineno)
-        if covers and (found is None or node.lineno >= found.lineno):  # walk goes from the outside to the inside
-            assert isinstance(node, ast.stmt)
+        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or node.lineno):
+            continue
+        if found is None or node.lineno >= found.lineno:  # walk goes from the outside to the inside
             found = node
     return found
 
@@ -402,7 +404,7 @@ def offered(
     loop: bool = False,
     more: Parameters | None = None,
 ) -> Iterator[Candidate | Refusal]:
-    """A candidate for each place that a finding names and where the edit is certain; a refusal for each other, or if there is none."""
+    """A candidate for each place that a finding names and where the edit is certain; a refusal for each other, or for all."""
     seen: list[Parameters] = []
     for finding in findings:
         if finding.where is None:

@@ -6,7 +6,7 @@ import ast
 from typing import Final, Literal, NamedTuple
 
 from flatout.errors import EditError
-from flatout.levers.flow import Flow, Seen, number
+from flatout.levers.syntax.flow import Flow, Seen, number
 
 Shape = Literal["lower", "upper", "minus-infinite upper"]
 """What a square of the file is: ones on and below the diagonal, ones above it, or minus infinity above it and zeros else."""

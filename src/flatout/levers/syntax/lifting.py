@@ -13,7 +13,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.operands import (
+from flatout.levers.syntax.operands import (
     all_rows,
     atom,
     dim_of,
@@ -25,8 +25,8 @@ from flatout.levers.operands import (
     subscripted,
     width_of,
 )
-from flatout.levers.source import call_name, code_of, expression, names_in, statements
-from flatout.levers.surroundings import root_name
+from flatout.levers.syntax.source import call_name, code_of, expression, names_in, statements
+from flatout.levers.syntax.surroundings import root_name
 
 # fmt: off
 _RANDOM: Final = frozenset((

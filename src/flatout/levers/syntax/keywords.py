@@ -9,7 +9,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.source import call_name, code_of, find, parsed, with_expression
+from flatout.levers.syntax.source import call_name, code_of, find, parsed, with_expression
 from flatout.records.lever import Parameters
 
 LOADER: Final = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")

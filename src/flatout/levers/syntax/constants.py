@@ -13,8 +13,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.purity import Purity, Reads, words, written
-from flatout.levers.source import Place, code_of, first_line
+from flatout.levers.syntax.purity import Purity, Reads, words, written
+from flatout.levers.syntax.source import Place, code_of, first_line
 
 _CHEAP: Final = words("len range int float bool size dim numel item ndimension max min isinstance")
 

@@ -9,7 +9,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.source import parsed, renamed, statements, with_statements
+from flatout.levers.syntax.source import parsed, renamed, statements, with_statements
 
 _SIGNS: Final = frozenset(
     [

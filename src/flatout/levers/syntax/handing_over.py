@@ -11,10 +11,10 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.bodies import Result
-from flatout.levers.iterations import Iteration, initial
-from flatout.levers.operands import atom
-from flatout.levers.source import (
+from flatout.levers.syntax.bodies import Result
+from flatout.levers.syntax.iterations import Iteration, initial
+from flatout.levers.syntax.operands import atom
+from flatout.levers.syntax.source import (
     Place,
     assigned_in,
     call_name,
@@ -24,7 +24,7 @@ from flatout.levers.source import (
     statements,
     with_expression,
 )
-from flatout.levers.surroundings import occurrences, scope_of
+from flatout.levers.syntax.surroundings import occurrences, scope_of
 
 Changes = dict[cst.CSTNode, Sequence[cst.BaseStatement]]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from flatout.errors import EditError
-from flatout.levers.source import code_of, expression
+from flatout.levers.syntax.source import code_of, expression
 
 
 def atom(node: cst.BaseExpression) -> cst.BaseExpression:
