@@ -1,6 +1,6 @@
 # Everything starts from the files alone: the first target that needs the environment makes it.
 #
-#   make demo     one slow script and its fast twin, diagnosed
+#   make demo     one slow script diagnosed and tuned, beside its fast twin
 #   make test     the test suite
 #   make check    style, types, arrows, doctests, documentation
 #   make format   mend what style finds, where a tool can
@@ -46,6 +46,11 @@ demo: $(VENV)/examples.stamp
 	@$(BIN)/flatout check $(SLOW)
 	@echo; echo "== its fast twin: $(FAST)"
 	@$(BIN)/flatout check $(FAST)
+	@echo; echo "== tuned without touching it: $(SLOW)"
+	@mkdir -p build
+	@$(BIN)/flatout tune $(SLOW) --budget 60s --out build/demo-plan.toml
+	@echo; echo "== proved once more, from nothing"
+	-@$(BIN)/flatout verify build/demo-plan.toml $(SLOW) --seconds 6
 
 test: $(VENV)/tools.stamp
 	@$(BIN)/python -m pytest -q -n $(JOBS)
