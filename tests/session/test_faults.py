@@ -108,7 +108,7 @@ def test_each_failure_costs_itself_alone_and_is_told(folder: Path) -> None:
         "fault.hang": "did not answer within 15 s",
         "fault.wrong": "different in step",
         "fault.leak": "memory grows by",
-        "fault.greedy": "GiB",
+        "fault.greedy": "MemoryError",
     }.items():
         after = lines.split(fault, 1)[1][:400]
         assert why in after, (fault, after)

@@ -52,7 +52,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_slow_script_gets_a_plan_that_is_proved_and_runs(folder: Path) -> None:
-    process = start(folder, "tune", "train.py", "--budget", "100s")
+    process = start(folder, "tune", "train.py", "--budget", "60s")
     out, err = process.communicate(timeout=350)
     assert process.returncode == 0, err
     assert "x faster" in out

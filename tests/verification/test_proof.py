@@ -204,3 +204,11 @@ def test_float64_may_become_float32_where_that_is_what_counts(folder: Path) -> N
     assert verdict(wide, narrow).outcome == "different"
     found = verdict(wide, narrow, at="float32")
     assert (found.outcome, found.equality.at) == ("proved", "float32")
+
+
+def test_the_peak_is_the_scripts_own_however_large_who_starts_it(folder: Path) -> None:
+    ballast = bytearray(b"x" * (1 << 30))
+    one = script(folder, "a.py", steps=2000)
+    found = verdict(one, one, is_timed=True, num_processes=1)
+    assert len(ballast) == 1 << 30
+    assert found.footprints[0].before_bytes < 1 << 30

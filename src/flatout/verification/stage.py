@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import get_ident
 from time import perf_counter
 from typing import IO, Any, Final, Literal
@@ -290,8 +290,14 @@ def _settle() -> None:
 
 
 def _resident_peak_bytes() -> int:
-    """The most memory this process held resident; kibibytes on Linux, bytes on macOS (getrusage(2) of both)."""
-    import resource
+    """The most memory this process held resident.
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    Linux tells it as VmHWM (proc(5)). getrusage's figure is no less than what the parent held when it started this process.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS (getrusage(2) there)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)

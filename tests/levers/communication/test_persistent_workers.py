@@ -50,3 +50,15 @@ def test_edited_the_loaders_with_workers_keep_them(workers: str) -> None:
 def test_a_loader_whose_workers_are_not_known_is_not_edited(call: str) -> None:
     with pytest.raises(EditError):
         edited(LEVER, f"from torch.utils.data import DataLoader\nloader = {call}\n")
+
+
+def test_shuffles_of_later_epochs_are_those_of_workers_that_start_anew() -> None:
+    def epochs() -> list[list[int]]:
+        torch.manual_seed(0)
+        loader = DataLoader(list(range(12)), batch_size=3, shuffle=True, num_workers=1)
+        return [[int(x) for batch in loader for x in batch] for _ in range(3)]
+
+    expected = epochs()
+    with pulled(LEVER) as seams:
+        assert epochs() == expected
+        assert seams.done == [LEVER.id]

@@ -455,8 +455,6 @@ def test_a_run_without_written_out_attention_is_refused() -> None:
     assert isinstance(refusal, Refusal)
 
 
-def test_a_finding_in_a_file_that_is_gone_is_refused_with_the_reason() -> None:
-    run = EvidenceBuilder()
-    where = run.build().source_of(-1)
-    assert where is None
-    assert not list(LEVER.propose(run.build(), (found(0.01),)))
+def test_a_finding_without_a_line_is_refused() -> None:
+    [refusal] = LEVER.propose(EvidenceBuilder().build(), (found(0.01),))
+    assert isinstance(refusal, Refusal)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from tests.evidence_builder import EvidenceBuilder
@@ -7,13 +8,23 @@ from tests.lever_tools import edited, pulled
 
 from flatout.errors import EditError, PlanError
 from flatout.levers.parallelism.thread_count import LEVER
-from flatout.records.lever import Candidate, Refusal
+from flatout.records.lever import Candidate, Refusal, integer
 
 
-def test_other_numbers_of_threads_are_offered() -> None:
-    found = list(LEVER.propose(EvidenceBuilder().build(), ()))
-    assert found
-    assert all(isinstance(c, Candidate) and c.parameters["num_threads"] for c in found)
+def numbers(*, calls: float, threads: int = 2) -> list[int]:
+    """What is offered to a run of operators that take 10 ms in so many calls."""
+    run = EvidenceBuilder()
+    run.operator("aten.mm", run.line("train.py", 9, "x @ w"), op_s=0.01, calls=calls)
+    evidence = run.build()
+    workload = msgspec.structs.replace(evidence.workload, num_threads=threads, num_cores=2)
+    said = LEVER.propose(msgspec.structs.replace(evidence, workload=workload), ())
+    return [integer(c.parameters, "num_threads") for c in said if isinstance(c, Candidate)]
+
+
+def test_one_thread_is_offered_to_small_operators_and_all_cores_where_some_idle() -> None:
+    assert numbers(calls=1000) == [1]
+    assert numbers(calls=2) == []
+    assert numbers(calls=2, threads=1) == [2]
 
 
 def test_work_on_a_device_is_refused() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flatout.errors import EditError
-from flatout.levers.syntax.keywords import DDP, DDP_ORDER, call_in, with_keywords
+from flatout.levers.syntax.calls import DDP, DDP_ORDER, call_in, with_keywords
 from flatout.levers.syntax.source import place_of, text_at
 from flatout.records.distributed import Replication
 from flatout.records.evidence import Evidence

@@ -18,8 +18,9 @@ import libcst as cst
 from flatout.cost.accounting import result_of
 from flatout.cost.feeding import fetched, main_loader, waiting_s
 from flatout.errors import EditError
-from flatout.levers.syntax.keywords import LOADER, LOADER_ORDER, call_in, with_keywords
-from flatout.levers.syntax.source import code_of, place_of, text_at, with_expression, with_import
+from flatout.levers.syntax.calls import LOADER, LOADER_ORDER, call_in, with_keywords
+from flatout.levers.syntax.imports import with_import
+from flatout.levers.syntax.source import code_of, place_of, text_at, with_expression
 from flatout.records.evidence import Evidence, Loader
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer

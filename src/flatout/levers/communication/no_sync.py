@@ -15,8 +15,9 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.syntax.keywords import DDP, call_in
-from flatout.levers.syntax.source import code_of, fresh_name, names_in, place_of, text_at, with_import, with_statements
+from flatout.levers.syntax.calls import DDP, call_in
+from flatout.levers.syntax.imports import with_import
+from flatout.levers.syntax.source import code_of, fresh_name, names_in, place_of, text_at, with_statements
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer

@@ -12,7 +12,7 @@ from typing import Any
 
 from flatout.errors import EditError
 from flatout.levers.offers import as_found
-from flatout.levers.syntax.keywords import DDP, DDP_ORDER, argument, call_in, with_keywords
+from flatout.levers.syntax.calls import DDP, DDP_ORDER, argument, call_in, with_keywords
 from flatout.levers.syntax.source import place_of, text_at
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding

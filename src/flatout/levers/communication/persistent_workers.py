@@ -13,14 +13,13 @@ from typing import Any, Final
 import libcst as cst
 
 from flatout.errors import EditError
-from flatout.levers.syntax.calls import TRUE, argument, calls_of, with_argument, with_calls
+from flatout.levers.syntax.calls import LOADER, LOADER_ORDER, TRUE, argument, calls_of, with_argument, with_calls
 from flatout.levers.syntax.source import code_of, expression, parsed
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
 
-_NUM_WORKERS_AT: Final = 5
-"""Where DataLoader takes `num_workers` when it is not named (torch 2.11 to 2.13)."""
+_NUM_WORKERS_AT: Final = LOADER_ORDER.index("num_workers")
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
@@ -39,21 +38,32 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
 
 
 def apply(seams: Seams, parameters: Parameters) -> None:
-    """Have loaders with workers made so."""
+    """Have loaders with workers made so; each epoch draws the seed that workers which start anew would have drawn."""
+    import torch
     from torch.utils.data import DataLoader
+
+    begin = DataLoader.__iter__
+    ours: list[object] = []
 
     def persist(kind: type, given: dict[str, Any]) -> None:
         if given.get("num_workers", 0) and not given.get("persistent_workers"):
             given["persistent_workers"] = True
+            ours.append(given["dataset"])
             seams.note(LEVER.id)
 
+    def __iter__(self: DataLoader[Any]) -> Iterator[Any]:
+        if self._iterator is not None and self.persistent_workers and any(self.dataset is one for one in ours):
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        return begin(self)
+
     seams.at_making(DataLoader, persist)
+    seams.replace(DataLoader, "__iter__", __iter__)
 
 
 def edit(text: str, parameters: Parameters) -> str:
     """`persistent_workers=True` in the calls that make a loader with workers."""
     module = parsed(text)
-    made = calls_of(module, ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"))
+    made = calls_of(module, LOADER)
     workers = {call: argument(call, "num_workers", _NUM_WORKERS_AT) for call in made}
     able = {
         call: number

@@ -14,8 +14,9 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.syntax.keywords import LOADER, LOADER_ORDER, call_in, with_keywords
-from flatout.levers.syntax.source import call_name, code_of, names_in, place_of, text_at
+from flatout.levers.syntax.calls import LOADER, LOADER_ORDER, call_in, with_keywords
+from flatout.levers.syntax.imports import call_name
+from flatout.levers.syntax.source import code_of, names_in, place_of, text_at
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

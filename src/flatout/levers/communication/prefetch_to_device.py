@@ -18,9 +18,9 @@ from libcst import matchers as m
 
 from flatout.cost.feeding import waiting_s
 from flatout.errors import EditError
+from flatout.levers.syntax.imports import call_name, with_import
 from flatout.levers.syntax.source import (
     assigned_in,
-    call_name,
     code_of,
     find,
     names_in,
@@ -28,7 +28,6 @@ from flatout.levers.syntax.source import (
     place_of,
     text_at,
     with_expression,
-    with_import,
     with_statements,
 )
 from flatout.records.evidence import Evidence

@@ -19,16 +19,8 @@ from libcst import matchers as m
 from flatout.cost.feeding import fetched, fits_memory
 from flatout.errors import EditError
 from flatout.levers.syntax.calls import argument, is_named, with_calls, without_argument
-from flatout.levers.syntax.source import (
-    call_name,
-    code_of,
-    find,
-    fresh_name,
-    place_of,
-    statements,
-    with_import,
-    with_statements,
-)
+from flatout.levers.syntax.imports import call_name, with_import
+from flatout.levers.syntax.source import code_of, find, fresh_name, place_of, statements, with_statements
 from flatout.levers.syntax.surroundings import assignment
 from flatout.records.evidence import Evidence, Loader
 from flatout.records.finding import Finding

@@ -16,14 +16,15 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
+from flatout.levers.syntax.imports import call_name
 from flatout.levers.syntax.source import (
     assigned_in,
-    call_name,
     code_of,
     expression,
     find,
     fresh_name,
     names_in,
+    offered,
     statements,
 )
 from flatout.levers.syntax.surroundings import (
@@ -31,7 +32,6 @@ from flatout.levers.syntax.surroundings import (
     Level,
     Parents,
     assignment,
-    certain_offers,
     changed_in_place,
     levels,
     occurrences,
@@ -88,7 +88,7 @@ class Conversion(NamedTuple):
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
     """Where a rule saw tensors made of Python objects in every step."""
     why = "no tensors are made of Python objects in each step"
-    yield from certain_offers(LEVER.id, evidence, findings, edit, else_because=why)
+    yield from offered(LEVER.id, evidence, findings, edit, else_because=why)
 
 
 def edit(text: str, parameters: Parameters) -> str:

@@ -16,14 +16,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.syntax.source import (
-    call_name,
-    code_of,
-    find,
-    names_in,
-    place_of,
-    with_expression,
-)
+from flatout.levers.syntax.imports import call_name
+from flatout.levers.syntax.source import code_of, find, names_in, place_of, with_expression
 from flatout.records.evidence import Evidence, Padding
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer

@@ -93,7 +93,7 @@ def apply(seams: Seams, parameters: Parameters) -> None:
 
 def edit(text: str, parameters: Parameters) -> str:
     """`model.compile(backend="cudagraphs")` behind the making of the model."""
-    from flatout.levers.syntax.models_made import behind_model
+    from flatout.levers.syntax.models import behind_model
 
     if parameters.get("how") != "compiled":
         raise EditError("torch.cuda.make_graphed_callables needs sample inputs, which only a run can show")

@@ -15,19 +15,17 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.syntax.calls import with_torch
+from flatout.levers.syntax.imports import call_name, with_torch
 from flatout.levers.syntax.source import (
     Place,
     assigned_in,
-    call_name,
     code_of,
     expression,
     find,
     fresh_name,
     names_in,
-    place_of,
+    offered,
     statements,
-    text_at,
     with_expression,
     with_statements,
 )
@@ -35,7 +33,7 @@ from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal
 
-_LOW, _HIGH = 0.3, 1.0
+_SAVED: Final = (0.3, 1.0)
 """Shares of what the checks take: the norm reads every number once; each check did so too, and made a tensor of answers."""
 _ASKS: Final = {"isnan": "any", "isinf": "any", "isposinf": "any", "isneginf": "any", "isfinite": "all"}
 """What is asked of each number, and how the answers are put together for a question of the whole tensor."""
@@ -52,38 +50,8 @@ _LISTS: Final = (
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
     """For each place that checks many tensors."""
-    if not findings:
-        yield Refusal(lever=LEVER.id, because="no tensors are searched for NaN or infinity")
-    seen: list[Parameters] = []
-    for finding in findings:
-        said = _offer(evidence, finding)
-        if isinstance(said, Refusal):
-            yield said
-        elif said.parameters not in seen:
-            seen.append(said.parameters)
-            yield said
-
-
-def _offer(evidence: Evidence, finding: Finding) -> Candidate | Refusal:
-    if finding.where is None:
-        return Refusal(lever=LEVER.id, because="it was not seen where the checks are")
-    why = ""
-    for loop in (True, False):
-        try:
-            parameters = place_of(evidence, finding.where, loop=loop)
-            edit(text_at(evidence, parameters), parameters)
-        except EditError as e:
-            why = why or str(e)
-            continue
-        low, high = finding.saved_s
-        return Candidate(
-            lever=LEVER.id,
-            parameters=parameters,
-            saved_s=(_LOW * low, _HIGH * high),
-            where=finding.where,
-            because=finding.because,
-        )
-    return Refusal(lever=LEVER.id, because=f"line {finding.where.line}: {why}")
+    why = "no tensors are searched for NaN or infinity"
+    yield from offered(LEVER.id, evidence, findings, edit, else_because=why, loops=(True, False), saved_fraction=_SAVED)
 
 
 class _Search(NamedTuple):

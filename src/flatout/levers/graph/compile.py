@@ -141,7 +141,7 @@ def _draw_as_eager() -> Callable[[], None]:
 
 def edit(text: str, parameters: Parameters) -> str:
     """`model.compile(...)` behind the statement that makes the model, or a loop over its blocks."""
-    from flatout.levers.syntax.models_made import behind_model
+    from flatout.levers.syntax.models import behind_model
 
     if "compile(" in text and "re.compile(" not in text:
         raise EditError("the file compiles something already")

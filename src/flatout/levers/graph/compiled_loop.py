@@ -18,23 +18,13 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
+from flatout.levers.syntax.imports import call_name, with_import
 from flatout.levers.syntax.numeric_loops import check_numbers, constants_of, function_named, has_loop, without_reversed
-from flatout.levers.syntax.source import (
-    Place,
-    assigned_in,
-    call_name,
-    code_of,
-    find,
-    fresh_name,
-    names_in,
-    statements,
-    with_import,
-)
+from flatout.levers.syntax.source import Place, assigned_in, code_of, find, fresh_name, names_in, offered, statements
 from flatout.levers.syntax.surroundings import (
     Change,
     Level,
     captured,
-    certain_offers,
     levels,
     occurrences,
     parents_of,
@@ -63,7 +53,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         yield Refusal(lever=LEVER.id, because=_MISSING)
         return
     why = "no line spends its time in a loop of numbers"
-    yield from certain_offers(LEVER.id, evidence, findings, edit, else_because=why, cost_fraction=_COST_FRACTION)
+    yield from offered(LEVER.id, evidence, findings, edit, else_because=why, cost_fraction=_COST_FRACTION)
 
 
 def edit(text: str, parameters: Parameters) -> str:

@@ -16,24 +16,14 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.syntax.imports import with_import_line
-from flatout.levers.syntax.source import (
-    Place,
-    call_name,
-    code_of,
-    expression,
-    find,
-    offered,
-    with_expression,
-    without_unused_import,
-)
-from flatout.levers.syntax.starting import spaced
+from flatout.levers.syntax.imports import call_name, with_import, without_unused_import
+from flatout.levers.syntax.source import Place, code_of, expression, find, offered, with_expression
 from flatout.levers.syntax.surroundings import Parents, assignment, parents_of
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal
 
-_LOW, _HIGH = 0.1, 0.9
+_SAVED: Final = (0.1, 0.9)
 """Shares of what the copies take: memory is read and written all the same, Python walks the nest once instead of three times."""
 _READERS: Final = ("load_state_dict", "torch.save", "len", "print", "bool")
 """What may be given the copy: it reads it, and what it keeps of it the next copy leaves alone (see `copied`)."""
@@ -41,18 +31,8 @@ _READERS: Final = ("load_state_dict", "torch.save", "len", "print", "bool")
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
     """For each line that copies state again and again."""
-    for said in offered(LEVER.id, evidence, findings, edit, else_because="no state is copied again and again"):
-        if isinstance(said, Candidate):
-            low, high = said.saved_s
-            yield Candidate(
-                lever=LEVER.id,
-                parameters=said.parameters,
-                saved_s=(_LOW * low, _HIGH * high),
-                where=said.where,
-                because=said.because,
-            )
-        else:
-            yield said
+    why = "no state is copied again and again"
+    yield from offered(LEVER.id, evidence, findings, edit, else_because=why, saved_fraction=_SAVED)
 
 
 def edit(text: str, parameters: Parameters) -> str:
@@ -69,17 +49,8 @@ def edit(text: str, parameters: Parameters) -> str:
     _check(place, target.value)
     new = expression("copied({state}, into={target})", state=state, target=target)
     module = with_expression(place.module, value, new)
-    if call_name(module, cst.Name("copied")) != "flatout.copied":
-        module = with_import_line(module, "from flatout import copied")
-    return _without_copy(module).code
-
-
-def _without_copy(module: cst.Module) -> cst.Module:
-    """Without the import of deepcopy if nothing uses it; what follows a docstring keeps its distance."""
-    module = without_unused_import(without_unused_import(module, "copy"), "copy", "deepcopy")
-    if module.get_docstring() is None:
-        return module
-    return module.with_changes(body=[module.body[0], spaced(module.body[1], 1), *module.body[2:]])
+    module = with_import(module, "flatout", "copied")
+    return without_unused_import(without_unused_import(module, "copy"), "copy", "deepcopy").code
 
 
 def _copied_state(module: cst.Module, value: cst.BaseExpression) -> cst.BaseExpression:

@@ -15,7 +15,8 @@ import libcst as cst
 from flatout.errors import EditError
 from flatout.levers.offers import as_found
 from flatout.levers.syntax.calls import argument, calls_of, is_named
-from flatout.levers.syntax.source import code_of, parsed, without_unused_import
+from flatout.levers.syntax.imports import without_unused_import
+from flatout.levers.syntax.source import code_of, parsed
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

@@ -17,12 +17,12 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.syntax.source import assigned_in, call_name, code_of, expression, find, statements
+from flatout.levers.syntax.imports import call_name
+from flatout.levers.syntax.source import assigned_in, code_of, expression, find, offered, statements
 from flatout.levers.syntax.surroundings import (
     Change,
     Loop,
     Parents,
-    certain_offers,
     changed_in_place,
     levels,
     occurrences,
@@ -53,9 +53,7 @@ class Carrier(NamedTuple):
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
     """Each line that waits for the device, where what is read there can wait."""
-    yield from certain_offers(
-        LEVER.id, evidence, findings, edit, else_because="no line waits for the device to read a value"
-    )
+    yield from offered(LEVER.id, evidence, findings, edit, else_because="no line waits for the device to read a value")
 
 
 def edit(text: str, parameters: Parameters) -> str:

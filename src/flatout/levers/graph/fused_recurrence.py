@@ -17,15 +17,16 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
+from flatout.levers.syntax.imports import call_name
 from flatout.levers.syntax.source import (
     Place,
     assigned_in,
-    call_name,
     code_of,
     expression,
     find,
     fresh_name,
     names_in,
+    offered,
     statements,
 )
 from flatout.levers.syntax.surroundings import (
@@ -33,7 +34,6 @@ from flatout.levers.syntax.surroundings import (
     Level,
     assignment,
     captured,
-    certain_offers,
     levels,
     occurrences,
     only_small,
@@ -88,7 +88,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     lines = {(s.file, s.line) for s in (evidence.source_of(i) for i in cells) if s is not None}
     named = [f for f in findings if any((p.file, p.line) in lines for p in (f.where, *f.also) if p is not None)]
     why = "no recurrent cell is called step by step"
-    yield from certain_offers(LEVER.id, evidence, named, edit, else_because=why, cost_fraction=_COST_FRACTION)
+    yield from offered(LEVER.id, evidence, named, edit, else_because=why, cost_fraction=_COST_FRACTION)
 
 
 def edit(text: str, parameters: Parameters) -> str:

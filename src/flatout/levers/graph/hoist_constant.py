@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import libcst as cst
+import msgspec
 from libcst import matchers as m
 
 from flatout.errors import EditError
@@ -27,6 +28,7 @@ from flatout.levers.syntax.constants import (
     times_bound,
     written_names,
 )
+from flatout.levers.syntax.imports import with_import
 from flatout.levers.syntax.purity import Purity, Reads, words, written
 from flatout.levers.syntax.source import (
     Place,
@@ -36,12 +38,10 @@ from flatout.levers.syntax.source import (
     find,
     fresh_name,
     names_in,
-    place_of,
+    offered,
     renamed,
     statements,
-    text_at,
     with_expression,
-    with_import,
     with_statements,
 )
 from flatout.records.evidence import Evidence
@@ -72,38 +72,18 @@ _TAKEN: Final = words(
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
     """The outermost line of each finding's callers at which the edit is certain."""
-    seen: list[str] = []
-    refused = 0
     timed = {(s.file, s.function) for f in findings if f.rule == _TIMED for s in (f.where, *f.also) if s is not None}
+    around: list[Finding] = []
     for finding in findings:
         is_timed = finding.rule == _TIMED
         if not is_timed and finding.where is not None and (finding.where.file, finding.where.function) in timed:
             continue
-        why = ""
-        for where in _lines(evidence, finding, is_timed=is_timed):
-            try:
-                parameters = place_of(evidence, where)
-                changed = edit(text_at(evidence, parameters), parameters)
-            except EditError as e:
-                why = f"line {where.line}: {e}"
-                continue
-            if changed not in seen:
-                seen.append(changed)
-                low, high = finding.saved_s
-                yield Candidate(
-                    lever=LEVER.id,
-                    parameters=parameters,
-                    saved_s=(0.6 * low if is_timed else 0.0, 1.1 * high),
-                    where=where,
-                    because=finding.because,
-                )
-            why = ""
-            break
-        if why and refused < 2:
-            refused += 1
-            yield Refusal(lever=LEVER.id, because=why)
-    if not findings:
-        yield Refusal(lever=LEVER.id, because="nothing was seen that comes out the same in every step")
+        low, high = finding.saved_s
+        saved_s = (0.6 * low if is_timed else 0.0, 1.1 * high)
+        lines = tuple(_lines(evidence, finding, is_timed=is_timed))
+        around.append(msgspec.structs.replace(finding, where=None, also=lines, saved_s=saved_s))
+    why = "nothing was seen that comes out the same in every step"
+    yield from offered(LEVER.id, evidence, around, edit, else_because=why)
 
 
 def _lines(evidence: Evidence, finding: Finding, *, is_timed: bool) -> list[Source]:

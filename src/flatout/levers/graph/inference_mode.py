@@ -15,7 +15,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.syntax.calls import calls_ending, with_torch
+from flatout.levers.syntax.calls import calls_ending
+from flatout.levers.syntax.imports import with_torch
 from flatout.levers.syntax.source import MODULE, code_of, expression, function_of, parsed, place_of
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding

@@ -20,7 +20,7 @@ import libcst as cst
 
 from flatout.errors import EditError, PlanError
 from flatout.levers.syntax.purity import Purity, written
-from flatout.levers.syntax.source import Place, find, place_of, pull, text_at, with_statements
+from flatout.levers.syntax.source import Place, find, offered, pull, with_statements
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, string
@@ -50,25 +50,14 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
             where=mine[0].where,
             because=mine[0].because,
         )
-    for finding in findings:
-        if finding.where is None or any(
-            _is_in(evidence.operators[i].module, path) for i in finding.operators for path in modules
-        ):
-            continue
-        try:
-            parameters = place_of(evidence, finding.where)
-            edit(text_at(evidence, parameters), parameters)
-        except EditError as e:
-            yield Refusal(lever=LEVER.id, because=f"line {finding.where.line}: {e}")
-            continue
-        low, high = finding.saved_s
-        yield Candidate(
-            lever=LEVER.id,
-            parameters=parameters,
-            saved_s=(0.5 * low, 1.1 * high),
-            where=finding.where,
-            because=finding.because,
-        )
+    rest = [
+        f
+        for f in findings
+        if not any(_is_in(evidence.operators[i].module, path) for i in f.operators for path in modules)
+    ]
+    if rest:
+        why = "everything that is computed is used"
+        yield from offered(LEVER.id, evidence, rest, edit, else_because=why, saved_fraction=(0.5, 1.1))
 
 
 def _dead_modules(evidence: Evidence, dead: set[int]) -> list[str]:

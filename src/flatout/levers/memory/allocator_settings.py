@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from flatout.errors import EditError
 from flatout.levers.offers import as_found
-from flatout.levers.syntax.source import fresh_name, parsed, statements, with_import
-from flatout.levers.syntax.starting import below_imports, spaced, with_start
+from flatout.levers.syntax.imports import below_imports, with_import
+from flatout.levers.syntax.source import fresh_name, parsed, spaced, statements
+from flatout.levers.syntax.starting import with_start
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer

@@ -15,7 +15,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.syntax.calls import argument, calls_ending, with_argument, with_torch
+from flatout.levers.syntax.calls import argument, calls_ending, with_argument
+from flatout.levers.syntax.imports import with_torch
 from flatout.levers.syntax.models import definitions_with, made_in
 from flatout.levers.syntax.source import code_of, expression, parsed, with_expression
 from flatout.records.evidence import Evidence
@@ -85,13 +86,13 @@ def edit(text: str, parameters: Parameters) -> str:
     if "channels_last" in text:
         raise EditError("the script speaks of channels_last itself")
     convolving = _CONVOLUTIONS | definitions_with(module, _CONVOLUTIONS)
-    made = [one for one in made_in(module) if not one.is_part and convolving & _words(one.assign.value)]
+    made = [one for one in made_in(module) if not one.is_part and convolving & _words(one.value)]
     models = [one for one in made if _is_model(module, one.name)]
     if not models:
         raise EditError("where a model that convolves images is made is not seen")
     layout = expression(f"{torch}.channels_last")
     for model in models:
-        module = with_expression(module, model.assign.value, _converted(model.assign.value, layout))
+        module = with_expression(module, model.value, _converted(model.value, layout))
     return module.code
 
 

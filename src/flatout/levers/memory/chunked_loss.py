@@ -16,7 +16,8 @@ import msgspec
 
 from flatout.errors import EditError
 from flatout.levers.syntax.flow import Flow, Operation, Seen, has_bias, without_casts
-from flatout.levers.syntax.source import offered, with_import
+from flatout.levers.syntax.imports import with_import
+from flatout.levers.syntax.source import offered
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal
@@ -42,7 +43,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         LEVER.id, evidence, findings, edit, else_because="no logits over a large vocabulary fill memory"
     ):
         if isinstance(said, Candidate):
-            saved_bytes = max(f.saved_bytes for f in findings if f.where == said.where)
+            saved_bytes = max(f.saved_bytes for f in findings if said.where in (f.where, *f.also))
             yield msgspec.structs.replace(said, saved_bytes=saved_bytes)
         else:
             yield said

@@ -14,7 +14,8 @@ from typing import Final, NamedTuple
 from flatout.errors import EditError
 from flatout.levers.syntax.attention_masks import Mask, is_very_negative, mask_arguments
 from flatout.levers.syntax.flow import Flow, Operation, Seen, functional, is_number, number, numbers, without_casts
-from flatout.levers.syntax.source import offered, without_unused_import
+from flatout.levers.syntax.imports import without_unused_import
+from flatout.levers.syntax.source import offered
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal

@@ -16,13 +16,14 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
+from flatout.levers.syntax.imports import call_name
 from flatout.levers.syntax.source import (
     assigned_in,
-    call_name,
     code_of,
     expression,
     find,
     names_in,
+    offered,
     statements,
     with_statements,
 )
@@ -31,7 +32,6 @@ from flatout.levers.syntax.surroundings import (
     Level,
     assignment,
     captured,
-    certain_offers,
     changed_in_place,
     levels,
     occurrences,
@@ -69,7 +69,7 @@ class Growth(NamedTuple):
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
     """Where a rule saw a tensor grow, and it can be gathered in a list."""
-    yield from certain_offers(LEVER.id, evidence, findings, edit, else_because="nothing is grown piece by piece")
+    yield from offered(LEVER.id, evidence, findings, edit, else_because="nothing is grown piece by piece")
 
 
 def edit(text: str, parameters: Parameters) -> str:

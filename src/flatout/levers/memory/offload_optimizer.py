@@ -16,17 +16,8 @@ from libcst import matchers as m
 
 from flatout.cost.memory import bytes_at_peak, main_memory
 from flatout.errors import EditError
-from flatout.levers.syntax.source import (
-    call_name,
-    code_of,
-    find,
-    parsed,
-    place_of,
-    statements,
-    text_at,
-    with_import,
-    with_statements,
-)
+from flatout.levers.syntax.imports import call_name, with_import
+from flatout.levers.syntax.source import code_of, find, parsed, place_of, statements, text_at, with_statements
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

@@ -19,16 +19,15 @@ from libcst import matchers as m
 
 from flatout.cost.memory import main_memory
 from flatout.errors import EditError, PlanError
+from flatout.levers.syntax.imports import call_name, with_import
 from flatout.levers.syntax.source import (
     assigned_in,
-    call_name,
     code_of,
     names_in,
     parsed,
     place_of,
     text_at,
     with_expression,
-    with_import,
     with_statements,
 )
 from flatout.records.evidence import Evidence

@@ -16,16 +16,9 @@ from libcst import matchers as m
 
 from flatout.cost.accounting import facts_named
 from flatout.errors import EditError
-from flatout.levers.syntax.calls import (
-    TRUE,
-    argument,
-    calls_of,
-    with_argument,
-    with_calls,
-    with_torch,
-    without_argument,
-)
-from flatout.levers.syntax.source import call_name, code_of, parsed, statements, with_statements
+from flatout.levers.syntax.calls import TRUE, argument, calls_of, with_argument, with_calls, without_argument
+from flatout.levers.syntax.imports import call_name, with_torch
+from flatout.levers.syntax.source import code_of, parsed, statements, with_statements
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer, string

@@ -17,8 +17,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.syntax.keywords import LOADER, argument
-from flatout.levers.syntax.source import call_name, code_of, parsed, pull, with_expression
+from flatout.levers.syntax.calls import LOADER, calls_of, keyword_argument
+from flatout.levers.syntax.source import code_of, parsed, pull, with_expression
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer
@@ -95,8 +95,7 @@ def _number(module: cst.Module) -> cst.Integer:
 
     Raises EditError where there is none, or several that may be it.
     """
-    calls = [c for c in m.findall(module, m.Call()) if isinstance(c, cst.Call) and call_name(module, c.func) in LOADER]
-    sizes = {id(s): s for c in calls if (s := _size(c)) is not None}
+    sizes = {id(s): s for c in calls_of(module, LOADER) if (s := _size(c)) is not None}
     literals = [s for s in sizes.values() if isinstance(s, cst.Integer)]
     if len(sizes) == 1 and literals:
         return literals[0]
@@ -110,7 +109,7 @@ def _number(module: cst.Module) -> cst.Integer:
 
 
 def _size(call: cst.Call) -> cst.BaseExpression | None:
-    given = argument(call, "batch_size")
+    given = keyword_argument(call, "batch_size")
     is_second = len(call.args) > 1 and call.args[1].keyword is None and not call.args[1].star
     return given if given is not None or not is_second else call.args[1].value
 
@@ -125,7 +124,7 @@ def _constants(module: cst.Module) -> Iterator[tuple[str, cst.Integer]]:
         flag = next(
             (code_of(a.value).strip("\"'") for a in call.args if code_of(a.value).strip("\"'").startswith("--")), ""
         )
-        default = argument(call, "default")
+        default = keyword_argument(call, "default")
         if flag and isinstance(default, cst.Integer):
             yield flag.removeprefix("--").replace("-", "_"), default
 

@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
     """Where layers of one input were found, and stacking their weights costs less than it saves."""
     for said in offered(LEVER.id, evidence, findings, edit, else_because="no linear layers share an input"):
-        finding = next((f for f in findings if isinstance(said, Candidate) and f.where == said.where), None)
+        finding = next((f for f in findings if isinstance(said, Candidate) and said.where in (f.where, *f.also)), None)
         if not isinstance(said, Candidate) or finding is None:
             yield said
             continue

@@ -8,16 +8,23 @@ Refuses     Devices other than the CPU, and a number that is right already.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import libcst as cst
 
 from flatout.errors import EditError
-from flatout.levers.syntax.calls import argument, calls_of, with_calls, with_torch
+from flatout.levers.syntax.calls import argument, calls_of, with_calls
+from flatout.levers.syntax.imports import with_torch
 from flatout.levers.syntax.source import parsed
 from flatout.levers.syntax.starting import with_start
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams, integer
+
+_SMALL_S: Final = 50e-6
+"""Waking threads and waiting for the last takes a few microseconds: an operator that is done in tens of them gains little."""
+_MOSTLY: Final = 0.6
+_MOST_OF_SMALL: Final = 0.3
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
@@ -26,12 +33,15 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     if evidence.workload.device != "cpu":
         yield Refusal(lever=LEVER.id, because=f"the work is done by {evidence.workload.device}")
         return
-    wanted = [n for n in dict.fromkeys((cores, 1)) if n != now]
+    small_s = sum(o.op_s for o in evidence.operators if o.num_calls and o.op_s / o.num_calls < _SMALL_S)
+    is_small = small_s > _MOSTLY * sum(o.op_s for o in evidence.operators)
+    wanted = [n for n in dict.fromkeys((cores, 1) if is_small else (cores,)) if n != now]
     if not wanted:
-        yield Refusal(lever=LEVER.id, because=f"{now} thread(s) on {cores} core(s) is all there is to choose")
+        why = "most operators are large enough to be shared" if now > 1 else "there is no other to choose"
+        yield Refusal(lever=LEVER.id, because=f"{now} thread(s) on {cores} core(s), and {why}")
     for number in wanted:
         told = [f.saved_s for f in findings] if number == cores else []
-        guess = (0.0, 0.3 * evidence.steps.step_s)
+        guess = (0.0, _MOST_OF_SMALL * small_s if number == 1 else 0.5 * evidence.steps.step_s)
         yield Candidate(
             lever=LEVER.id,
             parameters={"num_threads": number},

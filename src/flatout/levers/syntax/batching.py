@@ -15,8 +15,8 @@ from libcst import matchers as m
 from flatout.cost.accounting import step_loops
 from flatout.errors import EditError
 from flatout.levers.syntax.bodies import Body, Result, lines_of, targets_of
-from flatout.levers.syntax.calls import with_torch
 from flatout.levers.syntax.handing_over import Changes, as_tensor, handed_over, listed, replace_uses, start_of, uses_of
+from flatout.levers.syntax.imports import with_torch
 from flatout.levers.syntax.iterations import Iteration, check_unread
 from flatout.levers.syntax.lifting import Lifter
 from flatout.levers.syntax.operands import atom
@@ -29,11 +29,12 @@ from flatout.levers.syntax.source import (
     find,
     fresh_name,
     names_in,
+    offered,
     statements,
     with_expression,
     with_statements,
 )
-from flatout.levers.syntax.surroundings import certain_offers, parents_of
+from flatout.levers.syntax.surroundings import parents_of
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Parameters, Refusal
@@ -84,12 +85,9 @@ def offered_loops(
     `saved_fraction` is what of the promised seconds is saved: at least, at most.
     """
     around = [msgspec.structs.replace(f, where=None, also=tuple(_lines_around(evidence, f))) for f in findings]
-    for offer in certain_offers(lever, evidence, around, edit, else_because=else_because, loop=True):
-        if isinstance(offer, Refusal):
-            yield offer
-            continue
-        low, high = offer.saved_s
-        yield msgspec.structs.replace(offer, saved_s=(saved_fraction[0] * low, saved_fraction[1] * high))
+    yield from offered(
+        lever, evidence, around, edit, else_because=else_because, loops=(True,), saved_fraction=saved_fraction
+    )
 
 
 def _lines_around(evidence: Evidence, finding: Finding) -> Iterator[Source]:

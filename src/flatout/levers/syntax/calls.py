@@ -2,23 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.syntax.source import call_name, code_of, with_import
+from flatout.levers.syntax.imports import call_name
+from flatout.levers.syntax.source import code_of, find, parsed, with_expression
+from flatout.records.lever import Parameters
 
+LOADER: Final = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+LOADER_ORDER: Final = (
+    "dataset",
+    "batch_size",
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+)
+"""What DataLoader takes by position, as far as anyone does (signature in torch 2.11 to 2.13)."""
+DDP: Final = (
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+)
+DDP_ORDER: Final = (
+    "module",
+    "device_ids",
+    "output_device",
+    "dim",
+    "broadcast_buffers",
+    "init_sync",
+    "process_group",
+    "bucket_cap_mb",
+)
 TRUE: Final = cst.Name("True")
 
 Change = Callable[[cst.Call], cst.Call]
 
 
-def calls_of(module: cst.Module, names: Sequence[str]) -> list[cst.Call]:
-    """All calls of these functions or classes, told by their full names ('torch.optim.Adam')."""
-    return [call for call in _calls(module) if call_name(module, call.func) in names]
+def calls_of(module: cst.Module, names: Sequence[str], *, inside: cst.CSTNode | None = None) -> list[cst.Call]:
+    """All calls of these functions or classes, told by their full names ('torch.optim.Adam'), in a node or the whole file."""
+    return [call for call in _calls(inside or module) if call_name(module, call.func) in names]
+
+
+def call_in(text: str, parameters: Parameters, names: Sequence[str]) -> tuple[cst.Module, cst.Call]:
+    """The one call of these in the statement that the parameters name; in the text when they name none.
+
+    Raises EditError when there is none, or more than one.
+    """
+    place = find(text, parameters) if "code" in parameters else None
+    module = place.module if place is not None else parsed(text)
+    calls = calls_of(module, names, inside=place.statement if place is not None else None)
+    short = names[0].rpartition(".")[2]
+    if len(calls) != 1:
+        raise EditError(f"no {short} is made there" if not calls else f"{len(calls)} calls make a {short}")
+    return module, calls[0]
 
 
 def calls_ending(node: cst.CSTNode, name: str) -> list[cst.Call]:
@@ -47,6 +89,11 @@ class _Changer(cst.CSTTransformer):
         return self._change(updated_node) if id(original_node) in self._calls else updated_node
 
 
+def keyword_argument(call: cst.Call, keyword: str) -> cst.BaseExpression | None:
+    """What a call gives by this keyword; None when it does not, or out of `**options`."""
+    return next((a.value for a in call.args if _is_for(a, keyword)), None)
+
+
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
     """What a call gives for a parameter, by keyword or at a position; None when it gives nothing.
 
@@ -55,19 +102,38 @@ def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.B
     starred = next((a for a in call.args if a.star), None)
     if starred is not None:
         raise EditError(f"'{starred.star}{code_of(starred.value)}' may hold '{keyword}'")
-    for index, given in enumerate(call.args):
-        if given.keyword.value == keyword if given.keyword is not None else index == position:
-            return given.value
-    return None
+    return next((a.value for i, a in enumerate(call.args) if _is_for(a, keyword, i == position)), None)
+
+
+def _is_for(given: cst.Arg, keyword: str, is_at_position: bool = False) -> bool:
+    return given.keyword.value == keyword if given.keyword is not None else is_at_position
+
+
+def with_keywords(
+    module: cst.Module, call: cst.Call, values: Mapping[str, str | None], order: Sequence[str]
+) -> cst.Module:
+    """The tree with the call's keywords set to these expressions, or taken out (None). `order` are its positional parameters.
+
+    Raises EditError where an argument is given by position or comes out of `**`.
+    """
+    if any(a.star for a in call.args):
+        raise EditError(f"arguments of {code_of(call.func)} are unpacked from elsewhere")
+    num_positional = sum(a.keyword is None for a in call.args)
+    new = call
+    for name, value in values.items():
+        if name in order[:num_positional]:
+            raise EditError(f"'{name}' is given by position")
+        new = without_argument(new, name) if value is None else with_argument(new, name, cst.parse_expression(value))
+    return with_expression(module, call, new)
 
 
 def with_argument(call: cst.Call, keyword: str, value: cst.BaseExpression) -> cst.Call:
     """The call with a keyword argument: in its place when it is there, else at the end, laid out as the last one is."""
     args = list(call.args)
-    for index, given in enumerate(args):
-        if given.keyword is not None and given.keyword.value == keyword:
-            args[index] = given.with_changes(value=value)
-            return call.with_changes(args=args)
+    at = next((i for i, a in enumerate(args) if _is_for(a, keyword)), None)
+    if at is not None:
+        args[at] = args[at].with_changes(value=value)
+        return call.with_changes(args=args)
     plain = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
     new = cst.Arg(value, keyword=cst.Name(keyword), equal=plain)
     if args:
@@ -85,26 +151,12 @@ def with_argument(call: cst.Call, keyword: str, value: cst.BaseExpression) -> cs
 
 def without_argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.Call:
     """The call without what it gives for a parameter."""
-    args = [
-        given
-        for index, given in enumerate(call.args)
-        if not (given.keyword.value == keyword if given.keyword is not None else index == position)
-    ]
-    if args and args[-1] is not call.args[-1]:
-        args[-1] = args[-1].with_changes(comma=call.args[-1].comma)
+    args = [given for i, given in enumerate(call.args) if not _is_for(given, keyword, i == position)]
+    if args and args[-1] is not (last := call.args[-1]):
+        args[-1] = args[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
     return call.with_changes(args=args)
 
 
 def is_named(node: cst.CSTNode | None, *names: str) -> bool:
     """Whether an expression is one of these names ('True', 'None')."""
     return isinstance(node, cst.Name) and node.value in names
-
-
-def with_torch(module: cst.Module) -> tuple[cst.Module, str]:
-    """The tree with torch imported, and what it is called there."""
-    for node in m.findall(module, m.ImportAlias(name=m.Name("torch"))):
-        assert isinstance(node, cst.ImportAlias)
-        alias = node.evaluated_alias
-        if call_name(module, cst.Name(alias or "torch")) == "torch":
-            return module, alias or "torch"
-    return with_import(module, "torch"), "torch"

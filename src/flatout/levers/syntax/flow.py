@@ -16,7 +16,8 @@ from typing import Final, NamedTuple, TypeGuard
 import libcst as cst
 
 from flatout.errors import EditError
-from flatout.levers.syntax.source import MODULE, Place, call_name, code_of, find, with_import, with_statements
+from flatout.levers.syntax.imports import call_name, with_import
+from flatout.levers.syntax.source import MODULE, Place, code_of, find, with_statements
 from flatout.records.lever import Parameters, string
 
 _WIDTHS: Final = (88, 120)

@@ -12,12 +12,12 @@ from libcst import matchers as m
 
 from flatout.errors import EditError
 from flatout.levers.syntax.bodies import Result
+from flatout.levers.syntax.imports import call_name
 from flatout.levers.syntax.iterations import Iteration, initial
 from flatout.levers.syntax.operands import atom
 from flatout.levers.syntax.source import (
     Place,
     assigned_in,
-    call_name,
     code_of,
     expression,
     fresh_name,

@@ -1,17 +1,88 @@
-"""Where a new import goes among those of a file: to its kind (standard library, others), in the order of the alphabet."""
+"""The imports at the head of a file: what names stand for by them, one more or one less, and statements below them."""
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Sequence
 
 import libcst as cst
+from libcst import matchers as m
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
 
-from flatout.errors import EditError
+from flatout.levers.syntax.source import code_of, spaced
 
 
-def with_import_line(module: cst.Module, line: str) -> cst.Module:
-    """The tree with one more import line at its head."""
+def call_name(module: cst.Module, node: cst.CSTNode) -> str:
+    """What a callee is called in full, by the file's imports: 'torch.nn.functional.softmax' for `F.softmax`; '' if unknown."""
+    dotted = code_of(node)
+    if not all(part.isidentifier() for part in dotted.split(".")):
+        return ""
+    head, _, rest = dotted.partition(".")
+    full = _imported(module).get(head)
+    return ".".join(filter(None, (full, rest))) if full else ""
+
+
+def _imported(module: cst.Module) -> dict[str, str]:
+    """Names that imports bind anywhere in the file, and what they stand for."""
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(module.code)):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                found[name.asname or name.name.split(".")[0]] = name.name if name.asname else name.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for name in node.names:
+                found[name.asname or name.name] = f"{node.module}.{name.name}"
+    return found
+
+
+def with_import(module: cst.Module, name: str, member: str | None = None, *, alias: str | None = None) -> cst.Module:
+    """The tree with `import name [as alias]`, or `from name import member`, at its head if it is not there."""
+    context = CodemodContext()
+    AddImportsVisitor.add_needed_import(context, name, member, asname=alias)
+    changed = AddImportsVisitor(context).transform_module(module)
+    if len(changed.body) == len(module.body):
+        return changed
+    what = f"from {name} import {member}" if member else f"import {name}"
+    return _with_line(module, f"{what} as {alias}" if alias else what)
+
+
+def without_unused_import(module: cst.Module, name: str, member: str | None = None) -> cst.Module:
+    """The tree without this import, if nothing uses it any more; what follows a docstring keeps its distance."""
+    context = CodemodContext()
+    RemoveImportsVisitor.remove_unused_import(context, name, member)
+    changed = RemoveImportsVisitor(context).transform_module(module)
+    if len(changed.body) in (1, len(module.body)) or changed.get_docstring() is None:
+        return changed
+    return changed.with_changes(body=[changed.body[0], spaced(changed.body[1], 1), *changed.body[2:]])
+
+
+def with_torch(module: cst.Module) -> tuple[cst.Module, str]:
+    """The tree with torch imported, and what it is called there."""
+    for node in m.findall(module, m.ImportAlias(name=m.Name("torch"))):
+        assert isinstance(node, cst.ImportAlias)
+        alias = node.evaluated_alias
+        if call_name(module, cst.Name(alias or "torch")) == "torch":
+            return module, alias or "torch"
+    return with_import(module, "torch"), "torch"
+
+
+def below_imports(module: cst.Module, new: Sequence[cst.BaseStatement], *, num_after: int = 1) -> cst.Module:
+    """The tree with statements below the imports and constants at its top, and at least so many blank lines after them."""
+    body = list(module.body)
+    at = max((i + 1 for i, s in enumerate(body) if _is_import(s)), default=int(module.get_docstring() is not None))
+    while at < len(body) and _is_constant(body[at]):
+        at += 1
+    first = spaced(new[0], 1) if at and not (_is_constant(body[at - 1]) and _is_constant(new[0])) else new[0]
+    rest: list[cst.BaseStatement] = list(body[at:])
+    if rest:
+        rest[0] = spaced(rest[0], num_after)
+    return module.with_changes(body=[*body[:at], first, *new[1:], *rest])
+
+
+def _with_line(module: cst.Module, line: str) -> cst.Module:
+    """The tree with one more import line: to its kind (standard library, others), in the order of the alphabet."""
     new = cst.parse_statement(line, config=module.config_for_parsing)
     body = list(module.body)
     at = _place(body, new)
@@ -47,12 +118,11 @@ def _key(statement: cst.CSTNode) -> tuple[int, int, str]:
     assert isinstance(statement, cst.SimpleStatementLine)
     found = statement.body[0]
     if isinstance(found, cst.Import):
-        name, form = cst.Module(()).code_for_node(found.names[0].name), 0
-    elif isinstance(found, cst.ImportFrom):
-        name = "." * len(found.relative) + (cst.Module(()).code_for_node(found.module) if found.module else "")
-        form = 1
+        name, form = code_of(found.names[0].name), 0
     else:
-        raise EditError("what is to be imported is no import")
+        assert isinstance(found, cst.ImportFrom)
+        name = "." * len(found.relative) + (code_of(found.module) if found.module else "")
+        form = 1
     top = name.split(".")[0]
     kind = 0 if top == "__future__" else 1 if top in sys.stdlib_module_names else 3 if name.startswith(".") else 2
     return kind, form, name.lower()
@@ -76,4 +146,13 @@ def _is_import(statement: cst.CSTNode) -> bool:
 def _is_docstring(statement: cst.CSTNode) -> bool:
     return isinstance(statement, cst.SimpleStatementLine) and isinstance(
         getattr(statement.body[0], "value", None), (cst.SimpleString, cst.ConcatenatedString)
+    )
+
+
+def _is_constant(statement: cst.CSTNode) -> bool:
+    """Whether it gives a name to something that is not computed by a call."""
+    return (
+        isinstance(statement, cst.SimpleStatementLine)
+        and all(isinstance(s, cst.Assign) for s in statement.body)
+        and not m.findall(statement, m.Call())
     )

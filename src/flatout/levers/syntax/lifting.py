@@ -13,6 +13,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
+from flatout.levers.syntax.imports import call_name
 from flatout.levers.syntax.operands import (
     all_rows,
     atom,
@@ -25,7 +26,7 @@ from flatout.levers.syntax.operands import (
     subscripted,
     width_of,
 )
-from flatout.levers.syntax.source import call_name, code_of, expression, names_in, statements
+from flatout.levers.syntax.source import code_of, expression, names_in, statements
 from flatout.levers.syntax.surroundings import root_name
 
 # fmt: off

@@ -1,15 +1,17 @@
-"""Models in a text: the statements that make them, by the class that is made, through functions of the file that build them."""
+"""Models in a text: the statements that make them, by the class that is made, and what is put right behind one."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import libcst as cst
 from libcst import matchers as m
 
-from flatout.levers.syntax.source import code_of, names_in
+from flatout.errors import EditError
+from flatout.levers.syntax.source import code_of, names_in, parsed, renamed, statements, with_statements
 
-_CHAINED = (
+_CHAINED: Final = (
     "to",
     "cuda",
     "cpu",
@@ -24,25 +26,59 @@ _CHAINED = (
     "share_memory",
 )
 """Methods of nn.Module that return the module itself (documentation of torch 2.13)."""
-_FORWARD = m.FunctionDef(name=m.Name("forward"))
+_SIGNS: Final = frozenset(
+    [
+        "parameters",
+        "named_parameters",
+        "train",
+        "eval",
+        "state_dict",
+        "load_state_dict",
+        "zero_grad",
+        "to",
+        "cuda",
+        "modules",
+    ]
+)
+"""Methods that tell a module (`to` and `cuda` with another of them, or a call)."""
+_FORWARD: Final = m.FunctionDef(name=m.Name("forward"))
 
 
 class Made(NamedTuple):
-    """`name` (maybe dotted) is assigned a new object of class `kind` by `statement`, inside `function` (None: at the top).
+    """`name` (maybe dotted) is assigned what the call `value` makes: an object of class `kind` ('' where that is not seen).
 
+    `statement` does so, in `block`, inside `function` (None: at the top).
     `is_part`: by a method of a class that has a `forward`, or by a function that returns it: it becomes part of something.
     """
 
     name: str
     kind: str
+    value: cst.Call
     statement: cst.SimpleStatementLine
-    assign: cst.Assign
+    block: Sequence[cst.BaseStatement]
     function: cst.FunctionDef | None
     is_part: bool
 
 
 def made_in(module: cst.Module) -> list[Made]:
     """Every assignment of a newly made object to one name."""
+    return [one for one in _assignments(module) if one.kind]
+
+
+def behind_model(text: str, template: str) -> str:
+    """The text with statements behind the making of its model, which the template calls `model`.
+
+    Raises EditError when it is not certain which that is.
+    """
+    module = parsed(text)
+    made = _model(module)
+    last = _last_move(made)
+    new = [renamed(s, {"model": made.name}) for s in statements(template)]
+    return with_statements(module, {last: [last, *new]}).code
+
+
+def _assignments(module: cst.Module) -> list[Made]:
+    """Every assignment to one name of what a call makes."""
     finder = _Finder(module)
     module.visit(finder)
     return finder.found
@@ -55,6 +91,16 @@ class _Finder(cst.CSTVisitor):
         self._builders = _builders(module)
         self._functions: list[cst.FunctionDef] = []
         self._classes: list[cst.ClassDef] = []
+        self._blocks: list[Sequence[cst.BaseStatement]] = []
+
+    def visit_Module(self, node: cst.Module) -> None:
+        self._blocks.append(node.body)
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self._blocks.append(node.body)
+
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock) -> None:
+        self._blocks.pop()
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self._classes.append(node)
@@ -69,17 +115,31 @@ class _Finder(cst.CSTVisitor):
         self._functions.pop()
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
-        if len(node.body) != 1 or not isinstance(assign := node.body[0], cst.Assign) or len(assign.targets) != 1:
+        assigned = _assigned(node)
+        if assigned is None:
             return
-        target, made = assign.targets[0].target, _made(assign.value, self._builders)
-        if made and isinstance(target, (cst.Name, cst.Attribute)):
-            function = self._functions[-1] if self._functions else None
-            is_part = function is not None and function.name.value in self._builders
-            if self._classes:
-                is_part |= m.matches(
-                    self._classes[-1].body, m.IndentedBlock(body=[m.ZeroOrMore(), _FORWARD, m.ZeroOrMore()])
-                )
-            self.found.append(Made(code_of(target), made, node, assign, function, is_part))
+        target, value = assigned
+        function = self._functions[-1] if self._functions else None
+        is_part = function is not None and function.name.value in self._builders
+        if self._classes:
+            is_part |= m.matches(
+                self._classes[-1].body, m.IndentedBlock(body=[m.ZeroOrMore(), _FORWARD, m.ZeroOrMore()])
+            )
+        kind = _made(value, self._builders)
+        self.found.append(Made(code_of(target), kind, value, node, self._blocks[-1], function, is_part))
+
+
+def _assigned(line: cst.SimpleStatementLine) -> tuple[cst.BaseExpression, cst.Call] | None:
+    """The one name, maybe dotted, that a line assigns a call to."""
+    only = line.body[0] if len(line.body) == 1 else None
+    if isinstance(only, cst.Assign) and len(only.targets) == 1:
+        target = only.targets[0].target
+    elif isinstance(only, cst.AnnAssign):
+        target = only.target
+    else:
+        return None
+    is_named = isinstance(target, (cst.Name, cst.Attribute))
+    return (target, only.value) if is_named and isinstance(only.value, cst.Call) else None
 
 
 def _made(value: cst.BaseExpression, builders: dict[str, str]) -> str:
@@ -126,3 +186,62 @@ def definitions_with(module: cst.Module, names: set[str]) -> set[str]:
     while new := {name for name, used in uses.items() if name not in found and used & (names | found)}:
         found |= new
     return found
+
+
+def _model(module: cst.Module) -> Made:
+    """The one model of a file, as it is made or moved last.
+
+    Raises EditError when there is none, or more than one.
+    """
+    made: dict[str, list[Made]] = {}
+    for one in _assignments(module):
+        made.setdefault(one.name, []).append(one)
+    called, methods = _uses(module)
+    names = [n for n in made if n in called and methods.get(n, set()) & _SIGNS]
+    if len(names) != 1:
+        found = f"{', '.join(names)} are" if names else "nothing that is called and has parameters is"
+        raise EditError(f"{found} made in the file; which one is the model?" if names else f"{found} made in the file")
+    [name] = names
+    first, *others = made[name]
+    if any(not _is_move(name, other.value) for other in others):
+        raise EditError(f"'{name}' is assigned to more than once")
+    if any(other.block is not first.block for other in others):
+        raise EditError(f"'{name}' is moved to its device somewhere else")
+    return made[name][-1]
+
+
+def _uses(module: cst.Module) -> tuple[set[str], dict[str, set[str]]]:
+    """Bare names that are called; and the methods that are called of each."""
+    called: set[str] = set()
+    methods: dict[str, set[str]] = {}
+    for call in m.findall(module, m.Call()):
+        assert isinstance(call, cst.Call)
+        if isinstance(call.func, cst.Name):
+            called.add(call.func.value)
+        elif isinstance(call.func, cst.Attribute) and isinstance(call.func.value, cst.Name):
+            methods.setdefault(call.func.value.value, set()).add(call.func.attr.value)
+    return called, methods
+
+
+def _is_move(name: str, call: cst.BaseExpression) -> bool:
+    """Whether it is `name.to(...)`, or another method that returns the model itself."""
+    while isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.func.attr.value in _CHAINED:
+        call = call.func.value
+        if isinstance(call, cst.Name):
+            return call.value == name
+    return False
+
+
+def _last_move(made: Made) -> cst.SimpleStatementLine:
+    """The last of the statements right behind that move the model in place, `name.to(device)`; else the one that made it."""
+    last = made.statement
+    at = next(i for i, s in enumerate(made.block) if s is last)
+    for statement in made.block[at + 1 :]:
+        only = (
+            statement.body[0] if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1 else None
+        )
+        if not isinstance(only, cst.Expr) or not _is_move(made.name, only.value):
+            break
+        assert isinstance(statement, cst.SimpleStatementLine)
+        last = statement
+    return last

@@ -8,7 +8,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.errors import EditError
-from flatout.levers.syntax.source import assigned_in, call_name, code_of
+from flatout.levers.syntax.imports import call_name
+from flatout.levers.syntax.source import assigned_in, code_of
 from flatout.levers.syntax.surroundings import Node, with_changes
 
 _BUILTINS: Final = frozenset(

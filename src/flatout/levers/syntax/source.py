@@ -15,11 +15,8 @@ from typing import Final, TypeVar
 
 import libcst as cst
 from libcst import matchers as m
-from libcst.codemod import CodemodContext
-from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
 
 from flatout.errors import EditError
-from flatout.levers.syntax.imports import with_import_line
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Parameters, Refusal, Seams, string
@@ -255,6 +252,14 @@ class _Replacer(cst.CSTTransformer):
         return cst.FlattenSentinel(new) if new else cst.RemoveFromParent()
 
 
+def spaced(statement: cst.CSTNode, number: int) -> cst.BaseStatement:
+    """The statement with at least so many blank lines above it, and above the comments that belong to it."""
+    lines = statement.leading_lines  # type: ignore[attr-defined]
+    missing = number - sum(line.comment is None for line in lines)
+    blank = [cst.EmptyLine(indent=False)] * max(0, missing)
+    return statement.with_changes(leading_lines=[*blank, *lines])  # type: ignore[return-value]
+
+
 def with_expression(module: Node, old: cst.CSTNode, new: cst.CSTNode) -> Node:
     """The tree with one node (told by identity) replaced by another of its kind."""
     return module.deep_replace(old, new)  # type: ignore[return-value]
@@ -284,53 +289,12 @@ class _Renamer(cst.CSTTransformer):
         return updated_node.with_changes(value=new) if new else updated_node
 
 
-def with_import(module: cst.Module, name: str, member: str | None = None, *, alias: str | None = None) -> cst.Module:
-    """The tree with `import name [as alias]`, or `from name import member`, at its head if it is not there."""
-    context = CodemodContext()
-    AddImportsVisitor.add_needed_import(context, name, member, asname=alias)
-    changed = AddImportsVisitor(context).transform_module(module)
-    if len(changed.body) == len(module.body):
-        return changed
-    what = f"from {name} import {member}" if member else f"import {name}"
-    return with_import_line(module, f"{what} as {alias}" if alias else what)
-
-
-def without_unused_import(module: cst.Module, name: str, member: str | None = None) -> cst.Module:
-    """The tree without this import, if nothing uses it any more."""
-    context = CodemodContext()
-    RemoveImportsVisitor.remove_unused_import(context, name, member)
-    return RemoveImportsVisitor(context).transform_module(module)
-
-
 def fresh_name(module: cst.Module, wanted: str) -> str:
     """This name, with an underscore more for each time it is taken."""
     taken = names_in(module)
     while wanted in taken:
         wanted += "_"
     return wanted
-
-
-def call_name(module: cst.Module, node: cst.CSTNode) -> str:
-    """What a callee is called in full, by the file's imports: 'torch.nn.functional.softmax' for `F.softmax`; '' if unknown."""
-    dotted = code_of(node)
-    if not all(part.isidentifier() for part in dotted.split(".")):
-        return ""
-    head, _, rest = dotted.partition(".")
-    full = _imported(module).get(head)
-    return ".".join(filter(None, (full, rest))) if full else ""
-
-
-def _imported(module: cst.Module) -> dict[str, str]:
-    """Names that imports bind anywhere in the file, and what they stand for."""
-    found: dict[str, str] = {}
-    for node in ast.walk(ast.parse(module.code)):
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                found[name.asname or name.name.split(".")[0]] = name.name if name.asname else name.name.split(".")[0]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            for name in node.names:
-                found[name.asname or name.name] = f"{node.module}.{name.name}"
-    return found
 
 
 # -- from evidence to a place, and from a place into a run ----------------------------------------------------------------------
@@ -401,32 +365,41 @@ def offered(
     edit: Edit,
     *,
     else_because: str,
-    loop: bool = False,
-    more: Parameters | None = None,
+    loops: Sequence[bool] = (False,),
+    saved_fraction: tuple[float, float] = (1.0, 1.0),
+    cost_fraction: float = 0.0,
 ) -> Iterator[Candidate | Refusal]:
-    """A candidate for each place that a finding names and where the edit is certain; a refusal for each other, or for all."""
-    seen: list[Parameters] = []
+    """A candidate for the first line of each finding where the edit is certain; one refusal where it is nowhere.
+
+    The lines are the one that the finding names and those that it names also; edits that come to the same text are offered once.
+    `loops`: what is edited of a line, in the order tried: the innermost loop around it (True), its statement (False).
+    `saved_fraction` is what of the promised seconds is saved, at least and at most. Where `cost_fraction` of what the cause
+    costs is more, that is the most.
+    """
+    seen: set[tuple[str, str]] = set()
+    whys: list[str] = []
     for finding in findings:
-        if finding.where is None:
-            continue
-        try:
-            parameters = place_of(evidence, finding.where, loop=loop) | (more or {})
-            edit(text_at(evidence, parameters), parameters)
-        except EditError as e:
-            yield Refusal(lever=lever, because=f"line {finding.where.line}: {e}")
-            continue
-        if parameters in seen:
-            continue
-        seen.append(parameters)
-        yield Candidate(
-            lever=lever,
-            parameters=parameters,
-            saved_s=finding.saved_s,
-            where=finding.where,
-            because=finding.because,
-        )
-    if not findings:
-        yield Refusal(lever=lever, because=else_because)
+        tries = [(where, loop) for where in (finding.where, *finding.also) if where is not None for loop in loops]
+        for where, loop in tries:
+            try:
+                parameters = place_of(evidence, where, loop=loop)
+                changed = (string(parameters, "file"), edit(text_at(evidence, parameters), parameters))
+            except EditError as e:
+                whys.append(f"line {where.line}: {e}")
+                continue
+            if changed not in seen:
+                low, high = finding.saved_s
+                yield Candidate(
+                    lever=lever,
+                    parameters=parameters,
+                    saved_s=(saved_fraction[0] * low, max(saved_fraction[1] * high, cost_fraction * finding.cost_s)),
+                    where=where,
+                    because=finding.because,
+                )
+            seen.add(changed)
+            break
+    if not seen:
+        yield Refusal(lever=lever, because=whys[0] if whys else else_because)
 
 
 def pull(lever: str, seams: Seams, parameters: Parameters, edit: Edit) -> None:

@@ -9,11 +9,7 @@ import libcst as cst
 from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, ParentNodeProvider
 
-from flatout.errors import EditError
-from flatout.levers.syntax.source import Edit, assigned_in, names_in, place_of, text_at
-from flatout.records.evidence import Evidence
-from flatout.records.finding import Finding
-from flatout.records.lever import Candidate, Refusal, string
+from flatout.levers.syntax.source import assigned_in, names_in
 
 Node = TypeVar("Node", bound=cst.CSTNode)
 Parents = Mapping[cst.CSTNode, cst.CSTNode]
@@ -139,46 +135,6 @@ class _Occurrences(cst.CSTVisitor):
             self.found.append(node)
 
 
-def certain_offers(
-    lever: str,
-    evidence: Evidence,
-    findings: Sequence[Finding],
-    edit: Edit,
-    *,
-    else_because: str,
-    loop: bool = False,
-    cost_fraction: float = 0.0,
-) -> Iterator[Candidate | Refusal]:
-    """A candidate for the first line of each finding where the edit is certain; one refusal where it is nowhere.
-
-    The lines are the one that the finding names and those that it names also; edits that come to the same text are offered once.
-    At most it saves what the finding promises, or this fraction of what its cause costs, whichever is more.
-    """
-    seen: set[tuple[str, str]] = set()
-    whys: list[str] = []
-    for finding in findings:
-        for where in (p for p in (finding.where, *finding.also) if p is not None):
-            try:
-                parameters = place_of(evidence, where, loop=loop)
-                changed = (string(parameters, "file"), edit(text_at(evidence, parameters), parameters))
-            except EditError as e:
-                whys.append(f"line {where.line}: {e}")
-                continue
-            if changed not in seen:
-                low, high = finding.saved_s
-                yield Candidate(
-                    lever=lever,
-                    parameters=parameters,
-                    saved_s=(low, max(high, cost_fraction * finding.cost_s)),
-                    where=where,
-                    because=finding.because,
-                )
-            seen.add(changed)
-            break
-    if not seen:
-        yield Refusal(lever=lever, because=whys[0] if whys else else_because)
-
-
 Change = Callable[[cst.CSTNode], cst.CSTNode | Sequence[cst.CSTNode]]
 """Told a node whose parts are changed already, gives what comes in its stead: a node, or statements."""
 
@@ -203,10 +159,10 @@ class _Changer(cst.CSTTransformer):
         new = change(updated_node)
         if isinstance(new, cst.CSTNode):
             return new
-        return cst.FlattenSentinel(with_lines_of(updated_node, new)) if new else cst.RemoveFromParent()
+        return cst.FlattenSentinel(_with_lines_of(updated_node, new)) if new else cst.RemoveFromParent()
 
 
-def with_lines_of(old: cst.CSTNode, new: Sequence[cst.CSTNode]) -> list[cst.CSTNode]:
+def _with_lines_of(old: cst.CSTNode, new: Sequence[cst.CSTNode]) -> list[cst.CSTNode]:
     """Statements that come in the stead of one: the comments and empty lines above it stand above the first of them."""
     lines = getattr(old, "leading_lines", ())
     found = [n.with_changes(leading_lines=()) if hasattr(n, "leading_lines") and n is old else n for n in new]

@@ -17,7 +17,8 @@ from libcst import matchers as m
 
 from flatout.errors import EditError
 from flatout.levers.syntax.calls import with_calls
-from flatout.levers.syntax.source import call_name, find, place_of, with_statements
+from flatout.levers.syntax.imports import call_name
+from flatout.levers.syntax.source import find, place_of, with_statements
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from flatout.errors import EditError
 from flatout.levers.offers import as_found
-from flatout.levers.syntax.calls import calls_of, with_torch
+from flatout.levers.syntax.calls import calls_of
+from flatout.levers.syntax.imports import with_torch
 from flatout.levers.syntax.source import parsed
 from flatout.levers.syntax.starting import with_start
 from flatout.records.evidence import Evidence

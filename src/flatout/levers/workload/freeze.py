@@ -16,8 +16,9 @@ from libcst import matchers as m
 
 from flatout.errors import EditError
 from flatout.levers.syntax.calls import calls_ending
+from flatout.levers.syntax.imports import call_name
 from flatout.levers.syntax.models import Made, made_in
-from flatout.levers.syntax.source import call_name, code_of, parsed, statements, with_statements
+from flatout.levers.syntax.source import code_of, parsed, statements, with_statements
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams

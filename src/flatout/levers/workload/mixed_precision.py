@@ -132,7 +132,8 @@ def edit(text: str, parameters: Parameters) -> str:
     """`with torch.autocast(...)` around the statement that calls the model, and those after it that make the loss of it."""
     import libcst as cst
 
-    from flatout.levers.syntax.source import find, statements, with_import, with_statements
+    from flatout.levers.syntax.imports import with_import
+    from flatout.levers.syntax.source import find, statements, with_statements
 
     if "code" not in parameters:
         raise EditError("the statement that calls the model was not seen")

@@ -100,8 +100,8 @@ def _allow(level: str) -> Callable[[], None]:
 
 def edit(text: str, parameters: Parameters) -> str:
     """One line after the imports."""
-    from flatout.levers.syntax.source import parsed, statements, with_import
-    from flatout.levers.syntax.starting import below_imports
+    from flatout.levers.syntax.imports import below_imports, with_import
+    from flatout.levers.syntax.source import parsed, statements
 
     if "set_float32_matmul_precision" in text or "allow_tf32" in text or "fp32_precision" in text:
         raise EditError("the file sets the precision of products itself")
