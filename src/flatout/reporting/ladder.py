@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.constrain import Constrain
 from rich.padding import Padding
 from rich.table import Table
@@ -18,6 +18,8 @@ from flatout.reporting.inert import Words
 from flatout.reporting.units import duration, percent, size
 
 _WIDTH: Final = 110
+_WIDE: Final = 104
+"""Columns that the whole table takes with usual names."""
 _INSET: Final = (0, 0, 0, 2)
 _SAME_SIZE: Final = 0.02
 """Peaks of two processes that run the same differ by about this."""
@@ -50,7 +52,7 @@ def ladder(tuned: Tuned) -> RenderableType:
     parts: list[RenderableType] = [Words(headline(tuned), style=style)]
     if tuned.plan.lever:
         found = rows(tuned)
-        parts += ["", Padding(_rungs(found), _INSET)]
+        parts += ["", Padding(_Rungs(found), _INSET)]
         if any(row.where for row in found):
             parts += ["", Padding(_places(found), _INSET)]
     if where := circumstances(tuned):
@@ -159,15 +161,23 @@ def _memory(verdict: Verdict) -> str:
     return f"{size(print_.after_bytes)} ({'-' if change < 0 else '+'}{percent(abs(change))})"
 
 
-def _rungs(found: Sequence[Row]) -> Table:
-    columns = ("", "lever", "measured", "predicted", "step", "memory", "guarantee")
-    table = Table(*columns, box=None, header_style="bold", pad_edge=False, padding=(0, 1))
-    for place in (1, 2, 4):
-        table.columns[place].no_wrap = True
-    for number, row in enumerate(found):
-        label = str(number) if _is_lever(row) else ""
-        table.add_row(label, Words(row.name), row.measured, row.predicted, row.step, row.memory, row.guarantee)
-    return table
+class _Rungs:
+    """The table of rungs; on a narrow terminal without what was predicted and without memory."""
+
+    def __init__(self, found: Sequence[Row]) -> None:
+        self._found = found
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        is_wide = options.max_width >= _WIDE
+        middle = ("predicted", "step", "memory") if is_wide else ("step",)
+        table = Table("", "lever", "measured", *middle, "guarantee", box=None, header_style="bold", pad_edge=False)
+        for column in table.columns[1:3]:
+            column.no_wrap = True
+        for number, row in enumerate(self._found):
+            label = str(number) if _is_lever(row) else ""
+            cells = (row.predicted, row.step, row.memory) if is_wide else (row.step,)
+            table.add_row(label, Words(row.name), row.measured, *cells, row.guarantee)
+        yield table
 
 
 def _places(found: Sequence[Row]) -> Table:
