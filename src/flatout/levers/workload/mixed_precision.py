@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _FASTER: Final = 1.5
 """What bfloat16 products must gain for the casts around them to be worth it."""
 _SMALL_PART: Final = 0.1
+_EFFORT: Final = 3.0
+"""The first trial also runs the script under autocast to see what bfloat16 rounds; and exact levers come before coarse ones."""
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
@@ -187,5 +189,6 @@ LEVER = Lever(
     apply=apply,
     conflicts=("workload.tf32",),
     edit=edit,
+    effort=_EFFORT,
     dtype=lambda parameters: "bfloat16",
 )
