@@ -112,7 +112,8 @@ def tune(
     own = tuple(arguments or ())
     own = own[1:] if own[:1] == ("--",) else own
     request = Wanted(target=str(script), arguments=own)
-    ledger_path = out.with_name(f".{out.stem}.{_fingerprint(script, own)}.ledger")
+    aims = (allow, objective, memory, metric, str(allowed_loss), str(less_is_better))
+    ledger_path = out.with_name(f".{out.stem}.{_fingerprint(script, own, aims)}.ledger")
     console = Console(stderr=True)
     with _one_interrupt(), console.status("observing the script") as status:
         try:
@@ -207,9 +208,9 @@ def _one_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _fingerprint(script: Path, arguments: tuple[str, ...]) -> str:
-    """Changes with the script's text and its arguments: what was tried for another script says nothing."""
-    return hashlib.sha256(script.read_bytes() + repr(arguments).encode()).hexdigest()[:12]
+def _fingerprint(script: Path, arguments: tuple[str, ...], wanted: tuple[str, ...]) -> str:
+    """Changes with the script's text, its arguments and what a plan is for: what was tried for another says nothing."""
+    return hashlib.sha256(script.read_bytes() + repr((arguments, wanted)).encode()).hexdigest()[:12]
 
 
 def _seconds(text: str) -> float:

@@ -17,6 +17,7 @@ _RANKS: Final[Mapping[Guarantee, int]] = {"exact": 0, "bounded": 1, "quality": 2
 _STRONG: Final = 2.0
 """A lever that gained so much is not taken out again for what others do."""
 _WORTH_DIGITS: Final = 1.1
+"""What a lever that rounds more coarsely must surely gain; our judgement of what a person would give digits up for."""
 _MOST: Final = 0.9
 """No lever is promised to save more than this share of a step."""
 _DOING: Final[Mapping[Purpose, str]] = {
