@@ -6,14 +6,13 @@ python docs/generate_levers.py --check    writes nothing; exits with 1 and names
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from generate_rules import markdown, plain
+from generate_rules import markdown, plain, written
 
 from flatout import registry
 from flatout.records.finding import Rule
@@ -65,26 +64,9 @@ def index(levers: Iterable[Lever]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/levers/*.md from the levers' docstrings.")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when a page is out of date")
-    is_check = parser.parse_args().check
-
     levers, rules = registry.levers(), registry.rules()
-    wanted = {FOLDER / "index.md": index(levers)} | {FOLDER / f"{one.id}.md": page(one, rules) for one in levers}
-    present = {path: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
-    stale = sorted(path for path in wanted.keys() | present.keys() if wanted.get(path) != present.get(path))
-
-    if is_check:
-        for path in stale:
-            sys.stdout.write(f"docs/levers/{path.name} is out of date; run 'make docs' and commit it\n")
-        return 1 if stale else 0
-    FOLDER.mkdir(exist_ok=True)
-    for path in stale:
-        if path in wanted:
-            path.write_text(wanted[path], encoding="utf-8")
-        else:
-            path.unlink()
-    return 0
+    wanted = {"index.md": index(levers)} | {f"{one.id}.md": page(one, rules) for one in levers}
+    return written(FOLDER, wanted, description="Write docs/levers/*.md from the levers' docstrings.")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import argparse
 import importlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from inspect import cleandoc
 from itertools import groupby
 from pathlib import Path
@@ -87,27 +87,30 @@ def index(rules: Iterable[Rule]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Write docs/rules/*.md from the rules' docstrings.")
+def written(folder: Path, wanted: Mapping[str, str], *, description: str) -> int:
+    """Make the folder hold these pages and no others, or with --check name what is out of date; the exit code."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when a page is out of date")
     is_check = parser.parse_args().check
-
-    rules = registry.rules()
-    wanted = {FOLDER / "index.md": index(rules)} | {FOLDER / f"{rule.id}.md": page(rule) for rule in rules}
-    present = {path: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md")}
-    stale = sorted(path for path in wanted.keys() | present.keys() if wanted.get(path) != present.get(path))
-
+    present = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
+    stale = sorted(name for name in wanted.keys() | present.keys() if wanted.get(name) != present.get(name))
     if is_check:
-        for path in stale:
-            sys.stdout.write(f"docs/rules/{path.name} is out of date; run 'make docs' and commit it\n")
+        for name in stale:
+            sys.stdout.write(f"docs/{folder.name}/{name} is out of date; run 'make docs' and commit it\n")
         return 1 if stale else 0
-    FOLDER.mkdir(exist_ok=True)
-    for path in stale:
-        if path in wanted:
-            path.write_text(wanted[path], encoding="utf-8")
+    folder.mkdir(exist_ok=True)
+    for name in stale:
+        if name in wanted:
+            (folder / name).write_text(wanted[name], encoding="utf-8")
         else:
-            path.unlink()
+            (folder / name).unlink()
     return 0
+
+
+def main() -> int:
+    rules = registry.rules()
+    wanted = {"index.md": index(rules)} | {f"{rule.id}.md": page(rule) for rule in rules}
+    return written(FOLDER, wanted, description="Write docs/rules/*.md from the rules' docstrings.")
 
 
 if __name__ == "__main__":
