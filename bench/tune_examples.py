@@ -20,7 +20,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -63,18 +65,22 @@ def tuned(example: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plan, record = folder / "plan.toml", folder / "tuned.json"
+        clock = [time.monotonic()]
         said = run([*FLATOUT, "tune", script, "--budget", options.budget, "--out", plan, "--json", record])
         if not record.exists():
             return {"name": example["name"], "rule": example["rule"], "error": said[-600:]}
         found = json.loads(record.read_text())
+        clock.append(time.monotonic())
         again = (
             verdict([plan, script, "--seed", SEED, "--seconds", options.seconds], folder)
             if found["plan"]["lever"]
             else None
         )
+        clock.append(time.monotonic())
         alone = folder / "compile.toml"
         alone.write_text(COMPILE_ALONE)
         compiled = verdict([alone, script, "--no-equality", "--seconds", options.seconds, "--timeout", 150], folder)
+        clock.append(time.monotonic())
         if options.plans is not None and plan.exists():
             options.plans.mkdir(parents=True, exist_ok=True)
             (options.plans / f"{example['name']}.toml").write_bytes(plan.read_bytes())
@@ -90,6 +96,7 @@ def tuned(example: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
         "compiled": compiled,
         "left_out": found["left_out"],
         "is_complete": found["is_complete"],
+        "took_s": dict(zip(("tune", "verify", "compile"), map(round, map(sub, clock[1:], clock)), strict=True)),
         "attempts": [attempt_of(a) for a in found["attempts"] if a["purpose"] == "add"],
     }
 

@@ -124,6 +124,15 @@ def test_levers_that_do_not_go_together_are_not_put_together() -> None:
     assert ids(result) == ["a"]
 
 
+def test_what_disappoints_makes_room_for_what_does_not_go_with_it() -> None:
+    world = World({"a": 0.8, "b": 0.5, "c": 0.9})
+    candidates = [candidate("a", 0.08), candidate("b", 0.06), candidate("c", 0.03)]
+    result = found(world, candidates, conflicts={"a": ("b",)})
+    assert sorted(ids(result)) == ["b", "c"]
+    assert any(t.lever == "a" and "b in its place is faster" in t.because for t in result.left_out)
+    assert next(p for p in result.levers if p.id == "b").measured == pytest.approx((2.0, 1.98, 2.02), rel=1e-2)
+
+
 def test_a_guarantee_that_was_not_allowed_is_not_tried() -> None:
     world = World({"a": 0.5, "b": 0.5})
     guarantees: dict[str, Guarantee] = {"a": "quality", "b": "exact"}

@@ -170,5 +170,19 @@ def test_a_reference_that_plain_float32_comes_close_to_is_trusted_however_coarse
     assert is_close(recorded(off(exact, 1e-5, seed=3)), recorded(exact))
     assert not is_close(coarse, recorded(exact))
     assert compare_bounded(coarse, changed, recorded(exact), eps=EPS, is_trusted=True).is_kept is True
+    kinked = trained(0.0, seed=2)
+    kinked[0]["gradient"] = trained(5e-3, seed=2)[0]["gradient"]
+    assert is_close(kinked, trained(0.0, seed=2))
     lost = recorded(off(exact, 1.1, seed=2))
     assert compare_bounded(coarse, lost, recorded(exact), eps=EPS, is_trusted=True).is_kept is False
+
+
+def test_gradients_that_rounding_has_lost_may_be_as_lost_after_the_change_and_no_more() -> None:
+    """A deep network with ReLU in TF32: after some steps its gradient points elsewhere than in float64, and so may another's."""
+    exact = trained(0.0, seed=2)
+    lost, other, worse = (trained(1e-4, seed=s, gradient_error=e) for s, e in ((2, 0.9), (4, 1.2), (4, 1.6)))
+    found = compare_bounded(lost, other, exact, eps=EPS, is_trusted=True)
+    assert found.is_kept is True and "from step 3 on" in found.because
+    assert compare_bounded(lost, worse, exact, eps=EPS, is_trusted=True).is_kept is False
+    near = trained(1e-4, seed=2, gradient_error=0.4)
+    assert compare_bounded(near, other, exact, eps=EPS, is_trusted=True).is_kept is False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -181,9 +182,9 @@ class _Search:
 
     def _add(self, candidate: Candidate, objective: Objective) -> Verdict | None:
         """Try one more lever, or another way to pull one, and keep it if it is proved; None when the time is up."""
-        planned, other = self._planned(candidate), self._other_way(candidate)
-        rest = tuple(p for p in self._plan if p is not other)
-        verdict = self._try("add" if other is None else "swap", (*rest, planned), planned, objective)
+        planned, others = self._planned(candidate), self._in_the_way(candidate)
+        rest = tuple(p for p in self._plan if p not in others)
+        verdict = self._try("swap" if others else "add", (*rest, planned), planned, objective)
         if verdict is None:
             self._is_complete = False
             return None
@@ -198,20 +199,34 @@ class _Search:
             return verdict
         speed = verdict.speed
         if speed is not None:
-            before = other.measured[0] if other is not None and other.measured is not None else 1.0
+            before = _gain(others)
             measured = (before * speed.ratio, before * speed.low, before * speed.high)
             planned = msgspec.structs.replace(planned, measured=measured)
             self._left_s = self._left_s / max(1.0, speed.ratio)
         self._plan = (*rest, planned)
-        if other is not None:
-            self._leave_out(other.id, f"as {_settings(other.parameters)}: another way to pull it is faster")
+        for other in others:
+            is_way = other.id == planned.id
+            self._leave_out(
+                other.id,
+                f"as {_settings(other.parameters)}: another way to pull it is faster"
+                if is_way
+                else f"{planned.id} in its place is faster",
+            )
         return verdict
 
-    def _other_way(self, candidate: Candidate) -> PlannedLever | None:
-        """The same lever in the plan, with other parameters; a lever at another place is another lever."""
-        if self._levers[candidate.lever].is_local:
-            return None
-        return next((p for p in self._plan if p.id == candidate.lever), None)
+    def _in_the_way(self, candidate: Candidate) -> tuple[PlannedLever, ...]:
+        """What of the plan the candidate would replace: what it does not go with, and itself with other parameters.
+
+        A lever at another place is another lever.
+        """
+        lever = self._levers[candidate.lever]
+        return tuple(
+            p
+            for p in self._plan
+            if (p.id == lever.id and not lever.is_local)
+            or p.id in lever.conflicts
+            or lever.id in self._levers[p.id].conflicts
+        )
 
     def _leave_out(self, lever: str, because: str) -> None:
         if Tried(lever, because) not in self.left_out:
@@ -282,15 +297,17 @@ class _Search:
         same = next((p for p in self._plan if p.id == lever.id and p.parameters == candidate.parameters), None)
         if same is not None:
             return "it is in the plan"
-        other = self._other_way(candidate)
-        if other is not None and other.measured is not None:
-            kept_s = self._left_s * (other.measured[0] - 1)
-            if candidate.saved_s[1] <= kept_s:
-                return f"as {_settings(candidate.parameters)}: the way that is in the plan saves more than it promises"
-        clash = next(
-            (p.id for p in self._plan if p.id in lever.conflicts or lever.id in self._levers[p.id].conflicts), ""
-        )
-        return f"it does not go with {clash}" if clash else ""
+        others = self._in_the_way(candidate)
+        if not others:
+            return ""
+        if self._needed & {p.id for p in others}:
+            return f"it does not go with {others[0].id}, without which the plan would not fit"
+        without_s = self._left_s * _gain(others)
+        if speed_up(without_s, min(candidate.saved_s[1], _MOST * without_s)) > _gain(others):
+            return ""
+        if others[0].id == lever.id:
+            return f"as {_settings(candidate.parameters)}: the way that is in the plan saves more than it promises"
+        return f"it does not go with {others[0].id}, which saves more than it promises"
 
     def _try(
         self, purpose: Purpose, after: tuple[PlannedLever, ...], lever: PlannedLever, objective: Objective
@@ -331,6 +348,11 @@ def _words(verdict: Verdict) -> str:
 def _peak(verdict: Verdict) -> int:
     """Peak bytes after the change, of the device where there is one; 0 if it is not known."""
     return verdict.footprints[-1].after_bytes if verdict.footprints else 0
+
+
+def _gain(levers: Sequence[PlannedLever]) -> float:
+    """What they gained, one on top of the other; 1 where nothing was measured."""
+    return math.prod(max(1.0, p.measured[0]) if p.measured is not None else 1.0 for p in levers)
 
 
 def _settings(parameters: Parameters) -> str:

@@ -96,6 +96,8 @@ def _equality(equality: Equality) -> Iterator[Row]:
             f"{equality.before_error:.2g} before, {equality.after_error:.2g} after (last step, all together); the "
             f"worst is {worst} of what is allowed",
         )
+    if equality.is_kept and equality.because:
+        yield "rounding", equality.because
 
 
 def _speed(speed: Speed | None) -> Iterator[Row]:

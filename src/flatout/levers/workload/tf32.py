@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _LEVELS: Final = ("high", "medium")
 _FASTER: Final = 1.3
 _SMALL_PART: Final = 0.1
+_EFFORT: Final = 3.0
+"""The first trial also runs the script in TF32 to see what it rounds; and exact levers come before coarse ones."""
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
@@ -118,5 +120,6 @@ LEVER = Lever(
     apply=apply,
     conflicts=("workload.mixed-precision",),
     edit=edit,
+    effort=_EFFORT,
     dtype=lambda parameters: "tf32",
 )
