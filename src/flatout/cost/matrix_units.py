@@ -41,6 +41,13 @@ def seconds_of_products(evidence: Evidence) -> float:
     return sum(evidence.operators[i].op_s for i in float32_products(evidence))
 
 
+def image_convolutions(evidence: Evidence) -> tuple[Operator, ...]:
+    """Operators that convolve images: four-dimensional tensors."""
+    return tuple(
+        o for o in evidence.operators if o.op == "aten.convolution" and o.inputs and len(o.inputs[0].shape) == 4
+    )
+
+
 def waits_for_host(evidence: Evidence) -> bool:
     """Whether a device idles for more than half of the step, so that faster products gain nothing."""
     return evidence.steps.device_s is not None and evidence.steps.device_s < 0.5 * evidence.steps.step_s

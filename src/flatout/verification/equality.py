@@ -20,8 +20,8 @@ tensor can dominate: an update that divides by the gradient's size (Adam) makes 
 _MOST: Final = 1.0
 """No error may be as large as the thing itself,"""
 _AS_LOST: Final = 1.5
-"""unless that of the steps before the change is about as large: then so many times it, errors of many numbers being near their mean
-(and two unrelated gradients of one length root of 2 apart)."""
+"""unless that of the steps before the change is about as large: then so many times it, errors of many numbers being near their
+mean (and two unrelated gradients of one length root of 2 apart)."""
 _LOST: Final = 0.5
 """Gradients that are so far off share no digit with the reference."""
 _FLOAT32_EPS: Final = 2.0**-23

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _SMALL_PART: Final = 0.1
 _EFFORT: Final = 5.0
-"""A trial with compiling took 15 s where others take 5 s (small models, two cores, torch 2.13), and 80 s where others take 10 to 25 s
-(a ResNet-34 and a BERT on an H200, torch 2.11)."""
+"""A trial with compiling took 15 s where others take 5 s (small models, two cores, torch 2.13), and 80 s where others take 10 to
+25 s (a ResNet-34 and a BERT on an H200, torch 2.11)."""
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
 

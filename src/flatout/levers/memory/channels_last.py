@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import libcst as cst
 from libcst import matchers as m
 
+from flatout.cost.matrix_units import image_convolutions
 from flatout.errors import EditError
 from flatout.levers.syntax.calls import argument, calls_ending, with_argument
 from flatout.levers.syntax.imports import with_torch
@@ -31,9 +32,7 @@ _CONVOLUTIONS: Final = {"Conv2d", "ConvTranspose2d"}
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
     """For models that convolve images."""
-    convolutions = [
-        o for o in evidence.operators if o.op == "aten.convolution" and o.inputs and len(o.inputs[0].shape) == 4
-    ]
+    convolutions = image_convolutions(evidence)
     if not convolutions:
         yield Refusal(lever=LEVER.id, because="no two-dimensional convolution was seen")
         return

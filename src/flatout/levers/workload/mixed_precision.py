@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flatout.cost.accounting import main_model, milliseconds, model_seconds
 from flatout.cost.matrix_units import (
+    image_convolutions,
     is_autocast,
     rate_over_float32,
     seconds_of_products,
@@ -49,6 +50,11 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     rate = rate or _FASTER
     most_s = model_seconds(evidence) * (1 - 1 / rate)
     saved_s = (0.7 * tried_s, 1.15 * tried_s) if tried_s is not None else (0.1 * products_s, most_s)
+    if evidence.workload.device != "cpu" and image_convolutions(evidence):
+        saved_s = (
+            saved_s[0],
+            max(saved_s[1], most_s),
+        )  # kernels transpose NCHW for matrix units: more with channels-last
     yield Candidate(
         lever=LEVER.id,
         parameters={"dtype": "bfloat16", **_place(evidence)},
