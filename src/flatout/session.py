@@ -350,6 +350,19 @@ def tune_script(
     )
 
 
+def import_stage() -> None:
+    """Import all that `run_stage` needs before it comes to the script, and nothing that starts threads or a device."""
+    import numpy  # noqa: F401  # seeded with the others
+
+    import flatout.levers.apply
+    import flatout.levers.seams
+    import flatout.profiling.running.script
+    import flatout.verification.conditions
+    import flatout.verification.process
+    import flatout.verification.recording
+    import flatout.verification.stage  # noqa: F401
+
+
 def run_stage(request: Request, script: Script, *, orders: int, answers: int) -> int:
     """Run `script` as one side of a proof, taking its steps on order; the exit code python would give.
 

@@ -1,4 +1,4 @@
-"""One side of a proof: `python -m flatout.cli.stage REQUEST ORDERS ANSWERS`. Not a command of its own."""
+"""One side of a proof: `python -m flatout.cli.stage REQUEST ORDERS ANSWERS`; or `--serve SOCKET`, which forks them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def main() -> int:
-    """Run the requested script step by step, on order; its exit code."""
+def stage(path: str, orders: int, answers: int) -> int:
+    """Run the requested script step by step, on order; its exit code. The process is to end right after that."""
     from flatout.errors import FlatoutError
     from flatout.profiling.running.script import load_module, load_script, print_to_stderr
     from flatout.records.record import from_json
@@ -22,16 +22,30 @@ def main() -> int:
     from flatout.verification.process import Request
 
     _die_with_parent()
-    request = from_json(Path(sys.argv[1]).read_bytes(), Request)
+    request = from_json(Path(path).read_bytes(), Request)
     sys.path[0] = ""  # python -m put our start folder there; the script's own goes first later
     try:
         load = load_script if request.kind == "script" else load_module
         script = load(request.target, request.arguments)
+        sys.path.pop(0)
+        code = run_stage(request, script, orders=orders, answers=answers)
     except FlatoutError as e:
         print_to_stderr(f"flatout: {e}")
-        return 2
-    sys.path.pop(0)
-    return run_stage(request, script, orders=int(sys.argv[2]), answers=int(sys.argv[3]))
+        code = 2
+    sys.stdout.flush()
+    sys.stderr.flush()
+    atexit._run_exitfuncs()
+    return code
+
+
+def server(descriptor: int) -> NoReturn:
+    """Import what a stage needs, and fork stages on order."""
+    from flatout.session import import_stage
+    from flatout.verification.forking import serve
+
+    _die_with_parent()
+    import_stage()
+    serve(descriptor, stage)
 
 
 def _die_with_parent() -> None:
@@ -41,8 +55,7 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    atexit._run_exitfuncs()
-    os._exit(code)  # nothing is left to be tidied up; taking a process with torch down takes most of a second
+    if sys.argv[1] == "--serve":
+        server(int(sys.argv[2]))
+    # nothing is left to be tidied up; taking a process with torch down takes most of a second
+    os._exit(stage(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

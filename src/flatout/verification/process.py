@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Final, Literal
+from typing import IO, Final, Literal
 
 from flatout.errors import VerificationError
 from flatout.records.record import Record, from_json, to_json, write_file
+from flatout.verification.forking import Child, ForkServers
 from flatout.verification.stage import Answer
 
 _PATIENCE_S: Final = 5.0
@@ -60,11 +61,13 @@ class Failed(VerificationError):
 class StageProcess:
     """One running script that takes steps on order. Use it in a `with`: nothing of it is left behind."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, servers: ForkServers | None = None) -> None:
+        """It is forked by one of the servers, where there are any, else started from nothing."""
         self.request = request
+        self._servers = servers
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-stage-")
         self._environment = {**os.environ, "PYTHONHASHSEED": "0", **request.environment}
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._orders = self._answers = -1
         self._unread = b""
         self._most_bytes = request.most_bytes or _MEMORY_FRACTION * _available_bytes()
@@ -75,21 +78,27 @@ class StageProcess:
         orders, self._orders = os.pipe()
         self._answers, answers = os.pipe()
         with open(Path(self._folder.name) / "said", "wb") as said:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "flatout.cli.stage", str(path), str(orders), str(answers)],
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                pass_fds=(orders, answers),
-                start_new_session=True,  # so that what it starts can be ended with it
-            )
+            if self._servers is not None:
+                self._child = self._servers.start(str(path), (orders, answers), said, self._environment)
+            else:
+                self._child = self._started(path, (orders, answers), said)
         os.close(orders)
         os.close(answers)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.end()
+
+    def _started(self, path: Path, descriptors: tuple[int, int], said: IO[bytes]) -> Child:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flatout.cli.stage", str(path), *map(str, descriptors)],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            pass_fds=descriptors,
+            start_new_session=True,  # so that what it starts can be ended with it
+        )
 
     def order(self, num_steps: int) -> None:
         """Have it take so many steps."""
@@ -182,9 +191,10 @@ class StageProcess:
         return " | ".join(lines[-_SAID:])[-600:] or "it printed nothing"
 
 
-def _signal(child: subprocess.Popen[bytes], number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, number)
+def _signal(child: Child, number: int) -> None:
+    if child.pid:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, number)
 
 
 def _available_bytes() -> float:

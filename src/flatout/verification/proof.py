@@ -19,6 +19,7 @@ from flatout.records.record import Record
 from flatout.records.verdict import FEWEST_PAIRS, Equality, Footprint, Guarantee, Outcome, Speed, Verdict
 from flatout.verification.conditions import roundoff
 from flatout.verification.equality import compare_bounded, compare_exact, is_close, own_roundoff, with_names_of
+from flatout.verification.forking import fork_servers
 from flatout.verification.process import Failed, Request, StageProcess
 from flatout.verification.quality import NUM_RUNS, Metric, WholeRuns
 from flatout.verification.recording import Step, read_steps
@@ -81,6 +82,7 @@ class Prover:
         self._tell = tell
         self._device = "cpu"
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-proof-")
+        self._servers = fork_servers()
         self._kept: dict[tuple[int, str], list[Step]] = {}
         self._num_folders = 0
         self._whole: WholeRuns | None = None
@@ -91,6 +93,8 @@ class Prover:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._servers is not None:
+            self._servers.end()
         self._folder.cleanup()
 
     def prove(self, before: Request, after: Request, terms: Terms | None = None) -> Verdict:
@@ -117,7 +121,7 @@ class Prover:
         if terms.metric is None:
             raise Failed("quality can only be told by a metric, and none was given")
         if self._whole is None:
-            self._whole = WholeRuns(terms.metric, timeout_s=max(terms.timeout_s, _WHOLE_RUN_S))
+            self._whole = WholeRuns(terms.metric, self._process, timeout_s=max(terms.timeout_s, _WHOLE_RUN_S))
         seeds = range(terms.seed, terms.seed + terms.num_runs)
         self._tell(f"{terms.num_runs} whole runs of both sides")
         for seed in seeds:
@@ -163,7 +167,7 @@ class Prover:
             is_base = before == self._base and (seed, "") not in self._kept
             one_request = self._recording(before) if is_base else self._standing(before)
             two_request = self._recording(after)
-            one_process, two_process = (stack.enter_context(StageProcess(r)) for r in (one_request, two_request))
+            one_process, two_process = (stack.enter_context(self._process(r)) for r in (one_request, two_request))
             one = one_process.answer(timeout_s=terms.timeout_s)
             if one.what == "ended" and (one.error or not one.num_steps):
                 raise Failed(f"'{before.target}' ended after {one.num_steps} steps: {one.error or 'too few'}")
@@ -232,12 +236,15 @@ class Prover:
         if (seed, dtype) not in self._kept:
             self._tell(f"the steps before the change in {dtype}" if dtype else "the steps before the change")
             request = msgspec.structs.replace(self._recording(self._base), dtype=dtype)
-            with StageProcess(request) as process:
+            with self._process(request) as process:
                 answer = process.answer(timeout_s=self._terms.timeout_s)
                 if answer.what == "ended" and (answer.error or not answer.num_steps):
                     raise Failed(answer.error or f"it ended after {answer.num_steps} steps")
             self._kept[seed, dtype] = read_steps(Path(request.folder))
         return self._kept[seed, dtype]
+
+    def _process(self, request: Request) -> StageProcess:
+        return StageProcess(request, self._servers)
 
     def _recording(self, request: Request) -> Request:
         self._num_folders += 1
@@ -262,7 +269,7 @@ class Prover:
             for process in (one, two):
                 process.end()  # what it holds of a device's memory is wanted now
             first, second = (msgspec.structs.replace(p.request, folder="") for p in (one, two))
-            with StageProcess(first) as again_one, StageProcess(second) as again_two:
+            with self._process(first) as again_one, self._process(second) as again_two:
                 for side in (again_one, again_two):
                     side.answer(timeout_s=self._terms.timeout_s)
                 race.run(again_one, again_two)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from flatout.errors import UsageError
@@ -61,8 +61,10 @@ class WholeRun(NamedTuple):
 class WholeRuns:
     """Runs of scripts to their end, each kept by script, plan and seed. Use a seed for one run of each side."""
 
-    def __init__(self, metric: Metric, *, timeout_s: float) -> None:
+    def __init__(self, metric: Metric, process: Callable[[Request], StageProcess], *, timeout_s: float) -> None:
+        """`process` starts a run."""
         self._metric = metric
+        self._process = process
         self._timeout_s = timeout_s
         self._kept: dict[tuple[str, str, int], WholeRun] = {}
 
@@ -76,7 +78,7 @@ class WholeRuns:
         key = (request.target, request.plan, seed)
         if key not in self._kept:
             wanted = msgspec.structs.replace(request, seed=seed, is_whole=True, folder="", num_recorded=0)
-            with StageProcess(wanted) as process:
+            with self._process(wanted) as process:
                 answer = process.answer(timeout_s=self._timeout_s)
                 said = process.said()
             if answer.error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -19,6 +20,8 @@ _WARM_UP_PAIRS: Final = 2
 _MOST_STEPS: Final = 2000
 _LEAK_FLOOR_BYTES: Final = 32 << 20
 """Allocators round and keep; what grows by less in a race is no leak that could be told."""
+_LEAKING_SHARE: Final = 0.75
+"""Of the stretches in which a leak shows."""
 
 
 class Stretch(NamedTuple):
@@ -148,7 +151,10 @@ class Race:
 
 
 def _leak(seen: list[tuple[Answer, Answer]]) -> str:
-    """Whether the later side's peak grew from stretch to stretch, in both halves of a run, much more than the earlier's."""
+    """Whether the later side's peak grew from stretch to stretch, in both halves of a run, much more than the earlier's.
+
+    What is kept for good grows nearly every time; peaks of batches whose sizes vary, only with a batch beyond all before.
+    """
     rest = seen[_WARM_UP_PAIRS:]
     if len(rest) < _FEWEST_PAIRS:
         return ""
@@ -158,7 +164,9 @@ def _leak(seen: list[tuple[Answer, Answer]]) -> str:
             (getattr(one, peak), getattr(two, peak)) for one, two in (start, middle, end)
         )
         grown, allowed = after_end - after, _LEAK_FLOOR_BYTES + 4 * max(0, before_end - before)
-        if grown > allowed and after_end - half > 0.25 * grown:
+        peaks = [getattr(two, peak) for _, two in rest]
+        share = sum(b > a for a, b in pairwise(peaks)) / (len(peaks) - 1)
+        if grown > allowed and after_end - half > 0.25 * grown and share >= _LEAKING_SHARE:
             steps = end[1].num_steps - start[1].num_steps
             each = grown / max(1, steps)
             return f"its memory grows by {each / 2**20:.3g} MiB a step ({grown / 2**20:.0f} MiB in {steps} steps)"

@@ -51,6 +51,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     told = [f.saved_s for f in findings]
     waited_s = evidence.steps.phases.get("data", 0.0)
     low, high = max(told, default=(0.0, waited_s))
+    low = low if loader.num_epochs > 0 else 0.0  # whether items come again was not seen: in one epoch nothing is gained
     parameters: Parameters = {"datasets": tuple(sorted({one.dataset for one, _ in able}))}
     made = evidence.source_of(loader.constructed)
     with suppress(EditError):  # a loader that is made in somebody else's file is wrapped all the same
