@@ -27,6 +27,8 @@ _DOING: Final[Mapping[Purpose, str]] = {
     "drop": "trying without {}",
     "final": "proving all together",
 }
+_CARRIES_OVER: Final = 1.25
+"""What a trial at a line saved, the whole step saves within this factor (35 of 42 scripts, bench/results, check_examples)."""
 _SMALLEST_GAIN: Final = 1.02
 """A lever whose best promise is below this is not tried: no interval on an ordinary machine would exclude 1."""
 
@@ -246,11 +248,12 @@ class _Search:
     def _promise(self, candidate: Candidate) -> tuple[float, float]:
         """Seconds that a lever may save of the step as it is now, when it was promised for the untouched one.
 
-        What others took may have been what this lever is for, or not at all: from its share of the step up to all it promised.
+        What others took may have been what this lever is for, or not at all: from what they left of it up to all it promised.
         """
         low, high = candidate.saved_s
-        shrunk = self._left_s / self._wanted.step_s
-        return min(low, low * shrunk, _MOST * self._left_s), min(high, _MOST * self._left_s)
+        taken_s = max(0.0, self._wanted.step_s - self._left_s)
+        low = max(0.0, low / _CARRIES_OVER - taken_s) if low > 0 else low
+        return min(low, _MOST * self._left_s), min(_CARRIES_OVER * high, _MOST * self._left_s)
 
     def _is_too_little(self, planned: PlannedLever, verdict: Verdict) -> bool:
         """Digits are given up for a gain that a person would give them up for."""

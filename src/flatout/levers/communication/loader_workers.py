@@ -49,10 +49,11 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         ways.append({"threads": 1 if evidence.workload.device == "cpu" else min(evidence.workload.num_cores, _MOST)})
     for way in ways:
         gained_s = _gained_s(evidence, index, integer(way, next(iter(way))))
+        is_tight = evidence.workload.device == "cpu" and evidence.workload.num_threads >= evidence.workload.num_cores
         yield Candidate(
             lever=LEVER.id,
             parameters=_place(evidence, loader) | way | {"dataset": loader.dataset},
-            saved_s=(min(0.3 * gained_s, tried[0]), max(gained_s, tried[1])),
+            saved_s=(0.0 if is_tight else min(0.3 * gained_s, tried[0]), max(gained_s, tried[1])),
             where=evidence.source_of(loader.constructed),
             because=_because(evidence, loader),
         )

@@ -27,6 +27,9 @@ _SMALL_PART: Final = 0.1
 _EFFORT: Final = 5.0
 """A trial with compiling took 15 s where others take 5 s (small models, two cores, torch 2.13), and 80 s where others take 10 to
 25 s (a ResNet-34 and a BERT on an H200, torch 2.11)."""
+_MAY_COST: Final = 1.3
+"""Small models that were compiled took up to 2.3 times as long as before, on two cores and on an H200 (bench/results,
+tune_examples)."""
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
 
@@ -43,7 +46,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         return
     told = [f.saved_s for f in findings]
     low, high = max((a for a, _ in told), default=0.0), max((b for _, b in told), default=0.0)
-    low, high = min(low, 0.1 * busy_s), min(busy_s, max(high, 0.5 * busy_s))
+    is_busy = evidence.steps.device_s is not None and evidence.steps.is_device_bound
+    low, high = min(low, 0.1 * busy_s) if is_busy else -_MAY_COST * busy_s, min(busy_s, max(high, 0.5 * busy_s))
     usual: Parameters = {"fallback_random": True} if draws_in_model(evidence) else {}
     for share, parameters, why in _ways(evidence):
         yield Candidate(

@@ -25,6 +25,8 @@ _SMALL_S: Final = 50e-6
 """Waking threads and waiting for the last takes a few microseconds: an operator that is done in tens of them gains little."""
 _MOSTLY: Final = 0.6
 _MOST_OF_SMALL: Final = 0.3
+_WAKING: Final = 0.2
+"""Small operators may take so much longer without a second thread, on two cores."""
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
@@ -34,14 +36,19 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         yield Refusal(lever=LEVER.id, because=f"the work is done by {evidence.workload.device}")
         return
     small_s = sum(o.op_s for o in evidence.operators if o.num_calls and o.op_s / o.num_calls < _SMALL_S)
-    is_small = small_s > _MOSTLY * sum(o.op_s for o in evidence.operators)
+    large_s = sum(o.op_s for o in evidence.operators) - small_s
+    is_small = small_s > _MOSTLY * (small_s + large_s)
     wanted = [n for n in dict.fromkeys((cores, 1) if is_small else (cores,)) if n != now]
     if not wanted:
         why = "most operators are large enough to be shared" if now > 1 else "there is no other to choose"
         yield Refusal(lever=LEVER.id, because=f"{now} thread(s) on {cores} core(s), and {why}")
     for number in wanted:
         told = [f.saved_s for f in findings] if number == cores else []
-        guess = (0.0, _MOST_OF_SMALL * small_s if number == 1 else 0.5 * evidence.steps.step_s)
+        most_s = _MOST_OF_SMALL * small_s if number == 1 else 0.5 * evidence.steps.step_s
+        guess = (
+            -max(0.0, now / number - 1) * large_s - _WAKING * small_s,
+            most_s,
+        )  # large operators lose their threads
         yield Candidate(
             lever=LEVER.id,
             parameters={"num_threads": number},
