@@ -353,6 +353,7 @@ def tune_script(
 def import_stage() -> None:
     """Import all that `run_stage` needs before it comes to the script, and nothing that starts threads or a device."""
     import numpy  # noqa: F401  # seeded with the others
+    import torch._dynamo  # noqa: F401  # a second, at the first optimizer that is made
 
     import flatout.levers.apply
     import flatout.levers.seams
