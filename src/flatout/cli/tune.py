@@ -195,7 +195,7 @@ def _observe(request: Request, *, observe_s: float) -> Evidence:
 
 @contextmanager
 def _one_interrupt() -> Iterator[None]:
-    """The first Ctrl-C ends the search in order; those that follow wait until all processes are gone."""
+    """The first Ctrl-C ends the search in order; those that follow change nothing, until this process has ended too."""
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -205,7 +205,8 @@ def _one_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if signal.getsignal(signal.SIGINT) is interrupted:
+            signal.signal(signal.SIGINT, before)
 
 
 def _fingerprint(script: Path, arguments: tuple[str, ...], wanted: tuple[str, ...]) -> str:
