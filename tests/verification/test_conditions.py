@@ -87,6 +87,14 @@ def test_in_float64_losses_and_scatters_take_what_is_not_of_the_model() -> None:
     torch.testing.assert_close(output.grad, expected)
 
 
+def test_in_float64_forces_are_gradients_of_the_positions_that_were_given() -> None:
+    positions = torch.randn(4, 3, requires_grad=True)
+    with Precision("float64").surroundings():
+        energy = positions.double().square().sum()
+        (forces,) = torch.autograd.grad(energy, positions, create_graph=True)
+    torch.testing.assert_close(forces, 2 * positions)
+
+
 def test_under_autocast_a_model_returns_float32() -> None:
     net = nn.Linear(3, 2)
     precision = Precision("bfloat16")

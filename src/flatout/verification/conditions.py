@@ -43,7 +43,7 @@ def _moved(owner: Any, name: str, by: int, patches: Patches) -> None:
 
 _DRAWS: Final = ("randn_like", "rand_like", "normal", "bernoulli", "normal_", "uniform_")
 """Those that draw other numbers in float64 than in float32 (seen with torch 2.13 on a CPU; dropout and the others do not)."""
-_TAKE_BOTH: Final = ("to", "type_as", "copy_", "set_", "backward", "__set__", "__get__", "is_floating_point")
+_TAKE_BOTH: Final = ("to", "type_as", "copy_", "set_", "backward", "grad", "__set__", "__get__", "is_floating_point")
 
 
 def coarsest(precisions: Iterable[str]) -> str:

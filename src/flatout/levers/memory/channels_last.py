@@ -27,6 +27,8 @@ from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
 if TYPE_CHECKING:
     from torch import nn
 
+_MAY_COST: Final = 0.2
+"""Small convolutions were that much slower on a CPU (bench/results, tune_examples)."""
 _CONVOLUTIONS: Final = {"Conv2d", "ConvTranspose2d"}
 
 
@@ -40,7 +42,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     busy_s = sum(o.total_s for o in evidence.operators if "convolution" in o.op)
     yield Candidate(
         lever=LEVER.id,
-        saved_s=max(told, default=(0.0, 0.4 * busy_s)),
+        saved_s=max(told, default=(-_MAY_COST * busy_s, 0.4 * busy_s)),
         where=findings[0].where if findings else evidence.source_of(convolutions[0].source),
         because=findings[0].because if findings else f"convolutions take {busy_s * 1e3:.2f} ms of a step",
     )
