@@ -265,6 +265,7 @@ class EvidenceBuilder:
         step_s: float = 0.005,
         num_tensors: int = 148,
         num_elements: int = 1_000_000,
+        fused_supported: bool = True,
     ) -> int:
         return _add(
             self.optimizers,
@@ -276,7 +277,7 @@ class EvidenceBuilder:
                 num_tensors=num_tensors,
                 num_elements=num_elements,
                 step_s=step_s,
-                fused_supported=True,
+                fused_supported=fused_supported,
             ),
         )
 

@@ -76,13 +76,30 @@ def test_edited_the_update_is_fused_and_within_rounding(made: str) -> None:
     torch.testing.assert_close(after["net"].weight, before["net"].weight)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adadelta])
+def test_those_without_a_fused_kernel_go_over_lists(kind: type[torch.optim.Optimizer]) -> None:
+    run = EvidenceBuilder()
+    run.optimizer(run.line("train.py", 9, "optimizer.step()"), name=kind.__name__, fused_supported=False)
+    [candidate] = LEVER.propose(run.build(), ())
+    assert isinstance(candidate, Candidate) and "one parameter after the other" in candidate.because
+    net = nn.Linear(3, 2)
+    with pulled(LEVER) as seams:
+        optimizer = kind(net.parameters(), lr=0.1)  # type: ignore[call-arg]
+    assert seams.done == [LEVER.id]
+    assert optimizer.defaults["foreach"] is True
+    text = TRAIN.replace("MADE", f"torch.optim.{kind.__name__}(net.parameters(), lr=0.1)")
+    before, after = ran(text), ran(edited(LEVER, text))
+    assert after["optimizer"].defaults["foreach"] is True
+    torch.testing.assert_close(after["net"].weight, before["net"].weight)
+
+
 def test_an_argument_is_added_in_the_layout_of_the_others() -> None:
     text = "from torch.optim import Adam\no = Adam(\n    ps,\n    lr=0.1,\n)\np = Adam(ps)\n"
     assert "    lr=0.1,\n    fused=True,\n)\np = Adam(ps, fused=True)" in edited(LEVER, text)
 
 
 @pytest.mark.parametrize(
-    "made", ["torch.optim.Rprop(net.parameters())", "make(net)", "torch.optim.SGD(ps, fused=True)"]
+    "made", ["torch.optim.LBFGS(net.parameters())", "make(net)", "torch.optim.SGD(ps, fused=True)"]
 )
 def test_without_an_optimizer_to_fuse_nothing_is_edited(made: str) -> None:
     with pytest.raises(EditError, match="fused"):

@@ -29,6 +29,7 @@ from flatout.levers.syntax.source import (
     with_expression,
     with_statements,
 )
+from flatout.levers.syntax.surroundings import used_outside
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal
@@ -80,10 +81,9 @@ def _around_loop(place: Place, loop: cst.For) -> str:
     bound = set(search.bound)
     _see_twice(place, loop.iter)
     scope = place.function or place.module
-    rest = with_statements(place.module, {loop: []}) if place.function is None else None
-    outside = names_in(rest) if rest is not None else names_in(scope.deep_remove(loop))  # type: ignore[arg-type]
-    if bound & outside - _rebound(place, loop, bound):
-        raise EditError(f"'{sorted(bound & outside)[0]}' is used outside the loop, too")
+    outside = used_outside(scope, loop, bound)
+    if outside:
+        raise EditError(f"'{sorted(outside)[0]}' is used outside the loop, too")
     module, torch_ = with_torch(place.module)
     name = fresh_name(module, "total_norm")
     new = statements(f"{name} = {{norm}}\nif not {torch_}.isfinite({name}):\n    pass\n", norm=_norm(search, torch_))
@@ -93,30 +93,6 @@ def _around_loop(place: Place, loop: cst.For) -> str:
     if module is not place.module:
         raise EditError("torch is not imported by its name")
     return with_statements(module, {loop: new}).code
-
-
-def _rebound(place: Place, loop: cst.For, bound: set[str]) -> set[str]:
-    """Names of the loop that other loops and comprehensions of the scope bind anew for themselves and read nowhere else."""
-    scope = place.function or place.module
-    safe: set[str] = set()
-    for name in bound:
-        others = [n for n in m.findall(scope, m.For() | m.CompFor()) if n is not loop]
-        holders = [n for n in others if name in names_in(n.target)]  # type: ignore[attr-defined]
-        total = len(m.findall(scope, m.Name(name)))
-        owned = len(m.findall(loop, m.Name(name)))
-        for holder in holders:
-            owned += len(m.findall(_whole(scope, holder), m.Name(name)))
-        if owned == total:
-            safe.add(name)
-    return safe
-
-
-def _whole(scope: cst.CSTNode, holder: cst.CSTNode) -> cst.CSTNode:
-    """The comprehension that a `for` belongs to, or the loop itself."""
-    if isinstance(holder, cst.For):
-        return holder
-    kinds = m.ListComp() | m.SetComp() | m.GeneratorExp() | m.DictComp()
-    return next(c for c in m.findall(scope, kinds) if any(n is holder for n in m.findall(c, m.CompFor())))
 
 
 def _see_twice(place: Place, over: cst.BaseExpression) -> None:

@@ -116,6 +116,25 @@ def occurrences(node: cst.CSTNode | Iterable[cst.CSTNode], name: str) -> list[cs
     return found.found
 
 
+def used_outside(scope: cst.CSTNode, loop: cst.For, names: Iterable[str]) -> set[str]:
+    """Which of the names that a loop binds are used elsewhere in its scope; what other loops bind anew for themselves is not."""
+    others = [n for n in m.findall(scope, m.For() | m.CompFor()) if n is not loop]
+    found = set()
+    for name in names:
+        holders = [_whole(scope, n) for n in others if name in names_in(n.target)]  # type: ignore[attr-defined]
+        if len(occurrences(scope, name)) > sum(len(occurrences(one, name)) for one in (loop, *holders)):
+            found.add(name)
+    return found
+
+
+def _whole(scope: cst.CSTNode, holder: cst.CSTNode) -> cst.CSTNode:
+    """The comprehension that a `for` belongs to, or the loop itself."""
+    if isinstance(holder, cst.For):
+        return holder
+    kinds = m.ListComp() | m.SetComp() | m.GeneratorExp() | m.DictComp()
+    return next(c for c in m.findall(scope, kinds) if any(n is holder for n in m.findall(c, m.CompFor())))
+
+
 class _Occurrences(cst.CSTVisitor):
     def __init__(self, name: str) -> None:
         super().__init__()
