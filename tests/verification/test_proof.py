@@ -185,6 +185,26 @@ def test_a_change_that_takes_all_memory_is_ended(folder: Path) -> None:
     assert "took more than 1.0 GiB" in found.because
 
 
+def test_a_batch_in_parts_has_losses_that_add_up(folder: Path) -> None:
+    one, two, wrong = (script(folder, f"{name}.py", setup="net[2].p = 0.0") for name in "abc")
+    text = Path(one.target).read_text()
+    parts = text.replace("loss = (net(x) - y).square().mean()", "pass").replace(
+        "    loss.backward()\n",
+        """    for a, b in zip(x.split(48), y.split(48)):
+        ((net(a) - b).square().mean() * len(a) / 64).backward()
+""",
+    )
+    assert parts.count("backward") == 1
+    Path(two.target).write_text(parts)
+    Path(wrong.target).write_text(parts.replace("* len(a) / 64", "/ 2"))
+    found = verdict(one, two)
+    assert (found.outcome, found.equality.is_kept) == ("proved", True)
+    assert found.equality.worst < 1
+    lost = verdict(one, wrong)
+    assert lost.outcome == "different"
+    assert lost.equality.first is not None and lost.equality.first.what == "loss"
+
+
 def test_memory_may_be_what_a_change_is_for(folder: Path) -> None:
     hoard = "kept = torch.ones(64 << 20)"
     one, two = script(folder, "a.py", setup=hoard, steps=5000), script(folder, "b.py", steps=5000)

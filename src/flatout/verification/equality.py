@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
+from torch import Tensor
+
 from flatout.records.verdict import Difference, Equality, What
 from flatout.verification.marks import Mark, distance
 from flatout.verification.recording import Step
@@ -286,6 +288,22 @@ def with_names_of(before: list[Step], after: list[Step]) -> list[Step]:
             step[what] = dict(zip(known, marks.values(), strict=True)) if is_renamed else marks
         renamed.append(step)
     return [*renamed, *after[len(renamed) :]]
+
+
+def differ_in_losses(before: list[Step], after: list[Step]) -> bool:
+    """Whether a step starts its backwards from another number of losses: a batch that goes through the model in parts."""
+    return any(len(a.get("loss", {})) != len(b.get("loss", {})) for a, b in zip(before, after, strict=False))
+
+
+def with_losses_added(steps: list[Step]) -> list[Step]:
+    """The steps with the sum of all losses in their place, which is what gradients that add up are of."""
+    return [{**step, "loss": {"sum of all": _added(step["loss"])}} if step.get("loss") else step for step in steps]
+
+
+def _added(losses: Mapping[str, Mark]) -> Mark:
+    total = sum(mark.sketch.sum() for mark in losses.values())
+    assert isinstance(total, Tensor)
+    return Mark((), 0, abs(float(total)), total.reshape(1), max(mark.eps for mark in losses.values()))
 
 
 def _missing(a: Mark | None, b: Mark | None) -> str:

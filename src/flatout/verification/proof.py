@@ -18,7 +18,15 @@ import torch
 from flatout.records.record import Record
 from flatout.records.verdict import FEWEST_PAIRS, Equality, Footprint, Guarantee, Outcome, Speed, Verdict
 from flatout.verification.conditions import roundoff
-from flatout.verification.equality import compare_bounded, compare_exact, is_close, own_roundoff, with_names_of
+from flatout.verification.equality import (
+    compare_bounded,
+    compare_exact,
+    differ_in_losses,
+    is_close,
+    own_roundoff,
+    with_losses_added,
+    with_names_of,
+)
 from flatout.verification.forking import fork_servers
 from flatout.verification.process import Failed, Request, StageProcess
 from flatout.verification.quality import NUM_RUNS, Metric, WholeRuns
@@ -200,6 +208,9 @@ class Prover:
         terms, seed, at = self._terms, self._terms.seed, self._terms.at
         base = self._steps(seed, "")
         after = with_names_of(base, after)
+        is_in_parts = differ_in_losses(base, after)
+        if is_in_parts:
+            base, after = with_losses_added(base), with_losses_added(after)
         exact = compare_exact(base, after)
         if terms.guarantee == "exact" or exact.is_kept:
             return exact
@@ -211,6 +222,8 @@ class Prover:
             return Equality(
                 guarantee=terms.guarantee, is_kept=None, num_steps=len(base), first=exact.first, because=why
             )
+        if is_in_parts:
+            rough, reference = with_losses_added(rough), with_losses_added(reference)
         eps = roundoff(at) if at else own_roundoff(rough)
         equality = compare_bounded(rough, after, reference, eps=eps)
         if equality.is_kept is None and self._is_reference(reference):
