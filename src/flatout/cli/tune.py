@@ -113,11 +113,11 @@ def tune(
     own = own[1:] if own[:1] == ("--",) else own
     request = Wanted(target=str(script), arguments=own)
     aims = (allow, objective, memory, metric, str(allowed_loss), str(less_is_better))
-    ledger_path = out.with_name(f".{out.stem}.{_fingerprint(script, own, aims)}.ledger")
     console = Console(stderr=True)
     with _one_interrupt(), console.status("observing the script") as status:
         try:
             evidence = _observe(request, observe_s=min(_MOST_OBSERVED_S, _OBSERVED_FRACTION * budget_s))
+            ledger_path = out.with_name(f".{out.stem}.{_fingerprint(evidence, script, own, aims)}.ledger")
             tuned = tune_script(
                 request,
                 evidence,
@@ -209,9 +209,16 @@ def _one_interrupt() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def _fingerprint(script: Path, arguments: tuple[str, ...], wanted: tuple[str, ...]) -> str:
-    """Changes with the script's text, its arguments and what a plan is for: what was tried for another says nothing."""
-    return hashlib.sha256(script.read_bytes() + repr((arguments, wanted)).encode()).hexdigest()[:12]
+def _fingerprint(evidence: Evidence, script: Path, arguments: tuple[str, ...], wanted: tuple[str, ...]) -> str:
+    """Changes with what a trial depends on: the text of the script and of those of its files that steps ran through, its
+    arguments, the device and torch, and what a plan is for."""
+    root, workload = script.resolve().parent, evidence.workload
+    files = {Path(s.file).resolve() for s in evidence.sources} | {script.resolve()}
+    found = hashlib.sha256(repr((arguments, wanted, workload.device, workload.torch)).encode())
+    for path in sorted(files):
+        if path.is_relative_to(root) and path.is_file():
+            found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def _seconds(text: str) -> float:
