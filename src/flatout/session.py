@@ -17,13 +17,14 @@ from flatout.records.comparison import Comparison
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Diagnosis
 from flatout.records.hardware import Machine
-from flatout.records.plan import Circumstances, Plan, from_toml, mismatches
+from flatout.records.plan import Circumstances, Plan, from_toml, mismatches, other_model
 from flatout.records.record import Record, to_json, write_file
 from flatout.records.trial import Trial
 from flatout.records.tuned import Tuned
 from flatout.registry import lever_of, levers, rules
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.utils.data import DataLoader
 
     from flatout.levers.editing import Edits
@@ -247,12 +248,23 @@ def run_planned(plan: Plan, script: Script, *, tell: Callable[[str], None], worl
     differs in a way that matters.
     """
     from flatout.levers.apply import applied, circumstances
-    from flatout.profiling.running.script import run_script
+    from flatout.profiling.running.script import end_script, run_script
 
     _must_fit(plan, circumstances(world_size=world_size))
-    with applied(plan, root=script.root) as seams:
+    others: list[str] = []
+
+    def look_at(module: nn.Module) -> None:
+        """Of the first model that is called; levers that come as source may have changed it already."""
+        if not others and not any(lever_of(p.id).apply is None for p in plan.lever):
+            others.append(other_model(plan, sum(p.numel() for p in module.parameters())))
+            if others[0]:
+                end_script()
+
+    with applied(plan, root=script.root, look_at=look_at) as seams:
         outcome = run_script(script.with_code(seams.code_of(script.file)))
         missed = [planned.id for planned in plan.lever if planned.id not in seams.done]
+    if any(others):
+        raise _elsewhere(others)
     if missed:
         tell(f"these levers of the plan met nothing to change: {', '.join(missed)}")
     return outcome.exit_code
@@ -276,6 +288,9 @@ def apply(
 
     plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
     _must_fit(plan, circumstances(world_size=_world_size()))
+    other = other_model(plan, sum(p.numel() for p in model.parameters())) if model is not None else ""
+    if other:
+        raise _elsewhere([other])
     return Pulled(plan, model, optimizer, loader)
 
 
@@ -289,10 +304,14 @@ def _must_fit(plan: Plan, here: Circumstances) -> None:
     """Raises PlanError when the plan was proved on something that differs in a way that matters."""
     differences = mismatches(plan, here)
     if differences:
-        raise PlanError(
-            f"the plan was proved elsewhere ({'; '.join(differences)}); tune again here, or empty its table [proved_on] to run "
-            "it unproved"
-        )
+        raise _elsewhere(differences)
+
+
+def _elsewhere(differences: Iterable[str]) -> PlanError:
+    return PlanError(
+        f"the plan was proved elsewhere ({'; '.join(differences)}); tune again here, or empty its table [proved_on] to run "
+        "it unproved"
+    )
 
 
 def edit_script(plan: Plan, script: Path) -> Edits:
@@ -332,6 +351,7 @@ def tune_script(
         torch=workload.torch,
         python=workload.python,
         num_parameters=workload.num_parameters,
+        models=tuple(dict.fromkeys(m.num_parameters for m in evidence.models)),
         world_size=workload.world_size,
     )
     return tune(

@@ -185,7 +185,7 @@ def test_what_cannot_be_pulled_on_objects_is_named_with_the_reason() -> None:
         ("communication.persistent-workers", {}),
         FUSED,
     )
-    odd = torch.optim.Rprop(net().parameters())
+    odd = torch.optim.LBFGS(net().parameters())
     live = flatout.apply(levers, optimizer=odd)
     assert not live.applied
     reasons = dict(live.not_applied)
@@ -199,6 +199,9 @@ def test_a_plan_can_be_a_file_and_must_fit(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_bytes(to_toml(Plan(proved_on=Circumstances(device="NVIDIA H200"))))
     with pytest.raises(PlanError, match="H200"):
+        flatout.apply(str(path), model=net())
+    path.write_bytes(to_toml(Plan(proved_on=Circumstances(models=(7,)))))
+    with pytest.raises(PlanError, match="parameters of the model: 7 there"):
         flatout.apply(str(path), model=net())
 
 

@@ -84,6 +84,10 @@ def test_a_lever_that_met_nothing_is_told(folder: Path) -> None:
     ("text", "why"),
     [
         ('[proved_on]\ndevice = "NVIDIA H200"', "device: NVIDIA H200 there"),
+        (
+            '[proved_on]\nmodels = [600, 9]\n[[lever]]\nid = "parallelism.fused-optimizer"\nguarantee = "bounded"',
+            "parameters of the model: 600 or 9 there, 577 here",
+        ),
         ('[[lever]]\nid = "graph.magic"\nguarantee = "exact"', "no lever 'graph.magic'"),
         ("[[lev", "no TOML"),
         ('[[lever]]\nid = "parallelism.thread-count"\nguarantee = "bounded"', "num_threads"),

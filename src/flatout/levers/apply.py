@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from flatout.levers.seams import ScriptSeams
 from flatout.levers.syntax.source import pull
@@ -16,13 +17,16 @@ from flatout.registry import lever_of
 
 
 @contextmanager
-def applied(plan: Plan, *, root: str = "") -> Iterator[ScriptSeams]:
+def applied(plan: Plan, *, root: str = "", look_at: Callable[[nn.Module], None] | None = None) -> Iterator[ScriptSeams]:
     """All levers of the plan put into the seams of what runs inside; undone at the end, last first.
 
-    `root` is the script's folder. A lever without an `apply` is its edit, made to the text when it is compiled. Raises PlanError
+    `root` is the script's folder; `look_at` is given each root module at its first call, before a lever is.
+    A lever without an `apply` is its edit, made to the text when it is compiled. Raises PlanError
     when a lever is not known, or one of its parameters is missing or wrong.
     """
     seams = ScriptSeams(root)
+    if look_at is not None:
+        seams.at_first_call(look_at)
     for planned in plan.lever:
         lever = lever_of(planned.id)
         if lever.apply is not None:

@@ -21,13 +21,14 @@ _HEAD: Final = """\
 
 
 class Circumstances(Record, frozen=True, kw_only=True):
-    """What a plan was proved on. Empty and 0 are not compared."""
+    """What a plan was proved on; empty and 0 are not compared. `models` are the parameters of root modules that were called."""
 
     device: str = ""
     num_cores: int = 0
     torch: str = ""
     python: str = ""
     num_parameters: int = 0
+    models: tuple[int, ...] = ()
     world_size: int = 1
 
 
@@ -85,6 +86,14 @@ def mismatches(plan: Plan, here: Circumstances) -> tuple[str, ...]:
         if one and two and one != two:
             found.append(f"{label}: {one} there, {two} here")
     return tuple(found)
+
+
+def other_model(plan: Plan, num_parameters: int) -> str:
+    """In words, how a model of so many parameters differs from those that the plan was proved on; '' where it is one of them."""
+    known = plan.proved_on.models
+    if not known or num_parameters in known:
+        return ""
+    return f"parameters of the model: {' or '.join(f'{n:,}' for n in known)} there, {num_parameters:,} here"
 
 
 def _minor(version: str) -> str:
