@@ -96,6 +96,7 @@ def tuned(example: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
         "compiled": compiled,
         "left_out": found["left_out"],
         "is_complete": found["is_complete"],
+        "budget": options.budget,
         "took_s": dict(zip(("tune", "verify", "compile"), map(round, map(sub, clock[1:], clock)), strict=True)),
         "attempts": [attempt_of(a) for a in found["attempts"] if a["purpose"] == "add"],
     }

@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from time import monotonic
 from types import TracebackType
 from typing import Final, NamedTuple
@@ -31,6 +32,8 @@ _FINAL_SEED: Final = 1000
 _FINAL_PROCESSES: Final = 3
 _SHORTEST_S: Final = 30.0
 """A process may take so long for its first steps however little of the budget is left."""
+_FINAL_SHARE: Final = 1.25
+"""The final proof takes so many times as long as a comparison usually does: more processes, and other seeds."""
 _FIRST_GUESS_S: Final = 30.0
 """What a comparison takes, before one has been made."""
 
@@ -77,7 +80,7 @@ class ScriptBench:
         self._prover = Prover(script, terms, tell=self._with_time_left)
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
-        self._longest_s = 0.0
+        self._took_s: list[float] = []
         self._doing = ""
         self._num_plans = 0
 
@@ -105,14 +108,15 @@ class ScriptBench:
             terms = msgspec.structs.replace(terms, timeout_s=min(terms.timeout_s, max(_SHORTEST_S, self._left_s)))
         verdict = self._prover.prove(self._request(before), self._request(after), terms)
         if verdict.speed is not None:  # one that failed says nothing of how long others take
-            self._longest_s = max(self._longest_s, monotonic() - began)
+            self._took_s.append(monotonic() - began)
         return verdict
 
     def has_time(self, *, is_final: bool) -> bool:
         """See Bench: a comparison is begun when it and the final proof should end in time."""
         if is_final:
             return True
-        return 2 * (self._longest_s or _FIRST_GUESS_S) < self._left_s
+        usual_s = median(self._took_s) if self._took_s else _FIRST_GUESS_S
+        return (1 + _FINAL_SHARE) * usual_s < self._left_s
 
     @property
     def _left_s(self) -> float:
