@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 _PR_SET_PDEATHSIG: Final = 1
+_BY_NVML: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Has torch.cuda.is_available ask the driver's library for monitoring (torch's notes on CUDA)."""
 
 
 def stage(path: str, orders: int, answers: int) -> int:
@@ -44,7 +46,12 @@ def server(descriptor: int) -> NoReturn:
     from flatout.verification.forking import serve
 
     _die_with_parent()
+    before = os.environ.get(_BY_NVML)
+    os.environ[_BY_NVML] = "1"  # a process whose parent has asked CUDA itself cannot use it
     import_stage()
+    del os.environ[_BY_NVML]
+    if before is not None:
+        os.environ[_BY_NVML] = before
     serve(descriptor, stage)
 
 
