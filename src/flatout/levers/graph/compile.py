@@ -67,12 +67,12 @@ def _ways(evidence: Evidence) -> Iterator[tuple[float, Parameters, str]]:
         yield 1.0, {"mode": "reduce-overhead"}, "; the device waits for its host"
     share = 0.9 if is_ragged or (is_device and not evidence.steps.is_device_bound) else 1.0
     yield share, {"mode": "default"}, ""
+    if is_device and evidence.steps.is_device_bound and not is_ragged:
+        yield 0.9, {"mode": "max-autotune-no-cudagraphs"}, "; the device is busy all the time"
     regions = repeated_blocks(evidence)
     if regions:
         places = ", ".join(f"'{r}'" if r else "the model" for r in regions)
         yield 0.85 * share, {"mode": "default", "regions": regions}, f"; the blocks of {places} are alike"
-    if is_device and evidence.steps.is_device_bound and not is_ragged:
-        yield 0.8, {"mode": "max-autotune-no-cudagraphs"}, "; the device is busy all the time"
 
 
 def apply(seams: Seams, parameters: Parameters) -> None:
