@@ -80,7 +80,10 @@ def judged(name: str, options: argparse.Namespace) -> dict[str, Any]:
     if options.plans is None:
         command = [*FLATOUT, "tune", str(script), "--budget", options.budget, "--out", str(plan), "--json", str(record)]
         said = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-        (options.out / f"{name}.txt").write_text(said.stdout + said.stderr[-3000:])
+        (options.out / f"{name}.txt").write_text(neutral(said.stdout + said.stderr[-3000:], options.out))
+        for path in (plan, record):
+            if path.exists():
+                path.write_text(neutral(path.read_text(), options.out))
         print(said.stdout[-3500:], said.stderr[-800:], flush=True)
     else:
         plan = options.plans / f"{name}.toml"
@@ -106,6 +109,11 @@ def judged(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
+
+
+def neutral(text: str, out: Path) -> str:
+    """Without the paths of this machine."""
+    return text.replace(f"{ROOT}/", "").replace(f"{out}/", "")
 
 
 def planned(script: Path, plan: Path) -> Request:

@@ -286,11 +286,11 @@ class _Search:
         while self._plan:
             verdict = self._try("final", self._plan, self._plan[-1], objective)
             if verdict is not None and verdict.outcome == "proved" and not self._is_over(verdict):
-                return Found(self._plan, verdict, tuple(self.left_out), self._is_complete)
+                return Found(self._plan, verdict, tuple(dict.fromkeys(self.left_out)), self._is_complete)
             why = _words(verdict) if verdict is not None else "there was no time left to prove it"
             self.left_out.append(Tried(self._plan[-1].id, f"all together: {why}"))
             self._plan = self._plan[:-1]
-        return Found((), None, tuple(self.left_out), self._is_complete)
+        return Found((), None, tuple(dict.fromkeys(self.left_out)), self._is_complete)
 
     def _why_not(self, candidate: Candidate, lever: Lever) -> str:
         most = speed_up(self._left_s, self._promise(candidate)[1])
