@@ -20,6 +20,8 @@ _WARM_UP_PAIRS: Final = 2
 _MOST_STEPS: Final = 2000
 _LEAK_FLOOR_BYTES: Final = 32 << 20
 """Allocators round and keep; what grows by less in a race is no leak that could be told."""
+_LEAK_FLOOR_SHARE: Final = 0.1
+"""Or of the peak at the start: the heap goes on growing by some per cent while batches of new sizes come in."""
 _LEAKING_SHARE: Final = 0.75
 """Of the stretches in which a leak shows."""
 
@@ -163,7 +165,8 @@ def _leak(seen: list[tuple[Answer, Answer]]) -> str:
         (before, after), (_, half), (before_end, after_end) = (
             (getattr(one, peak), getattr(two, peak)) for one, two in (start, middle, end)
         )
-        grown, allowed = after_end - after, _LEAK_FLOOR_BYTES + 4 * max(0, before_end - before)
+        floor = max(_LEAK_FLOOR_BYTES, _LEAK_FLOOR_SHARE * after)
+        grown, allowed = after_end - after, floor + 4 * max(0, before_end - before)
         peaks = [getattr(two, peak) for _, two in rest]
         share = sum(b > a for a, b in pairwise(peaks)) / (len(peaks) - 1)
         if grown > allowed and after_end - half > 0.25 * grown and share >= _LEAKING_SHARE:
