@@ -30,6 +30,8 @@ from flatout.records.trial import TrialResult
 _WORKERS: Final = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
 _LOADER: Final = "torch.utils.data.DataLoader"
 _ROWS: Final = "torch.utils.data.TensorDataset"
+_KEEPING: Final = 0.1
+"""Of the wait for items: what keeping them costs in an epoch whose items never come again."""
 _ITEMS_FRACTION: Final = 0.2
 """With a collate function of their own, loaders must spend this share of a batch on its items, for the rest stays."""
 
@@ -51,7 +53,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     told = [f.saved_s for f in findings]
     waited_s = evidence.steps.phases.get("data", 0.0)
     low, high = max(told, default=(0.0, waited_s))
-    low = low if loader.num_epochs > 0 else 0.0  # whether items come again was not seen: in one epoch nothing is gained
+    low = low if loader.num_epochs > 0 else -_KEEPING * waited_s  # whether items come again was not seen
     parameters: Parameters = {"datasets": tuple(sorted({one.dataset for one, _ in able}))}
     made = evidence.source_of(loader.constructed)
     with suppress(EditError):  # a loader that is made in somebody else's file is wrapped all the same
