@@ -200,6 +200,7 @@ def test_a_batch_in_parts_has_losses_that_add_up(folder: Path) -> None:
     found = verdict(one, two)
     assert (found.outcome, found.equality.is_kept) == ("proved", True)
     assert found.equality.worst < 1
+    assert verdict(one, two, guarantee="exact").outcome == "different"
     lost = verdict(one, wrong)
     assert lost.outcome == "different"
     assert lost.equality.first is not None and lost.equality.first.what == "loss"

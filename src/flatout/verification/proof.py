@@ -208,9 +208,6 @@ class Prover:
         terms, seed, at = self._terms, self._terms.seed, self._terms.at
         base = self._steps(seed, "")
         after = with_names_of(base, after)
-        is_in_parts = differ_in_losses(base, after)
-        if is_in_parts:
-            base, after = with_losses_added(base), with_losses_added(after)
         exact = compare_exact(base, after)
         if terms.guarantee == "exact" or exact.is_kept:
             return exact
@@ -222,8 +219,8 @@ class Prover:
             return Equality(
                 guarantee=terms.guarantee, is_kept=None, num_steps=len(base), first=exact.first, because=why
             )
-        if is_in_parts:
-            rough, reference = with_losses_added(rough), with_losses_added(reference)
+        if differ_in_losses(base, after):
+            rough, after, reference = map(with_losses_added, (rough, after, reference))
         eps = roundoff(at) if at else own_roundoff(rough)
         equality = compare_bounded(rough, after, reference, eps=eps)
         if equality.is_kept is None and self._is_reference(reference):

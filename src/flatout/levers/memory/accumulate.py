@@ -127,7 +127,7 @@ def edit(text: str, parameters: Parameters) -> str:
     body.append(_weighted(place.statement, parents, step.loss, share))
     body += statements(f"{total} += {step.loss}.detach() * {share}\n")
     split = [f"{code}.split({size})" for code in leaves]
-    over = split[0] if len(split) == 1 else f"zip({', '.join(split)})"
+    over = split[0] if len(split) == 1 else f"zip({', '.join(split)}, strict=True)"
     new = statements(
         f"{size} = -(-len({leaves[0]}) // {parts})\n{total} = 0.0\n"
         f"for {', '.join(names.values())} in {over}:\n    pass\n{step.loss} = {total}\n"

@@ -236,6 +236,8 @@ class _Lists:
             raise EditError(f"'{code_of(node)}' is not of the loop's tensors")
         plain, is_in_place = name.removesuffix("_"), name.endswith("_")
         for part, arguments in self._parts(plain, given, value):
+            if part in _EACH and is_in_place:
+                raise EditError(f"'{name}' has no function for lists")
             if part in _EACH:
                 value = _List(f"[one.{part}() for one in {value.code}]", is_name=False)
             elif is_in_place:
