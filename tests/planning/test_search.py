@@ -133,6 +133,16 @@ def test_what_disappoints_makes_room_for_what_does_not_go_with_it() -> None:
     assert next(p for p in result.levers if p.id == "b").measured == pytest.approx((2.0, 1.98, 2.02), rel=1e-2)
 
 
+def test_what_would_take_the_place_of_what_was_kept_is_tried_after_the_rest() -> None:
+    told: list[str] = []
+    levers = {n: lever(n, conflicts={"b": ("a",)}.get(n, ())) for n in NAMES}
+    candidates = [candidate("a", 0.08), candidate("b", 0.07), candidate("c", 0.03)]
+    world = World({"a": 0.8, "b": 0.5, "c": 0.9})
+    result = search(candidates, levers, world, Ledger(), Wanted(STEP_S, PEAK_BYTES), tell=told.append)
+    assert [t.split()[1] for t in told if t.startswith("trying") and "without" not in t] == ["a", "c", "b"]
+    assert sorted(ids(result)) == ["b", "c"]
+
+
 def test_a_guarantee_that_was_not_allowed_is_not_tried() -> None:
     world = World({"a": 0.5, "b": 0.5})
     guarantees: dict[str, Guarantee] = {"a": "quality", "b": "exact"}

@@ -78,6 +78,11 @@ def model_seconds(evidence: Evidence) -> float:
     return phases.get("forward", 0.0) + phases.get("backward", 0.0)
 
 
+def host_seconds(evidence: Evidence) -> float:
+    """Seconds of a step in which the host launches the operators of forward and backward, waited for or not."""
+    return sum(o.python_s for o in evidence.operators if o.phase in ("forward", "backward"))
+
+
 def main_model(evidence: Evidence) -> int | None:
     """Index of the root module that takes most of a step: one whose graphs are used, or any in an inference loop."""
     used = [i for i, m in enumerate(evidence.models) if m.num_graphs_used or evidence.steps.kind == "inference"]

@@ -161,15 +161,23 @@ class _Search:
                     return
 
     def climb(self, candidates: Sequence[Candidate]) -> None:
-        """Add one lever after the other, each on top of those that were kept; what was in doubt is tried again at the end."""
-        doubtful = self._climb(candidates)
-        if doubtful:
-            self._climb([c for c, plan in doubtful if plan != self._plan])
+        """Add one lever after the other, each on top of those that were kept.
 
-    def _climb(self, candidates: Sequence[Candidate]) -> list[tuple[Candidate, tuple[PlannedLever, ...]]]:
-        """Candidates that could not be told from noise, with the plan that they came on top of."""
+        What would take the place of another lever that was kept comes behind the rest, and what was in doubt is tried again then.
+        """
+        rivals: list[Candidate] = []
+        doubtful = self._climb(candidates, rivals)
+        self._climb([*rivals, *(c for c, plan in doubtful if plan != self._plan)], None)
+
+    def _climb(
+        self, candidates: Sequence[Candidate], rivals: list[Candidate] | None
+    ) -> list[tuple[Candidate, tuple[PlannedLever, ...]]]:
+        """Candidates that could not be told from noise, with the plan that they came on top of; rivals are put aside if wanted."""
         doubtful = []
         for candidate in candidates:
+            if rivals is not None and any(p.id != candidate.lever for p in self._in_the_way(candidate)):
+                rivals.append(candidate)
+                continue
             why = self._why_not(candidate, self._levers[candidate.lever])
             if why:
                 self._leave_out(candidate.lever, why)

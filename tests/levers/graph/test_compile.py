@@ -83,6 +83,17 @@ def test_a_device_that_waits_gets_graphs_first_and_a_busy_one_is_tuned() -> None
     assert _parameters(busy) == [{"mode": "default"}, {"mode": "max-autotune-no-cudagraphs"}]
 
 
+def test_a_busy_device_that_would_wait_for_its_host_if_it_were_faster_gets_graphs_too() -> None:
+    run = EvidenceBuilder(device_s=0.099)
+    run.model(run.line("train.py", 5, "net(x)"))
+    run.operator("aten.mm", run.line("train.py", 5, "net(x)"), op_s=0.08, python_s=0.01)
+    assert _parameters(run) == [
+        {"mode": "default"},
+        {"mode": "reduce-overhead"},
+        {"mode": "max-autotune-no-cudagraphs"},
+    ]
+
+
 def test_models_that_draw_random_numbers_draw_them_as_without_compiling() -> None:
     run = EvidenceBuilder()
     line = run.line("train.py", 5, "net(x)")

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from flatout.cost.accounting import model_seconds
+from flatout.cost.accounting import host_seconds, model_seconds
 from flatout.cost.compiling import draws_in_model, has_changing_shapes, repeated_blocks
 from flatout.errors import EditError, PlanError
 from flatout.records.evidence import Evidence
@@ -30,6 +30,8 @@ _EFFORT: Final = 5.0
 _MAY_COST: Final = 1.3
 """Small models that were compiled took up to 2.3 times as long as before, on two cores and on an H200 (bench/results,
 tune_examples)."""
+_MOST_FASTER: Final = 20.0
+"""A plan makes a step at most so much faster, in our judgement: a host that takes less than this part of it is never waited for."""
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
 
@@ -68,6 +70,8 @@ def _ways(evidence: Evidence) -> Iterator[tuple[float, Parameters, str]]:
     share = 0.9 if is_ragged or (is_device and not evidence.steps.is_device_bound) else 1.0
     yield share, {"mode": "default"}, ""
     if is_device and evidence.steps.is_device_bound and not is_ragged:
+        if host_seconds(evidence) > evidence.steps.step_s / _MOST_FASTER:
+            yield 0.95, {"mode": "reduce-overhead"}, "; once the device has less to do, it waits for its host"
         yield 0.9, {"mode": "max-autotune-no-cudagraphs"}, "; the device is busy all the time"
     regions = repeated_blocks(evidence)
     if regions:
