@@ -172,7 +172,7 @@ class _Search:
     def _climb(
         self, candidates: Sequence[Candidate], rivals: list[Candidate] | None
     ) -> list[tuple[Candidate, tuple[PlannedLever, ...]]]:
-        """Candidates that could not be told from noise, with the plan that they came on top of; rivals are put aside if wanted."""
+        """Candidates that could not be told from noise, with the plan they came on top of. Rivals go to that list, if any."""
         doubtful = []
         for candidate in candidates:
             if rivals is not None and any(p.id != candidate.lever for p in self._in_the_way(candidate)):

@@ -31,7 +31,7 @@ _MAY_COST: Final = 1.3
 """Small models that were compiled took up to 2.3 times as long as before, on two cores and on an H200 (bench/results,
 tune_examples)."""
 _MOST_FASTER: Final = 20.0
-"""A plan makes a step at most so much faster, in our judgement: a host that takes less than this part of it is never waited for."""
+"""What a plan makes of a step at most, in our judgement: a host that takes less than this part of it is never waited for."""
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
 
