@@ -108,3 +108,20 @@ def test_a_move_to_a_device_takes_the_layout_along() -> None:
 def test_what_is_no_model_with_images_or_is_converted_is_not_edited(made: str) -> None:
     with pytest.raises(EditError):
         edited(LEVER, HEAD.replace("MADE", made))
+
+
+def test_an_object_that_is_given_a_model_is_not_taken_for_one() -> None:
+    holder = """
+
+    class Pair:
+        def __init__(self, net):
+            self.net = net
+
+        def __call__(self, x):
+            return self.net(x)
+
+"""
+    text = HEAD.replace("\n    torch.manual_seed", holder + "\n    torch.manual_seed").replace("MADE", "Pair(Net())")
+    after = edited(LEVER, text)
+    assert "Pair(Net().to(memory_format=torch.channels_last))" in after
+    torch.testing.assert_close(ran(after)["output"], ran(text)["output"])

@@ -140,6 +140,53 @@ def test_forward_and_loss_are_put_under_autocast() -> None:
     assert torch.allclose(before["net"].weight, after["net"].weight, atol=1e-2)
 
 
+def test_all_models_that_a_loop_calls_are_put_under_autocast() -> None:
+    text = """\
+import torch
+from torch import nn
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+torch.manual_seed(0)
+actor, critic = Part(), Part()
+policy, steps = Part(), 2
+x = torch.randn(4, 8)
+for step in range(steps):
+    with torch.no_grad():
+        old = policy(x)
+    a = policy(x)
+    v = critic(x)
+    total = (a + v).sum()
+    total.backward()
+print(policy(x))
+"""
+    at = {"file": "train.py", "function": "<module>", "code": "v = critic(x)", "device": "cpu"}
+    after = edit(text, dict(at))
+    assert after.count("torch.autocast") == 2
+    assert (
+        """\
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            old = policy(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        a = policy(x)
+        v = critic(x)
+        total = (a + v).sum()
+    total.backward()
+"""
+        in after
+    )
+    exec(after, {})
+
+
 def test_an_edit_is_refused_where_the_call_is_not_known_or_autocast_is_there() -> None:
     with pytest.raises(EditError, match="not seen"):
         edit(_SCRIPT, {})

@@ -18,7 +18,7 @@ from flatout.cost.matrix_units import image_convolutions
 from flatout.errors import EditError
 from flatout.levers.syntax.calls import argument, calls_ending, with_argument
 from flatout.levers.syntax.imports import with_torch
-from flatout.levers.syntax.models import definitions_with, made_in
+from flatout.levers.syntax.models import definitions_with, made_in, plain_classes
 from flatout.levers.syntax.source import code_of, expression, parsed, with_expression
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
@@ -87,13 +87,20 @@ def edit(text: str, parameters: Parameters) -> str:
     if "channels_last" in text:
         raise EditError("the script speaks of channels_last itself")
     convolving = _CONVOLUTIONS | definitions_with(module, _CONVOLUTIONS)
+    plain = plain_classes(module)
     made = [one for one in made_in(module) if not one.is_part and convolving & _words(one.value)]
-    models = [one for one in made if _is_model(module, one.name)]
+    models: list[cst.BaseExpression] = []
+    for one in made:
+        if one.kind not in plain and _is_model(module, one.name):
+            models.append(one.value)
+        elif one.kind in plain:  # an object that is given a model
+            given = (a.value for a in one.value.args if isinstance(a.value, cst.Call))
+            models += [v for v in given if code_of(v.func) in convolving - plain]
     if not models:
         raise EditError("where a model that convolves images is made is not seen")
     layout = expression(f"{torch}.channels_last")
     for model in models:
-        module = with_expression(module, model.value, _converted(model.value, layout))
+        module = with_expression(module, model, _converted(model, layout))
     return module.code
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import libcst as cst
@@ -173,6 +173,52 @@ def _returned(function: cst.FunctionDef, node: cst.CSTNode) -> str:
         assigned = [a.value for a in m.findall(function, m.Assign(targets=[m.AssignTarget(m.Name(value.value))]))]  # type: ignore[attr-defined]
         value = assigned[0] if len(assigned) == 1 else None
     return _made(value, {}) if value is not None else ""
+
+
+def module_classes(module: cst.Module) -> set[str]:
+    """Classes at the top of the file that derive from a Module, as far as their bases' names tell."""
+    bases = {
+        s.name.value: {code_of(b.value).rpartition(".")[2] for b in s.bases}
+        for s in module.body
+        if isinstance(s, cst.ClassDef)
+    }
+    found: set[str] = set()
+    while new := {
+        name for name, of in bases.items() if name not in found and any(_is_module_name(b, bases, found) for b in of)
+    }:
+        found |= new
+    return found
+
+
+def _is_module_name(name: str, bases: Mapping[str, object], found: set[str]) -> bool:
+    """Whether a base class is a module: one of the file that is, or one from elsewhere that is not `object` or the like."""
+    return name in found or (name not in bases and name[:1].isupper())
+
+
+def names_of_models(module: cst.Module) -> set[str]:
+    """Names that are assigned what a class of modules at the top of the file makes, alone or in a tuple."""
+    known, builders = module_classes(module), _builders(module)
+    found = set()
+    for node in m.findall(module, m.Assign()):
+        assert isinstance(node, cst.Assign)
+        for target, value in _pairs(node):
+            if _made(value, builders) in known and isinstance(target, (cst.Name, cst.Attribute)):
+                found.add(code_of(target))
+    return found
+
+
+def _pairs(node: cst.Assign) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """Target and value, one by one where tuples of the same length are assigned."""
+    target, value = node.targets[-1].target, node.value
+    if isinstance(target, cst.Tuple) and isinstance(value, cst.Tuple) and len(target.elements) == len(value.elements):
+        yield from ((t.value, v.value) for t, v in zip(target.elements, value.elements, strict=True))
+    else:
+        yield target, value
+
+
+def plain_classes(module: cst.Module) -> set[str]:
+    """Classes at the top of the file that are no modules."""
+    return {s.name.value for s in module.body if isinstance(s, cst.ClassDef)} - module_classes(module)
 
 
 def definitions_with(module: cst.Module, names: set[str]) -> set[str]:

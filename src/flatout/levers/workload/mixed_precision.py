@@ -11,7 +11,7 @@ Refuses     Runs under autocast already; machines whose bfloat16 products were n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +30,7 @@ from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
 
 if TYPE_CHECKING:
+    import libcst as cst
     from torch import nn
 
 _FASTER: Final = 1.5
@@ -153,19 +154,52 @@ def edit(text: str, parameters: Parameters) -> str:
         raise EditError(f"'{parameters['code']}' is no plain statement")
     if "autocast" in text:
         raise EditError("the file speaks of autocast already")
-    inside = [place.statement, *_made_of_it(place.block[place.index :])]
-    head = f"with torch.autocast({parameters.get('device', 'cuda')!r}, dtype=torch.bfloat16):\n    pass\n"
-    [block] = statements(head.replace("'", '"'))
-    assert isinstance(block, cst.With)
-    bare = place.statement.with_changes(leading_lines=())
-    block = block.with_changes(body=cst.IndentedBlock(body=[bare, *inside[1:]]))
-    changes: dict[cst.CSTNode, list[cst.BaseStatement]] = {one: [] for one in inside}
-    changes[place.statement] = [block]
+    calls = _model_calls(place.module, place.statement)
+    if place.statement not in calls:
+        block = [s for s in place.block[place.index :] if isinstance(s, cst.BaseStatement)]
+        calls = {place.statement: block, **calls}
+    changes: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
+    for statement, rest in calls.items():
+        if statement in changes:
+            continue  # it stands right behind another
+        inside: list[cst.BaseStatement] = [statement, *_made_of_it(rest, calls)]
+        [head] = statements(
+            f'with torch.autocast("{parameters.get("device", "cuda")}", dtype=torch.bfloat16):\n    pass\n'
+        )
+        assert isinstance(head, cst.With)
+        bare = statement.with_changes(leading_lines=())
+        changes |= {one: [] for one in inside}
+        changes[statement] = [head.with_changes(body=cst.IndentedBlock(body=[bare, *inside[1:]]))]
     return with_import(with_statements(place.module, changes), "torch").code
 
 
-def _made_of_it(block: Sequence[Any]) -> Iterator[Any]:
-    """The assignments right after a statement that read what it, or one of them, has assigned: the loss."""
+def _model_calls(
+    module: cst.Module, statement: cst.BaseStatement
+) -> dict[cst.BaseStatement, Sequence[cst.BaseStatement]]:
+    """Plain statements that call a model made in the file, in the outermost loop around this one, with the block from each on."""
+    import libcst as cst
+    from libcst import matchers as m
+
+    from flatout.levers.syntax.models import names_of_models
+    from flatout.levers.syntax.source import code_of
+    from flatout.levers.syntax.surroundings import levels, parents_of
+
+    names = names_of_models(module)
+    parents = parents_of(module)
+    loops = [level.owner for level in levels(parents, statement) if isinstance(level.owner, (cst.For, cst.While))]
+    called = m.Call(func=m.Name() | m.Attribute())
+    found: dict[cst.BaseStatement, Sequence[cst.BaseStatement]] = {}
+    for one in m.findall(loops[-1], m.SimpleStatementLine()) if loops else ():
+        assert isinstance(one, cst.SimpleStatementLine)
+        here = {code_of(c.func) for c in m.findall(one, called)}  # type: ignore[attr-defined]
+        if here & names:
+            level = next(levels(parents, one))
+            found[one] = level.block[level.at :]
+    return found
+
+
+def _made_of_it(block: Sequence[cst.BaseStatement], calls: Container[cst.CSTNode]) -> Iterator[cst.BaseStatement]:
+    """What stands right behind a statement: other calls, and assignments that read what it, or one of them, has assigned."""
     import libcst as cst
     from libcst import matchers as m
 
@@ -176,7 +210,8 @@ def _made_of_it(block: Sequence[Any]) -> Iterator[Any]:
         is_assignment = isinstance(statement, cst.SimpleStatementLine) and m.matches(
             statement.body[0], m.Assign() | m.AugAssign() | m.AnnAssign()
         )
-        if not is_assignment or not names_in(statement) & known or m.findall(statement, _leaves()):
+        is_one = statement in calls or bool(names_in(statement) & known)
+        if not is_assignment or not is_one or m.findall(statement, _leaves()):
             return
         known |= assigned_in(statement)
         yield statement
