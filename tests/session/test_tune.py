@@ -64,6 +64,14 @@ def test_a_slow_script_gets_a_plan_that_is_proved_and_runs(folder: Path) -> None
     assert all(p.measured is not None and p.measured[1] > 1 for p in plan.lever)
 
 
+def test_a_budget_that_is_too_short_to_try_anything_is_told(folder: Path) -> None:
+    process = start(folder, "tune", "train.py", "--budget", "6s")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert "No plan: the time was up before anything could be tried" in " ".join(out.split())
+    assert from_toml((folder / "plan.toml").read_bytes()).lever == ()
+
+
 def test_stopped_twice_it_ends_in_order_and_keeps_what_was_tried(folder: Path) -> None:
     process = start(folder, "tune", "train.py", "--budget", "300s")
     assert _wait_for(lambda: any(p.stat().st_size for p in folder.glob(".plan.*.ledger")), timeout_s=150)
