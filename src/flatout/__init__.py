@@ -9,7 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from flatout.cost.batching import SampleCost as SampleCost
+    from flatout.cost.batching import fitted_cost as fitted_cost
+    from flatout.cost.batching import transformer_cost as transformer_cost
+    from flatout.data.batches import Batches as Batches
+    from flatout.data.keyed import Keyed as Keyed
     from flatout.data.prefetch import Prefetch as Prefetch
+    from flatout.data.ragged import Ragged as Ragged
+    from flatout.data.ragged import collate_ragged as collate_ragged
+    from flatout.data.ragged import ragged as ragged
+    from flatout.data.rows import Rows as Rows
+    from flatout.data.rows import RowsOf as RowsOf
+    from flatout.data.rows import pack as pack
     from flatout.data.threads import Threads as Threads
     from flatout.errors import CaptureError as CaptureError
     from flatout.errors import FlatoutError as FlatoutError
@@ -33,25 +44,36 @@ __version__ = "0.1.0"
 
 # Public name -> "module:attribute". The imports above say the same to type checkers; a test holds the two together.
 _HOMES = {
+    "Batches": "flatout.data.batches:Batches",
     "CaptureError": "flatout.errors:CaptureError",
     "Diagnosis": "flatout.records.finding:Diagnosis",
     "Evidence": "flatout.records.evidence:Evidence",
     "Finding": "flatout.records.finding:Finding",
     "FlatoutError": "flatout.errors:FlatoutError",
     "HardwareError": "flatout.errors:HardwareError",
+    "Keyed": "flatout.data.keyed:Keyed",
     "Prefetch": "flatout.data.prefetch:Prefetch",
+    "Ragged": "flatout.data.ragged:Ragged",
     "RecordError": "flatout.errors:RecordError",
+    "Rows": "flatout.data.rows:Rows",
+    "RowsOf": "flatout.data.rows:RowsOf",
+    "SampleCost": "flatout.cost.batching:SampleCost",
     "ScriptError": "flatout.errors:ScriptError",
     "Threads": "flatout.data.threads:Threads",
     "UsageError": "flatout.errors:UsageError",
     "apply": "flatout.session:apply",
     "check": "flatout.session:check",
     "chunked_cross_entropy": "flatout.training.chunked_cross_entropy:chunked_cross_entropy",
+    "collate_ragged": "flatout.data.ragged:collate_ragged",
     "copied": "flatout.training.snapshot:copied",
+    "fitted_cost": "flatout.cost.batching:fitted_cost",
     "measure_machine": "flatout.measure.probe:measure_machine",
-    "remember": "flatout.training.remember:remember",
     "offload_state": "flatout.training.offload:offload_state",
+    "pack": "flatout.data.rows:pack",
+    "ragged": "flatout.data.ragged:ragged",
     "recompute": "flatout.training.recompute:recompute",
+    "remember": "flatout.training.remember:remember",
+    "transformer_cost": "flatout.cost.batching:transformer_cost",
 }
 
 __all__ = tuple(_HOMES)

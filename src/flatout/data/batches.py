@@ -1,0 +1,291 @@
+"""Which samples make the next global batch, and which rank takes which of them: a uniform shuffle, shared out by cost.
+
+Every rank plans the whole batch for itself, from three integers (seed, epoch, step), and so knows without a message what all of
+them together hold: the exact mean of a loss over ranks and accumulation needs no further count.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from statistics import fmean
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from flatout.cost.batching import SampleCost, idle_fraction, longest_first, variance_inflation
+from flatout.data.keyed import key_of
+from flatout.data.prefetch import Prefetch
+from flatout.errors import UsageError
+
+_WINDOW: Final = 256
+"""Batches between which samples may be exchanged when `max_vif` allows it."""
+_THRESHOLDS: Final = (3.0, 2.0, 1.5, 1.25, 1.0, 0.8, 0.6, 0.4)
+"""Samples larger than so many mean rank costs are put together: the lower, the less idle and the more the batches differ."""
+_TRIED_SAMPLES: Final = 100_000
+_FEWEST_TRIED, _MOST_TRIED = 128, 2048
+"""Batches that a choice of the threshold looks at: a second's work."""
+_AHEAD: Final = 4
+
+
+class Step(NamedTuple):
+    """One optimizer step: `ranks[r][m]` are the samples of rank r in its micro-batch m; counts are of all of them."""
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    num_samples: int
+    num_tokens: int
+
+
+class BatchReport(NamedTuple):
+    """What a plan is worth, by its cost model, over `num_steps` steps.
+
+    `padding_fraction` is 0 as batches are packed; `padded_fraction` is what padding each micro-batch to its longest would waste.
+    `idle_fraction` is the share of the ranks' time that goes by at the barrier; it is at least 1 - `mean_over_largest` where that
+    is below 1: the mean cost of a rank over its batch's largest sample. `vif` is 1 for a uniform shuffle (by expectation).
+    """
+
+    padding_fraction: float
+    padded_fraction: float
+    idle_fraction: float
+    vif: float
+    mean_over_largest: float
+    num_steps: int
+
+
+class Batches(Sampler[list[int]]):
+    """A `batch_sampler`: the indices of this rank's micro-batches, `accumulate` of them for each optimizer step.
+
+    `lengths` are those of all samples; `size` samples (or as many as `tokens` hold) make a global batch, over all ranks and the
+    whole accumulation. Global batches are cut from a uniform shuffle keyed by (seed, epoch), the same on every rank; the samples
+    of one are shared out longest-first by `cost`. With `max_vif` above 1 samples too large for their batch are put together with
+    others of their kind, as far as the noise that this adds to gradients (`BatchReport.vif`) stays below; 1 changes no batch.
+
+    The last batch of an epoch may be smaller; one with fewer samples than `num_ranks * accumulate` is left out.
+
+    >>> batches = Batches([3, 1, 2, 2], size=2, num_ranks=2)
+    >>> len(batches), [len(b) for b in batches]
+    (2, [1, 1])
+
+    Raises UsageError for sizes that cannot be shared out.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Tensor,
+        size: int = 0,
+        *,
+        tokens: int = 0,
+        rank: int = 0,
+        num_ranks: int = 1,
+        accumulate: int = 1,
+        cost: SampleCost | None = None,
+        seed: int = 0,
+        max_vif: float = 1.0,
+    ) -> None:
+        self._lengths: list[int] = lengths.tolist() if isinstance(lengths, Tensor) else [int(n) for n in lengths]
+        _check(self._lengths, size, tokens, rank, num_ranks, accumulate, max_vif)
+        self._size, self._tokens = size, tokens
+        self._rank, self._num_ranks, self._accumulate = rank, num_ranks, accumulate
+        model = cost if cost is not None else SampleCost()
+        self._costs = [model.of(n) for n in self._lengths]
+        self._seed = seed
+        self._epoch = self._start = 0
+        self._epoch_of = lru_cache(2)(self._cut)
+        self._window_of = lru_cache(2)(self._regrouped)
+        self._threshold = math.inf
+        if max_vif > 1:
+            self._threshold = self._chosen_threshold(max_vif)
+
+    @property
+    def seed(self) -> int:
+        """With the epoch and the step, all there is to know."""
+        return self._seed
+
+    @property
+    def epoch(self) -> int:
+        """That is iterated over next."""
+        return self._epoch
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return self._accumulate
+
+    def set_epoch(self, epoch: int, *, step: int = 0) -> None:
+        """Iterate over this epoch next, from this optimizer step on: nothing is read or drawn for the steps before."""
+        if epoch < 0 or not 0 <= step <= self.num_steps(epoch):
+            raise UsageError(f"epoch {epoch}, step {step}: the epoch has steps 0 to {self.num_steps(max(0, epoch))}")
+        self._epoch, self._start = epoch, step
+
+    def num_steps(self, epoch: int | None = None) -> int:
+        """Optimizer steps of an epoch; with `tokens` epochs may differ by some."""
+        return len(self._epoch_of(self._epoch if epoch is None else epoch))
+
+    def __len__(self) -> int:
+        """Micro-batches that iterating gives."""
+        return (self.num_steps() - self._start) * self._accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Planned some steps ahead, in a thread."""
+        epoch, start = self._epoch, self._start
+        steps = (self.step(number, epoch) for number in range(start, self.num_steps(epoch)))
+        for step in Prefetch(steps, ahead=_AHEAD):
+            yield from map(list, step.ranks[self._rank])
+
+    def step(self, number: int, epoch: int | None = None) -> Step:
+        """What all ranks do in one optimizer step of an epoch (the next one, if not given)."""
+        samples = self._samples(self._epoch if epoch is None else epoch, number, self._threshold)
+        shares = longest_first([self._costs[i] for i in samples], self._num_ranks, fewest=self._accumulate)
+        ranks = tuple(self._micro_batches([samples[i] for i in share]) for share in shares)
+        return Step(ranks, len(samples), sum(self._lengths[i] for i in samples))
+
+    def report(self, *, num_steps: int = 2000) -> BatchReport:
+        """What the plan is worth over the epochs from 0 on, until so many steps were seen."""
+        return self._report(num_steps, self._threshold)
+
+    def _micro_batches(self, share: list[int]) -> tuple[tuple[int, ...], ...]:
+        if self._accumulate == 1:
+            return (tuple(share),)
+        parts = longest_first([float(self._lengths[i]) for i in share], self._accumulate)
+        return tuple(tuple(share[i] for i in part) for part in parts)
+
+    # -- global batches -------------------------------------------------------------------------------------------------------
+
+    def _samples(self, epoch: int, number: int, threshold: float) -> list[int]:
+        """The samples of one global batch."""
+        if math.isinf(threshold):
+            return self._epoch_of(epoch)[number]
+        return self._window_of(epoch, number // _WINDOW, threshold)[number % _WINDOW]
+
+    def _cut(self, epoch: int) -> list[list[int]]:
+        """The uniform shuffle of an epoch in pieces."""
+        order = torch.randperm(len(self._lengths), generator=key_of(self._seed, epoch).generator()).tolist()
+        size = self._size
+        pieces = [order[at : at + size] for at in range(0, len(order), size)] if size else self._by_tokens(order)
+        fewest = self._num_ranks * self._accumulate
+        return pieces if len(pieces[-1]) >= fewest else pieces[:-1]
+
+    def _by_tokens(self, order: list[int]) -> list[list[int]]:
+        pieces: list[list[int]] = [[]]
+        held, fewest = 0, self._num_ranks * self._accumulate
+        for index in order:
+            if held + self._lengths[index] > self._tokens and len(pieces[-1]) >= fewest:
+                pieces.append([])
+                held = 0
+            pieces[-1].append(index)
+            held += self._lengths[index]
+        return pieces
+
+    def _regrouped(self, epoch: int, window: int, threshold: float) -> list[list[int]]:
+        """The batches of a window of the shuffle, where samples that would keep the other ranks waiting lie together.
+
+        A batch whose largest sample costs c lasts as long as c, however it is shared out; so it should hold `num_ranks` times
+        that, and is filled up with the largest samples there are until it does, the rest of it at random.
+        """
+        pieces = self._epoch_of(epoch)[window * _WINDOW : (window + 1) * _WINDOW]
+        ordered = sorted((i for piece in pieces for i in piece), key=lambda i: -self._costs[i])
+        draw = random.Random(key_of(self._seed, epoch, window).number)
+        batches, rest = self._with_the_large(ordered, [len(piece) for piece in pieces], threshold)
+        draw.shuffle(rest)
+        for batch, piece in zip(batches, pieces, strict=True):
+            missing = len(piece) - len(batch)
+            batch.extend(rest[:missing])
+            del rest[:missing]
+        last = [batches.pop()] if len(pieces[-1]) < len(pieces[0]) else []  # of an epoch; it stays the last
+        draw.shuffle(batches)
+        return batches + last
+
+    def _with_the_large(
+        self, ordered: list[int], sizes: list[int], threshold: float
+    ) -> tuple[list[list[int]], list[int]]:
+        """Batches begun with the samples that are too large, and all other samples."""
+        whole = sum(self._costs[i] for i in ordered) / len(sizes)
+        num_large = sum(self._num_ranks * self._costs[i] > threshold * whole for i in ordered)
+        small = [self._costs[i] for i in ordered[num_large:]]
+        usual = fmean(small) if small else 0.0
+        batches: list[list[int]] = []
+        at = 0
+        for size in sizes:
+            batch: list[int] = []
+            if at < num_large:
+                wanted, held = self._num_ranks * self._costs[ordered[at]], 0.0
+                while len(batch) < size and at < len(ordered):
+                    if batch and held + (size - len(batch)) * usual >= wanted:
+                        break
+                    batch.append(ordered[at])
+                    held += self._costs[ordered[at]]
+                    at += 1
+            batches.append(batch)
+        return batches, ordered[at:]
+
+    def _chosen_threshold(self, max_vif: float) -> float:
+        """The one with the least idle time whose noise stays below, as far as some hundred batches tell."""
+        num_tried = max(_FEWEST_TRIED, min(_MOST_TRIED, _TRIED_SAMPLES // self._size))
+        found = {math.inf: self._report(num_tried, math.inf)}
+        found |= {threshold: self._report(num_tried, threshold) for threshold in _THRESHOLDS}
+        noise = 1 + math.sqrt(2 / num_tried)  # of a variance, where batches are nearly normal
+        allowed = {t: r for t, r in found.items() if math.isinf(t) or noise * r.vif <= max_vif}
+        return min(allowed, key=lambda t: allowed[t].idle_fraction)
+
+    def _report(self, num_steps: int, threshold: float) -> BatchReport:
+        rows: list[list[float]] = []
+        batches: list[list[int]] = []
+        over: list[float] = []
+        filled = padded = epoch = 0
+        while len(rows) < num_steps:
+            for number in range(self.num_steps(epoch)):
+                chosen = self._samples(epoch, number, threshold)
+                costs = [self._costs[i] for i in chosen]
+                shares = longest_first(costs, self._num_ranks, fewest=self._accumulate)
+                rows.append([sum(costs[i] for i in share) for share in shares])
+                batches.append([self._lengths[i] for i in chosen])
+                over.append(sum(costs) / self._num_ranks / max(costs))
+                for share in shares:
+                    for part in self._micro_batches([chosen[i] for i in share]):
+                        sizes = [self._lengths[i] for i in part]
+                        filled += sum(sizes)
+                        padded += len(sizes) * max(sizes)
+                if len(rows) == num_steps:
+                    break
+            epoch += 1
+        return BatchReport(
+            padding_fraction=0.0,
+            padded_fraction=1 - filled / padded,
+            idle_fraction=idle_fraction(rows),
+            vif=variance_inflation(batches),
+            mean_over_largest=fmean(over),
+            num_steps=len(rows),
+        )
+
+
+def _check(
+    lengths: list[int], size: int, tokens: int, rank: int, num_ranks: int, accumulate: int, max_vif: float
+) -> None:
+    fewest = num_ranks * accumulate
+    if num_ranks < 1 or accumulate < 1 or not 0 <= rank < num_ranks:
+        raise UsageError(
+            f"rank {rank} of {num_ranks}, accumulating {accumulate}: ranks count from 0, and both are 1 at least"
+        )
+    if bool(size) == bool(tokens) or size < 0 or tokens < 0:
+        raise UsageError(
+            f"size {size} and tokens {tokens}: give one of them, the samples or the tokens of a global batch"
+        )
+    if size and size < fewest:
+        raise UsageError(
+            f"a batch of {size} cannot be shared out to {num_ranks} ranks of {accumulate} micro-batches; give {fewest} or more"
+        )
+    if len(lengths) < fewest:
+        raise UsageError(f"{len(lengths)} samples are fewer than the {fewest} micro-batches of one step")
+    if min(lengths) < 1:
+        raise UsageError(f"sample {lengths.index(min(lengths))} has length {min(lengths)}; leave out what is empty")
+    if max_vif < 1 or (tokens and max_vif != 1):
+        why = (
+            "no batching has less noise than a uniform shuffle"
+            if max_vif < 1
+            else "batches by tokens stay a uniform shuffle"
+        )
+        raise UsageError(f"max_vif {max_vif:g}: {why}; give 1")
