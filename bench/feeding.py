@@ -146,9 +146,9 @@ def judged(lengths: list[int], method: Method, num_steps: int) -> dict[str, floa
     }
 
 
-def compared(lengths: list[int], per_rank: int, num_steps: int) -> dict[str, dict[str, float]]:
-    """All methods on one distribution."""
-    size = per_rank * NUM_RANKS
+def compared(lengths: list[int], size: int, num_steps: int) -> dict[str, dict[str, float]]:
+    """All methods on one distribution, `size` samples a step; peers, which give each rank as many, with the nearest multiple."""
+    per_rank = round(size / NUM_RANKS)
     plans = {
         f"flatout, max_vif {most:g}": Batches(lengths, size, num_ranks=NUM_RANKS, cost=COST, max_vif=most)
         for most in (1.0, 2.0, 3.5)
@@ -202,14 +202,15 @@ def main() -> int:
     for name, draws in DISTRIBUTIONS.items():
         draw = random.Random(0)
         lengths = [draws(draw) for _ in range(NUM_SAMPLES)]
-        few = fewest_for(lengths, 0.8)
         found[name] = {
             "mean": fmean(lengths),
             "longest": max(lengths),
-            f"{PER_RANK} sequences a rank": compared(lengths, PER_RANK, options.steps),
-            f"{few} sequences a rank": compared(lengths, few, options.steps),
+            f"{PER_RANK * NUM_RANKS} sequences a step": compared(lengths, PER_RANK * NUM_RANKS, options.steps),
             "fixed rows": rows_of(lengths, options.steps // 10),
         }
+        few = size_for(lengths, 0.8)
+        if few is not None:
+            found[name][f"{few} sequences a step"] = compared(lengths, few, options.steps)
         print(name, json.dumps(found[name], indent=1), flush=True)
     record = {
         "distributions": found,
@@ -227,14 +228,14 @@ def main() -> int:
     return 0
 
 
-def fewest_for(lengths: list[int], wanted: float) -> int:
-    """Sequences a rank at which a rank's mean cost is about `wanted` of its batch's largest sample."""
-    best, chosen = float("inf"), 1
-    for per_rank in range(1, 33):
-        seen = judged(lengths, Method(shuffled(lengths, per_rank), False), 400)["mean_over_largest"]
-        if abs(seen - wanted) < best:
-            best, chosen = abs(seen - wanted), per_rank
-    return chosen
+def size_for(lengths: list[int], wanted: float) -> int | None:
+    """Samples a step at which a rank's mean cost is about `wanted` of its batch's largest sample; None where none comes near."""
+    seen = {
+        size: Batches(lengths, size, num_ranks=NUM_RANKS, cost=COST).report(num_steps=1000).mean_over_largest
+        for size in range(NUM_RANKS, 8 * PER_RANK)
+    }
+    size = min(seen, key=lambda s: abs(seen[s] - wanted))
+    return size if abs(seen[size] - wanted) < 0.05 else None
 
 
 def table(record: dict[str, Any]) -> str:
@@ -248,7 +249,7 @@ def table(record: dict[str, Any]) -> str:
     for name, found in record["distributions"].items():
         lines += ["", f"## {name}: mean {found['mean']:.0f}, longest {found['longest']}"]
         for kind, methods in found.items():
-            if not kind.endswith("a rank"):
+            if not kind.endswith("a step"):
                 continue
             over = methods["shuffle, packed"]["mean_over_largest"]
             lines += ["", f"{kind}; a rank's mean cost is {over:.2f} of the batch's largest sample", ""]

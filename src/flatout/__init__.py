@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from flatout.cost.batching import fitted_cost as fitted_cost
     from flatout.cost.batching import transformer_cost as transformer_cost
     from flatout.data.batches import Batches as Batches
+    from flatout.data.feed import Feed as Feed
     from flatout.data.keyed import Keyed as Keyed
     from flatout.data.prefetch import Prefetch as Prefetch
     from flatout.data.ragged import Ragged as Ragged
@@ -48,6 +49,7 @@ _HOMES = {
     "CaptureError": "flatout.errors:CaptureError",
     "Diagnosis": "flatout.records.finding:Diagnosis",
     "Evidence": "flatout.records.evidence:Evidence",
+    "Feed": "flatout.data.feed:Feed",
     "Finding": "flatout.records.finding:Finding",
     "FlatoutError": "flatout.errors:FlatoutError",
     "HardwareError": "flatout.errors:HardwareError",

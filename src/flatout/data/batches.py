@@ -24,12 +24,24 @@ from flatout.errors import UsageError
 
 _WINDOW: Final = 256
 """Batches between which samples may be exchanged when `max_vif` allows it."""
-_THRESHOLDS: Final = (3.0, 2.0, 1.5, 1.25, 1.0, 0.8, 0.6, 0.4)
-"""Samples larger than so many mean rank costs are put together: the lower, the less idle and the more the batches differ."""
+_THRESHOLDS: Final = (3.0, 2.0, 1.5, 1.0, 0.6, 0.4)
+_ROOMS: Final = (1.0, 0.95, 0.9)
 _TRIED_SAMPLES: Final = 100_000
 _FEWEST_TRIED, _MOST_TRIED = 128, 2048
-"""Batches that a choice of the threshold looks at: a second's work."""
+"""Batches that a choice of the grouping looks at: two seconds' work."""
 _AHEAD: Final = 4
+
+
+class Grouping(NamedTuple):
+    """How samples that are too large for their batch are put together; infinite `threshold`: not at all.
+
+    Those that cost more than `threshold` mean rank costs begin a batch each, which is filled up until it holds `room` times what
+    occupies all ranks as long as its first. The lower the threshold and the more room, the less idle time, and the more batches
+    differ.
+    """
+
+    threshold: float = math.inf
+    room: float = 1.0
 
 
 class Step(NamedTuple):
@@ -96,9 +108,8 @@ class Batches(Sampler[list[int]]):
         self._epoch = self._start = 0
         self._epoch_of = lru_cache(2)(self._cut)
         self._window_of = lru_cache(2)(self._regrouped)
-        self._threshold = math.inf
-        if max_vif > 1:
-            self._threshold = self._chosen_threshold(max_vif)
+        self._step_of = lru_cache(2 * _AHEAD)(self._shared_out)
+        self._grouping = Grouping() if max_vif == 1 else self._chosen_grouping(max_vif)
 
     @property
     def seed(self) -> int:
@@ -138,14 +149,17 @@ class Batches(Sampler[list[int]]):
 
     def step(self, number: int, epoch: int | None = None) -> Step:
         """What all ranks do in one optimizer step of an epoch (the next one, if not given)."""
-        samples = self._samples(self._epoch if epoch is None else epoch, number, self._threshold)
+        return self._step_of(number, self._epoch if epoch is None else epoch)
+
+    def _shared_out(self, number: int, epoch: int) -> Step:
+        samples = self._samples(epoch, number, self._grouping)
         shares = longest_first([self._costs[i] for i in samples], self._num_ranks, fewest=self._accumulate)
         ranks = tuple(self._micro_batches([samples[i] for i in share]) for share in shares)
         return Step(ranks, len(samples), sum(self._lengths[i] for i in samples))
 
     def report(self, *, num_steps: int = 2000) -> BatchReport:
         """What the plan is worth over the epochs from 0 on, until so many steps were seen."""
-        return self._report(num_steps, self._threshold)
+        return self._report(num_steps, self._grouping)
 
     def _micro_batches(self, share: list[int]) -> tuple[tuple[int, ...], ...]:
         if self._accumulate == 1:
@@ -155,11 +169,11 @@ class Batches(Sampler[list[int]]):
 
     # -- global batches -------------------------------------------------------------------------------------------------------
 
-    def _samples(self, epoch: int, number: int, threshold: float) -> list[int]:
+    def _samples(self, epoch: int, number: int, grouping: Grouping) -> list[int]:
         """The samples of one global batch."""
-        if math.isinf(threshold):
+        if math.isinf(grouping.threshold):
             return self._epoch_of(epoch)[number]
-        return self._window_of(epoch, number // _WINDOW, threshold)[number % _WINDOW]
+        return self._window_of(epoch, number // _WINDOW, grouping)[number % _WINDOW]
 
     def _cut(self, epoch: int) -> list[list[int]]:
         """The uniform shuffle of an epoch in pieces."""
@@ -180,7 +194,7 @@ class Batches(Sampler[list[int]]):
             held += self._lengths[index]
         return pieces
 
-    def _regrouped(self, epoch: int, window: int, threshold: float) -> list[list[int]]:
+    def _regrouped(self, epoch: int, window: int, grouping: Grouping) -> list[list[int]]:
         """The batches of a window of the shuffle, where samples that would keep the other ranks waiting lie together.
 
         A batch whose largest sample costs c lasts as long as c, however it is shared out; so it should hold `num_ranks` times
@@ -189,7 +203,7 @@ class Batches(Sampler[list[int]]):
         pieces = self._epoch_of(epoch)[window * _WINDOW : (window + 1) * _WINDOW]
         ordered = sorted((i for piece in pieces for i in piece), key=lambda i: -self._costs[i])
         draw = random.Random(key_of(self._seed, epoch, window).number)
-        batches, rest = self._with_the_large(ordered, [len(piece) for piece in pieces], threshold)
+        batches, rest = self._with_the_large(ordered, [len(piece) for piece in pieces], grouping)
         draw.shuffle(rest)
         for batch, piece in zip(batches, pieces, strict=True):
             missing = len(piece) - len(batch)
@@ -200,11 +214,11 @@ class Batches(Sampler[list[int]]):
         return batches + last
 
     def _with_the_large(
-        self, ordered: list[int], sizes: list[int], threshold: float
+        self, ordered: list[int], sizes: list[int], grouping: Grouping
     ) -> tuple[list[list[int]], list[int]]:
         """Batches begun with the samples that are too large, and all other samples."""
         whole = sum(self._costs[i] for i in ordered) / len(sizes)
-        num_large = sum(self._num_ranks * self._costs[i] > threshold * whole for i in ordered)
+        num_large = sum(self._num_ranks * self._costs[i] > grouping.threshold * whole for i in ordered)
         small = [self._costs[i] for i in ordered[num_large:]]
         usual = fmean(small) if small else 0.0
         batches: list[list[int]] = []
@@ -212,7 +226,7 @@ class Batches(Sampler[list[int]]):
         for size in sizes:
             batch: list[int] = []
             if at < num_large:
-                wanted, held = self._num_ranks * self._costs[ordered[at]], 0.0
+                wanted, held = grouping.room * self._num_ranks * self._costs[ordered[at]], 0.0
                 while len(batch) < size and at < len(ordered):
                     if batch and held + (size - len(batch)) * usual >= wanted:
                         break
@@ -222,23 +236,23 @@ class Batches(Sampler[list[int]]):
             batches.append(batch)
         return batches, ordered[at:]
 
-    def _chosen_threshold(self, max_vif: float) -> float:
+    def _chosen_grouping(self, max_vif: float) -> Grouping:
         """The one with the least idle time whose noise stays below, as far as some hundred batches tell."""
         num_tried = max(_FEWEST_TRIED, min(_MOST_TRIED, _TRIED_SAMPLES // self._size))
-        found = {math.inf: self._report(num_tried, math.inf)}
-        found |= {threshold: self._report(num_tried, threshold) for threshold in _THRESHOLDS}
+        ways = [Grouping(), *(Grouping(threshold, room) for threshold in _THRESHOLDS for room in _ROOMS)]
+        found = {way: self._report(num_tried, way) for way in ways}
         noise = 1 + math.sqrt(2 / num_tried)  # of a variance, where batches are nearly normal
-        allowed = {t: r for t, r in found.items() if math.isinf(t) or noise * r.vif <= max_vif}
-        return min(allowed, key=lambda t: allowed[t].idle_fraction)
+        allowed = {way: r for way, r in found.items() if way == ways[0] or noise * r.vif <= max_vif}
+        return min(allowed, key=lambda way: allowed[way].idle_fraction)
 
-    def _report(self, num_steps: int, threshold: float) -> BatchReport:
+    def _report(self, num_steps: int, grouping: Grouping) -> BatchReport:
         rows: list[list[float]] = []
         batches: list[list[int]] = []
         over: list[float] = []
         filled = padded = epoch = 0
         while len(rows) < num_steps:
             for number in range(self.num_steps(epoch)):
-                chosen = self._samples(epoch, number, threshold)
+                chosen = self._samples(epoch, number, grouping)
                 costs = [self._costs[i] for i in chosen]
                 shares = longest_first(costs, self._num_ranks, fewest=self._accumulate)
                 rows.append([sum(costs[i] for i in share) for share in shares])

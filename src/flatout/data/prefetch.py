@@ -75,6 +75,18 @@ class Prefetch(Generic[Batch]):
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+def copied_ahead(source: Iterator[Batch], device: torch.device, *, ahead: int = 2) -> Iterator[Batch]:
+    """Batches on the device: `ahead` of them are made before the first is wanted, by the caller; only copies run beside it."""
+    copier = _Copier(device)
+    under_way: deque[Any] = deque()
+    for _ in range(ahead + 1):
+        under_way.append(copier.fetch(source))
+    while (fetched := under_way.popleft()) is not _END:
+        yield copier.hand_over(fetched)
+        del fetched
+        under_way.append(copier.fetch(source))
+
+
 class _Copier:
     """Copies batches to a device, in a thread; hands them over in another."""
 

@@ -81,6 +81,21 @@ class Rows(Sampler[list[Row]]):
         """Tokens of a row."""
         return self._length
 
+    @property
+    def seed(self) -> int:
+        """With the epoch and the step, all there is to know."""
+        return self._seed
+
+    @property
+    def epoch(self) -> int:
+        """That is iterated over next."""
+        return self._epoch
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return self._accumulate
+
     def set_epoch(self, epoch: int, *, step: int = 0) -> None:
         """Iterate over this epoch next, from this optimizer step on."""
         if epoch < 0 or not 0 <= step <= self.num_steps(epoch):

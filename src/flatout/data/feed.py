@@ -1,0 +1,151 @@
+"""Planned batches made, collated and brought to the device, with random numbers of their own; stopped and resumed at any step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from flatout.data.keyed import Keyed, keyed_indices
+from flatout.data.prefetch import Prefetch, copied_ahead
+from flatout.data.ragged import collate_ragged
+from flatout.data.rows import Rows, RowsOf, pack
+from flatout.errors import UsageError
+
+Batch = TypeVar("Batch")
+_STATE: Final = ("seed", "epoch", "step")
+
+
+class Plan(Protocol):
+    """`Batches` or `Rows`: indices of this rank's micro-batches, known from (seed, epoch, step)."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def accumulate(self) -> int: ...
+    def set_epoch(self, epoch: int, *, step: int = 0) -> None: ...
+    def num_steps(self, epoch: int | None = None) -> int: ...
+    def __iter__(self) -> Iterator[list[Any]]: ...
+    def __len__(self) -> int: ...
+
+
+class Feed(Generic[Batch]):
+    """Iterates over the batches of one epoch of a plan, on `device`; the next iteration is the next epoch.
+
+    Random numbers that items draw are keyed by (seed, epoch, sample), so that `workers` change nothing. With workers, processes
+    make the batches, and a thread brings them to the device; without, they are made when they are asked for, in the caller's
+    thread, and only their copies run ahead. `collate` makes a batch of items: `collate_ragged` for `Batches` and `pack` for
+    `Rows` if not given.
+
+    `state_dict()` is three integers: the seed, the epoch, and the optimizer steps whose batches were all handed out. Save it
+    after the optimizer has stepped; a feed that loads it goes on with the batches that follow, and reads none of those before.
+    In the middle of an accumulation it is the state before it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: Plan,
+        *,
+        collate: Callable[[Sequence[Any]], Batch] | None = None,
+        device: torch.device | str | int = "cpu",
+        workers: int = 0,
+        ahead: int = 2,
+    ) -> None:
+        if workers < 0 or ahead < 1:
+            raise UsageError(
+                f"workers {workers} and ahead {ahead}: give 0 or more processes, and 1 or more batches ahead"
+            )
+        self._plan = plan
+        self._device = torch.device(device)
+        self._workers, self._ahead = workers, ahead
+        self._num_samples = len(dataset)
+        keyed = Keyed(dataset, seed=plan.seed)
+        self._dataset: Any = RowsOf(keyed) if isinstance(plan, Rows) else keyed
+        usual: Any = partial(pack, length=plan.length) if isinstance(plan, Rows) else collate_ragged
+        self._collate: Callable[[Sequence[Any]], Batch] = collate if collate is not None else usual
+        self._epoch = self._taken = 0
+        self._loader: DataLoader[Batch] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """That is iterated over, or next."""
+        return self._epoch
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the epoch whose batches were all handed out."""
+        return self._taken // self._plan.accumulate
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self._plan.num_steps(self._epoch) * self._plan.accumulate
+
+    def state_dict(self) -> dict[str, int]:
+        """See above."""
+        return {"seed": self._plan.seed, "epoch": self._epoch, "step": self.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there. Raises UsageError for a state of something else, or of another seed."""
+        if any(type(state.get(name)) is not int for name in _STATE):
+            raise UsageError(f"{dict(state)!r} is no state of a feed; it has the integers {', '.join(_STATE)}")
+        if state["seed"] != self._plan.seed:
+            raise UsageError(
+                f"the state is of seed {state['seed']} and the plan of {self._plan.seed}; plan with the same seed to go on"
+            )
+        self._plan.set_epoch(state["epoch"], step=state["step"])
+        self._epoch, self._taken = state["epoch"], state["step"] * self._plan.accumulate
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._taken = (
+            self.step * self._plan.accumulate
+        )  # one that was left in the middle of an accumulation begins it again
+        self._plan.set_epoch(self._epoch, step=self.step)
+        batches: Iterator[Batch] = iter(self._from_workers()) if self._workers else self._here()
+        for batch in batches:
+            self._taken += 1
+            yield batch
+        self._epoch, self._taken = self._epoch + 1, 0
+
+    def _here(self) -> Iterator[Batch]:
+        made = (self._collate(self._items(indices)) for indices in _Indices(self._plan, self._num_samples))
+        if self._device.type == "cpu":
+            return made
+        return copied_ahead(made, self._device, ahead=self._ahead)
+
+    def _items(self, indices: list[Any]) -> list[Any]:
+        return [self._dataset[i] for i in indices]
+
+    def _from_workers(self) -> Prefetch[Batch] | DataLoader[Batch]:
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._dataset,
+                batch_sampler=_Indices(self._plan, self._num_samples),  # type: ignore[arg-type]
+                collate_fn=self._collate,
+                num_workers=self._workers,
+                prefetch_factor=self._ahead,
+                persistent_workers=True,
+                generator=torch.Generator(),  # so that starting an epoch draws nothing of the script's
+            )
+        return self._loader if self._device.type == "cpu" else Prefetch(self._loader, self._device, ahead=self._ahead)
+
+
+class _Indices:
+    """The plan's indices with their epoch."""
+
+    def __init__(self, plan: Plan, num_samples: int) -> None:
+        self._plan = plan
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        keyed = partial(keyed_indices, epoch=self._plan.epoch, num_samples=self._num_samples)
+        for batch in self._plan:
+            yield [tuple(keyed(row)) for row in batch] if isinstance(self._plan, Rows) else keyed(batch)
