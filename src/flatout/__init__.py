@@ -26,20 +26,30 @@ if TYPE_CHECKING:
     from flatout.errors import CaptureError as CaptureError
     from flatout.errors import FlatoutError as FlatoutError
     from flatout.errors import HardwareError as HardwareError
+    from flatout.errors import NotFiniteError as NotFiniteError
     from flatout.errors import RecordError as RecordError
     from flatout.errors import ScriptError as ScriptError
     from flatout.errors import UsageError as UsageError
     from flatout.measure.probe import measure_machine as measure_machine
+    from flatout.parallel.world import World as World
     from flatout.records.evidence import Evidence as Evidence
     from flatout.records.finding import Diagnosis as Diagnosis
     from flatout.records.finding import Finding as Finding
     from flatout.session import apply as apply
     from flatout.session import check as check
+    from flatout.training.accumulation import accumulating as accumulating
     from flatout.training.chunked_cross_entropy import chunked_cross_entropy as chunked_cross_entropy
     from flatout.training.offload import offload_state as offload_state
+    from flatout.training.precision import Precision as Precision
     from flatout.training.recompute import recompute as recompute
     from flatout.training.remember import remember as remember
+    from flatout.training.schedules import layer_wise as layer_wise
+    from flatout.training.schedules import one_cycle as one_cycle
+    from flatout.training.schedules import set_rate as set_rate
+    from flatout.training.schedules import warm_up_cosine as warm_up_cosine
+    from flatout.training.schedules import warm_up_stable_decay as warm_up_stable_decay
     from flatout.training.snapshot import copied as copied
+    from flatout.training.watch import NanWatch as NanWatch
 
 __version__ = "0.1.0"
 
@@ -54,6 +64,9 @@ _HOMES = {
     "FlatoutError": "flatout.errors:FlatoutError",
     "HardwareError": "flatout.errors:HardwareError",
     "Keyed": "flatout.data.keyed:Keyed",
+    "NanWatch": "flatout.training.watch:NanWatch",
+    "NotFiniteError": "flatout.errors:NotFiniteError",
+    "Precision": "flatout.training.precision:Precision",
     "Prefetch": "flatout.data.prefetch:Prefetch",
     "Ragged": "flatout.data.ragged:Ragged",
     "RecordError": "flatout.errors:RecordError",
@@ -63,19 +76,26 @@ _HOMES = {
     "ScriptError": "flatout.errors:ScriptError",
     "Threads": "flatout.data.threads:Threads",
     "UsageError": "flatout.errors:UsageError",
+    "World": "flatout.parallel.world:World",
+    "accumulating": "flatout.training.accumulation:accumulating",
     "apply": "flatout.session:apply",
     "check": "flatout.session:check",
     "chunked_cross_entropy": "flatout.training.chunked_cross_entropy:chunked_cross_entropy",
     "collate_ragged": "flatout.data.ragged:collate_ragged",
     "copied": "flatout.training.snapshot:copied",
     "fitted_cost": "flatout.cost.batching:fitted_cost",
+    "layer_wise": "flatout.training.schedules:layer_wise",
     "measure_machine": "flatout.measure.probe:measure_machine",
     "offload_state": "flatout.training.offload:offload_state",
+    "one_cycle": "flatout.training.schedules:one_cycle",
     "pack": "flatout.data.rows:pack",
     "ragged": "flatout.data.ragged:ragged",
     "recompute": "flatout.training.recompute:recompute",
     "remember": "flatout.training.remember:remember",
+    "set_rate": "flatout.training.schedules:set_rate",
     "transformer_cost": "flatout.cost.batching:transformer_cost",
+    "warm_up_cosine": "flatout.training.schedules:warm_up_cosine",
+    "warm_up_stable_decay": "flatout.training.schedules:warm_up_stable_decay",
 }
 
 __all__ = tuple(_HOMES)

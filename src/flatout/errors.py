@@ -37,3 +37,11 @@ class PlanError(FlatoutError):
 
 class EditError(FlatoutError):
     """A text cannot be changed with certainty; the message says what stands in the way."""
+
+
+class NotFiniteError(FlatoutError):
+    """A number that is watched became NaN or infinite; `step` says when, counted from 0."""
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step

@@ -65,7 +65,7 @@ def fitted_cost(lengths: Sequence[int], seconds: Sequence[float]) -> SampleCost:
 def longest_first(costs: Sequence[float], num_ranks: int, *, fewest: int = 1) -> list[list[int]]:
     """Indices of the samples of each rank: the costliest first, each to the rank with least so far; then exchanges.
 
-    Each rank gets `fewest` samples at least; there must be so many.  Longest-first is within 4/3 of the best (Graham 1969).
+    Each rank gets `fewest` samples at least; there must be so many. Longest-first is within 4/3 of the best (Graham 1969).
 
     >>> longest_first([5.0, 4.0, 3.0, 3.0, 3.0], 2)
     [[0, 1], [3, 2, 4]]

@@ -125,7 +125,7 @@ class Feed(Generic[Batch]):
         if self._loader is None:
             self._loader = DataLoader(
                 self._dataset,
-                batch_sampler=_Indices(self._plan, self._num_samples),  # type: ignore[arg-type]
+                batch_sampler=_Indices(self._plan, self._num_samples),
                 collate_fn=self._collate,
                 num_workers=self._workers,
                 prefetch_factor=self._ahead,

@@ -1,0 +1,1 @@
+"""The processes that a script runs in, and models placed on them."""

@@ -1,0 +1,106 @@
+"""One CPU, one GPU, or all ranks that torchrun started: a script that is written against this runs on each unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from flatout.errors import UsageError
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class World:
+    """The ranks of this run: `rank` of `num_ranks`, each with its `device`. Use it in a `with`, or `close` it.
+
+    Started by torchrun it joins the process group (NCCL for GPUs, gloo for CPUs) unless there is one already, and leaves it at
+    the end; started plainly it is a single rank and no group is made. `device` is 'cuda' where there is one and 'cpu'
+    elsewhere, if not given. Raises UsageError when a device is wanted that is not there.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+            raise UsageError(f"device '{device}': this machine has {_there()}; give one of them, or nothing")
+        self._has_begun = not dist.is_initialized() and dist.is_torchelastic_launched()
+        if self._has_begun:
+            local = dist.get_node_local_rank() if kind == "cuda" else 0
+            if kind == "cuda" and local >= torch.cuda.device_count():
+                raise UsageError(
+                    f"this is process {local} of its machine, which has {_there()}; start as many processes as GPUs"
+                )
+            here = torch.device(kind, local) if kind == "cuda" else None
+            if here is not None:
+                torch.cuda.set_device(here)
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=here)
+        is_one_of_many = dist.is_initialized()
+        self.rank = dist.get_rank() if is_one_of_many else 0
+        self.num_ranks = dist.get_world_size() if is_one_of_many else 1
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the process group, if this joined it."""
+        if self._has_begun and dist.is_initialized():
+            dist.destroy_process_group()
+            self._has_begun = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0: who prints and writes."""
+        return self.rank == 0
+
+    def mesh(self, *sizes: int, names: tuple[str, ...] = ("data",)) -> DeviceMesh:
+        """torch's DeviceMesh over the ranks, for FSDP2 and DTensor; one dimension of all ranks if no sizes are given."""
+        return init_device_mesh(self.device.type, sizes or (self.num_ranks,), mesh_dim_names=names)
+
+    def place(self, model: Module, **options: Any) -> Module:
+        """The model on this rank's device; with several ranks replicated, its gradients averaged (DistributedDataParallel).
+
+        `options` go to DistributedDataParallel. What is called is what is returned; the optimizer takes its parameters.
+        """
+        model = model.to(self.device)
+        if self.num_ranks == 1 or not any(p.requires_grad for p in model.parameters()):
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, **options)  # type: ignore[return-value]
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over ranks, on every rank; on a device without a wait of the host."""
+        value = value.detach().clone()
+        if self.num_ranks > 1:
+            dist.all_reduce(value)
+        return value
+
+    def part_of_mean(self, loss_sum: Tensor, total: int | Tensor) -> Tensor:
+        """This rank's part of the mean loss over `total` items of all ranks and the whole accumulation: call backward on it.
+
+        Gradients are averaged over ranks, and the mean of ranks' means is wrong as soon as they hold different numbers of
+        items; so each rank takes its sum over the global count. Added over ranks (`total`) and divided by `num_ranks`, the
+        parts are that mean. The count of a planned batch is known (`Batches.step(...).num_tokens`); others cost one `total` of
+        a number.
+        """
+        return loss_sum * (self.num_ranks / total)
+
+    def once(self, action: Callable[[], None]) -> None:
+        """Have rank 0 do something (download, write) while the others wait for it."""
+        if self.is_first:
+            action()
+        if self.num_ranks > 1:
+            dist.barrier()
+
+
+def _there() -> str:
+    return f"{torch.cuda.device_count()} GPU(s) and a CPU" if torch.cuda.is_available() else "a CPU and no GPU"
