@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flatout.records.evidence import Evidence as Evidence
     from flatout.records.finding import Diagnosis as Diagnosis
     from flatout.records.finding import Finding as Finding
+    from flatout.runs.run import Run as Run
     from flatout.session import apply as apply
     from flatout.session import check as check
     from flatout.training.accumulation import accumulating as accumulating
@@ -72,6 +73,7 @@ _HOMES = {
     "RecordError": "flatout.errors:RecordError",
     "Rows": "flatout.data.rows:Rows",
     "RowsOf": "flatout.data.rows:RowsOf",
+    "Run": "flatout.runs.run:Run",
     "SampleCost": "flatout.cost.batching:SampleCost",
     "ScriptError": "flatout.errors:ScriptError",
     "Threads": "flatout.data.threads:Threads",

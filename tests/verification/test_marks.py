@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.verification.marks import NUM_BUCKETS, _weighted_sum, distance, mark_of
+from flatout.numerics.checksum import _weighted_sum
+from flatout.verification.marks import NUM_BUCKETS, distance, mark_of
 
 SIZES = st.sampled_from([1, 7, NUM_BUCKETS, NUM_BUCKETS + 1, 3 * NUM_BUCKETS + 5, 200_000])
 

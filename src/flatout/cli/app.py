@@ -14,12 +14,15 @@ from flatout.cli.compare import compare
 from flatout.cli.edit import edit
 from flatout.cli.levers import levers
 from flatout.cli.machine import machine
+from flatout.cli.replay import replay
 from flatout.cli.report import report
 from flatout.cli.rules import rules
 from flatout.cli.run import run as run_with_plan
+from flatout.cli.runs import runs
 from flatout.cli.schema import schema
 from flatout.cli.tune import tune
 from flatout.cli.verify import verify
+from flatout.cli.watch import watch
 from flatout.errors import FlatoutError
 
 app = typer.Typer(
@@ -41,6 +44,9 @@ app.command(name="run", context_settings={"ignore_unknown_options": True})(run_w
 app.command(context_settings={"ignore_unknown_options": True})(tune)
 app.command(context_settings={"ignore_unknown_options": True})(edit)
 app.command()(levers)
+app.command(context_settings={"ignore_unknown_options": True})(watch)
+app.command()(replay)
+app.add_typer(runs, name="runs")
 
 
 def run() -> None:

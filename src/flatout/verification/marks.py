@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+from flatout.numerics.checksum import checksum
 
 NUM_BUCKETS: Final = 4096
 """Numbers of a sketch. The estimate of a squared distance then has a relative standard deviation of sqrt(2 / 4096) = 2.2 %
@@ -40,7 +41,7 @@ def mark_of(tensor: Tensor) -> Mark:
         torch.linalg.vector_norm(flat.double() if flat.numel() <= _CHUNK else flat.float(), dtype=torch.float64)
     )
     eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
-    return Mark(tuple(tensor.shape), _checksum(flat), norm, _sketch(flat).cpu(), eps)
+    return Mark(tuple(tensor.shape), checksum(flat), norm, _sketch(flat).cpu(), eps)
 
 
 def distance(one: Mark, two: Mark) -> float:
@@ -52,30 +53,6 @@ def distance(one: Mark, two: Mark) -> float:
     """
     gap = float(torch.linalg.vector_norm(one.sketch - two.sketch))
     return gap if gap == gap else float("inf")
-
-
-def _checksum(flat: Tensor) -> int:
-    if not flat.numel():
-        return 0
-    data = flat.view(torch.uint8) if flat.dtype != torch.bool else flat.to(torch.uint8)
-    return zlib.crc32(data.cpu().numpy().data) if flat.device.type == "cpu" else _weighted_sum(data)
-
-
-def _weighted_sum(data: Tensor) -> int:
-    """A checksum where bytes lie on a device: words times pseudo-random odd numbers, added up modulo 2**64.
-
-    Changing one word always changes it; two changes cancel with a chance of about 2**-63 (multiply-shift hashing, Dietzfelbinger
-    and others, 1997). The numbers are mixed from the words' places (constants of splitmix64, Steele and others, 2014).
-    """
-    words = data.view(torch.int32) if data.numel() % 4 == 0 and data.storage_offset() % 4 == 0 else data
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start + 1, start + 1 + part.numel(), device=data.device) * -7046029254386353131
-        mixed = (place ^ (place >> 30)) * -4658895280553007687
-        mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685
-        total += (part * (mixed | 1)).sum()
-    return int(total)
 
 
 def _sketch(flat: Tensor) -> Tensor:

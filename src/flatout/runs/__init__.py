@@ -1,0 +1,1 @@
+"""Runs that record themselves, are found again, and are run again."""

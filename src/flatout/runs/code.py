@@ -1,0 +1,150 @@
+"""The code of a run, brought to safety: revision, uncommitted changes, untracked sources; the user's index is not touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+from flatout.errors import CaptureError
+from flatout.records.record import write_file
+from flatout.records.run import Code, LeftOut
+from flatout.runs.secrets import is_secret_file, is_secret_text
+
+PATCH: Final = "code/changes.patch"
+FILES: Final = "code/files"
+_SOURCES: Final = frozenset(
+    f".{ending}"
+    for ending in (
+        *("py", "pyi", "pyx", "ipynb", "c", "h", "cpp", "hpp", "cu", "cuh", "rs", "sh", "jinja", "md", "txt"),
+        *("toml", "yaml", "yml", "json", "cfg", "ini", "tsv", "csv"),
+    )
+)
+_MOST_BYTES: Final = 1 << 20
+_MOST_FILES: Final = 2000
+
+
+def git(root: Path, *arguments: str) -> bytes:
+    """What git says in a folder. Locks are not taken, so that no index is refreshed.
+
+    Raises CaptureError when it fails, or is not there.
+    """
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"})
+    except OSError as e:
+        raise CaptureError(f"git cannot be run: {e}") from e
+    if done.returncode:
+        raise CaptureError(
+            f"git {' '.join(arguments[:2])} failed in '{root}': {done.stderr.decode(errors='replace').strip()}"
+        )
+    return done.stdout
+
+
+def root_of(folder: Path) -> tuple[Path, bool]:
+    """The top of the git work tree that a folder lies in, and True; else the folder itself, and False."""
+    try:
+        return Path(os.fsdecode(git(folder, "rev-parse", "--show-toplevel")).strip()), True
+    except CaptureError:
+        return folder, False
+
+
+def keep_code(folder: Path, into: Path) -> tuple[Code, list[LeftOut]]:
+    """Write what is needed to have the code of `folder` again into the run's folder `into`."""
+    root, is_git = root_of(folder)
+    left_out: list[LeftOut] = []
+    (into / "code").mkdir(exist_ok=True)
+    if not is_git:
+        names = sorted(os.path.relpath(os.path.join(at, n), root) for at, _, found in _walk(root) for n in found)
+        kept = _keep_files(root, names, into, left_out)
+        return Code(root=str(root), untracked=tuple(kept), sources=sums(root, kept)), left_out
+    head = _or_nothing(root, "rev-parse", "HEAD")
+    changed = _names(git(root, "diff", "--name-only", "-z", "HEAD")) if head else []
+    secret = [name for name in changed if _why_not(root, name, left_out, any_size=True)]
+    if head:
+        excluded = [f":(top,exclude,literal){name}" for name in secret]
+        patch = git(root, "diff", "--binary", "--full-index", "HEAD", "--", ":/", *excluded)
+        write_file(into / PATCH, patch)
+    untracked = _names(git(root, "ls-files", "--others", "--exclude-standard", "-z", "--full-name", ":/"))
+    untracked = [name for name in untracked if not (root / name).resolve().is_relative_to(into.parent.resolve())]
+    names = untracked if head else _names(git(root, "ls-files", "-z", "--full-name", ":/")) + untracked
+    kept = _keep_files(root, names, into, left_out)
+    return (
+        Code(
+            root=str(root),
+            revision=head,
+            branch=_or_nothing(root, "rev-parse", "--abbrev-ref", "HEAD"),
+            changed=tuple(name for name in changed if name not in secret),
+            untracked=tuple(kept),
+            sources=sums(root, [*changed, *kept]),
+        ),
+        left_out,
+    )
+
+
+def read_sources(root: Path) -> list[str]:
+    """Files under `root` that python has read as modules, the script among them."""
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    top = os.path.realpath(root) + os.sep
+    found = {os.path.realpath(f) for f in files if f}
+    inside = {os.path.relpath(f, top) for f in found if f.startswith(top) and f.endswith(".py")}
+    return sorted(name for name in inside if "site-packages" not in name)
+
+
+def sums(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of files that are there."""
+    return {n: sha256((root / n).read_bytes()).hexdigest() for n in sorted(set(names)) if (root / n).is_file()}
+
+
+def _keep_files(root: Path, names: Iterable[str], into: Path, left_out: list[LeftOut]) -> list[str]:
+    kept: list[str] = []
+    for name in names:
+        if Path(name).suffix not in _SOURCES and Path(name).name != "Makefile":
+            left_out.append(LeftOut(name=name, because="it is no source file"))
+        elif len(kept) >= _MOST_FILES:
+            left_out.append(LeftOut(name=name, because=f"{_MOST_FILES} files are kept at most"))
+        elif not _why_not(root, name, left_out):
+            target = into / FILES / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write_file(target, (root / name).read_bytes())
+            kept.append(name)
+    return kept
+
+
+def _why_not(root: Path, name: str, left_out: list[LeftOut], *, any_size: bool = False) -> str:
+    """Why a file is not kept; '' when it is."""
+    path = root / name
+    because = ""
+    if is_secret_file(name):
+        because = "it looks like a file for credentials"
+    elif path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
+        because = "it is a link to outside of the code"
+    elif path.is_file():
+        if not any_size and path.stat().st_size > _MOST_BYTES:
+            because = f"it has more than {_MOST_BYTES >> 20} MiB"
+        elif is_secret_text(path.read_bytes()[: 8 * _MOST_BYTES].decode(errors="replace")):
+            because = "it holds something like a credential"
+    if because:
+        left_out.append(LeftOut(name=name, because=because))
+    return because
+
+
+def _walk(root: Path) -> Iterable[tuple[str, list[str], list[str]]]:
+    for at, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if not f.startswith(".") and f not in ("__pycache__", "node_modules", "runs")]
+        yield at, folders, [n for n in names if Path(n).suffix in _SOURCES]
+
+
+def _names(listed: bytes) -> list[str]:
+    return [os.fsdecode(name) for name in listed.split(b"\0") if name]
+
+
+def _or_nothing(root: Path, *arguments: str) -> str:
+    try:
+        return os.fsdecode(git(root, *arguments)).strip()
+    except CaptureError:
+        return ""

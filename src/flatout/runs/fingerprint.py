@@ -1,0 +1,142 @@
+"""Checksums of a run's first steps: what models were given, gradients, weights. Taken by hooks, which are gone afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from threading import get_ident
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from flatout.numerics.checksum import checksum
+from flatout.records.run import StepMarks
+
+_MOST_ROWS: Final = 4096
+"""Rows of one input whose checksums are taken one by one."""
+
+
+class Fingerprint:
+    """Gives the marks of each of the first `num_steps` optimizer steps to `tell`, then calls `done`.
+
+    The numbers of the run are not changed: nothing is drawn, and what is looked at is read only. On a device the host waits in
+    these steps.
+    """
+
+    def __init__(
+        self, num_steps: int, tell: Callable[[StepMarks], None], done: Callable[[], None] = lambda: None
+    ) -> None:
+        self._num_steps, self._tell, self._done = num_steps, tell, done
+        self._step = 0
+        self._thread = get_ident()
+        self._depth = 0
+        self._names: dict[int, str] = {}
+        self._call: Any = None
+        self._hooks: list[Any] = []
+        self._clear()
+
+    def install(self) -> None:
+        """Begin."""
+        if self._step >= self._num_steps:
+            return
+        self._call = nn.Module.__call__
+        nn.Module.__call__ = self._watching(self._call)  # type: ignore[method-assign]
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        """Watch no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._watch_no_calls()
+
+    def _watch_no_calls(self) -> None:
+        if self._call is not None:
+            nn.Module.__call__ = self._call  # type: ignore[method-assign]
+            self._call = None
+
+    def add_loss(self, loss: float) -> None:
+        """The loss of the step that goes on, to the last bit."""
+        self._losses.append(loss.hex())
+
+    def _clear(self) -> None:
+        self._inputs: list[int] = []
+        self._rows: list[int] = []
+        self._gradients: dict[str, int] = {}
+        self._losses: list[str] = []
+
+    def _watching(self, original: Any) -> Any:
+        fingerprint = self
+        is_compiling = torch.compiler.is_dynamo_compiling
+
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or fingerprint._depth or get_ident() != fingerprint._thread:
+                return original(self, *args, **kwargs)
+            fingerprint._given(self, (args, kwargs))
+            fingerprint._depth += 1
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                fingerprint._depth -= 1
+
+        return __call__
+
+    def _given(self, module: nn.Module, given: Any) -> None:
+        if not torch.is_grad_enabled() or next(module.parameters(), None) is None:
+            return
+        for name, parameter in module.named_parameters():
+            self._names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
+        with torch.no_grad():
+            for tensor in _tensors(given):
+                self._inputs.append(checksum(tensor))
+                if tensor.dim() and tensor.size(0) <= _MOST_ROWS:
+                    self._rows += [checksum(row) for row in tensor.detach().cpu()]
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._call is None:
+            return
+        self._gradients |= {n: checksum(p.grad) for n, p in self._parameters(optimizer) if p.grad is not None}
+
+    @torch.no_grad()
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._call is None or get_ident() != self._thread:
+            return
+        marks = StepMarks(
+            step=self._step,
+            inputs=tuple(self._inputs),
+            rows=tuple(self._rows),
+            gradients=self._gradients,
+            weights={name: checksum(p) for name, p in self._parameters(optimizer)},
+            losses=tuple(self._losses),
+        )
+        self._clear()
+        self._step += 1
+        self._tell(marks)
+        if self._step >= self._num_steps:
+            self._watch_no_calls()  # the optimizer is going through its hooks, which stay until the end of the run
+            self._done()
+
+    def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                yield self._names.get(id(parameter), f"group {number}, tensor {place}"), parameter
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, (list, tuple)):
+        for value in nest:
+            yield from _tensors(value)
+    elif isinstance(nest, Mapping):
+        for value in nest.values():
+            yield from _tensors(value)

@@ -1,0 +1,234 @@
+"""A run run again: its code rebuilt beside the user's, its first steps compared bit by bit, and a difference explained."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final, Literal, NamedTuple
+
+from flatout.errors import CaptureError, VerificationError
+from flatout.records.run import RunRecord, StepMarks
+from flatout.runs.code import FILES, PATCH, git
+from flatout.runs.run import REPLAY, read_run, read_steps
+
+Cause = Literal["code", "package", "threads", "data order", "data", "settings", "hardware", "kernel choice"]
+_NOT_LINKED: Final = frozenset(
+    (".venv", "venv", "__pycache__", "build", "dist", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache")
+)
+_THREADS: Final = ("$OMP_", "$MKL_", "$KMP_", "$GOMP_", "$OPENBLAS_")
+_UNIMPORTANT: Final = frozenset(("SLURM_JOB_ID", "RANK", "LOCAL_RANK", "LD_PRELOAD"))
+
+
+class Difference(NamedTuple):
+    """The first thing that came out otherwise: `what` is 'inputs', 'loss', 'gradient', 'weight' or 'end'; `name` a tensor's."""
+
+    step: int
+    what: str
+    name: str = ""
+
+
+class Reason(NamedTuple):
+    """What differs between two runs and can change numbers."""
+
+    cause: Cause
+    says: str
+
+
+class Replayed(NamedTuple):
+    """How a replay came out: equal over `num_steps` steps when `difference` is None. `reasons`: the likeliest first."""
+
+    num_steps: int
+    difference: Difference | None
+    reasons: tuple[Reason, ...]
+
+
+def replay(path: Path, *, num_steps: int = 8, is_here: bool = False, timeout_s: float = 600.0) -> Replayed:
+    """Run the first steps of a run again and compare.
+
+    The code is rebuilt in a scratch folder, and the variables and threads are those of the run; `is_here`: with the code and the
+    variables as they are now. Raises RecordError for a folder without a run, CaptureError when the code cannot be rebuilt,
+    VerificationError when the script does not come as far.
+    """
+    record, before = read_run(path), read_steps(path)
+    if not before:
+        raise VerificationError(f"'{path}' holds no steps; only a run that has stepped an optimizer can be compared")
+    num_ranks = max(record.surroundings.world_size, int(record.surroundings.environment.get("WORLD_SIZE", "1")))
+    if num_ranks > 1:
+        raise VerificationError(
+            f"'{path}' ran on {num_ranks} ranks, and one process is started; record a run on one rank to replay it"
+        )
+    num_steps = min(num_steps, len(before))
+    with TemporaryDirectory(prefix="flatout-replay-") as scratch, ExitStack() as stack:
+        into = Path(scratch) / "run"
+        into.mkdir()
+        root = Path(record.code.root) if is_here else _rebuilt(path, record, Path(scratch) / "code", stack)
+        if not (root / record.folder).is_dir():
+            raise CaptureError(
+                f"the run was in '{record.folder}' below '{root}', which is not there any more; replay without --here"
+            )
+        environment = dict(os.environ)
+        if not is_here:
+            recorded = record.surroundings.environment
+            environment = {
+                k: v for k, v in environment.items() if k in recorded or not k.startswith(("OMP_", "MKL_", "KMP_"))
+            }
+            environment |= recorded
+            environment["PYTHONPATH"] = _moved(environment.get("PYTHONPATH", ""), Path(record.code.root), root)
+        environment[REPLAY] = json.dumps({"folder": str(into), "steps": num_steps})
+        command = [sys.executable, *(_moved(part, Path(record.code.root), root) for part in record.command)]
+        done = subprocess.run(
+            command,
+            cwd=root / record.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        after = read_steps(into)
+        if not after:
+            said = (done.stderr or done.stdout).strip().splitlines()[-3:]
+            raise VerificationError(
+                f"the run ended again before its first step: {' | '.join(said) or f'exit code {done.returncode}'}"
+            )
+        difference = first_difference(before[:num_steps], after[:num_steps])
+        again = read_run(into)
+        reasons = reasons_between(record, again) if difference is not None else ()
+        if difference is not None:
+            reasons = _of_the_data(before, after, difference) + tuple(reasons)
+            reasons = tuple(sorted(reasons, key=lambda r: _likeliness(r, difference))) or (_KERNELS,)
+        return Replayed(min(len(after), num_steps), difference, reasons)
+
+
+_KERNELS: Final = Reason(
+    "kernel choice",
+    "code, packages, threads and data are the same: kernels were chosen otherwise, or sum in no fixed order",
+)
+
+
+def first_difference(before: Sequence[StepMarks], after: Sequence[StepMarks]) -> Difference | None:
+    """The first step, and in it the first of inputs, losses, gradients and weights, that is not the same."""
+    for one, two in zip(before, after, strict=False):
+        if one.inputs != two.inputs:
+            return Difference(one.step, "inputs")
+        if one.losses != two.losses:
+            return Difference(one.step, "loss")
+        for what, first, second in (("gradient", one.gradients, two.gradients), ("weight", one.weights, two.weights)):
+            name = next((n for n in {**first, **second} if first.get(n) != second.get(n)), None)
+            if name is not None:
+                return Difference(one.step, what, name)
+    return Difference(len(after), "end") if len(after) < len(before) else None
+
+
+def reasons_between(one: RunRecord, two: RunRecord) -> tuple[Reason, ...]:
+    """What differs between two runs and can change numbers; the second may be a replay of the first in another folder."""
+    a, b = one.surroundings, two.surroundings
+    found = [
+        Reason("code", _of_a_file(one, two, name, pair))
+        for name, pair in _differing(one.code.sources, two.code.sources)
+    ]
+    versions = ({"python": s.python, "torch": s.torch} | s.packages for s in (a, b))
+    found += [Reason("package", f"{name}: {_was(pair)}") for name, pair in _differing(*versions)]
+    counts = (
+        {
+            "threads": str(s.num_threads),
+            "threads between operators": str(s.num_interop_threads),
+            "ranks": str(s.world_size),
+        }
+        for s in (a, b)
+    )
+    found += [Reason("threads", f"{name}: {_was(pair)}") for name, pair in _differing(*counts)]
+    settings = (
+        {f"config {k}": v for k, v in r.config.items()}
+        | r.surroundings.settings
+        | {f"${k}": v for k, v in r.surroundings.environment.items() if k not in _UNIMPORTANT}
+        for r in (one, two)
+    )
+    for name, pair in _differing(*settings):
+        cause: Cause = "threads" if name.startswith(_THREADS) else "settings"
+        found.append(Reason(cause, f"{name}: {_was(pair)}"))
+    if a.device != b.device:
+        found.append(Reason("hardware", f"device: {_was((a.device, b.device))}"))
+    return tuple(found)
+
+
+def _of_a_file(one: RunRecord, two: RunRecord, name: str, pair: tuple[str | None, str | None]) -> str:
+    kind = "untracked file" if name in one.code.untracked or name in two.code.untracked else "file"
+    return f"{kind} '{name}' {'is gone' if pair[1] is None else 'is new' if pair[0] is None else 'changed'}"
+
+
+def _of_the_data(before: Sequence[StepMarks], after: Sequence[StepMarks], difference: Difference) -> tuple[Reason, ...]:
+    if difference.what != "inputs":
+        return ()
+    one, two = (Counter(row for marks in side for row in marks.rows) for side in (before[: len(after)], after))
+    shared = sum((one & two).values()) / max(1, sum(one.values()))
+    if one == two and one:
+        return (Reason("data order", "the same samples came in another order"),)
+    if shared > 0.05:
+        return (Reason("data order", f"{shared:.0%} of the samples came too, in other steps or another order"),)
+    return (
+        Reason("data", "models were given other numbers: other files, or random numbers of workers that are not keyed"),
+    )
+
+
+def _likeliness(reason: Reason, difference: Difference) -> int:
+    """The likeliest first: what was changed by a person before what follows of it, and data first where data differ."""
+    order = ("code", "package", "threads", "settings", "data order", "data", "hardware", "kernel choice")
+    if difference.what == "inputs" and reason.cause in ("threads", "settings", "hardware"):
+        return len(order)  # they hardly change what a model is given
+    return order.index(reason.cause)
+
+
+def _differing(one: Mapping[str, str], two: Mapping[str, str]) -> list[tuple[str, tuple[str | None, str | None]]]:
+    names = sorted({*one, *two})
+    return [(n, (one.get(n), two.get(n))) for n in names if one.get(n) != two.get(n)]
+
+
+def _was(pair: tuple[str | None, str | None]) -> str:
+    return f"{pair[0] if pair[0] is not None else 'none'} -> {pair[1] if pair[1] is not None else 'none'}"
+
+
+def _rebuilt(path: Path, record: RunRecord, into: Path, stack: ExitStack) -> Path:
+    """The run's code as it was: the revision, the changes, the untracked files; ignored files of the original are linked."""
+    code, root = record.code, Path(record.code.root)
+    if code.revision:
+        git(root, "worktree", "add", "--detach", "--force", str(into), code.revision)
+        stack.callback(_forget, root, into)
+        patch = path / PATCH
+        if patch.is_file() and patch.stat().st_size:
+            git(into, "apply", "--binary", "--whitespace=nowarn", str(patch.absolute()))
+    else:
+        into.mkdir()
+    for name in code.untracked:
+        kept, target = path / FILES / name, into / name
+        if not kept.is_file():
+            raise CaptureError(f"'{name}' is missing from '{path / FILES}'; the run's folder was changed")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(kept, target)
+    _link_the_rest(root, into)
+    return into
+
+
+def _link_the_rest(root: Path, into: Path) -> None:
+    """Data beside the code, which no run keeps: links to what the rebuilt folder lacks at its top."""
+    for entry in root.iterdir() if root.is_dir() else ():
+        target = into / entry.name
+        if entry.name.startswith(".git") or entry.name in _NOT_LINKED or target.exists() or entry.suffix == ".py":
+            continue
+        target.symlink_to(entry)
+
+
+def _forget(root: Path, into: Path) -> None:
+    git(root, "worktree", "remove", "--force", str(into))
+
+
+def _moved(text: str, old: Path, new: Path) -> str:
+    return text.replace(str(old), str(new)) if old != new else text

@@ -1,0 +1,308 @@
+"""A run that records itself: what it was, how its first steps came out, how fast it went; in a folder that a person can read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, ClassVar, Final, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from flatout.errors import RecordError, UsageError
+from flatout.measure.stats import median_estimate
+from flatout.profiling.running.script import Enough
+from flatout.records.record import from_json, to_json, write_file
+from flatout.records.run import LeftOut, RunRecord, Speed, StepMarks
+from flatout.runs.code import keep_code, read_sources, root_of, sums
+from flatout.runs.fingerprint import Fingerprint
+from flatout.runs.secrets import is_secret_name, is_secret_text, without_secrets
+from flatout.runs.surroundings import allowed, surroundings_here
+
+RECORD: Final = "run.json"
+STEPS: Final = "steps.jsonl"
+VALUES: Final = "values.jsonl"
+REPLAY: Final = "FLATOUT_REPLAY"
+"""The variable by which a replay tells a script's Run where to write, and after how many steps to end."""
+_WARM_UP: Final = 5
+_MOST_DURATIONS: Final = 10_000
+_FLUSHED: Final = 256
+"""Values are kept on their device for so many ticks, and then read at once."""
+_SLOWER: Final = 1.1
+"""A run is called slower than its history from here on; what two runs of one script differ by on a quiet machine is less."""
+
+
+class Run:
+    """Records what goes on inside: `with Run("runs", config=args) as run: ... run.tick(loss=loss)`.
+
+    A folder of its own holds `run.json` (command, configuration, versions, hardware, threads, variables, what was left out and
+    why), `code/` (the uncommitted changes and the untracked sources beside the revision), `steps.jsonl` (checksums of the first
+    steps, by which `flatout replay` tells whether a run comes out the same), `values.jsonl` (what was ticked). What looks like a
+    credential is left out. Only the first rank writes. One run inside another is the same run.
+
+    `config` is a mapping, a dataclass or an argparse Namespace. Steps are ticked by the script, or are those of optimizers where
+    `ticks` is 'optimizer'. Raises UsageError when the folder cannot be made.
+    """
+
+    _active: ClassVar[Run | None] = None
+
+    def __init__(
+        self,
+        folder: str | Path = "runs",
+        *,
+        config: object = None,
+        name: str = "",
+        fingerprint_steps: int = 8,
+        ticks: Literal["own", "optimizer"] = "own",
+    ) -> None:
+        self._folder, self._config, self._name = Path(folder), config, name
+        self._fingerprint = Fingerprint(fingerprint_steps, self._keep_marks)
+        self._ticks = ticks
+        self._tick_hook: Any = None
+        self._outer: Run | None = None
+        self._is_writing = False
+        self._path = Path()
+        self._record: RunRecord | None = None
+        self._num_ticks = 0
+        self._began_s = self._ticked_s = 0.0
+        self._durations: list[float] = []
+        self._values: list[tuple[int, dict[str, Any]]] = []
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self._path if self._outer is None else self._outer.path
+
+    def __enter__(self) -> Run:
+        if Run._active is not None:
+            self._outer = Run._active
+            self._outer._tick_ourselves_no_more()
+            return self
+        Run._active = self
+        self._began_s = perf_counter()
+        self._is_writing = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        if not self._is_writing:
+            return self
+        replay = os.environ.get(REPLAY)
+        if replay:
+            asked = json.loads(replay)
+            self._path = Path(asked["folder"])
+            self._fingerprint = Fingerprint(asked["steps"], self._keep_marks, _end)
+        else:
+            self._path = _made(self._folder, self._name or Path(sys.argv[0] or "python").stem)
+        self._record = self._begun(is_replay=bool(replay))
+        self._write()
+        self._fingerprint.install()
+        if self._ticks == "optimizer":
+            self._tick_hook = register_optimizer_step_post_hook(lambda *_: self.tick())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._outer is not None:
+            return
+        Run._active = None
+        self._tick_ourselves_no_more()
+        self._fingerprint.remove()
+        if not self._is_writing or self._record is None:
+            return
+        self._flush()
+        is_failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        root = Path(self._record.code.root)
+        self._record = msgspec.structs.replace(
+            self._record,
+            seconds=perf_counter() - self._began_s,
+            outcome="failed" if is_failed else "finished",
+            error=f"{type(error).__name__}: {error}" if is_failed else "",
+            num_steps=self._num_ticks,
+            speed=self._speed(),
+            code=msgspec.structs.replace(
+                self._record.code, sources=sums(root, [*self._record.code.sources, *read_sources(root)])
+            ),
+            seeds={"torch": str(torch.initial_seed())},
+        )
+        self._write()
+        slower = slower_than_before(self._path, self._record)
+        if slower:
+            sys.stderr.write(f"flatout: {slower}\n")
+
+    def tick(self, **values: float | Tensor) -> None:
+        """One step is over; values are kept with its number. Tensors stay where they are for some hundred steps: nobody waits."""
+        if self._outer is not None:
+            self._outer.tick(**values)
+            return
+        now_s = perf_counter()
+        if self._num_ticks > _WARM_UP and len(self._durations) < _MOST_DURATIONS:
+            self._durations.append(now_s - self._ticked_s)
+        self._ticked_s = now_s
+        if self._is_writing and values:
+            kept = {k: v.detach().clone() if isinstance(v, Tensor) else float(v) for k, v in values.items()}
+            self._values.append((self._num_ticks, kept))
+            if len(self._values) >= _FLUSHED:
+                self._flush()
+        self._num_ticks += 1
+
+    def _tick_ourselves_no_more(self) -> None:
+        """There is a script inside that ticks."""
+        if self._tick_hook is not None:
+            self._tick_hook.remove()
+            self._tick_hook = None
+
+    # -- inside ---------------------------------------------------------------------------------------------------------------
+
+    def _begun(self, *, is_replay: bool) -> RunRecord:
+        here = Path.cwd()
+        code, left_out = keep_code(here, self._path)
+        command, hidden = without_secrets(list(getattr(sys, "orig_argv", sys.argv))[1:])
+        left_out += [LeftOut(name=name, because="its value looks like a credential") for name in hidden]
+        left_out += allowed(os.environ)[1]
+        config = _shown(self._config, left_out)
+        if not is_replay:
+            _keep_cells(self._path)
+        return RunRecord(
+            name=self._path.name,
+            command=command,
+            folder=os.path.relpath(here, root_of(here)[0]),
+            began=datetime.now(UTC).isoformat(timespec="seconds"),
+            config=config,
+            code=code,
+            surroundings=surroundings_here(),
+            left_out=tuple(left_out),
+        )
+
+    def _write(self) -> None:
+        assert self._record is not None
+        write_file(self._path / RECORD, to_json(self._record))
+
+    def _keep_marks(self, marks: StepMarks) -> None:
+        with (self._path / STEPS).open("ab") as file:
+            file.write(msgspec.json.encode(marks) + b"\n")
+
+    def _flush(self) -> None:
+        with (self._path / VALUES).open("a") as file:
+            for step, values in self._values:
+                numbers = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
+                file.write(json.dumps({"step": step, **numbers}) + "\n")
+        self._values.clear()
+
+    def _speed(self) -> Speed | None:
+        if len(self._durations) < _WARM_UP:
+            return None
+        found = median_estimate(self._durations)
+        return Speed(num_steps=len(self._durations), median_s=found.value, low_s=found.low, high_s=found.high)
+
+
+def read_run(path: Path) -> RunRecord:
+    """The record of a run's folder. Raises RecordError when it holds none."""
+    try:
+        data = (path / RECORD).read_bytes()
+    except OSError as e:
+        raise RecordError(f"'{path}' holds no {RECORD}: {e.strerror or e}; give the folder of a run") from e
+    return from_json(data, RunRecord)
+
+
+def read_steps(path: Path) -> list[StepMarks]:
+    """The checksums of a run's first steps; a line that was cut off ends them."""
+    found: list[StepMarks] = []
+    try:
+        lines = (path / STEPS).read_bytes().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        try:
+            found.append(msgspec.json.decode(line, type=StepMarks))
+        except msgspec.DecodeError:
+            break
+    return found
+
+
+def runs_in(folder: Path) -> list[tuple[Path, RunRecord]]:
+    """All runs of a folder, the oldest first; what cannot be read is passed over."""
+    found = []
+    for path in sorted(folder.glob(f"*/{RECORD}")):
+        try:
+            found.append((path.parent, read_run(path.parent)))
+        except RecordError:
+            continue
+    return sorted(found, key=lambda pair: (pair[1].began, pair[0].name))
+
+
+def slower_than_before(path: Path, record: RunRecord) -> str:
+    """A sentence when a run is slower than those before it of the same command on the same device; '' when not."""
+    if record.speed is None:
+        return ""
+    before = [
+        r.speed.median_s
+        for p, r in runs_in(path.parent)
+        if p != path and r.speed is not None and r.command == record.command
+        if r.surroundings.device == record.surroundings.device and r.began <= record.began
+    ]
+    if not before:
+        return ""
+    usual = sorted(before)[len(before) // 2]
+    if record.speed.low_s < _SLOWER * usual:
+        return ""
+    return (
+        f"a step took {record.speed.median_s * 1e3:.2f} ms ({record.speed.low_s * 1e3:.2f} - {record.speed.high_s * 1e3:.2f}), "
+        f"{record.speed.median_s / usual:.2f} times as long as in {len(before)} run(s) before; `flatout runs diff` says why"
+    )
+
+
+def _made(folder: Path, name: str) -> Path:
+    """A new folder for a run. Raises UsageError when it cannot be made."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for number in range(1000):
+        path = folder / (f"{stamp}-{name}" + (f"-{number}" if number else ""))
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as e:
+            raise UsageError(
+                f"the folder '{folder}' for runs cannot be made: {e.strerror or e}; give one that can"
+            ) from e
+        return path.absolute()
+    raise UsageError(f"'{folder}' has a thousand runs of this second; give another folder")
+
+
+def _shown(config: object, left_out: list[LeftOut]) -> dict[str, str]:
+    """A configuration as text, without what looks like a credential. Raises UsageError for what is none."""
+    if config is None:
+        return {}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    if isinstance(config, Namespace):
+        config = vars(config)
+    if not isinstance(config, Mapping):
+        raise UsageError(f"config is a {type(config).__name__}; give a mapping, a dataclass or an argparse Namespace")
+    shown = {}
+    for name, value in config.items():
+        if is_secret_name(str(name)) or is_secret_text(str(value)):
+            left_out.append(LeftOut(name=f"config {name}", because="it looks like a credential"))
+        else:
+            shown[str(name)] = str(value)
+    return shown
+
+
+def _keep_cells(path: Path) -> None:
+    """The cells of a notebook in the order in which they were run."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is None:
+        return
+    cells = [cell for cell in shell.history_manager.input_hist_parsed if cell and not is_secret_text(cell)]
+    text = "".join(f"# %% cell {number}\n{cell}\n\n" for number, cell in enumerate(cells, start=1))
+    write_file(path / "code" / "cells.py", text.encode())
+
+
+def _end() -> None:
+    raise Enough(0)
