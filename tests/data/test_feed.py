@@ -170,3 +170,19 @@ def test_the_scripts_own_random_numbers_are_left_alone() -> None:
 def test_a_state_of_something_else_is_refused(state: dict[str, int], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         _feed(0).load_state_dict(state)
+
+
+def test_data_in_memory_are_cut_out_at_once_and_are_the_same_with_workers() -> None:
+    table, texts = torch.randn(40, 3), [torch.randn(n, 2) for n in LENGTHS]
+    pairs = torch.utils.data.TensorDataset(table, torch.arange(40))
+    plan = [list(Batches(LENGTHS, 8, seed=2).step(n).ranks[0][0]) for n in range(5)]
+
+    def fed(dataset: Any, workers: int = 0) -> list[Any]:
+        return list(Feed(dataset, Batches(LENGTHS, 8, seed=2), workers=workers))
+
+    assert all(torch.equal(b, table[i]) for b, i in zip(fed(table), plan, strict=True))
+    for (rows, numbers), chosen in zip(fed(pairs), plan, strict=True):
+        assert torch.equal(rows, table[chosen]) and numbers.tolist() == chosen
+    for workers in (0, 1):
+        for batch, chosen in zip(fed(texts, workers), plan, strict=True):
+            assert all(torch.equal(t, texts[i]) for t, i in zip(batch.unbind(), chosen, strict=True))

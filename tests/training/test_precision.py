@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import UsageError
-from flatout.training.precision import Kind, Precision
+from flatout.training.precision import Kind, Precision, _float32_sums
 
 
 def _trained(kind: Kind, *, max_norm: float | None = None, steps: int = 5) -> tuple[nn.Module, list[Tensor | None]]:
@@ -58,8 +58,19 @@ def test_the_norm_is_that_before_clipping_and_unscaled() -> None:
 
 def test_sums_are_float32_inside_and_flags_are_put_back() -> None:
     backend = torch.backends.cuda.matmul
-    before = backend.allow_bf16_reduced_precision_reduction
-    precision = Precision()
+    before = backend.allow_bf16_reduced_precision_reduction, backend.allow_fp16_reduced_precision_reduction
+    assert all(before)
+    with pytest.raises(ZeroDivisionError), _float32_sums():
+        assert not backend.allow_bf16_reduced_precision_reduction
+        assert not backend.allow_fp16_reduced_precision_reduction
+        raise ZeroDivisionError
+    assert before == (backend.allow_bf16_reduced_precision_reduction, backend.allow_fp16_reduced_precision_reduction)
+
+
+@pytest.mark.device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_forward_and_backward_on_a_device_sum_in_float32() -> None:
+    backend = torch.backends.cuda.matmul
     seen = []
 
     class _Look(torch.autograd.Function):
@@ -73,15 +84,18 @@ def test_sums_are_float32_inside_and_flags_are_put_back() -> None:
             seen.append(backend.allow_bf16_reduced_precision_reduction)
             return grads[0]
 
-    x = torch.ones(2, requires_grad=True)
+    x = torch.ones(2, requires_grad=True, device="cuda")
+    precision = Precision(device="cuda")
     with precision:
         loss = _Look.apply(x).sum()
     precision.backward(loss)
     assert seen == [False, False]
-    assert backend.allow_bf16_reduced_precision_reduction == before
-    with pytest.raises(ZeroDivisionError), precision:
+    assert backend.allow_bf16_reduced_precision_reduction
+
+
+def test_leaving_by_an_error_leaves_nothing_on() -> None:
+    with pytest.raises(ZeroDivisionError), Precision():
         raise ZeroDivisionError
-    assert backend.allow_bf16_reduced_precision_reduction == before
     assert not torch.is_autocast_enabled("cpu")
 
 

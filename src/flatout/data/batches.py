@@ -108,7 +108,7 @@ class Batches(Sampler[list[int]]):
         self._epoch = self._start = 0
         self._epoch_of = lru_cache(2)(self._cut)
         self._window_of = lru_cache(2)(self._regrouped)
-        self._step_of = lru_cache(2 * _AHEAD)(self._shared_out)
+        self._step_of = lru_cache(4 * _AHEAD)(self._shared_out)  # those ahead, and as many that were looked at since
         self._grouping = Grouping() if max_vif == 1 else self._chosen_grouping(max_vif)
 
     @property

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout.data.keyed import Keyed, keyed_indices
 from flatout.data.prefetch import Prefetch, copied_ahead
-from flatout.data.ragged import collate_ragged
+from flatout.data.ragged import collate_ragged, ragged
 from flatout.data.rows import Rows, RowsOf, pack
 from flatout.errors import UsageError
 
@@ -39,8 +40,8 @@ class Feed(Generic[Batch]):
 
     Random numbers that items draw are keyed by (seed, epoch, sample), so that `workers` change nothing. With workers, processes
     make the batches, and a thread brings them to the device; without, they are made when they are asked for, in the caller's
-    thread, and only their copies run ahead. `collate` makes a batch of items: `collate_ragged` for `Batches` and `pack` for
-    `Rows` if not given.
+    thread, and only their copies run ahead; out of a tensor, a TensorDataset or a list of tensors they are cut at once.
+    `collate` makes a batch of items: `collate_ragged` for `Batches` and `pack` for `Rows` if not given.
 
     `state_dict()` is three integers: the seed, the epoch, and the optimizer steps whose batches were all handed out. Save it
     after the optimizer has stepped; a feed that loads it goes on with the batches that follow, and reads none of those before.
@@ -65,7 +66,9 @@ class Feed(Generic[Batch]):
         self._device = torch.device(device)
         self._workers, self._ahead = workers, ahead
         self._num_samples = len(dataset)
-        keyed = Keyed(dataset, seed=plan.seed)
+        self._cut = _cutter(dataset) if collate is None and not workers and not isinstance(plan, Rows) else None
+        is_drawn = not isinstance(dataset, (Tensor, list, tuple))  # taking what is there draws nothing
+        keyed = Keyed(dataset, seed=plan.seed) if is_drawn else _Indexed(dataset)
         self._dataset: Any = RowsOf(keyed) if isinstance(plan, Rows) else keyed
         usual: Any = partial(pack, length=plan.length) if isinstance(plan, Rows) else collate_ragged
         self._collate: Callable[[Sequence[Any]], Batch] = collate if collate is not None else usual
@@ -113,7 +116,10 @@ class Feed(Generic[Batch]):
         self._epoch, self._taken = self._epoch + 1, 0
 
     def _here(self) -> Iterator[Batch]:
-        made = (self._collate(self._items(indices)) for indices in _Indices(self._plan, self._num_samples))
+        if self._cut is not None:
+            made: Iterator[Any] = map(self._cut, iter(self._plan))
+        else:
+            made = (self._collate(self._items(indices)) for indices in _Indices(self._plan, self._num_samples))
         if self._device.type == "cpu":
             return made
         return copied_ahead(made, self._device, ahead=self._ahead)
@@ -133,6 +139,30 @@ class Feed(Generic[Batch]):
                 generator=torch.Generator(),  # so that starting an epoch draws nothing of the script's
             )
         return self._loader if self._device.type == "cpu" else Prefetch(self._loader, self._device, ahead=self._ahead)
+
+
+def _cutter(dataset: Any) -> Callable[[list[int]], Any] | None:
+    """How a batch is cut out of data that are tensors in memory; None for other data."""
+    if isinstance(dataset, Tensor):
+        return lambda indices: dataset[torch.tensor(indices)]
+    if type(dataset) is TensorDataset:
+        return lambda indices: tuple(t[rows] for rows in (torch.tensor(indices),) for t in dataset.tensors)
+    if isinstance(dataset, list) and dataset and all(isinstance(s, Tensor) and s.dim() for s in dataset):
+        return lambda indices: ragged([dataset[i] for i in indices])
+    return None
+
+
+class _Indexed(Dataset[Any]):
+    """A tensor or a list as a dataset whose indices may carry an epoch."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._held[index % len(self._held)]
 
 
 class _Indices:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Final, Literal
 
@@ -36,7 +36,8 @@ class Precision:
         self._device = torch.device(device).type
         self._dtype = _DTYPES[kind]
         self._scaler = torch.amp.GradScaler(self._device, enabled=kind == "float16")
-        self._entered: list[tuple[torch.autocast, Any]] = []
+        self._sums = _float32_sums if self._device == "cuda" and kind != "float32" else nullcontext
+        self._entered: list[tuple[torch.autocast, AbstractContextManager[None]]] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,7 +46,7 @@ class Precision:
 
     def __enter__(self) -> Precision:
         autocast = torch.autocast(self._device, self._dtype, enabled=self._dtype is not torch.float32)
-        sums = _float32_sums()
+        sums = self._sums()
         sums.__enter__()
         autocast.__enter__()
         self._entered.append((autocast, sums))
@@ -59,7 +60,7 @@ class Precision:
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()`, scaled where that is needed."""
         scaled: Tensor = self._scaler.scale(loss)
-        with _float32_sums():
+        with self._sums():
             scaled.backward()
 
     def update(self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None) -> Tensor | None:
