@@ -96,3 +96,18 @@ def test_a_device_that_is_not_there_is_refused() -> None:
         World("cuda")
     with pytest.raises(UsageError, match="device 'tpu'"):
         World("tpu")
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("starter", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+def test_the_loop_of_the_readme_runs_unchanged(tmp_path: Path, starter: list[str]) -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    examples = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+    [loop] = [example for example in examples if "flatout.World()" in example]
+    (tmp_path / "loop.py").write_text(loop)
+    done = subprocess.run(
+        [sys.executable, *starter, "loop.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    [record] = [json.loads(p.read_text()) for p in tmp_path.glob("runs/*/run.json")]
+    assert (record["outcome"], record["num_steps"]) == ("finished", 4)

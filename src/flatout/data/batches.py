@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from statistics import fmean
 from typing import Final, NamedTuple
@@ -87,7 +87,7 @@ class Batches(Sampler[list[int]]):
 
     def __init__(
         self,
-        lengths: Sequence[int] | Tensor,
+        lengths: Iterable[int] | Tensor,
         size: int = 0,
         *,
         tokens: int = 0,
