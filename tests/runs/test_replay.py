@@ -139,6 +139,25 @@ def test_a_run_comes_out_the_same_whatever_became_of_the_code(project: Path, scr
     assert len(worktrees.stdout.splitlines()) == 1
 
 
+def test_a_replay_writes_over_nothing_of_the_users(project: Path) -> None:
+    (project / ".gitignore").write_text("data/\nruns/\n__pycache__/\nlosses.txt\noutputs/\n")
+    (project / "outputs").mkdir()
+    script = project / "plain.py"
+    script.write_text(
+        script.read_text().replace(
+            "torch.manual_seed(0)",
+            "torch.manual_seed(0)\n    import os\n    os.makedirs('outputs', exist_ok=True)\n"
+            "    for name in ('losses.txt', 'outputs/log.txt', 'data/cache.txt'):\n"
+            "        open(name, 'w').write(os.getcwd())",
+            1,
+        )
+    )
+    path = ran(project)
+    assert replay(path).difference is None
+    for name in ("losses.txt", "outputs/log.txt", "data/cache.txt"):
+        assert (project / name).read_text() == str(project)
+
+
 def test_no_credential_is_kept_and_what_was_left_out_is_named(project: Path) -> None:
     path = ran(project)
     kept = b"".join(p.read_bytes() for p in path.rglob("*") if p.is_file())

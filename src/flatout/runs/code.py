@@ -25,6 +25,7 @@ _SOURCES: Final = frozenset(
     )
 )
 _MOST_BYTES: Final = 1 << 20
+_MOST_CHANGED_BYTES: Final = 64 << 20
 _MOST_FILES: Final = 2000
 
 
@@ -64,7 +65,7 @@ def keep_code(folder: Path, into: Path) -> tuple[Code, list[LeftOut]]:
         return Code(root=str(root), untracked=tuple(kept), sources=sums(root, kept)), left_out
     head = _or_nothing(root, "rev-parse", "HEAD")
     changed = _names(git(root, "diff", "--name-only", "-z", "HEAD")) if head else []
-    secret = [name for name in changed if _why_not(root, name, left_out, any_size=True)]
+    secret = [name for name in changed if _why_not(root, name, left_out, most_bytes=_MOST_CHANGED_BYTES)]
     if head:
         excluded = [f":(top,exclude,literal){name}" for name in secret]
         patch = git(root, "diff", "--binary", "--full-index", "HEAD", "--", ":/", *excluded)
@@ -115,7 +116,7 @@ def _keep_files(root: Path, names: Iterable[str], into: Path, left_out: list[Lef
     return kept
 
 
-def _why_not(root: Path, name: str, left_out: list[LeftOut], *, any_size: bool = False) -> str:
+def _why_not(root: Path, name: str, left_out: list[LeftOut], *, most_bytes: int = _MOST_BYTES) -> str:
     """Why a file is not kept; '' when it is."""
     path = root / name
     because = ""
@@ -124,9 +125,9 @@ def _why_not(root: Path, name: str, left_out: list[LeftOut], *, any_size: bool =
     elif path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
         because = "it is a link to outside of the code"
     elif path.is_file():
-        if not any_size and path.stat().st_size > _MOST_BYTES:
-            because = f"it has more than {_MOST_BYTES >> 20} MiB"
-        elif is_secret_text(path.read_bytes()[: 8 * _MOST_BYTES].decode(errors="replace")):
+        if path.stat().st_size > most_bytes:
+            because = f"it has more than {most_bytes >> 20} MiB"
+        elif is_secret_text(path.read_bytes().decode(errors="replace")):
             because = "it holds something like a credential"
     if because:
         left_out.append(LeftOut(name=name, because=because))

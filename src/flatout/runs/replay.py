@@ -20,6 +20,23 @@ from flatout.runs.code import FILES, PATCH, git
 from flatout.runs.run import REPLAY, read_run, read_steps
 
 Cause = Literal["code", "package", "threads", "data order", "data", "settings", "hardware", "kernel choice"]
+_MOST_COPIED_BYTES: Final = 1 << 30
+_OUTPUTS: Final = frozenset(
+    (
+        "runs",
+        "output",
+        "outputs",
+        "checkpoints",
+        "ckpt",
+        "logs",
+        "log",
+        "wandb",
+        "mlruns",
+        "lightning_logs",
+        "tensorboard",
+    )
+)
+"""Where scripts write; what lies there is nothing that a first step reads."""
 _NOT_LINKED: Final = frozenset(
     (".venv", "venv", "__pycache__", "build", "dist", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 )
@@ -84,15 +101,20 @@ def replay(path: Path, *, num_steps: int = 8, is_here: bool = False, timeout_s: 
             environment["PYTHONPATH"] = _moved(environment.get("PYTHONPATH", ""), Path(record.code.root), root)
         environment[REPLAY] = json.dumps({"folder": str(into), "steps": num_steps})
         command = [sys.executable, *(_moved(part, Path(record.code.root), root) for part in record.command)]
-        done = subprocess.run(
-            command,
-            cwd=root / record.folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                command,
+                cwd=root / record.folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as e:
+            raise VerificationError(
+                f"the run did not come to step {num_steps} within {timeout_s:.0f} s; give it more with --timeout"
+            ) from e
         after = read_steps(into)
         if not after:
             said = (done.stderr or done.stdout).strip().splitlines()[-3:]
@@ -213,17 +235,39 @@ def _rebuilt(path: Path, record: RunRecord, into: Path, stack: ExitStack) -> Pat
             raise CaptureError(f"'{name}' is missing from '{path / FILES}'; the run's folder was changed")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(kept, target)
-    _link_the_rest(root, into)
+    _bring_the_rest(root, into)
     return into
 
 
-def _link_the_rest(root: Path, into: Path) -> None:
-    """Data beside the code, which no run keeps: links to what the rebuilt folder lacks at its top."""
+def _bring_the_rest(root: Path, into: Path) -> None:
+    """Data beside the code, which no run keeps: what the rebuilt folder lacks at its top.
+
+    Copied, so that what the script writes is not written over the user's files; what is too large for that is linked.
+    """
     for entry in root.iterdir() if root.is_dir() else ():
         target = into / entry.name
-        if entry.name.startswith(".git") or entry.name in _NOT_LINKED or target.exists() or entry.suffix == ".py":
+        if entry.name.startswith(".git") or entry.name in _NOT_LINKED | _OUTPUTS:
             continue
-        target.symlink_to(entry)
+        if target.exists() or entry.suffix in (".py", ".log"):
+            continue
+        if _size(entry) > _MOST_COPIED_BYTES:
+            target.symlink_to(entry)
+        elif entry.is_dir():
+            shutil.copytree(entry, target, symlinks=True)
+        else:
+            shutil.copy2(entry, target)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder; more than the limit as soon as that is certain."""
+    if not path.is_dir():
+        return path.stat().st_size if path.is_file() else 0
+    total = 0
+    for at, _, names in os.walk(path):
+        total += sum(os.lstat(os.path.join(at, name)).st_size for name in names)
+        if total > _MOST_COPIED_BYTES:
+            break
+    return total
 
 
 def _forget(root: Path, into: Path) -> None:

@@ -88,11 +88,16 @@ class Run:
             self._outer = Run._active
             self._outer._tick_ourselves_no_more()
             return self
-        Run._active = self
         self._began_s = perf_counter()
-        self._is_writing = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        if not self._is_writing:
-            return self
+        self._is_writing = os.environ.get("RANK", "0") == "0"
+        if self._is_writing:
+            self._begin()
+        Run._active = self
+        if self._ticks == "optimizer":
+            self._tick_hook = register_optimizer_step_post_hook(lambda *_: self.tick())
+        return self
+
+    def _begin(self) -> None:
         replay = os.environ.get(REPLAY)
         if replay:
             asked = json.loads(replay)
@@ -103,9 +108,6 @@ class Run:
         self._record = self._begun(is_replay=bool(replay))
         self._write()
         self._fingerprint.install()
-        if self._ticks == "optimizer":
-            self._tick_hook = register_optimizer_step_post_hook(lambda *_: self.tick())
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._outer is not None:
