@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import lru_cache
 from statistics import fmean
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Sampler
 
 from flatout.cost.batching import SampleCost, idle_fraction, longest_first, variance_inflation
+from flatout.data.epochs import AHEAD, EpochPlan
 from flatout.data.keyed import key_of
-from flatout.data.prefetch import Prefetch
 from flatout.errors import UsageError
 
 _WINDOW: Final = 256
@@ -29,7 +28,6 @@ _ROOMS: Final = (1.0, 0.95, 0.9)
 _TRIED_SAMPLES: Final = 100_000
 _FEWEST_TRIED, _MOST_TRIED = 128, 2048
 """Batches that a choice of the grouping looks at: two seconds' work."""
-_AHEAD: Final = 4
 
 
 class Grouping(NamedTuple):
@@ -68,7 +66,7 @@ class BatchReport(NamedTuple):
     num_steps: int
 
 
-class Batches(Sampler[list[int]]):
+class Batches(EpochPlan[int]):
     """A `batch_sampler`: the indices of this rank's micro-batches, `accumulate` of them for each optimizer step.
 
     `lengths` are those of all samples; `size` samples (or as many as `tokens` hold) make a global batch, over all ranks and the
@@ -101,51 +99,21 @@ class Batches(Sampler[list[int]]):
         self._lengths: list[int] = lengths.tolist() if isinstance(lengths, Tensor) else [int(n) for n in lengths]
         _check(self._lengths, size, tokens, rank, num_ranks, accumulate, max_vif)
         self._size, self._tokens = size, tokens
-        self._rank, self._num_ranks, self._accumulate = rank, num_ranks, accumulate
+        self._rank, self._num_ranks = rank, num_ranks
         model = cost if cost is not None else SampleCost()
         self._costs = [model.of(n) for n in self._lengths]
-        self._seed = seed
-        self._epoch = self._start = 0
+        super().__init__(seed=seed, accumulate=accumulate)
         self._epoch_of = lru_cache(2)(self._cut)
         self._window_of = lru_cache(2)(self._regrouped)
-        self._step_of = lru_cache(4 * _AHEAD)(self._shared_out)  # those ahead, and as many that were looked at since
+        self._step_of = lru_cache(4 * AHEAD)(self._shared_out)  # those ahead, and as many that were looked at since
         self._grouping = Grouping() if max_vif == 1 else self._chosen_grouping(max_vif)
 
-    @property
-    def seed(self) -> int:
-        """With the epoch and the step, all there is to know."""
-        return self._seed
-
-    @property
-    def epoch(self) -> int:
-        """That is iterated over next."""
-        return self._epoch
-
-    @property
-    def accumulate(self) -> int:
-        """Micro-batches of an optimizer step."""
-        return self._accumulate
-
-    def set_epoch(self, epoch: int, *, step: int = 0) -> None:
-        """Iterate over this epoch next, from this optimizer step on: nothing is read or drawn for the steps before."""
-        if epoch < 0 or not 0 <= step <= self.num_steps(epoch):
-            raise UsageError(f"epoch {epoch}, step {step}: the epoch has steps 0 to {self.num_steps(max(0, epoch))}")
-        self._epoch, self._start = epoch, step
-
     def num_steps(self, epoch: int | None = None) -> int:
-        """Optimizer steps of an epoch; with `tokens` epochs may differ by some."""
+        """See EpochPlan; only with `tokens` epochs differ."""
         return len(self._epoch_of(self._epoch if epoch is None else epoch))
 
-    def __len__(self) -> int:
-        """Micro-batches that iterating gives."""
-        return (self.num_steps() - self._start) * self._accumulate
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Planned some steps ahead, in a thread."""
-        epoch, start = self._epoch, self._start
-        steps = (self.step(number, epoch) for number in range(start, self.num_steps(epoch)))
-        for step in Prefetch(steps, ahead=_AHEAD):
-            yield from map(list, step.ranks[self._rank])
+    def _own(self, number: int, epoch: int) -> list[list[int]]:
+        return [list(micro) for micro in self.step(number, epoch).ranks[self._rank]]
 
     def step(self, number: int, epoch: int | None = None) -> Step:
         """What all ranks do in one optimizer step of an epoch (the next one, if not given)."""

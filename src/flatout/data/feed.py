@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from flatout.data.epochs import EpochPlan
 from flatout.data.keyed import Keyed, keyed_indices
 from flatout.data.prefetch import Prefetch, copied_ahead
 from flatout.data.ragged import collate_ragged, ragged
@@ -18,21 +19,6 @@ from flatout.errors import UsageError
 
 Batch = TypeVar("Batch")
 _STATE: Final = ("seed", "epoch", "step")
-
-
-class Plan(Protocol):
-    """`Batches` or `Rows`: indices of this rank's micro-batches, known from (seed, epoch, step)."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def accumulate(self) -> int: ...
-    def set_epoch(self, epoch: int, *, step: int = 0) -> None: ...
-    def num_steps(self, epoch: int | None = None) -> int: ...
-    def __iter__(self) -> Iterator[list[Any]]: ...
-    def __len__(self) -> int: ...
 
 
 class Feed(Generic[Batch]):
@@ -51,7 +37,7 @@ class Feed(Generic[Batch]):
     def __init__(
         self,
         dataset: Any,
-        plan: Plan,
+        plan: EpochPlan[Any],
         *,
         collate: Callable[[Sequence[Any]], Batch] | None = None,
         device: torch.device | str | int = "cpu",
@@ -168,7 +154,7 @@ class _Indexed(Dataset[Any]):
 class _Indices:
     """The plan's indices with their epoch."""
 
-    def __init__(self, plan: Plan, num_samples: int) -> None:
+    def __init__(self, plan: EpochPlan[Any], num_samples: int) -> None:
         self._plan = plan
         self._num_samples = num_samples
 

@@ -6,24 +6,23 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from flatout.cost.batching import SampleCost, idle_fraction
+from flatout.data.epochs import EpochPlan
 from flatout.data.keyed import key_of
-from flatout.data.prefetch import Prefetch
 from flatout.errors import UsageError
 
 _WINDOW: Final = 4096
 """Samples of the shuffle that are packed together: enough short ones to fill the gaps, few enough to stay near the shuffle."""
 _GAP: Final = 0.01
 """Of a row: what is left free without looking for another way to fill it."""
-_AHEAD: Final = 4
 
 Row = tuple[int, ...]
 """Indices of the samples of a row."""
@@ -37,7 +36,7 @@ class RowReport(NamedTuple):
     num_steps: int
 
 
-class Rows(Sampler[list[Row]]):
+class Rows(EpochPlan[Row]):
     """A `batch_sampler` for a dataset of rows (`RowsOf`): `num_rows` rows of `length` tokens for each micro-batch of this rank.
 
     Samples come in the order of a uniform shuffle keyed by (seed, epoch), are packed some thousand at a time, the longest first,
@@ -69,11 +68,10 @@ class Rows(Sampler[list[Row]]):
             raise UsageError(
                 f"sample {self._lengths.index(longest)} has {longest} tokens and a row has {length}; cut it, or give longer rows"
             )
-        self._length, self._num_rows, self._accumulate = length, num_rows, accumulate
+        self._length, self._num_rows = length, num_rows
         self._rank, self._num_ranks = rank, num_ranks
         self._cost = cost if cost is not None else SampleCost()
-        self._seed = seed
-        self._epoch = self._start = 0
+        super().__init__(seed=seed, accumulate=accumulate)
         self._rows_of = lru_cache(2)(self._packed)
 
     @property
@@ -81,47 +79,17 @@ class Rows(Sampler[list[Row]]):
         """Tokens of a row."""
         return self._length
 
-    @property
-    def seed(self) -> int:
-        """With the epoch and the step, all there is to know."""
-        return self._seed
-
-    @property
-    def epoch(self) -> int:
-        """That is iterated over next."""
-        return self._epoch
-
-    @property
-    def accumulate(self) -> int:
-        """Micro-batches of an optimizer step."""
-        return self._accumulate
-
-    def set_epoch(self, epoch: int, *, step: int = 0) -> None:
-        """Iterate over this epoch next, from this optimizer step on."""
-        if epoch < 0 or not 0 <= step <= self.num_steps(epoch):
-            raise UsageError(f"epoch {epoch}, step {step}: the epoch has steps 0 to {self.num_steps(max(0, epoch))}")
-        self._epoch, self._start = epoch, step
-
     def num_steps(self, epoch: int | None = None) -> int:
-        """Optimizer steps of an epoch; epochs may differ by one or two."""
+        """See EpochPlan."""
         return len(self._rows_of(self._epoch if epoch is None else epoch)) // self._per_step
 
     @property
     def _per_step(self) -> int:
         return self._num_rows * self._num_ranks * self._accumulate
 
-    def __len__(self) -> int:
-        """Micro-batches that iterating gives."""
-        return (self.num_steps() - self._start) * self._accumulate
-
-    def __iter__(self) -> Iterator[list[Row]]:
-        """Planned some steps ahead, in a thread."""
-        epoch, start = self._epoch, self._start
-        steps = (self.step(number, epoch) for number in range(start, self.num_steps(epoch)))
-        for ranks in Prefetch(steps, ahead=_AHEAD):
-            mine = ranks[self._rank]
-            for at in range(0, len(mine), self._num_rows):
-                yield list(mine[at : at + self._num_rows])
+    def _own(self, number: int, epoch: int) -> list[list[Row]]:
+        mine = self.step(number, epoch)[self._rank]
+        return [list(mine[at : at + self._num_rows]) for at in range(0, len(mine), self._num_rows)]
 
     def step(self, number: int, epoch: int | None = None) -> tuple[tuple[Row, ...], ...]:
         """The rows of each rank in one optimizer step."""
