@@ -90,7 +90,10 @@ CASES = {
         "losses.append(loss.item())\n",
         "seen += [sum(losses) / len(losses), losses[-1], *losses[-2:]]\n",
         "losses.append(loss.item())",
-        ["losses.append(loss.detach())", "sum([value.item() for value in losses]) / len(losses), losses[-1].item()"],
+        [
+            "losses.append(loss.detach().clone())",
+            "sum([value.item() for value in losses]) / len(losses), losses[-1].item()",
+        ],
     ),
     "float": (
         "losses = []\n",
@@ -190,3 +193,36 @@ def test_a_wait_goes_unless_times_are_taken_around_it() -> None:
 def test_a_run_that_waits_for_nothing_is_refused() -> None:
     [refusal] = LEVER.propose(EvidenceBuilder().build(), ())
     assert isinstance(refusal, Refusal) and "waits" in refusal.because
+
+
+def test_what_the_loop_makes_on_the_host_is_sent_without_a_wait() -> None:
+    text = """
+import torch
+def main():
+    device = "cpu"
+    losses = []
+    table = torch.randn(50, 3).to(device)
+    for step in range(4):
+        rows = torch.randint(50, (8,)).to(device)
+        noise = torch.randn(8, 3)
+        noise = noise.to(device=device)
+        there = torch.ones(8, device=device).to(device)
+        kept = table.to(device).to(torch.float64)
+        loss = (table[rows] + noise).square().mean()
+        losses.append(loss.item())
+    return losses
+"""
+    changed = _changed(text, "losses.append(loss.item())")
+    assert "torch.randint(50, (8,)).to(device, non_blocking=True)" in changed
+    assert "noise.to(device=device, non_blocking=True)" in changed
+    assert (
+        changed.count("non_blocking") == 2
+    )  # what lies there already, and what is outside of the loop, stays as it is
+    before: dict[str, Any] = {}
+    after: dict[str, Any] = {}
+    exec(text, before)
+    exec(changed, after)
+    torch.manual_seed(0)
+    expected = before["main"]()
+    torch.manual_seed(0)
+    assert after["main"]() == expected

@@ -2,7 +2,9 @@
 
 What        `loss.item()` (or `float(loss)`) that goes to a sum, a running mean, a list or a dictionary becomes `loss.detach()`;
             what was made of it is read where it is used: after the loop, or under an `if` of every so many steps. A
-            `torch.cuda.synchronize()` around which no time is taken goes.
+            `torch.cuda.synchronize()` around which no time is taken goes. What the loop makes on the host and sends to the device
+            (`torch.randint(...).to(device)`) is sent with `non_blocking=True`: else the host waits there instead. A list gets
+            copies of its own, since captured graphs write over what they returned.
 Guarantee   EXACT for all that is trained. A sum of losses that is printed is taken in the losses' own precision.
 Refuses     Values that steer the loop, that go to other functions in every step, or into attributes; tensors that are changed in
             place.
@@ -41,6 +43,11 @@ Kind = Literal["number", "list", "listed", "dict"]
 _SAME_MEMORY: Final = frozenset(["detach", "view", "reshape", "squeeze", "unsqueeze", "flatten", "float", "cpu", "to"])
 """Methods whose result may be the tensor itself."""
 _COUNTS: Final = frozenset(["eq", "ne", "argmax", "argmin", "count_nonzero", "numel"])
+_FACTORIES: Final = frozenset(
+    f"torch.{name}"
+    for name in ("rand", "randn", "randint", "randperm", "tensor", "arange", "from_numpy", "zeros", "ones")
+)
+_NON_BLOCKING: Final = cst.parse_expression("f(non_blocking=True)").args[0]  # type: ignore[attr-defined]
 _CLOCKS: Final = ("perf_counter", "monotonic", "time", "process_time", "elapsed_time", "record")
 
 
@@ -108,16 +115,40 @@ class _Deferring:
         carriers: list[Carrier] = []
         for read in reads:
             carriers.append(self._carrier(read))
-            self._keep_on_device(read)
+            self._keep_on_device(read, carriers[-1].kind)
         done: set[str] = set()
         while carriers:
             carrier = carriers.pop()
             if carrier.name not in done:
                 done.add(carrier.name)
                 carriers += self._follow(carrier)
+        self._send_without_waiting()
         return with_changes(self._module, self._changes).code
 
-    def _keep_on_device(self, read: cst.Call) -> None:
+    def _send_without_waiting(self) -> None:
+        """Copies to the device of what the loop makes on the host."""
+        made = {
+            node.targets[0].target.value  # type: ignore[attr-defined]
+            for node in m.findall(self._loop, m.Assign(targets=[m.AssignTarget(target=m.Name())]))
+            if self._is_made_on_host(node.value)  # type: ignore[attr-defined]
+        }
+        for call in m.findall(self._loop, m.Call(func=m.Attribute(attr=m.Name("to")), args=[m.Arg(star="")])):
+            assert isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute)
+            sent = call.func.value
+            is_made = self._is_made_on_host(sent) or (isinstance(sent, cst.Name) and sent.value in made)
+            target = call.args[0]
+            is_device = target.keyword is None or target.keyword.value == "device"
+            if is_made and is_device and not call_name(self._module, target.value).startswith("torch."):
+                new = call.with_changes(args=[*call.args, _NON_BLOCKING])
+                self._changes.setdefault(call, lambda _, new=new: new)  # type: ignore[misc]
+
+    def _is_made_on_host(self, node: cst.BaseExpression) -> bool:
+        """Whether torch makes it here, and is not told where."""
+        if not isinstance(node, cst.Call) or call_name(self._module, node.func) not in _FACTORIES:
+            return False
+        return all(a.keyword is None or a.keyword.value != "device" for a in node.args)
+
+    def _keep_on_device(self, read: cst.Call, kind: Kind) -> None:
         tensor = _read(read)
         assert tensor is not None
         self._check_fresh(tensor)
@@ -125,7 +156,8 @@ class _Deferring:
         has_graph = (
             ".grad" not in code_of(tensor) and not code_of(tensor).endswith(".detach()") and not _is_count(tensor)
         )
-        new = expression("{tensor}.detach()", tensor=tensor) if has_graph else tensor
+        form = "{tensor}.detach().clone()" if kind == "list" else "{tensor}.detach()"
+        new = expression(form, tensor=tensor) if has_graph else tensor
         self._changes[read] = lambda _: new
 
     def _check_fresh(self, tensor: cst.BaseExpression) -> None:
