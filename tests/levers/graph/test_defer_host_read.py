@@ -5,6 +5,7 @@ from textwrap import indent
 from typing import Any
 
 import pytest
+import torch
 from tests.evidence_builder import EvidenceBuilder
 
 from flatout.errors import EditError
