@@ -186,3 +186,13 @@ def test_data_in_memory_are_cut_out_at_once_and_are_the_same_with_workers() -> N
     for workers in (0, 1):
         for batch, chosen in zip(fed(texts, workers), plan, strict=True):
             assert all(torch.equal(t, texts[i]) for t, i in zip(batch.unbind(), chosen, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_come_on_the_device_in_order(workers: int) -> None:
+    plan = Batches(LENGTHS, 8, seed=2)
+    feed: Feed[Any] = Feed(_Augmented(), plan, device="meta", workers=workers, ahead=3)
+    found = [(tokens.values.device.type, tokens.num_tokens, noise.shape[0]) for tokens, noise in feed]
+    assert found == [("meta", plan.step(n, 0).num_tokens, 8) for n in range(5)]
+    first = next(iter(feed))
+    assert first[0].num_tokens == plan.step(0, 1).num_tokens  # the next epoch, left after one batch
