@@ -1,7 +1,7 @@
 """Asynchronous training on the cores of one machine: processes share the weights and update them without waiting for each other.
 
-Hogwild (Niu and others, 2011). Worth it where a step is too small to be shared out to threads. Gradients are each process's own; the
-weights are everybody's, and updates may be lost. No two runs are alike.
+Hogwild (Niu and others, 2011). Worth it where a step is too small to be shared out to threads. Gradients are each process's own;
+the weights are everybody's, and updates may be lost. No two runs are alike.
 """
 
 import argparse
