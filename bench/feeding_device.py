@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 bench/feeding_device.py --out OUT.json      (on CPUs with gloo: a toy, to see that it runs)
 
 The same model, optimizer and samples a step on both sides, bf16 autocast on GPUs, eager. Padded: transformers'
-LengthGroupedSampler sharded as Accelerate does, SDPA with a key mask. Packed: Batches and Ragged, attention over the documents of a
-batch by PyTorch's variable-length kernel (on a CPU document by document). Stretches of steps in turn; seconds a real token over all
-ranks, medians of ratios with intervals; the losses of both sides at the end.
+LengthGroupedSampler sharded as Accelerate does, SDPA with a key mask. Packed: Batches and Ragged, attention over the documents
+of a batch by PyTorch's variable-length kernel (on a CPU document by document). Stretches of steps in turn; seconds a real token
+over all ranks, medians of ratios with intervals; the losses of both sides at the end.
 """
 
 from __future__ import annotations
