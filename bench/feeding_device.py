@@ -15,6 +15,7 @@ import json
 import platform
 import random
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -95,7 +96,7 @@ def shifted(tokens: Tensor) -> Tensor:
     return (tokens * 7 + 3) % VOCAB
 
 
-class Side:
+class Side(ABC):
     """One way to feed: a model of its own, and steps."""
 
     def __init__(self, world: flatout.World, shape: tuple[int, int, int]) -> None:
@@ -109,9 +110,9 @@ class Side:
         self.losses: list[Tensor] = []
         self.steps = self.run()
 
+    @abstractmethod
     def run(self) -> Iterator[int]:
         """Real tokens of each step, of all ranks."""
-        raise NotImplementedError
 
     def learn(self, loss_sum: Tensor, num_tokens: int) -> None:
         loss = self.world.part_of_mean(loss_sum, num_tokens)

@@ -180,10 +180,10 @@ def test_data_in_memory_are_cut_out_at_once_and_are_the_same_with_workers() -> N
     def fed(dataset: Any, workers: int = 0) -> list[Any]:
         return list(Feed(dataset, Batches(LENGTHS, 8, seed=2), workers=workers))
 
-    assert all(torch.equal(b, table[i]) for b, i in zip(fed(table), plan, strict=True))
-    for (rows, numbers), chosen in zip(fed(pairs), plan, strict=True):
-        assert torch.equal(rows, table[chosen]) and numbers.tolist() == chosen
     for workers in (0, 1):
+        assert all(torch.equal(b, table[i]) for b, i in zip(fed(table, workers), plan, strict=True))
+        for (rows, numbers), chosen in zip(fed(pairs, workers), plan, strict=True):
+            assert torch.equal(rows, table[chosen]) and numbers.tolist() == chosen
         for batch, chosen in zip(fed(texts, workers), plan, strict=True):
             assert all(torch.equal(t, texts[i]) for t, i in zip(batch.unbind(), chosen, strict=True))
 

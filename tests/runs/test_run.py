@@ -64,6 +64,7 @@ def test_marks_are_those_of_the_same_numbers(folder: Path) -> None:
     assert found[0] == found[1] != found[2]
     assert first_difference(found[0], found[2]) == Difference(0, "inputs")
     assert set(found[0][0].weights) == {"Linear.weight", "Linear.bias"}
+    assert len({marks.losses for marks in found[0]}) == 8 and all(len(marks.losses) == 1 for marks in found[0])
 
 
 def test_values_and_speed_are_kept(folder: Path) -> None:
@@ -174,10 +175,10 @@ def test_what_is_no_configuration_or_no_folder_is_refused(folder: Path) -> None:
 
 
 def test_differences_are_told_in_the_order_in_which_they_come_about() -> None:
-    one = StepMarks(step=0, inputs=(1,), gradients={"a": 1, "b": 2}, weights={"a": 3}, losses=("0x1p+0",))
+    one = StepMarks(step=0, inputs=(1,), gradients={"a": 1, "b": 2}, weights={"a": 3}, losses=(4,))
     for changed, expected in (
         ({"inputs": (2,), "gradients": {}}, Difference(0, "inputs")),
-        ({"losses": ("0x1p+1",), "weights": {}}, Difference(0, "loss")),
+        ({"losses": (5,), "weights": {}}, Difference(0, "loss")),
         ({"gradients": {"a": 1, "b": 9}}, Difference(0, "gradient", "b")),
         ({"weights": {"a": 9}}, Difference(0, "weight", "a")),
     ):

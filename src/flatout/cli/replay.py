@@ -36,7 +36,9 @@ def replay(
     if json:
         print(text.dumps(found._asdict() | {"difference": found.difference and found.difference._asdict()}, indent=1))
     elif found.difference is None:
-        Console().print(f"EQUAL: {found.num_steps} steps; inputs, gradients and weights are the same bit by bit")
+        Console().print(
+            f"EQUAL: {found.num_steps} steps; inputs, losses, gradients and weights are the same bit by bit"
+        )
     else:
         step, what, name = found.difference
         console = Console()

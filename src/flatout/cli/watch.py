@@ -24,9 +24,9 @@ def watch(
     own = tuple(arguments or ())
     own = own[1:] if own[:1] == ("--",) else own
     script = (load_module if module else load_script)(target, own)
-    outcome = None
-    with Run(folder, name=Path(target).stem, ticks="optimizer"):
+    with Run(folder, name=Path(target).stem, ticks="optimizer") as run:
         outcome = run_script(script)
         if outcome.exit not in ("finished", "stopped"):
-            sys.stdout.flush()
-            raise SystemExit(outcome.exit_code)
+            run.fail(outcome.exit)
+    sys.stdout.flush()
+    raise typer.Exit(outcome.exit_code)

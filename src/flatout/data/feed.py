@@ -26,8 +26,9 @@ class Feed(Generic[Batch]):
 
     Random numbers that items draw are keyed by (seed, epoch, sample), so that `workers` change nothing. With workers, processes
     make the batches, and a thread brings them to the device; without, they are made when they are asked for, in the caller's
-    thread, and only their copies run ahead; out of a tensor, a TensorDataset or a list of tensors they are cut at once.
-    `collate` makes a batch of items: `collate_ragged` for `Batches` and `pack` for `Rows` if not given.
+    thread, and only their copies run ahead. Out of a tensor, a TensorDataset or a list of tensors they are cut at once, and no
+    processes are started: a table's rows are stacked, a list's samples become Ragged. `collate` makes a batch of items:
+    `collate_ragged` for `Batches` and `pack` for `Rows` if not given.
 
     `state_dict()` is three integers: the seed, the epoch, and the optimizer steps whose batches were all handed out. Save it
     after the optimizer has stepped; a feed that loads it goes on with the batches that follow, and reads none of those before.
@@ -52,7 +53,7 @@ class Feed(Generic[Batch]):
         self._device = torch.device(device)
         self._workers, self._ahead = workers, ahead
         self._num_samples = len(dataset)
-        self._cut = _cutter(dataset) if collate is None and not workers and not isinstance(plan, Rows) else None
+        self._cut = _cutter(dataset) if collate is None and not isinstance(plan, Rows) else None
         is_drawn = not isinstance(dataset, (Tensor, list, tuple))  # taking what is there draws nothing
         keyed = Keyed(dataset, seed=plan.seed) if is_drawn else _Indexed(dataset)
         self._dataset: Any = RowsOf(keyed) if isinstance(plan, Rows) else keyed
@@ -91,11 +92,9 @@ class Feed(Generic[Batch]):
         self._epoch, self._taken = state["epoch"], state["step"] * self._plan.accumulate
 
     def __iter__(self) -> Iterator[Batch]:
-        self._taken = (
-            self.step * self._plan.accumulate
-        )  # one that was left in the middle of an accumulation begins it again
+        self._taken = self.step * self._plan.accumulate  # what was left within an accumulation begins it again
         self._plan.set_epoch(self._epoch, step=self.step)
-        batches: Iterator[Batch] = iter(self._from_workers()) if self._workers else self._here()
+        batches: Iterator[Batch] = self._here() if self._cut or not self._workers else iter(self._from_workers())
         for batch in batches:
             self._taken += 1
             yield batch
@@ -132,7 +131,7 @@ def _cutter(dataset: Any) -> Callable[[list[int]], Any] | None:
     if isinstance(dataset, Tensor):
         return lambda indices: dataset[torch.tensor(indices)]
     if type(dataset) is TensorDataset:
-        return lambda indices: tuple(t[rows] for rows in (torch.tensor(indices),) for t in dataset.tensors)
+        return lambda indices: tuple(t[torch.tensor(indices)] for t in dataset.tensors)
     if isinstance(dataset, list) and dataset and all(isinstance(s, Tensor) and s.dim() for s in dataset):
         return lambda indices: ragged([dataset[i] for i in indices])
     return None

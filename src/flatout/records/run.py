@@ -65,7 +65,7 @@ class StepMarks(Record, frozen=True, kw_only=True):
     rows: tuple[int, ...] = ()
     gradients: dict[str, int] = {}
     weights: dict[str, int] = {}
-    losses: tuple[str, ...] = ()
+    losses: tuple[int, ...] = ()
 
 
 class RunRecord(Record, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
-"""Checksums of a run's first steps: what models were given, gradients, weights. Taken by hooks, which are gone afterwards."""
+"""Checksums of a run's first steps: what models were given, losses, gradients, weights. Taken by hooks, gone afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from flatout.numerics.checksum import checksum
+from flatout.profiling.patching import Patches
 from flatout.records.run import StepMarks
 
 _MOST_ROWS: Final = 4096
@@ -36,7 +37,8 @@ class Fingerprint:
         self._thread = get_ident()
         self._depth = 0
         self._names: dict[int, str] = {}
-        self._call: Any = None
+        self._patches = Patches()
+        self._is_watching = False
         self._hooks: list[Any] = []
         self._clear()
 
@@ -44,8 +46,9 @@ class Fingerprint:
         """Begin."""
         if self._step >= self._num_steps:
             return
-        self._call = nn.Module.__call__
-        nn.Module.__call__ = self._watching(self._call)  # type: ignore[method-assign]
+        self._is_watching = True
+        self._patches.set(nn.Module, "__call__", self._watching(nn.Module.__call__))
+        self._patches.set(torch.autograd, "backward", self._watching_backward(torch.autograd.backward))
         self._hooks = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -59,19 +62,14 @@ class Fingerprint:
         self._watch_no_calls()
 
     def _watch_no_calls(self) -> None:
-        if self._call is not None:
-            nn.Module.__call__ = self._call  # type: ignore[method-assign]
-            self._call = None
-
-    def add_loss(self, loss: float) -> None:
-        """The loss of the step that goes on, to the last bit."""
-        self._losses.append(loss.hex())
+        self._is_watching = False
+        self._patches.undo()
 
     def _clear(self) -> None:
         self._inputs: list[int] = []
         self._rows: list[int] = []
         self._gradients: dict[str, int] = {}
-        self._losses: list[str] = []
+        self._losses: list[int] = []
 
     def _watching(self, original: Any) -> Any:
         fingerprint = self
@@ -89,6 +87,14 @@ class Fingerprint:
 
         return __call__
 
+    def _watching_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        def backward(tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+            if get_ident() == self._thread:
+                self._losses += map(checksum, (tensors,) if isinstance(tensors, Tensor) else tensors)
+            original(tensors, *args, **kwargs)
+
+        return backward
+
     def _given(self, module: nn.Module, given: Any) -> None:
         if not torch.is_grad_enabled() or next(module.parameters(), None) is None:
             return
@@ -102,13 +108,13 @@ class Fingerprint:
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._call is None:
+        if not self._is_watching:
             return
         self._gradients |= {n: checksum(p.grad) for n, p in self._parameters(optimizer) if p.grad is not None}
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._call is None or get_ident() != self._thread:
+        if not self._is_watching or get_ident() != self._thread:
             return
         marks = StepMarks(
             step=self._step,

@@ -37,9 +37,10 @@ _OUTPUTS: Final = frozenset(
     )
 )
 """Where scripts write; what lies there is nothing that a first step reads."""
-_NOT_LINKED: Final = frozenset(
+_MADE: Final = frozenset(
     (".venv", "venv", "__pycache__", "build", "dist", "node_modules", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 )
+"""What tools make."""
 _THREADS: Final = ("$OMP_", "$MKL_", "$KMP_", "$GOMP_", "$OPENBLAS_")
 _UNIMPORTANT: Final = frozenset(("SLURM_JOB_ID", "RANK", "LOCAL_RANK", "LD_PRELOAD"))
 
@@ -87,47 +88,41 @@ def replay(path: Path, *, num_steps: int = 8, is_here: bool = False, timeout_s: 
         into = Path(scratch) / "run"
         into.mkdir()
         root = Path(record.code.root) if is_here else _rebuilt(path, record, Path(scratch) / "code", stack)
-        if not (root / record.folder).is_dir():
-            raise CaptureError(
-                f"the run was in '{record.folder}' below '{root}', which is not there any more; replay without --here"
-            )
-        environment = dict(os.environ)
-        if not is_here:
-            recorded = record.surroundings.environment
-            environment = {
-                k: v for k, v in environment.items() if k in recorded or not k.startswith(("OMP_", "MKL_", "KMP_"))
-            }
-            environment |= recorded
-            environment["PYTHONPATH"] = _moved(environment.get("PYTHONPATH", ""), Path(record.code.root), root)
-        environment[REPLAY] = json.dumps({"folder": str(into), "steps": num_steps})
-        command = [sys.executable, *(_moved(part, Path(record.code.root), root) for part in record.command)]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=root / record.folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as e:
-            raise VerificationError(
-                f"the run did not come to step {num_steps} within {timeout_s:.0f} s; give it more with --timeout"
-            ) from e
+        said = _run_again(record, root, into, num_steps, is_here=is_here, timeout_s=timeout_s)
         after = read_steps(into)
         if not after:
-            said = (done.stderr or done.stdout).strip().splitlines()[-3:]
-            raise VerificationError(
-                f"the run ended again before its first step: {' | '.join(said) or f'exit code {done.returncode}'}"
-            )
+            raise VerificationError(f"the run ended again before its first step: {said}")
         difference = first_difference(before[:num_steps], after[:num_steps])
-        again = read_run(into)
-        reasons = reasons_between(record, again) if difference is not None else ()
-        if difference is not None:
-            reasons = _of_the_data(before, after, difference) + tuple(reasons)
-            reasons = tuple(sorted(reasons, key=lambda r: _likeliness(r, difference))) or (_KERNELS,)
+        if difference is None:
+            return Replayed(num_steps, None, ())
+        found = _of_the_data(before, after, difference) + reasons_between(record, read_run(into))
+        reasons = tuple(sorted(found, key=lambda r: _likeliness(r, difference))) or (_KERNELS,)
         return Replayed(min(len(after), num_steps), difference, reasons)
+
+
+def _run_again(record: RunRecord, root: Path, into: Path, num_steps: int, *, is_here: bool, timeout_s: float) -> str:
+    """Start the command on the code in `root`, recording into `into`; what it said at last."""
+    folder = root / record.folder
+    if not folder.is_dir():
+        raise CaptureError(f"the run was in '{record.folder}' below '{root}', and that is not there any more")
+    environment = dict(os.environ)
+    if not is_here:
+        recorded = record.surroundings.environment
+        environment = {k: v for k, v in environment.items() if k in recorded or not f"${k}".startswith(_THREADS)}
+        environment |= recorded
+        environment["PYTHONPATH"] = _moved(environment.get("PYTHONPATH", ""), Path(record.code.root), root)
+    environment[REPLAY] = json.dumps({"folder": str(into), "steps": num_steps})
+    command = [sys.executable, *(_moved(part, Path(record.code.root), root) for part in record.command)]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired as e:
+        raise VerificationError(
+            f"the run did not come to step {num_steps} within {timeout_s:.0f} s; give it more with --timeout"
+        ) from e
+    said = (done.stderr or done.stdout).strip().splitlines()[-3:]
+    return " | ".join(said) or f"exit code {done.returncode}"
 
 
 _KERNELS: Final = Reason(
@@ -219,7 +214,7 @@ def _was(pair: tuple[str | None, str | None]) -> str:
 
 
 def _rebuilt(path: Path, record: RunRecord, into: Path, stack: ExitStack) -> Path:
-    """The run's code as it was: the revision, the changes, the untracked files; ignored files of the original are linked."""
+    """The run's code as it was: the revision, the changes, the untracked files, and the data beside them."""
     code, root = record.code, Path(record.code.root)
     if code.revision:
         git(root, "worktree", "add", "--detach", "--force", str(into), code.revision)
@@ -240,17 +235,19 @@ def _rebuilt(path: Path, record: RunRecord, into: Path, stack: ExitStack) -> Pat
 
 
 def _bring_the_rest(root: Path, into: Path) -> None:
-    """Data beside the code, which no run keeps: what the rebuilt folder lacks at its top.
+    """Data beside the code, which no run keeps: what the rebuilt folder lacks.
 
     Copied, so that what the script writes is not written over the user's files; what is too large for that is linked.
     """
     for entry in root.iterdir() if root.is_dir() else ():
         target = into / entry.name
-        if entry.name.startswith(".git") or entry.name in _NOT_LINKED | _OUTPUTS:
+        if entry.name.startswith(".git") or entry.name in _MADE | _OUTPUTS:
             continue
-        if target.exists() or entry.suffix in (".py", ".log"):
+        if target.is_dir() and entry.is_dir() and not entry.is_symlink():
+            _bring_the_rest(entry, target)
+        elif target.exists() or entry.suffix in (".py", ".log"):
             continue
-        if _size(entry) > _MOST_COPIED_BYTES:
+        elif _size(entry) > _MOST_COPIED_BYTES:
             target.symlink_to(entry)
         elif entry.is_dir():
             shutil.copytree(entry, target, symlinks=True)

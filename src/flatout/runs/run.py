@@ -71,6 +71,7 @@ class Run:
         self._tick_hook: Any = None
         self._outer: Run | None = None
         self._is_writing = False
+        self._failure = ""
         self._path = Path()
         self._record: RunRecord | None = None
         self._num_ticks = 0
@@ -118,13 +119,14 @@ class Run:
         if not self._is_writing or self._record is None:
             return
         self._flush()
-        is_failed = error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+        if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self.fail(f"{type(error).__name__}: {error}")
         root = Path(self._record.code.root)
         self._record = msgspec.structs.replace(
             self._record,
             seconds=perf_counter() - self._began_s,
-            outcome="failed" if is_failed else "finished",
-            error=f"{type(error).__name__}: {error}" if is_failed else "",
+            outcome="failed" if self._failure else "finished",
+            error=self._failure,
             num_steps=self._num_ticks,
             speed=self._speed(),
             code=msgspec.structs.replace(
@@ -152,6 +154,10 @@ class Run:
             if len(self._values) >= _FLUSHED:
                 self._flush()
         self._num_ticks += 1
+
+    def fail(self, because: str) -> None:
+        """The run failed, although no exception leaves the `with`."""
+        self._failure = because
 
     def _tick_ourselves_no_more(self) -> None:
         """There is a script inside that ticks."""
