@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ class World:
             if here is not None:
                 torch.cuda.set_device(here)
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=here)
+        self._replicated: list[DistributedDataParallel] = []
         is_one_of_many = dist.is_initialized()
         self.rank = dist.get_rank() if is_one_of_many else 0
         self.num_ranks = dist.get_world_size() if is_one_of_many else 1
@@ -52,10 +54,21 @@ class World:
         self.close()
 
     def close(self) -> None:
-        """Leave the process group, if this joined it."""
-        if self._has_begun and dist.is_initialized():
-            dist.destroy_process_group()
-            self._has_begun = False
+        """Leave the process group, if this joined it. Replicated models end with it; what they hold is their `module`.
+
+        They let go of the group, so that its threads end here: what still holds it when the interpreter is taken down now and
+        then ends the process with "terminate called without an active exception" (torch 2.13, gloo; pytorch issue 190489).
+        """
+        if not self._has_begun or not dist.is_initialized():
+            return
+        for model in self._replicated:
+            model.__dict__.pop("reducer", None)
+            model.__dict__.pop("logger", None)
+            model.process_group = None
+        self._replicated.clear()
+        gc.collect()  # hooks of the reducer go round in circles
+        dist.destroy_process_group()
+        self._has_begun = False
 
     @property
     def is_first(self) -> bool:
@@ -75,7 +88,9 @@ class World:
         if self.num_ranks == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, **options)  # type: ignore[return-value]
+        replicated = DistributedDataParallel(model, device_ids=devices, **options)
+        self._replicated.append(replicated)
+        return replicated  # type: ignore[return-value]
 
     def total(self, value: Tensor) -> Tensor:
         """The sum over ranks, on every rank; on a device without a wait of the host."""
