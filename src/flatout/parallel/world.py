@@ -62,9 +62,8 @@ class World:
         if not self._has_begun or not dist.is_initialized():
             return
         for model in self._replicated:
-            model.__dict__.pop("reducer", None)
-            model.__dict__.pop("logger", None)
-            model.process_group = None
+            for held in ("reducer", "logger", "process_group"):
+                model.__dict__.pop(held, None)
         self._replicated.clear()
         gc.collect()  # hooks of the reducer go round in circles
         dist.destroy_process_group()
