@@ -25,7 +25,7 @@ LOOP = """
     lengths = [1 + (7 * i) % 13 for i in range(96)]
     texts = [torch.randn(n, 4) for n in lengths]
 
-    with flatout.World("cpu") as world:
+    with flatout.World("DEVICE") as world:
         model = world.place(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)))
         optimizer = torch.optim.AdamW(model.parameters())
         rate = flatout.warm_up_cosine(1e-2, warm_up=3, steps=24)
@@ -51,9 +51,12 @@ LOOP = """
 """
 
 
-def _ran(folder: Path, *, ranks: int, accumulate: int) -> tuple[list[float], torch.Tensor]:
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def _ran(folder: Path, *, ranks: int, accumulate: int, device: str = "cpu") -> tuple[list[float], torch.Tensor]:
     script = folder / "train.py"
-    script.write_text(textwrap.dedent(LOOP).replace("ACCUMULATE", str(accumulate)))
+    script.write_text(textwrap.dedent(LOOP).replace("ACCUMULATE", str(accumulate)).replace("DEVICE", device))
     starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     done = subprocess.run(
         [sys.executable, *starter, str(script)], capture_output=True, text=True, timeout=110, check=False
@@ -64,10 +67,11 @@ def _ran(folder: Path, *, ranks: int, accumulate: int) -> tuple[list[float], tor
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_same_loop_trains_the_same_on_one_rank_and_on_two(tmp_path: Path, accumulate: int) -> None:
-    alone, weights = _ran(tmp_path, ranks=1, accumulate=1)
-    losses, found = _ran(tmp_path, ranks=2, accumulate=accumulate)
+def test_the_same_loop_trains_the_same_on_one_rank_and_on_two(tmp_path: Path, accumulate: int, device: str) -> None:
+    alone, weights = _ran(tmp_path, ranks=1, accumulate=1, device=device)
+    losses, found = _ran(tmp_path, ranks=2, accumulate=accumulate, device=device)
     per_step = [sum(losses[at : at + accumulate]) for at in range(0, len(losses), accumulate)]
     if accumulate == 1:  # with more, the rate is looked up by another number
         assert per_step == pytest.approx(alone, abs=1e-6)

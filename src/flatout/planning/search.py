@@ -199,7 +199,8 @@ class _Search:
             self._is_complete = False
             return None
         if verdict.outcome != "proved":
-            self._leave_out(planned.id, _words(verdict))
+            is_way = any(p.id == planned.id for p in others)
+            self._leave_out(planned.id, (f"as {_settings(planned.parameters)}: " if is_way else "") + _words(verdict))
             return verdict
         if objective == "time" and self._is_too_little(planned, verdict):
             self._leave_out(planned.id, f"too little for coarser numbers: {_words(verdict)}")

@@ -120,7 +120,7 @@ class StageProcess:
             if not ready and monotonic() < deadline:
                 continue
             if not ready:
-                raise Failed(f"{self._name} did not answer within {timeout_s:.0f} s: {self._last_words()}")
+                raise Failed(f"{self._name} did not answer within {timeout_s:.0f} s; the end of its output: {self._last_words(1)}")
             data = os.read(self._answers, _READ)
             if not data:
                 raise Failed(f"{self._name} {self._how_it_ended()}: {self._last_words()}")
@@ -181,14 +181,14 @@ class StageProcess:
             return f"was killed by signal {-code} ({signal.Signals(-code).name})"
         return f"ended with code {code}"
 
-    def _last_words(self) -> str:
-        """The last lines that the process printed, in one."""
+    def _last_words(self, num_lines: int = _SAID) -> str:
+        """The last lines that the process printed, in one, at most 200 characters of each."""
         try:
             text = (Path(self._folder.name) / "said").read_text(errors="replace")
         except OSError:
             return "it printed nothing"
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return " | ".join(lines[-_SAID:])[-600:] or "it printed nothing"
+        lines = [line.strip()[-200:] for line in text.splitlines() if line.strip()]
+        return " | ".join(lines[-num_lines:])[-600:] or "it printed nothing"
 
 
 def _signal(child: Child, number: int) -> None:
