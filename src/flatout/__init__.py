@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flatout.data.rows import pack as pack
     from flatout.data.threads import Threads as Threads
     from flatout.errors import CaptureError as CaptureError
+    from flatout.errors import CheckpointError as CheckpointError
     from flatout.errors import FlatoutError as FlatoutError
     from flatout.errors import HardwareError as HardwareError
     from flatout.errors import NotFiniteError as NotFiniteError
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from flatout.session import apply as apply
     from flatout.session import check as check
     from flatout.training.accumulation import accumulating as accumulating
+    from flatout.training.checkpoints import Checkpoints as Checkpoints
     from flatout.training.chunked_cross_entropy import chunked_cross_entropy as chunked_cross_entropy
     from flatout.training.offload import offload_state as offload_state
     from flatout.training.precision import Precision as Precision
@@ -58,6 +60,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Batches": "flatout.data.batches:Batches",
     "CaptureError": "flatout.errors:CaptureError",
+    "CheckpointError": "flatout.errors:CheckpointError",
+    "Checkpoints": "flatout.training.checkpoints:Checkpoints",
     "Diagnosis": "flatout.records.finding:Diagnosis",
     "Evidence": "flatout.records.evidence:Evidence",
     "Feed": "flatout.data.feed:Feed",

@@ -39,6 +39,10 @@ class EditError(FlatoutError):
     """A text cannot be changed with certainty; the message says what stands in the way."""
 
 
+class CheckpointError(FlatoutError):
+    """A checkpoint could not be written or read; the message says which, on which rank, and what is there instead."""
+
+
 class NotFiniteError(FlatoutError):
     """A number that is watched became NaN or infinite; `step` says when, counted from 0."""
 

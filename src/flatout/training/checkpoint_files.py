@@ -1,0 +1,260 @@
+"""What a checkpoint is on disk: a folder of safetensors and one JSON, whole or not there; nothing in it is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flatout.errors import CheckpointError, UsageError
+
+INDEX: Final = "checkpoint.json"
+_VERSION: Final = 1
+_TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
+_PREFIX: Final = "step-"
+_SHARDING: Final = "DCP_SHARDING_INFO"
+"""Where torch.distributed.checkpoint's reader of Hugging Face files looks for the offsets of shards (torch 2.7 and later)."""
+_BLOCK: Final = 16 << 20
+
+
+class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a tensor: `shape` elements from `offset` on, in `file`."""
+
+    file: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor as a whole: its dtype as torch names it, its shape, and the chunks that make it up."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class FileSum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By which a file is known to be whole: bytes, and CRC-32."""
+
+    num_bytes: int
+    crc32: int
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`checkpoint.json`. `parts`: what was saved by name, with `{"__tensor__": name}` where a tensor was."""
+
+    version: int
+    step: int
+    num_ranks: int
+    torch: str
+    parts: dict[str, Any]
+    tensors: dict[str, Entry]
+    files: dict[str, FileSum]
+
+
+# -- what is saved, as a tree ------------------------------------------------------------------------------------------------
+
+
+def split(tree: object, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The tree as JSON holds it; its tensors go to `tensors` by the path to them.
+
+    Raises UsageError for what is neither a number, text, a container of those, nor a tensor.
+    """
+    if isinstance(tree, Tensor):
+        tensors[name] = tree
+        return {_TENSOR: name}
+    if tree is None or type(tree) in (bool, int, float, str):
+        return tree
+    if isinstance(tree, Mapping):
+        if all(type(key) is str and not key.startswith("__") for key in tree):
+            return {key: split(value, f"{name}/{key}", tensors) for key, value in tree.items()}
+        pairs = [(split(key, f"{name}/?", {}), key, value) for key, value in tree.items()]
+        return {_PAIRS: [[plain, split(value, f"{name}/{key}", tensors)] for plain, key, value in pairs]}
+    if isinstance(tree, (list, tuple)):
+        parts = [split(value, f"{name}/{number}", tensors) for number, value in enumerate(tree)]
+        return parts if isinstance(tree, list) else {_TUPLE: parts}
+    for kind in (int, float, str):  # of a subclass, as NumPy's floats and the members of an IntEnum are
+        if isinstance(tree, kind):
+            return kind(tree)
+    if hasattr(tree, "item") and getattr(tree, "shape", None) == ():
+        return tree.item()  # NumPy's other numbers
+    raise UsageError(
+        f"'{name}' is a {type(tree).__name__}; a checkpoint holds numbers, text, lists, mappings and tensors, since those load "
+        "without running code; leave it out of the state_dict, or give the text or tensor that it can be made of"
+    )
+
+
+def joined(plain: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """The tree that `split` was given, its tensors from `tensor`."""
+    if isinstance(plain, list):
+        return [joined(value, tensor) for value in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if _TENSOR in plain:
+        return tensor(plain[_TENSOR])
+    if _PAIRS in plain:
+        return {joined(key, tensor): joined(value, tensor) for key, value in plain[_PAIRS]}
+    if _TUPLE in plain:
+        return tuple(joined(value, tensor) for value in plain[_TUPLE])
+    return {key: joined(value, tensor) for key, value in plain.items()}
+
+
+def renamed(plain: Any, names: Mapping[str, str]) -> Any:
+    """The tree with its tensors under other names."""
+    if isinstance(plain, list):
+        return [renamed(value, names) for value in plain]
+    if not isinstance(plain, dict):
+        return plain
+    return {key: names[value] if key == _TENSOR else renamed(value, names) for key, value in plain.items()}
+
+
+def tensor_names(plain: Mapping[str, Any]) -> dict[str, str]:
+    """Of a mapping as `split` returned it: where a tensor was, and by which name it was saved."""
+    return {key: value[_TENSOR] for key, value in plain.items() if isinstance(value, dict) and _TENSOR in value}
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------------
+
+
+def write_tensors(
+    folder: Path, file: str, tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]]
+) -> FileSum:
+    """One rank's file, on the disk when this returns. The interpreter is free for other threads meanwhile."""
+    sharding = {name: {"saved_offsets": list(offsets[name])} for name in tensors}
+    save_file(dict(tensors), str(folder / file), metadata={"format": "pt", _SHARDING: json.dumps(sharding)})
+    _to_disk(folder / file)
+    return sum_of(folder / file)
+
+
+def publish(folder: Path, index: Index, writing: Path) -> None:
+    """Make the checkpoint one, after all ranks have written: the index, then the name. One of the same step is replaced."""
+    (writing / INDEX).write_text(json.dumps(msgspec.to_builtins(index), indent=1) + "\n")
+    _to_disk(writing / INDEX)
+    _to_disk(writing)
+    target, old = folder / f"{_PREFIX}{index.step}", folder / f".{_PREFIX}{index.step}.replaced"
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    writing.rename(target)
+    _to_disk(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def writing_folder(folder: Path, step: int) -> Path:
+    """Where a checkpoint lies until it is one."""
+    return folder / f".{_PREFIX}{step}.writing"
+
+
+def remove(folder: Path, step: int) -> None:
+    """Remove a checkpoint; it is none any more before the first of its files goes."""
+    removed = folder / f".{_PREFIX}{step}.removed"
+    shutil.rmtree(removed, ignore_errors=True)
+    (folder / f"{_PREFIX}{step}").rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what writers that were killed have left; put back what one was replacing."""
+    for left in folder.glob(f".{_PREFIX}*.replaced") if folder.is_dir() else ():
+        target = folder / left.name[1 : -len(".replaced")]
+        if not target.exists():
+            left.rename(target)
+    for ending in ("writing", "removed", "replaced"):
+        for left in folder.glob(f".{_PREFIX}*.{ending}") if folder.is_dir() else ():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sum_of(path: Path) -> FileSum:
+    """Of a file as it is on the disk."""
+    crc, size = 0, 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+    return FileSum(num_bytes=size, crc32=crc)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------------
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of which there is a checkpoint, rising."""
+    if not folder.is_dir():
+        return []
+    found = [p.name.removeprefix(_PREFIX) for p in folder.glob(f"{_PREFIX}*") if (p / INDEX).is_file()]
+    return sorted(int(step) for step in found if step.isdecimal())
+
+
+def read_index(path: Path) -> Index:
+    """The index of a checkpoint's folder. Raises CheckpointError when there is none that can be read."""
+    try:
+        index = msgspec.convert(json.loads((path / INDEX).read_bytes()), Index)
+    except OSError as e:
+        raise CheckpointError(f"'{path}' has no {INDEX}: {e.strerror or e}") from e
+    except (ValueError, msgspec.ValidationError) as e:
+        raise CheckpointError(f"'{path / INDEX}' is damaged: {e}") from e
+    if index.version != _VERSION:
+        raise CheckpointError(
+            f"'{path}' is of version {index.version}, and this flatout reads {_VERSION}; read it with the one that wrote it"
+        )
+    return index
+
+
+def check_file(path: Path, file: str, wanted: FileSum) -> None:
+    """Raises CheckpointError when a file is not what was written."""
+    try:
+        found = sum_of(path / file)
+    except OSError as e:
+        raise CheckpointError(f"'{path / file}' cannot be read: {e.strerror or e}") from e
+    if found != wanted:
+        what = (
+            f"{found.num_bytes} bytes of {wanted.num_bytes}" if found.num_bytes != wanted.num_bytes else "other bytes"
+        )
+        raise CheckpointError(f"'{path / file}' is damaged: it holds {what} than were written")
+
+
+def read_into(path: Path, name: str, entry: Entry, target: Tensor, offset: Sequence[int]) -> None:
+    """Fill `target`, the part of the tensor that begins at `offset`, from whatever chunks hold it. Raises CheckpointError."""
+    filled = 0
+    for chunk in entry.chunks:
+        low = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
+        high = [min(a + n, b + m) for a, n, b, m in zip(offset, target.shape, chunk.offset, chunk.shape, strict=True)]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            continue
+        there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offset, strict=True))
+        here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
+        try:
+            with safe_open(path / chunk.file, framework="pt") as file:
+                part = file.get_slice(name)[there] if there else file.get_tensor(name)
+        except (OSError, SafetensorError) as e:
+            raise CheckpointError(f"'{path / chunk.file}' cannot be read: {e}") from e
+        target[here].copy_(part)
+        filled += part.numel()
+    if filled < target.numel():
+        raise CheckpointError(f"'{path}' holds {filled} of {target.numel()} elements of '{name}'; it is not whole")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As torch names it.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")

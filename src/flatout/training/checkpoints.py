@@ -1,0 +1,453 @@
+"""Checkpoints that training does not wait for: copied in stream order, written by a thread, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from flatout.errors import CheckpointError, UsageError
+from flatout.training import checkpoint_files as files
+from flatout.training.checkpoint_files import Chunk, Entry, FileSum, Index
+from flatout.training.staging import Staged, Staging
+
+Value = TypeVar("Value")
+_RANDOM: Final = "random"
+_PATIENCE: Final = timedelta(minutes=30)
+
+
+class Saved(NamedTuple):
+    """What a checkpoint cost.
+
+    Seconds of the call itself and, before it, of waiting for the save before (`before_s`), of the device's own stream for copies,
+    and of the thread for writing.
+    """
+
+    step: int
+    call_s: float
+    before_s: float
+    device_s: float
+    write_s: float
+    num_bytes: int
+
+
+class _Part(NamedTuple):
+    """A tensor as this rank holds it: where it begins in the whole, and whether this rank writes it."""
+
+    local: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    is_mine: bool
+
+
+class Checkpoints:
+    """`save(step, model=model, optimizer=optimizer, feed=feed)` and, in the next process, `load` of the same.
+
+    A part is anything with `state_dict` and `load_state_dict`, or (to save only) a mapping; states of numbers, text and tensors.
+    `save` copies what is there now and returns; a thread writes it. On a GPU the copy is made in stream order: on the device, and
+    from there on a stream of its own, so that the host does not wait, and the device only for that first copy. A save that finds
+    the one before it still being written waits for it. A checkpoint is a folder `step-N` of safetensors and a JSON: it appears when
+    all of it is on the disk, and the `keep` newest stay. Random numbers of torch, its devices, Python and NumPy are saved for each
+    rank, and put back where there are as many ranks. Weights (of modules) that are not finite are not saved.
+
+    Ranks write to one file system: each its own shards of DTensors, and its share of what is the same on all. They agree over a
+    process group of their own (gloo), so that no collective of the training is held up. An error of any rank is raised by the
+    next call, on every rank, as CheckpointError; the checkpoints before it stay. Loading places tensors as the parts are placed
+    now: over more or fewer ranks, too. All ranks make it, and call it, together.
+
+    Use it in a `with`, or call `close`: what is under way is then finished.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 2, timeout: timedelta = _PATIENCE) -> None:
+        if keep < 1:
+            raise UsageError(f"keep is {keep}; give 1 or more, the newest checkpoints that stay")
+        self._folder, self._keep = Path(folder), keep
+        self._is_many = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if self._is_many else None
+        self._rank = dist.get_rank() if self._is_many else 0
+        self._num_ranks = dist.get_world_size() if self._is_many else 1
+        self._staging = Staging()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
+        self._under_way: Future[Saved] | None = None
+        self.saved: list[Saved] = []
+        """What each checkpoint cost, of this process."""
+        if self._rank == 0:
+            self._prepare()
+        self._agree(None)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CheckpointError as e:
+            assert error is not None
+            error.add_note(f"besides: {e}")
+
+    @property
+    def steps(self) -> list[int]:
+        """Of which there is a whole checkpoint, rising."""
+        return files.steps_in(self._folder)
+
+    # -- saving --------------------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, /, **parts: Any) -> None:
+        """Begin to save the state after `step` optimizer steps.
+
+        Raises UsageError for states that hold something else than numbers, text and tensors, CheckpointError when the save
+        before it has failed.
+        """
+        began = perf_counter()
+        self.wait()
+        before_s = perf_counter() - began
+        if type(step) is not int or step < 0 or not parts or _RANDOM in parts:
+            raise UsageError(
+                f"step {step!r}, parts {sorted(parts)}: give the number of steps done, and one part or more, "
+                f"none of them named '{_RANDOM}'"
+            )
+        tensors: dict[str, Tensor] = {}
+        plain = {name: files.split(_state(part), name, tensors) for name, part in parts.items()}
+        plain[_RANDOM] = {f"{self._rank}": files.split(_random_state(), f"{_RANDOM}/{self._rank}", tensors)}
+        plain, tensors = _without_twins(plain, tensors)
+        held = self._shared_out(tensors)
+        weights = {f"{name}/{n}" for name, part in parts.items() for n in _weights_of(part)}
+        mine = {name: part for name, part in held.items() if part.is_mine}
+        staged = self._staging.copy({name: part.local for name, part in mine.items()})
+        entries = {name: (part.offset, part.shape, files.dtype_name(part.local.dtype)) for name, part in mine.items()}
+        call_s = perf_counter() - began
+        self._under_way = self._thread.submit(
+            self._write, step, plain, staged, entries, weights, (call_s - before_s, before_s)
+        )
+
+    def wait(self) -> None:
+        """Until what was saved last is on the disk. Raises CheckpointError if that has failed, on any rank."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            self.saved.append(under_way.result())
+
+    def close(self) -> None:
+        """Finish what is under way. Raises CheckpointError as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+                self._group = None
+
+    def _shared_out(self, tensors: Mapping[str, Tensor]) -> dict[str, _Part]:
+        """Who writes what: shards those who hold them; what is the same on all ranks one each, the largest first."""
+        load = [0] * self._num_ranks
+        held: dict[str, _Part] = {}
+        own = f"{_RANDOM}/{self._rank}/"
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel() * item[1].element_size()):
+            if isinstance(tensor, DTensor):
+                held[name] = _shard(tensor)
+                continue
+            writer = load.index(min(load))
+            is_shared = not name.startswith(own)
+            if is_shared:
+                load[writer] += tensor.numel() * tensor.element_size()
+            shape = tuple(tensor.shape)
+            held[name] = _Part(tensor, (0,) * tensor.dim(), shape, not is_shared or writer == self._rank)
+        return {name: held[name] for name in tensors}
+
+    def _write(
+        self,
+        step: int,
+        plain: dict[str, Any],
+        staged: Staged,
+        entries: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]],
+        weights: set[str],
+        waited: tuple[float, float],
+    ) -> Saved:
+        """In the thread. Every rank comes to the same end."""
+        writing = files.writing_folder(self._folder, step)
+        file = f"rank-{self._rank:05}-of-{self._num_ranks:05}.safetensors"
+
+        def written() -> tuple[FileSum, float, float]:
+            device_s = staged.wait()
+            began = perf_counter()
+            bad = next((n for n, t in staged.tensors.items() if n in weights and not _is_finite(t)), "")
+            if bad:
+                raise CheckpointError(f"'{bad}' is not finite")
+            writing.mkdir(parents=True, exist_ok=True)
+            offsets = {name: offset for name, (offset, _, _) in entries.items()}
+            return files.write_tensors(writing, file, staged.tensors, offsets), device_s, began
+
+        summed, device_s, began = self._tried(step, written)
+        described = {
+            name: [list(offset), list(staged.tensors[name].shape), list(shape), dtype]
+            for name, (offset, shape, dtype) in entries.items()
+        }
+        told = self._gathered([file, summed.num_bytes, summed.crc32, described, plain[_RANDOM], step])
+        self._tried(step, lambda: self._published(step, plain, told) if self._rank == 0 else None)
+        return Saved(step, waited[0], waited[1], device_s, perf_counter() - began, summed.num_bytes)
+
+    def _published(self, step: int, plain: dict[str, Any], told: list[Any]) -> None:
+        """On the first rank: the index of what all have written, and the name."""
+        others = sorted({one[-1] for one in told})
+        if others != [step]:
+            raise CheckpointError(f"ranks save the steps {others} at once; call save with the same step on all")
+        tensors: dict[str, Entry] = {}
+        for file, _, _, described, _, _ in told:
+            for name, (offset, shape, whole, dtype) in described.items():
+                chunk = Chunk(file=file, offset=tuple(offset), shape=tuple(shape))
+                known = tensors.get(name)
+                chunks = (*known.chunks, chunk) if known is not None else (chunk,)
+                tensors[name] = Entry(dtype=dtype, shape=tuple(whole), chunks=chunks)
+        index = Index(
+            version=1,
+            step=step,
+            num_ranks=self._num_ranks,
+            torch=str(torch.__version__),
+            parts=plain | {_RANDOM: {rank: state for one in told for rank, state in one[4].items()}},
+            tensors=tensors,
+            files={file: FileSum(num_bytes=size, crc32=crc) for file, size, crc, _, _, _ in told},
+        )
+        files.publish(self._folder, index, files.writing_folder(self._folder, step))
+        for old in files.steps_in(self._folder)[: -self._keep]:
+            files.remove(self._folder, old)
+
+    def _prepare(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            files.tidy(self._folder)
+        except OSError as e:
+            raise CheckpointError(
+                f"the folder '{self._folder}' for checkpoints cannot be made: {e.strerror or e}; give one that can"
+            ) from e
+
+    # -- loading -------------------------------------------------------------------------------------------------------------
+
+    def load(self, step: int | None = None, /, **parts: Any) -> int | None:
+        """Give the parts the state of the newest checkpoint that is whole (or of `step`); the step, or None when there is none.
+
+        Nothing is changed before all of it has been read. A damaged checkpoint is passed over for the one before it, with a
+        warning. Raises CheckpointError when all are damaged or `step` is not there; UsageError when it is of other parts.
+        """
+        self.wait()
+        found = self._agree(self.steps)
+        if step is not None and step not in found:
+            raise CheckpointError(f"'{self._folder}' has no checkpoint of step {step}; it has {found or 'none'}")
+        said: list[str] = []
+        for candidate in [step] if step is not None else reversed(found):
+            path = self._folder / f"step-{candidate}"
+            why = self._damage(path)
+            if not why:
+                self._load(files.read_index(path), path, parts)
+                return candidate
+            said.append(why)
+            if self._rank == 0 and step is None:
+                warnings.warn(f"the checkpoint of step {candidate} is passed over: {why}", stacklevel=2)
+        if said:
+            raise CheckpointError("no checkpoint is whole: " + "; ".join(said))
+        return None
+
+    def _damage(self, path: Path) -> str:
+        """What is wrong with a checkpoint, on all ranks; each looks at its share of the files."""
+        try:
+            index = files.read_index(path)
+            for number, (file, wanted) in enumerate(sorted(index.files.items())):
+                if number % self._num_ranks == self._rank:
+                    files.check_file(path, file, wanted)
+            why = ""
+        except CheckpointError as e:
+            why = str(e)
+        return next((w for w in self._gathered(why) if w), "")
+
+    def _load(self, index: Index, path: Path, parts: Mapping[str, Any]) -> None:
+        lacking, own = sorted(parts.keys() - index.parts.keys()), sorted(index.parts.keys() - {_RANDOM})
+        if lacking or not parts:
+            raise UsageError(f"'{path}' has no parts {lacking}; it has {own}")
+        states = {}
+        for name, part in parts.items():
+            _check_alike(name, part, index)
+            place = _places(part, name)
+            read = partial(_read_placed, path, index, place)
+            states[name] = files.joined(index.parts[name], read)
+        kept = index.parts[_RANDOM].get(f"{self._rank}") if index.num_ranks == self._num_ranks else None
+        numbers = files.joined(kept, lambda n: _read(path, n, index.tensors[n], None)) if kept is not None else None
+        for name, part in parts.items():
+            _bare(part).load_state_dict(states[name])
+        if numbers is not None:
+            _set_random_state(numbers)
+
+    # -- among ranks ---------------------------------------------------------------------------------------------------------
+
+    def _tried(self, step: int, action: Callable[[], Value]) -> Value:
+        """What it returns, once it has succeeded on every rank. Raises CheckpointError on all of them otherwise."""
+        value: Any = None
+        try:
+            value, why = action(), ""
+        except (OSError, SafetensorError, CheckpointError, RuntimeError, TypeError, ValueError) as e:
+            why = str(e)
+        wrong = {rank: w for rank, w in enumerate(self._gathered(why)) if w}
+        if not wrong:
+            return value  # type: ignore[no-any-return]
+        if self._rank == 0:
+            shutil.rmtree(files.writing_folder(self._folder, step), ignore_errors=True)
+        rank, why = next(iter(wrong.items()))
+        left = files.steps_in(self._folder)
+        good = f"the last good one is of step {left[-1]}" if left else "there is none before it"
+        raise CheckpointError(f"the checkpoint of step {step} was not written; rank {rank}: {why}; {good}")
+
+    def _gathered(self, value: Value) -> list[Value]:
+        """Every rank's value, as JSON holds it. Raises CheckpointError when a rank does not answer."""
+        if self._group is None:
+            return [value]
+        told: list[str] = [""] * self._num_ranks
+        try:
+            dist.all_gather_object(told, json.dumps(value), group=self._group)
+        except RuntimeError as e:
+            raise CheckpointError(f"ranks could not agree on the checkpoint; one of them is gone: {e}") from e
+        return [json.loads(one) for one in told]
+
+    def _agree(self, value: Value) -> Value:
+        """The first rank's value, on every rank."""
+        return self._gathered(value)[0]
+
+
+def _bare(part: Any) -> Any:
+    """A module without what replicates or compiles it, whose names are not those of its parameters."""
+    while isinstance(part, nn.Module):
+        inner = getattr(part, "_orig_mod", None)
+        if inner is None and isinstance(part, nn.parallel.DistributedDataParallel):
+            inner = part.module
+        if inner is None:
+            break
+        part = inner
+    return part
+
+
+def _state(part: Any) -> Any:
+    if isinstance(part, Mapping):
+        return dict(part)
+    if not hasattr(part, "state_dict"):
+        raise UsageError(f"a part is a {type(part).__name__}; give something with a state_dict, or a mapping")
+    return _bare(part).state_dict()
+
+
+def _weights_of(part: Any) -> list[str]:
+    """Names of parameters, which are to be finite; a buffer may hold an infinity, as masks do."""
+    return [name for name, _ in _bare(part).named_parameters()] if isinstance(part, nn.Module) else []
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _without_twins(plain: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Tensors that are the same memory, as tied weights are, once."""
+    first: dict[Any, str] = {}
+    same: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        key = (local.data_ptr(), local.shape, local.stride(), local.dtype, local.device, tensor.shape)
+        same[name] = first.setdefault(key if local.numel() else name, name)
+    return files.renamed(plain, same), {name: tensor for name, tensor in tensors.items() if same[name] == name}
+
+
+def _shard(tensor: DTensor) -> _Part:
+    """This rank's part of a DTensor; of ranks with the same part the first writes."""
+    chunks = tensor.__create_chunk_list__()
+    local = tensor.to_local()
+    coordinate = tensor.device_mesh.get_coordinate()
+    is_first = coordinate is not None and all(
+        placement.is_shard() or at == 0 for placement, at in zip(tensor.placements, coordinate, strict=True)
+    )
+    offset = tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim()
+    return _Part(local, offset, tuple(tensor.shape), is_first and local.numel() > 0)
+
+
+def _places(part: Any, name: str) -> Callable[[str], Tensor | None]:
+    """What says how a loaded tensor of the part is to lie: a module's own, and for an optimizer's state its parameter."""
+    part = _bare(part)
+    if isinstance(part, nn.Module):
+        return {f"{name}/{n}": t for n, t in part.state_dict().items() if isinstance(t, Tensor)}.get
+    if not isinstance(part, torch.optim.Optimizer):
+        return lambda _: None
+    params = {f"{n}": p for n, p in enumerate(p for group in part.param_groups for p in group["params"])}
+    return lambda n: params.get(n.removeprefix(f"{name}/state/").partition("/")[0])
+
+
+def _check_alike(name: str, part: Any, index: Index) -> None:
+    """Raises UsageError when a module is not the one that was saved."""
+    part = _bare(part)
+    if not isinstance(part, nn.Module):
+        return
+    kept = {n: index.tensors[t] for n, t in files.tensor_names(index.parts[name]).items()}
+    here = {n: t for n, t in part.state_dict().items() if isinstance(t, Tensor)}
+    for what, names in (("lacks", here.keys() - kept.keys()), ("has besides", kept.keys() - here.keys())):
+        if names:
+            raise UsageError(
+                f"the checkpoint's '{name}' {what} {', '.join(sorted(names)[:4])} ({len(names)}); it is of another model"
+            )
+    for n, tensor in here.items():
+        was = f"{list(kept[n].shape)} {kept[n].dtype}"
+        now = f"{list(tensor.shape)} {files.dtype_name(tensor.dtype)}"
+        if was != now:
+            raise UsageError(f"'{name}/{n}' is {now}, and {was} in the checkpoint; it is of another model")
+
+
+def _read_placed(path: Path, index: Index, place: Callable[[str], Tensor | None], name: str) -> Tensor:
+    return _read(path, name, index.tensors[name], place(name))
+
+
+def _read(path: Path, name: str, entry: Entry, place: Tensor | None) -> Tensor:
+    dtype = getattr(torch, entry.dtype)
+    if isinstance(place, DTensor) and tuple(place.shape) == entry.shape:
+        target = torch.empty_like(place, dtype=dtype)
+        assert isinstance(target, DTensor)
+        part = _shard(target)
+        if part.local.numel():
+            files.read_into(path, name, entry, part.local, part.offset)
+        return target
+    whole = torch.empty(entry.shape, dtype=dtype)
+    files.read_into(path, name, entry, whole, (0,) * len(entry.shape))
+    return whole
+
+
+def _random_state() -> dict[str, Any]:
+    """Of every generator that a script may draw from."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"python": (version, torch.tensor(numbers), gauss), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = (kind, torch.from_numpy(keys.copy()), *rest)
+    return state
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    numpy = sys.modules.get("numpy")
+    if "numpy" in state and numpy is not None:
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, keys.numpy(), *rest))
