@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 bench/feeding_device.py --out OUT.json      (on CPUs with gloo: a toy, to see that it runs)
 
 The same model, optimizer and samples a step on both sides, bf16 autocast on GPUs, eager. Padded: transformers'
-LengthGroupedSampler sharded as Accelerate does, SDPA with a key mask. Packed: Batches and Ragged, attention over the documents
-of a batch by PyTorch's variable-length kernel (on a CPU document by document). Stretches of steps in turn; seconds a real token
-over all ranks, medians of ratios with intervals; the losses of both sides at the end.
+LengthGroupedSampler sharded as Accelerate does, from a DataLoader with two workers and pinned memory, SDPA with a key mask.
+Packed: Batches and Ragged, attention over the documents of a batch by PyTorch's variable-length kernel (on a CPU document by
+document). Stretches of steps in turn; seconds a real token over all ranks, medians of ratios with intervals; the losses of both
+sides at the end.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import flatout
 from flatout.measure.stats import ratio_estimate
 
 LONGEST, VOCAB = 2048, 4096
+WARM_UP = 6
+"""Stretches of each side before the first that counts: every new shape has memory to be found and kernels to be chosen."""
 
 
 class Block(nn.Module):
@@ -144,30 +148,48 @@ class Packed(Side):
                 yield step.num_tokens
 
 
+class Order:
+    """transformers' LengthGroupedSampler, sharded as Accelerate does: a global batch's parts to the ranks in turn."""
+
+    def __init__(self, lengths: list[int], size: int, world: flatout.World) -> None:
+        self.lengths, self.size, self.world, self.epoch = lengths, size, world, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        per_rank = self.size // self.world.num_ranks
+        drawn = torch.Generator().manual_seed(self.epoch)
+        order = list(LengthGroupedSampler(per_rank, lengths=self.lengths, generator=drawn))
+        self.epoch += 1
+        for at in range(0, len(order) - self.size + 1, self.size):
+            yield order[at : at + self.size]
+
+
 class Padded(Side):
     def __init__(self, world: flatout.World, shape: tuple[int, int, int], texts: list[Tensor], size: int) -> None:
-        self.texts, self.size = texts, size
+        per_rank, rank = size // world.num_ranks, world.rank
+
+        def collated(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, int]:
+            mine = [tokens for tokens, _ in items[rank * per_rank : (rank + 1) * per_rank]]
+            padded = nn.utils.rnn.pad_sequence(mine, batch_first=True)
+            lengths = torch.tensor([len(tokens) for tokens in mine])
+            return padded, torch.arange(padded.size(1)) < lengths[:, None], sum(num for _, num in items)
+
+        self.loader: DataLoader[Any] = DataLoader(
+            [(text, len(text)) for text in texts],  # type: ignore[arg-type]
+            batch_sampler=Order([len(t) for t in texts], size, world),
+            collate_fn=collated,
+            num_workers=2,
+            pin_memory=world.device.type == "cuda",
+            persistent_workers=True,
+        )
+        iter(self.loader)  # its processes are started before there is anything on a device
         super().__init__(world, shape)
 
     def run(self) -> Iterator[int]:
-        per_rank = self.size // self.world.num_ranks
-        lengths = [len(t) for t in self.texts]
-        for epoch in range(10**6):
-            order = list(
-                LengthGroupedSampler(per_rank, lengths=lengths, generator=torch.Generator().manual_seed(epoch))
-            )
-            for at in range(0, len(order) - self.size + 1, self.size):
-                whole = order[at : at + self.size]
-                mine = whole[self.world.rank * per_rank : (self.world.rank + 1) * per_rank]
-                batch = (
-                    flatout.ragged([self.texts[i] for i in mine]).pin_memory()
-                    if self.world.device.type == "cuda"
-                    else None
-                )
-                batch = batch or flatout.ragged([self.texts[i] for i in mine])
-                tokens, mask = batch.to(self.world.device, non_blocking=True).padded(0)
+        while True:
+            for on_host, mask_on_host, num_tokens in self.loader:
+                tokens = on_host.to(self.world.device, non_blocking=True)
+                mask = mask_on_host.to(self.world.device, non_blocking=True)
                 places = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-                num_tokens = sum(lengths[i] for i in whole)
                 with self.precision:
                     out = self.model(tokens, places, padded_attention(mask))
                     losses = F.cross_entropy(out.float().flatten(0, 1), shifted(tokens).flatten(), reduction="none")
@@ -200,14 +222,15 @@ def main() -> int:
         size = per_rank * world.num_ranks
         sides = {"padded": Padded(world, shape, texts, size), "packed": Packed(world, shape, texts, size)}
         taken: dict[str, list[float]] = {name: [] for name in sides}
-        for number in range(options.pairs + 2):
+        for number in range(options.pairs + WARM_UP):
             for name in sides if number % 2 else list(sides)[::-1]:
                 seconds = stretch(sides[name], options.steps)
-                if number >= 2:
+                if number >= WARM_UP:
                     taken[name].append(seconds)
         ratio = ratio_estimate(taken["padded"], taken["packed"])
         record = {
             "packed_over_padded": [ratio.value, ratio.low, ratio.high],
+            "stretches_tokens_per_s": {name: [round(1 / x) for x in s] for name, s in taken.items()},
             "tokens_per_s": {name: 1 / median(s) for name, s in taken.items()},
             "last_losses": {name: side.mean_loss(50) for name, side in sides.items()},
             "ranks": world.num_ranks,

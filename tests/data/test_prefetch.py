@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from flatout.data.batches import Batches
+from flatout.data.feed import Feed
 from flatout.data.prefetch import Prefetch
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -88,3 +90,30 @@ def test_it_has_the_length_and_the_attributes_of_its_source() -> None:
 def test_nothing_ahead_is_refused() -> None:
     with pytest.raises(ValueError, match="ahead"):
         Prefetch([1], ahead=0)
+
+
+@pytest.mark.device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("numbers", "is_aside"), [(1 << 24, True), (16, False)])
+@pytest.mark.parametrize("kind", ["thread", "feed"])
+def test_what_copies_hide_is_measured_and_copies_that_hide_nothing_stay_in_the_stream(
+    kind: str, numbers: int, is_aside: bool
+) -> None:
+    table = torch.arange(40.0)[:, None].expand(40, numbers)
+    work = torch.randn(4096, 4096, device="cuda")
+    source: Any = (
+        Prefetch(iter(table.split(1)), "cuda")
+        if kind == "thread"
+        else Feed(table, Batches([1] * 40, 1, seed=0), device="cuda")
+    )
+    seen = []
+    for batch in source:
+        seen.append(batch[0, 0])
+        for _ in range(4 if is_aside else 16):
+            work = (work @ work) / 64
+    found = source.copies
+    assert found is not None
+    assert found.is_aside is is_aside
+    assert 0 <= found.hidden <= 1
+    assert found.copy_s > 0
+    assert sorted(torch.stack(seen).tolist()) == list(range(40))

@@ -120,7 +120,7 @@ LEAVES = st.one_of(
 )
 KEYS = st.one_of(st.text(max_size=4), st.integers(0, 9), st.sampled_from(["__tensor__", "__tuple__", "__pairs__"]))
 TREES = st.recursive(
-    st.one_of(LEAVES, st.integers(1, 4).map(lambda n: torch.arange(n))),
+    st.one_of(LEAVES, st.integers(1, 4).map(torch.zeros)),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3), st.tuples(inner, inner)
     ),
@@ -164,12 +164,12 @@ def test_what_would_have_to_be_unpickled_is_refused_by_its_path(tmp_path: Path) 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "no index", "half an index"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path, damage: str) -> None:
     training = _Training()
+    training.steps(1)
+    expected = training.state()
     with Checkpoints(tmp_path) as saves:
-        for step in (1, 2):
-            training.steps(1)
-            saves.save(step, **training.parts)
-            saves.wait()
-            expected = training.state() if step == 1 else expected
+        saves.save(1, **training.parts)
+        training.steps(1)
+        saves.save(2, **training.parts)
     [weights] = (tmp_path / "step-2").glob("*.safetensors")
     index = tmp_path / "step-2" / "checkpoint.json"
     if damage == "truncated":
@@ -203,7 +203,10 @@ def test_another_model_is_refused_and_nothing_is_changed(tmp_path: Path) -> None
         saves.save(1, **training.parts)
         training.steps(2)
         before = training.state()
-        for other, says in ((nn.Linear(16, 16), "lacks bias, weight"), (_Tied(8), r"is \[8, 8\] float32, and \[16, 16\]")):
+        for other, says in (
+            (nn.Linear(16, 16), "lacks bias, weight"),
+            (_Tied(8), r"is \[8, 8\] float32, and \[16, 16\]"),
+        ):
             with pytest.raises(UsageError, match=says):
                 saves.load(optimizer=training.optimizer, net=other)
         with pytest.raises(UsageError, match="has no parts"):
@@ -409,7 +412,6 @@ def test_on_a_device_nobody_waits_and_copies_are_of_the_moment(tmp_path: Path, m
     staging = Staging()
     staging.copy(tensors).wait()
     expected = {n: t.cpu() for n, t in tensors.items()}
-    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         staged = staging.copy(tensors)

@@ -16,8 +16,8 @@ STEPS = 8
 """Optimizer steps of two micro-batches each; an epoch has four."""
 
 SCRIPT = """
-    # Reads lines 'folder workers kill'; each is run in a child, which kills itself before micro-step `kill` (-1: not at all), while
-    # its thread writes a checkpoint; prints how the child ended.
+    # Reads lines 'folder workers kill'; each is run in a child, which kills itself before micro-step `kill` (-1: not at all),
+    # while its thread writes a checkpoint; prints how the child ended.
     import hashlib, os, random, signal, sys
     import torch
     from torch import nn

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from flatout.data.epochs import EpochPlan
 from flatout.data.keyed import Keyed, keyed_indices
-from flatout.data.prefetch import Prefetch, copied_ahead
+from flatout.data.prefetch import Copier, Copies, Prefetch, copied_ahead
 from flatout.data.ragged import collate_ragged, ragged
 from flatout.data.rows import Rows, RowsOf, pack
 from flatout.errors import UsageError
@@ -53,14 +53,22 @@ class Feed(Generic[Batch]):
         self._device = torch.device(device)
         self._workers, self._ahead = workers, ahead
         self._num_samples = len(dataset)
-        self._cut = _cutter(dataset) if collate is None and not isinstance(plan, Rows) else None
+        is_pinned = self._device.type == "cuda"
+        self._cut = _cutter(dataset, is_pinned) if collate is None and not isinstance(plan, Rows) else None
         is_drawn = not isinstance(dataset, (Tensor, list, tuple))  # taking what is there draws nothing
         keyed = Keyed(dataset, seed=plan.seed) if is_drawn else _Indexed(dataset)
         self._dataset: Any = RowsOf(keyed) if isinstance(plan, Rows) else keyed
         usual: Any = partial(pack, length=plan.length) if isinstance(plan, Rows) else collate_ragged
         self._collate: Callable[[Sequence[Any]], Batch] = collate if collate is not None else usual
         self._epoch = self._taken = 0
-        self._loader: DataLoader[Batch] | None = None
+        self._loader: DataLoader[Batch] | Prefetch[Batch] | None = None
+        self._copier: Copier | None = None
+
+    @property
+    def copies(self) -> Copies | None:
+        """What copying batches beside the step is worth; None before it was measured, and where they are not on a CUDA device."""
+        held = self._loader if isinstance(self._loader, Prefetch) else self._copier
+        return held.copies if held is not None else None
 
     @property
     def epoch(self) -> int:
@@ -107,14 +115,15 @@ class Feed(Generic[Batch]):
             made = (self._collate(self._items(indices)) for indices in _Indices(self._plan, self._num_samples))
         if self._device.type == "cpu":
             return made
-        return copied_ahead(made, self._device, ahead=self._ahead)
+        self._copier = self._copier or Copier(self._device)
+        return copied_ahead(made, self._copier, ahead=self._ahead)
 
     def _items(self, indices: list[Any]) -> list[Any]:
         return [self._dataset[i] for i in indices]
 
-    def _from_workers(self) -> Prefetch[Batch] | DataLoader[Batch]:
+    def _from_workers(self) -> DataLoader[Batch] | Prefetch[Batch]:
         if self._loader is None:
-            self._loader = DataLoader(
+            loader: DataLoader[Batch] = DataLoader(
                 self._dataset,
                 batch_sampler=_Indices(self._plan, self._num_samples),
                 collate_fn=self._collate,
@@ -123,18 +132,30 @@ class Feed(Generic[Batch]):
                 persistent_workers=True,
                 generator=torch.Generator(),  # so that starting an epoch draws nothing of the script's
             )
-        return self._loader if self._device.type == "cpu" else Prefetch(self._loader, self._device, ahead=self._ahead)
+            on_cpu = self._device.type == "cpu"
+            self._loader = loader if on_cpu else Prefetch(loader, self._device, ahead=self._ahead)
+        return self._loader
 
 
-def _cutter(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """How a batch is cut out of data that are tensors in memory; None for other data."""
+def _cutter(dataset: Any, is_pinned: bool) -> Callable[[list[int]], Any] | None:
+    """How a batch is cut out of data that are tensors in memory, into pinned memory at once; None for other data."""
     if isinstance(dataset, Tensor):
-        return lambda indices: dataset[torch.tensor(indices)]
+        return partial(_rows, dataset, is_pinned)
     if type(dataset) is TensorDataset:
-        return lambda indices: tuple(t[torch.tensor(indices)] for t in dataset.tensors)
+        return lambda indices: tuple(_rows(t, is_pinned, indices) for t in dataset.tensors)
     if isinstance(dataset, list) and dataset and all(isinstance(s, Tensor) and s.dim() for s in dataset):
-        return lambda indices: ragged([dataset[i] for i in indices])
+        is_mixed = len({s.dtype for s in dataset}) > 1  # then torch.cat knows what they become
+        is_pinned = is_pinned and not is_mixed and all(s.device.type == "cpu" for s in dataset)
+        return lambda indices: ragged([dataset[i] for i in indices], pin=is_pinned)
     return None
+
+
+def _rows(table: Tensor, is_pinned: bool, indices: list[int]) -> Tensor:
+    wanted = torch.tensor(indices, device=table.device)
+    if not is_pinned or table.device.type != "cpu":
+        return table[wanted]
+    rows = torch.empty((len(indices), *table.shape[1:]), dtype=table.dtype, pin_memory=True)
+    return torch.index_select(table, 0, wanted, out=rows)
 
 
 class _Indexed(Dataset[Any]):

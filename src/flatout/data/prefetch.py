@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from statistics import median
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
@@ -14,13 +16,19 @@ from flatout.data.nests import mapped, tensors_in
 
 Batch = TypeVar("Batch")
 _END: Final = object()
+_SETTLED: Final = 8
+"""Batches before times are taken: allocators grow and kernels are chosen in the first."""
+_TIMED: Final = 16
+_WORTH: Final = 0.005
+"""Of the time between batches: what a copy aside has to hide to be worth its events and the host's work for them."""
 
 
 class _Fetched(NamedTuple):
-    """A batch and the event after which its copies are there; None where nothing is under way."""
+    """A batch and the event after which its copies are there, None where none is under way; `began`: of a copy that is timed."""
 
     batch: Any
     ready: torch.cuda.Event | None
+    began: torch.cuda.Event | None
 
 
 class Prefetch(Generic[Batch]):
@@ -28,7 +36,8 @@ class Prefetch(Generic[Batch]):
 
     The batches come out in order, on the device, and are what the source made; an exception of the source comes out where its
     batch would have. On a CUDA device copies go from pinned memory on a stream of their own, and the caller's stream waits for
-    them. Without a device batches stay where they are and are only read ahead; with the device 'cpu' this does nothing.
+    them; what that hides is measured (`copies`), and where it is next to nothing, copies run in the caller's stream from then on.
+    Without a device batches stay where they are and are only read ahead; with the device 'cpu' this does nothing.
     Attributes (`dataset`, `sampler`, `set_epoch`) are the source's.
 
     Reading ahead draws the source's random numbers earlier: a data set that draws from torch's global generator, and a model that
@@ -46,6 +55,12 @@ class Prefetch(Generic[Batch]):
         self._batches = batches
         self._device = None if device is None else torch.device(device)
         self._ahead = ahead
+        self._copier: Copier | None = None
+
+    @property
+    def copies(self) -> Copies | None:
+        """What copying beside the step was worth; None before it was measured, and where nothing is copied to a CUDA device."""
+        return self._copier.copies if self._copier is not None else None
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
@@ -62,7 +77,7 @@ class Prefetch(Generic[Batch]):
         return self._read_ahead(source)
 
     def _read_ahead(self, source: Iterator[Batch]) -> Iterator[Batch]:
-        copier = _Copier(self._device)
+        copier = self._copier = self._copier or Copier(self._device)
         pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         under_way: deque[Future[Any]] = deque()
         try:
@@ -75,9 +90,8 @@ class Prefetch(Generic[Batch]):
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def copied_ahead(source: Iterator[Batch], device: torch.device, *, ahead: int = 2) -> Iterator[Batch]:
+def copied_ahead(source: Iterator[Batch], copier: Copier, *, ahead: int = 2) -> Iterator[Batch]:
     """Batches on the device: `ahead` of them are made before the first is wanted, by the caller; only copies run beside it."""
-    copier = _Copier(device)
     under_way: deque[Any] = deque()
     for _ in range(ahead + 1):
         under_way.append(copier.fetch(source))
@@ -87,8 +101,46 @@ def copied_ahead(source: Iterator[Batch], device: torch.device, *, ahead: int = 
         under_way.append(copier.fetch(source))
 
 
-class _Copier:
-    """Copies batches to a device, in a thread; hands them over in another."""
+class Copies(NamedTuple):
+    """What copying batches on a stream of its own was worth, a batch: medians of device seconds over `num` batches.
+
+    `copy_s` a copy takes; for `stall_s` of it the caller's stream had nothing else to do; `between_s` from one batch to the next.
+    """
+
+    num: int
+    copy_s: float
+    stall_s: float
+    between_s: float
+    is_aside: bool
+    """Whether copies still run aside; not where that hides less than half a percent of the time between batches."""
+
+    @property
+    def hidden(self) -> float:
+        """The share of a copy that ran beside the step.
+
+        >>> Copies(16, copy_s=4e-3, stall_s=1e-3, between_s=20e-3, is_aside=True).hidden
+        0.75
+        """
+        return max(0.0, 1 - self.stall_s / self.copy_s) if self.copy_s else 0.0
+
+
+class _Timed(NamedTuple):
+    """Of one batch: begin and end of its copy, then of the caller's wait for it."""
+
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+    wanted: torch.cuda.Event
+    given: torch.cuda.Event
+
+
+class Copier:
+    """Copies batches to a device, in one thread or two: `fetch` begins a copy, `hand_over` gives the batch to the caller's
+    stream.
+
+    On a CUDA device from pinned memory, on a stream of its own. After some batches it takes the times of a few; if next to
+    nothing is hidden, it copies in the caller's stream from then on, which costs the host less. Order and contents are the
+    same.
+    """
 
     def __init__(self, device: torch.device | None) -> None:
         is_cuda = device is not None and device.type == "cuda"
@@ -96,32 +148,71 @@ class _Copier:
             device = torch.device("cuda", torch.cuda.current_device())  # the thread has a current device of its own
         self._device = device
         self._stream = torch.cuda.Stream(device) if is_cuda else None
+        self._is_aside = True
+        self._num_fetched = 0
+        self._timed: list[_Timed] = []
+        self.copies: Copies | None = None
+        """What was measured; None before that, and where nothing is copied to a CUDA device."""
 
     def fetch(self, source: Iterator[Any]) -> Any:
         """The next batch with its copies begun, or _END."""
         batch = next(source, _END)
         if batch is _END or self._device is None:
-            return batch if batch is _END else _Fetched(batch, None)
+            return batch if batch is _END else _Fetched(batch, None, None)
         if self._stream is None:
-            return _Fetched(mapped(batch, lambda t: t.to(self._device)), None)
+            return _Fetched(mapped(batch, lambda t: t.to(self._device)), None, None)
+        batch = mapped(batch, _pinned)
+        if not self._is_aside:
+            return _Fetched(batch, None, None)
+        is_timed = _SETTLED <= self._num_fetched < _SETTLED + _TIMED
+        self._num_fetched += 1
+        began, ended = (torch.cuda.Event(enable_timing=is_timed) for _ in range(2))
         with torch.cuda.stream(self._stream):
+            if is_timed:
+                began.record(self._stream)
             moved = mapped(batch, self._copied)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return _Fetched(moved, event)
+            ended.record(self._stream)
+        return _Fetched(moved, ended, began if is_timed else None)
 
     def _copied(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu":
             return tensor
-        pinned = tensor if tensor.is_pinned() or tensor.layout != torch.strided else tensor.pin_memory()
-        return pinned.to(self._device, non_blocking=True)  # torch keeps the pinned memory until the copy is done
+        return tensor.to(self._device, non_blocking=True)  # torch keeps the pinned memory until the copy is done
 
     def hand_over(self, fetched: _Fetched) -> Any:
         """The batch for the caller's stream, which waits for it; its memory is not given away before that stream is done."""
-        if fetched.ready is not None:
-            stream = torch.cuda.current_stream(self._device)
+        if self._stream is None:
+            return fetched.batch
+        stream = torch.cuda.current_stream(self._device)
+        if fetched.ready is None:
+            return mapped(fetched.batch, self._copied)
+        if fetched.began is None:
             stream.wait_event(fetched.ready)
-            for tensor in tensors_in(fetched.batch):
-                if tensor.is_cuda:
-                    tensor.record_stream(stream)
+            if self.copies is None and self._timed:
+                self._look()
+        else:
+            wanted, given = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            wanted.record(stream)
+            stream.wait_event(fetched.ready)
+            given.record(stream)
+            self._timed.append(_Timed(fetched.began, fetched.ready, wanted, given))
+        for tensor in tensors_in(fetched.batch):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
         return fetched.batch
+
+    def _look(self) -> None:
+        """Take the times once they are all there; nobody waits for that."""
+        if len(self._timed) < 2 or not self._timed[-1].given.query():
+            return
+        timed, self._timed = self._timed, []
+        copy_s = median(t.began.elapsed_time(t.ended) for t in timed) / 1e3
+        stall_s = median(t.wanted.elapsed_time(t.given) for t in timed) / 1e3
+        between_s = median(a.wanted.elapsed_time(b.wanted) for a, b in pairwise(timed)) / 1e3
+        self._is_aside = max(0.0, copy_s - stall_s) >= _WORTH * between_s
+        self.copies = Copies(len(timed), copy_s, stall_s, between_s, self._is_aside)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    is_there = tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_pinned()
+    return tensor if is_there else tensor.pin_memory()

@@ -83,8 +83,8 @@ class Ragged(NamedTuple):
         return torch.nested.nested_tensor_from_jagged(self.values, self.offsets, max_seqlen=self.longest)
 
 
-def ragged(samples: Sequence[Tensor]) -> Ragged:
-    """The samples behind one another; each is (its length, ...).
+def ragged(samples: Sequence[Tensor], *, pin: bool = False) -> Ragged:
+    """The samples behind one another; each is (its length, ...). With `pin` in pinned memory, from where a GPU copies them.
 
     >>> ragged([torch.tensor([1, 2]), torch.tensor([3])]).offsets
     tensor([0, 2, 3])
@@ -98,7 +98,11 @@ def ragged(samples: Sequence[Tensor]) -> Ragged:
             "a sample is a single number; samples lie along their first dimension, so stack numbers instead"
         )
     lengths = [s.size(0) for s in samples]
-    return Ragged(torch.cat(list(samples)), offsets_of(lengths), max(lengths))
+    offsets = offsets_of(lengths)
+    if not pin:
+        return Ragged(torch.cat(list(samples)), offsets, max(lengths))
+    values = torch.empty((sum(lengths), *samples[0].shape[1:]), dtype=samples[0].dtype, pin_memory=True)
+    return Ragged(torch.cat(list(samples), out=values), offsets.pin_memory(), max(lengths))
 
 
 def offsets_of(lengths: Sequence[int]) -> Tensor:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from argparse import Namespace
+from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,6 +79,7 @@ class Run:
         self._began_s = self._ticked_s = 0.0
         self._durations: list[float] = []
         self._values: list[tuple[int, dict[str, Any]]] = []
+        self._sent: deque[_Sent] = deque()
 
     @property
     def path(self) -> Path:
@@ -118,7 +120,7 @@ class Run:
         self._fingerprint.remove()
         if not self._is_writing or self._record is None:
             return
-        self._flush()
+        self._flush(is_last=True)
         if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.fail(f"{type(error).__name__}: {error}")
         root = Path(self._record.code.root)
@@ -195,18 +197,60 @@ class Run:
         with (self._path / STEPS).open("ab") as file:
             file.write(msgspec.json.encode(marks) + b"\n")
 
-    def _flush(self) -> None:
+    def _flush(self, *, is_last: bool = False) -> None:
+        """Send what was ticked to the host, and write what has come; at the end all of it. Only the end waits for a device."""
+        if self._values:
+            self._sent.append(_Sent.of(self._values))
+            self._values = []
         with (self._path / VALUES).open("a") as file:
-            for step, values in self._values:
-                numbers = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
-                file.write(json.dumps({"step": step, **numbers}) + "\n")
-        self._values.clear()
+            while self._sent and (is_last or self._sent[0].is_there):
+                for step, values in self._sent.popleft().read():
+                    file.write(json.dumps({"step": step, **values}) + "\n")
 
     def _speed(self) -> Speed | None:
         if len(self._durations) < _WARM_UP:
             return None
         found = median_estimate(self._durations)
         return Speed(num_steps=len(self._durations), median_s=found.value, low_s=found.low, high_s=found.high)
+
+
+class _Sent:
+    """Ticked values on their way to the host, one copy for those of each device."""
+
+    def __init__(self, rows: list[tuple[int, dict[str, Any]]]) -> None:
+        self._rows = rows
+        self._there: list[torch.cuda.Event] = []
+
+    @classmethod
+    def of(cls, rows: list[tuple[int, dict[str, Any]]]) -> _Sent:
+        """The copies begun."""
+        sent = cls(rows)
+        by_device: dict[torch.device, list[tuple[dict[str, Any], str]]] = {}
+        for _, values in rows:
+            for name, value in values.items():
+                if isinstance(value, Tensor) and value.is_cuda:
+                    by_device.setdefault(value.device, []).append((values, name))
+        for device, places in by_device.items():
+            together = torch.stack([values[name].double().view(()) for values, name in places])
+            on_host = torch.empty(len(places), dtype=torch.float64, pin_memory=True)
+            on_host.copy_(together, non_blocking=True)
+            there = torch.cuda.Event()
+            there.record(torch.cuda.current_stream(device))
+            sent._there.append(there)
+            for (values, name), number in zip(places, on_host, strict=True):
+                values[name] = number
+        return sent
+
+    @property
+    def is_there(self) -> bool:
+        """Whether reading waits for nothing."""
+        return all(there.query() for there in self._there)
+
+    def read(self) -> list[tuple[int, dict[str, float]]]:
+        """Steps with their values, once all are there."""
+        for there in self._there:
+            there.synchronize()
+        return [(step, {k: float(v) for k, v in values.items()}) for step, values in self._rows]
 
 
 def read_run(path: Path) -> RunRecord:

@@ -59,12 +59,13 @@ class _Part(NamedTuple):
 class Checkpoints:
     """`save(step, model=model, optimizer=optimizer, feed=feed)` and, in the next process, `load` of the same.
 
-    A part is anything with `state_dict` and `load_state_dict`, or (to save only) a mapping; states of numbers, text and tensors.
-    `save` copies what is there now and returns; a thread writes it. On a GPU the copy is made in stream order: on the device, and
-    from there on a stream of its own, so that the host does not wait, and the device only for that first copy. A save that finds
-    the one before it still being written waits for it. A checkpoint is a folder `step-N` of safetensors and a JSON: it appears when
-    all of it is on the disk, and the `keep` newest stay. Random numbers of torch, its devices, Python and NumPy are saved for each
-    rank, and put back where there are as many ranks. Weights (of modules) that are not finite are not saved.
+    A part is anything with `state_dict` and `load_state_dict`, or (to save only) a mapping; states of numbers, text and
+    tensors. `save` copies what is there now and returns; a thread writes it. On a GPU the copy is made in stream order: on the
+    device, and from there on a stream of its own, so that the host does not wait, and the device only for that first copy. A
+    save that finds the one before it still being written waits for it. A checkpoint is a folder `step-N` of safetensors and a
+    JSON: it appears when all of it is on the disk, and the `keep` newest stay. Random numbers of torch, its devices, Python and
+    NumPy are saved for each rank, and put back where there are as many ranks. Weights (of modules) that are not finite are not
+    saved.
 
     Ranks write to one file system: each its own shards of DTensors, and its share of what is the same on all. They agree over a
     process group of their own (gloo), so that no collective of the training is held up. An error of any rank is raised by the

@@ -47,8 +47,8 @@ class Staging:
     """Copies tensors as they are now, in stream order, into host memory that is kept for the next time.
 
     Tensors of a CUDA device are first copied on the device, as far as half of its free memory goes, and from there to pinned
-    memory on a stream of its own, while the caller's stream goes on; what does not fit is waited for by the caller's stream, not by
-    the host. Tensors of a CPU are copied at once. One call's copies are overwritten by the next.
+    memory on a stream of its own, while the caller's stream goes on; what does not fit is waited for by the caller's stream,
+    not by the host. Tensors of a CPU are copied at once. One call's copies are overwritten by the next.
     """
 
     def __init__(self) -> None:

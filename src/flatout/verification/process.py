@@ -120,7 +120,9 @@ class StageProcess:
             if not ready and monotonic() < deadline:
                 continue
             if not ready:
-                raise Failed(f"{self._name} did not answer within {timeout_s:.0f} s; the end of its output: {self._last_words(1)}")
+                raise Failed(
+                    f"{self._name} did not answer within {timeout_s:.0f} s; the end of its output: {self._last_words(1)}"
+                )
             data = os.read(self._answers, _READ)
             if not data:
                 raise Failed(f"{self._name} {self._how_it_ended()}: {self._last_words()}")
