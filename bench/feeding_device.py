@@ -33,8 +33,8 @@ import flatout
 from flatout.measure.stats import ratio_estimate
 
 LONGEST, VOCAB = 2048, 4096
-WARM_UP = 6
-"""Stretches of each side before the first that counts: every new shape has memory to be found and kernels to be chosen."""
+WARM_UP = 12
+"""Stretches of each side before the first that counts, an epoch and more: each new shape has memory to be found for it."""
 
 
 class Block(nn.Module):
@@ -125,9 +125,14 @@ class Side(ABC):
         self.optimizer.zero_grad()
         self.losses.append(loss.detach())
 
-    def mean_loss(self, num: int) -> float:
-        mean = torch.stack(self.losses[-num:]).mean()
-        return self.world.total(mean).item() / self.world.num_ranks
+    def wait(self) -> None:
+        """Until all ranks are through: the host reads a loss."""
+        self.world.total(self.losses[-1]).item()
+
+    def losses_by(self, width: int, num: int) -> list[tuple[float, float]]:
+        """Mean and standard deviation of the first steps' losses, by windows."""
+        means = self.world.total(torch.stack(self.losses[: width * num])) / self.world.num_ranks
+        return [(w.mean().item(), w.std().item()) for w in means.split(width)]
 
 
 class Packed(Side):
@@ -202,19 +207,19 @@ def stretch(side: Side, num: int) -> float:
     began, tokens = perf_counter(), 0
     for _ in range(num):
         tokens += next(side.steps)
-    side.mean_loss(1)  # the host reads, and all ranks are through
+    side.wait()
     return (perf_counter() - began) / tokens
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--steps", type=int, default=10, help="of a stretch")
     options = parser.parse_args()
     with flatout.World() as world:
         on_gpu = world.device.type == "cuda"
-        shape, per_rank, num = ((768, 12, 12), 32, 20_000) if on_gpu else ((32, 2, 2), 4, 400)
+        shape, per_rank, num = ((768, 12, 12), 32, 6_400) if on_gpu else ((32, 2, 2), 4, 400)
         draw = random.Random(0)
         torch.manual_seed(0)
         lengths = [max(1, min(LONGEST if on_gpu else 128, round(draw.lognormvariate(4.88, 0.9)))) for _ in range(num)]
@@ -232,7 +237,7 @@ def main() -> int:
             "packed_over_padded": [ratio.value, ratio.low, ratio.high],
             "stretches_tokens_per_s": {name: [round(1 / x) for x in s] for name, s in taken.items()},
             "tokens_per_s": {name: 1 / median(s) for name, s in taken.items()},
-            "last_losses": {name: side.mean_loss(50) for name, side in sides.items()},
+            "losses_by_20_steps": {name: side.losses_by(20, 6) for name, side in sides.items()},
             "ranks": world.num_ranks,
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "torch": str(torch.__version__),

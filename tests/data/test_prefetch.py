@@ -111,9 +111,9 @@ def test_what_copies_hide_is_measured_and_copies_that_hide_nothing_stay_in_the_s
         seen.append(batch[0, 0])
         for _ in range(4 if is_aside else 16):
             work = (work @ work) / 64
+    assert sorted(torch.stack(seen).tolist()) == list(range(40))
     found = source.copies
     assert found is not None
     assert found.is_aside is is_aside
     assert 0 <= found.hidden <= 1
     assert found.copy_s > 0
-    assert sorted(torch.stack(seen).tolist()) == list(range(40))

@@ -151,8 +151,13 @@ class Copier:
         self._is_aside = True
         self._num_fetched = 0
         self._timed: list[_Timed] = []
-        self.copies: Copies | None = None
+        self._copies: Copies | None = None
+
+    @property
+    def copies(self) -> Copies | None:
         """What was measured; None before that, and where nothing is copied to a CUDA device."""
+        self._look()
+        return self._copies
 
     def fetch(self, source: Iterator[Any]) -> Any:
         """The next batch with its copies begun, or _END."""
@@ -188,8 +193,7 @@ class Copier:
             return mapped(fetched.batch, self._copied)
         if fetched.began is None:
             stream.wait_event(fetched.ready)
-            if self.copies is None and self._timed:
-                self._look()
+            self._look()
         else:
             wanted, given = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             wanted.record(stream)
@@ -203,14 +207,14 @@ class Copier:
 
     def _look(self) -> None:
         """Take the times once they are all there; nobody waits for that."""
-        if len(self._timed) < 2 or not self._timed[-1].given.query():
+        if self._copies is not None or len(self._timed) < _TIMED or not self._timed[-1].given.query():
             return
         timed, self._timed = self._timed, []
         copy_s = median(t.began.elapsed_time(t.ended) for t in timed) / 1e3
         stall_s = median(t.wanted.elapsed_time(t.given) for t in timed) / 1e3
         between_s = median(a.wanted.elapsed_time(b.wanted) for a, b in pairwise(timed)) / 1e3
         self._is_aside = max(0.0, copy_s - stall_s) >= _WORTH * between_s
-        self.copies = Copies(len(timed), copy_s, stall_s, between_s, self._is_aside)
+        self._copies = Copies(len(timed), copy_s, stall_s, between_s, self._is_aside)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

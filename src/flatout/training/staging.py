@@ -28,6 +28,7 @@ class Staged(NamedTuple):
         if self.ready is None or self.began is None or self.ended is None:
             return 0.0
         self.ready.synchronize()
+        self.ended.synchronize()
         return float(self.began.elapsed_time(self.ended)) / 1e3
 
 
@@ -87,10 +88,10 @@ class Staging:
                     torch._foreach_copy_(views, [tensors[n] for n in names])
                 else:
                     flat = tensors[names[0]].contiguous().view(-1).view(torch.uint8)
-                    piece.copy_(flat[at - low : till - low])
+                    piece[: till - at].copy_(flat[at - low : till - low])
                 stream.wait_stream(here)
                 with torch.cuda.stream(stream):
-                    first.memory[at:till].copy_(piece, non_blocking=True)
+                    first.memory[at:till].copy_(piece[: till - at], non_blocking=True)
                 pieces.give(stream, piece)
         ended.record(here)
         ready.record(stream)
@@ -144,12 +145,12 @@ class _Pieces:
         self._given: list[tuple[Tensor, torch.cuda.Event]] = []
 
     def take(self, here: torch.cuda.Stream, size: int) -> Tensor:
-        """`size` bytes for the stream."""
-        large = next((given for given in self._given if given[0].numel() >= size), None)
+        """At least `size` bytes for the stream."""
+        large = next((number for number, (old, _) in enumerate(self._given) if old.numel() >= size), None)
         if self._left < size and large is not None:
-            self._given.remove(large)
-            here.wait_event(large[1])
-            return large[0][:size]
+            old, done = self._given.pop(large)
+            here.wait_event(done)
+            return old
         self._left -= size
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
