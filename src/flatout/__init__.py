@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flatout.data.rows import Rows as Rows
     from flatout.data.rows import RowsOf as RowsOf
     from flatout.data.rows import pack as pack
+    from flatout.data.sizes import growing as growing
     from flatout.data.threads import Threads as Threads
     from flatout.errors import CaptureError as CaptureError
     from flatout.errors import CheckpointError as CheckpointError
@@ -90,6 +91,7 @@ _HOMES = {
     "collate_ragged": "flatout.data.ragged:collate_ragged",
     "copied": "flatout.training.snapshot:copied",
     "fitted_cost": "flatout.cost.batching:fitted_cost",
+    "growing": "flatout.data.sizes:growing",
     "layer_wise": "flatout.training.schedules:layer_wise",
     "measure_machine": "flatout.measure.probe:measure_machine",
     "offload_state": "flatout.training.offload:offload_state",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from flatout.data.batches import Batches
+from flatout.data.choice import Choice
 from flatout.data.feed import Feed
 from flatout.data.ragged import Ragged
 from flatout.data.rows import PackedRows, Rows
+from flatout.data.sizes import growing
 from flatout.errors import UsageError
 
 LENGTHS = [1 + (7 * i) % 11 for i in range(40)]
@@ -196,3 +199,133 @@ def test_batches_come_on_the_device_in_order(workers: int) -> None:
     assert found == [("meta", plan.step(n, 0).num_tokens, 8) for n in range(5)]
     first = next(iter(feed))
     assert first[0].num_tokens == plan.step(0, 1).num_tokens  # the next epoch, left after one batch
+
+
+class _Slow(Dataset[Any]):
+    """Items that are waited for, as those of a disk or a network."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self._seconds:
+            time.sleep(self._seconds)
+        return torch.full((1 + index % 3,), float(index))
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_who_makes_batches_is_measured_and_changes_none(draws: bool) -> None:
+    plan = {"size": 4, "accumulate": 2, "seed": 1}
+    expected = [b.values for b in Feed(_Slow(0.0), Batches([1] * 400, **plan))]
+    slow: Feed[Ragged] = Feed(_Slow(0.004), Batches([1] * 400, **plan), workers="measured", draws=draws)
+    found = [batch.values for batch in slow]
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    kinds = [t.way.kind for t in slow.tried]
+    assert kinds == (["here", "processes"] if draws else ["here", "threads", "processes"])
+    assert slow.made_by != "this process"
+    again = [batch.values for batch in slow]
+    assert len(again) == len(expected)
+    assert len(slow.tried) == len(kinds)
+
+
+def test_items_that_cost_nothing_are_made_here_and_a_stop_in_a_trial_loses_nothing() -> None:
+    def feed() -> Feed[Ragged]:
+        return Feed(_Slow(0.0), Batches([1] * 400, 4, seed=1), workers="measured", draws=False)
+
+    whole = [(time.sleep(0.01), batch.values)[1] for batch in feed()]
+    stopped, found = feed(), []
+    for batch in stopped:
+        found.append(batch.values)
+        if len(found) == 7:
+            break
+    again = feed()
+    again.load_state_dict(stopped.state_dict())
+    for batch in again:
+        time.sleep(0.01)
+        found.append(batch.values)
+    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+    assert (again.made_by, len(again.tried)) == ("this process", 1)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-4, 1.0), st.floats(0.0, 1.0)), min_size=3, max_size=3),
+    st.booleans(),
+    st.integers(1, 64),
+)
+def test_no_way_is_chosen_that_was_slower_than_this_process(
+    measured: list[tuple[float, float]], has_threads: bool, num_cores: int
+) -> None:
+    choice = Choice(None, has_threads=has_threads, num_cores=num_cores)
+    for batch_s, share in measured:
+        if not choice.is_made:
+            assert choice.way.num <= num_cores
+            choice.tell(choice.way, batch_s, batch_s * share)
+    assert choice.is_made
+    chosen = next(t for t in choice.tried if t.way == choice.way)
+    assert chosen.batch_s <= choice.tried[0].batch_s
+
+
+class _Pictures(Dataset[Any]):
+    """Asked for by number and size."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, key: tuple[int, int]) -> Tensor:
+        number, size = key
+        return torch.rand(size, size) + number
+
+
+def _pictures(workers: int = 0, **plan: Any) -> Feed[Tensor]:
+    sizes = growing(8, 32, epochs=2, multiple=8)
+    return Feed(_Pictures(), Batches([1] * 24, 4, sizes=sizes, **plan), workers=workers, collate=torch.stack)
+
+
+def test_pictures_are_made_at_the_size_of_their_step_and_resumed_there() -> None:
+    feed = _pictures()
+    batches = [batch for _ in range(3) for batch in feed]
+    sizes = [b.size(-1) for b in batches]
+    assert sizes == sorted(sizes)
+    assert sorted(set(sizes)) == [8, 16, 24, 32]
+    assert sizes[12:] == [32] * 6
+    with_workers = _pictures(workers=1)
+    assert all(torch.equal(a, b) for a, b in zip([b for _ in range(2) for b in with_workers], batches, strict=False))
+    resumed = _pictures()
+    resumed.load_state_dict({"seed": 0, "epoch": 1, "step": 4})
+    assert all(torch.equal(a, b) for a, b in zip(resumed, batches[10:12], strict=True))
+
+
+def test_texts_are_cut_to_the_length_of_their_step_and_count_as_that_long() -> None:
+    texts = [torch.arange(n) for n in LENGTHS]
+    batches = Batches(LENGTHS, 10, accumulate=2, sizes=growing(2, 11, epochs=1))
+    feed: Feed[Ragged] = Feed(texts, batches)
+    for epoch in range(2):
+        for number, (one, two) in enumerate(zip(*[iter(feed)] * 2, strict=True)):
+            size = batches.size_at(number, epoch)
+            assert size == (2, 4, 6, 8)[number] if epoch == 0 else 11
+            step = batches.step(number, epoch)
+            assert one.num_tokens + two.num_tokens == step.num_tokens
+            assert step.num_tokens == sum(min(size, LENGTHS[i]) for m in step.ranks[0] for i in m)
+            assert max(one.longest, two.longest) <= size
+    with pytest.raises(UsageError, match="all have one size"):
+        next(iter(Feed(torch.zeros(40, 3), batches)))
+
+
+@given(st.integers(1, 300), st.integers(0, 300), st.floats(0.1, 20), st.floats(0, 9), st.integers(1, 64))
+def test_sizes_grow_in_multiples_from_low_to_high(
+    low: int, more: int, epochs: float, start: float, multiple: int
+) -> None:
+    size = growing(low, low + more, epochs=epochs, start=start, multiple=multiple)
+    found = [size((start + epochs) * part / 50) for part in range(60)]
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (low, low + more)
+    assert all(s in (low, low + more) or s % multiple == 0 for s in found)
+
+
+def test_sizes_that_do_not_grow_are_refused() -> None:
+    with pytest.raises(UsageError, match="from 32 to 8 within 2 epochs"):
+        growing(32, 8, epochs=2)

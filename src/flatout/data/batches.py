@@ -19,6 +19,7 @@ from torch import Tensor
 from flatout.cost.batching import SampleCost, idle_fraction, longest_first, variance_inflation
 from flatout.data.epochs import AHEAD, EpochPlan
 from flatout.data.keyed import key_of
+from flatout.data.sizes import Sizes
 from flatout.errors import UsageError
 
 _WINDOW: Final = 256
@@ -74,6 +75,9 @@ class Batches(EpochPlan[int]):
     of one are shared out longest-first by `cost`. With `max_vif` above 1 samples too large for their batch are put together with
     others of their kind, as far as the noise that this adds to gradients (`BatchReport.vif`) stays below; 1 changes no batch.
 
+    `sizes`, as `growing` makes them, is what samples are cut or made to after so many epochs: longer ones count as that long.
+    Batches and reports are made for whole lengths all the same.
+
     The last batch of an epoch may be smaller; one with fewer samples than `num_ranks * accumulate` is left out.
 
     >>> batches = Batches([3, 1, 2, 2], size=2, num_ranks=2)
@@ -95,13 +99,15 @@ class Batches(EpochPlan[int]):
         cost: SampleCost | None = None,
         seed: int = 0,
         max_vif: float = 1.0,
+        sizes: Sizes | None = None,
     ) -> None:
+        self._sizes = sizes
         self._lengths: list[int] = lengths.tolist() if isinstance(lengths, Tensor) else [int(n) for n in lengths]
         _check(self._lengths, size, tokens, rank, num_ranks, accumulate, max_vif)
         self._size, self._tokens = size, tokens
         self._rank, self._num_ranks = rank, num_ranks
-        model = cost if cost is not None else SampleCost()
-        self._costs = [model.of(n) for n in self._lengths]
+        self._model = cost if cost is not None else SampleCost()
+        self._costs = [self._model.of(n) for n in self._lengths]
         super().__init__(seed=seed, accumulate=accumulate)
         self._epoch_of = lru_cache(2)(self._cut)
         self._window_of = lru_cache(2)(self._regrouped)
@@ -119,21 +125,35 @@ class Batches(EpochPlan[int]):
         """What all ranks do in one optimizer step of an epoch (the next one, if not given)."""
         return self._step_of(number, self._epoch if epoch is None else epoch)
 
+    def size_at(self, number: int, epoch: int | None = None) -> int | None:
+        """See EpochPlan: by how much of the epoch was before that step."""
+        epoch = self._epoch if epoch is None else epoch
+        return None if self._sizes is None else self._sizes(epoch + number / self.num_steps(epoch))
+
     def _shared_out(self, number: int, epoch: int) -> Step:
         samples = self._samples(epoch, number, self._grouping)
-        shares = longest_first([self._costs[i] for i in samples], self._num_ranks, fewest=self._accumulate)
-        ranks = tuple(self._micro_batches([samples[i] for i in share]) for share in shares)
-        return Step(ranks, len(samples), sum(self._lengths[i] for i in samples))
+        size = self.size_at(number, epoch)
+        lengths = [self._lengths[i] for i in samples]
+        costs = [self._costs[i] for i in samples]
+        if size is not None and size < max(lengths):
+            lengths = [min(n, size) for n in lengths]
+            costs = [self._model.of(n) for n in lengths]
+        shares = longest_first(costs, self._num_ranks, fewest=self._accumulate)
+        ranks = tuple(
+            tuple(tuple(samples[i] for i in part) for part in self._micro_batches(share, lengths)) for share in shares
+        )
+        return Step(ranks, len(samples), sum(lengths))
 
     def report(self, *, num_steps: int = 2000) -> BatchReport:
         """What the plan is worth over the epochs from 0 on, until so many steps were seen."""
         return self._report(num_steps, self._grouping)
 
-    def _micro_batches(self, share: list[int]) -> tuple[tuple[int, ...], ...]:
+    def _micro_batches(self, share: list[int], lengths: list[int]) -> list[list[int]]:
+        """A rank's places in the batch, by micro-batch."""
         if self._accumulate == 1:
-            return (tuple(share),)
-        parts = longest_first([float(self._lengths[i]) for i in share], self._accumulate)
-        return tuple(tuple(share[i] for i in part) for part in parts)
+            return [share]
+        parts = longest_first([float(lengths[i]) for i in share], self._accumulate)
+        return [[share[i] for i in part] for part in parts]
 
     # -- global batches -------------------------------------------------------------------------------------------------------
 
@@ -224,11 +244,12 @@ class Batches(EpochPlan[int]):
                 costs = [self._costs[i] for i in chosen]
                 shares = longest_first(costs, self._num_ranks, fewest=self._accumulate)
                 rows.append([sum(costs[i] for i in share) for share in shares])
-                batches.append([self._lengths[i] for i in chosen])
+                lengths = [self._lengths[i] for i in chosen]
+                batches.append(lengths)
                 over.append(sum(costs) / self._num_ranks / max(costs))
                 for share in shares:
-                    for part in self._micro_batches([chosen[i] for i in share]):
-                        sizes = [self._lengths[i] for i in part]
+                    for part in self._micro_batches(share, lengths):
+                        sizes = [lengths[i] for i in part]
                         filled += sum(sizes)
                         padded += len(sizes) * max(sizes)
                 if len(rows) == num_steps:

@@ -39,6 +39,15 @@ class EpochPlan(Sampler[list[Item]], ABC):
         """Micro-batches of an optimizer step."""
         return self._accumulate
 
+    @property
+    def start(self) -> int:
+        """The optimizer step that is iterated over first."""
+        return self._start
+
+    def size_at(self, number: int, epoch: int | None = None) -> int | None:
+        """What samples are cut or made to in a step; None where they are as they are."""
+        return None
+
     def set_epoch(self, epoch: int, *, step: int = 0) -> None:
         """Iterate over this epoch next, from this optimizer step on: nothing is read or drawn for the steps before."""
         if epoch < 0 or not 0 <= step <= self.num_steps(epoch):

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from time import perf_counter
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader
 
+from flatout.data.choice import Choice, Tried, Way
+from flatout.data.cutting import Indexed, Indices, cutter, with_sizes
 from flatout.data.epochs import EpochPlan
-from flatout.data.keyed import Keyed, keyed_indices
+from flatout.data.keyed import Keyed
 from flatout.data.prefetch import Copier, Copies, Prefetch, copied_ahead
-from flatout.data.ragged import collate_ragged, ragged
+from flatout.data.ragged import collate_ragged
 from flatout.data.rows import Rows, RowsOf, pack
+from flatout.data.threads import Threads
 from flatout.errors import UsageError
 
 Batch = TypeVar("Batch")
 _STATE: Final = ("seed", "epoch", "step")
+_TRIAL: Final = 16
+"""Batches of a trial; the first quarter is not counted, while processes start and queues fill."""
 
 
 class Feed(Generic[Batch]):
@@ -28,7 +34,12 @@ class Feed(Generic[Batch]):
     make the batches, and a thread brings them to the device; without, they are made when they are asked for, in the caller's
     thread, and only their copies run ahead. Out of a tensor, a TensorDataset or a list of tensors they are cut at once, and no
     processes are started: a table's rows are stacked, a list's samples become Ragged. `collate` makes a batch of items:
-    `collate_ragged` for `Batches` and `pack` for `Rows` if not given.
+    `collate_ragged` for `Batches` and `pack` for `Rows` if not given. Where the plan's `sizes` grow, items are asked for as
+    `dataset[index, size]`, so that an image is decoded, or a text is cut, to the size of its step.
+
+    With `workers="measured"` the first batches are made here, and, where that is a cost, the next by processes, and by threads if
+    items draw no random numbers (`draws=False`): the fastest of the ways makes the rest, and `made_by` and `tried` say which, and
+    why. The batches are the same. On a GPU the host waits for it twice in each trial.
 
     `state_dict()` is three integers: the seed, the epoch, and the optimizer steps whose batches were all handed out. Save it
     after the optimizer has stepped; a feed that loads it goes on with the batches that follow, and reads none of those before.
@@ -42,26 +53,31 @@ class Feed(Generic[Batch]):
         *,
         collate: Callable[[Sequence[Any]], Batch] | None = None,
         device: torch.device | str | int = "cpu",
-        workers: int = 0,
+        workers: int | Literal["measured"] = 0,
+        draws: bool = True,
         ahead: int = 2,
     ) -> None:
-        if workers < 0 or ahead < 1:
+        is_measured = workers == "measured"
+        if not (is_measured or (isinstance(workers, int) and workers >= 0)) or ahead < 1:
             raise UsageError(
-                f"workers {workers} and ahead {ahead}: give 0 or more processes, and 1 or more batches ahead"
+                f"workers {workers!r} and ahead {ahead}: give 0 or more processes, or 'measured', and 1 or more batches ahead"
             )
         self._plan = plan
         self._device = torch.device(device)
-        self._workers, self._ahead = workers, ahead
+        self._ahead = ahead
         self._num_samples = len(dataset)
         is_pinned = self._device.type == "cuda"
-        self._cut = _cutter(dataset, is_pinned) if collate is None and not isinstance(plan, Rows) else None
-        is_drawn = not isinstance(dataset, (Tensor, list, tuple))  # taking what is there draws nothing
-        keyed = Keyed(dataset, seed=plan.seed) if is_drawn else _Indexed(dataset)
+        is_cut = collate is None and not isinstance(plan, Rows)
+        self._cut = cutter(dataset, is_pinned=is_pinned) if is_cut else None
+        is_drawn = draws and not isinstance(dataset, (Tensor, list, tuple))  # taking what is there draws nothing
+        keyed = Keyed(dataset, seed=plan.seed) if is_drawn else Indexed(dataset)
+        fixed = Way("processes", workers) if isinstance(workers, int) and workers else Way("here", 0)
+        self._choice = Choice(None if is_measured and self._cut is None else fixed, has_threads=not is_drawn)
         self._dataset: Any = RowsOf(keyed) if isinstance(plan, Rows) else keyed
         usual: Any = partial(pack, length=plan.length) if isinstance(plan, Rows) else collate_ragged
         self._collate: Callable[[Sequence[Any]], Batch] = collate if collate is not None else usual
         self._epoch = self._taken = 0
-        self._loader: DataLoader[Batch] | Prefetch[Batch] | None = None
+        self._loader: Iterable[Batch] | None = None
         self._copier: Copier | None = None
 
     @property
@@ -99,20 +115,66 @@ class Feed(Generic[Batch]):
         self._plan.set_epoch(state["epoch"], step=state["step"])
         self._epoch, self._taken = state["epoch"], state["step"] * self._plan.accumulate
 
+    @property
+    def made_by(self) -> str:
+        """Who makes the batches now: 'this process', or so many threads or processes."""
+        return str(self._choice.way)
+
+    @property
+    def tried(self) -> tuple[Tried, ...]:
+        """What was measured to choose."""
+        return self._choice.tried
+
     def __iter__(self) -> Iterator[Batch]:
-        self._taken = self.step * self._plan.accumulate  # what was left within an accumulation begins it again
-        self._plan.set_epoch(self._epoch, step=self.step)
-        batches: Iterator[Batch] = self._here() if self._cut or not self._workers else iter(self._from_workers())
-        for batch in batches:
-            self._taken += 1
-            yield batch
+        accumulate = self._plan.accumulate
+        self._taken = self.step * accumulate  # what was left within an accumulation begins it again
+        while self.step < self._plan.num_steps(self._epoch):
+            self._plan.set_epoch(self._epoch, step=self.step)
+            if self._choice.is_made:
+                for batch in self._made(self._choice.way):
+                    self._taken += 1
+                    yield batch
+            else:
+                yield from self._trial(self._choice.way, accumulate)
         self._epoch, self._taken = self._epoch + 1, 0
 
-    def _here(self) -> Iterator[Batch]:
+    def _trial(self, way: Way, accumulate: int) -> Iterator[Batch]:
+        """Some batches of whole steps, with a look at the clock."""
+        num_all = min(_TRIAL // accumulate or 1, self._plan.num_steps(self._epoch)) * accumulate
+        num_warm = num_all // 4
+        batches = iter(self._made(way))
+        began_s = waited_s = 0.0
+        for number in range(num_all):
+            if number == num_warm:
+                began_s, waited_s = self._now_s(), 0.0
+            asked_s = perf_counter()
+            batch = next(batches, None)
+            waited_s += perf_counter() - asked_s
+            if batch is None:
+                return  # the epoch is over; the trial is begun again
+            self._taken += 1
+            yield batch
+        num = num_all - num_warm
+        self._choice.tell(way, (self._now_s() - began_s) / num, waited_s / num)
+        if not (self._choice.is_made and self._choice.way.kind == "processes"):
+            del batches
+            self._loader = None
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return perf_counter()
+
+    def _made(self, way: Way) -> Iterable[Batch]:
+        if way.kind == "processes" and self._cut is None:
+            return self._from_workers(way.num)
+        if way.kind == "threads":
+            threads: Threads[Batch] = Threads(self._loader_of(0), way.num)
+            return self._aside(threads)
         if self._cut is not None:
-            made: Iterator[Any] = map(self._cut, iter(self._plan))
+            made: Iterator[Any] = (self._cut(indices, size) for indices, size in with_sizes(self._plan))
         else:
-            made = (self._collate(self._items(indices)) for indices in _Indices(self._plan, self._num_samples))
+            made = (self._collate(self._items(indices)) for indices in Indices(self._plan, self._num_samples))
         if self._device.type == "cpu":
             return made
         self._copier = self._copier or Copier(self._device)
@@ -121,67 +183,22 @@ class Feed(Generic[Batch]):
     def _items(self, indices: list[Any]) -> list[Any]:
         return [self._dataset[i] for i in indices]
 
-    def _from_workers(self) -> DataLoader[Batch] | Prefetch[Batch]:
+    def _from_workers(self, num: int) -> Iterable[Batch]:
         if self._loader is None:
-            loader: DataLoader[Batch] = DataLoader(
-                self._dataset,
-                batch_sampler=_Indices(self._plan, self._num_samples),
-                collate_fn=self._collate,
-                num_workers=self._workers,
-                prefetch_factor=self._ahead,
-                persistent_workers=True,
-                generator=torch.Generator(),  # so that starting an epoch draws nothing of the script's
-            )
-            on_cpu = self._device.type == "cpu"
-            self._loader = loader if on_cpu else Prefetch(loader, self._device, ahead=self._ahead)
+            self._loader = self._aside(self._loader_of(num))
         return self._loader
 
+    def _loader_of(self, num: int) -> DataLoader[Batch]:
+        return DataLoader(
+            self._dataset,
+            batch_sampler=Indices(self._plan, self._num_samples),
+            collate_fn=self._collate,
+            num_workers=num,
+            prefetch_factor=self._ahead if num else None,
+            persistent_workers=bool(num),
+            generator=torch.Generator(),  # so that starting an epoch draws nothing of the script's
+        )
 
-def _cutter(dataset: Any, is_pinned: bool) -> Callable[[list[int]], Any] | None:
-    """How a batch is cut out of data that are tensors in memory, into pinned memory at once; None for other data."""
-    if isinstance(dataset, Tensor):
-        return partial(_rows, dataset, is_pinned)
-    if type(dataset) is TensorDataset:
-        return lambda indices: tuple(_rows(t, is_pinned, indices) for t in dataset.tensors)
-    if isinstance(dataset, list) and dataset and all(isinstance(s, Tensor) and s.dim() for s in dataset):
-        is_mixed = len({s.dtype for s in dataset}) > 1  # then torch.cat knows what they become
-        is_pinned = is_pinned and not is_mixed and all(s.device.type == "cpu" for s in dataset)
-        return lambda indices: ragged([dataset[i] for i in indices], pin=is_pinned)
-    return None
-
-
-def _rows(table: Tensor, is_pinned: bool, indices: list[int]) -> Tensor:
-    wanted = torch.tensor(indices, device=table.device)
-    if not is_pinned or table.device.type != "cpu":
-        return table[wanted]
-    rows = torch.empty((len(indices), *table.shape[1:]), dtype=table.dtype, pin_memory=True)
-    return torch.index_select(table, 0, wanted, out=rows)
-
-
-class _Indexed(Dataset[Any]):
-    """A tensor or a list as a dataset whose indices may carry an epoch."""
-
-    def __init__(self, held: Any) -> None:
-        self._held = held
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._held[index % len(self._held)]
-
-
-class _Indices:
-    """The plan's indices with their epoch."""
-
-    def __init__(self, plan: EpochPlan[Any], num_samples: int) -> None:
-        self._plan = plan
-        self._num_samples = num_samples
-
-    def __len__(self) -> int:
-        return len(self._plan)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        keyed = partial(keyed_indices, epoch=self._plan.epoch, num_samples=self._num_samples)
-        for batch in self._plan:
-            yield [tuple(keyed(row)) for row in batch] if isinstance(self._plan, Rows) else keyed(batch)
+    def _aside(self, loader: DataLoader[Batch] | Threads[Batch]) -> Iterable[Batch]:
+        """With a thread that brings batches to the device."""
+        return loader if self._device.type == "cpu" else Prefetch(loader, self._device, ahead=self._ahead)

@@ -39,7 +39,7 @@ class Keyed(Dataset[Any]):
     While an item is made, the global generators of torch (CPU), random and NumPy start from its key; afterwards they are what
     they were. So the same augmentations come out for any number of worker processes and of ranks, and a run that is resumed draws
     what it would have drawn. Not for threads, which share those generators. The epoch comes with the index: an index i stands for
-    sample i % len(self) in epoch i // len(self), as `keyed_indices` gives them.
+    sample i % len(self) in epoch i // len(self), as `keyed_indices` gives them; of a pair (index, size) the size is handed on.
     """
 
     def __init__(self, dataset: Any, *, seed: int = 0) -> None:
@@ -54,10 +54,11 @@ class Keyed(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int | tuple[int, int]) -> Any:
+        index, size = index if isinstance(index, tuple) else (index, None)
         epoch, sample = divmod(index, len(self))
         with started_from(key_of(self._seed, epoch, sample)):
-            return self._dataset[sample]
+            return self._dataset[sample] if size is None else self._dataset[sample, size]
 
 
 def keyed_indices(indices: Sequence[int], *, epoch: int, num_samples: int) -> list[int]:
