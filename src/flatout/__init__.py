@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from flatout.training.offload import offload_state as offload_state
     from flatout.training.precision import Precision as Precision
     from flatout.training.recompute import recompute as recompute
+    from flatout.training.recompute_within import recompute_within as recompute_within
     from flatout.training.remember import remember as remember
     from flatout.training.schedules import layer_wise as layer_wise
     from flatout.training.schedules import one_cycle as one_cycle
@@ -99,6 +100,7 @@ _HOMES = {
     "pack": "flatout.data.rows:pack",
     "ragged": "flatout.data.ragged:ragged",
     "recompute": "flatout.training.recompute:recompute",
+    "recompute_within": "flatout.training.recompute_within:recompute_within",
     "remember": "flatout.training.remember:remember",
     "set_rate": "flatout.training.schedules:set_rate",
     "transformer_cost": "flatout.cost.batching:transformer_cost",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from typing import Any
 
@@ -26,14 +26,28 @@ def recompute(module: nn.Module, *, fraction: float = 1.0, container: str = "") 
         raise ValueError(f"fraction is {fraction} and must be between 0 and 1")
     blocks = [b for b in blocks_of(module, container) if not _counts(b[1])]
     chosen = blocks[: ceil(fraction * len(blocks))]
-    for _, block in chosen:
+    return tuple(path for path, _ in chosen), recompute_blocks([block for _, block in chosen])
+
+
+def recompute_blocks(blocks: Sequence[nn.Module]) -> Undo:
+    """Have these modules recomputed in training; how to undo it."""
+    for block in blocks:
         block.forward = _recomputed(block)
 
     def undo() -> None:
-        for _, block in chosen:
+        for block in blocks:
             del block.forward
 
-    return tuple(path for path, _ in chosen), undo
+    return undo
+
+
+def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules that could be recomputed: the outermost that lie beside others of their kind, with their paths, in order."""
+    found: list[tuple[str, nn.Module]] = []
+    for path, holder in module.named_modules():
+        inside = any(path == p or path.startswith(f"{p}.") for p, _ in found)
+        found += [] if inside else [b for group in _alike(path, holder) for b in group if not _counts(b[1])]
+    return found
 
 
 def blocks_of(module: nn.Module, container: str = "") -> list[tuple[str, nn.Module]]:
