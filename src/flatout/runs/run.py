@@ -8,7 +8,7 @@ import os
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -28,6 +28,7 @@ from flatout.records.run import LeftOut, RunRecord, Speed, StepMarks
 from flatout.runs.code import keep_code, read_sources, root_of, sums
 from flatout.runs.fingerprint import Fingerprint
 from flatout.runs.secrets import is_secret_name, is_secret_text, without_secrets
+from flatout.runs.sinks import Sink, Sinks, made
 from flatout.runs.surroundings import allowed, surroundings_here
 
 RECORD: Final = "run.json"
@@ -37,8 +38,8 @@ REPLAY: Final = "FLATOUT_REPLAY"
 """The variable by which a replay tells a script's Run where to write, and after how many steps to end."""
 _WARM_UP: Final = 5
 _MOST_DURATIONS: Final = 10_000
-_FLUSHED: Final = 256
-"""Values are kept on their device for so many ticks, and then read at once."""
+_FLUSHED, _FLUSHED_S = 256, 10.0
+"""Values stay on their device for so many ticks or seconds, and are then sent at once."""
 _SLOWER: Final = 1.1
 """A run is called slower than its history from here on; what two runs of one script differ by on a quiet machine is less."""
 
@@ -51,7 +52,8 @@ class Run:
     steps, by which `flatout replay` tells whether a run comes out the same), `values.jsonl` (what was ticked). What looks like a
     credential is left out. Only the first rank writes. One run inside another is the same run.
 
-    `config` is a mapping, a dataclass or an argparse Namespace. Steps are ticked by the script, or are those of optimizers where
+    `sinks` get the configuration and the values too: "tensorboard", "mlflow", "wandb", or objects of one's own. `config` is a
+    mapping, a dataclass or an argparse Namespace. Steps are ticked by the script, or are those of optimizers where
     `ticks` is 'optimizer'. Raises UsageError when the folder cannot be made.
     """
 
@@ -65,8 +67,10 @@ class Run:
         name: str = "",
         fingerprint_steps: int = 8,
         ticks: Literal["own", "optimizer"] = "own",
+        sinks: Sequence[str | Sink] = (),
     ) -> None:
         self._folder, self._config, self._name = Path(folder), config, name
+        self._sinks = Sinks(made(sinks))
         self._fingerprint = Fingerprint(fingerprint_steps, self._keep_marks)
         self._ticks = ticks
         self._tick_hook: Any = None
@@ -76,7 +80,7 @@ class Run:
         self._path = Path()
         self._record: RunRecord | None = None
         self._num_ticks = 0
-        self._began_s = self._ticked_s = 0.0
+        self._began_s = self._ticked_s = self._flushed_s = 0.0
         self._durations: list[float] = []
         self._values: list[tuple[int, dict[str, Any]]] = []
         self._sent: deque[_Sent] = deque()
@@ -91,7 +95,7 @@ class Run:
             self._outer = Run._active
             self._outer._tick_ourselves_no_more()
             return self
-        self._began_s = perf_counter()
+        self._began_s = self._flushed_s = perf_counter()
         self._is_writing = os.environ.get("RANK", "0") == "0"
         if self._is_writing:
             self._begin()
@@ -110,6 +114,9 @@ class Run:
             self._path = _made(self._folder, self._name or Path(sys.argv[0] or "python").stem)
         self._record = self._begun(is_replay=bool(replay))
         self._write()
+        if replay:
+            self._sinks = Sinks([])  # nobody else is told that a run is run again
+        self._sinks.begin(self._record, self._path)
         self._fingerprint.install()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -137,12 +144,13 @@ class Run:
             seeds={"torch": str(torch.initial_seed())},
         )
         self._write()
+        self._sinks.end(self._record)
         slower = slower_than_before(self._path, self._record)
         if slower:
             sys.stderr.write(f"flatout: {slower}\n")
 
     def tick(self, **values: float | Tensor) -> None:
-        """One step is over; values are kept with its number. Tensors stay where they are for some hundred steps: nobody waits."""
+        """One step is over; values are kept with its number. Tensors stay where they are for some seconds: nobody waits."""
         if self._outer is not None:
             self._outer.tick(**values)
             return
@@ -153,8 +161,9 @@ class Run:
         if self._is_writing and values:
             kept = {k: v.detach().clone() if isinstance(v, Tensor) else float(v) for k, v in values.items()}
             self._values.append((self._num_ticks, kept))
-            if len(self._values) >= _FLUSHED:
+            if len(self._values) >= _FLUSHED or now_s - self._flushed_s > _FLUSHED_S:
                 self._flush()
+                self._flushed_s = now_s
         self._num_ticks += 1
 
     def fail(self, because: str) -> None:
@@ -206,6 +215,7 @@ class Run:
             while self._sent and (is_last or self._sent[0].is_there):
                 for step, values in self._sent.popleft().read():
                     file.write(json.dumps({"step": step, **values}) + "\n")
+                    self._sinks.values(step, values)
 
     def _speed(self) -> Speed | None:
         if len(self._durations) < _WARM_UP:
