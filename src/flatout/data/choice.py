@@ -48,7 +48,7 @@ class Choice:
         """What a trial has found.
 
         >>> choice = Choice(None, has_threads=False, num_cores=8)
-        >>> choice.tell(choice.way, 0.030, 0.020)
+        >>> choice.tell(choice.way, 0.025, 0.015)
         >>> str(choice.way), choice.is_made
         ('3 processes', False)
         >>> choice.tell(choice.way, 0.011, 0.001)
