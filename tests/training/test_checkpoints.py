@@ -411,7 +411,7 @@ def test_on_a_device_nobody_waits_and_copies_are_of_the_moment(tmp_path: Path, m
     }
     staging = Staging()
     staging.copy(tensors).wait()
-    expected = {n: t.cpu() for n, t in tensors.items()}
+    expected = {n: t.to("cpu", copy=True) for n, t in tensors.items()}
     torch.cuda.set_sync_debug_mode("error")
     try:
         staged = staging.copy(tensors)

@@ -218,5 +218,8 @@ class Copier:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    is_there = tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_pinned()
-    return tensor if is_there else tensor.pin_memory()
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_pinned():
+        return tensor
+    return (
+        tensor.contiguous().pin_memory() if 0 in tensor.stride() else tensor.pin_memory()
+    )  # an expanded one has no own memory

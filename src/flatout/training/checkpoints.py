@@ -129,15 +129,15 @@ class Checkpoints:
         tensors: dict[str, Tensor] = {}
         plain = {name: files.split(_state(part), name, tensors) for name, part in parts.items()}
         plain[_RANDOM] = {f"{self._rank}": files.split(_random_state(), f"{_RANDOM}/{self._rank}", tensors)}
-        plain, tensors = _without_twins(plain, tensors)
-        held = self._shared_out(tensors)
+        same = _first_of_twins(tensors)
+        held = self._shared_out({name: tensor for name, tensor in tensors.items() if same[name] == name})
         weights = {f"{name}/{n}" for name, part in parts.items() for n in _weights_of(part)}
         mine = {name: part for name, part in held.items() if part.is_mine}
         staged = self._staging.copy({name: part.local for name, part in mine.items()})
         entries = {name: (part.offset, part.shape, files.dtype_name(part.local.dtype)) for name, part in mine.items()}
         call_s = perf_counter() - began
         self._under_way = self._thread.submit(
-            self._write, step, plain, staged, entries, weights, (call_s - before_s, before_s)
+            self._write, step, (plain, same), staged, entries, weights, (call_s - before_s, before_s)
         )
 
     def wait(self) -> None:
@@ -158,6 +158,8 @@ class Checkpoints:
 
     def _shared_out(self, tensors: Mapping[str, Tensor]) -> dict[str, _Part]:
         """Who writes what: shards those who hold them; what is the same on all ranks one each, the largest first."""
+        if not self._is_many and not any(isinstance(t, DTensor) for t in tensors.values()):
+            return {name: _Part(t, (0,) * t.dim(), tuple(t.shape), is_mine=True) for name, t in tensors.items()}
         load = [0] * self._num_ranks
         held: dict[str, _Part] = {}
         own = f"{_RANDOM}/{self._rank}/"
@@ -176,13 +178,14 @@ class Checkpoints:
     def _write(
         self,
         step: int,
-        plain: dict[str, Any],
+        trees: tuple[dict[str, Any], dict[str, str]],
         staged: Staged,
         entries: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]],
         weights: set[str],
         waited: tuple[float, float],
     ) -> Saved:
         """In the thread. Every rank comes to the same end."""
+        plain = files.renamed(*trees)
         writing = files.writing_folder(self._folder, step)
         file = f"rank-{self._rank:05}-of-{self._num_ranks:05}.safetensors"
 
@@ -358,15 +361,15 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-def _without_twins(plain: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Tensors that are the same memory, as tied weights are, once."""
+def _first_of_twins(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of tensors that are the same memory, as tied weights are, the first; of others themselves."""
     first: dict[Any, str] = {}
     same: dict[str, str] = {}
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        key = (local.data_ptr(), local.shape, local.stride(), local.dtype, local.device, tensor.shape)
-        same[name] = first.setdefault(key if local.numel() else name, name)
-    return files.renamed(plain, same), {name: tensor for name, tensor in tensors.items() if same[name] == name}
+        place = local.data_ptr()
+        same[name] = first.setdefault((place, local.shape, local.stride(), local.dtype), name) if place else name
+    return same
 
 
 def _shard(tensor: DTensor) -> _Part:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Final, NamedTuple
 
 import torch
@@ -35,13 +34,13 @@ class Staged(NamedTuple):
 class _Held(NamedTuple):
     """Host memory for one tensor, kept from copy to copy."""
 
-    shape: torch.Size
-    dtype: torch.dtype
     memory: Tensor
     """Bytes; pinned for tensors of a device."""
     place: int
     """Which allocation it lies in, and from where on."""
     offset: int
+    view: Tensor
+    """The same, as the tensor it is a copy of."""
 
 
 class Staging:
@@ -54,22 +53,23 @@ class Staging:
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
+        self._made_for: dict[str, tuple[torch.Size, torch.dtype, bool]] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(self, tensors: Mapping[str, Tensor]) -> Staged:
         """Host copies of local, dense tensors on a CPU and at most one CUDA device. Nothing waits for them but `Staged.wait`."""
-        tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._make_room(tensors)
-        copies = {name: self._view(self._held[name]) for name in tensors}
+        copies = {name: self._held[name].view for name in tensors}
         on_device = {name: t for name, t in tensors.items() if t.is_cuda}
         here = [name for name in tensors if name not in on_device]
-        if here:
-            torch._foreach_copy_([copies[name] for name in here], [tensors[name] for name in here])
-        if not on_device:
-            return Staged(copies, None, None, None)
-        device = next(iter(on_device.values())).device
-        with torch.cuda.device(device):
-            return self._from_device(on_device, copies, device)
+        with torch.no_grad():
+            if here:
+                torch._foreach_copy_([copies[name] for name in here], [tensors[name] for name in here])
+            if not on_device:
+                return Staged(copies, None, None, None)
+            device = next(iter(on_device.values())).device
+            with torch.cuda.device(device):
+                return self._from_device(on_device, copies, device)
 
     def _from_device(self, tensors: dict[str, Tensor], copies: dict[str, Tensor], device: torch.device) -> Staged:
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))
@@ -104,11 +104,12 @@ class Staging:
             groups.setdefault(self._held[name].place, []).append(name)
         return list(groups.values())
 
-    def _make_room(self, tensors: dict[str, Tensor]) -> None:
+    def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
         """Host memory for all of them: as it was if they are as they were, else anew."""
         wanted = {name: (t.shape, t.dtype, t.is_cuda) for name, t in tensors.items()}
-        if wanted == {name: (h.shape, h.dtype, h.memory.is_pinned()) for name, h in self._held.items()}:
+        if wanted == self._made_for:
             return
+        self._made_for = wanted
         self._held.clear()
         for is_cuda in (True, False):
             group: list[str] = []
@@ -129,12 +130,9 @@ class Staging:
         memory = torch.empty(max(1, sum(sizes)), dtype=torch.uint8, pin_memory=is_pinned)
         offset, place = 0, len(self._held)
         for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
-            self._held[name] = _Held(tensor.shape, tensor.dtype, memory, place, offset)
+            flat = memory[offset : offset + _bytes(tensor)]
+            self._held[name] = _Held(memory, place, offset, flat.view(tensor.dtype).view(tensor.shape))
             offset += size
-
-    def _view(self, held: _Held) -> Tensor:
-        flat = held.memory[held.offset : held.offset + prod(held.shape) * held.dtype.itemsize]
-        return flat.view(held.dtype).view(held.shape)
 
 
 class _Pieces:
