@@ -289,23 +289,27 @@ def main() -> int:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     pairs, num_steps = (3, 3) if options.small else (15, 10)
-    record: dict[str, Any] = {"full_loop": full_loop(options.small)}
-    training = Training(is_small=options.small)
-    record["nan_watch"] = nan_watch(training, pairs, num_steps)
-    record["prefetch"] = prefetched(pairs, options.small)
-    record["checkpoints"] = checkpoints(training, pairs, num_steps)
-    del training
-    larger = Training(is_small=options.small, batch=64)
-    record["checkpoints_of_larger_steps"] = checkpoints(larger, pairs + 5, num_steps // 2 + 1)
-    record |= {
+    record: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if ON_GPU else "cpu",
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-    print(json.dumps(record, indent=1))
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    def found(name: str, what: dict[str, Any]) -> None:
+        record[name] = what
+        print(f"{name}: {json.dumps(what, indent=1)}", flush=True)
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+    found("full_loop", full_loop(options.small))
+    found("prefetch", prefetched(pairs, options.small))
+    training = Training(is_small=options.small)
+    found("nan_watch", nan_watch(training, pairs, num_steps))
+    found("checkpoints", checkpoints(training, pairs, num_steps))
+    del training
+    larger = Training(is_small=options.small, batch=64)
+    found("checkpoints_of_larger_steps", checkpoints(larger, pairs, num_steps // 2 + 1))
     return 0
 
 

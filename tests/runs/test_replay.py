@@ -76,6 +76,25 @@ MIXED = """
             optimizer.zero_grad()
             run.tick(loss=loss)
 """
+RANKS = """
+    import torch
+    import flatout
+    from net import Net
+
+    torch.manual_seed(0)
+    texts = [torch.randn(1 + i % 5, 300) for i in range(96)]
+    with flatout.World("cpu") as world, flatout.Run("runs") as run:
+        torch.manual_seed(0)
+        net = world.place(Net())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        batches = flatout.Batches(map(len, texts), 8, rank=world.rank, num_ranks=world.num_ranks)
+        for number, batch in enumerate(flatout.Feed(texts, batches)):
+            loss = world.part_of_mean(net(batch.values).square().sum(), batches.step(number).num_tokens)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            run.tick(loss=loss)
+"""
 NET = """
     import torch
     from torch import nn
@@ -106,7 +125,7 @@ def project(tmp_path: Path) -> Path:
     (root / "data" / "README.md").write_text("how the data were made\n")
     (root / ".gitignore").write_text("data/*.txt\nruns/\n__pycache__/\n")
     (root / "net.py").write_text(textwrap.dedent(NET).replace("Tanh", "ReLU"))
-    for name, text in (("plain", PLAIN), ("workers", WORKERS), ("mixed", MIXED)):
+    for name, text in (("plain", PLAIN), ("workers", WORKERS), ("mixed", MIXED), ("ranks", RANKS)):
         (root / f"{name}.py").write_text(textwrap.dedent(text))
     who = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
     for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "first"]):
@@ -117,11 +136,17 @@ def project(tmp_path: Path) -> Path:
     return root
 
 
-def ran(root: Path, script: str = "plain.py", *, variables: dict[str, str] | None = None) -> Path:
+def ran(root: Path, script: str = "plain.py", *, ranks: int = 1, variables: dict[str, str] | None = None) -> Path:
     """The folder of a new run."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
+    starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}"] if ranks > 1 else []
     done = subprocess.run(
-        [sys.executable, script, "--token=abc"], cwd=root, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *starter, script, "--token=abc"],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return runs_in(root / "runs")[-1][0]
@@ -279,3 +304,17 @@ def test_another_version_of_a_package_is_named(project: Path, tmp_path: Path, mo
     found = replay(path)
     assert found.difference is not None and found.difference.step == 0
     assert found.reasons[0] == ("package", "numbers-lib: 1.0 -> 1.1")
+
+
+@pytest.mark.multi
+def test_a_run_of_two_ranks_is_run_again_on_two(project: Path) -> None:
+    path = ran(project, "ranks.py", ranks=2)
+    assert read_run(path).surroundings.world_size == 2
+    found = replay(path)
+    assert (found.num_steps, found.difference) == (8, None)
+    (project / "helper.py").write_text(textwrap.dedent(HELPER).replace("0.5", "0.25"))
+    changed = replay(path, is_here=True)
+    assert changed.difference is not None
+    assert (changed.difference.step, changed.difference.what) == (0, "loss")
+    assert changed.reasons[0].cause == "code"
+    assert not any("TORCHELASTIC" in r.says or "RANK" in r.says for r in changed.reasons)

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import dropwhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, Literal, NamedTuple
@@ -42,7 +43,9 @@ _MADE: Final = frozenset(
 )
 """What tools make."""
 _THREADS: Final = ("$OMP_", "$MKL_", "$KMP_", "$GOMP_", "$OPENBLAS_")
-_UNIMPORTANT: Final = frozenset(("SLURM_JOB_ID", "RANK", "LOCAL_RANK", "LD_PRELOAD"))
+_OF_A_RANK: Final = frozenset(("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+_TORCHRUN, _ELASTIC = "torch.distributed.run", "TORCHELASTIC_"
+_UNIMPORTANT: Final = frozenset(("SLURM_JOB_ID", "LD_PRELOAD")) | _OF_A_RANK
 
 
 class Difference(NamedTuple):
@@ -71,18 +74,14 @@ class Replayed(NamedTuple):
 def replay(path: Path, *, num_steps: int = 8, is_here: bool = False, timeout_s: float = 600.0) -> Replayed:
     """Run the first steps of a run again and compare.
 
-    The code is rebuilt in a scratch folder, and the variables and threads are those of the run; `is_here`: with the code and the
-    variables as they are now. Raises RecordError for a folder without a run, CaptureError when the code cannot be rebuilt,
-    VerificationError when the script does not come as far.
+    The code is rebuilt in a scratch folder, and the variables and threads are those of the run; `is_here`: with the code and
+    the variables as they are now. A run of several ranks is started on as many, on this machine; what its first rank saw is
+    compared. Raises RecordError for a folder without a run, CaptureError when the code cannot be rebuilt, VerificationError
+    when the script does not come as far.
     """
     record, before = read_run(path), read_steps(path)
     if not before:
         raise VerificationError(f"'{path}' holds no steps; only a run that has stepped an optimizer can be compared")
-    num_ranks = max(record.surroundings.world_size, int(record.surroundings.environment.get("WORLD_SIZE", "1")))
-    if num_ranks > 1:
-        raise VerificationError(
-            f"'{path}' ran on {num_ranks} ranks, and one process is started; record a run on one rank to replay it"
-        )
     num_steps = min(num_steps, len(before))
     with TemporaryDirectory(prefix="flatout-replay-") as scratch, ExitStack() as stack:
         into = Path(scratch) / "run"
@@ -111,8 +110,10 @@ def _run_again(record: RunRecord, root: Path, into: Path, num_steps: int, *, is_
         environment = {k: v for k, v in environment.items() if k in recorded or not f"${k}".startswith(_THREADS)}
         environment |= recorded
         environment["PYTHONPATH"] = _moved(environment.get("PYTHONPATH", ""), Path(record.code.root), root)
+    for name in [n for n in environment if n in _OF_A_RANK or n.startswith(_ELASTIC)]:
+        del environment[name]
     environment[REPLAY] = json.dumps({"folder": str(into), "steps": num_steps})
-    command = [sys.executable, *(_moved(part, Path(record.code.root), root) for part in record.command)]
+    command = [_moved(part, Path(record.code.root), root) for part in _command(record)]
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -123,6 +124,15 @@ def _run_again(record: RunRecord, root: Path, into: Path, num_steps: int, *, is_
         ) from e
     said = (done.stderr or done.stdout).strip().splitlines()[-3:]
     return " | ".join(said) or f"exit code {done.returncode}"
+
+
+def _command(record: RunRecord) -> list[str]:
+    """What is started: python, or torchrun for as many ranks as there were, all of them here."""
+    num_ranks = max(record.surroundings.world_size, int(record.surroundings.environment.get("WORLD_SIZE", "1")))
+    if num_ranks == 1:
+        return [sys.executable, *record.command]
+    handed = [*dropwhile(lambda part: part == "-u", record.command)]  # which torchrun adds
+    return [sys.executable, "-m", _TORCHRUN, "--standalone", f"--nproc-per-node={num_ranks}", *handed]
 
 
 _KERNELS: Final = Reason(
@@ -166,7 +176,7 @@ def reasons_between(one: RunRecord, two: RunRecord) -> tuple[Reason, ...]:
     settings = (
         {f"config {k}": v for k, v in r.config.items()}
         | r.surroundings.settings
-        | {f"${k}": v for k, v in r.surroundings.environment.items() if k not in _UNIMPORTANT}
+        | {f"${k}": v for k, v in r.surroundings.environment.items() if not _is_unimportant(k)}
         for r in (one, two)
     )
     for name, pair in _differing(*settings):
@@ -175,6 +185,10 @@ def reasons_between(one: RunRecord, two: RunRecord) -> tuple[Reason, ...]:
     if a.device != b.device:
         found.append(Reason("hardware", f"device: {_was((a.device, b.device))}"))
     return tuple(found)
+
+
+def _is_unimportant(name: str) -> bool:
+    return name in _UNIMPORTANT or name.startswith(_ELASTIC)
 
 
 def _of_a_file(one: RunRecord, two: RunRecord, name: str, pair: tuple[str | None, str | None]) -> str:

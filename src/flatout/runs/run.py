@@ -97,19 +97,21 @@ class Run:
             return self
         self._began_s = self._flushed_s = perf_counter()
         self._is_writing = os.environ.get("RANK", "0") == "0"
+        replay = json.loads(os.environ.get(REPLAY, "null"))
         if self._is_writing:
-            self._begin()
+            self._begin(replay)
+        elif replay:  # all ranks end after the same step
+            self._fingerprint = Fingerprint(replay["steps"], lambda _: None, _end)
+            self._fingerprint.install()
         Run._active = self
         if self._ticks == "optimizer":
             self._tick_hook = register_optimizer_step_post_hook(lambda *_: self.tick())
         return self
 
-    def _begin(self) -> None:
-        replay = os.environ.get(REPLAY)
+    def _begin(self, replay: dict[str, Any] | None) -> None:
         if replay:
-            asked = json.loads(replay)
-            self._path = Path(asked["folder"])
-            self._fingerprint = Fingerprint(asked["steps"], self._keep_marks, _end)
+            self._path = Path(replay["folder"])
+            self._fingerprint = Fingerprint(replay["steps"], self._keep_marks, _end)
         else:
             self._path = _made(self._folder, self._name or Path(sys.argv[0] or "python").stem)
         self._record = self._begun(is_replay=bool(replay))
