@@ -53,7 +53,7 @@ demo: $(VENV)/examples.stamp
 	-@$(BIN)/flatout verify build/demo-plan.toml $(SLOW) --seconds 6
 
 test: $(VENV)/tools.stamp
-	@$(BIN)/python -m pytest -q -n $(JOBS)
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 # One target a check, so that 'make -k check' shows everything that is wrong, and 'make types' one thing.
 check: style types arrows doctests pages

@@ -81,7 +81,7 @@ def test_shuffle_quality_is_traded_for_idle_time_as_far_as_allowed() -> None:
     assert idle[2] < 0.03
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.integers(0, 100))
 def test_regrouped_batches_hold_every_sample_once_and_are_as_large(seed: int) -> None:
     lengths = _lengths(317, seed=seed)

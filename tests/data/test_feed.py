@@ -226,29 +226,47 @@ def test_who_makes_batches_is_measured_and_changes_none(draws: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     kinds = [t.way.kind for t in slow.tried]
     assert kinds == (["here", "processes"] if draws else ["here", "threads", "processes"])
-    assert slow.made_by != "this process"
+    assert slow.tried[0].wait_s > 0.9 * slow.tried[0].batch_s
+    best = min(slow.tried, key=lambda t: t.batch_s)
+    assert slow.made_by == str(best.way if best.batch_s < 0.97 * slow.tried[0].batch_s else slow.tried[0].way)
     again = [batch.values for batch in slow]
     assert len(again) == len(expected)
     assert len(slow.tried) == len(kinds)
 
 
-def test_items_that_cost_nothing_are_made_here_and_a_stop_in_a_trial_loses_nothing() -> None:
-    def feed() -> Feed[Ragged]:
-        return Feed(_Slow(0.0), Batches([1] * 400, 4, seed=1), workers="measured", draws=False)
+def test_items_that_cost_nothing_are_made_here_and_a_stop_in_a_trial_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
 
-    whole = [(time.sleep(0.01), batch.values)[1] for batch in feed()]
-    stopped, found = feed(), []
-    for batch in stopped:
-        found.append(batch.values)
-        if len(found) == 7:
-            break
+    class Ticking(_Slow):
+        def __getitem__(self, index: int) -> Tensor:
+            nonlocal now_s
+            now_s += 1e-4
+            return super().__getitem__(index)
+
+    monkeypatch.setattr("flatout.data.feed.perf_counter", lambda: now_s)
+
+    def feed() -> Feed[Ragged]:
+        return Feed(Ticking(0.0), Batches([1] * 400, 4, seed=1), workers="measured", draws=False)
+
+    def batches_of(feed: Feed[Ragged], num: int) -> Iterator[Tensor]:
+        nonlocal now_s
+        for _, batch in zip(range(num), feed, strict=False):
+            now_s += 0.02
+            yield batch.values
+
+    whole = list(batches_of(feed(), 100))
+    stopped = feed()
+    found = list(batches_of(stopped, 7))
     again = feed()
     again.load_state_dict(stopped.state_dict())
-    for batch in again:
-        time.sleep(0.01)
-        found.append(batch.values)
+    found += batches_of(again, 100)
+    assert len(found) == len(whole) == 100
     assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
     assert (again.made_by, len(again.tried)) == ("this process", 1)
+    assert again.tried[0].wait_s == pytest.approx(4e-4)
+    assert again.tried[0].batch_s == pytest.approx(0.0204)
 
 
 @given(

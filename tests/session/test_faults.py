@@ -93,7 +93,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.timeout(600)
 def test_each_failure_costs_itself_alone_and_is_told(folder: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "flatout", "tune", "train.py", "--budget", "300s", "--timeout", "25"],
+        [sys.executable, "-m", "flatout", "tune", "train.py", "--budget", "300s", "--timeout", "12"],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -105,7 +105,7 @@ def test_each_failure_costs_itself_alone_and_is_told(folder: Path) -> None:
     lines = " ".join(ended.stdout.split())
     for fault, why in {
         "fault.segfault": "killed by signal 11 (SIGSEGV)",
-        "fault.hang": "did not answer within 25 s",
+        "fault.hang": "did not answer within 12 s",
         "fault.wrong": "different in step",
         "fault.leak": "memory grows by",
         "fault.greedy": "MemoryError",

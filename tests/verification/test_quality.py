@@ -48,7 +48,7 @@ def judged(before: Request, after: Request, metric: Metric, *, num_runs: int = 6
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_fewer_steps_are_proved_when_their_loss_is_allowed_and_different_when_not(tmp_path: Path) -> None:
-    long, short = script(tmp_path, "a.py", steps=900), script(tmp_path, "b.py", steps=3)
+    long, short = script(tmp_path, "a.py", steps=500), script(tmp_path, "b.py", steps=3)
     accuracy = Metric(pattern="accuracy ([0-9.]+)", allowed_loss=0.9)
     found = judged(long, short, accuracy)
     assert (found.outcome, found.equality.guarantee, len(found.seeds)) == ("proved", "quality", 6)
