@@ -95,6 +95,25 @@ RANKS = """
             optimizer.step()
             run.tick(loss=loss)
 """
+COMPILED = """
+    import torch
+    import flatout
+    from net import Net
+    from torch._dynamo.utils import counters
+
+    with flatout.Run("runs") as run:
+        torch.manual_seed(0)
+        net, turn = Net(), torch.randn(300, 300)
+        turned = torch.compile(lambda x: x @ turn)  # a product only: no C++ compiler is asked for anything
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            loss = net(turned(torch.randn(32, 300))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if step == 2:
+                open(OUT, "w").write(str(counters["inductor"]["fxgraph_cache_hit"]))
+            optimizer.step()
+"""
 NET = """
     import torch
     from torch import nn
@@ -318,3 +337,18 @@ def test_a_run_of_two_ranks_is_run_again_on_two(project: Path) -> None:
     assert (changed.difference.step, changed.difference.what) == (0, "loss")
     assert changed.reasons[0].cause == "code"
     assert not any("TORCHELASTIC" in r.says or "RANK" in r.says for r in changed.reasons)
+
+
+def test_a_replay_runs_what_was_compiled_then(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hits = tmp_path / "hits"
+    (project / "compiled.py").write_text(textwrap.dedent(COMPILED).replace("OUT", repr(str(hits))))
+    path = ran(project, "compiled.py", variables={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "one")})
+    assert (path / "compiled.bin").stat().st_size > 0
+    assert hits.read_text() == "0"
+    record = (path / "run.json").read_text()
+    (path / "run.json").write_text(
+        record.replace(str(tmp_path / "one"), str(tmp_path / "two"))
+    )  # another machine's, empty
+    found = replay(path)
+    assert (found.num_steps, found.difference) == (3, None)
+    assert int(hits.read_text()) > 0

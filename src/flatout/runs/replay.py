@@ -18,7 +18,7 @@ from typing import Final, Literal, NamedTuple
 from flatout.errors import CaptureError, VerificationError
 from flatout.records.run import RunRecord, StepMarks
 from flatout.runs.code import FILES, PATCH, git
-from flatout.runs.run import REPLAY, read_run, read_steps
+from flatout.runs.run import COMPILED, REPLAY, read_run, read_steps
 
 Cause = Literal["code", "package", "threads", "data order", "data", "settings", "hardware", "kernel choice"]
 _MOST_COPIED_BYTES: Final = 1 << 30
@@ -87,7 +87,7 @@ def replay(path: Path, *, num_steps: int = 8, is_here: bool = False, timeout_s: 
         into = Path(scratch) / "run"
         into.mkdir()
         root = Path(record.code.root) if is_here else _rebuilt(path, record, Path(scratch) / "code", stack)
-        said = _run_again(record, root, into, num_steps, is_here=is_here, timeout_s=timeout_s)
+        said = _run_again(path, record, root, into, num_steps, is_here=is_here, timeout_s=timeout_s)
         after = read_steps(into)
         if not after:
             raise VerificationError(f"the run ended again before its first step: {said}")
@@ -99,7 +99,9 @@ def replay(path: Path, *, num_steps: int = 8, is_here: bool = False, timeout_s: 
         return Replayed(min(len(after), num_steps), difference, reasons)
 
 
-def _run_again(record: RunRecord, root: Path, into: Path, num_steps: int, *, is_here: bool, timeout_s: float) -> str:
+def _run_again(
+    path: Path, record: RunRecord, root: Path, into: Path, num_steps: int, *, is_here: bool, timeout_s: float
+) -> str:
     """Start the command on the code in `root`, recording into `into`; what it said at last."""
     folder = root / record.folder
     if not folder.is_dir():
@@ -112,7 +114,13 @@ def _run_again(record: RunRecord, root: Path, into: Path, num_steps: int, *, is_
         environment["PYTHONPATH"] = _moved(environment.get("PYTHONPATH", ""), Path(record.code.root), root)
     for name in [n for n in environment if n in _OF_A_RANK or n.startswith(_ELASTIC)]:
         del environment[name]
-    environment[REPLAY] = json.dumps({"folder": str(into), "steps": num_steps})
+    compiled = path / COMPILED
+    asked = {
+        "folder": str(into),
+        "steps": num_steps,
+        "compiled": str(compiled.absolute()) if compiled.is_file() else "",
+    }
+    environment[REPLAY] = json.dumps(asked)
     command = [_moved(part, Path(record.code.root), root) for part in _command(record)]
     try:
         done = subprocess.run(

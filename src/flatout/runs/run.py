@@ -34,6 +34,9 @@ from flatout.runs.surroundings import allowed, surroundings_here
 RECORD: Final = "run.json"
 STEPS: Final = "steps.jsonl"
 VALUES: Final = "values.jsonl"
+COMPILED: Final = "compiled.bin"
+"""What torch.compile made of the run's code, tuned choices of kernels included, in torch's own form (`torch.compiler`)."""
+_MOST_COMPILED_BYTES: Final = 256 << 20
 REPLAY: Final = "FLATOUT_REPLAY"
 """The variable by which a replay tells a script's Run where to write, and after how many steps to end."""
 _WARM_UP: Final = 5
@@ -111,6 +114,8 @@ class Run:
     def _begin(self, replay: dict[str, Any] | None) -> None:
         if replay:
             self._path = Path(replay["folder"])
+            if replay.get("compiled"):
+                torch.compiler.load_cache_artifacts(Path(replay["compiled"]).read_bytes())
             self._fingerprint = Fingerprint(replay["steps"], self._keep_marks, _end)
         else:
             self._path = _made(self._folder, self._name or Path(sys.argv[0] or "python").stem)
@@ -130,6 +135,7 @@ class Run:
         if not self._is_writing or self._record is None:
             return
         self._flush(is_last=True)
+        self._keep_compiled()
         if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.fail(f"{type(error).__name__}: {error}")
         root = Path(self._record.code.root)
@@ -150,6 +156,14 @@ class Run:
         slower = slower_than_before(self._path, self._record)
         if slower:
             sys.stderr.write(f"flatout: {slower}\n")
+
+    def _keep_compiled(self) -> None:
+        """So that a replay runs the kernels that were chosen here; a choice by timing comes out otherwise another time."""
+        if "torch._inductor.codecache" not in sys.modules:
+            return
+        made = torch.compiler.save_cache_artifacts()
+        if made is not None and 0 < len(made[0]) <= _MOST_COMPILED_BYTES:
+            (self._path / COMPILED).write_bytes(made[0])
 
     def tick(self, **values: float | Tensor) -> None:
         """One step is over; values are kept with its number. Tensors stay where they are for some seconds: nobody waits."""
