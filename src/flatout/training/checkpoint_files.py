@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import zlib
@@ -20,11 +21,13 @@ from flatout.errors import CheckpointError, UsageError
 
 INDEX: Final = "checkpoint.json"
 _VERSION: Final = 1
-_TENSOR, _PAIRS, _TUPLE = "__tensor__", "__pairs__", "__tuple__"
+_TENSOR, _PAIRS, _TUPLE, _FLOAT = "__tensor__", "__pairs__", "__tuple__", "__float__"
 _PREFIX: Final = "step-"
 _SHARDING: Final = "DCP_SHARDING_INFO"
 """Where torch.distributed.checkpoint's reader of Hugging Face files looks for the offsets of shards (torch 2.7 and later)."""
 _BLOCK: Final = 16 << 20
+_UNREADABLE: Final = 1 << 60
+"""Stands for the serial of a checkpoint whose index cannot be read."""
 
 
 class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,10 +54,11 @@ class FileSum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`checkpoint.json`. `parts`: what was saved by name, with `{"__tensor__": name}` where a tensor was."""
+    """`checkpoint.json`. `serial` counts the checkpoints of a folder; `parts` has `{"__tensor__": name}` where tensors were."""
 
     version: int
     step: int
+    serial: int
     num_ranks: int
     torch: str
     parts: dict[str, Any]
@@ -73,8 +77,10 @@ def split(tree: object, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(tree, Tensor):
         tensors[name] = tree
         return {_TENSOR: name}
-    if tree is None or type(tree) in (bool, int, float, str):
+    if tree is None or type(tree) in (bool, int, str):
         return tree
+    if type(tree) is float:
+        return tree if math.isfinite(tree) else {_FLOAT: str(tree)}
     if isinstance(tree, Mapping):
         if all(type(key) is str and not key.startswith("__") for key in tree):
             return {key: split(value, f"{name}/{key}", tensors) for key, value in tree.items()}
@@ -85,7 +91,7 @@ def split(tree: object, name: str, tensors: dict[str, Tensor]) -> Any:
         return parts if isinstance(tree, list) else {_TUPLE: parts}
     for kind in (int, float, str):  # of a subclass, as NumPy's floats and the members of an IntEnum are
         if isinstance(tree, kind):
-            return kind(tree)
+            return split(kind(tree), name, tensors)
     if hasattr(tree, "item") and getattr(tree, "shape", None) == ():
         return tree.item()  # NumPy's other numbers
     raise UsageError(
@@ -102,6 +108,8 @@ def joined(plain: Any, tensor: Callable[[str], Tensor]) -> Any:
         return plain
     if _TENSOR in plain:
         return tensor(plain[_TENSOR])
+    if _FLOAT in plain:
+        return float(plain[_FLOAT])
     if _PAIRS in plain:
         return {joined(key, tensor): joined(value, tensor) for key, value in plain[_PAIRS]}
     if _TUPLE in plain:
@@ -138,7 +146,7 @@ def write_tensors(
 
 def publish(folder: Path, index: Index, writing: Path) -> None:
     """Make the checkpoint one, after all ranks have written: the index, then the name. One of the same step is replaced."""
-    (writing / INDEX).write_text(json.dumps(msgspec.to_builtins(index), indent=1) + "\n")
+    (writing / INDEX).write_bytes(msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n")
     _to_disk(writing / INDEX)
     _to_disk(writing)
     target, old = folder / f"{_PREFIX}{index.step}", folder / f".{_PREFIX}{index.step}.replaced"
@@ -194,21 +202,50 @@ def sum_of(path: Path) -> FileSum:
 # -- reading -----------------------------------------------------------------------------------------------------------------
 
 
+class _Head(msgspec.Struct, frozen=True):
+    step: int
+    serial: int
+
+
 def steps_in(folder: Path) -> list[int]:
-    """Steps of which there is a checkpoint, rising."""
-    if not folder.is_dir():
-        return []
-    found = [p.name.removeprefix(_PREFIX) for p in folder.glob(f"{_PREFIX}*") if (p / INDEX).is_file()]
-    return sorted(int(step) for step in found if step.isdecimal())
+    """Steps of which there is a checkpoint, in the order in which they were written; last those whose index cannot be read.
+
+    Of a run that went on from an older one, the newest is not the one with the highest step.
+    """
+    return [step for _, step in _serials_in(folder)]
+
+
+def outdated(folder: Path, keep: int) -> list[int]:
+    """Steps of the checkpoints before the last so many. Those that cannot be read neither count nor go."""
+    return [step for serial, step in _serials_in(folder) if serial < _UNREADABLE][:-keep]
+
+
+def next_serial(folder: Path) -> int:
+    """Of the checkpoint that is written next."""
+    return max((serial for serial, _ in _serials_in(folder) if serial < _UNREADABLE), default=0) + 1
+
+
+def _serials_in(folder: Path) -> list[tuple[int, int]]:
+    """Serial and step of each checkpoint, rising."""
+    found: list[tuple[int, int]] = []
+    for path in folder.glob(f"{_PREFIX}*") if folder.is_dir() else ():
+        name = path.name.removeprefix(_PREFIX)
+        if name.isdecimal() and (path / INDEX).is_file():
+            try:
+                serial = msgspec.json.decode((path / INDEX).read_bytes(), type=_Head).serial
+            except (OSError, msgspec.DecodeError):
+                serial = _UNREADABLE
+            found.append((serial, int(name)))
+    return sorted(found)
 
 
 def read_index(path: Path) -> Index:
     """The index of a checkpoint's folder. Raises CheckpointError when there is none that can be read."""
     try:
-        index = msgspec.convert(json.loads((path / INDEX).read_bytes()), Index)
+        index = msgspec.json.decode((path / INDEX).read_bytes(), type=Index)
     except OSError as e:
         raise CheckpointError(f"'{path}' has no {INDEX}: {e.strerror or e}") from e
-    except (ValueError, msgspec.ValidationError) as e:
+    except msgspec.DecodeError as e:
         raise CheckpointError(f"'{path / INDEX}' is damaged: {e}") from e
     if index.version != _VERSION:
         raise CheckpointError(

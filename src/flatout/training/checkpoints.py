@@ -107,7 +107,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """Of which there is a whole checkpoint, rising."""
+        """Of which there is a checkpoint, in the order in which they were written."""
         return files.steps_in(self._folder)
 
     # -- saving --------------------------------------------------------------------------------------------------------------
@@ -185,7 +185,9 @@ class Checkpoints:
         waited: tuple[float, float],
     ) -> Saved:
         """In the thread. Every rank comes to the same end."""
-        plain = files.renamed(*trees)
+        plain, same = trees
+        if any(name != first for name, first in same.items()):
+            plain = files.renamed(plain, same)
         writing = files.writing_folder(self._folder, step)
         file = f"rank-{self._rank:05}-of-{self._num_ranks:05}.safetensors"
 
@@ -223,6 +225,7 @@ class Checkpoints:
         index = Index(
             version=1,
             step=step,
+            serial=files.next_serial(self._folder),
             num_ranks=self._num_ranks,
             torch=str(torch.__version__),
             parts=plain | {_RANDOM: {rank: state for one in told for rank, state in one[4].items()}},
@@ -230,7 +233,7 @@ class Checkpoints:
             files={file: FileSum(num_bytes=size, crc32=crc) for file, size, crc, _, _, _ in told},
         )
         files.publish(self._folder, index, files.writing_folder(self._folder, step))
-        for old in files.steps_in(self._folder)[: -self._keep]:
+        for old in files.outdated(self._folder, self._keep):
             files.remove(self._folder, old)
 
     def _prepare(self) -> None:
@@ -245,7 +248,7 @@ class Checkpoints:
     # -- loading -------------------------------------------------------------------------------------------------------------
 
     def load(self, step: int | None = None, /, **parts: Any) -> int | None:
-        """Give the parts the state of the newest checkpoint that is whole (or of `step`); the step, or None when there is none.
+        """Give the parts the state of the checkpoint that was written last (or of `step`); its step, or None when there is none.
 
         Nothing is changed before all of it has been read. A damaged checkpoint is passed over for the one before it, with a
         warning. Raises CheckpointError when all are damaged or `step` is not there; UsageError when it is of other parts.
