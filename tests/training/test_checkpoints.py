@@ -154,6 +154,8 @@ def test_what_would_have_to_be_unpickled_is_refused_by_its_path(tmp_path: Path) 
             saves.save(1, odd=Odd())
         with pytest.raises(UsageError, match="give something with a state_dict"):
             saves.save(1, odd=3)
+        with pytest.raises(UsageError, match=r"'net/weight' is a tensor of the kind torch.sparse_coo"):
+            saves.save(1, net={"weight": torch.eye(2).to_sparse()})
         with pytest.raises(UsageError, match="give the number of steps done"):
             saves.save(1)
         assert saves.steps == []

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
 from flatout.errors import CheckpointError, UsageError
@@ -75,6 +74,11 @@ def split(tree: object, name: str, tensors: dict[str, Tensor]) -> Any:
     Raises UsageError for what is neither a number, text, a container of those, nor a tensor.
     """
     if isinstance(tree, Tensor):
+        if tree.layout != torch.strided or tree.is_meta or tree.is_quantized:
+            what = "meta" if tree.is_meta else "quantized" if tree.is_quantized else str(tree.layout)
+            raise UsageError(
+                f"'{name}' is a tensor of the kind {what}; a checkpoint holds dense ones with numbers in them"
+            )
         tensors[name] = tree
         return {_TENSOR: name}
     if tree is None or type(tree) in (bool, int, str):
@@ -137,9 +141,21 @@ def tensor_names(plain: Mapping[str, Any]) -> dict[str, str]:
 def write_tensors(
     folder: Path, file: str, tensors: Mapping[str, Tensor], offsets: Mapping[str, Sequence[int]]
 ) -> FileSum:
-    """One rank's file, on the disk when this returns. The interpreter is free for other threads meanwhile."""
+    """One rank's file, on the disk when this returns; of contiguous tensors of the CPU.
+
+    Given as addresses, so that nothing is copied and the interpreter is free for other threads.
+    """
     sharding = {name: {"saved_offsets": list(offsets[name])} for name in tensors}
-    save_file(dict(tensors), str(folder / file), metadata={"format": "pt", _SHARDING: json.dumps(sharding)})
+    held = {
+        name: TensorSpec(
+            dtype=dtype_name(t.dtype),
+            shape=list(t.shape),
+            data_ptr=t.data_ptr(),
+            data_len=t.numel() * t.element_size(),
+        )
+        for name, t in tensors.items()
+    }
+    serialize_file(held, str(folder / file), {"format": "pt", _SHARDING: json.dumps(sharding)})
     _to_disk(folder / file)
     return sum_of(folder / file)
 

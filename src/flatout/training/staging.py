@@ -8,6 +8,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from flatout.errors import UsageError
+
 _PIECE_BYTES: Final = 256 << 20
 """What is copied to the host at once. The link to the host is full from some MiB on; two pieces are all that must be free."""
 _ALIGNED: Final = 64
@@ -57,7 +59,13 @@ class Staging:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def copy(self, tensors: Mapping[str, Tensor]) -> Staged:
-        """Host copies of local, dense tensors on a CPU and at most one CUDA device. Nothing waits for them but `Staged.wait`."""
+        """Host copies of local, dense tensors on a CPU and at most one CUDA device. Nothing waits for them but `Staged.wait`.
+
+        Raises UsageError for tensors of several devices.
+        """
+        devices = {str(t.device) for t in tensors.values() if t.is_cuda}
+        if len(devices) > 1:
+            raise UsageError(f"tensors lie on {', '.join(sorted(devices))}; a process copies those of one device")
         self._make_room(tensors)
         copies = {name: self._held[name].view for name in tensors}
         on_device = {name: t for name, t in tensors.items() if t.is_cuda}
