@@ -203,3 +203,19 @@ def test_what_differs_between_two_runs_is_told_by_cause(folder: Path) -> None:
         ("threads", "threads"),
         ("package", "torch"),
     }
+
+
+def test_what_was_compiled_and_is_too_large_to_keep_is_named_as_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch._inductor.codecache")
+    monkeypatch.setattr("torch.compiler.save_cache_artifacts", lambda: (bytes(5 << 20), None))
+    with Run("runs") as kept:
+        pass
+    assert (kept.path / "compiled.bin").stat().st_size == 5 << 20
+    monkeypatch.setattr("flatout.runs.run._MOST_COMPILED_BYTES", 1 << 20)
+    with Run("runs") as left:
+        pass
+    assert not (left.path / "compiled.bin").exists()
+    [found] = [one for one in read_run(left.path).left_out if one.name == "compiled.bin"]
+    assert "it has 5 MiB" in found.because

@@ -300,6 +300,29 @@ def test_a_run_that_goes_on_from_an_older_one_is_the_newest(tmp_path: Path) -> N
     assert _same(training.state(), expected)
 
 
+def test_a_failure_without_words_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def speechless(*_: Any) -> None:
+        raise MemoryError
+
+    training = _Training()
+    with Checkpoints(tmp_path) as saves:
+        monkeypatch.setattr("flatout.training.checkpoint_files.publish", speechless)
+        saves.save(1, **training.parts)
+        with pytest.raises(
+            CheckpointError, match="step 1 was not written; rank 0: MemoryError; there is none before it"
+        ):
+            saves.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_given_to_save_only_is_not_loaded_into(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as saves:
+        saves.save(1, net=nn.Linear(2, 2), notes={"best": 0.5})
+        with pytest.raises(UsageError, match=r"the parts \['notes'\] have no load_state_dict"):
+            saves.load(net=nn.Linear(2, 2), notes={})
+        assert saves.load(net=nn.Linear(2, 2)) == 1
+
+
 def test_what_cannot_be_read_does_not_count_among_those_that_are_kept(tmp_path: Path) -> None:
     training = _Training()
     with Checkpoints(tmp_path, keep=1) as saves:
@@ -311,6 +334,11 @@ def test_what_cannot_be_read_does_not_count_among_those_that_are_kept(tmp_path: 
             saves.save(step, **training.parts)
             saves.wait()
         assert saves.steps == [3, 9]
+        with torch.no_grad():
+            training.net.one.bias.fill_(float("nan"))
+        saves.save(4, **training.parts)
+        with pytest.raises(CheckpointError, match="the last good one is of step 3"):
+            saves.wait()
         with pytest.warns(UserWarning, match="step 9 is passed over"):
             assert saves.load(**training.parts) == 3
 

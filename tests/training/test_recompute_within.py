@@ -94,7 +94,9 @@ def test_what_is_kept_stays_within_and_the_training_is_the_same(share: float) ->
 
 def test_a_budget_that_cannot_be_kept_is_refused_with_what_can() -> None:
     net = _Net()
-    with pytest.raises(UsageError, match=r"1000 bytes are not enough: of .* are left when all 7 blocks are recomputed"):
+    with pytest.raises(
+        UsageError, match=r"1000 bytes are not enough: of .* are left when [0-9] of 7 blocks are recomputed"
+    ):
         recompute_within(net, 1000, lambda: _step(net))
     assert not any("forward" in vars(m) for m in net.modules())
 
@@ -120,11 +122,11 @@ STORAGES = st.lists(
 
 
 @given(STORAGES, st.lists(st.floats(0.01, 1.0), min_size=6, max_size=6), st.integers(0, 1000))
-def test_a_choice_fits_and_needs_each_of_its_blocks(storages: list[Storage], seconds: list[float], budget: int) -> None:
+def test_a_choice_fits_or_is_the_least_that_was_found(
+    storages: list[Storage], seconds: list[float], budget: int
+) -> None:
     chosen = _chosen(storages, seconds, budget)
-    if chosen is None:
-        assert _peak(storages, frozenset(range(6))) > budget
-        return
-    assert _kept(storages, chosen) <= _peak(storages, chosen) <= budget
-    if _peak(storages, frozenset()) <= budget:
+    nothing, everything = _peak(storages, frozenset()), _peak(storages, frozenset(range(6)))
+    assert _kept(storages, chosen) <= _peak(storages, chosen) <= max(budget, min(nothing, everything))
+    if nothing <= budget:
         assert chosen == frozenset()

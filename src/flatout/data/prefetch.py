@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flatout.data.nests import mapped, tensors_in
+from flatout.numerics.nests import mapped, tensors_in
 
 Batch = TypeVar("Batch")
 _END: Final = object()
@@ -171,13 +171,14 @@ class Copier:
             return _Fetched(batch, None, None)
         is_timed = _SETTLED <= self._num_fetched < _SETTLED + _TIMED
         self._num_fetched += 1
-        began, ended = (torch.cuda.Event(enable_timing=is_timed) for _ in range(2))
+        began = torch.cuda.Event(enable_timing=True) if is_timed else None
+        ended = torch.cuda.Event(enable_timing=is_timed)
         with torch.cuda.stream(self._stream):
-            if is_timed:
+            if began is not None:
                 began.record(self._stream)
             moved = mapped(batch, self._copied)
             ended.record(self._stream)
-        return _Fetched(moved, ended, began if is_timed else None)
+        return _Fetched(moved, ended, began)
 
     def _copied(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu":
@@ -220,6 +221,5 @@ class Copier:
 def _pinned(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_pinned():
         return tensor
-    return (
-        tensor.contiguous().pin_memory() if 0 in tensor.stride() else tensor.pin_memory()
-    )  # an expanded one has no own memory
+    is_expanded = 0 in tensor.stride()  # and has no memory of its own to be copied as it lies
+    return (tensor.contiguous() if is_expanded else tensor).pin_memory()

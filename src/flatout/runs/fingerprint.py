@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from flatout.numerics.checksum import checksum
+from flatout.numerics.nests import tensors_in
 from flatout.profiling.patching import Patches
 from flatout.records.run import StepMarks
 
@@ -101,7 +102,7 @@ class Fingerprint:
         for name, parameter in module.named_parameters():
             self._names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
         with torch.no_grad():
-            for tensor in _tensors(given):
+            for tensor in tensors_in(given):
                 self._inputs.append(checksum(tensor))
                 if tensor.dim() and tensor.size(0) <= _MOST_ROWS:
                     self._rows += [checksum(row) for row in tensor.detach().cpu()]
@@ -135,14 +136,3 @@ class Fingerprint:
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
                 yield self._names.get(id(parameter), f"group {number}, tensor {place}"), parameter
-
-
-def _tensors(nest: Any) -> Iterator[Tensor]:
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, (list, tuple)):
-        for value in nest:
-            yield from _tensors(value)
-    elif isinstance(nest, Mapping):
-        for value in nest.values():
-            yield from _tensors(value)

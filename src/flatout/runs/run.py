@@ -162,8 +162,14 @@ class Run:
         if "torch._inductor.codecache" not in sys.modules:
             return
         made = torch.compiler.save_cache_artifacts()
-        if made is not None and 0 < len(made[0]) <= _MOST_COMPILED_BYTES:
-            (self._path / COMPILED).write_bytes(made[0])
+        if made is None or self._record is None:
+            return
+        if len(made[0]) <= _MOST_COMPILED_BYTES:
+            write_file(self._path / COMPILED, made[0])
+            return
+        because = f"it has {len(made[0]) >> 20} MiB; a replay compiles anew, and may choose other kernels"
+        left_out = (*self._record.left_out, LeftOut(name=COMPILED, because=because))
+        self._record = msgspec.structs.replace(self._record, left_out=left_out)
 
     def tick(self, **values: float | Tensor) -> None:
         """One step is over; values are kept with its number. Tensors stay where they are for some seconds: nobody waits."""

@@ -231,9 +231,9 @@ def steps_in(folder: Path) -> list[int]:
     return [step for _, step in _serials_in(folder)]
 
 
-def outdated(folder: Path, keep: int) -> list[int]:
-    """Steps of the checkpoints before the last so many. Those that cannot be read neither count nor go."""
-    return [step for serial, step in _serials_in(folder) if serial < _UNREADABLE][:-keep]
+def readable(folder: Path) -> list[int]:
+    """Those of which the index can be read."""
+    return [step for serial, step in _serials_in(folder) if serial < _UNREADABLE]
 
 
 def next_serial(folder: Path) -> int:

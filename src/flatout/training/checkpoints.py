@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,12 +17,25 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flatout.errors import CheckpointError, UsageError
 from flatout.training import checkpoint_files as files
 from flatout.training.checkpoint_files import Chunk, Entry, FileSum, Index
+from flatout.training.checkpoint_parts import (
+    Part,
+    bare,
+    check_alike,
+    first_of_twins,
+    places,
+    read,
+    read_placed,
+    shard,
+    state_of,
+    weights_of,
+)
+from flatout.training.random_state import random_state, set_random_state
 from flatout.training.staging import Staged, Staging
 
 Value = TypeVar("Value")
@@ -45,15 +56,6 @@ class Saved(NamedTuple):
     device_s: float
     write_s: float
     num_bytes: int
-
-
-class _Part(NamedTuple):
-    """A tensor as this rank holds it: where it begins in the whole, and whether this rank writes it."""
-
-    local: Tensor
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    is_mine: bool
 
 
 class Checkpoints:
@@ -127,11 +129,11 @@ class Checkpoints:
                 f"none of them named '{_RANDOM}'"
             )
         tensors: dict[str, Tensor] = {}
-        plain = {name: files.split(_state(part), name, tensors) for name, part in parts.items()}
-        plain[_RANDOM] = {f"{self._rank}": files.split(_random_state(), f"{_RANDOM}/{self._rank}", tensors)}
-        same = _first_of_twins(tensors)
+        plain = {name: files.split(state_of(part), name, tensors) for name, part in parts.items()}
+        plain[_RANDOM] = {f"{self._rank}": files.split(random_state(), f"{_RANDOM}/{self._rank}", tensors)}
+        same = first_of_twins(tensors)
         held = self._shared_out({name: tensor for name, tensor in tensors.items() if same[name] == name})
-        weights = {f"{name}/{n}" for name, part in parts.items() for n in _weights_of(part)}
+        weights = {f"{name}/{n}" for name, part in parts.items() for n in weights_of(part)}
         mine = {name: part for name, part in held.items() if part.is_mine}
         staged = self._staging.copy({name: part.local for name, part in mine.items()})
         entries = {name: (part.offset, part.shape, files.dtype_name(part.local.dtype)) for name, part in mine.items()}
@@ -156,23 +158,23 @@ class Checkpoints:
                 dist.destroy_process_group(self._group)
                 self._group = None
 
-    def _shared_out(self, tensors: Mapping[str, Tensor]) -> dict[str, _Part]:
+    def _shared_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         """Who writes what: shards those who hold them; what is the same on all ranks one each, the largest first."""
         if not self._is_many and not any(isinstance(t, DTensor) for t in tensors.values()):
-            return {name: _Part(t, (0,) * t.dim(), tuple(t.shape), is_mine=True) for name, t in tensors.items()}
+            return {name: Part(t, (0,) * t.dim(), tuple(t.shape), is_mine=True) for name, t in tensors.items()}
         load = [0] * self._num_ranks
-        held: dict[str, _Part] = {}
+        held: dict[str, Part] = {}
         own = f"{_RANDOM}/{self._rank}/"
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel() * item[1].element_size()):
             if isinstance(tensor, DTensor):
-                held[name] = _shard(tensor)
+                held[name] = shard(tensor)
                 continue
             writer = load.index(min(load))
             is_shared = not name.startswith(own)
             if is_shared:
                 load[writer] += tensor.numel() * tensor.element_size()
             shape = tuple(tensor.shape)
-            held[name] = _Part(tensor, (0,) * tensor.dim(), shape, not is_shared or writer == self._rank)
+            held[name] = Part(tensor, (0,) * tensor.dim(), shape, not is_shared or writer == self._rank)
         return {name: held[name] for name in tensors}
 
     def _write(
@@ -233,7 +235,7 @@ class Checkpoints:
             files={file: FileSum(num_bytes=size, crc32=crc) for file, size, crc, _, _, _ in told},
         )
         files.publish(self._folder, index, files.writing_folder(self._folder, step))
-        for old in files.outdated(self._folder, self._keep):
+        for old in files.readable(self._folder)[: -self._keep]:
             files.remove(self._folder, old)
 
     def _prepare(self) -> None:
@@ -287,18 +289,20 @@ class Checkpoints:
         lacking, own = sorted(parts.keys() - index.parts.keys()), sorted(index.parts.keys() - {_RANDOM})
         if lacking or not parts:
             raise UsageError(f"'{path}' has no parts {lacking}; it has {own}")
+        fixed = sorted(name for name, part in parts.items() if not hasattr(part, "load_state_dict"))
+        if fixed:
+            raise UsageError(f"the parts {fixed} have no load_state_dict; give what the state is to go to")
         states = {}
         for name, part in parts.items():
-            _check_alike(name, part, index)
-            place = _places(part, name)
-            read = partial(_read_placed, path, index, place)
-            states[name] = files.joined(index.parts[name], read)
+            check_alike(name, part, index)
+            loads = partial(read_placed, path, index, places(part, name))
+            states[name] = files.joined(index.parts[name], loads)
         kept = index.parts[_RANDOM].get(f"{self._rank}") if index.num_ranks == self._num_ranks else None
-        numbers = files.joined(kept, lambda n: _read(path, n, index.tensors[n], None)) if kept is not None else None
+        numbers = files.joined(kept, lambda n: read(path, n, index.tensors[n], None)) if kept is not None else None
         for name, part in parts.items():
-            _bare(part).load_state_dict(states[name])
+            bare(part).load_state_dict(states[name])
         if numbers is not None:
-            _set_random_state(numbers)
+            set_random_state(numbers)
 
     # -- among ranks ---------------------------------------------------------------------------------------------------------
 
@@ -307,15 +311,15 @@ class Checkpoints:
         value: Any = None
         try:
             value, why = action(), ""
-        except (OSError, SafetensorError, CheckpointError, RuntimeError, TypeError, ValueError) as e:
-            why = str(e)
+        except (OSError, SafetensorError, CheckpointError, MemoryError, RuntimeError, TypeError, ValueError) as e:
+            why = str(e) or type(e).__name__
         wrong = {rank: w for rank, w in enumerate(self._gathered(why)) if w}
         if not wrong:
             return value  # type: ignore[no-any-return]
         if self._rank == 0:
             shutil.rmtree(files.writing_folder(self._folder, step), ignore_errors=True)
         rank, why = next(iter(wrong.items()))
-        left = files.steps_in(self._folder)
+        left = files.readable(self._folder)
         good = f"the last good one is of step {left[-1]}" if left else "there is none before it"
         raise CheckpointError(f"the checkpoint of step {step} was not written; rank {rank}: {why}; {good}")
 
@@ -335,126 +339,5 @@ class Checkpoints:
         return self._gathered(value)[0]
 
 
-def _bare(part: Any) -> Any:
-    """A module without what replicates or compiles it, whose names are not those of its parameters."""
-    while isinstance(part, nn.Module):
-        inner = getattr(part, "_orig_mod", None)
-        if inner is None and isinstance(part, nn.parallel.DistributedDataParallel):
-            inner = part.module
-        if inner is None:
-            break
-        part = inner
-    return part
-
-
-def _state(part: Any) -> Any:
-    if isinstance(part, Mapping):
-        return dict(part)
-    if not hasattr(part, "state_dict"):
-        raise UsageError(f"a part is a {type(part).__name__}; give something with a state_dict, or a mapping")
-    return _bare(part).state_dict()
-
-
-def _weights_of(part: Any) -> list[str]:
-    """Names of parameters, which are to be finite; a buffer may hold an infinity, as masks do."""
-    return [name for name, _ in _bare(part).named_parameters()] if isinstance(part, nn.Module) else []
-
-
 def _is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _first_of_twins(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of tensors that are the same memory, as tied weights are, the first; of others themselves."""
-    first: dict[Any, str] = {}
-    same: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        place = local.data_ptr()
-        same[name] = first.setdefault((place, local.shape, local.stride(), local.dtype), name) if place else name
-    return same
-
-
-def _shard(tensor: DTensor) -> _Part:
-    """This rank's part of a DTensor; of ranks with the same part the first writes."""
-    chunks = tensor.__create_chunk_list__()
-    local = tensor.to_local()
-    coordinate = tensor.device_mesh.get_coordinate()
-    is_first = coordinate is not None and all(
-        placement.is_shard() or at == 0 for placement, at in zip(tensor.placements, coordinate, strict=True)
-    )
-    offset = tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim()
-    return _Part(local, offset, tuple(tensor.shape), is_first and local.numel() > 0)
-
-
-def _places(part: Any, name: str) -> Callable[[str], Tensor | None]:
-    """What says how a loaded tensor of the part is to lie: a module's own, and for an optimizer's state its parameter."""
-    part = _bare(part)
-    if isinstance(part, nn.Module):
-        return {f"{name}/{n}": t for n, t in part.state_dict().items() if isinstance(t, Tensor)}.get
-    if not isinstance(part, torch.optim.Optimizer):
-        return lambda _: None
-    params = {f"{n}": p for n, p in enumerate(p for group in part.param_groups for p in group["params"])}
-    return lambda n: params.get(n.removeprefix(f"{name}/state/").partition("/")[0])
-
-
-def _check_alike(name: str, part: Any, index: Index) -> None:
-    """Raises UsageError when a module is not the one that was saved."""
-    part = _bare(part)
-    if not isinstance(part, nn.Module):
-        return
-    kept = {n: index.tensors[t] for n, t in files.tensor_names(index.parts[name]).items()}
-    here = {n: t for n, t in part.state_dict().items() if isinstance(t, Tensor)}
-    for what, names in (("lacks", here.keys() - kept.keys()), ("has besides", kept.keys() - here.keys())):
-        if names:
-            raise UsageError(
-                f"the checkpoint's '{name}' {what} {', '.join(sorted(names)[:4])} ({len(names)}); it is of another model"
-            )
-    for n, tensor in here.items():
-        was = f"{list(kept[n].shape)} {kept[n].dtype}"
-        now = f"{list(tensor.shape)} {files.dtype_name(tensor.dtype)}"
-        if was != now:
-            raise UsageError(f"'{name}/{n}' is {now}, and {was} in the checkpoint; it is of another model")
-
-
-def _read_placed(path: Path, index: Index, place: Callable[[str], Tensor | None], name: str) -> Tensor:
-    return _read(path, name, index.tensors[name], place(name))
-
-
-def _read(path: Path, name: str, entry: Entry, place: Tensor | None) -> Tensor:
-    dtype = getattr(torch, entry.dtype)
-    if isinstance(place, DTensor) and tuple(place.shape) == entry.shape:
-        target = torch.empty_like(place, dtype=dtype)
-        assert isinstance(target, DTensor)
-        part = _shard(target)
-        if part.local.numel():
-            files.read_into(path, name, entry, part.local, part.offset)
-        return target
-    whole = torch.empty(entry.shape, dtype=dtype)
-    files.read_into(path, name, entry, whole, (0,) * len(entry.shape))
-    return whole
-
-
-def _random_state() -> dict[str, Any]:
-    """Of every generator that a script may draw from."""
-    version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {"python": (version, torch.tensor(numbers), gauss), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (kind, torch.from_numpy(keys.copy()), *rest)
-    return state
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    numpy = sys.modules.get("numpy")
-    if "numpy" in state and numpy is not None:
-        kind, keys, *rest = state["numpy"]
-        numpy.random.set_state((kind, keys.numpy(), *rest))

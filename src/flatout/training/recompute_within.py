@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import UsageError
+from flatout.training.random_state import random_state, set_random_state
 from flatout.training.recompute import Undo, recompute_blocks, repeated_blocks
 from flatout.training.snapshot import copied
 
@@ -38,37 +39,39 @@ class Storage(NamedTuple):
 
 
 def recompute_within(module: nn.Module, num_bytes: int, step: Callable[[], Tensor]) -> Recomputed:
-    """Have as few blocks recomputed as keep what is saved for the backward within `num_bytes`, those that are cheap first.
+    """Have blocks recomputed, the cheap ones first, until what is saved for the backward is within `num_bytes`.
 
     `step` computes the loss on a usual batch. It is called twice, without a backward, and counted: what each of the model's
     repeated blocks saves, how long its forward takes. Random numbers and buffers are put back after it. Blocks that count what
     they see (batch norm's running statistics) would count twice and are not recomputed.
 
-    Raises UsageError when even all blocks recomputed keep more; the message says how much.
+    Raises UsageError when no more of them free enough; the message says how far it came.
     """
     blocks = repeated_blocks(module)
     storages, seconds = _observed(module, [block for _, block in blocks], step)
     chosen = _chosen(storages, seconds, num_bytes)
-    before = _peak(storages, frozenset())
-    if chosen is None:
-        least = min(_peak(storages, frozenset(range(number))) for number in range(len(blocks) + 1))
+    before, now = _peak(storages, frozenset()), _peak(storages, chosen)
+    if now > num_bytes:
         raise UsageError(
-            f"{num_bytes} bytes are not enough: of {before} that a step keeps for its backward {least} are left when all "
-            f"{len(blocks)} blocks are recomputed; give as much, or a smaller batch"
+            f"{num_bytes} bytes are not enough: of {before} that a step keeps for its backward {now} are left when "
+            f"{len(chosen)} of {len(blocks)} blocks are recomputed, and no others free more; give as much, or a smaller batch"
         )
     undo = recompute_blocks([blocks[number][1] for number in sorted(chosen)])
     return Recomputed(
         paths=tuple(blocks[number][0] for number in sorted(chosen)),
         kept_bytes=before,
-        now_bytes=_peak(storages, chosen),
+        now_bytes=now,
         extra_s=sum(seconds[number] for number in chosen),
         undo=undo,
     )
 
 
-def _chosen(storages: Sequence[Storage], seconds: Sequence[float], num_bytes: int) -> frozenset[int] | None:
-    """Blocks that bring the peak below, by seconds a byte; then without those that turn out not to be needed."""
-    chosen: frozenset[int] = frozenset()
+def _chosen(storages: Sequence[Storage], seconds: Sequence[float], num_bytes: int) -> frozenset[int]:
+    """Blocks that bring the peak below, by seconds a byte, without those that turn out not to be needed.
+
+    Where none do, those of the lowest peak on the way.
+    """
+    chosen = lowest = frozenset[int]()
     left = set(range(len(seconds)))
     peak = _peak(storages, chosen)
     while peak > num_bytes and left:
@@ -77,8 +80,9 @@ def _chosen(storages: Sequence[Storage], seconds: Sequence[float], num_bytes: in
         left.remove(best)
         chosen |= {best}
         peak = _peak(storages, chosen)
+        lowest = min(lowest, chosen, key=lambda c: _peak(storages, c))
     if peak > num_bytes:
-        return None
+        return lowest
     for number in sorted(chosen, key=lambda n: -seconds[n]):
         if _peak(storages, chosen - {number}) <= num_bytes:
             chosen -= {number}
@@ -104,19 +108,18 @@ def _observed(
 ) -> tuple[list[Storage], list[float]]:
     """What one step saves, and seconds of each block's forward; of the second call."""
     devices = [p.device for p in module.parameters() if p.is_cuda]
-    buffers = copied(dict(module.named_buffers()))
-    with (
-        torch.random.fork_rng(devices=sorted({d.index or 0 for d in devices}), device_type="cuda"),
-        ExitStack() as stack,
-    ):
-        step()
-        watch = stack.enter_context(_watching(module, blocks))
-        loss = step()
-        del loss
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])
-    return watch.storages(), watch.seconds()
+    buffers, numbers = copied(dict(module.named_buffers())), random_state()
+    try:
+        with torch.random.fork_rng(devices=sorted({d.index or 0 for d in devices}), device_type="cuda"):
+            step()
+            with _watching(module, blocks) as watch:
+                step()
+            return watch.storages(), watch.seconds()
+    finally:
+        set_random_state(numbers)
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(buffers[name])
 
 
 class _Watch:

@@ -1,4 +1,4 @@
-"""Batches as nests: tensors in lists, tuples and mappings."""
+"""Nests: tensors in lists, tuples and mappings, as batches and arguments are."""
 
 from __future__ import annotations
 
