@@ -47,6 +47,9 @@ def main() -> int:
     options = parser.parse_args()
     manifest = tomllib.loads((ROOT / "examples" / "manifest.toml").read_text())
     chosen = [e for e in manifest["example"] if not options.only or e["name"] in options.only]
+    unknown = sorted({*(options.only or [])} - {e["name"] for e in chosen})
+    if unknown:
+        parser.error(f"no examples are called {', '.join(unknown)}; examples/manifest.toml has their names")
     rows = {row["name"]: row for row in json.loads(options.out.read_text())["examples"]} if options.out.exists() else {}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for example in chosen:
