@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from flatout.errors import FlatoutError as FlatoutError
     from flatout.errors import HardwareError as HardwareError
     from flatout.errors import NotFiniteError as NotFiniteError
+    from flatout.errors import NotFused as NotFused
+    from flatout.errors import PromiseBroken as PromiseBroken
     from flatout.errors import RecordError as RecordError
     from flatout.errors import ScriptError as ScriptError
     from flatout.errors import UsageError as UsageError

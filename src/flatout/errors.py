@@ -43,6 +43,14 @@ class CheckpointError(FlatoutError):
     """A checkpoint could not be written or read; the message says which, on which rank, and what is there instead."""
 
 
+class NotFused(FlatoutError):
+    """A call cannot be run as it promises to be; the message says which promise, why, and what would keep it."""
+
+
+class PromiseBroken(FlatoutError):
+    """A region did what `flatout.guarantee` rules out; the message says which promise, by which operator, at which line."""
+
+
 class NotFiniteError(FlatoutError):
     """A number that is watched became NaN or infinite; `step` says when, counted from 0."""
 

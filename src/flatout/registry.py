@@ -1,4 +1,4 @@
-"""Finds RULE and LEVER in their shelves, and entry points of other packages. Importing this does no search; asking does."""
+"""Finds RULE, LEVER and KERNEL in their shelves, and entry points of other packages. Importing this does no search; asking does."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from flatout.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     from flatout.records.finding import Rule
+    from flatout.records.kernel import Kernel
     from flatout.records.lever import Lever
 
-    Part = TypeVar("Part", Rule, Lever)
+    Part = TypeVar("Part", Rule, Lever, Kernel)
 
 
 @cache
@@ -60,6 +61,26 @@ def lever_of(id: str) -> Lever:
     if id not in known:
         raise PlanError(f"there is no lever '{id}'; `flatout levers` lists those there are")
     return known[id]
+
+
+@cache
+def kernels(op: str) -> tuple[Kernel, ...]:
+    """Every implementation of an operation, the preferred first: the constants KERNEL under `flatout.kernels`, then the entry
+    points of group 'flatout.kernels'.
+
+    Raises UsageError when two kernels share an id, and when nothing implements `op`.
+    """
+    found: dict[str, Kernel] = {}
+    for module in _shelved("flatout.kernels"):
+        kernel: Kernel | None = getattr(module, "KERNEL", None)
+        if kernel is not None:
+            _add(found, kernel, "kernel")
+    for point in entry_points(group="flatout.kernels"):
+        _add(found, point.load(), "kernel")
+    ranked = tuple(sorted((k for k in found.values() if k.op == op), key=lambda k: (k.order, k.id)))
+    if not ranked:
+        raise UsageError(f"no kernel implements '{op}'; there are {', '.join(sorted({k.op for k in found.values()}))}")
+    return ranked
 
 
 def _shelved(room: str) -> Iterator[ModuleType]:
