@@ -1,0 +1,187 @@
+"""Masks out of a tree or a graph: ancestors, neighbours."""
+
+# S tokens, E edges
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from flatout.errors import UsageError
+from flatout.kernels.attention.mask import Bounds, Mask, MaskMod, Sizes, exact
+from flatout.kernels.attention.sets import KeySets, merged, one_interval
+
+_WORTH = 64
+"""Intervals a row, on average, above which a tree's ancestors are looked at block by block instead."""
+
+
+class Tree(Mask):
+    """Each token sees itself and its ancestors: `parents` (S,), -1 for a root.
+
+    A token is an ancestor of another exactly if its visit in a depth-first walk encloses the other's: `enter` and `leave` are the
+    times of the walk, so that two comparisons tell (Tarjan, Depth-first search and linear graph algorithms, 1972).
+    """
+
+    def __init__(self, parents: Tensor, enter: Tensor, leave: Tensor) -> None:
+        self.parents, self.enter, self.leave = parents, enter, leave
+
+    def mod(self) -> MaskMod:
+        enter, leave = self.enter, self.leave
+        return lambda b, h, q, kv: (enter[kv] <= enter[q]) & (enter[q] < leave[kv])
+
+    def bounds(self, sizes: Sizes) -> Bounds:
+        parents = self.parents.to(sizes.device)
+        row, lo, hi = _chains(parents)
+        if row is None:
+            # ancestors in very many pieces; at least no token comes before its root's first
+            q = sizes.query
+            every = one_interval(sizes.of_each_row(torch.zeros_like(q)), sizes.of_each_row(torch.full_like(q, sizes.keys)), sizes.keys)
+            own = one_interval(sizes.of_each_row(q), sizes.of_each_row(q + 1), sizes.keys)
+            return Bounds(own, every)
+        groups = torch.arange(sizes.batch * sizes.heads, device=sizes.device) * sizes.queries
+        num = groups.numel()
+        row = (groups[:, None] + row).reshape(-1)
+        return exact(merged(row, lo.repeat(num), hi.repeat(num), num_rows=sizes.num_rows, num_keys=sizes.keys))
+
+    @property
+    def signature(self) -> Hashable:
+        return "tree"
+
+    def to(self, device: torch.device) -> Mask:
+        return Tree(*(t.to(device, non_blocking=True) for t in (self.parents, self.enter, self.leave)))
+
+    def check(self, queries: int, keys: int) -> None:
+        if not queries == keys == self.parents.numel():
+            raise UsageError(f"the tree has {self.parents.numel()} tokens, and there are {queries} queries and {keys} keys")
+
+    def __repr__(self) -> str:
+        return f"tree({self.parents.numel()})"
+
+
+def tree_of(parents: Tensor) -> Tree:
+    """Raises UsageError for parents out of range, and for tokens that are their own ancestors."""
+    parents = parents.to(torch.int64)
+    num = parents.numel()
+    if parents.dim() != 1 or (num and not (-1 <= int(parents.min()) and int(parents.max()) < num)):
+        raise UsageError(f"parents of shape {tuple(parents.shape)} must be (S,) numbers from -1 (a root) to S - 1")
+    order, above = _roots_first(parents), parents.tolist()
+    size = [1] * num
+    for token in reversed(order):
+        if above[token] >= 0:
+            size[above[token]] += size[token]
+    enter, free, root = [0] * num, [0] * num, 0  # free: when the token's next child, or the next root, can enter
+    for token in order:
+        parent = above[token]
+        enter[token] = root if parent < 0 else free[parent]
+        free[token] = enter[token] + 1
+        if parent < 0:
+            root += size[token]
+        else:
+            free[parent] += size[token]
+    times = torch.tensor(enter, dtype=torch.int32), torch.tensor(size, dtype=torch.int32)
+    return Tree(parents, times[0].to(parents.device), (times[0] + times[1]).to(parents.device))
+
+
+def _roots_first(parents: Tensor) -> list[int]:
+    """The tokens in an order in which parents come before their children; the given one if it is such."""
+    num = parents.numel()
+    if not num or bool((parents < torch.arange(num, device=parents.device)).all()):
+        return list(range(num))
+    depth, far = (parents >= 0).to(torch.int64), parents.clone()
+    while bool((far >= 0).any()):  # by doubling: depth counts the steps to `far`
+        step, has_far = far.clamp(min=0), far >= 0
+        depth = depth + torch.where(has_far, depth[step], 0)
+        far = torch.where(has_far, far[step], -1)
+        if int(depth.max()) >= num:
+            raise UsageError("a token is its own ancestor; parents must lead to a root, whose parent is -1")
+    order: list[int] = depth.argsort(stable=True).tolist()
+    return order
+
+
+def _chains(parents: Tensor) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+    """Each token with its ancestors, as (row, lo, hi): runs of tokens whose parent is the token before them count once."""
+    num = parents.numel()
+    index = torch.arange(num, device=parents.device)
+    is_top = parents != index - 1
+    is_top[:1] = True
+    top = torch.where(is_top, index, -1).cummax(0).values
+    row = at = index
+    rows, los, his, total = [], [], [], 0
+    while row.numel():
+        rows.append(row)
+        los.append(top[at])
+        his.append(at + 1)
+        total += row.numel()
+        if total > _WORTH * num:
+            return None, None, None
+        at = parents[top[at]]
+        row, at = row[at >= 0], at[at >= 0]
+    return torch.cat(rows), torch.cat(los), torch.cat(his)
+
+
+class Graph(Mask):
+    """Each query sees its neighbours: `crow` (Q + 1,) and `col` (E,), sorted within each row, of a matrix in CSR form."""
+
+    def __init__(self, crow: Tensor, col: Tensor, num_keys: int) -> None:
+        self.crow, self.col, self.num_keys = crow, col, num_keys
+        num_rows = crow.numel() - 1
+        row = torch.arange(num_rows, device=crow.device).repeat_interleave(crow.diff(), output_size=col.numel())
+        self._row, self._edges = row, row * num_keys + col
+
+    def mod(self) -> MaskMod:
+        edges, num_keys = self._edges, self.num_keys
+        if not edges.numel():
+            return lambda b, h, q, kv: (q < 0) & (kv < 0)
+
+        def function(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            wanted = q * num_keys + kv
+            found = torch.searchsorted(edges, wanted).clamp(max=edges.numel() - 1)
+            return edges[found] == wanted
+
+        return function
+
+    def bounds(self, sizes: Sizes) -> Bounds:
+        row, col = self._row.to(sizes.device), self.col.to(sizes.device)
+        groups = torch.arange(sizes.batch * sizes.heads, device=sizes.device) * sizes.queries
+        num = groups.numel()
+        is_new = torch.ones_like(row, dtype=torch.bool)
+        is_new[1:] = (row[1:] != row[:-1]) | (col[1:] != col[:-1] + 1)
+        is_end = torch.ones_like(is_new)
+        is_end[:-1] = is_new[1:]
+        row, lo, hi = row[is_new], col[is_new], col[is_end] + 1
+        each = (groups[:, None] + row).reshape(-1)
+        return exact(KeySets(sizes.num_rows, sizes.keys, each, lo.repeat(num), hi.repeat(num)))
+
+    @property
+    def signature(self) -> Hashable:
+        return "graph"
+
+    def to(self, device: torch.device) -> Mask:
+        return Graph(self.crow.to(device), self.col.to(device), self.num_keys)
+
+    def check(self, queries: int, keys: int) -> None:
+        if (queries, keys) != (self.crow.numel() - 1, self.num_keys):
+            raise UsageError(
+                f"the graph is of {self.crow.numel() - 1} queries and {self.num_keys} keys, and there are {queries} and {keys}"
+            )
+
+    def __repr__(self) -> str:
+        return f"graph({self.crow.numel() - 1} rows, {self.col.numel()} edges)"
+
+
+def graph_of(crow: Tensor, col: Tensor, num_keys: int | None) -> Graph:
+    """Columns are sorted within their rows and told once. Raises UsageError for what is no CSR matrix."""
+    crow, col = crow.to(torch.int64), col.to(torch.int64)
+    num_rows = crow.numel() - 1
+    num_keys = num_rows if num_keys is None else num_keys
+    if num_rows < 0 or int(crow[0]) != 0 or int(crow[-1]) != col.numel() or bool((crow.diff() < 0).any()):
+        raise UsageError(f"crow must rise from 0 to the number of columns given, {col.numel()}; it has {crow.numel()} numbers")
+    if col.numel() and not (int(col.min()) >= 0 and int(col.max()) < num_keys):
+        raise UsageError(f"columns lie between {int(col.min())} and {int(col.max())}, and there are {num_keys} keys")
+    row = torch.arange(num_rows, device=crow.device).repeat_interleave(crow.diff(), output_size=col.numel())
+    edges = (row * num_keys + col).unique()
+    row, col = edges // num_keys, edges % num_keys
+    counts = torch.bincount(row, minlength=num_rows)
+    return Graph(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), col, num_keys)
