@@ -1,0 +1,120 @@
+"""What happens to a score before the softmax: `flatout.scores.softcap(30) >> flatout.scores.alibi(slopes)`.
+
+A score is (query . key) * scale. Functions are of (score, batch, head, query, key), index tensors that broadcast, and of their own
+tensors, whose gradients they pass on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatout.errors import UsageError
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+Form = Literal["exact", "sigmoid"]
+
+
+class Score(NamedTuple):
+    """A function of scores, with the tensors that it holds.
+
+    `function` is (score, b, h, q, kv, *tensors) -> score. `is_additive` if it adds what does not depend on the score. Equal
+    `signature`s mean functions that differ in nothing but tensors.
+    """
+
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    name: str
+    signature: Hashable
+    is_additive: bool = False
+
+    def __rshift__(self, then: Score) -> Score:
+        num, first, second = len(self.tensors), self.function, then.function
+
+        def both(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *tensors: Tensor) -> Tensor:
+            return second(first(score, b, h, q, kv, *tensors[:num]), b, h, q, kv, *tensors[num:])
+
+        return Score(
+            both,
+            self.tensors + then.tensors,
+            f"{self.name} >> {then.name}",
+            (self.signature, then.signature),
+            self.is_additive and then.is_additive,
+        )
+
+    def mod(self) -> ScoreMod:
+        """What FlexAttention calls a score_mod."""
+        function, tensors = self.function, self.tensors
+        return lambda score, b, h, q, kv: function(score, b, h, q, kv, *tensors)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+_TANH: Final = {"exact": torch.tanh, "sigmoid": lambda x: 2 * torch.sigmoid(2 * x) - 1}
+
+
+def softcap(cap: float, *, form: Form = "exact") -> Score:
+    """cap * tanh(score / cap), as in Gemma 2: no score lies beyond the cap.
+
+    `form` "sigmoid" writes tanh(x) as 2 sigmoid(2 x) - 1, the same function, which GPUs compute from one exponential; in float32
+    the score is then off by at most cap * 2^-21, since both terms are at most 2 and rounded to 2^-23 of themselves.
+    """
+    if not cap > 0:
+        raise UsageError(f"cap is {cap}; give a positive number")
+    if form not in _TANH:
+        raise UsageError(f"form is {form!r}; give one of {', '.join(_TANH)}")
+    tanh = _TANH[form]
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return cap * tanh(score / cap)
+
+    return Score(capped, (), f"softcap({cap:g}{'' if form == 'exact' else ', ' + form})", ("softcap", cap, form))
+
+
+def alibi(slopes: Tensor) -> Score:
+    """score - slope * |query - key|, with a slope for each head, (H,) (Press, Smith and Lewis, Train short, test long, 2022)."""
+    if slopes.dim() != 1 or not slopes.is_floating_point():
+        raise UsageError(f"slopes are {slopes.dtype} of shape {tuple(slopes.shape)}; give one floating-point number a head")
+
+    def sloped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, slopes: Tensor) -> Tensor:
+        return score - slopes[h] * (q - kv).abs()
+
+    return Score(sloped, (slopes,), "alibi", "alibi", is_additive=True)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """(H,): the slopes of the paper, 2^(-8 (i + 1) / H) for head i; for H no power of two as its authors' code interpolates.
+
+    >>> alibi_slopes(2).tolist()
+    [0.0625, 0.00390625]
+    """
+    whole = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
+    slopes += [2 ** (-8 * (i + 0.5) / whole) for i in range(heads - whole)]
+    return torch.tensor(slopes[:heads])
+
+
+def relative_bias(table: Tensor) -> Score:
+    """score + table[head, distance]: a learned number for each head and distance, (H, 2 D + 1), of query - key from -D to D.
+
+    Distances beyond D count as D. The table gets its gradient.
+    """
+    if table.dim() != 2 or table.size(1) % 2 == 0:
+        raise UsageError(f"a table of shape {tuple(table.shape)} must be (heads, 2 D + 1), for distances from -D to D")
+    furthest = table.size(1) // 2
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, table: Tensor) -> Tensor:
+        return score + table[h, (q - kv).clamp(-furthest, furthest) + furthest]
+
+    return Score(biased, (table,), "relative_bias", ("relative_bias", furthest), is_additive=True)
+
+
+def custom(function: Callable[..., Tensor], *tensors: Tensor) -> Score:
+    """Any function of (score, batch, head, query, key, *tensors), elementwise in torch; the tensors get their gradients."""
+    signature: Any = getattr(function, "__code__", function)
+    return Score(function, tensors, f"custom({getattr(function, '__name__', '...')})", ("custom", signature))
