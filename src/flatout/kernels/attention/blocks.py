@@ -51,7 +51,9 @@ class BlockLists:
         return BlockLists(self.batch, self.heads, self.queries, self.keys, self.block, *lists)
 
 
-def block_lists(mask: Mask, queries: int, keys: int, *, block: int = 128, device: torch.device | str = "cpu") -> BlockLists:
+def block_lists(
+    mask: Mask, queries: int, keys: int, *, block: int = 128, device: torch.device | str = "cpu"
+) -> BlockLists:
     """The blocks of `block` queries by `block` keys that `mask` touches: the sets that torch's create_block_mask finds.
 
     Time and memory go with the blocks and with the intervals of keys, one or two a row for most structures; only where the
@@ -59,7 +61,9 @@ def block_lists(mask: Mask, queries: int, keys: int, *, block: int = 128, device
     the CPU nothing does. Raises UsageError for lengths that the mask is not made for.
     """
     if block < 1 or queries < 0 or keys < 0:
-        raise UsageError(f"block {block}, queries {queries}, keys {keys}: a block has at least one, and there are at least none")
+        raise UsageError(
+            f"block {block}, queries {queries}, keys {keys}: a block has at least one, and there are at least none"
+        )
     mask.check(queries, keys)
     here = torch.device(device)
     mask = mask.to(here)
@@ -97,7 +101,11 @@ def _rows_of_blocks(row: Tensor, sizes: Sizes, block: int) -> tuple[int, int, Te
     """How many rows and columns of blocks there are, and in which each row of queries lies."""
     each = -(-sizes.queries // block)
     group = row // sizes.queries if sizes.num_rows > sizes.queries else 0
-    return sizes.batch * sizes.heads * each, -(-sizes.keys // block), group * each + (row - group * sizes.queries) // block
+    return (
+        sizes.batch * sizes.heads * each,
+        -(-sizes.keys // block),
+        group * each + (row - group * sizes.queries) // block,
+    )
 
 
 def _once(row: Tensor, lo: Tensor, hi: Tensor, num_rows: int, num_cols: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

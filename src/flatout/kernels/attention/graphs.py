@@ -33,13 +33,16 @@ class Tree(Mask):
 
     def bounds(self, sizes: Sizes) -> Bounds:
         parents = self.parents.to(sizes.device)
-        row, lo, hi = _chains(parents)
-        if row is None:
-            # ancestors in very many pieces; at least no token comes before its root's first
+        chains = _chains(parents)
+        if chains is None:
+            # ancestors in very many pieces
             q = sizes.query
-            every = one_interval(sizes.of_each_row(torch.zeros_like(q)), sizes.of_each_row(torch.full_like(q, sizes.keys)), sizes.keys)
+            every = one_interval(
+                sizes.of_each_row(torch.zeros_like(q)), sizes.of_each_row(torch.full_like(q, sizes.keys)), sizes.keys
+            )
             own = one_interval(sizes.of_each_row(q), sizes.of_each_row(q + 1), sizes.keys)
             return Bounds(own, every)
+        row, lo, hi = chains
         groups = torch.arange(sizes.batch * sizes.heads, device=sizes.device) * sizes.queries
         num = groups.numel()
         row = (groups[:, None] + row).reshape(-1)
@@ -54,7 +57,9 @@ class Tree(Mask):
 
     def check(self, queries: int, keys: int) -> None:
         if not queries == keys == self.parents.numel():
-            raise UsageError(f"the tree has {self.parents.numel()} tokens, and there are {queries} queries and {keys} keys")
+            raise UsageError(
+                f"the tree has {self.parents.numel()} tokens, and there are {queries} queries and {keys} keys"
+            )
 
     def __repr__(self) -> str:
         return f"tree({self.parents.numel()})"
@@ -64,7 +69,7 @@ def tree_of(parents: Tensor) -> Tree:
     """Raises UsageError for parents out of range, and for tokens that are their own ancestors."""
     parents = parents.to(torch.int64)
     num = parents.numel()
-    if parents.dim() != 1 or (num and not (-1 <= int(parents.min()) and int(parents.max()) < num)):
+    if parents.dim() != 1 or (num and not (int(parents.min()) >= -1 and int(parents.max()) < num)):
         raise UsageError(f"parents of shape {tuple(parents.shape)} must be (S,) numbers from -1 (a root) to S - 1")
     order, above = _roots_first(parents), parents.tolist()
     size = [1] * num
@@ -100,7 +105,7 @@ def _roots_first(parents: Tensor) -> list[int]:
     return order
 
 
-def _chains(parents: Tensor) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
+def _chains(parents: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """Each token with its ancestors, as (row, lo, hi): runs of tokens whose parent is the token before them count once."""
     num = parents.numel()
     index = torch.arange(num, device=parents.device)
@@ -115,7 +120,7 @@ def _chains(parents: Tensor) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None
         his.append(at + 1)
         total += row.numel()
         if total > _WORTH * num:
-            return None, None, None
+            return None
         at = parents[top[at]]
         row, at = row[at >= 0], at[at >= 0]
     return torch.cat(rows), torch.cat(los), torch.cat(his)
@@ -123,6 +128,8 @@ def _chains(parents: Tensor) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None
 
 class Graph(Mask):
     """Each query sees its neighbours: `crow` (Q + 1,) and `col` (E,), sorted within each row, of a matrix in CSR form."""
+
+    is_formula = False
 
     def __init__(self, crow: Tensor, col: Tensor, num_keys: int) -> None:
         self.crow, self.col, self.num_keys = crow, col, num_keys
@@ -177,7 +184,9 @@ def graph_of(crow: Tensor, col: Tensor, num_keys: int | None) -> Graph:
     num_rows = crow.numel() - 1
     num_keys = num_rows if num_keys is None else num_keys
     if num_rows < 0 or int(crow[0]) != 0 or int(crow[-1]) != col.numel() or bool((crow.diff() < 0).any()):
-        raise UsageError(f"crow must rise from 0 to the number of columns given, {col.numel()}; it has {crow.numel()} numbers")
+        raise UsageError(
+            f"crow must rise from 0 to the number of columns given, {col.numel()}; it has {crow.numel()} numbers"
+        )
     if col.numel() and not (int(col.min()) >= 0 and int(col.max()) < num_keys):
         raise UsageError(f"columns lie between {int(col.min())} and {int(col.max())}, and there are {num_keys} keys")
     row = torch.arange(num_rows, device=crow.device).repeat_interleave(crow.diff(), output_size=col.numel())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from torch import Tensor
 from flatout.errors import UsageError
 from flatout.kernels.attention.sets import KeySets, everything, nothing
 
+_NUM_KEPT: Final = 32
+"""Things made of one mask, for some lengths and devices at a time."""
+
+Kept = TypeVar("Kept")
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(batch, head, query, key), integer tensors that broadcast, to bool."""
 
@@ -63,6 +67,8 @@ class Mask(ABC):
     """Samples that it tells apart; 1 where it is the same for all."""
     heads: int = 1
     """Heads that it tells apart."""
+    is_formula: bool = True
+    """Whether `mod` is arithmetic and indexing, which a kernel can do for each pair; else it is given the mask as bits."""
 
     @abstractmethod
     def mod(self) -> MaskMod:
@@ -80,6 +86,17 @@ class Mask(ABC):
     @abstractmethod
     def to(self, device: torch.device) -> Mask:
         """The same with its tensors there."""
+
+    def keep(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
+        """What `make` makes of this mask, kept with it for the last keys asked for: layers and steps share it."""
+        kept: dict[Hashable, Any] = self.__dict__.setdefault("_kept", {})
+        if key not in kept:
+            made = make()
+            while len(kept) >= _NUM_KEPT:
+                kept.pop(next(iter(kept)))
+            kept[key] = made
+        found: Kept = kept[key]
+        return found
 
     def check(self, queries: int, keys: int) -> None:  # noqa: B027 -- most structures fit every length
         """Raise UsageError where the mask is for other lengths."""
@@ -122,6 +139,7 @@ class _Joined(Mask):
     def __init__(self, *parts: Mask) -> None:
         self.parts = parts
         self.batch, self.heads = _common("batch", parts), _common("heads", parts)
+        self.is_formula = all(part.is_formula for part in parts)
 
     @property
     def signature(self) -> Hashable:
@@ -190,7 +208,9 @@ def _inner(part: Mask) -> str:
 def _common(name: str, parts: Iterable[Mask]) -> int:
     sizes = {getattr(part, name) for part in parts} - {1}
     if len(sizes) > 1:
-        raise UsageError(f"masks of {' and '.join(map(str, sorted(sizes)))} {name} cannot be joined; make them of one size")
+        raise UsageError(
+            f"masks of {' and '.join(map(str, sorted(sizes)))} {name} cannot be joined; make them of one size"
+        )
     return sizes.pop() if sizes else 1
 
 

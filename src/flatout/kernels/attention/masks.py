@@ -12,8 +12,7 @@ from torch import Tensor
 
 from flatout.errors import UsageError
 from flatout.kernels.attention import graphs
-from flatout.kernels.attention.mask import Mask as Mask
-from flatout.kernels.attention.mask import MaskMod
+from flatout.kernels.attention.mask import Mask, MaskMod
 from flatout.kernels.attention.structures import (
     Blocks,
     Custom,
@@ -63,7 +62,7 @@ def documents(offsets: Tensor | Sequence[int] | None = None, *, ids: Tensor | No
     if ids is not None:
         if ids.dim() not in (1, 2) or ids.is_floating_point():
             raise UsageError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; give integers (S,) or (B, S)")
-        return Documents(ids)
+        return Documents(ids, offsets=_offsets_of(ids) if ids.dim() == 1 and ids.device.type == "cpu" else None)
     bounds = torch.as_tensor(offsets).to("cpu", torch.int64)
     if bounds.dim() != 1 or not bounds.numel() or int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
         raise UsageError(f"offsets of shape {tuple(bounds.shape)} must begin with 0 and never fall")
@@ -97,9 +96,11 @@ def dilated(step: int) -> Mask:
 
 
 def blocks(layout: Tensor, size: int) -> Mask:
-    """Squares of `size` queries by `size` keys where `layout` is true: (queries / size, keys / size), with (B, H) before it or not."""
+    """Squares of `size` queries by `size` keys where `layout` is true: (queries / size, keys / size), (H, ...) or (B, H, ...)."""
     if size < 1 or layout.dtype != torch.bool or layout.dim() not in (2, 3, 4):
-        raise UsageError(f"a layout of {layout.dtype}, shape {tuple(layout.shape)} and squares of {size}; give bool, 2 to 4 dims")
+        raise UsageError(
+            f"a layout of {layout.dtype}, shape {tuple(layout.shape)} and squares of {size}; give bool, 2 to 4 dims"
+        )
     return Blocks(layout.reshape((1,) * (4 - layout.dim()) + layout.shape), size)
 
 
@@ -142,9 +143,19 @@ def per_sample(masks: Sequence[Mask]) -> Mask:
     return Stacked(masks, by="batch")
 
 
+def _offsets_of(ids: Tensor) -> Tensor | None:
+    """Of documents that lie behind one another; None where one comes back after another."""
+    names, lengths = ids.unique_consecutive(return_counts=True)
+    if names.unique().numel() < names.numel():
+        return None
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
 def _leading(length: int | Tensor, name: str) -> Mask:
     num = torch.as_tensor(length)
     num = num.reshape(1, 1) if num.dim() == 0 else num
     if num.dim() != 2 or num.is_floating_point():
-        raise UsageError(f"{name} of {num.dtype} and shape {tuple(num.shape)}; give a number or integers (1 or B, 1 or H)")
+        raise UsageError(
+            f"{name} of {num.dtype} and shape {tuple(num.shape)}; give a number or integers (1 or B, 1 or H)"
+        )
     return Leading(num.to(torch.int32), name=name)

@@ -83,7 +83,9 @@ def _stretches(lo: Tensor, hi: Tensor, *, is_tiled: bool) -> list[Piece]:
     if not num:
         return []
     same_lo, rise = lo.diff() == 0, hi.diff()
-    kind = torch.zeros(num, dtype=torch.int64)  # of a row against the one before: 1 sees the same, 2 one key more, 0 else
+    kind = torch.zeros(
+        num, dtype=torch.int64
+    )  # of a row against the one before: 1 sees the same, 2 one key more, 0 else
     kind[1:] = torch.where(same_lo & (rise == 0), 1, torch.where(same_lo & (rise == 1), 2, 0))
     begins = kind == 0
     begins[1:] |= (kind[:-1] != 0) & (kind[1:] != kind[:-1])
@@ -163,4 +165,6 @@ def _runs(col: Tensor, keys: int) -> tuple[tuple[int, int], ...]:
     is_start[1:] = col[1:] != col[:-1] + 1
     first = col[is_start]
     last = torch.cat([col[:-1][is_start[1:]], col[-1:]])
-    return tuple((lo * _BLOCK, min((hi + 1) * _BLOCK, keys)) for lo, hi in zip(first.tolist(), last.tolist(), strict=True))
+    return tuple(
+        (lo * _BLOCK, min((hi + 1) * _BLOCK, keys)) for lo, hi in zip(first.tolist(), last.tolist(), strict=True)
+    )

@@ -22,7 +22,9 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def attend(q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, *, pieces: Pieces, score: Score | None, scale: float) -> Tensor:
+def attend(
+    q_BHQD: Tensor, k_BGKD: Tensor, v_BGKE: Tensor, *, pieces: Pieces, score: Score | None, scale: float
+) -> Tensor:
     """(B, H, Q, E). Rows that see no key are 0, and get no gradient. The gradient cannot be differentiated again."""
     tensors = score.tensors if score is not None else ()
     out: Tensor = _Attention.apply(q_BHQD, k_BGKD, v_BGKE, pieces, score, scale, *tensors)  # type: ignore[no-untyped-call]
@@ -109,14 +111,20 @@ def _each(pieces: Pieces, q: Tensor, k: Tensor) -> Iterator[tuple[_Group, Piece]
 def _keys(x_BGKD: Tensor, group: _Group, part: Part) -> Tensor:
     """(B, H, k, D): the part's keys for each head of the group."""
     x = x_BGKD[group.of_keys]
-    x = x[:, :, slice(*part.runs[0])] if len(part.runs) == 1 else torch.cat([x[:, :, lo:hi] for lo, hi in part.runs], dim=2)
+    x = (
+        x[:, :, slice(*part.runs[0])]
+        if len(part.runs) == 1
+        else torch.cat([x[:, :, lo:hi] for lo, hi in part.runs], dim=2)
+    )
     return x.repeat_interleave(group.heads.numel() // x.size(1), dim=1) if x.size(1) < group.heads.numel() else x
 
 
 def _spread(sum_BGKD: Tensor, of_part_BHkD: Tensor, group: _Group, part: Part) -> None:
     """Add what `_keys` took."""
     there = sum_BGKD[group.of_keys]
-    of_part = of_part_BHkD.unflatten(1, (there.size(1), -1)).sum(2) if of_part_BHkD.size(1) > there.size(1) else of_part_BHkD
+    of_part = (
+        of_part_BHkD.unflatten(1, (there.size(1), -1)).sum(2) if of_part_BHkD.size(1) > there.size(1) else of_part_BHkD
+    )
     at = 0
     for lo, hi in part.runs:
         there[:, :, lo:hi] += of_part[:, :, at : at + hi - lo]

@@ -103,7 +103,7 @@ class Leading(Mask):
 
 
 class Documents(Mask):
-    """The keys of the query's own document: `ids` (S,) or (B, S). `offsets` where documents lie behind one another, on the CPU."""
+    """The keys of the query's own document: `ids` (S,) or (B, S); `offsets` on the CPU, where documents lie in a row."""
 
     def __init__(self, ids: Tensor, *, offsets: Tensor | None = None) -> None:
         self.ids, self.offsets = ids, offsets
@@ -121,7 +121,9 @@ class Documents(Mask):
         else:
             found = self._by_ids(sizes)
             if found is None:
-                return unknown(sizes)  # a document in many parts: its rows times its parts may be as many as rows times keys
+                return unknown(
+                    sizes
+                )  # a document in many parts: its rows times its parts may be as many as rows times keys
             start, end = found
         return exact(one_interval(sizes.of_each_row(start), sizes.of_each_row(end), sizes.keys))
 
@@ -129,7 +131,9 @@ class Documents(Mask):
         assert self.offsets is not None
         offsets = self.offsets.to(sizes.device, torch.int64)
         lengths = offsets.diff()
-        of_token = [bound.repeat_interleave(lengths, output_size=sizes.queries) for bound in (offsets[:-1], offsets[1:])]
+        of_token = [
+            bound.repeat_interleave(lengths, output_size=sizes.queries) for bound in (offsets[:-1], offsets[1:])
+        ]
         return of_token[0], of_token[1]
 
     def _by_ids(self, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
@@ -180,7 +184,11 @@ class Global(Mask):
         rows = torch.arange(sizes.num_rows, device=sizes.device)
         num = sets.lo.numel()
         each = KeySets(
-            sizes.num_rows, sizes.keys, rows.repeat_interleave(num), sets.lo.repeat(len(rows)), sets.hi.repeat(len(rows))
+            sizes.num_rows,
+            sizes.keys,
+            rows.repeat_interleave(num),
+            sets.lo.repeat(len(rows)),
+            sets.hi.repeat(len(rows)),
         )
         hi = sizes.of_each_row(flags.to(torch.int64) * sizes.keys)
         return exact(each | one_interval(torch.zeros_like(hi), hi, sizes.keys))
@@ -301,6 +309,7 @@ class Stacked(Mask):
         across = {getattr(mask, other) for mask in masks} - {1}
         if inner != {1} or len(across) > 1:
             raise UsageError(f"masks to be stacked by {by} must be the same for all {by}, and of one size in {other}")
+        self.is_formula = all(mask.is_formula for mask in self.masks)
         setattr(self, by, len(self.masks))
         setattr(self, other, across.pop() if across else 1)
 
@@ -317,7 +326,7 @@ class Stacked(Mask):
         return function
 
     def bounds(self, sizes: Sizes) -> Bounds:
-        of_one = sizes._replace(**{self.by: 1})
+        of_one = sizes._replace(batch=1) if self.by == "batch" else sizes._replace(heads=1)
         parts = [mask.bounds(of_one) for mask in self.masks]
         surely = self._interleaved([part.surely for part in parts], sizes)
         if all(part.is_exact for part in parts):
@@ -366,7 +375,9 @@ def _runs_of(flags: Tensor) -> KeySets:
 def _by_head(name: str, value: int | Tensor | None) -> int | Tensor | None:
     if isinstance(value, Tensor):
         if value.dim() != 2 or value.is_floating_point():
-            raise UsageError(f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}; give integers (1 or B, 1 or H)")
+            raise UsageError(
+                f"{name} is a {value.dtype} tensor of shape {tuple(value.shape)}; give integers (1 or B, 1 or H)"
+            )
         return value
     if value is not None and value < 0:
         raise UsageError(f"{name} is {value}; give 0 or more keys, or None for all on that side")

@@ -1,4 +1,4 @@
-"""Attention of some queries on some keys in plain products, with any function of the scores; no more than the tile is in memory."""
+"""Attention of some queries on some keys in plain products, with any function of the scores; the tile alone is in memory."""
 
 # B batch, H heads, q queries, k keys, D width of queries and keys, E width of values
 
@@ -71,7 +71,7 @@ def backward(
     of_raw, *of_tensors = torch.autograd.grad(scores, [raw, *wanted], of_scores, allow_unused=True)
     for total, part in zip((m for m in more if m is not None), of_tensors, strict=True):
         if part is not None:
-            total += part
+            total.add_(part)
     of_raw = torch.zeros_like(raw) if of_raw is None else of_raw * scoring.scale
     return of_raw @ k, of_raw.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad
 

@@ -1,0 +1,54 @@
+"""FlexAttention with block lists out of the mask's structure: every mask and score on a GPU in one kernel a direction."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from flatout.kernels.attention import flex, flex_lists
+from flatout.kernels.attention.blocks import block_lists
+from flatout.kernels.attention.mask import Mask
+from flatout.kernels.attention.scores import Score
+from flatout.records.kernel import Kernel
+
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None, scale: float) -> Tensor:
+    key = ("flex", q.size(2), k.size(2), q.device)
+    block_mask = mask.keep(key, lambda: _prepared(mask, q, k))
+    flex.mark_lengths(q, k, v, block_mask)
+    kind = (mask.signature, mask.is_formula, mask.batch > 1, mask.heads > 1, score.signature if score else None)
+    return flex.attend(q, k, v, kind=kind, block_mask=block_mask, score=score, scale=scale)
+
+
+def _prepared(mask: Mask, q: Tensor, k: Tensor) -> Any:
+    lists = block_lists(mask, q.size(2), k.size(2))
+    mod = mask.to(q.device).mod() if mask.is_formula else flex_lists.bits_mod(mask, lists, q.device)
+    return flex_lists.block_mask(lists, mod, q.device)
+
+
+def _refusal(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None, scale: float) -> str | None:
+    if q.device.type != "cuda":
+        return f"the tensors are on {q.device.type}: it has a backward pass on CUDA devices alone"
+    if q.dtype not in _DTYPES:
+        return f"{q.dtype} is none of {', '.join(map(str, _DTYPES))}"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if q.size(3) < 16 or v.size(3) < 16:
+        return f"widths of {q.size(3)} and {v.size(3)}; it takes 16 and more"
+    return None
+
+
+KERNEL = Kernel(
+    id="attention.flex",
+    op="attention",
+    title="FlexAttention with block lists from the mask's structure",
+    module=__name__,
+    run=_run,
+    refusal=_refusal,
+    order=30,
+)
