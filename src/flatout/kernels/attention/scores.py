@@ -7,13 +7,13 @@ of their own, whose gradients they pass on.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from flatout.errors import UsageError
-from flatout.kernels.attention import hardware_tanh
+from flatout.kernels.attention import hardware_softcap
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -56,13 +56,6 @@ class Score(NamedTuple):
         return self.name
 
 
-_TANH: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "exact": torch.tanh,
-    "sigmoid": lambda x: 2 * torch.sigmoid(2 * x) - 1,
-    "hardware": hardware_tanh.tanh,
-}
-
-
 def softcap(cap: float, *, form: Form = "exact") -> Score:
     """cap * tanh(score / cap), as in Gemma 2: no score lies beyond the cap.
 
@@ -72,14 +65,18 @@ def softcap(cap: float, *, form: Form = "exact") -> Score:
     """
     if not cap > 0:
         raise UsageError(f"cap is {cap}; give a positive number")
-    if form not in _TANH:
-        raise UsageError(f"form is {form!r}; give one of {', '.join(_TANH)}")
+    if form not in get_args(Form):
+        raise UsageError(f"form is {form!r}; give one of {', '.join(get_args(Form))}")
     if form == "hardware":
-        hardware_tanh.register()
-    tanh, share = _TANH[form], 1 / cap
+        hardware_softcap.register()
+    share = 1 / cap
 
     def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return cap * tanh(score * share)
+        if form == "hardware":
+            return hardware_softcap.softcap(score, cap)
+        if form == "sigmoid":
+            return cap * (2 * torch.sigmoid(2 * share * score) - 1)
+        return cap * torch.tanh(score * share)
 
     return Score(capped, (), f"softcap({cap:g}{'' if form == 'exact' else ', ' + form})", ("softcap", cap, form))
 

@@ -1,0 +1,178 @@
+"""The pytest plugin in a pytest of its own, and the page that explains it: its examples run, and print what it says."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "how-to" / "keep-a-promise-in-ci.md"
+TESTS = """
+import pytest
+import torch
+
+
+@pytest.mark.guarantee(forward_kernels=1)
+def test_kept():
+    torch.ones(3)
+
+
+@pytest.mark.guarantee(forward_kernels=1)
+class TestAll:
+    def test_broken(self):
+        torch.ones(3).exp()
+
+    @pytest.mark.guarantee(forward_kernels=2)
+    def test_nearer(self):
+        torch.ones(3).exp()
+
+
+@pytest.mark.guarantee(forward_kernels=0)
+def test_own_error():
+    torch.ones(3)
+    raise ValueError("of its own")
+
+
+@pytest.mark.guarantee(forward_kernels=0)
+def test_skipped():
+    pytest.skip("no time")
+
+
+@pytest.mark.guarantee(3)
+def test_without_a_name():
+    pass
+
+
+@pytest.mark.guarantee()
+def test_seen():
+    torch.ones(3)
+
+
+def test_fixture(guarantee):
+    x = torch.ones(3)
+    with guarantee(host_waits=0):
+        x.sum().item()
+
+
+@pytest.mark.guarantee(host_waits=0)
+def test_inner_promise_is_told_as_it_is(guarantee):
+    with guarantee(forward_kernels=0):
+        torch.ones(3)
+"""
+
+
+def python(*arguments: str, folder: Path) -> tuple[int, str]:
+    """Run Python there, with nothing but our plugin; its exit code and its output."""
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=100,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "KINETO_LOG_LEVEL": "6", "COLUMNS": "116"},
+    )
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def run_pytest(name: str, *, folder: Path) -> str:
+    """The output of a pytest run of one file, strict about markers and warnings."""
+    options = ["-p", "flatout.pytest_plugin", "--strict-markers", "-W", "error", "-rA", "-p", "no:cacheprovider"]
+    return python("-m", "pytest", *options, name, folder=folder)[1]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("promised")
+    (folder / "test_them.py").write_text(TESTS, encoding="utf-8")
+    return run_pytest("test_them.py", folder=folder)
+
+
+def outcome(output: str, name: str) -> str:
+    """'PASSED', 'FAILED', ... of a test."""
+    found = re.search(rf"^(\w+) (?:\[1\] )?test_them\.py(?:::|:\d+: ).*?{name}", output, flags=re.MULTILINE)
+    return found[1] if found else ""
+
+
+def test_a_marked_test_passes_and_fails_by_its_promise(output: str) -> None:
+    assert outcome(output, "test_kept") == "PASSED"
+    assert outcome(output, "test_broken") == "FAILED"
+    assert "'test_them.py::TestAll::test_broken' broke a promise\n  forward_kernels=1: 2 ran" in output
+    assert "1 x aten::exp  test_them.py:14: torch.ones(3).exp()" in output
+
+
+def test_the_nearer_mark_goes_first(output: str) -> None:
+    assert outcome(output, "test_nearer") == "PASSED"
+
+
+def test_a_tests_own_failure_and_skip_go_first(output: str) -> None:
+    assert "ValueError: of its own" in output
+    assert "'test_them.py::test_own_error' broke" not in output
+    assert "1 skipped" in output
+
+
+def test_limits_need_names(output: str) -> None:
+    assert outcome(output, "test_without_a_name") == "FAILED"
+    assert "limits have names, as in @pytest.mark.guarantee(host_waits=0)" in output
+
+
+def test_a_mark_without_promises_shows_what_was_seen(output: str) -> None:
+    assert outcome(output, "test_seen") == "PASSED"
+    assert re.search(r"_ test_seen _+\n-+ Captured guarantee call -+\nforward_kernels   1\n", output)
+
+
+def test_the_fixture_is_for_regions_inside(output: str) -> None:
+    assert "1 x item  test_them.py:45: x.sum().item()" in output
+    assert "forward_kernels=0: 1 ran" in output
+
+
+def test_the_plugin_does_not_import_torch() -> None:
+    code = "import sys, flatout.pytest_plugin; sys.exit('torch' in sys.modules)"
+
+    assert python("-c", code, folder=ROOT) == (0, "")
+
+
+def test_pytest_finds_the_plugin_by_its_entry_point() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"][
+        "pytest11"
+    ]
+
+    assert declared == {"flatout": "flatout.pytest_plugin"}
+    point = importlib.metadata.EntryPoint("flatout", declared["flatout"], "pytest11")
+    assert point.load().__name__ == "flatout.pytest_plugin"
+
+
+# -- the page -------------------------------------------------------------------------------------------------------------------
+
+
+def blocks() -> list[tuple[str, str]]:
+    """Each Python block of the page with the output that follows it."""
+    found = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(found) == 4
+    return found
+
+
+def without_figures(text: str) -> list[str]:
+    """Its lines, with other numbers than names hold all alike, and rulers cut."""
+    return [re.sub(r"(?<![\w:])\d[\d.]*", "N", re.sub(r"_{5,}", "__", line)).rstrip() for line in text.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(4))
+def test_what_the_page_shows_is_what_comes_out(number: int, tmp_path: Path) -> None:
+    code, shown = blocks()[number]
+    is_test = "def test_" in code
+    name = "test_promises.py" if is_test else "step.py"
+    (tmp_path / name).write_text(code, encoding="utf-8")
+
+    told = run_pytest(name, folder=tmp_path) if is_test else python(name, folder=tmp_path)[1]
+
+    lines = without_figures(told)
+    assert [line for line in without_figures(shown) if line not in lines] == []
