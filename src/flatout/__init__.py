@@ -34,6 +34,16 @@ if TYPE_CHECKING:
     from flatout.errors import RecordError as RecordError
     from flatout.errors import ScriptError as ScriptError
     from flatout.errors import UsageError as UsageError
+    from flatout.kernels.attention import masks as masks
+    from flatout.kernels.attention import scores as scores
+    from flatout.kernels.attention.front import attention as attention
+    from flatout.kernels.attention.front import attention_choice as attention_choice
+    from flatout.kernels.linear_cross_entropy.call import linear_cross_entropy as linear_cross_entropy
+    from flatout.kernels.matmul.product import matmul as matmul
+    from flatout.kernels.norm.call import layer_norm as layer_norm
+    from flatout.kernels.norm.call import rms_norm as rms_norm
+    from flatout.kernels.rotary.call import rotary as rotary
+    from flatout.kernels.swiglu.call import swiglu as swiglu
     from flatout.measure.probe import measure_machine as measure_machine
     from flatout.parallel.world import World as World
     from flatout.records.evidence import Evidence as Evidence
@@ -44,7 +54,6 @@ if TYPE_CHECKING:
     from flatout.session import check as check
     from flatout.training.accumulation import accumulating as accumulating
     from flatout.training.checkpoints import Checkpoints as Checkpoints
-    from flatout.training.chunked_cross_entropy import chunked_cross_entropy as chunked_cross_entropy
     from flatout.training.offload import offload_state as offload_state
     from flatout.training.precision import Precision as Precision
     from flatout.training.recompute import recompute as recompute
@@ -57,6 +66,7 @@ if TYPE_CHECKING:
     from flatout.training.schedules import warm_up_stable_decay as warm_up_stable_decay
     from flatout.training.snapshot import copied as copied
     from flatout.training.watch import NanWatch as NanWatch
+    from flatout.verification.guarantee import guarantee as guarantee
 
 __version__ = "0.1.0"
 
@@ -75,8 +85,10 @@ _HOMES = {
     "Keyed": "flatout.data.keyed:Keyed",
     "NanWatch": "flatout.training.watch:NanWatch",
     "NotFiniteError": "flatout.errors:NotFiniteError",
+    "NotFused": "flatout.errors:NotFused",
     "Precision": "flatout.training.precision:Precision",
     "Prefetch": "flatout.data.prefetch:Prefetch",
+    "PromiseBroken": "flatout.errors:PromiseBroken",
     "Ragged": "flatout.data.ragged:Ragged",
     "RecordError": "flatout.errors:RecordError",
     "Rows": "flatout.data.rows:Rows",
@@ -89,13 +101,19 @@ _HOMES = {
     "World": "flatout.parallel.world:World",
     "accumulating": "flatout.training.accumulation:accumulating",
     "apply": "flatout.session:apply",
+    "attention": "flatout.kernels.attention.front:attention",
+    "attention_choice": "flatout.kernels.attention.front:attention_choice",
     "check": "flatout.session:check",
-    "chunked_cross_entropy": "flatout.training.chunked_cross_entropy:chunked_cross_entropy",
     "collate_ragged": "flatout.data.ragged:collate_ragged",
     "copied": "flatout.training.snapshot:copied",
     "fitted_cost": "flatout.cost.batching:fitted_cost",
     "growing": "flatout.data.sizes:growing",
+    "guarantee": "flatout.verification.guarantee:guarantee",
+    "layer_norm": "flatout.kernels.norm.call:layer_norm",
     "layer_wise": "flatout.training.schedules:layer_wise",
+    "linear_cross_entropy": "flatout.kernels.linear_cross_entropy.call:linear_cross_entropy",
+    "masks": "flatout.kernels.attention:masks",
+    "matmul": "flatout.kernels.matmul.product:matmul",
     "measure_machine": "flatout.measure.probe:measure_machine",
     "offload_state": "flatout.training.offload:offload_state",
     "one_cycle": "flatout.training.schedules:one_cycle",
@@ -104,7 +122,11 @@ _HOMES = {
     "recompute": "flatout.training.recompute:recompute",
     "recompute_within": "flatout.training.recompute_within:recompute_within",
     "remember": "flatout.training.remember:remember",
+    "rms_norm": "flatout.kernels.norm.call:rms_norm",
+    "rotary": "flatout.kernels.rotary.call:rotary",
+    "scores": "flatout.kernels.attention:scores",
     "set_rate": "flatout.training.schedules:set_rate",
+    "swiglu": "flatout.kernels.swiglu.call:swiglu",
     "transformer_cost": "flatout.cost.batching:transformer_cost",
     "warm_up_cosine": "flatout.training.schedules:warm_up_cosine",
     "warm_up_stable_decay": "flatout.training.schedules:warm_up_stable_decay",
