@@ -96,7 +96,7 @@ def off(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     """The norm of the difference over that of what is exact; of a gradient that is 0, over the largest norm of all."""
     most = max(e.norm().item() for e in exact)
     return [
-        (f.double() - e).norm().item() / max(e.norm().item(), most / 10, 1e-30)
+        (f.double() - e).norm().item() / max(e.norm().item(), 1e-30 if e.any() else most, 1e-30)
         for f, e in zip(found, exact, strict=True)
     ]
 

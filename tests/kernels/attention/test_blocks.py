@@ -134,7 +134,7 @@ def test_a_tree_may_name_parents_that_come_later() -> None:
         (lambda: masks.tree([5]), "from -1"),
         (lambda: masks.documents([1, 4]), "begin with 0"),
         (lambda: masks.documents([0, 4, 2]), "never fall"),
-        (lambda: masks.documents(), "offsets of documents or"),
+        (masks.documents, "offsets of documents or"),
         (lambda: masks.documents(ids=torch.zeros(3)), "give integers"),
         (lambda: masks.window(-1), "left is -1"),
         (lambda: masks.window(torch.zeros(3)), "(1 or B, 1 or H)"),
