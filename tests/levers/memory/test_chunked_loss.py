@@ -55,9 +55,18 @@ def test_head_and_loss_become_one_call(bias: str) -> None:
     text = _TEXT.replace(", bias=False", bias)
     after = edit(text, dict(_AT))
     more = "" if bias else ", self.head.bias"
-    assert f"loss = chunked_cross_entropy(x, self.head.weight, targets{more}, ignore_index=-1)" in after
-    assert "from flatout import chunked_cross_entropy" in after
+    assert f"loss = linear_cross_entropy(x, self.head.weight, targets{more}, ignore_index=-1)" in after
+    assert "from flatout import linear_cross_entropy" in after
     assert "logits" not in after
+    for one, other in zip(_result(after), _result(text), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_smoothing_is_kept() -> None:
+    smoothed = "ignore_index=-1, label_smoothing=0.1)"
+    text = _TEXT.replace("ignore_index=-1)", smoothed)
+    after = edit(text, {**_AT, "code": _AT["code"].replace("ignore_index=-1)", smoothed)})
+    assert f"linear_cross_entropy(x, self.head.weight, targets, {smoothed}" in after
     for one, other in zip(_result(after), _result(text), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -69,7 +78,7 @@ def test_logits_that_are_returned_too_are_refused() -> None:
 
 _NEAR: Final = {
     "another head": ("self.head = nn.Linear(width, vocab, bias=False)", "self.head = make(width, vocab)"),
-    "smoothed": ("ignore_index=-1)", "label_smoothing=0.1)"),
+    "weighted": ("ignore_index=-1)", "weight=self.head.weight.sum(1))"),
     "a bias that depends": ("bias=False", "bias=vocab > 3"),
 }
 

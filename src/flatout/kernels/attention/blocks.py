@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatout.errors import UsageError
 from flatout.kernels.attention.mask import Mask, Sizes
-from flatout.kernels.attention.sets import KeySets, covered, merged
+from flatout.kernels.attention.sets import KeySets, covered, members, merged
 
 _LOOKED_AT: Final = 1 << 22
 """Pairs of query and key that are looked at together, where a mask has to be: 4 Mi, some 100 MiB of indices."""
@@ -68,9 +68,12 @@ def block_lists(
     here = torch.device(device)
     mask = mask.to(here)
     sizes = Sizes(mask.batch, mask.heads, queries, keys, here)
+    known = mask.blocks(sizes, block)
+    if known is not None:
+        return BlockLists(mask.batch, mask.heads, queries, keys, block, *known)
     bounds = mask.bounds(sizes)
-    row, col = _members(_touched(bounds.perhaps, sizes, block))
-    full = _members(_covered(bounds.surely, sizes, block))
+    row, col = members(_touched(bounds.perhaps, sizes, block))
+    full = members(_covered(bounds.surely, sizes, block))
     num_cols = -(-keys // block)
     is_full = torch.isin(row * num_cols + col, full[0] * num_cols + full[1], assume_unique=True)
     if not bounds.is_exact:
@@ -116,16 +119,6 @@ def _once(row: Tensor, lo: Tensor, hi: Tensor, num_rows: int, num_cols: int) -> 
     code, times = ((row * span + lo) * span + hi).unique_consecutive(return_counts=True)
     code, hi = code // span, code % span
     return code // span, code % span, hi, times
-
-
-def _members(sets: KeySets) -> tuple[Tensor, Tensor]:
-    """(row, column) of each member, sorted."""
-    row, lo, hi = sets.listed()
-    num = hi - lo
-    total = int(num.sum())
-    which = torch.arange(num.numel(), device=lo.device).repeat_interleave(num, output_size=total)
-    first = num.cumsum(0) - num
-    return row[which], lo[which] + torch.arange(total, device=lo.device) - first[which]
 
 
 def _looked_at(

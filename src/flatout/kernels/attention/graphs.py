@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flatout.errors import UsageError
 from flatout.kernels.attention.mask import Bounds, Mask, MaskMod, Sizes, exact
-from flatout.kernels.attention.sets import KeySets, merged, one_interval
+from flatout.kernels.attention.sets import KeySets, covered, members, merged, one_interval
 
 _WORTH = 64
 """Intervals a row, on average, above which a tree's ancestors are looked at block by block instead."""
@@ -32,21 +32,48 @@ class Tree(Mask):
         return lambda b, h, q, kv: (enter[kv] <= enter[q]) & (enter[q] < leave[kv])
 
     def bounds(self, sizes: Sizes) -> Bounds:
-        parents = self.parents.to(sizes.device)
-        chains = _chains(parents)
+        chains = _chains(self.parents.to(sizes.device))
         if chains is None:
-            # ancestors in very many pieces
-            q = sizes.query
-            every = one_interval(
-                sizes.of_each_row(torch.zeros_like(q)), sizes.of_each_row(torch.full_like(q, sizes.keys)), sizes.keys
-            )
-            own = one_interval(sizes.of_each_row(q), sizes.of_each_row(q + 1), sizes.keys)
-            return Bounds(own, every)
+            return self._loosely(sizes)
         row, lo, hi = chains
         groups = torch.arange(sizes.batch * sizes.heads, device=sizes.device) * sizes.queries
         num = groups.numel()
         row = (groups[:, None] + row).reshape(-1)
         return exact(merged(row, lo.repeat(num), hi.repeat(num), num_rows=sizes.num_rows, num_keys=sizes.keys))
+
+    def _loosely(self, sizes: Sizes) -> Bounds:
+        """Where ancestors are in very many pieces: itself for certain, and perhaps all before it, if parents come before children."""
+        q = sizes.query
+        last = q + 1 if bool((self.parents.to(sizes.device) < q).all()) else torch.full_like(q, sizes.keys)
+        own, first, last = (sizes.of_each_row(t) for t in (q, torch.zeros_like(q), last))
+        return Bounds(one_interval(own, own + 1, sizes.keys), one_interval(first, last, sizes.keys))
+
+    def blocks(self, sizes: Sizes, block: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The ancestors of a row of blocks together, each with the number of queries that it is one of: paths that meet go on as
+        one, so that this takes the time of the ancestors of all rows of blocks, and not of all queries.
+        """
+        parents = self.parents.to(sizes.device)
+        num, rows = parents.numel(), -(-sizes.queries // block)
+        top = _tops(parents)
+        row, at, times = sizes.query // block, sizes.query, torch.ones_like(sizes.query)
+        found = []
+        while row.numel():
+            found.append((row, top[at], at + 1, times))
+            above = parents[top[at]]
+            row, above, times = row[above >= 0], above[above >= 0], times[above >= 0]
+            code, which = (row * num + above).unique(return_inverse=True)
+            times = torch.zeros_like(code).index_add_(0, which, times)
+            row, at = code // num, code % num
+        row, lo, hi, times = (torch.cat(parts) for parts in zip(*found, strict=True)) if found else (row, row, row, row)
+        cols = -(-sizes.keys // block)
+        touched = merged(row, lo // block, -(-hi // block), num_rows=rows, num_keys=cols)
+        by_all = covered(row, lo, hi, num_rows=rows, num_keys=sizes.keys, times=times, at_least=block)
+        full_row, full_lo, full_hi = by_all.listed()
+        full_lo, full_hi = -(-full_lo // block), full_hi // block
+        is_some = full_lo < full_hi
+        full = members(KeySets(rows, cols, full_row[is_some], full_lo[is_some], full_hi[is_some]))
+        row, col = members(touched)
+        return row, col, torch.isin(row * cols + col, full[0] * cols + full[1], assume_unique=True)
 
     @property
     def signature(self) -> Hashable:
@@ -108,10 +135,7 @@ def _roots_first(parents: Tensor) -> list[int]:
 def _chains(parents: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """Each token with its ancestors, as (row, lo, hi): runs of tokens whose parent is the token before them count once."""
     num = parents.numel()
-    index = torch.arange(num, device=parents.device)
-    is_top = parents != index - 1
-    is_top[:1] = True
-    top = torch.where(is_top, index, -1).cummax(0).values
+    index, top = torch.arange(num, device=parents.device), _tops(parents)
     row = at = index
     rows, los, his, total = [], [], [], 0
     while row.numel():
@@ -124,6 +148,14 @@ def _chains(parents: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         at = parents[top[at]]
         row, at = row[at >= 0], at[at >= 0]
     return torch.cat(rows), torch.cat(los), torch.cat(his)
+
+
+def _tops(parents: Tensor) -> Tensor:
+    """Of each token the first of the run that it is in, in which each token's parent is the one before it."""
+    index = torch.arange(parents.numel(), device=parents.device)
+    is_top = parents != index - 1
+    is_top[:1] = True
+    return torch.where(is_top, index, -1).cummax(0).values
 
 
 class Graph(Mask):

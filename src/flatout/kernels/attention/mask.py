@@ -87,6 +87,10 @@ class Mask(ABC):
     def to(self, device: torch.device) -> Mask:
         """The same with its tensors there."""
 
+    def blocks(self, sizes: Sizes, block: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(row, col, is_full) of the blocks that it touches, sorted; None where they follow from the bounds."""
+        return None
+
     def keep(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
         """What `make` makes of this mask, kept with it for the last keys asked for: layers and steps share it."""
         kept: dict[Hashable, Any] = self.__dict__.setdefault("_kept", {})

@@ -87,6 +87,16 @@ def covered(
     return _swept(positions, changes, lambda count: count >= at_least, num_rows, num_keys)
 
 
+def members(sets: KeySets) -> tuple[Tensor, Tensor]:
+    """(row, column) of each member, sorted."""
+    row, lo, hi = sets.listed()
+    num = hi - lo
+    total = int(num.sum())
+    which = torch.arange(num.numel(), device=lo.device).repeat_interleave(num, output_size=total)
+    first = num.cumsum(0) - num
+    return row[which], lo[which] + torch.arange(total, device=lo.device) - first[which]
+
+
 def _swept(
     positions: Tensor, changes: Tensor, is_in: Callable[[Tensor], Tensor], num_rows: int, num_keys: int
 ) -> KeySets:

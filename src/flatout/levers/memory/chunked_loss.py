@@ -1,7 +1,7 @@
 """The logits over a large vocabulary and their cross entropy are computed some tokens at a time.
 
 What        `logits = self.head(x)` and `F.cross_entropy(logits.view(-1, V), targets.view(-1))` become
-            `chunked_cross_entropy(x, self.head.weight, targets)`.
+            `linear_cross_entropy(x, self.head.weight, targets)`.
 Guarantee   BOUNDED: sums in another order, float32 throughout.
 Refuses     Logits that are used besides (returned, for example); heads that are not nn.Linear as the class shows.
 """
@@ -23,7 +23,8 @@ from flatout.records.finding import Finding
 from flatout.records.lever import Candidate, Lever, Parameters, Refusal
 
 _VIEWS: Final = frozenset({"view", "reshape", "flatten", "contiguous"})
-_BLOCK: Final = "chunked_cross_entropy"
+_BLOCK: Final = "linear_cross_entropy"
+_KEPT: Final = ("ignore_index", "label_smoothing")
 
 
 class Loss(NamedTuple):
@@ -65,9 +66,10 @@ def edit(text: str, parameters: Parameters) -> str:
         flow.text(targets),
         *([f"{head}.bias"] if has_bias(loss.made) else []),
     ]
-    ignored = loss.operation.options.get("ignore_index")
-    if ignored is not None:
-        arguments.append(f"ignore_index={flow.text(Seen(ignored, loss.call.at))}")
+    for name in _KEPT:
+        value = loss.operation.options.get(name)
+        if value is not None:
+            arguments.append(f"{name}={flow.text(Seen(value, loss.call.at))}")
     new = f"{_BLOCK}({', '.join(arguments)})"
     changed = flow.replaced(loss.call, new, removed=set(loss.removed), kept=(hidden, targets))
     return with_import(changed, "flatout", _BLOCK).code
@@ -88,7 +90,7 @@ def _at(flow: Flow, seen: Seen) -> Loss | None:
     operation = flow.operation(seen.node)
     if operation is None or operation.name != "cross_entropy" or len(operation.args) != 2:
         return None
-    if set(operation.options) - {"ignore_index"}:
+    if set(operation.options) - set(_KEPT):
         return None
     inner, removed = Seen(operation.args[0], seen.at), set[int]()
     while True:

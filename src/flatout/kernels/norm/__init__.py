@@ -1,0 +1,1 @@
+"""Normalisation over the last dimension, alone or of a sum with what passes it by."""

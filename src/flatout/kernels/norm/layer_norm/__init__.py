@@ -1,0 +1,1 @@
+"""Zero mean and unit variance."""

@@ -1,0 +1,1 @@
+"""Division by the root of the mean square."""

@@ -1,0 +1,1 @@
+"""SwiGLU: one half of a projection, through a sigmoid, gates the other."""

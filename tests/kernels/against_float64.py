@@ -1,0 +1,131 @@
+"""Every kernel of the registry against float64: no worse than twice the reference at the same dtype, beside one rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.kernels.interpreted import interpreted
+from torch import Tensor
+
+from flatout.kernels.choice import chosen
+from flatout.records.kernel import Kernel
+
+CPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DEVICE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+on_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+class Call(NamedTuple):
+    """What a kernel is called with; the tensors that require gradients are its leaves."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def leaves(self) -> list[Tensor]:
+        return [a for a in self.args if isinstance(a, Tensor) and a.requires_grad]
+
+
+class Case(NamedTuple):
+    """A name, and inputs drawn in float64."""
+
+    name: str
+    make: Callable[[torch.Generator], Call]
+
+    def call(self, dtype: torch.dtype, device: str = "cpu") -> Call:
+        """In this dtype. Its numbers in float64 are `exact` of it, not what was drawn."""
+        made = self.make(torch.Generator().manual_seed(0))
+        return Call(tuple(_cast(a, dtype, device) for a in made.args), made.options)
+
+
+def _cast(value: Any, dtype: torch.dtype, device: str = "cpu") -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not value.is_floating_point():
+        return value.to(device)
+    # Strides are kept: what lies apart shall lie apart.
+    moved = torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=device).copy_(value.detach())
+    return moved.requires_grad_(value.requires_grad)
+
+
+def drawn(generator: torch.Generator, *shape: int, by: float = 1.0) -> Tensor:
+    return (by * torch.randn(shape, generator=generator, dtype=torch.float64)).requires_grad_()
+
+
+def results(run: Callable[..., Any], call: Call) -> list[Tensor]:
+    """What is returned, and the gradients of its product with fixed random numbers."""
+    made = run(*call.args, **call.options)
+    outputs = list(made) if isinstance(made, tuple) else [made]
+    generator = torch.Generator().manual_seed(1)
+    learnt = [o for o in outputs if o.requires_grad]
+    grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in learnt]
+    leaves = call.leaves()
+    gradients = torch.autograd.grad(learnt, leaves, grads) if leaves else ()
+    return [o.detach() for o in outputs] + list(gradients)
+
+
+def exact(reference: Kernel, call: Call) -> list[Tensor]:
+    """The reference on the same numbers in float64, on their device."""
+    wide = Call(
+        tuple(_cast(a, torch.float64, str(a.device)) if isinstance(a, Tensor) else a for a in call.args), call.options
+    )
+    return results(reference.run, wide)
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference over that of what is wanted. NaN is equal to NaN and to nothing else."""
+    assert got.shape == wanted.shape
+    got = got.double()
+    if bool((got.isnan() != wanted.isnan()).any()):
+        return float("inf")
+    difference, size = (got - wanted).nan_to_num().norm(), wanted.nan_to_num().norm()
+    return float(difference / size) if size > 0 else float(difference)
+
+
+def assert_no_worse_than_reference(
+    kernel: Kernel, reference: Kernel, case: Case, dtype: torch.dtype, device: str
+) -> None:
+    call = case.call(dtype, device)
+    wanted = exact(reference, call)
+    usual = results(reference.run, case.call(dtype, device))
+    if device == "cpu" and kernel.id.endswith(".triton"):
+        with interpreted():
+            got = results(kernel.run, case.call(dtype, device))
+    else:
+        got = results(kernel.run, case.call(dtype, device))
+    assert [g.dtype for g in got] == [u.dtype for u in usual]
+    for number, (a, b, c) in enumerate(zip(got, usual, wanted, strict=True)):
+        limit = 2 * error(b, c) + _floor(call, dtype)
+        assert error(a, c) <= limit, f"result {number}: error {error(a, c):.2e}, allowed {limit:.2e}"
+
+
+def _floor(call: Call, dtype: torch.dtype) -> float:
+    """One rounding. The reference in float64 is exact by definition: there, sums of n numbers in another order may differ by the
+    sqrt(n) roundings of a random walk."""
+    if dtype != torch.float64:
+        return torch.finfo(dtype).eps
+    longest = max((a.numel() for a in call.args if isinstance(a, Tensor)), default=1)
+    return math.sqrt(longest + 1) * torch.finfo(dtype).eps
+
+
+def skip_what_cannot_run(kernel: Kernel, call: Call, dtype: torch.dtype, device: str) -> None:
+    """Refusals are the kernel's own; the interpreter runs on a CPU what would refuse one, but not bfloat16."""
+    is_interpreted = device == "cpu" and kernel.id.endswith(".triton")
+    if is_interpreted and dtype in (torch.bfloat16, torch.float64):
+        pytest.skip(f"Triton's interpreter gets {dtype} wrong, or the kernel refuses it")
+    why = None if is_interpreted else kernel.refusal(*call.args, **call.options)
+    if why is not None:
+        pytest.skip(why)
+
+
+def is_chosen(kernel: Kernel, call: Call) -> bool:
+    return chosen(kernel.op, *call.args, **call.options).kernel == kernel
+
+
+def name_of(value: object) -> str:
+    if isinstance(value, Kernel):
+        return value.id.rpartition(".")[2]
+    return value.name if isinstance(value, Case) else str(value).removeprefix("torch.")
