@@ -42,7 +42,7 @@ class Tree(Mask):
         return exact(merged(row, lo.repeat(num), hi.repeat(num), num_rows=sizes.num_rows, num_keys=sizes.keys))
 
     def _loosely(self, sizes: Sizes) -> Bounds:
-        """Where ancestors are in very many pieces: itself for certain, and perhaps all before it, if parents come before children."""
+        """Where ancestors are in very many pieces: itself for certain, perhaps all, or all before it where parents come first."""
         q = sizes.query
         last = q + 1 if bool((self.parents.to(sizes.device) < q).all()) else torch.full_like(q, sizes.keys)
         own, first, last = (sizes.of_each_row(t) for t in (q, torch.zeros_like(q), last))
