@@ -56,5 +56,6 @@ def attend(
     options: dict[str, Any] | None = None,
 ) -> Tensor:
     """(B, H, Q, E)."""
-    score_mod = score.mod() if score is not None else None
+    score_mod = score.mod(is_scaled=True) if score is not None else None
+    scale = scale if score is None or score.scaled is None else scale * score.scaled.share
     return compiled(kind)(q, k, v, score_mod, block_mask, scale, k.size(1) != q.size(1), options)

@@ -1,4 +1,4 @@
-"""cap * tanh(score / cap) by the instruction `tanh.approx.f32` of NVIDIA GPUs (compute capability 7.5 and later), in
+"""cap * tanh by the instruction `tanh.approx.f32` of NVIDIA GPUs (compute capability 7.5 and later), in
 FlexAttention's kernels.
 
 Its largest relative error is 2^-11 (PTX ISA, tanh). Elsewhere, and in eager code, it is torch's tanh. The lowering is an
@@ -7,53 +7,63 @@ interface of Inductor that torch does not promise to keep; it is registered when
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-_NAME: Final = "flatout::softcap_approx"
+_NAME: Final = "flatout::capped_approx"
 
 
-def softcap(score: Tensor, cap: float) -> Tensor:
-    """Elementwise; `register` comes first."""
-    out: Tensor = torch.ops.flatout.softcap_approx(score, cap)
+def capped(share: Tensor, cap: float) -> Tensor:
+    """cap * tanh(share), elementwise; `register` comes first."""
+    out: Tensor = torch.ops.flatout.capped_approx(share, cap)[0]
     return out
 
 
 @cache
 def register() -> None:
-    """Make the operator known to torch, once."""
-    torch.library.define(_NAME, "(Tensor score, float cap) -> Tensor")
-    torch.library.impl(_NAME, "CompositeExplicitAutograd", lambda score, cap: cap * torch.tanh(score * (1 / cap)))
-    torch.library.register_fake(_NAME, lambda score, cap: torch.empty_like(score))
+    """Make the operator known to torch, once. It returns the tanh too, for the derivative."""
+    torch.library.define(_NAME, "(Tensor share, float cap) -> (Tensor, Tensor)")
+    torch.library.impl(_NAME, "CompositeExplicitAutograd", _eager)
+    torch.library.register_fake(_NAME, lambda share, cap: (torch.empty_like(share), torch.empty_like(share)))
     torch.library.register_autograd(_NAME, _backward, setup_context=_save)
-    torch.library.register_vmap(_NAME, lambda info, in_dims, score, cap: (softcap(score, cap), in_dims[0]))
+    torch.library.register_vmap(_NAME, _batched)
     _lowered()
+
+
+def _eager(share: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    tanh = torch.tanh(share)
+    return cap * tanh, tanh
+
+
+def _batched(info: Any, in_dims: Any, share: Tensor, cap: float) -> tuple[tuple[Tensor, Tensor], tuple[Any, Any]]:
+    return torch.ops.flatout.capped_approx(share, cap), (in_dims[0], in_dims[0])
 
 
 def _lowered() -> None:
     from torch._inductor.lowering import make_pointwise, register_lowering
     from torch._inductor.virtualized import ops
 
-    def lowered(score: Any, cap: float) -> Any:
-        def each(x: Any) -> Any:
-            share, whole = ops.constant(1 / cap, torch.float32), ops.constant(cap, torch.float32)
-            return ops.mul(ops.inline_asm_elementwise(ops.mul(x, share), asm="tanh.approx.f32 $0, $1;"), whole)
+    instruction = partial(ops.inline_asm_elementwise, asm="tanh.approx.f32 $0, $1;")
 
-        return make_pointwise(each)(score)
+    def lowered(share: Any, cap: float) -> Any:
+        def whole(x: Any) -> Any:
+            return ops.mul(instruction(x), ops.constant(cap, torch.float32))
 
-    register_lowering(torch.ops.flatout.softcap_approx)(lowered)
+        return make_pointwise(whole)(share), make_pointwise(instruction)(share)
 
-
-def _save(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-    ctx.save_for_backward(output)
-    ctx.share = 1 / inputs[1]
+    register_lowering(torch.ops.flatout.capped_approx)(lowered)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    """The derivative of cap * tanh(x / cap) is 1 - tanh^2; the cap cancels."""
-    (out,) = ctx.saved_tensors
-    tanh = out * ctx.share
-    return grad - grad * tanh * tanh, None
+def _save(ctx: Any, inputs: tuple[Tensor, float], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.cap = inputs[1]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, unused: Tensor) -> tuple[Tensor, None]:
+    """The derivative of cap * tanh(x) is cap * (1 - tanh^2)."""
+    (tanh,) = ctx.saved_tensors
+    return grad * (ctx.cap - ctx.cap * tanh * tanh), None

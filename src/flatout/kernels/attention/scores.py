@@ -20,11 +20,18 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Form = Literal["exact", "sigmoid", "hardware"]
 
 
+class Scaled(NamedTuple):
+    """The same as a function of `share` times the score, where that spares a multiplication for each pair."""
+
+    share: float
+    function: Callable[..., Tensor]
+
+
 class Score(NamedTuple):
     """A function of scores, with the tensors that it holds.
 
     `function` is (score, b, h, q, kv, *tensors) -> score. `is_additive` if it adds what does not depend on the score. Equal
-    `signature`s mean functions that differ in nothing but tensors.
+    `signature`s mean functions that differ in nothing but tensors. `scaled` is for kernels, which scale products anyway.
     """
 
     function: Callable[..., Tensor]
@@ -32,24 +39,31 @@ class Score(NamedTuple):
     name: str
     signature: Hashable
     is_additive: bool = False
+    scaled: Scaled | None = None
 
     def __rshift__(self, then: Score) -> Score:
         num, first, second = len(self.tensors), self.function, then.function
 
-        def both(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *tensors: Tensor) -> Tensor:
-            return second(first(score, b, h, q, kv, *tensors[:num]), b, h, q, kv, *tensors[num:])
+        def then_second(first: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def both(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *tensors: Tensor) -> Tensor:
+                return second(first(score, b, h, q, kv, *tensors[:num]), b, h, q, kv, *tensors[num:])
+
+            return both
 
         return Score(
-            both,
+            then_second(first),
             self.tensors + then.tensors,
             f"{self.name} >> {then.name}",
             (self.signature, then.signature),
             self.is_additive and then.is_additive,
+            None if self.scaled is None else Scaled(self.scaled.share, then_second(self.scaled.function)),
         )
 
-    def mod(self) -> ScoreMod:
-        """What FlexAttention calls a score_mod."""
+    def mod(self, *, is_scaled: bool = False) -> ScoreMod:
+        """What FlexAttention calls a score_mod; of scores times `scaled.share` if `is_scaled`."""
         function, tensors = self.function, self.tensors
+        if is_scaled and self.scaled is not None:
+            function = self.scaled.function
         return lambda score, b, h, q, kv: function(score, b, h, q, kv, *tensors)
 
     def __repr__(self) -> str:
@@ -71,14 +85,16 @@ def softcap(cap: float, *, form: Form = "exact") -> Score:
         hardware_softcap.register()
     share = 1 / cap
 
-    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def scaled(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         if form == "hardware":
-            return hardware_softcap.softcap(score, cap)
-        if form == "sigmoid":
-            return cap * (2 * torch.sigmoid(2 * share * score) - 1)
-        return cap * torch.tanh(score * share)
+            return hardware_softcap.capped(score, cap)
+        return cap * (torch.tanh(score) if form == "exact" else 2 * torch.sigmoid(2 * score) - 1)
 
-    return Score(capped, (), f"softcap({cap:g}{'' if form == 'exact' else ', ' + form})", ("softcap", cap, form))
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return scaled(score * share, b, h, q, kv)
+
+    name = f"softcap({cap:g}{'' if form == 'exact' else ', ' + form})"
+    return Score(capped, (), name, ("softcap", cap, form), scaled=Scaled(share, scaled))
 
 
 def alibi(slopes: Tensor) -> Score:
