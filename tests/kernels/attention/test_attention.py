@@ -55,10 +55,10 @@ SCORES: dict[str, Callable[[Tensor], Score | None]] = {
     "plain": lambda table: None,
     "softcap": lambda table: scores.softcap(3.0),
     "softcap by sigmoid": lambda table: scores.softcap(3.0, form="sigmoid"),
-    "alibi": lambda table: scores.alibi(scores.alibi_slopes(H).to(table.dtype)),
+    "alibi": lambda table: scores.alibi(scores.alibi_slopes(H).to(table)),
     "learned bias": scores.relative_bias,
     "softcap and learned bias": lambda table: scores.softcap(3.0) >> scores.relative_bias(table),
-    "custom": lambda table: scores.custom(lambda score, b, h, q, kv, t: score * t[h, 0] + 0.1 * score**2, table),
+    "custom": lambda table: scores.custom(lambda score, b, h, q, kv, t: score * t[h, kv % 80] + 0.1 * score**2, table),
 }
 
 

@@ -30,7 +30,7 @@ def compiled(kind: Hashable) -> Callable[..., Tensor]:
 
     code = attend.__code__.replace(co_name=f"attend_{abs(hash(kind)):x}")
     own = FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
-    function: Callable[..., Tensor] = torch.compile(own, fullgraph=True, dynamic=False)
+    function: Callable[..., Tensor] = torch.compile(own, fullgraph=True)
     return function
 
 

@@ -138,6 +138,10 @@ def relative_bias(table: Tensor) -> Score:
 
 
 def custom(function: Callable[..., Tensor], *tensors: Tensor) -> Score:
-    """Any function of (score, batch, head, query, key, *tensors), elementwise in torch; the tensors get their gradients."""
+    """Any function of (score, batch, head, query, key, *tensors), elementwise in torch; the tensors get their gradients.
+
+    On a GPU it becomes part of FlexAttention's kernels, whose backward pass (torch 2.11) does not compile where a tensor that
+    needs its gradient is indexed by sample or head alone, without query or key.
+    """
     signature: Any = getattr(function, "__code__", function)
     return Score(function, tensors, f"custom({getattr(function, '__name__', '...')})", ("custom", signature))

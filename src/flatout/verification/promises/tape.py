@@ -172,6 +172,8 @@ def _device_events(events: Sequence[Any]) -> Iterator[DeviceEvent]:
         is_on_host = e.device_type() == torch._C._autograd.DeviceType.CPU
         if is_on_host and not _RUNTIME.match(name):
             continue
+        if name.startswith("["):  # notes of the allocator, `[memory]`, which the profiler files under the device
+            continue
         if e.is_user_annotation() or name.startswith("flatout.") or name.startswith(_COMPILED):
             continue
         kind: Literal["kernel", "copy", "set", "call"] = "call" if is_on_host else "kernel"
