@@ -1,4 +1,4 @@
-"""Finds RULE, LEVER and KERNEL in their shelves, and entry points of other packages. Importing this does no search; asking does."""
+"""Finds RULE, LEVER and KERNEL in their shelves, and entry points of others. Importing this does no search; asking does."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from flatout.cli.compare import compare
 from flatout.cli.edit import edit
 from flatout.cli.levers import levers
 from flatout.cli.machine import machine
+from flatout.cli.matmul import matmul
 from flatout.cli.replay import replay
 from flatout.cli.report import report
 from flatout.cli.rules import rules
@@ -35,6 +36,7 @@ app = typer.Typer(
 # What flatout does not know is the script's own; after `--` everything is.
 app.command(context_settings={"ignore_unknown_options": True})(check)
 app.command()(machine)
+app.command()(matmul)
 app.command()(report)
 app.command()(compare)
 app.command()(rules)

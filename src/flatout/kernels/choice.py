@@ -15,7 +15,9 @@ class Choice(NamedTuple):
     refusals: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.kernel.id}: {self.kernel.title}", *(f"  not {id}: {why}" for id, why in self.refusals)])
+        return "\n".join(
+            [f"{self.kernel.id}: {self.kernel.title}", *(f"  not {id}: {why}" for id, why in self.refusals)]
+        )
 
 
 def chosen(op: str, /, *args: Any, **kwargs: Any) -> Choice:

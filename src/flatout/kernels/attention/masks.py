@@ -67,8 +67,7 @@ def documents(offsets: Tensor | Sequence[int] | None = None, *, ids: Tensor | No
     if bounds.dim() != 1 or not bounds.numel() or int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
         raise UsageError(f"offsets of shape {tuple(bounds.shape)} must begin with 0 and never fall")
     bounds = torch.cat([bounds[:1], bounds[1:][bounds.diff() > 0]])  # a document without tokens is none
-    numbers = torch.arange(bounds.numel() - 1, dtype=torch.int32)
-    return Documents(numbers.repeat_interleave(bounds.diff()), offsets=bounds)
+    return Documents(None, offsets=bounds)
 
 
 def prefix(length: int | Tensor) -> Mask:

@@ -103,11 +103,31 @@ class Leading(Mask):
 
 
 class Documents(Mask):
-    """The keys of the query's own document: `ids` (S,) or (B, S); `offsets` on the CPU, where documents lie in a row."""
+    """The keys of the query's own document: `ids` (S,) or (B, S), or `offsets` (N + 1,) on the CPU, where documents lie in a row.
 
-    def __init__(self, ids: Tensor, *, offsets: Tensor | None = None) -> None:
-        self.ids, self.offsets = ids, offsets
-        self.batch = ids.size(0) if ids.dim() == 2 else 1
+    Of offsets, ids are made when somebody asks for them, on the device where they are wanted.
+    """
+
+    def __init__(
+        self, ids: Tensor | None, *, offsets: Tensor | None = None, device: torch.device | None = None
+    ) -> None:
+        self._ids, self.offsets, self._device = ids, offsets, device
+        self.batch = ids.size(0) if ids is not None and ids.dim() == 2 else 1
+
+    @property
+    def ids(self) -> Tensor:
+        """The document's number of each token."""
+        if self._ids is None:
+            assert self.offsets is not None
+            numbers = torch.arange(self.offsets.numel() - 1, dtype=torch.int32)
+            numbers = numbers.repeat_interleave(self.offsets.diff())
+            self._ids = numbers if self._device is None else numbers.to(self._device, non_blocking=True)
+        return self._ids
+
+    @property
+    def num_tokens(self) -> int:
+        """S."""
+        return self._ids.size(-1) if self._ids is not None else int(self.offsets[-1])  # type: ignore[index]
 
     def mod(self) -> MaskMod:
         ids = self.ids
@@ -152,15 +172,17 @@ class Documents(Mask):
 
     @property
     def signature(self) -> Hashable:
-        return ("documents", self.ids.dim())
+        return ("documents", 1 if self._ids is None else self._ids.dim())
 
     def to(self, device: torch.device) -> Mask:
-        return Documents(self.ids.to(device, non_blocking=True), offsets=self.offsets)
+        if self._ids is None:
+            return Documents(None, offsets=self.offsets, device=device)
+        return Documents(self._ids.to(device, non_blocking=True), offsets=self.offsets)
 
     def check(self, queries: int, keys: int) -> None:
-        if not queries == keys == self.ids.size(-1):
+        if not queries == keys == self.num_tokens:
             raise UsageError(
-                f"the documents have {self.ids.size(-1)} tokens, and there are {queries} queries and {keys} keys; "
+                f"the documents have {self.num_tokens} tokens, and there are {queries} queries and {keys} keys; "
                 "give attention the tokens that the documents are made of"
             )
 

@@ -1,0 +1,88 @@
+"""A linear layer whose products are chosen by measurement, in the place of torch's.
+
+O outputs, I inputs
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatout.errors import UsageError
+from flatout.kernels.matmul.packing import Packed
+from flatout.kernels.matmul.problem import Activation, Precision
+from flatout.kernels.matmul.product import matmul
+from flatout.kernels.matmul.reference import activated
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with the same parameters, state and results within rounding; its product runs as the machine's table says.
+
+    Where the table says that a way with a weight laid out anew is fastest, that copy is made at the first call and again
+    after the weight has changed (torch counts changes in place; an optimizer's step is one): while weights are trained that
+    is once a step. `extra_bytes` is what copies take beside the weight, which keeps its shape. `activation` follows the layer
+    in the same call.
+    """
+
+    activation: Activation | None
+    precision: Precision | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: Activation | None = None,
+        precision: Precision | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.activation, self.precision = activation, precision
+        self._packed: Packed | None = None
+
+    @classmethod
+    def from_linear(
+        cls, layer: nn.Linear, *, activation: Activation | None = None, precision: Precision | None = None
+    ) -> Linear:
+        """One with the layer's own parameters: they are shared, not copied.
+
+        Raises UsageError for a class derived from nn.Linear, whose forward may be another.
+
+        >>> layer = nn.Linear(3, 2)
+        >>> fast = Linear.from_linear(layer)
+        >>> fast.weight is layer.weight and bool(torch.equal(fast(torch.ones(1, 3)), layer(torch.ones(1, 3))))
+        True
+        """
+        if type(layer) is not nn.Linear:
+            raise UsageError(f"{type(layer).__name__} is not nn.Linear itself and may do more; give an nn.Linear")
+        made = cls(
+            layer.in_features, layer.out_features, False, activation=activation, precision=precision, device="meta"
+        )
+        made.weight, made.bias = layer.weight, layer.bias
+        return made.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., I) -> (..., O)"""
+        if torch.compiler.is_compiling():
+            return activated(F.linear(input, self.weight, self.bias), self.activation)
+        packed = self._packed
+        if packed is None or packed.source is not self.weight:
+            packed = self._packed = Packed(self.weight, is_transposed=True)
+        if input.dim() == 1:
+            return self.forward(input.unsqueeze(0)).squeeze(0)
+        return matmul(input, packed, bias=self.bias, activation=self.activation, precision=self.precision)
+
+    @property
+    def extra_bytes(self) -> int:
+        """What copies of the weight take now."""
+        return 0 if self._packed is None else self._packed.extra_bytes
+
+    def extra_repr(self) -> str:
+        words = [super().extra_repr(), *([f"activation={self.activation}"] if self.activation else [])]
+        return ", ".join([*words, *([f"precision={self.precision}"] if self.precision else [])])
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_packed": None}  # copies are made anew where the layer is loaded or copied

@@ -1,0 +1,170 @@
+"""The product in Triton, bound to one problem: compiled once, launched with as little work on the host as there can be."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from math import ceil
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from flatout.kernels.matmul.differentiable import run_kernel
+from flatout.kernels.matmul.launching import Counters, Launch, scratch, stream_now
+from flatout.kernels.matmul.packing import Packed, made_of, matrix_of, rounded_up, row_unit
+from flatout.kernels.matmul.padded import laid_out
+from flatout.kernels.matmul.problem import Problem, problem_of
+from flatout.kernels.matmul.reference import LARGEST
+from flatout.kernels.matmul.tiles import Device, described, proposed
+from flatout.kernels.matmul.way import Runner, Tile
+from flatout.records.kernel import Kernel
+
+_DTYPES: Final = (torch.bfloat16, torch.float16)
+_OUTS: Final = (*_DTYPES, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_INTERPRETED: Final = Device(num_sms=4, shared_bytes=227 * 1024)
+"""Stands for a device in Triton's interpreter: few multiprocessors, so that small tests take several rounds."""
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why the Triton kernel cannot run this problem."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if problem.device.type != "cuda":
+        return f"the operands are on '{problem.device}'; Triton's kernels run on GPUs"
+    if problem.precision is not None:
+        return "precision 'float32' has kernels of its own"
+    if problem.dtype not in _DTYPES:
+        return f"operands are {problem.dtype}; matrix units take bfloat16 and float16 here"
+    if problem.out_dtype not in _OUTS:
+        return f"the result is to be {problem.out_dtype}"
+    if min(problem.m, problem.n, problem.k) == 0:
+        return "there is nothing to multiply"
+    return None
+
+
+def is_interpreted(problem: Problem) -> bool:
+    """Whether kernels run in Triton's interpreter: nothing else runs them on a CPU."""
+    return problem.device.type == "cpu"
+
+
+def device_of(problem: Problem) -> Device:
+    """What tiles are proposed for."""
+    return _INTERPRETED if is_interpreted(problem) else described(problem.device)
+
+
+def bind(problem: Problem, tile: Tile) -> Runner:
+    """Compiles at the first call; raises what Triton raises when the tile does not fit."""
+    source = import_module("flatout.kernels.matmul.on_device.product")
+    by_descriptor, splits, (m, n, k) = tile.loads == "descriptor", tile.splits, problem.sizes
+    unit = row_unit(problem.dtype)
+    lay_a = partial(laid_out, by_rows=problem.a_rows, rows=m, columns=k, unit=unit)
+    lay_b = partial(laid_out, by_rows=problem.b_rows, rows=k, columns=n, unit=unit)
+    lays_a = tile.loads != "pointer" and problem.a_stride % unit != 0
+    lays_b = (tile.loads != "pointer" or problem.is_kept) and problem.b_stride % unit != 0
+    a_rows, b_rows, (a_block, b_block) = problem.a_rows, problem.b_rows, blocks(problem, tile)
+    a_stride = rounded_up(k if a_rows else m, unit) if lays_a else problem.a_stride
+    b_stride = rounded_up(n if b_rows else k, unit) if lays_b else problem.b_stride
+    out_stride = rounded_up(n, unit) if problem.strides == "any" else n
+    tiles = ceil(m / tile.m) * ceil(n / tile.n)
+    programs = min(tiles, device_of(problem).num_sms) if tile.is_persistent else tiles * splits
+    launch = launch_of(source.product, programs, tile)
+    join = Launch(source.joined, tiles * splits, num_warps=4, num_stages=1)
+    counters = Counters(tiles, problem.device) if tile.is_single else None
+    finishing = constants(problem)
+    lies = (not a_rows, not b_rows, by_descriptor)
+    fixed = (n, k, a_stride, b_stride, out_stride)
+    tail = (*lies, *finishing, *tile.sizes, splits, tile.group, tile.is_persistent)
+    join_tail = (*finishing, tile.m, tile.n, splits, tile.group)
+    is_cuda = problem.device.type == "cuda"
+    out_dtype, device, size = problem.out_dtype, problem.device, tiles * splits * tile.m * tile.n
+
+    def run(
+        a: Tensor, b: Tensor | Packed, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
+        left = lay_a(a) if lays_a else a
+        right: Any = made_of(b, "aligned", lay_b) if lays_b else matrix_of(b)
+        out = whole = torch.empty((m, out_stride), dtype=out_dtype, device=device)
+        if out_stride != n:
+            out = whole[:, :n]
+        x: object = left
+        y: object = right
+        if by_descriptor:
+            if (left.data_ptr() | right.data_ptr()) & 15:  # strides suffice, and the tensors begin elsewhere
+                left, right = lay_a(left), lay_b(right)
+            x = descriptor_of(left if a_rows else left.T, a_block)
+            y = descriptor_of(right if b_rows else right.T, b_block)
+        side = residual.stride(0) if residual is not None else 0
+        if splits == 1:
+            launch(x, y, whole, bias, residual, scale, None, None, m, *fixed, side, *tail)
+            return out
+        stream = stream_now() if is_cuda else 0
+        parts = scratch(size, device, stream)
+        if counters is not None:
+            launch(x, y, whole, bias, residual, scale, parts, counters.of(stream), m, *fixed, side, *tail)
+            return out
+        launch(x, y, whole, None, None, None, parts, None, m, *fixed, 0, *tail)
+        join(whole, bias, residual, scale, parts, m, n, out_stride, side, *join_tail)
+        return out
+
+    return run
+
+
+def launch_of(kernel: Any, num_programs: int, tile: Tile) -> Launch:
+    """Of a kernel that is compiled for a tile."""
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.is_single:
+        options["launch_cooperative_grid"] = True  # programs that wait for each other must all run at once
+    return Launch(kernel, num_programs, **options)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest that is no smaller.
+
+    >>> power_of_two(5), power_of_two(8)
+    (8, 8)
+    """
+    return 1 << (size - 1).bit_length()
+
+
+def constants(problem: Problem) -> tuple[Any, ...]:
+    """Of what follows the sum: ACTIVATION, ROW_SCALE, LARGEST."""
+    activations = import_module("flatout.kernels.matmul.on_device.activations").ACTIVATIONS
+    by_rows = problem.epilogue.scale == "rows"
+    return activations[problem.epilogue.activation], by_rows, LARGEST.get(problem.out_dtype)
+
+
+def blocks(problem: Problem, tile: Tile) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the operands as they are stored: rows and columns of what is read at a time."""
+    a = (tile.m, tile.k) if problem.a_rows else (tile.k, tile.m)
+    return a, ((tile.k, tile.n) if problem.b_rows else (tile.n, tile.k))
+
+
+def descriptor_of(stored: Tensor, block: tuple[int, int]) -> object:
+    """What the tensor memory accelerator needs to know of a matrix whose rows lie in one piece."""
+    descriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
+    return descriptor(stored, list(stored.shape), list(stored.stride()), list(block))
+
+
+def _refusal(a: Tensor, b: Tensor, *sides: Tensor | None, **asked: Any) -> str | None:
+    return refusal(problem_of(a, b, *sides, **asked))
+
+
+def _bind_best(problem: Problem) -> Runner:
+    return bind(problem, proposed(problem, device_of(problem), most=1)[0])
+
+
+def _run(a: Tensor, b: Tensor, *sides: Tensor | None, **asked: Any) -> Tensor:
+    return run_kernel(_bind_best, a, b, *sides, **asked)
+
+
+KERNEL: Final = Kernel(
+    id="matmul.triton",
+    op="matmul",
+    title="a Triton kernel whose epilogue is a function",
+    module=__name__,
+    run=_run,
+    refusal=_refusal,
+    order=20,
+)

@@ -1,0 +1,120 @@
+"""What only a GPU shows: bfloat16, programs that wait for each other, captured graphs, streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import structs
+from tests.kernels.against_float64 import on_device
+from torch import Tensor
+
+from flatout.kernels.matmul import Packed, choosing, matmul, plain_problem, table, tiled
+from flatout.kernels.matmul.problem import problem_of
+from flatout.kernels.matmul.way import Tile
+from flatout.kernels.matmul.ways import bound, ways_of
+
+pytestmark = [pytest.mark.device, on_device]
+MEETING = Tile(m=64, n=64, k=64, stages=3, warps=4, splits=16, is_single=True)
+
+
+@pytest.fixture(autouse=True)
+def _own_table(tmp_path: Path) -> Iterator[None]:
+    before = table.folder()
+    table.keep_in(tmp_path)
+    choosing.forget()
+    yield
+    table.keep_in(before)
+    choosing.forget()
+
+
+def _deep() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    a = torch.randn(100, 8192, generator=generator, device="cuda").bfloat16()
+    return a, torch.randn(8192, 120, generator=generator, device="cuda").bfloat16()
+
+
+@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+def test_parts_that_meet_in_one_launch_add_up_as_in_two(loads: str) -> None:
+    a, b = _deep()
+    one = structs.replace(MEETING, loads=loads)
+    problem = problem_of(a, b)
+    run = tiled.bind(problem, one)
+    wanted = tiled.bind(problem, structs.replace(one, is_single=False))(a, b, None, None, None)
+    for _ in range(200):
+        assert torch.equal(run(a, b, None, None, None), wanted)
+
+
+def test_parts_that_meet_do_so_in_captured_graphs_and_on_several_streams_at_once() -> None:
+    a, b = _deep()
+    run = tiled.bind(problem_of(a, b), MEETING)
+    wanted = run(a, b, None, None, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [run(a, b, None, None, None) for _ in range(300)]  # more than there are counters in store
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    beside = []
+    for _ in range(20):
+        graph.replay()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                beside.append(run(a, b, None, None, None))
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
+    assert all(torch.equal(out, wanted) for out in (*outs, *beside))
+
+
+@pytest.mark.parametrize("kind", ["normal", "uniform", "wide"])
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
+def test_float32_from_coarser_products_errs_no_more_than_the_library_may(kind: str, layout: str) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def numbers(rows: int, columns: int, by_rows: bool) -> Tensor:
+        shape = (rows, columns) if by_rows else (columns, rows)
+        x = torch.randn(shape, generator=generator, device="cuda")
+        x = {"normal": x, "uniform": x.erf().abs(), "wide": torch.exp(8 * x) * x.roll(1).sign()}[kind]
+        return x if by_rows else x.T
+
+    a, b = numbers(512, 2048, layout[0] == "n"), numbers(2048, 384, layout[1] == "n")
+    problem = problem_of(a, b, precision="float32")
+    exact, sizes = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+
+    def worst(out: Tensor) -> float:
+        return float(((out.double() - exact).abs() / sizes).max())
+
+    ways = ways_of(problem).ways
+    assert {way.name for way in ways} >= {"vendor", "float16x3", "bfloat16x6"}
+    library = worst(bound(problem, ways[0])(a, b, None, None, None))
+    for way in ways[1:]:
+        assert worst(bound(problem, way)(a, b, None, None, None)) <= 2 * library, str(way)
+
+
+def test_what_is_measured_is_taken_and_right() -> None:
+    a, b = torch.randn(300, 1001, device="cuda").bfloat16(), torch.randn(1001, 515, device="cuda").bfloat16()
+    problem = plain_problem(300, 515, 1001, dtype=torch.bfloat16, device="cuda", is_kept=True)
+    found = choosing.measure(problem)
+    assert {row.way.name for row in found.rows} >= {"vendor", "padded", "triton"}
+    assert not [why for why in found.refused.values() if why.startswith("wrong")]
+    packed, exact = Packed(b), a.double() @ b.double()
+    out = matmul(a, packed)
+    assert float((out.double() - exact).norm()) <= 2 * float(((a @ b).double() - exact).norm())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = matmul(a, packed)
+    graph.replay()
+    assert float((captured.double() - exact).norm()) <= 2 * float(((a @ b).double() - exact).norm())
+
+
+def test_a_copy_of_a_weight_is_not_kept_from_a_graph_that_has_not_run() -> None:
+    b = torch.randn(64, 100, device="cuda").bfloat16()
+    packed = Packed(b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed.copy("a", torch.clone)
+    kept = packed.copy("a", torch.clone)
+    assert isinstance(kept, Tensor)
+    assert torch.equal(kept, b)

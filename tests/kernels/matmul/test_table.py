@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatout.errors import RecordError
+from flatout.kernels.matmul import choosing, table
+from flatout.kernels.matmul.problem import Problem, plain_problem
+from flatout.kernels.matmul.table import Measured, Row
+from flatout.kernels.matmul.way import Tile, Way
+from flatout.measure.stats import Estimate
+
+CPU = torch.device("cpu")
+TILED = Way(name="triton", tile=Tile(m=64, n=64, k=64, stages=3, warps=4))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Iterator[Path]:
+    before = table.folder()
+    table.keep_in(tmp_path)
+    choosing.forget()
+    yield tmp_path
+    table.keep_in(before)
+    choosing.forget()
+
+
+def _problem(m: int = 16, is_kept: bool = False) -> Problem:
+    return plain_problem(m, 24, 32, dtype=torch.float32, device=CPU, is_kept=is_kept)
+
+
+def _estimate(value: float) -> Estimate:
+    return Estimate(value=value, low=0.98 * value, high=1.02 * value, confidence=0.95, num_samples=11)
+
+
+def _row(way: Way, call_s: float, device_s: float, *, vendor_s: float = 10e-6) -> Row:
+    return Row(
+        way=way,
+        call=_estimate(call_s),
+        device=_estimate(device_s),
+        call_ratio=None if way.name == "vendor" else _estimate(call_s / vendor_s),
+        device_ratio=None if way.name == "vendor" else _estimate(device_s / vendor_s),
+        error=1e-3,
+    )
+
+
+def _measured(problem: Problem, *rows: Row) -> Measured:
+    return Measured(
+        problem=str(problem), flop=1.0, traffic_bytes=1.0, dtype="float32", rows=rows, measured_at="2026-11-22T00:00:00"
+    )
+
+
+VENDOR = _row(Way(name="vendor"), 10e-6, 10e-6)
+
+
+def test_what_was_not_measured_takes_the_vendor_and_says_how_to_measure() -> None:
+    chosen = table.choose(_problem())
+    assert chosen.way.name == "vendor"
+    assert "not measured: run `flatout matmul --shapes 16x24x32`" in chosen.because
+
+
+def test_the_fastest_way_is_taken_by_the_clock_that_counts() -> None:
+    problem = _problem()
+    table.add(CPU, _measured(problem, VENDOR, _row(TILED, 12e-6, 5e-6), _row(Way(name="padded"), 8e-6, 8e-6)))
+    assert table.choose(problem).way.name == "padded"
+    assert table.choose(problem, is_captured=True).way == TILED
+
+
+def test_a_way_that_may_be_no_faster_is_not_taken() -> None:
+    problem = _problem()
+    table.add(CPU, _measured(problem, VENDOR, _row(TILED, 9.9e-6, 9.9e-6)))
+    assert table.choose(problem) == (Way(name="vendor"), "measured: nothing is faster for certain")
+
+
+def test_the_table_is_read_again_by_another_process(folder: Path) -> None:
+    problem = _problem()
+    path = table.add(CPU, _measured(problem, VENDOR, _row(TILED, 5e-6, 5e-6)))
+    assert path.parent == folder
+    table.keep_in(folder)  # forgets what is in memory
+    assert table.choose(problem).way == TILED
+
+
+def test_what_another_process_added_meanwhile_is_kept(folder: Path) -> None:
+    table.table_of(CPU)
+    before = table._tables.copy()
+    table.add(CPU, _measured(_problem(1), VENDOR))
+    table._tables.update(before)  # as in a process that has read before the other wrote
+    table.add(CPU, _measured(_problem(2), VENDOR))
+    table.keep_in(folder)
+    assert set(table.table_of(CPU).entries) == {str(_problem(1)), str(_problem(2))}
+
+
+def test_a_damaged_table_is_an_error_that_names_the_file() -> None:
+    path = table.path_of(CPU)
+    path.write_text("{")
+    with pytest.raises(RecordError, match=r"damaged or from another version of flatout.*remove it"):
+        table.choose(_problem())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        _problem(17),
+        _problem(is_kept=True),
+        _problem()._replace(a_stride=40),
+        _problem()._replace(b_rows=False, b_stride=32),
+        _problem()._replace(precision="float32"),
+        _problem()._replace(out_dtype=torch.bfloat16),
+        _problem()._replace(strides="any"),
+        _problem()._replace(dtype=torch.float16),
+    ],
+    ids=str,
+)
+def test_problems_that_differ_have_words_that_differ(other: Problem) -> None:
+    assert str(other) != str(_problem())
+
+
+def test_measuring_fills_the_table_once_and_the_choice_comes_from_it() -> None:
+    a, b = torch.randn(16, 32), torch.randn(32, 24)
+    problem = _problem()
+    with choosing.measuring():
+        choosing.runner_of(problem)(a, b, None, None, None)
+        first = table.table_of(CPU).entries[str(problem)]
+        choosing.runner_of(problem)(a, b, None, None, None)
+    assert table.table_of(CPU).entries[str(problem)] is first
+    assert first.rows[0].way.name == "vendor"
+    assert "GPUs" in first.refused["triton"]
+    assert table.choose(problem).because.startswith("measured")
+
+
+def test_measuring_prepacks_a_weight_that_is_kept_and_leaves_random_numbers_alone() -> None:
+    before = torch.random.get_rng_state()
+    found = choosing.measure(_problem(is_kept=True))
+    assert [row.way.name for row in found.rows] == ["vendor", "prepacked"]
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_nothing_is_measured_unasked() -> None:
+    choosing.runner_of(_problem())
+    assert not table.table_of(CPU).entries
