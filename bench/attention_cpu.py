@@ -3,8 +3,9 @@
     python bench/attention_cpu.py [--out FILE] [--only masks,attention,length] [--small]
 
 Parts: masks (documents and causal at 32 k tokens, both ways, seconds and peak bytes; a million tokens of documents, causal and
-window), attention (16 documents of 4096 tokens, a window of 512 in 8192, and others, forward and backward, float32 and bfloat16, in
-rounds in which both sides take turns, and how far apart their results are), length (peak bytes and seconds as the length doubles).
+window), attention (16 documents of 4096 tokens, a window of 512 in 8192, and others, forward and backward, float32 and bfloat16,
+in rounds in which both sides take turns, and how far apart their results are), length (peak bytes and seconds as the length
+doubles).
 """
 
 from __future__ import annotations
