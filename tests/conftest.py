@@ -67,3 +67,14 @@ def torch_state_is_left_clean() -> Iterator[None]:
             + ", ".join(f"{name} is {getattr(after, name)}, was {getattr(before, name)}" for name in changed)
             + "; restore it in the test, or in the code that it tests"
         )
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_patched() -> Iterator[None]:
+    """Fail a test that leaves something of torch or Python patched, which later tests would see."""
+    yield
+    patching = sys.modules.get("flatout.profiling.patching")
+    live = list(patching.Patches._live) if patching else []
+    for patches in reversed(live):
+        patches.undo()
+    assert not live, f"the test left {len(live)} sets of patches installed; undo them"

@@ -164,9 +164,13 @@ def test_a_loader_is_made_anew_with_the_same_batches(options: dict[str, Any]) ->
 
 def test_workers_of_a_loader_live_on() -> None:
     loader = DataLoader(DATA, 5, num_workers=1, prefetch_factor=3)
-    live = flatout.apply(plan(("communication.persistent-workers", {})), loader=loader)
-    assert live.loader is not None
-    assert (live.loader.persistent_workers, live.loader.prefetch_factor, loader.persistent_workers) == (True, 3, False)
+    with flatout.apply(plan(("communication.persistent-workers", {})), loader=loader) as live:
+        assert live.loader is not None
+        assert (live.loader.persistent_workers, live.loader.prefetch_factor, loader.persistent_workers) == (
+            True,
+            3,
+            False,
+        )
 
 
 def test_settings_of_the_process_hold_until_the_end() -> None:

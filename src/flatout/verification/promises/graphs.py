@@ -126,7 +126,7 @@ def _frames() -> dict[str, Source]:
     for m in list(metrics):
         if m.co_filename and m.co_firstlineno and m.compile_id:
             source = Source(file=m.co_filename, line=m.co_firstlineno, function=m.co_name or "")
-            found.setdefault(str(m.compile_id).partition("/")[0], source)
+            found[str(m.compile_id).partition("/")[0]] = source  # the last: dynamo counts anew when it is reset
     return found
 
 
