@@ -212,6 +212,13 @@ def test_shapes_that_do_not_fit_are_refused(
         flatout.attention(q, k, v, **options)  # type: ignore[arg-type]
 
 
+def test_a_score_whose_tensors_are_elsewhere_is_refused() -> None:
+    q = torch.zeros(1, 1, 4, 16)
+
+    with pytest.raises(UsageError, match="a tensor of alibi is on meta"):
+        flatout.attention(q, q, q, score=scores.alibi(torch.ones(1, device="meta")))
+
+
 def test_mixed_dtypes_are_refused() -> None:
     q = torch.zeros(1, 1, 4, 16)
 

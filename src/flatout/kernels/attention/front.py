@@ -56,7 +56,7 @@ def attention_choice(
     enable_gqa: bool = False,
 ) -> Choice:
     """The kernel that `attention` takes for these arguments, and why none before it: `print` it. Nothing is computed."""
-    _check(q, k, v, mask, enable_gqa=enable_gqa)
+    _check(q, k, v, mask, score, enable_gqa=enable_gqa)
     scale = q.size(-1) ** -0.5 if scale is None else scale
     given = _EVERYTHING if mask is None else mask
     layout = tuple((t.shape, t.stride(), t.dtype, t.device) for t in (q, k, v))
@@ -74,7 +74,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, score: Score | None, sca
     return choice
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, *, enable_gqa: bool) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, score: Score | None, *, enable_gqa: bool) -> None:
     shapes = f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise UsageError(f"{shapes}: give (batch, heads, tokens, width)")
@@ -90,6 +90,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, *, enable_gqa: bo
         raise UsageError(
             f"{q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: give one dtype and device"
         )
+    for tensor in score.tensors if score is not None else ():
+        if tensor.device != q.device:
+            raise UsageError(
+                f"a tensor of {score!r} is on {tensor.device}, and the queries are on {q.device}: send it there"
+            )
     if mask is None:
         return
     mask.check(q.size(2), k.size(2))

@@ -13,6 +13,7 @@ from torch import Tensor
 from flatout.errors import UsageError
 from flatout.kernels.attention import graphs
 from flatout.kernels.attention.mask import Mask, MaskMod
+from flatout.kernels.attention.stacked import Stacked
 from flatout.kernels.attention.structures import (
     Blocks,
     Custom,
@@ -21,7 +22,6 @@ from flatout.kernels.attention.structures import (
     Everything,
     Global,
     Leading,
-    Stacked,
     Window,
 )
 

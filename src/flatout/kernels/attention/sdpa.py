@@ -1,16 +1,20 @@
-"""What torch's fused attention on a GPU cannot take, in words."""
+"""torch's fused attention on a GPU, for every key and for causal masks: how it is called, and what it cannot take, in words."""
 
 from __future__ import annotations
 
 from typing import Final, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flatout.kernels.attention.band import band_of
 from flatout.kernels.attention.mask import Mask
 from flatout.kernels.attention.scores import Score
 
+Backend = Literal["cudnn", "flash"]
+_BACKENDS: Final = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 _HALF: Final = (torch.bfloat16, torch.float16)
 
 
@@ -29,8 +33,20 @@ def half_refusal(q: Tensor, k: Tensor, v: Tensor, *, score: Score | None, widest
     return None
 
 
-def refusal_of(
-    backend: Literal["cudnn", "flash"], q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None
+def attend(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None, scale: float
+) -> Tensor:
+    """(B, H, Q, D) by that kernel and no other; `refusal` comes first."""
+    band = band_of(mask)
+    assert band is not None and score is None
+    with sdpa_kernel(_BACKENDS[backend]):
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=band.is_causal, scale=scale, enable_gqa=q.size(1) != k.size(1)
+        )
+
+
+def refusal(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None, scale: float
 ) -> str | None:
     """Why torch's binding of the kernel cannot be taken; None if it can."""
     why = half_refusal(q, k, v, score=score, widest=256)
