@@ -8,6 +8,7 @@ from tests.kernels.attention.test_attention import MASKS, SCORES, S, assert_no_w
 
 import flatout
 from flatout import masks, scores
+from flatout.kernels.attention import reference
 
 pytestmark = [
     pytest.mark.device,
@@ -119,3 +120,19 @@ def test_memory_grows_with_the_length() -> None:
         peaks.append(seen.peak_bytes)
 
     assert peaks[1] < 4.5 * peaks[0]
+
+
+def test_a_graph_that_is_kept_can_be_differentiated_twice_at_any_multiple_of_a_tile() -> None:
+    for length in (256, 300, 512):  # after the first lengths are no constants any more
+        q, k, v = (
+            torch.randn(1, 2, length, 64, device=GPU, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
+        grad, score = torch.randn_like(q), scores.softcap(3.0)
+        out = flatout.attention(q, k, v, mask=masks.causal(), score=score)
+        first = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+        for ours, again in zip(first, torch.autograd.grad(out, (q, k, v), grad), strict=True):
+            assert torch.equal(ours, again)
+        wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        exact = reference.attention(*wide, mask=masks.causal().to(GPU), score=score, scale=64**-0.5)
+        for ours, theirs in zip(first, torch.autograd.grad(exact, wide, grad.double()), strict=True):
+            assert float((ours.double() - theirs).norm()) <= 2e-2 * float(theirs.norm())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from torch import Tensor
 
 from flatout.kernels.matmul import Packed, choosing, matmul, plain_problem, table, tiled
 from flatout.kernels.matmul.problem import problem_of
-from flatout.kernels.matmul.way import Tile
+from flatout.kernels.matmul.table import Measured, Row
+from flatout.kernels.matmul.way import Tile, Way
 from flatout.kernels.matmul.ways import bound, ways_of
+from flatout.measure.stats import Estimate
 
 pytestmark = [pytest.mark.device, on_device]
 MEETING = Tile(m=64, n=64, k=64, stages=3, warps=4, splits=16, is_single=True)
@@ -66,6 +69,44 @@ def test_parts_that_meet_do_so_in_captured_graphs_and_on_several_streams_at_once
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)
     assert all(torch.equal(out, wanted) for out in (*outs, *beside))
+
+
+def test_threads_that_share_a_stream_do_not_share_the_parts_of_two_launches() -> None:
+    a, b = _deep()
+    run = tiled.bind(problem_of(a, b), structs.replace(MEETING, is_single=False))
+    wanted = run(a, b, None, None, None)
+    with ThreadPoolExecutor(4) as pool:
+        outs = list(pool.map(lambda _: run(a, b, None, None, None), range(400)))
+    assert all(torch.equal(out, wanted) for out in outs)
+
+
+def _ratio(value: float) -> Estimate:
+    return Estimate(value=value, low=value, high=value, confidence=0.99, num_samples=9)
+
+
+def test_a_graph_finds_the_copy_of_a_weight_that_its_way_wants() -> None:
+    a, b = torch.randn(17, 1001, device="cuda").bfloat16(), torch.randn(1001, 515, device="cuda").bfloat16()
+    packed, exact = Packed(b), a.double() @ b.double()
+    problem = plain_problem(17, 515, 1001, dtype=torch.bfloat16, device="cuda", is_kept=True)
+    vendor = Row(way=Way(name="vendor"), call=_ratio(1e-5), device=_ratio(1e-5), error=0.0)
+    padded = Row(way=Way(name="padded", unit=8), call_ratio=_ratio(2.0), device_ratio=_ratio(0.5), error=0.0)
+    padded = structs.replace(padded, call=_ratio(2e-5), device=_ratio(5e-6))
+    rows = (vendor, padded)
+    words = str(problem)
+    table.add(
+        problem.device,
+        Measured(problem=words, flop=1.0, traffic_bytes=1.0, dtype="bfloat16", rows=rows, measured_at=""),
+    )
+    choosing.forget()
+    with torch.no_grad():
+        matmul(a, packed)  # by the vendor's library
+        assert packed.extra_bytes > 0
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = matmul(a, packed)
+    b.data.zero_()  # past torch's count: a copy that a replay made would be of this
+    graph.replay()
+    assert float((captured.double() - exact).norm()) <= 1e-2 * float(exact.norm())
 
 
 @pytest.mark.parametrize("kind", ["normal", "uniform", "wide"])

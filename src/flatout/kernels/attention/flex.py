@@ -30,8 +30,17 @@ def compiled(kind: Hashable) -> Callable[..., Tensor]:
 
     code = attend.__code__.replace(co_name=f"attend_{abs(hash(kind)):x}")
     own = FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
-    function: Callable[..., Tensor] = torch.compile(own, fullgraph=True)
+    function: Callable[..., Tensor] = torch.compile(own, fullgraph=True, backend=_inductor)
     return function
+
+
+def _inductor(graph: Any, inputs: Any) -> Any:
+    """Inductor, without its use of saved tensors as memory for results, which would forbid a second backward pass."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(donated_buffer=False):
+        return compile_fx(graph, inputs)
 
 
 def mark_lengths(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> None:

@@ -88,3 +88,24 @@ def runner_of(problem: Problem) -> Runner:
     if _measuring and not is_captured and str(problem) not in table.table_of(problem.device).entries:
         table.add(problem.device, measured(problem, has_compiled=_measuring[-1]))
     return bound(problem, table.choose(problem, is_captured=is_captured).way)
+
+
+def runner_with_copies(problem: Problem) -> Runner:
+    """`runner_of`, which for a matrix that is kept takes the way of captured graphs once, too: a graph that is captured later
+    finds its copies made, and does not make them at each replay."""
+    runner = runner_of(problem)
+    if not (problem.is_kept and problem.device.type == "cuda") or torch.cuda.is_current_stream_capturing():
+        return runner
+    now, later = (table.choose(problem, is_captured=is_captured).way for is_captured in (False, True))
+    if now == later:
+        return runner
+    captured, name = bound(problem, later), str(problem)
+
+    def run(
+        a: Tensor, b: Tensor | Packed, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
+        if isinstance(b, Packed) and b.is_new_to(name):
+            captured(a, b, bias, residual, scale)
+        return runner(a, b, bias, residual, scale)
+
+    return run

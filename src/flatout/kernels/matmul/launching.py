@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from threading import Lock, local
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 
 CAPTURING: Final = -1
 """Stands for the stream while a graph is captured on it."""
-_SPARE: Final = 256
-"""Counters for captured launches of one problem; more than that are set to zero by a launch of their own."""
+_STORE: Final = 1 << 16
+"""Counters allocated at a time, of 4 bytes."""
+_THREAD: Final = local()
 _scratch: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -54,7 +56,7 @@ def stream_now() -> int:
 
 
 def scratch(num: int, device: torch.device, stream: int) -> Tensor:
-    """At least `num` float32 numbers for one call: the same for all calls on a stream, which come one after the other."""
+    """At least `num` float32 numbers for one launch: the same for all launches on a stream, which come one after the other."""
     if stream == CAPTURING or device.type == "cpu":
         return torch.empty((num,), dtype=torch.float32, device=device)
     kept = _scratch.get((device, stream))
@@ -73,26 +75,76 @@ class Counters:
     def __init__(self, num: int, device: torch.device) -> None:
         self._num, self._device = num, device
         self._of: dict[int, Tensor] = {}
-        self._spare: list[Tensor] = []
         self._captured: list[Tensor] = []
+        if not _is_capturing(device):
+            _Store.of(device).fill()
 
     def of(self, stream: int) -> Tensor:
-        """For a launch on the current stream. Allocated outside captured graphs, which would set them to zero at each replay."""
+        """For a launch on the current stream."""
         kept = self._of.get(stream)
         if kept is not None:
             return kept
-        if stream != CAPTURING:
-            self._of[stream] = self._zeros(1)[0]
-            self._spare = self._spare or self._zeros(_SPARE)
-            return self._of[stream]
-        if not self._spare:
+        taken = _Store.of(self._device).take(self._num, may_fill=stream != CAPTURING)
+        if taken is None:  # a launch of its own, at each replay
             return torch.zeros((self._num,), dtype=torch.int32, device=self._device)
-        self._captured.append(self._spare.pop())
-        return self._captured[-1]
+        if stream == CAPTURING:
+            self._captured.append(taken)
+        else:
+            self._of[stream] = taken
+        return taken
 
-    def _zeros(self, num: int) -> list[Tensor]:
-        width = -(-self._num // 4) * 4  # each begins at a multiple of 16 bytes
-        return list(torch.zeros((num, width), dtype=torch.int32, device=self._device).unbind(0))
+
+class _Store:
+    """Counters of one device, allocated and set to zero outside captured graphs: what a graph allocates, a replay sets to zero
+    again, by a launch of its own. A captured launch keeps its counters for good."""
+
+    _all: ClassVar[dict[torch.device, _Store]] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rest: Tensor | None = None
+        self._lock = Lock()
+
+    @classmethod
+    def of(cls, device: torch.device) -> _Store:
+        return cls._all.setdefault(device, cls(device))
+
+    def fill(self) -> None:
+        """Have a store for captured launches to come."""
+        with self._lock:
+            if self._rest is None or self._rest.numel() < _STORE // 4:
+                self._rest = self._made(_STORE)
+
+    def take(self, num: int, *, may_fill: bool) -> Tensor | None:
+        """`num` zeros that nobody else has; None when there are no more and none may be made."""
+        width = -(-num // 4) * 4  # each begins at a multiple of 16 bytes
+        with self._lock:
+            if self._rest is None or self._rest.numel() < width:
+                if not may_fill:
+                    return None
+                self._rest = self._made(max(_STORE, width))
+            taken, self._rest = self._rest[:num], self._rest[width:]
+            return taken
+
+    def _made(self, num: int) -> Tensor:
+        made = torch.zeros((num,), dtype=torch.int32, device=self._device)
+        if made.is_cuda:  # once for many thousands: any stream may use them
+            torch.cuda.current_stream(self._device).synchronize()
+        return made
+
+
+def enter(device: torch.device) -> None:
+    """Give this thread the device's context, which a thread that has launched nothing has not, and descriptors need."""
+    known: set[torch.device] | None = getattr(_THREAD, "entered", None)
+    if known is None:
+        known = _THREAD.entered = set()
+    if device not in known:
+        torch.zeros(1, device=device)
+        known.add(device)
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _start_of(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:

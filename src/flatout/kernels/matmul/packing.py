@@ -75,12 +75,13 @@ class Packed:
     is.
     """
 
-    __slots__ = ("_copies", "_plain", "_state", "is_transposed", "source")
+    __slots__ = ("_copies", "_known", "_plain", "_state", "is_transposed", "source")
 
     def __init__(self, source: Tensor, *, is_transposed: bool = False) -> None:
         """`is_transposed`: the matrix is the source's transpose, as of the weight of a linear layer."""
         self.source, self.is_transposed = source, is_transposed
         self._copies: dict[object, Tensor | tuple[Tensor, ...]] = {}
+        self._known: set[object] = set()
         self._state: tuple[int, int] | None = None
         self._plain = source
 
@@ -104,9 +105,18 @@ class Packed:
                 self._copies[name] = kept
         return kept
 
+    def is_new_to(self, name: object) -> bool:
+        """Whether this is the first time that the matrix, as it is now, is asked so under `name`."""
+        self._look()
+        if name in self._known:
+            return False
+        self._known.add(name)
+        return True
+
     def forget(self) -> None:
         """Give the copies up; they are made anew when they are next asked for."""
         self._copies.clear()
+        self._known.clear()
 
     def _look(self) -> None:
         source = self.source

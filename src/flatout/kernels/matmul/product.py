@@ -111,7 +111,7 @@ def _whole(
     right = matrix_of(b)
     assert left is not None
     problem = problem_of(left, right, bias=bias, residual=rows, scale=scale, is_kept=b is not right, **asked)
-    runner = choosing.runner_of(problem)
+    runner = choosing.runner_with_copies(problem)
     copies_b = right is not b and not isinstance(b, Packed)
     if is_plain and not copies_b:
         return runner

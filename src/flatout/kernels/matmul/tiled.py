@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.matmul.differentiable import run_kernel
-from flatout.kernels.matmul.launching import Counters, Launch, scratch, stream_now
+from flatout.kernels.matmul.launching import Counters, Launch, enter, scratch, stream_now
 from flatout.kernels.matmul.packing import Packed, made_of, matrix_of, rounded_up, row_unit
 from flatout.kernels.matmul.padded import laid_out
 from flatout.kernels.matmul.problem import Problem, problem_of
@@ -69,14 +69,15 @@ def bind(problem: Problem, tile: Tile) -> Runner:
     out_stride = rounded_up(n, unit) if problem.strides == "any" else n
     tiles = ceil(m / tile.m) * ceil(n / tile.n)
     programs = min(tiles, device_of(problem).num_sms) if tile.is_persistent else tiles * splits
-    launch = launch_of(source.product, programs, tile)
-    join = Launch(source.joined, tiles * splits, num_warps=4, num_stages=1)
+    is_early = begins_early(problem.device)
+    launch = launch_of(source.product, programs, tile, is_early=is_early)
+    join = Launch(source.joined, tiles * splits, num_warps=4, num_stages=1, **early(is_early))
     counters = Counters(tiles, problem.device) if tile.is_single else None
     finishing = constants(problem)
     lies = (not a_rows, not b_rows, by_descriptor)
     fixed = (n, k, a_stride, b_stride, out_stride)
-    tail = (*lies, *finishing, *tile.sizes, splits, tile.group, tile.is_persistent)
-    join_tail = (*finishing, tile.m, tile.n, splits, tile.group)
+    tail = (*lies, *finishing, *tile.sizes, splits, tile.group, tile.is_persistent, is_early)
+    join_tail = (*finishing, tile.m, tile.n, splits, tile.group, is_early)
     is_cuda = problem.device.type == "cuda"
     out_dtype, device, size = problem.out_dtype, problem.device, tiles * splits * tile.m * tile.n
 
@@ -99,11 +100,13 @@ def bind(problem: Problem, tile: Tile) -> Runner:
         if splits == 1:
             launch(x, y, whole, bias, residual, scale, None, None, m, *fixed, side, *tail)
             return out
-        stream = stream_now() if is_cuda else 0
-        parts = scratch(size, device, stream)
         if counters is not None:
+            stream = stream_now() if is_cuda else 0
+            parts = scratch(size, device, stream)
             launch(x, y, whole, bias, residual, scale, parts, counters.of(stream), m, *fixed, side, *tail)
             return out
+        # of this call alone: another thread's launch may come between these two
+        parts = torch.empty((size,), dtype=torch.float32, device=device)
         launch(x, y, whole, None, None, None, parts, None, m, *fixed, 0, *tail)
         join(whole, bias, residual, scale, parts, m, n, out_stride, side, *join_tail)
         return out
@@ -111,9 +114,19 @@ def bind(problem: Problem, tile: Tile) -> Runner:
     return run
 
 
-def launch_of(kernel: Any, num_programs: int, tile: Tile) -> Launch:
-    """Of a kernel that is compiled for a tile."""
-    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+def begins_early(device: torch.device) -> bool:
+    """Whether launches may begin while the one before is still at its end (programmatic dependent launch, Hopper and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early(is_early: bool) -> dict[str, Any]:
+    """The option for it."""
+    return {"launch_pdl": True} if is_early else {}
+
+
+def launch_of(kernel: Any, num_programs: int, tile: Tile, *, is_early: bool = False) -> Launch:
+    """Of a kernel that is compiled for a tile; `is_early`: it waits for the launch before it by itself."""
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages, **early(is_early)}
     if tile.is_single:
         options["launch_cooperative_grid"] = True  # programs that wait for each other must all run at once
     return Launch(kernel, num_programs, **options)
@@ -143,6 +156,7 @@ def blocks(problem: Problem, tile: Tile) -> tuple[tuple[int, int], tuple[int, in
 
 def descriptor_of(stored: Tensor, block: tuple[int, int]) -> object:
     """What the tensor memory accelerator needs to know of a matrix whose rows lie in one piece."""
+    enter(stored.device)
     descriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
     return descriptor(stored, list(stored.shape), list(stored.stride()), list(block))
 

@@ -14,6 +14,8 @@ from flatout.errors import UsageError
 from flatout.verification.promises.marks import BACKWARD, COMPILING, REGION, site_of
 from flatout.verification.promises.operators import kind_of
 
+_CHOOSING: Final = "CachingAutotuner."
+"""The beginning of the name of Inductor's event around the runs of a kernel that choose its tiles, at its first call."""
 _ENGINE: Final = "autograd::engine::evaluate_function"
 _COMPILED: Final = "Torch-Compiled Region: "
 _RUNTIME: Final = re.compile(r"(cuda|cu|hip)[A-Z]")
@@ -136,7 +138,7 @@ def _entered(event: Event, around: Spot, frame_sites: dict[str, int], line_of_no
     site = site_of(name)
     if site is not None:
         return around._replace(site=site, is_backward=around.is_backward or name.startswith(BACKWARD))
-    if name == COMPILING:
+    if name == COMPILING or name.startswith(_CHOOSING):
         return around._replace(is_compiling=True)
     if name.startswith(_COMPILED):
         number = name[len(_COMPILED) :].strip()

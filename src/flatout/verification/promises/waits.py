@@ -3,8 +3,8 @@
 On a device they are the synchronising calls of its runtime that the profiler saw, whoever made them, and copies to the host's
 pageable memory, during which the host waits too. On a CPU nothing waits; what counts there are the calls that would if the
 tensors lay on a device: Python reads a number, or needs one to know a shape. So a test without a GPU catches them. Counters
-that torch's optimizers keep on the CPU in any case are left out; a printed tensor counts once. What a compiled function does when
-it first runs, after it was compiled (it may time its kernels to choose among them), counts: run it once before.
+that torch's optimizers keep on the CPU in any case are left out; a printed tensor counts once. What a
+compiler does, while it compiles or chooses among kernels by their times, does not count.
 """
 
 from __future__ import annotations
