@@ -42,6 +42,12 @@ def seconds_of(evidence: Evidence, rows: Iterable[int]) -> float:
     return sum(evidence.operators[i].total_s for i in rows)
 
 
+def operators_at(evidence: Evidence, source: int, begins: str) -> tuple[int, ...]:
+    """The operators of a line whose name begins so and whose inputs were seen."""
+    rows = enumerate(evidence.operators)
+    return tuple(i for i, o in rows if o.source == source and o.op.startswith(begins) and o.inputs)
+
+
 def has_backward(evidence: Evidence, rows: Iterable[int]) -> bool:
     """Whether any of these operators runs in the backward pass."""
     return any(evidence.operators[i].phase == "backward" for i in rows)

@@ -121,6 +121,7 @@ def masks() -> dict[str, Tensor]:
         "all-true": torch.ones(32, 32).bool(),
         "padding": (torch.arange(32) < 20).expand(32, 32),
         "documents": same.tril(),
+        "window": torch.ones(32, 32).tril().triu(-5).bool(),
         "bias": -torch.arange(32.0).expand(32, 32),
         "other": torch.rand(32, 32, generator=torch.Generator().manual_seed(0)) < 0.5,
     }

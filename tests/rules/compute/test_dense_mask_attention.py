@@ -42,11 +42,17 @@ def test_padding_and_biases_are_left_alone() -> None:
         assert not list(RULE.check(masked(kind).build()))
 
 
-def test_documents_are_a_note() -> None:
+def test_masks_that_hide_most_pairs_are_a_note() -> None:
     assert RULE.note is not None
-    assert not proposed(RULE, masked("documents").build())
-    (note,) = RULE.note(masked("documents").build())
-    assert "50%" in note.text
+    for kind, says in (
+        ("documents", "keeps documents apart"),
+        ("window", "is a window"),
+        ("sparse", "hides most pairs"),
+    ):
+        assert not proposed(RULE, masked(kind).build())
+        (note,) = RULE.note(masked(kind).build())
+        assert says in note.text
+        assert "50%" in note.text
 
 
 def test_a_trial_without_gain_is_not_reported() -> None:

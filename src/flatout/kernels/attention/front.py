@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from flatout.errors import NotFused, UsageError
@@ -33,16 +34,29 @@ def attention(
     `mask` is made of `flatout.masks`, `score` of `flatout.scores`; `scale` is 1 / sqrt(D) if not given. With `enable_gqa` each of
     the G key heads serves H / G heads, else G is H. A query that sees no key gets 0. Memory is O(Q + K) and O(blocks seen);
     queries x keys numbers are never held. What a mask needs (block lists, pieces) is made at its first use and kept with it: use
-    one mask for all layers. The result is off float64's by no more than twice what plain attention in this dtype is.
+    one mask for all layers. Under autocast its type is autocast's. The result is off float64's by no more than twice what plain
+    attention in this dtype is.
 
     `flatout.attention_choice` tells which kernel runs, and why, without running it. Raises NotFused where none keeps the promise,
     UsageError for shapes that do not fit. The gradient cannot be differentiated again.
     """
     scale = q.size(-1) ** -0.5 if scale is None else scale
+    if torch.is_autocast_enabled(q.device.type):
+        return _uncast(q, k, v, mask, score, scale, enable_gqa=enable_gqa)
     choice = attention_choice(q, k, v, mask=mask, score=score, scale=scale, enable_gqa=enable_gqa)
     given = _EVERYTHING if mask is None else mask
     out: Tensor = choice.kernel.run(q, k, v, mask=given, score=score, scale=scale)
     return out
+
+
+def _uncast(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, score: Score | None, scale: float, *, enable_gqa: bool
+) -> Tensor:
+    """In autocast's type, as torch's attention is; what happens inside is not cast."""
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        return attention(q, k, v, mask=mask, score=score, scale=scale, enable_gqa=enable_gqa)
 
 
 def attention_choice(

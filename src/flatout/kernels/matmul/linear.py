@@ -20,9 +20,9 @@ class Linear(nn.Linear):
     """`nn.Linear` with the same parameters, state and results within rounding; its product runs as the machine's table says.
 
     Where the table says that a way with a weight laid out anew is fastest, that copy is made at the first call and again
-    after the weight has changed (torch counts changes in place; an optimizer's step is one): while weights are trained that
-    is once a step. `extra_bytes` is what copies take beside the weight, which keeps its shape. `activation` follows the layer
-    in the same call.
+    after the weight has changed (torch counts changes in place). A weight that is trained changes in every step: it is taken as
+    a matrix like any other, ways that lay it out anew are measured with that, and no copy is kept. `extra_bytes` is what copies
+    take beside the weight, which keeps its shape. `activation` follows the layer in the same call.
     """
 
     activation: Activation | None
@@ -68,12 +68,17 @@ class Linear(nn.Linear):
         """(..., I) -> (..., O)"""
         if torch.compiler.is_compiling():
             return activated(F.linear(input, self.weight, self.bias), self.activation)
+        if input.dim() == 1:
+            return self.forward(input.unsqueeze(0)).squeeze(0)
+        is_trained = torch.is_grad_enabled() and self.weight.requires_grad
+        weight = self.weight.T if is_trained else self._kept_weight()
+        return matmul(input, weight, bias=self.bias, activation=self.activation, precision=self.precision)
+
+    def _kept_weight(self) -> Packed:
         packed = self._packed
         if packed is None or packed.source is not self.weight:
             packed = self._packed = Packed(self.weight, is_transposed=True)
-        if input.dim() == 1:
-            return self.forward(input.unsqueeze(0)).squeeze(0)
-        return matmul(input, packed, bias=self.bias, activation=self.activation, precision=self.precision)
+        return packed
 
     @property
     def extra_bytes(self) -> int:

@@ -1,7 +1,9 @@
-"""Linear layers with sizes that matrix units dislike are computed with weights padded by zeros.
+"""Linear layers with sizes that matrix units dislike are computed by kernels that do not mind, or with padded weights.
 
-What        The weight of an nn.Linear (50257 rows of a vocabulary) gets rows and columns of zeros up to a multiple of 64 in every
-            call, and the result is cut back; modules and state dict stay.
+What        The product of such an nn.Linear (50257 rows of a vocabulary) runs the way that is measured to be fastest on the
+            device when it is first met (`flatout.kernels.Linear`; measurements are kept for later runs). In compiled code its
+            weight gets rows and columns of zeros up to a multiple of 64 in every call, and the result is cut back. Modules and
+            state dict stay.
 Guarantee   BOUNDED: the same sums, from other kernels.
 Refuses     Processors and float32, which load sizes of any kind; sizes whose padded product was not faster when it was tried.
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import MethodType
 from typing import TYPE_CHECKING, Final
 
@@ -78,13 +80,15 @@ def apply(seams: Seams, parameters: Parameters) -> None:
     """Give each such layer of a model its own forward, at the model's first call."""
     from torch import nn
 
+    from flatout.kernels.matmul import measuring
+
     multiple = integer(parameters, "multiple")
 
     def pad(module: nn.Module) -> Callable[[], None] | None:
         layers = [m for m in module.modules() if type(m) is nn.Linear and _is_unaligned(m, multiple)]
         layers = [m for m in layers if "forward" not in vars(m)]
         for layer in layers:
-            layer.forward = MethodType(_padded_forward(layer, multiple), layer)  # type: ignore[method-assign]
+            layer.forward = MethodType(_forward(layer, multiple), layer)  # type: ignore[method-assign]
         if not layers:
             return None
         seams.note(LEVER.id)
@@ -95,12 +99,36 @@ def apply(seams: Seams, parameters: Parameters) -> None:
 
         return undo
 
+    def measure() -> Callable[[], None]:
+        stack = ExitStack()
+        stack.enter_context(measuring())
+        return stack.close
+
+    seams.at_start(measure)
     seams.at_first_call(pad)
 
 
 def _is_unaligned(layer: nn.Linear, multiple: int) -> bool:
     sizes = layer.in_features, layer.out_features
     return min(sizes) >= _SMALLEST and any(size % multiple for size in sizes)
+
+
+def _forward(layer: nn.Linear, multiple: int) -> Callable[[nn.Linear, Tensor], Tensor]:
+    """By measurement on a device, padded in compiled code."""
+    import torch
+
+    from flatout.kernels.matmul import Linear
+
+    padded, chosen = _padded_forward(layer, multiple), Linear.from_linear(layer)
+
+    def forward(self: nn.Linear, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not input.is_cuda:
+            return padded(self, input)
+        if chosen.weight is not self.weight or chosen.bias is not self.bias:
+            chosen.weight, chosen.bias = self.weight, self.bias
+        return chosen.forward(input)
+
+    return forward
 
 
 def _padded_forward(layer: nn.Linear, multiple: int) -> Callable[[nn.Linear, Tensor], Tensor]:

@@ -8,13 +8,12 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from flatout.kernels.attention.recognised import recognised
 from flatout.profiling.calls import is_wrapper
 from flatout.profiling.operators.recorder import OperatorKey
 from flatout.records.usage import ModuleFact
 
 _LARGEST_MASK: Final = 64 << 20
-_HIDDEN: Final = -1e4
-"""A score lowered by more than this is out of the softmax in every dtype."""
 _SAMPLED: Final = 2048
 _FEWEST: Final = 256
 _WORTH_TELLING: Final = 0.002
@@ -30,8 +29,8 @@ class Subnormal(NamedTuple):
 class Values:
     """Looks at values in the deep steps, once for each kind of call. Facts:
 
-    'attention-mask'  a dense mask given to scaled_dot_product_attention: `kind` says which ('causal', 'all-true', 'padding',
-                      'documents', 'bias', 'other'), `value` the share of pairs it lets through
+    'attention-mask'  a dense mask given to scaled_dot_product_attention: `kind` says which ('causal', 'all-true', 'window',
+                      'documents', 'sparse', 'padding', 'bias', 'other'), `value` the share of pairs it lets through
     'subnormal'       `value` is the share of subnormal numbers among an operator's results on the CPU, `kind` the operator
     """
 
@@ -80,34 +79,10 @@ def _mask_of(inputs: Sequence[Tensor]) -> Tensor | None:
 
 def _kind(mask: Tensor) -> tuple[str, float]:
     """(what the mask is, the share of pairs that it lets through)."""
-    if mask.numel() > _LARGEST_MASK:
+    if mask.numel() > _LARGEST_MASK or not 2 <= mask.dim() <= 4:
         return "other", 1.0
-    visible = mask if mask.dtype == torch.bool else mask > _HIDDEN
-    share = float(visible.float().mean())
-    if mask.dtype != torch.bool and bool((mask[visible] != 0).any()):
-        return "bias", share
-    rows = visible.reshape(-1, *visible.shape[-2:])
-    first = rows[0]
-    if not bool((rows == first).all()):
-        return ("padding" if bool((rows == rows[:, :1]).all()) else "other"), share
-    if bool(first.all()):
-        return "all-true", share
-    if first.shape[0] == first.shape[1] and torch.equal(first, torch.ones_like(first).tril()):
-        return "causal", share
-    return _structure(first), share
-
-
-def _structure(visible: Tensor) -> str:
-    """'padding' when every query sees the same keys, 'documents' when the sequence falls into parts that see only themselves."""
-    if bool((visible == visible[:1]).all()):
-        return "padding"
-    if visible.shape[0] != visible.shape[1]:
-        return "other"
-    part = visible.to(torch.uint8).argmax(dim=-1)
-    same = part[:, None] == part[None, :]
-    if torch.equal(visible, same) or torch.equal(visible, same.tril()):
-        return "documents"
-    return "other"
+    found = recognised(mask)
+    return found.kind, found.share
 
 
 def _subnormal(result: Tensor) -> Subnormal:
