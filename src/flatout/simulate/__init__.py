@@ -1,0 +1,1 @@
+"""Pure models of runs: how long a step takes on many devices, which layout is best, what failures cost."""
