@@ -31,7 +31,7 @@ CLUSTER = Cluster(
     num_devices=8,
     tiers=(Tier(name="nvswitch", reach=8, bytes_per_s=3e11, latency_s=5e-6),),
 )
-SOFTWARE = Software(dtype="float16", attention="megatron")
+SOFTWARE = Software(dtype="float16", attention="megatron", has_overlap=False)
 """Megatron-DeepSpeed: float16, scores written, fused softmax."""
 
 

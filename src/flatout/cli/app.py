@@ -20,6 +20,7 @@ from flatout.cli.report import report
 from flatout.cli.rules import rules
 from flatout.cli.run import run as run_with_plan
 from flatout.cli.runs import runs
+from flatout.cli.scale import scale
 from flatout.cli.schema import schema
 from flatout.cli.tune import tune
 from flatout.cli.verify import verify
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.command(context_settings={"ignore_unknown_options": True})(check)
 app.command()(machine)
 app.command()(matmul)
+app.command()(scale)
 app.command()(report)
 app.command()(compare)
 app.command()(rules)

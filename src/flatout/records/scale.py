@@ -77,7 +77,9 @@ class Layout(Record, frozen=True, kw_only=True):
     """How the work lies on the devices: `tensor` x `pipeline` x `data` of them.
 
     Ranks of a tensor group are neighbours, then those of data, then stages. `micro_batch` samples a micro-batch, of which each
-    data rank has `global_batch / (data * micro_batch)` in a step.
+    data rank has `global_batch / (data * micro_batch)` in a step. `shard` is what data ranks divide among themselves: 0 nothing,
+    1 the optimizer's state, 2 gradients too, 3 weights too (ZeRO's stages; FSDP is 3). `is_sequence_parallel`: tensor ranks
+    divide what lies between their products by tokens.
     """
 
     tensor: int = 1
@@ -88,11 +90,15 @@ class Layout(Record, frozen=True, kw_only=True):
     schedule: ScheduleKind = "1f1b"
     chunks: int = 1
     recompute: Recompute = "none"
+    shard: int = 0
+    is_sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tensor", "pipeline", "data", "micro_batch", "global_batch", "chunks"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; give a positive number")
+        if self.shard not in (0, 1, 2, 3):
+            raise PlanError(f"shard is {self.shard}; give 0, 1, 2 or 3")
         if self.global_batch % (self.data * self.micro_batch):
             raise PlanError(
                 f"a global batch of {self.global_batch} is no multiple of {self.data} ranks x {self.micro_batch} samples"
@@ -117,7 +123,9 @@ class Software(Record, frozen=True, kw_only=True):
     `dtype` of products; `attention` 'fused' never writes scores, 'written' does, 'megatron' does with a fused softmax that takes
     groups of four (samples x heads) and falls back to single operators else. Operators are those of one layer as the host starts
     them. `optimizer_bytes` are read and written for each parameter at an update, `gradient_bytes` reduced.
-    `pads_vocabulary`: to a multiple of 128 a tensor rank, when it is divided.
+    `pads_vocabulary`: to a multiple of 128 a tensor rank, when it is divided. `has_overlap`: gradients are reduced while the
+    backward goes on. `state_bytes` are kept for each parameter by the optimizer, with a float32 copy of the weights if there is
+    one.
     """
 
     dtype: str = "bfloat16"
@@ -127,7 +135,9 @@ class Software(Record, frozen=True, kw_only=True):
     unfused_softmax_operators: int = 6
     gradient_bytes: int = 2
     optimizer_bytes: int = 30
+    state_bytes: int = 12
     pads_vocabulary: bool = True
+    has_overlap: bool = True
 
 
 class Constants(Record, frozen=True, kw_only=True):
@@ -166,3 +176,31 @@ class StepTime(Record, frozen=True, kw_only=True):
     data_s: float
     optimizer_s: float
     step_s: float
+
+
+class StageMemory(Record, frozen=True, kw_only=True):
+    """Bytes on one device of a stage at its peak. `slack_bytes` is what allocators, the driver and libraries take besides."""
+
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    logits_bytes: int
+    buffer_bytes: int
+    slack_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(getattr(self, name) for name in self.__struct_fields__)
+
+
+class Ranked(Record, frozen=True, kw_only=True):
+    """A layout, how long its step takes, and its fullest stage."""
+
+    layout: Layout
+    step: StepTime
+    memory: StageMemory
+    low_s: float
+    high_s: float
+    mfu: float

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from flatout.cost.collectives import all_reduce_s, send_s
+from flatout.cost.collectives import all_reduce_s, gather_s, send_s
 from flatout.cost.products import Rates, product_s
 from flatout.cost.roofline import bandwidth_bytes_per_s, peak_flop_per_s
 from flatout.cost.schedules import Action, Table, played, span_s, table_of
@@ -27,16 +27,23 @@ _SOFTMAX_GROUP: Final = 4
 
 
 class Pass(NamedTuple):
-    """Of one layer, or of the head, in one direction: seconds of the device without collectives, of collectives, of the host."""
+    """Of one layer, or of the head, in one direction: seconds of the device without collectives, of collectives, of the host, and
+    of weights and gradients that are sent meanwhile."""
 
     device_s: float
     collective_s: float
     host_s: float
+    sent_s: float = 0.0
+
+    @property
+    def own_s(self) -> float:
+        """What it takes where nothing is sent."""
+        return max(self.device_s + self.collective_s, self.host_s)
 
     @property
     def total_s(self) -> float:
         """What it takes."""
-        return max(self.device_s + self.collective_s, self.host_s)
+        return max(self.own_s, self.sent_s)
 
     def __add__(self, other: object) -> Pass:
         if not isinstance(other, Pass):
@@ -76,19 +83,17 @@ def step_time(
         return costs[action.kind, action.chunk].total_s
 
     pipeline_s = _span_s(layout, hop_s, seconds)
-    slowest = [
-        sum((costs[k, c] for k in "FB" for c in range(s, num_chunks, stages)), Pass(0, 0, 0)) for s in range(stages)
-    ]
-    busiest = max(slowest, key=lambda cost: cost.total_s).times(micro)
-    waits_s = max(0.0, busiest.total_s - busiest.device_s - busiest.collective_s)
-    data_s, optimizer_s = _update(model, layout, cluster, software, constants, rates)
+    of_stages = [[costs[k, c] for k in "FB" for c in range(s, num_chunks, stages)] for s in range(stages)]
+    busiest = max(of_stages, key=lambda passes: sum(p.total_s for p in passes))
+    hidden_s = min(sum(costs["B", c].own_s for c in range(s, num_chunks, stages)) for s in range(stages))
+    data_s, optimizer_s = _update(model, layout, cluster, software, constants, rates, hidden_s=hidden_s)
     return StepTime(
         total_s=pipeline_s + data_s + optimizer_s + constants.step_s,
-        compute_s=busiest.device_s,
-        host_s=waits_s,
-        tensor_s=busiest.collective_s,
-        bubble_s=max(0.0, pipeline_s - busiest.device_s - busiest.collective_s - waits_s),
-        data_s=data_s,
+        compute_s=micro * sum(p.device_s for p in busiest),
+        host_s=micro * sum(max(0.0, p.own_s - p.device_s - p.collective_s) for p in busiest),
+        tensor_s=micro * sum(p.collective_s for p in busiest),
+        bubble_s=max(0.0, pipeline_s - micro * sum(p.total_s for p in busiest)),
+        data_s=data_s + micro * sum(p.total_s - p.own_s for p in busiest),
         optimizer_s=optimizer_s,
         step_s=constants.step_s,
     )
@@ -122,24 +127,31 @@ def layer(
     of_attention, score_bytes, is_fused = _attention(model, samples, ranks, software, rates)
     whole_bytes, divided_bytes = tokens * hidden * _HALF, tokens * (model.inner + 3 * hidden) / ranks * _HALF
     # two norms (read, write), two dropouts with residuals (read two, write one and a mask): each rank has all of them
-    around = 12 * whole_bytes + 3 * divided_bytes
+    around = 12 * whole_bytes / (ranks if layout.is_sequence_parallel else 1) + 3 * divided_bytes
     reading_s = (around + score_bytes) / rates.bytes_per_s + 10 * rates.kernel_s
     back_reading_s = (1.3 * around + 1.4 * score_bytes) / rates.bytes_per_s + 12 * rates.kernel_s
     reduce_s = all_reduce_s(whole_bytes, ranks, cluster.tiers, share=constants.link_share)
     started_s = (0 if is_fused else software.unfused_softmax_operators) * constants.operator_s
     started_s += 2 * constants.collective_s if ranks > 1 else 0.0
+    fetch_s = 0.0
+    if layout.shard == 3:
+        own_bytes = num_parameters(model)[0] / ranks * _HALF
+        fetch_s = gather_s(own_bytes, layout.data, cluster.tiers, stride=ranks, share=constants.link_share)
+        started_s += constants.collective_s
     forward = Pass(
         forward_s + of_attention + reading_s,
         2 * reduce_s,
         software.forward_operators * constants.operator_s + started_s,
+        fetch_s,
     )
     backward = Pass(
         inputs_s + weights_s + 2 * of_attention + back_reading_s,
         2 * reduce_s,
         software.backward_operators * constants.operator_s + started_s,
+        fetch_s * (1 + software.gradient_bytes / _HALF),
     )
     if layout.recompute == "full":
-        return forward, backward + forward
+        return forward, backward + forward._replace(sent_s=0.0)
     if layout.recompute == "selective":
         return forward, backward + Pass(of_attention + score_bytes / rates.bytes_per_s, 0.0, 4 * constants.operator_s)
     return forward, backward
@@ -197,14 +209,28 @@ def _head(model: ModelShape, layout: Layout, software: Software, rates: Rates) -
 
 
 def _update(
-    model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants, rates: Rates
+    model: ModelShape,
+    layout: Layout,
+    cluster: Cluster,
+    software: Software,
+    constants: Constants,
+    rates: Rates,
+    *,
+    hidden_s: float,
 ) -> tuple[float, float]:
-    """Seconds of the reduction of gradients over data ranks, which is not hidden, and of the optimizer."""
+    """Seconds of the reduction of gradients over data ranks as far as it is not hidden, and of the optimizer.
+
+    What overlaps does so with the last micro-batch's backward, `hidden_s`; the last layer's gradients are always left.
+    """
     of_layer, of_embedding = num_parameters(model)
     own = of_layer * model.layers / (layout.pipeline * layout.tensor) + of_embedding / layout.tensor
     reduce_s = all_reduce_s(
         own * software.gradient_bytes, layout.data, cluster.tiers, stride=layout.tensor, share=constants.link_share
     )
+    if layout.shard == 3:
+        reduce_s = 0.0  # sent layer by layer
+    elif software.has_overlap:
+        reduce_s = max(reduce_s - hidden_s, reduce_s / max(1.0, model.layers / layout.pipeline))
     tied_s = 0.0
     if model.is_tied and layout.pipeline > 1:
         stride = layout.tensor * layout.data * (layout.pipeline - 1)
@@ -215,7 +241,8 @@ def _update(
             stride=stride,
             share=constants.link_share,
         )
-    return reduce_s + tied_s, own * software.optimizer_bytes / rates.bytes_per_s
+    updated = own / (layout.data if layout.shard else 1)
+    return reduce_s + tied_s, updated * software.optimizer_bytes / rates.bytes_per_s
 
 
 def _span_s(layout: Layout, hop_s: float, seconds: Callable[[Action], float]) -> float:

@@ -1,0 +1,91 @@
+"""A model's sizes, a cluster and a batch from what a person writes: 'llama-70b.toml', '1024xh100-sxm', '4M-tokens'."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from flatout.errors import HardwareError, PlanError
+from flatout.hardware.catalog import all_specs, load
+from flatout.records.hardware import HardwareSpec
+from flatout.records.scale import Cluster, ModelShape, Tier
+
+_NEAR_LATENCY_S: Final = 4e-6
+"""Of one message between GPUs of a node, NCCL over NVLink: 3 to 6 us (nccl-tests, small messages over their steps)."""
+_FAR_LATENCY_S: Final = 1e-5
+"""The same over InfiniBand or RoCE, switches included."""
+_NEAREST: Final = ("nvlink", "infinity-fabric", "pcie")
+_UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def read_model(path: Path) -> ModelShape:
+    """The sizes in a TOML file whose keys are ModelShape's.
+
+    Raises PlanError when it cannot be read or a key is missing, unknown or wrong.
+    """
+    try:
+        raw = msgspec.toml.decode(path.read_bytes())
+    except OSError as e:
+        raise PlanError(f"cannot read '{path}': {e.strerror or e}") from e
+    except msgspec.DecodeError as e:
+        raise PlanError(f"'{path}' is no TOML: {e}") from e
+    known = set(ModelShape.__struct_fields__)
+    if unknown := sorted(set(raw) - known):
+        raise PlanError(f"'{path}' has '{unknown[0]}'; a model has {', '.join(sorted(known))}")
+    try:
+        return msgspec.convert(raw, ModelShape)
+    except msgspec.ValidationError as e:
+        raise PlanError(f"'{path}': {e}") from e
+
+
+def cluster_of(text: str, *, node: int = 8, fabric_bytes_per_s: float = 5e10) -> Cluster:
+    """'1024xh100-sxm': so many devices, by the id of their data sheet, with or without the vendor.
+
+    `node` of them are joined by their own links, nodes by a fabric of `fabric_bytes_per_s` a device, one direction (400 Gbit/s
+    unless given).
+
+    >>> cluster_of("16xh100-sxm").tiers[1].reach
+    16
+    """
+    found = re.fullmatch(r"(\d+)x([\w-]+)", text)
+    if found is None or not int(found[1]):
+        raise PlanError(f"'{text}' is no cluster; give NUMBERxDEVICE, as 1024xh100-sxm")
+    num, spec = int(found[1]), _spec(found[2])
+    links = {link.name: link.bytes_per_s.value for link in spec.links}
+    near = next((links[name] for name in _NEAREST if name in links), None)
+    if near is None:
+        raise HardwareError(f"the data sheet of '{spec.id}' names no link between devices")
+    tiers = [Tier(name="node", reach=min(node, num), bytes_per_s=near, latency_s=_NEAR_LATENCY_S)]
+    if num > node:
+        tiers.append(Tier(name="fabric", reach=num, bytes_per_s=fabric_bytes_per_s, latency_s=_FAR_LATENCY_S))
+    return Cluster(device=spec.id, num_devices=num, tiers=tuple(tiers))
+
+
+def samples_of(text: str, model: ModelShape) -> int:
+    """Samples of a batch: '1024', or '4M-tokens', rounded to a power of two of samples where tokens are given in k, M or G.
+
+    >>> samples_of("4M-tokens", ModelShape(hidden=64, layers=1, heads=1, vocab=9, seq=4096))
+    1024
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)(-tokens)?", text)
+    if found is None:
+        raise PlanError(f"'{text}' is no batch; give samples, as 1024, or tokens, as 4M-tokens")
+    number = float(found[1]) * _UNITS[found[2]]
+    if found[3] is None:
+        return int(number)
+    samples = number / model.seq
+    if samples < 1:
+        raise PlanError(f"{text} are less than one sample of {model.seq} tokens")
+    whole = 1 << round(samples).bit_length() - 1
+    return whole if samples / whole < 1.5 else 2 * whole
+
+
+def _spec(name: str) -> HardwareSpec:
+    ids = [spec.id for spec in all_specs()]
+    match = next((i for i in ids if name == i or i.partition("-")[2] == name), None)
+    if match is None:
+        raise HardwareError(f"no data sheet '{name}'; there are {', '.join(i.partition('-')[2] for i in ids)}")
+    return load(match)
