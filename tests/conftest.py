@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -9,6 +10,10 @@ from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
+
+# Threads of two workers on few cores spin while they wait for each other, and take the time from those that work. Before torch is
+# imported, and inherited by what tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The same examples in every run, and no deadline: a verdict must not hang on chance or on a busy machine.
 settings.register_profile("flatout", derandomize=True, deadline=None)

@@ -82,17 +82,10 @@ def python(*arguments: str, folder: Path) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-def run_pytest(name: str, *, folder: Path) -> str:
-    """The output of a pytest run of one file, strict about markers and warnings."""
+def run_pytest(*names: str, folder: Path) -> str:
+    """The output of a pytest run of these files, strict about markers and warnings."""
     options = ["-p", "flatout.pytest_plugin", "--strict-markers", "-W", "error", "-rA", "-p", "no:cacheprovider"]
-    return python("-m", "pytest", *options, name, folder=folder)[1]
-
-
-@pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("promised")
-    (folder / "test_them.py").write_text(TESTS, encoding="utf-8")
-    return run_pytest("test_them.py", folder=folder)
+    return python("-m", "pytest", *options, *names, folder=folder)[1]
 
 
 def outcome(output: str, name: str) -> str:
@@ -101,36 +94,35 @@ def outcome(output: str, name: str) -> str:
     return found[1] if found else ""
 
 
-def test_a_marked_test_passes_and_fails_by_its_promise(output: str) -> None:
+@pytest.mark.slow
+def test_marked_tests_pass_and_fail_by_their_promise_as_the_page_shows(tmp_path: Path) -> None:
+    [(code, shown)] = [block for block in blocks() if "def test_" in block[0]]
+    (tmp_path / "test_them.py").write_text(TESTS, encoding="utf-8")
+    (tmp_path / "test_promises.py").write_text(code, encoding="utf-8")
+
+    output = run_pytest("test_them.py", "test_promises.py", folder=tmp_path)
+
     assert outcome(output, "test_kept") == "PASSED"
     assert outcome(output, "test_broken") == "FAILED"
     assert "'test_them.py::TestAll::test_broken' broke a promise\n  forward_kernels=1: 2 ran" in output
     assert "1 x aten::exp  test_them.py:14: torch.ones(3).exp()" in output
-
-
-def test_the_nearer_mark_goes_first(output: str) -> None:
+    # the nearer mark goes first
     assert outcome(output, "test_nearer") == "PASSED"
-
-
-def test_a_tests_own_failure_and_skip_go_first(output: str) -> None:
+    # so do a test's own failure and skip
     assert "ValueError: of its own" in output
     assert "'test_them.py::test_own_error' broke" not in output
     assert "1 skipped" in output
-
-
-def test_limits_need_names(output: str) -> None:
+    # limits need names
     assert outcome(output, "test_without_a_name") == "FAILED"
     assert "limits have names, as in @pytest.mark.guarantee(host_waits=0)" in output
-
-
-def test_a_mark_without_promises_shows_what_was_seen(output: str) -> None:
+    # a mark without promises shows what was seen
     assert outcome(output, "test_seen") == "PASSED"
     assert re.search(r"_ test_seen _+\n-+ Captured guarantee call -+\nforward_kernels   1\n", output)
-
-
-def test_the_fixture_is_for_regions_inside(output: str) -> None:
+    # the fixture is for regions inside
     assert "1 x item  test_them.py:45: x.sum().item()" in output
     assert "forward_kernels=0: 1 ran" in output
+    # the page
+    assert missing(shown, output) == []
 
 
 def test_the_plugin_does_not_import_torch() -> None:
@@ -164,15 +156,22 @@ def without_figures(text: str) -> list[str]:
     return [re.sub(r"(?<![\w:])\d[\d.]*", "N", re.sub(r"_{5,}", "__", line)).rstrip() for line in text.splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(4))
-def test_what_the_page_shows_is_what_comes_out(number: int, tmp_path: Path) -> None:
-    code, shown = blocks()[number]
-    is_test = "def test_" in code
-    name = "test_promises.py" if is_test else "step.py"
-    (tmp_path / name).write_text(code, encoding="utf-8")
-
-    told = run_pytest(name, folder=tmp_path) if is_test else python(name, folder=tmp_path)[1]
-
+def missing(shown: str, told: str) -> list[str]:
+    """Lines of the page that were not told."""
     lines = without_figures(told)
-    assert [line for line in without_figures(shown) if line not in lines] == []
+    return [line for line in without_figures(shown) if line not in lines]
+
+
+@pytest.mark.slow
+def test_what_the_page_shows_of_scripts_is_what_comes_out(tmp_path: Path) -> None:
+    scripts = [block for block in blocks() if "def test_" not in block[0]]
+    names = [f"step{number}.py" for number in range(len(scripts))]
+    for name, (code, _) in zip(names, scripts, strict=True):
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    each = "try:\n    runpy.run_path({!r}, run_name='__main__')\nexcept Exception:\n    traceback.print_exc()\n"
+
+    told = python("-c", "import runpy, traceback\n" + "".join(map(each.format, names)), folder=tmp_path)[1]
+
+    assert told.count("Traceback") == 2
+    for name, (_, shown) in zip(names, scripts, strict=True):
+        assert missing(shown.replace("step.py", name), told) == []

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.command_line import Ended, flatout
 from tests.evidence_builder import EvidenceBuilder
 
 from flatout.diagnosis import diagnose
@@ -22,9 +21,8 @@ def write(path: Path, step_s: float) -> Path:
     return path
 
 
-def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from flatout.cli import main; main()", "compare", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def compare(*arguments: object) -> Ended:
+    return flatout("compare", *arguments)
 
 
 @pytest.fixture
@@ -46,16 +44,16 @@ def test_the_exit_code_is_the_decision(
 ) -> None:
     ran = compare(before, write(tmp_path / "after.json", step_s), "--fail-if-slower", limit)
 
-    assert ran.returncode == code, ran.stderr
-    [line] = [line for line in ran.stdout.splitlines() if words in line]
+    assert ran.code == code, ran.err
+    [line] = [line for line in ran.out.splitlines() if words in line]
     assert "interval" in line
 
 
 def test_without_a_threshold_a_slower_run_is_no_failure(before: Path, tmp_path: Path) -> None:
     ran = compare(before, write(tmp_path / "after.json", 0.2))
 
-    assert ran.returncode == 0, ran.stderr
-    assert "2.00x slower" in ran.stdout
+    assert ran.code == 0, ran.err
+    assert "2.00x slower" in ran.out
 
 
 def test_json_and_markdown_are_written(before: Path, tmp_path: Path) -> None:
@@ -63,7 +61,7 @@ def test_json_and_markdown_are_written(before: Path, tmp_path: Path) -> None:
 
     ran = compare(before, before, "--json", out, "--markdown", page)
 
-    assert ran.returncode == 0, ran.stderr
+    assert ran.code == 0, ran.err
     assert from_json(out.read_bytes(), Comparison).step.ratio is not None
     assert page.read_text().startswith("**No change seen")
 
@@ -72,9 +70,9 @@ def test_json_and_markdown_are_written(before: Path, tmp_path: Path) -> None:
 def test_a_threshold_that_is_none_is_one_clear_line(before: Path, limit: str) -> None:
     ran = compare(before, before, f"--fail-if-slower={limit}")
 
-    assert ran.returncode == 2
-    assert "--fail-if-slower" in ran.stderr and "5%" in ran.stderr
-    assert "Traceback" not in ran.stderr
+    assert ran.code == 2
+    assert "--fail-if-slower" in ran.err and "5%" in ran.err
+    assert "Traceback" not in ran.err
 
 
 @pytest.mark.parametrize(
@@ -93,13 +91,13 @@ def test_a_bad_file_is_named_in_one_clear_line(before: Path, tmp_path: Path, con
 
     ran = compare(before, after)
 
-    assert ran.returncode == 2
-    assert "after.json" in ran.stderr and words in ran.stderr
-    assert "Traceback" not in ran.stderr
+    assert ran.code == 2
+    assert "after.json" in ran.err and words in ran.err
+    assert "Traceback" not in ran.err
 
 
 def test_a_run_without_steps_is_bad_input(before: Path, tmp_path: Path) -> None:
     ran = compare(before, write(tmp_path / "after.json", 0.0), "--fail-if-slower", "5%")
 
-    assert ran.returncode == 2
-    assert "the run after has no timed step" in ran.stderr
+    assert ran.code == 2
+    assert "the run after has no timed step" in ran.err

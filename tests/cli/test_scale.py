@@ -2,9 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from flatout.cli.app import app
+from flatout.errors import PlanError
+from flatout.simulate.reading import read_layout
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 
@@ -36,3 +39,30 @@ def test_what_does_not_fit_is_told_with_what_fills_it() -> None:
     assert result.exit_code == 1
     assert "none fits" in result.output
     assert "state" in result.output
+
+
+def test_the_first_layout_is_written_and_fits_stage_by_stage(tmp_path: Path) -> None:
+    out, model = tmp_path / "layout.toml", str(MODELS / "llama-70b.toml")
+    asked = ["scale", "--model", model, "--gpus", "64xh100-sxm", "--batch", "1M-tokens", "--out", str(out)]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    assert out.read_text().startswith("# llama-70b on 64xh100-sxm, predicted ")
+    result = CliRunner().invoke(app, ["fit", "--model", model, "--layout", str(out), "--gpus", "64xh100-sxm"])
+    assert result.exit_code == 0, result.output
+    stages = [line for line in result.output.splitlines() if line.startswith("stage")]
+    assert len(stages) == read_layout(out).pipeline
+    assert all(line.endswith("GiB fits") for line in stages)
+
+
+def test_gpt3_is_counted_both_ways_and_does_not_fit_one_device() -> None:
+    result = CliRunner().invoke(app, ["fit", "--model", str(MODELS / "gpt3-175b.toml"), "--gpus", "1xa100-80gb"])
+    assert result.exit_code == 1
+    assert "DOES NOT FIT" in result.output
+    assert "16 bytes each" in result.output and "2.79 TB" in result.output
+    assert "four parts of 4 bytes each" in result.output and "0.70 TB each" in result.output
+
+
+def test_a_layout_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "layout.toml"
+    out.write_text("tensor = 2\nwidth = 3\n")
+    with pytest.raises(PlanError, match="has 'width'; a layout has"):
+        read_layout(out)

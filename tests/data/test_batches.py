@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -69,7 +69,13 @@ def test_ranks_idle_little_when_no_sample_is_too_large() -> None:
     assert 0.8 < found.vif < 1.25
 
 
-def test_shuffle_quality_is_traded_for_idle_time_as_far_as_allowed() -> None:
+@pytest.fixture
+def few_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grouping is chosen by fewer batches than in earnest."""
+    monkeypatch.setattr("flatout.data.batches._MOST_TRIED", 512)
+
+
+def test_shuffle_quality_is_traded_for_idle_time_as_far_as_allowed(few_tried: None) -> None:
     lengths = _lengths(20000)
     idle = []
     for most in (1.0, 2.2, 3.5):
@@ -81,9 +87,8 @@ def test_shuffle_quality_is_traded_for_idle_time_as_far_as_allowed() -> None:
     assert idle[2] < 0.03
 
 
-@settings(max_examples=2, deadline=None)
-@given(st.integers(0, 100))
-def test_regrouped_batches_hold_every_sample_once_and_are_as_large(seed: int) -> None:
+@pytest.mark.parametrize("seed", [0, 61])
+def test_regrouped_batches_hold_every_sample_once_and_are_as_large(seed: int, few_tried: None) -> None:
     lengths = _lengths(317, seed=seed)
     plan = Batches(lengths, 16, num_ranks=4, max_vif=8.0, seed=seed, cost=transformer_cost(64))
     steps = [plan.step(n) for n in range(plan.num_steps())]

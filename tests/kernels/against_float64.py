@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flatout.kernels.choice import chosen
 from flatout.records.kernel import Kernel
+from flatout.registry import kernels
 
 CPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 DEVICE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -111,14 +112,43 @@ def _floor(call: Call, dtype: torch.dtype) -> float:
     return math.sqrt(longest + 1) * torch.finfo(dtype).eps
 
 
-def skip_what_cannot_run(kernel: Kernel, call: Call, dtype: torch.dtype, device: str) -> None:
+def why_not(kernel: Kernel, call: Call, dtype: torch.dtype, device: str) -> str | None:
     """Refusals are the kernel's own; the interpreter runs on a CPU what would refuse one, but not bfloat16."""
-    is_interpreted = device == "cpu" and kernel.id.endswith(".triton")
-    if is_interpreted and dtype in (torch.bfloat16, torch.float64):
-        pytest.skip(f"Triton's interpreter gets {dtype} wrong, or the kernel refuses it")
-    why = None if is_interpreted else kernel.refusal(*call.args, **call.options)
-    if why is not None:
-        pytest.skip(why)
+    if device == "cpu" and kernel.id.endswith(".triton"):
+        if dtype in (torch.bfloat16, torch.float64):
+            return f"Triton's interpreter gets {dtype} wrong, or the kernel refuses it"
+        return None
+    return kernel.refusal(*call.args, **call.options)
+
+
+def skip_what_cannot_run(kernel: Kernel, call: Call, dtype: torch.dtype, device: str) -> None:
+    reason = why_not(kernel, call, dtype, device)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def on_cpu(
+    op: str, cases: Sequence[Case], *, refused: Callable[[Kernel, Case], str | None] = lambda *_: None
+) -> list[Any]:
+    """Kernel, case and dtype, for each kernel but the reference (what all are compared with), as far as they run here.
+
+    A kernel that runs nothing of it is skipped once, with its first reason.
+    """
+    made = []
+    calls = [(case, dtype, case.call(dtype)) for case in cases for dtype in CPU_DTYPES]
+    for kernel in kernels(op)[:-1]:
+        reasons = [refused(kernel, case) or why_not(kernel, call, dtype, "cpu") for case, dtype, call in calls]
+        can = [(kernel, *given[:2]) for given, reason in zip(calls, reasons, strict=True) if reason is None]
+        made += can or [
+            pytest.param(kernel, *calls[0][:2], marks=pytest.mark.skip(reason=f"{kernel.id}: {reasons[0]}"))
+        ]
+    return made
+
+
+def on_devices(op: str, cases: Sequence[Case]) -> list[Any]:
+    """Kernel, case and dtype; without a GPU one of each kernel stands for all, skipped with that reason."""
+    made = [(kernel, case, dtype) for kernel in kernels(op)[:-1] for case in cases for dtype in DEVICE_DTYPES]
+    return made if torch.cuda.is_available() else made[:: len(cases) * len(DEVICE_DTYPES)]
 
 
 def is_chosen(kernel: Kernel, call: Call) -> bool:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import pytest
+from tests.parallel.forked import lines_of
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 SCRIPT = """
-    import json, os, sys
-    import torch
+    import json
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -25,93 +20,93 @@ SCRIPT = """
     from flatout.records.lever import PlannedLever
     from flatout.records.plan import Plan
 
-    lever, parameters, options, rank, store, micro, steps = json.loads(sys.argv[1])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    sizes = []
+    STEPS = 5
 
-    def counting(group, bucket):
-        sizes.append(bucket.buffer().numel())
-        return allreduce_hook(group, bucket)
+    def train(rank, options, micro):
+        sizes = []
 
-    def train():
+        def counting(group, bucket):
+            sizes.append(bucket.buffer().numel())
+            return allreduce_hook(group, bucket)
+
         torch.manual_seed(0)
         net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
         model = DistributedDataParallel(net, **options)
         model.register_comm_hook(None, counting)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         torch.manual_seed(rank)
-        for step in range(steps):
-            for _ in range(micro if step < steps - 1 else 1):
+        for step in range(STEPS):
+            for _ in range(micro if step < STEPS - 1 else 1):
                 model(torch.randn(8, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
+        return torch.cat([p.detach().flatten() for p in model.parameters()]), len(sizes)
 
-    expected, before = train(), len(sizes)
-    sizes.clear()
-    with applied(Plan(lever=(PlannedLever(id=lever, guarantee="bounded", parameters=parameters),))) as seams:
-        found = train()
-    mine = found.clone()
-    dist.broadcast(mine, 0)
-    said = {"before": before, "after": len(sizes), "done": seams.done, "exact": torch.equal(found, expected),
-            "error": (found - expected).norm().item() / expected.norm().item(), "same": torch.equal(mine, found)}
-    dist.barrier()
-    print(json.dumps(said), flush=True)
-    dist.destroy_process_group()
-    os._exit(0)  # torch 2.13's gloo now and then ends with "terminate called" while the interpreter is taken down
+    def work():
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        for name, (lever, parameters, options, micro) in json.loads(sys.argv[1]).items():
+            expected, before = train(rank, options, micro)
+            plan = Plan(lever=(PlannedLever(id=lever, guarantee="bounded", parameters=parameters),))
+            with applied(plan) as seams:
+                found, after = train(rank, options, micro)
+            others = found.clone()
+            dist.broadcast(others, 0)
+            error = (found - expected).norm().item() / expected.norm().item()
+            told(json.dumps({"name": name, "rank": rank, "before": before, "after": after, "done": seams.done, "error": error,
+                             "exact": torch.equal(found, expected), "same": torch.equal(others, found)}))
+        dist.barrier()
+
+    as_ranks(2, work)
 """
 
 
-def two_ranks(
-    folder: Path, lever: str, parameters: dict[str, Any], options: dict[str, Any], *, micro: int
-) -> dict[str, Any]:
-    """What rank 0 says after both have trained without the lever and with it."""
-    script = folder / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    children = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(script),
-                json.dumps([lever, parameters, options, rank, str(folder / "store"), micro, 5]),
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        ended = [child.communicate(timeout=120) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    assert all(child.returncode == 0 for child in children), ended[0][1] + ended[1][1]
-    said: dict[str, Any] = json.loads(ended[0][0].splitlines()[-1])
-    assert said["done"] == [lever]
-    assert said["same"], "ranks must end with the same parameters"
-    return said
+class Case(NamedTuple):
+    """A lever and its parameters, for a model replicated with these options that takes so many backwards a step."""
+
+    lever: str
+    parameters: dict[str, Any]
+    options: dict[str, Any]
+    micro: int
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    [{"bucket_cap_mb": 25, "gradient_as_bucket_view": True}, {"static_graph": True}],
-    ids=["cap", "static"],
-)
-def test_buckets_are_larger_and_the_parameters_the_same(tmp_path: Path, parameters: dict[str, Any]) -> None:
-    said = two_ranks(tmp_path, "communication.bucket-gradients", parameters, {"bucket_cap_mb": 0.02}, micro=1)
-    assert said["error"] < 1e-6
-    assert (2 * said["after"] < said["before"]) == ("bucket_cap_mb" in parameters)
+CASES: Final = {
+    "cap": Case(
+        "communication.bucket-gradients",
+        {"bucket_cap_mb": 25, "gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.02},
+        micro=1,
+    ),
+    "static": Case("communication.bucket-gradients", {"static_graph": True}, {"bucket_cap_mb": 0.02}, micro=1),
+    "no-sync": Case("communication.no-sync", {"every": 3}, {}, micro=3),
+    "no-search": Case("communication.no-unused-search", {}, {"find_unused_parameters": True}, micro=1),
+}
 
 
-def test_accumulated_gradients_are_reduced_once_and_an_early_step_is_whole(tmp_path: Path) -> None:
-    said = two_ranks(tmp_path, "communication.no-sync", {"every": 3}, {}, micro=3)
-    assert said["error"] < 1e-6
-    assert (said["before"], said["after"]) == (13, 4)  # the last step has one backward, averaged by hand
+@pytest.fixture(scope="module")
+def said() -> dict[str, dict[str, Any]]:
+    """What rank 0 says of each case after both have trained without the lever and with it; rank 1 ends with the same."""
+    told = [json.loads(line) for line in lines_of(SCRIPT, json.dumps(CASES))]
+    for name, case in CASES.items():
+        of_ranks = [one for one in told if one["name"] == name]
+        assert [one["done"] for one in of_ranks] == [[case.lever]] * 2
+        assert all(one["same"] for one in of_ranks), "ranks must end with the same parameters"
+    return {one["name"]: one for one in told if one["rank"] == 0}
 
 
-def test_without_the_search_the_parameters_are_the_same_bit_for_bit(tmp_path: Path) -> None:
-    said = two_ranks(tmp_path, "communication.no-unused-search", {}, {"find_unused_parameters": True}, micro=1)
-    assert said["exact"]
+@pytest.mark.parametrize(("name", "is_larger"), [("cap", True), ("static", False)])
+def test_buckets_are_larger_and_the_parameters_the_same(
+    said: dict[str, dict[str, Any]], name: str, is_larger: bool
+) -> None:
+    assert said[name]["error"] < 1e-6
+    assert (2 * said[name]["after"] < said[name]["before"]) == is_larger
+
+
+def test_accumulated_gradients_are_reduced_once_and_an_early_step_is_whole(said: dict[str, dict[str, Any]]) -> None:
+    assert said["no-sync"]["error"] < 1e-6
+    # the last step has one backward, averaged by hand
+    assert (said["no-sync"]["before"], said["no-sync"]["after"]) == (13, 4)
+
+
+def test_without_the_search_the_parameters_are_the_same_bit_for_bit(said: dict[str, dict[str, Any]]) -> None:
+    assert said["no-search"]["exact"]

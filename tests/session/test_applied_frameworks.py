@@ -119,19 +119,14 @@ def write(folder: Path, script: str, *levers: PlannedLever) -> None:
     (folder / "plan.toml").write_bytes(to_toml(Plan(script="train.py", lever=levers)))
 
 
-def test_applied_before_accelerate_prepares_it_trains_the_same(tmp_path: Path) -> None:
-    write(tmp_path, ACCELERATE, FUSED, FREEZE, IN_MEMORY)
+def test_applied_before_accelerate_prepares_it_and_before_a_trainer_is_made(tmp_path: Path) -> None:
+    applied = "import flatout; live = flatout.apply('for_trainer.toml', model=net, optimizer=optimizer)"
+    write(tmp_path, ACCELERATE + TRAINER.replace("APPLY", applied), FUSED, FREEZE, IN_MEMORY)
+    (tmp_path / "for_trainer.toml").write_bytes(to_toml(Plan(script="train.py", lever=(FUSED, FREEZE))))
     done = python(tmp_path, "train.py")
     assert done.returncode == 0, done.stderr
     assert "not applied ()" in done.stdout
     assert "same True frozen True afterwards False True" in done.stdout
-
-
-def test_applied_before_a_trainer_is_made(tmp_path: Path) -> None:
-    applied = "import flatout; live = flatout.apply('plan.toml', model=net, optimizer=optimizer)"
-    write(tmp_path, TRAINER.replace("APPLY", applied), FUSED, FREEZE)
-    done = python(tmp_path, "train.py")
-    assert done.returncode == 0, done.stderr
     assert "steps 16 fused True frozen True anomaly True moved True" in done.stdout
 
 

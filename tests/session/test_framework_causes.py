@@ -46,15 +46,17 @@ for x in DataLoader(Rows(), batch_size=256):
 
 ACCELERATE = f"""
 from accelerate import Accelerator
-accelerator = Accelerator(cpu=True)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 net = {NET}
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Rows(), batch_size=256))
+net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Rows(), batch_size=128))
 for x in loader:
-    loss = net(prepared(x)).square().mean()
-    optimizer.zero_grad()
-    accelerator.backward(loss)
-    optimizer.step()
+    with accelerator.accumulate(net):
+        loss = net(prepared(x)).square().mean()  # the loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+print("processes", accelerator.state.num_processes)
 """
 
 FABRIC = f"""
@@ -88,20 +90,21 @@ trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enabl
 trainer.fit(Regressor(), DataLoader(Rows(), batch_size=256))
 """
 
-TRANSFORMERS = f"""
-from transformers import Trainer, TrainingArguments
-class Regressor(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = {NET}
-    def forward(self, x):
-        return {{"loss": self.net(prepared(x)).square().mean()}}
+TRANSFORMERS = """
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+class Classifier(BertForSequenceClassification):
+    def forward(self, x, labels):
+        return super().forward(inputs_embeds=prepared(x)[:, None], labels=labels)
 def collate(rows):
-    return {{"x": torch.stack(rows)}}
-arguments = TrainingArguments(output_dir="out", per_device_train_batch_size=256, num_train_epochs=1, report_to=[],
-                              use_cpu=True, disable_tqdm=True, save_strategy="no", logging_steps=1000,
+    return {"x": torch.stack(rows), "labels": torch.arange(len(rows)) % 2}
+config = BertConfig(vocab_size=2, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+                    max_position_embeddings=2)
+arguments = TrainingArguments(output_dir="out", per_device_train_batch_size=256, max_steps=30, report_to=[],
+                              use_cpu=True, disable_tqdm=True, save_strategy="no", logging_steps=10,
                               remove_unused_columns=False, dataloader_pin_memory=False)
-Trainer(model=Regressor(), args=arguments, train_dataset=Rows(), data_collator=collate).train()
+trainer = Trainer(model=Classifier(config), args=arguments, train_dataset=Rows(), data_collator=collate)
+trainer.train()  # all of it
+print("steps done", trainer.state.global_step)
 """
 
 FRAMEWORKS = {
@@ -111,6 +114,11 @@ FRAMEWORKS = {
     "lightning": LIGHTNING,
     "transformers": TRANSFORMERS,
 }
+SEEN = {
+    "accelerate": ("processes 1", "# the loss", "", ""),
+    "transformers": ("steps done 30", "# all of it", "transformers/models/bert", "Classifier.bert"),
+}
+"""What else is seen: printed, in a line of the user's, in a file of a library's, and as a module; '' is anything."""
 PHASES = {"data", "forward", "backward", "optimizer"}
 
 
@@ -160,9 +168,14 @@ def test_steps_phases_and_lines_are_the_users(check: Check, framework: str) -> N
     # The user's loop runs inside the optimizer's step under Lightning; it is none of the optimizer's work.
     assert {o["phase"] for o in evidence["operators"] if o["op"] == "aten.sigmoid"} <= {"other", "forward"}
     assert all(o["step_s"] < 0.5 * steps["step_s"] for o in evidence["optimizers"])
-    assert {m["name"] for m in evidence["models"]} <= {"Sequential", "Regressor"}
+    assert {m["name"] for m in evidence["models"]} <= {"Sequential", "Regressor", "Classifier"}
     assert all(not o["module"].startswith("_") for o in evidence["operators"])
     assert all(f["file"].endswith("/train.py") for f in report["findings"])
+    told, texts, libraries, modules = SEEN.get(framework, ("", "", "", ""))
+    assert told in ran.out
+    assert any(texts in s["text"] for s in evidence["sources"])
+    assert any(libraries in s["library"] for s in evidence["sources"])
+    assert any(o["module"].startswith(modules) for o in evidence["operators"])
     if not is_noisy(report):
         texts = {f["rule"]: f["text"] for f in report["findings"]}
         assert "# slow item" in texts["input.slow-loader"]

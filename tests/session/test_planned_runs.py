@@ -8,9 +8,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+from tests.command_line import flatout
 
+from flatout.cli import planned
 from flatout.levers.apply import circumstances
 from flatout.records.lever import PlannedLever
 from flatout.records.plan import Circumstances, Plan, to_toml
@@ -46,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def flatout(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "flatout", *arguments],
         cwd=folder,
@@ -63,21 +67,35 @@ def write(folder: Path, *levers: PlannedLever, proved_on: Circumstances | None =
     (folder / "plan.toml").write_bytes(to_toml(plan))
 
 
+def go_on_here(program: str, command: list[str], environment: dict[str, str]) -> None:
+    """What the process would become, in this one: `python -m MODULE ARGUMENTS`."""
+    [python, minus_m, module, *arguments] = command
+    assert (python, minus_m, module) == (program, "-m", "flatout.cli.planned")
+    with (
+        patch.dict(os.environ, environment),
+        patch.object(sys, "argv", [module, *arguments]),
+        patch.object(sys, "path", ["", *sys.path]),
+        torch.autograd.set_detect_anomaly(False),  # which the script switches on
+    ):
+        sys.exit(planned.main())
+
+
 def test_an_unchanged_script_runs_with_the_levers_pulled(folder: Path) -> None:
     write(folder, DEBUG_OFF, FUSED, KEPT)
-    plain = flatout(folder, "run", "--plan", "plan.toml", "train.py", "--", "3", "--lr")
+    plain = started(folder, "run", "--plan", "plan.toml", "train.py", "--", "3", "--lr")
     assert plain.returncode == 3
     assert "anomaly False fused True" in plain.stdout
     assert f"kept {1 << 30} given ['3', '--lr']" in plain.stdout
     assert plain.stderr == ""
 
 
-def test_a_lever_that_met_nothing_is_told(folder: Path) -> None:
+def test_a_lever_that_met_nothing_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder, FUSED, CHANNELS)
-    done = flatout(folder, "run", "--plan", "plan.toml", "train.py")
-    assert done.returncode == 0
-    assert "memory.channels-last" in done.stderr
-    assert "fused-optimizer" not in done.stderr
+    monkeypatch.setattr("os.execve", go_on_here)
+    done = flatout("run", "--plan", "plan.toml", "train.py", folder=folder)
+    assert done.code == 0
+    assert "memory.channels-last" in done.err
+    assert "fused-optimizer" not in done.err
 
 
 @pytest.mark.parametrize(
@@ -93,36 +111,43 @@ def test_a_lever_that_met_nothing_is_told(folder: Path) -> None:
         ('[[lever]]\nid = "parallelism.thread-count"\nguarantee = "bounded"', "num_threads"),
     ],
 )
-def test_a_plan_that_does_not_fit_is_refused_in_one_line(folder: Path, text: str, why: str) -> None:
+def test_a_plan_that_does_not_fit_is_refused_in_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
+) -> None:
     (folder / "plan.toml").write_text(text)
-    done = flatout(folder, "run", "--plan", "plan.toml", "train.py")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert why in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr("os.execve", go_on_here)
+    done = flatout("run", "--plan", "plan.toml", "train.py", folder=folder)
+    assert (done.code, done.out) == (2, "")
+    assert why in done.err
+    assert "Traceback" not in done.err
 
 
 def test_a_plan_is_proved_again(folder: Path) -> None:
     write(folder, DEBUG_OFF, FUSED)
-    done = flatout(folder, "verify", "plan.toml", "train.py", "--no-speed", "--steps", "4", "--json", "verdict.json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "PROVED" in done.stdout
+    words = ("plan.toml", "train.py", "--no-speed", "--steps", "4", "--json", "verdict.json")
+    done = flatout("verify", *words, folder=folder)
+    assert done.code == 0, done.out + done.err
+    assert "PROVED" in done.out
     verdict = json.loads((folder / "verdict.json").read_text())
     assert (verdict["outcome"], verdict["equality"]["guarantee"]) == ("proved", "bounded")
 
 
 def test_a_wrong_edit_is_told_with_its_step_and_tensor(folder: Path) -> None:
     (folder / "after.py").write_text(textwrap.dedent(SCRIPT).replace("lr=1e-2", "lr=1.01e-2"))
-    done = flatout(folder, "verify", "train.py", "after.py", "--no-speed", "--steps", "4")
-    assert done.returncode == 1
-    assert "DIFFERENT: step 1, parameter" in done.stdout
+    done = flatout("verify", "train.py", "after.py", "--no-speed", "--steps", "4", folder=folder)
+    assert done.code == 1
+    assert "DIFFERENT: step 1, parameter" in done.out
 
 
-def test_what_cannot_be_asked_is_refused(folder: Path) -> None:
-    for arguments in (
+@pytest.mark.parametrize(
+    "arguments",
+    [
         ("train.py", "none.py"),
         ("train.py", "train.py", "--allow", "most"),
         ("train.py", "train.py", "--steps", "0"),
-    ):
-        done = flatout(folder, "verify", *arguments)
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
+    ],
+)
+def test_what_cannot_be_asked_is_refused(folder: Path, arguments: tuple[str, ...]) -> None:
+    done = flatout("verify", *arguments, folder=folder)
+    assert done.code == 2
+    assert "Traceback" not in done.err

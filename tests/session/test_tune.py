@@ -11,6 +11,8 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
+from tests.command_line import flatout
+from tests.evidence_builder import EvidenceBuilder
 
 from flatout.records.plan import from_toml
 
@@ -20,7 +22,7 @@ SLOW = """
 
     torch.autograd.set_detect_anomaly(True)
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(12)), nn.Linear(32, 1))
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
     x, y = torch.randn(64, 32), torch.randn(64, 1)
     for step in range(20000):
@@ -52,7 +54,8 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_slow_script_gets_a_plan_that_is_proved_and_runs(folder: Path) -> None:
-    process = start(folder, "tune", "train.py", "--budget", "100s")
+    # What is left after observing is enough to begin a first comparison, whatever that then takes.
+    process = start(folder, "tune", "train.py", "--budget", "30s", "--timeout", "200")
     out, err = process.communicate(timeout=350)
     assert process.returncode == 0, err
     assert "x faster" in out
@@ -64,16 +67,16 @@ def test_a_slow_script_gets_a_plan_that_is_proved_and_runs(folder: Path) -> None
     assert all(p.measured is not None and p.measured[1] > 1 for p in plan.lever)
 
 
-def test_a_budget_that_is_too_short_to_try_anything_is_told(folder: Path) -> None:
-    process = start(folder, "tune", "train.py", "--budget", "6s")
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 0, err
-    assert "No plan: the time was up before anything could be tried" in " ".join(out.split())
+def test_a_budget_that_is_too_short_to_try_anything_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.cli.tune._observe", lambda request, observe_s: EvidenceBuilder().build())
+    ended = flatout("tune", "train.py", "--budget", "6s", folder=folder)
+    assert ended.code == 0, ended.err
+    assert "No plan: the time was up before anything could be tried" in " ".join(ended.out.split())
     assert from_toml((folder / "plan.toml").read_bytes()).lever == ()
 
 
 def test_stopped_twice_it_ends_in_order_and_keeps_what_was_tried(folder: Path) -> None:
-    process = start(folder, "tune", "train.py", "--budget", "300s")
+    process = start(folder, "tune", "train.py", "--budget", "30s")
     assert _wait_for(lambda: any(p.stat().st_size for p in folder.glob(".plan.*.ledger")), timeout_s=150)
     group = _members(process.pid)
     for _ in range(2):
@@ -98,11 +101,10 @@ def test_stopped_twice_it_ends_in_order_and_keeps_what_was_tried(folder: Path) -
     ],
 )
 def test_what_cannot_be_asked_is_refused(folder: Path, arguments: tuple[str, ...], why: str) -> None:
-    process = start(folder, "tune", *arguments)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert why in " ".join(err.split())
-    assert "Traceback" not in out + err
+    ended = flatout("tune", *arguments, folder=folder)
+    assert ended.code == 2
+    assert why in " ".join(ended.err.split())
+    assert "Traceback" not in ended.out + ended.err
 
 
 def _wait_for(condition: object, *, timeout_s: float) -> bool:

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from tests.parallel.forked import lines_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from flatout.session import diagnose_all, evidence_in
 
 GLOO = """
-import sys, torch, torch.distributed as dist
-from torch import nn
-from torch.profiler import ProfilerActivity, profile, schedule
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-ready = lambda p: p.export_chrome_trace(f"{sys.argv[1]}/rank{rank}.json.gz")
-plan = schedule(wait=1, warmup=1, active=3)
-with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=plan, on_trace_ready=ready) as profiler:
-    for _ in range(5):
-        loss = net(torch.randn(16, 64)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        profiler.step()
-dist.destroy_process_group()
+    import torch.distributed as dist
+    from torch import nn
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    def ranks():
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        net = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        ready = lambda p: p.export_chrome_trace(f"{sys.argv[1]}/rank{rank}.json.gz")
+        plan = schedule(wait=1, warmup=1, active=3)
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=plan, on_trace_ready=ready) as p:
+            for _ in range(5):
+                loss = net(torch.randn(16, 64)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                p.step()
+        dist.destroy_process_group()
+
+    as_ranks(2, ranks)
 """
 
 
@@ -65,14 +68,8 @@ def test_a_loop_on_the_host_has_its_steps_phases_and_products(tmp_path: Path, na
 @pytest.mark.multi
 @pytest.mark.slow
 def test_two_processes_show_their_collectives(tmp_path: Path) -> None:
-    script = tmp_path / "ddp.py"
-    script.write_text(GLOO)
-    folder = tmp_path / "traces"
-    folder.mkdir()
-    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(folder)]
-    done = subprocess.run([sys.executable, *run], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = evidence_in([folder]).distributed
+    lines_of(GLOO, tmp_path)
+    found = evidence_in([tmp_path]).distributed
     assert found is not None
     assert (found.backend, found.world_size, [r.rank for r in found.ranks]) == ("gloo", 2, [0, 1])
     [collective] = found.collectives

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
-import textwrap
-from collections.abc import Iterator
+import resource
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.parallel.forked import lines_of
 from torch import Tensor, nn
 
 from flatout.errors import CheckpointError, UsageError
@@ -227,35 +227,31 @@ def test_weights_that_are_not_finite_never_take_the_place_of_good_ones(tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
-def test_a_full_disk_is_told_by_the_next_call_and_leaves_the_last_good_one(tmp_path: Path) -> None:
-    script = """
-        import resource, signal, sys, torch, flatout
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        net = torch.nn.Linear(256, 256)
-        saves = flatout.Checkpoints(sys.argv[1])
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[], None]]:
+    """From its call on no file grows past 50 kB, until the test ends."""
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_is_told_by_the_next_call_and_leaves_the_last_good_one(
+    tmp_path: Path, full_disk: Callable[[], None]
+) -> None:
+    net = nn.Linear(256, 256)
+    with Checkpoints(tmp_path) as saves:
         saves.save(1, net=net)
         saves.wait()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        full_disk()
         saves.save(2, net=net)
-        try:
+        with pytest.raises(
+            CheckpointError,
+            match=r"^the checkpoint of step 2 was not written; rank 0: .*; the last good one is of step 1$",
+        ):
             saves.save(3, net=net)
-        except flatout.CheckpointError as e:
-            print(e)
-        print(saves.steps)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said, steps = done.stdout.strip().splitlines()
-    assert said.startswith("the checkpoint of step 2 was not written; rank 0: ")
-    assert said.endswith("; the last good one is of step 1")
-    assert steps == "[1]"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1"]
+        assert saves.steps == [1]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-1"]
 
 
 def test_what_killed_writers_left_is_removed_and_what_they_were_replacing_put_back(tmp_path: Path) -> None:
@@ -355,47 +351,45 @@ def test_torchs_own_reader_reads_it(tmp_path: Path) -> None:
 
 
 RANKS = """
-    import json, sys
-    import torch
+    import json
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.tensor import distribute_tensor, Shard, Replicate
     import flatout
 
-    folder, want = sys.argv[1:]
-    with flatout.World("cpu") as world:
-        mesh = world.mesh()
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
-        for n, p in list(net[0].named_parameters()):  # uneven shards of one layer, the other the same everywhere
-            setattr(net[0], n, nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
-        for p in net.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        torch.manual_seed(world.rank)
-        def told(text):
-            sys.stdout.write(text + "\\n")
-            sys.stdout.flush()
+    folder = sys.argv[1]
 
-        def load(saves):
-            for p in net.parameters():
-                p.data.zero_()
+    def ranks(is_loading):
+        with flatout.World("cpu") as world:
+            mesh = world.mesh()
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+            for n, p in list(net[0].named_parameters()):  # uneven shards of one layer, the other the same everywhere
+                setattr(net[0], n, nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
             optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
-            assert saves.load(net=net, optimizer=optimizer) == 2
-            assert optimizer.state[net[0].weight]["exp_avg"].placements == net[0].weight.placements
-            tell("loaded", optimizer)
+            for p in net.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            torch.manual_seed(world.rank)
 
-        def tell(what, optimizer):
-            full = [*net.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
-            full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in full]
-            if world.is_first:
-                told(what + " " + json.dumps([t.detach().flatten().tolist() for t in full]))
+            def load(saves):
+                for p in net.parameters():
+                    p.data.zero_()
+                optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
+                assert saves.load(net=net, optimizer=optimizer) == 2
+                assert optimizer.state[net[0].weight]["exp_avg"].placements == net[0].weight.placements
+                tell(f"loaded by {world.num_ranks}", optimizer)
 
-        with flatout.Checkpoints(folder) as saves:
-            if want == "load":
-                load(saves)
-            else:
+            def tell(what, optimizer):
+                full = [*net.parameters(), *(t for s in optimizer.state.values() for t in s.values())]
+                full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in full]
+                if world.is_first:
+                    told(what + " " + json.dumps([t.detach().flatten().tolist() for t in full]))
+
+            with flatout.Checkpoints(folder) as saves:
+                if is_loading:
+                    load(saves)
+                    return
                 tell("saved", optimizer)
                 saves.save(1, net=net, optimizer=optimizer)
                 saves.save(2, net=net, optimizer=optimizer)
@@ -410,27 +404,11 @@ RANKS = """
                     saves.wait()
                 except flatout.CheckpointError as e:
                     told(f"{world.rank}: {e}")
+
+    as_ranks(2, lambda: ranks(is_loading=False))
+    as_ranks(1, lambda: ranks(is_loading=True))
+    as_ranks(3, lambda: ranks(is_loading=True))
 """
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "ranks.py").write_text(textwrap.dedent(RANKS))
-
-    def run(want: str, num: int) -> list[str]:
-        starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num)]
-        done = subprocess.run(
-            [sys.executable, *starter, str(folder / "ranks.py"), str(folder / "saves"), want],
-            capture_output=True,
-            text=True,
-            timeout=110,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.strip().splitlines()
-
-    yield run
 
 
 def _after(lines: list[str], what: str) -> str:
@@ -439,17 +417,16 @@ def _after(lines: list[str], what: str) -> str:
 
 
 @pytest.mark.multi
-def test_ranks_write_their_shards_and_other_numbers_of_ranks_read_them(ranks: Any) -> None:
-    told = ranks("save", 2)
+def test_ranks_write_their_shards_and_other_numbers_of_ranks_read_them(tmp_path: Path) -> None:
+    told = lines_of(RANKS, tmp_path)
     saved = _after(told, "saved")
-    assert _after(told, "loaded") == saved
     for rank in (0, 1):
         assert _after(told, f"drawn {rank}") == _after(told, f"drawn again {rank}")
         said = _after(told, f"{rank}:")
         assert said.startswith("the checkpoint of step 3 was not written; rank 1: 'net/0.bias' is not finite")
         assert said.endswith("the last good one is of step 2")
-    assert _after(ranks("load", 1), "loaded") == saved
-    assert _after(ranks("load", 3), "loaded") == saved
+    for num in (1, 2, 3):
+        assert _after(told, f"loaded by {num}") == saved
 
 
 def test_copies_are_of_the_moment_and_their_memory_is_kept() -> None:

@@ -7,7 +7,6 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -36,11 +35,9 @@ SCRIPT = """
 
 
 @pytest.fixture
-def servers() -> Iterator[ForkServers]:
-    started = fork_servers()
-    assert started is not None
-    yield started
-    started.end()
+def servers(lasting_servers: ForkServers | None) -> ForkServers:
+    assert lasting_servers is not None
+    return lasting_servers
 
 
 def request(folder: Path, then: str = "pass", name: str = "train.py", **more: object) -> Request:
@@ -66,11 +63,10 @@ def test_a_forked_script_sees_what_one_started_from_nothing_sees(tmp_path: Path,
 
 def test_variables_are_there_before_the_process_begins(tmp_path: Path, servers: ForkServers) -> None:
     """Allocators read theirs then, so that a server is started with them."""
-    plain, other = request(tmp_path), request(tmp_path, environment={"FLATOUT_TESTED": "yes"})
+    plain = request(tmp_path)
     assert "variable 0" in said(plain, servers)
-    assert "variable 1" not in said(plain, servers)
-    text = said(msgspec.structs.replace(other, target=plain.target), servers)
-    assert "variable 1" in text
+    assert "variable 1" in said(msgspec.structs.replace(plain, environment={"FLATOUT_TESTED": "yes"}), servers)
+    assert "variable 0" in said(plain, servers)
 
 
 def test_stages_of_one_server_take_turns(tmp_path: Path, servers: ForkServers) -> None:
@@ -95,34 +91,32 @@ def test_how_a_forked_stage_ended_is_told(tmp_path: Path, servers: ForkServers, 
         process.answer(timeout_s=60.0)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_stage_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path, servers: ForkServers) -> None:
     then = "os.fork() or open('child', 'w').write(str(os.getpid())); __import__('time').sleep(600)"
     wanted = request(tmp_path, then.replace("'child'", repr(str(tmp_path / "child"))))
     with StageProcess(wanted, servers) as process, pytest.raises(Failed, match="did not answer"):
-        process.answer(timeout_s=4.0)
+        process.answer(timeout_s=2.0)
     pid = int((tmp_path / "child").read_text())
     assert is_gone(pid)
 
 
-def test_another_server_is_started_for_one_that_was_killed(tmp_path: Path, servers: ForkServers) -> None:
-    wanted = request(tmp_path)
-    said(wanted, servers)
-    [server] = servers._servers.values()
+def test_another_server_is_started_for_one_that_was_killed_and_ends_with_all_that_it_has_forked(tmp_path: Path) -> None:
+    servers, wanted = fork_servers(), request(tmp_path)
+    assert servers is not None
     with StageProcess(wanted, servers) as process:
         process.answer(timeout_s=60.0)
+        [server] = servers._servers.values()
         os.kill(server._process.pid, signal.SIGKILL)
         server._process.wait()
         with pytest.raises(Failed):
             process.order(3)
             process.answer(timeout_s=60.0)
-    assert "argv" in said(wanted, servers)
-
-
-def test_servers_end_with_all_that_they_have_forked(tmp_path: Path) -> None:
-    servers = ForkServers()
-    process = StageProcess(request(tmp_path), servers)
-    with process:
+    with StageProcess(wanted, servers) as process:
         process.answer(timeout_s=60.0)
+        process.order(3)
+        assert process.answer(timeout_s=60.0).num_steps == 5
+        assert "argv" in process.said()
         child = process._child
         assert child is not None and not is_gone(child.pid, within_s=0.0)
         servers.end()

@@ -12,6 +12,7 @@ from rich.console import Console
 from flatout.cli.check import check
 from flatout.cli.compare import compare
 from flatout.cli.edit import edit
+from flatout.cli.fit import fit
 from flatout.cli.levers import levers
 from flatout.cli.machine import machine
 from flatout.cli.matmul import matmul
@@ -39,6 +40,7 @@ app.command(context_settings={"ignore_unknown_options": True})(check)
 app.command()(machine)
 app.command()(matmul)
 app.command()(scale)
+app.command()(fit)
 app.command()(report)
 app.command()(compare)
 app.command()(rules)

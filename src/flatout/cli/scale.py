@@ -19,11 +19,13 @@ def scale(
     fabric: Annotated[float, typer.Option(help="Gbit/s of the network between nodes, for each device.")] = 400.0,
     dtype: Annotated[str, typer.Option(help="Of products: bfloat16, float16, float8.")] = "bfloat16",
     top: Annotated[int, typer.Option(help="Layouts to print.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Write the first layout there, as TOML.")] = None,
 ) -> None:
     """Rank the layouts that fit by the predicted seconds of a step, and say where they go."""
+    from flatout.records.record import write_file
     from flatout.records.scale import Constants, Software
     from flatout.reporting.scale import memory_lines, ranking_lines
-    from flatout.simulate.reading import cluster_of, read_model, samples_of
+    from flatout.simulate.reading import cluster_of, layout_toml, read_model, samples_of
     from flatout.simulate.search import ranked
 
     shape = read_model(model)
@@ -47,6 +49,11 @@ def scale(
     console.print("memory of the first's fullest device:", markup=False)
     for line in memory_lines(found.best[0].memory):
         console.print(line, markup=False)
+    if out is not None:
+        best = found.best[0]
+        said = f"{model.stem} on {gpus}, predicted {best.step.total_s:.3f} s a step, {best.memory.total_bytes / 2**30:.1f} GiB"
+        write_file(out, layout_toml(best.layout, said=said))
+        console.print(f"written to {out}", markup=False)
     console.print(
         "predicted from data sheets; nothing was measured here, and intervals are as wide as published planners err"
     )

@@ -125,6 +125,16 @@ def bandwidth_bytes_per_s(device: Machine | HardwareSpec, *, traffic_bytes: floa
     return device.memory_bytes_per_s.value
 
 
+def memory_bytes(spec: HardwareSpec) -> float:
+    """How much memory a device has, by its data sheet.
+
+    Raises HardwareError when that is unknown.
+    """
+    if spec.memory_bytes is None:
+        raise HardwareError(f"the data sheet of '{spec.id}' does not say how much memory it has")
+    return spec.memory_bytes.value
+
+
 def _why_unknown(device: Machine | HardwareSpec, *figures: str) -> str:
     reasons = [device.unknown[figure] for figure in figures if figure in device.unknown]
     return f" ({reasons[0]})" if reasons else ""

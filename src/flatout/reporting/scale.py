@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from flatout.records.scale import Layout, Ranked, StageMemory
+from flatout.records.scale import Layout, ModelShape, Ranked, StageMemory
+from flatout.simulate.step import num_parameters
 
 _PARTS = (
     ("compute_s", "compute"),
@@ -52,6 +53,24 @@ def memory_lines(memory: StageMemory) -> Iterator[str]:
     for name, size in parts:
         if size:
             yield f"   {name:11} {_gib(size):>9}  {'#' * max(1, round(40 * size / memory.total_bytes))}"
+
+
+def accounting_lines(model: ModelShape) -> Iterator[str]:
+    """What all devices together hold of weights, gradients and the optimizer's state, counted in the two ways that people do."""
+    of_layer, of_embedding = num_parameters(model)
+    parameters = of_layer * model.layers + of_embedding * (1 if model.is_tied else 2)
+    yield (
+        f"{parameters / 1e9:.1f} G parameters. Mixed precision with Adam, 16 bytes each (weights 2, gradients 2, float32 "
+        f"weights 4, two moments 4 each): {_tb(16 * parameters)}, and activations besides."
+    )
+    yield (
+        f"Counted as four parts of 4 bytes each (weights, gradients, activations, optimizer): {_tb(4 * parameters)} each, "
+        f"{_tb(16 * parameters)}: the same total by chance, with one moment too few, and activations that no batch has a say in."
+    )
+
+
+def _tb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e12:.2f} TB" if num_bytes >= 1e11 else f"{num_bytes / 1e9:.1f} GB"
 
 
 def _gib(num_bytes: int) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 from flatout.errors import CaptureError
@@ -29,14 +31,15 @@ _MOST_CHANGED_BYTES: Final = 64 << 20
 _MOST_FILES: Final = 2000
 
 
-def git(root: Path, *arguments: str) -> bytes:
-    """What git says in a folder. Locks are not taken, so that no index is refreshed.
+def git(root: Path, *arguments: str, index: Path | None = None) -> bytes:
+    """What git says in a folder, with its own index or another one. No optional lock is taken.
 
     Raises CaptureError when it fails, or is not there.
     """
     command = ["git", "-C", str(root), *arguments]
+    variables = {"GIT_OPTIONAL_LOCKS": "0", **({"GIT_INDEX_FILE": str(index)} if index is not None else {})}
     try:
-        done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"})
+        done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, **variables})
     except OSError as e:
         raise CaptureError(f"git cannot be run: {e}") from e
     if done.returncode:
@@ -44,6 +47,14 @@ def git(root: Path, *arguments: str) -> bytes:
             f"git {' '.join(arguments[:2])} failed in '{root}': {done.stderr.decode(errors='replace').strip()}"
         )
     return done.stdout
+
+
+def _difference(root: Path, *arguments: str) -> bytes:
+    """`git diff` of a work tree from a copy of its index: git writes into the index of files that were touched and not changed,
+    whatever it is told of locks."""
+    own = root / os.fsdecode(git(root, "rev-parse", "--git-path", "index")).strip()
+    with TemporaryDirectory(prefix="flatout-index-") as folder:
+        return git(root, "diff", *arguments, index=Path(shutil.copyfile(own, Path(folder) / "index")))
 
 
 def root_of(folder: Path) -> tuple[Path, bool]:
@@ -64,11 +75,11 @@ def keep_code(folder: Path, into: Path) -> tuple[Code, list[LeftOut]]:
         kept = _keep_files(root, names, into, left_out)
         return Code(root=str(root), untracked=tuple(kept), sources=sums(root, kept)), left_out
     head = _or_nothing(root, "rev-parse", "HEAD")
-    changed = _names(git(root, "diff", "--name-only", "-z", "HEAD")) if head else []
+    changed = _names(_difference(root, "--name-only", "-z", "HEAD")) if head else []
     secret = [name for name in changed if _why_not(root, name, left_out, most_bytes=_MOST_CHANGED_BYTES)]
     if head:
         excluded = [f":(top,exclude,literal){name}" for name in secret]
-        patch = git(root, "diff", "--binary", "--full-index", "HEAD", "--", ":/", *excluded)
+        patch = _difference(root, "--binary", "--full-index", "HEAD", "--", ":/", *excluded)
         write_file(into / PATCH, patch)
     untracked = _names(git(root, "ls-files", "--others", "--exclude-standard", "-z", "--full-name", ":/"))
     untracked = [name for name in untracked if not (root / name).resolve().is_relative_to(into.parent.resolve())]

@@ -11,7 +11,8 @@ import msgspec
 from flatout.errors import HardwareError, PlanError
 from flatout.hardware.catalog import all_specs, load
 from flatout.records.hardware import HardwareSpec
-from flatout.records.scale import Cluster, ModelShape, Tier
+from flatout.records.record import R
+from flatout.records.scale import Cluster, Layout, ModelShape, Tier
 
 _NEAR_LATENCY_S: Final = 4e-6
 """Of one message between GPUs of a node, NCCL over NVLink: 3 to 6 us (nccl-tests, small messages over their steps)."""
@@ -26,17 +27,39 @@ def read_model(path: Path) -> ModelShape:
 
     Raises PlanError when it cannot be read or a key is missing, unknown or wrong.
     """
+    return _read(path, ModelShape, "a model")
+
+
+def read_layout(path: Path) -> Layout:
+    """The layout in a TOML file whose keys are Layout's, as `write_layout` writes it.
+
+    Raises PlanError when it cannot be read or a key is unknown or wrong.
+    """
+    return _read(path, Layout, "a layout")
+
+
+def layout_toml(layout: Layout, *, said: str) -> bytes:
+    """The layout as TOML that a person reads, with a comment of one line above it."""
+    lines = [f"# {said}", *(f"{name} = {_toml(getattr(layout, name))}" for name in layout.__struct_fields__)]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()
+
+
+def _read(path: Path, kind: type[R], what: str) -> R:
     try:
         raw = msgspec.toml.decode(path.read_bytes())
     except OSError as e:
         raise PlanError(f"cannot read '{path}': {e.strerror or e}") from e
     except msgspec.DecodeError as e:
         raise PlanError(f"'{path}' is no TOML: {e}") from e
-    known = set(ModelShape.__struct_fields__)
+    known = set(kind.__struct_fields__)
     if unknown := sorted(set(raw) - known):
-        raise PlanError(f"'{path}' has '{unknown[0]}'; a model has {', '.join(sorted(known))}")
+        raise PlanError(f"'{path}' has '{unknown[0]}'; {what} has {', '.join(sorted(known))}")
     try:
-        return msgspec.convert(raw, ModelShape)
+        return msgspec.convert(raw, kind)
     except msgspec.ValidationError as e:
         raise PlanError(f"'{path}': {e}") from e
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from msgspec import structs
 
-from flatout.cost.roofline import peak_flop_per_s
+from flatout.cost.roofline import memory_bytes, peak_flop_per_s
 from flatout.errors import PlanError
 from flatout.hardware.catalog import load
 from flatout.records.scale import Cluster, Constants, Layout, ModelShape, Ranked, Software, StageMemory
@@ -46,9 +46,7 @@ def ranked(
     Raises PlanError when no layout divides the model and the batch, HardwareError when the data sheet lacks a figure.
     """
     spec = load(cluster.device)
-    if spec.memory_bytes is None:
-        raise PlanError(f"the data sheet of '{cluster.device}' does not say how much memory it has")
-    room = spec.memory_bytes.value
+    room = memory_bytes(spec)
     fitting, smallest, num = [], None, 0
     for layout in layouts(model, cluster, global_batch):
         num += 1

@@ -94,7 +94,7 @@ class Prover:
         self._servers = fork_servers()
         self._kept: dict[tuple[int, str], list[Step]] = {}
         self._num_folders = 0
-        self._whole: WholeRuns | None = None
+        self._whole: dict[Metric, WholeRuns] = {}
         self._num_steps = 0
         """How many steps the script has, once one has ended."""
 
@@ -129,14 +129,16 @@ class Prover:
         terms = self._terms
         if terms.metric is None:
             raise Failed("quality can only be told by a metric, and none was given")
-        if self._whole is None:
-            self._whole = WholeRuns(terms.metric, self._process, timeout_s=max(terms.timeout_s, _WHOLE_RUN_S))
+        whole = self._whole.get(terms.metric)
+        if whole is None:
+            timeout_s = max(terms.timeout_s, _WHOLE_RUN_S)
+            whole = self._whole[terms.metric] = WholeRuns(terms.metric, self._process, timeout_s=timeout_s)
         seeds = range(terms.seed, terms.seed + terms.num_runs)
         self._tell(f"{terms.num_runs} whole runs of both sides")
         for seed in seeds:
-            self._whole.run(self._base, seed)  # a script that does not run is an error; a changed one, a verdict
+            whole.run(self._base, seed)  # a script that does not run is an error; a changed one, a verdict
         try:
-            equality, speed = self._whole.compare(self._base, before, after, seeds)
+            equality, speed = whole.compare(self._base, before, after, seeds)
             outcome, because = _judged(equality, speed, "", is_timed=True)
         except Failed as e:
             equality, speed = Equality(guarantee="quality", is_kept=None, because="no runs to compare"), None

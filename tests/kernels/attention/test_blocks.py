@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> tuple[Mask, int, int, int]:
 
 
 @given(cases())
-@settings(max_examples=250)
+@settings(max_examples=200)
 def test_block_sets_are_those_of_create_block_mask(case: tuple[Mask, int, int, int]) -> None:
     mask, queries, keys, block = case
 
@@ -66,7 +66,7 @@ def test_block_sets_are_those_of_create_block_mask(case: tuple[Mask, int, int, i
 
 
 @given(cases())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_both_sides_of_the_block_mask_agree_and_are_no_wider_than_needed(case: tuple[Mask, int, int, int]) -> None:
     mask, queries, keys, block = case
     lists = block_lists(mask, queries, keys, block=block)

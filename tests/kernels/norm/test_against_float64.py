@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.against_float64 import (
-    CPU_DTYPES,
-    DEVICE_DTYPES,
     Call,
     Case,
     assert_no_worse_than_reference,
     drawn,
     name_of,
+    on_cpu,
     on_device,
+    on_devices,
     skip_what_cannot_run,
 )
 
@@ -71,41 +71,39 @@ def _cases(is_layer: bool) -> list[Case]:
     ]
 
 
-PAIRS = [(k, c) for op in ("rms_norm", "layer_norm") for k in kernels(f"norm.{op}") for c in _cases(op == "layer_norm")]
+OPS = ("norm.rms_norm", "norm.layer_norm")
+CASES = {op: _cases(op == "norm.layer_norm") for op in OPS}
+ON_DEVICES = {
+    "norm.rms_norm": [*CASES["norm.rms_norm"], _case("wide", 300, 65536, has_residual=True)],
+    "norm.layer_norm": [*CASES["norm.layer_norm"], _case("wide", 300, 40001, is_layer=True)],
+}
 
 
-def _skip_known(kernel: Kernel, case: Case) -> None:
+def _known(kernel: Kernel, case: Case) -> str | None:
     if kernel.id == "norm.layer_norm.native" and case.name == "far from zero":
-        pytest.skip(
-            "PyTorch's own gradients lose digits there: up to 10 times the reference's error, as its docstring says"
-        )
+        return "PyTorch's own gradients lose digits there: up to 10 times the reference's error, as its docstring says"
+    return None
 
 
 def _name(value: object) -> str:
     return value.id if isinstance(value, Kernel) else name_of(value)
 
 
-@pytest.mark.parametrize("dtype", CPU_DTYPES, ids=name_of)
-@pytest.mark.parametrize(("kernel", "case"), PAIRS, ids=_name)
+@pytest.mark.parametrize(
+    ("kernel", "case", "dtype"), [c for op in OPS for c in on_cpu(op, CASES[op], refused=_known)], ids=_name
+)
 def test_results_and_gradients_are_no_worse_than_the_reference(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
-    skip_what_cannot_run(kernel, case.call(dtype), dtype, "cpu")
-    _skip_known(kernel, case)
     assert_no_worse_than_reference(kernel, kernels(kernel.op)[-1], case, dtype, "cpu")
 
 
 @on_device
 @pytest.mark.device
-@pytest.mark.parametrize("dtype", DEVICE_DTYPES, ids=name_of)
 @pytest.mark.parametrize(
-    ("kernel", "case"),
-    [
-        *PAIRS,
-        *((k, _case("wide", 300, 65536, has_residual=True)) for k in kernels("norm.rms_norm")),
-        *((k, _case("wide", 300, 40001, is_layer=True)) for k in kernels("norm.layer_norm")),
-    ],
-    ids=_name,
+    ("kernel", "case", "dtype"), [c for op in OPS for c in on_devices(op, ON_DEVICES[op])], ids=_name
 )
 def test_on_a_device_too(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     skip_what_cannot_run(kernel, case.call(dtype, "cuda"), dtype, "cuda")
-    _skip_known(kernel, case)
+    reason = _known(kernel, case)
+    if reason is not None:
+        pytest.skip(reason)
     assert_no_worse_than_reference(kernel, kernels(kernel.op)[-1], case, dtype, "cuda")

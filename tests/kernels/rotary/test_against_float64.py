@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.against_float64 import (
-    CPU_DTYPES,
-    DEVICE_DTYPES,
     Call,
     Case,
     assert_no_worse_than_reference,
     drawn,
     name_of,
+    on_cpu,
     on_device,
+    on_devices,
     skip_what_cannot_run,
 )
 
@@ -52,19 +52,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kernel", kernels(_OP), ids=name_of)
-@pytest.mark.parametrize("dtype", CPU_DTYPES, ids=name_of)
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_results_and_gradients_are_no_worse_than_the_reference(kernel: Kernel, dtype: torch.dtype, case: Case) -> None:
-    skip_what_cannot_run(kernel, case.call(dtype), dtype, "cpu")
+@pytest.mark.parametrize(("kernel", "case", "dtype"), on_cpu(_OP, CASES), ids=name_of)
+def test_results_and_gradients_are_no_worse_than_the_reference(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     assert_no_worse_than_reference(kernel, kernels(_OP)[-1], case, dtype, "cpu")
 
 
 @on_device
 @pytest.mark.device
-@pytest.mark.parametrize("kernel", kernels(_OP), ids=name_of)
-@pytest.mark.parametrize("dtype", DEVICE_DTYPES, ids=name_of)
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_on_a_device_too(kernel: Kernel, dtype: torch.dtype, case: Case) -> None:
+@pytest.mark.parametrize(("kernel", "case", "dtype"), on_devices(_OP, CASES), ids=name_of)
+def test_on_a_device_too(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     skip_what_cannot_run(kernel, case.call(dtype, "cuda"), dtype, "cuda")
     assert_no_worse_than_reference(kernel, kernels(_OP)[-1], case, dtype, "cuda")

@@ -41,7 +41,7 @@ def ends(span: Span) -> float:
 
 
 def test_phases_follow_one_another_without_gaps() -> None:
-    evidence = observe(steps=25)
+    evidence = observe(steps=14)
 
     phases = track(evidence, "phase")
     assert evidence.timeline is not None
@@ -54,7 +54,7 @@ def test_phases_follow_one_another_without_gaps() -> None:
 
 
 def test_operators_lie_in_order_inside_their_phase() -> None:
-    evidence = observe(steps=25)
+    evidence = observe(steps=14)
 
     phases, operators = track(evidence, "phase"), track(evidence, "host")
     names = [o.name for o in operators]
@@ -70,13 +70,13 @@ def test_operators_lie_in_order_inside_their_phase() -> None:
 
 
 def test_micro_batches_take_turns() -> None:
-    phases = track(observe(steps=25, micro_batches=3), "phase")
+    phases = track(observe(steps=14, micro_batches=3), "phase")
 
     assert [p.name for p in phases if p.name in ("forward", "backward")] == ["forward", "backward"] * 3
 
 
 def test_a_step_of_many_operators_keeps_the_longest() -> None:
-    evidence = observe(steps=16, layers=300)
+    evidence = observe(steps=14, layers=200)
 
     assert evidence.timeline is not None
     assert len(evidence.timeline.spans) <= MOST_SPANS

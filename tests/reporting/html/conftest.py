@@ -9,9 +9,11 @@ from flatout.records.compilation import Compilation, CompileEvent
 from flatout.records.device import Copy, DeviceStep, Gap, HostWait, Kernel
 from flatout.records.distributed import Collective, Distributed, RankSummary, Replication
 from flatout.records.evidence import Evidence, Operator, TensorSpec
+from flatout.records.finding import Diagnosis
 from flatout.records.memory import Growth, Memory, MemoryPart, MemoryPoint, RetainedGraph
 from flatout.records.span import Span, StepTimeline
 from flatout.records.workload import Setting
+from flatout.reporting.html import html_report
 
 change = msgspec.structs.replace
 
@@ -225,3 +227,14 @@ def full(evidence: Evidence) -> Evidence:
         distributed=distributed(),
         timeline=timeline(),
     )
+
+
+_DRAWN: list[bytes] = []
+
+
+@pytest.fixture
+def drawn(full: Evidence, diagnosis: Diagnosis) -> bytes:
+    """The page of that run, drawn once for all tests of a process."""
+    if not _DRAWN:
+        _DRAWN.append(html_report(full, diagnosis))
+    return _DRAWN[0]

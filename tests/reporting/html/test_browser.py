@@ -86,10 +86,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200])
-def test_every_part_is_seen_and_fits_the_screen(
-    browser: Browser, full: Evidence, diagnosis: Diagnosis, scheme: str, width: int
-) -> None:
-    page = browser.open(html_report(full, diagnosis), scheme=scheme, width=width).page
+def test_every_part_is_seen_and_fits_the_screen(browser: Browser, drawn: bytes, scheme: str, width: int) -> None:
+    page = browser.open(drawn, scheme=scheme, width=width).page
 
     for part in (
         "headline",
@@ -111,10 +109,10 @@ def test_every_part_is_seen_and_fits_the_screen(
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_light_and_dark_differ_and_both_can_be_read(browser: Browser, full: Evidence, diagnosis: Diagnosis) -> None:
+def test_light_and_dark_differ_and_both_can_be_read(browser: Browser, drawn: bytes) -> None:
     grounds = {}
     for scheme in ("light", "dark"):
-        page = browser.open(html_report(full, diagnosis), scheme=scheme).page
+        page = browser.open(drawn, scheme=scheme).page
         grounds[scheme] = brightness(page, "#step", "background-color")
         for selector in ("#step h2", ".because", ".sub", ".gain", "svg.timeline text", ".source pre"):
             paint = "fill" if selector.startswith("svg") else "color"
@@ -136,8 +134,8 @@ def contrast(one: float, other: float) -> float:
     return (max(one, other) + 0.05) / (min(one, other) + 0.05)
 
 
-def test_bars_fill_their_row_in_proportion(browser: Browser, full: Evidence, diagnosis: Diagnosis) -> None:
-    page = browser.open(html_report(full, diagnosis)).page
+def test_bars_fill_their_row_in_proportion(browser: Browser, drawn: bytes) -> None:
+    page = browser.open(drawn).page
 
     bar = page.locator("#step > .bar").bounding_box()
     spans = [s.bounding_box() for s in page.locator("#step > .bar span").all()]
@@ -146,10 +144,8 @@ def test_bars_fill_their_row_in_proportion(browser: Browser, full: Evidence, dia
     assert widths[2] / widths[0] == pytest.approx(14.5 / 9.1, rel=0.03)
 
 
-def test_labels_of_the_roofline_do_not_cover_one_another(
-    browser: Browser, full: Evidence, diagnosis: Diagnosis
-) -> None:
-    page = browser.open(html_report(full, diagnosis)).page
+def test_labels_of_the_roofline_do_not_cover_one_another(browser: Browser, drawn: bytes) -> None:
+    page = browser.open(drawn).page
 
     boxes = [
         t.bounding_box()
@@ -167,8 +163,8 @@ def test_labels_of_the_roofline_do_not_cover_one_another(
             assert is_apart, (a, b)
 
 
-def test_the_keyboard_reaches_the_causes(browser: Browser, full: Evidence, diagnosis: Diagnosis) -> None:
-    page = browser.open(html_report(full, diagnosis)).page
+def test_the_keyboard_reaches_the_causes(browser: Browser, drawn: bytes) -> None:
+    page = browser.open(drawn).page
 
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the report"
@@ -182,8 +178,8 @@ def test_the_keyboard_reaches_the_causes(browser: Browser, full: Evidence, diagn
     assert page.locator("#cause-1 .about").is_visible()
 
 
-def test_no_script_can_run_even_if_one_were_there(browser: Browser, full: Evidence, diagnosis: Diagnosis) -> None:
-    data = html_report(full, diagnosis).replace(b"</main>", b"<script>document.title = 'owned'</script></main>")
+def test_no_script_can_run_even_if_one_were_there(browser: Browser, drawn: bytes) -> None:
+    data = drawn.replace(b"</main>", b"<script>document.title = 'owned'</script></main>")
     path = browser.folder / "injected.html"
     path.write_bytes(data)
     page = browser.context.new_page()
@@ -215,10 +211,8 @@ def test_a_ladder_is_seen_and_fits_the_screen(browser: Browser, width: int) -> N
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_a_screenshot_and_a_print_can_be_made(
-    browser: Browser, full: Evidence, diagnosis: Diagnosis, tmp_path: Path
-) -> None:
-    page = browser.open(html_report(full, diagnosis)).page
+def test_a_screenshot_and_a_print_can_be_made(browser: Browser, drawn: bytes, tmp_path: Path) -> None:
+    page = browser.open(drawn).page
 
     picture = page.screenshot(full_page=True)
     print_out = page.pdf(path=tmp_path / "report.pdf")

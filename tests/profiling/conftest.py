@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def looks_at_memory_pass_over_what_was_there_before() -> Iterator[None]:
+    """Each of them goes through every object of the process: of this one, all that torch and other tests have made."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def the_price_of_observing_is_measured_roughly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every observation does it once; no test looks at how well."""
+    monkeypatch.setattr("flatout.profiling.operators.overhead._CALLS", 30)
