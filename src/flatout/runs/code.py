@@ -51,10 +51,10 @@ def git(root: Path, *arguments: str, index: Path | None = None) -> bytes:
 
 def _difference(root: Path, *arguments: str) -> bytes:
     """`git diff` of a work tree from a copy of its index: git writes into the index of files that were touched and not changed,
-    whatever it is told of locks."""
+    whatever it is told of locks. The copy is as old as the index: git looks into files that are no older."""
     own = root / os.fsdecode(git(root, "rev-parse", "--git-path", "index")).strip()
     with TemporaryDirectory(prefix="flatout-index-") as folder:
-        return git(root, "diff", *arguments, index=Path(shutil.copyfile(own, Path(folder) / "index")))
+        return git(root, "diff", *arguments, index=Path(shutil.copy2(own, Path(folder) / "index")))
 
 
 def root_of(folder: Path) -> tuple[Path, bool]:
