@@ -23,6 +23,7 @@ from flatout.cli.run import run as run_with_plan
 from flatout.cli.runs import runs
 from flatout.cli.scale import scale
 from flatout.cli.schema import schema
+from flatout.cli.simulate import simulate
 from flatout.cli.tune import tune
 from flatout.cli.verify import verify
 from flatout.cli.watch import watch
@@ -41,6 +42,7 @@ app.command()(machine)
 app.command()(matmul)
 app.command()(scale)
 app.command()(fit)
+app.command()(simulate)
 app.command()(report)
 app.command()(compare)
 app.command()(rules)
