@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import re
+from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from flatout.cli.app import app
 from flatout.errors import PlanError
-from flatout.simulate.reading import read_layout
+from flatout.records.scale import Constants, Layout, Software
+from flatout.simulate.reading import cluster_of, read_layout, read_model, read_runs
+from flatout.simulate.step import step_time
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 
@@ -66,3 +71,54 @@ def test_a_layout_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
     out.write_text("tensor = 2\nwidth = 3\n")
     with pytest.raises(PlanError, match="has 'width'; a layout has"):
         read_layout(out)
+
+
+def test_measured_steps_give_the_constants_and_narrow_the_intervals(tmp_path: Path) -> None:
+    model = read_model(MODELS / "llama-70b.toml")
+    cluster, slow = cluster_of("64xh100-sxm"), Constants(product_share=0.4)
+    runs = []
+    for tensor, micro_batch, pipeline in product((2, 4, 8), (1, 2), (1, 2, 4)):
+        data = 64 // tensor // pipeline
+        layout = Layout(
+            tensor=tensor,
+            pipeline=pipeline,
+            data=data,
+            micro_batch=micro_batch,
+            global_batch=128,
+            shard=1,
+            is_sequence_parallel=True,
+        )
+        runs.append(
+            {"model": model, "layout": layout, "seconds": step_time(model, layout, cluster, Software(), slow).total_s}
+        )
+    file = tmp_path / "runs.json"
+    file.write_bytes(msgspec.json.encode(runs))
+    asked = [
+        "scale",
+        "--model",
+        str(MODELS / "llama-70b.toml"),
+        "--gpus",
+        "64xh100-sxm",
+        "--batch",
+        "1M-tokens",
+        "--top",
+        "1",
+    ]
+    plain, measured = (CliRunner().invoke(app, [*asked, *more]) for more in ([], ["--measured", str(file)]))
+    assert measured.exit_code == 0, measured.output
+    assert "constants of 18 measured steps" in measured.output
+
+    def seconds(output: str) -> list[float]:
+        return [float(x) for x in re.findall(r"(\d+\.\d+)(?= s| - )", output.splitlines()[2])[:3]]
+
+    (fast_s, *_), (slow_s, low_s, high_s) = seconds(plain.output), seconds(measured.output)
+    assert slow_s > 1.4 * fast_s
+    assert low_s < slow_s < high_s < 1.15 * slow_s
+
+
+def test_damaged_measurements_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "runs.json"
+    for text, why in (("[{}]", "missing required field"), ("{", "no list of measured steps"), ("[1]", "no list")):
+        file.write_text(text)
+        with pytest.raises(PlanError, match=why):
+            read_runs(file)

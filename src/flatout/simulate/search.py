@@ -11,7 +11,8 @@ from msgspec import structs
 from flatout.cost.roofline import memory_bytes, peak_flop_per_s
 from flatout.errors import PlanError
 from flatout.hardware.catalog import load
-from flatout.records.scale import Cluster, Constants, Layout, ModelShape, Ranked, Software, StageMemory
+from flatout.records.scale import Cluster, Constants, Layout, ModelShape, Ranked, Software, StageMemory, StepTime
+from flatout.simulate.calibration import Calibrated
 from flatout.simulate.memory import memory_of
 from flatout.simulate.step import num_parameters, step_time
 
@@ -40,8 +41,9 @@ def ranked(
     constants: Constants,
     *,
     most: int = 10,
+    calibrated: Calibrated | None = None,
 ) -> Ranking:
-    """The layouts of all devices that fit, the fastest first.
+    """The layouts of all devices that fit, the fastest first; by constants, or by those that were `calibrated`.
 
     Raises PlanError when no layout divides the model and the batch, HardwareError when the data sheet lacks a figure.
     """
@@ -60,24 +62,35 @@ def ranked(
             f"no layout divides {model.heads} heads, {model.layers} layers and a batch of {global_batch} over "
             f"{cluster.num_devices} devices; give another batch or number"
         )
+    constants = calibrated.constants if calibrated is not None else constants
     quick = [(_quick_s(model, layout, cluster, software, constants), layout, memory) for layout, memory in fitting]
     quick.sort(key=lambda one: one[0])
     found = []
     for _, layout, memory in quick[:_MOST_PLAYED]:
         step = step_time(model, layout, cluster, software, constants)
+        low_s, high_s = step.total_s * (1 - _UNSURE), step.total_s * (1 + _UNSURE)
+        if calibrated is not None:
+            predicted = calibrated.predict(model, layout)
+            step, low_s, high_s = _stretched(step, predicted.seconds), predicted.low_s, predicted.high_s
         found.append(
             Ranked(
                 layout=layout,
                 step=step,
                 memory=memory,
-                low_s=step.total_s * (1 - _UNSURE),
-                high_s=step.total_s * (1 + _UNSURE),
+                low_s=low_s,
+                high_s=high_s,
                 mfu=model_flop(model, global_batch)
                 / (step.total_s * cluster.num_devices * peak_flop_per_s(spec, software.dtype)),
             )
         )
     found.sort(key=lambda one: one.step.total_s)
     return Ranking(tuple(found[:most]), num, num - len(fitting), smallest)
+
+
+def _stretched(step: StepTime, total_s: float) -> StepTime:
+    """The same parts of another total."""
+    factor = total_s / step.total_s
+    return StepTime(**{name: factor * getattr(step, name) for name in StepTime.__struct_fields__})
 
 
 def layouts(model: ModelShape, cluster: Cluster, global_batch: int) -> Iterator[Layout]:
