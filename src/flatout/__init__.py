@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from flatout.kernels.rotary.call import rotary as rotary
     from flatout.kernels.swiglu.call import swiglu as swiglu
     from flatout.measure.probe import measure_machine as measure_machine
+    from flatout.measure.weightless import weigh as weigh
     from flatout.parallel.world import World as World
     from flatout.records.evidence import Evidence as Evidence
     from flatout.records.finding import Diagnosis as Diagnosis
@@ -130,6 +131,7 @@ _HOMES = {
     "transformer_cost": "flatout.cost.batching:transformer_cost",
     "warm_up_cosine": "flatout.training.schedules:warm_up_cosine",
     "warm_up_stable_decay": "flatout.training.schedules:warm_up_stable_decay",
+    "weigh": "flatout.measure.weightless:weigh",
 }
 
 __all__ = tuple(_HOMES)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flatout.cli.app import app
-from flatout.errors import PlanError
+from flatout.errors import PlanError, UsageError
 from flatout.records.scale import Constants, Layout, Software
 from flatout.simulate.reading import cluster_of, read_layout, read_model, read_runs
 from flatout.simulate.step import step_time
@@ -122,3 +122,20 @@ def test_damaged_measurements_are_told(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(PlanError, match=why):
             read_runs(file)
+
+
+def test_a_step_of_ones_own_is_weighed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "large_step.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    net = torch.nn.Linear(65536, 65536, bias=False)\n"
+        "    return lambda: net(torch.randn(8, 65536)).sum().backward()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["fit", "large_step:make", "--gpus", "1xh100-sxm"])
+    assert result.exit_code == 0, result.output
+    assert "weights 16.0 GiB, gradients 16.0 GiB" in result.output
+    assert "of 80.0 GiB: fits" in result.output
+    for wrong in ("large_step:none", "no_module:make", "large_step"):
+        assert isinstance(CliRunner().invoke(app, ["fit", wrong]).exception, UsageError)
+    assert isinstance(CliRunner().invoke(app, ["fit"]).exception, UsageError)

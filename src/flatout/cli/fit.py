@@ -1,7 +1,9 @@
-"""`flatout fit`: what a layout of a model takes of each stage's device, and whether that is there."""
+"""`flatout fit`: what a step of a model, or a layout of a large one, takes of a device, and whether that is there."""
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -10,28 +12,68 @@ from rich.console import Console
 
 
 def fit(
+    step: Annotated[
+        str, typer.Argument(help="module:function that makes a model and returns its step, which is run without data.")
+    ] = "",
     model: Annotated[
-        Path, typer.Option(help="Sizes of the model, a TOML file: hidden, layers, heads, vocab, seq, ...")
-    ],
-    layout: Annotated[
-        Path | None, typer.Option(help="A layout, a TOML file as `flatout scale --out` writes it.")
+        Path | None, typer.Option(help="Or the sizes of a transformer: a TOML file with hidden, layers, ...")
     ] = None,
+    layout: Annotated[Path | None, typer.Option(help="A layout of it, as `flatout scale --out` writes it.")] = None,
     gpus: Annotated[str, typer.Option(help="How many of which device, as 8xh100-sxm.")] = "",
     optimizer_bytes: Annotated[
         int, typer.Option(help="State of the optimizer for each parameter; Adam and a copy: 12.")
     ] = 12,
 ) -> None:
-    """Count the memory of each stage, without a device; exits with 1 when one stage does not fit."""
+    """Count the memory without a device and without allocating it; exits with 1 when it does not fit."""
     from flatout.cost.roofline import memory_bytes
+    from flatout.errors import UsageError
     from flatout.hardware.catalog import load
+    from flatout.simulate.reading import cluster_of
+
+    room = memory_bytes(load(cluster_of(gpus).device)) if gpus else None
+    if bool(step) == (model is not None):
+        raise UsageError("give either module:function or --model FILE")
+    console = Console(soft_wrap=True, highlight=False)
+    fits = _step(step, room, console) if model is None else _layout(model, layout, room, optimizer_bytes, console)
+    if not fits:
+        raise typer.Exit(1)
+
+
+def _step(name: str, room: float | None, console: Console) -> bool:
+    """A step of the user's own, run on tensors without data."""
+    from flatout.errors import UsageError
+    from flatout.measure.weightless import weigh
+    from flatout.reporting.scale import footprint_lines
+    from flatout.simulate.memory import with_slack
+
+    module, _, function = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = getattr(import_module(module), function) if function else None
+    except (ImportError, AttributeError) as e:
+        raise UsageError(f"'{name}': {e}") from e
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    if make is None:
+        raise UsageError(f"'{name}' is not module:function; the function makes the model and returns its step")
+    found = weigh(make)
+    total = with_slack(found.peak_bytes)
+    for line in footprint_lines(found, total):
+        console.print(line, markup=False)
+    if room is None:
+        return True
+    console.print(f"of {room / 2**30:.1f} GiB: {'fits' if total <= room else 'DOES NOT FIT'}", markup=False)
+    return total <= room
+
+
+def _layout(model: Path, layout: Path | None, room: float | None, optimizer_bytes: int, console: Console) -> bool:
+    """Each stage of a layout."""
     from flatout.records.scale import Layout, Software
     from flatout.reporting.scale import accounting_lines, layout_text, memory_lines
     from flatout.simulate.memory import memory_of
-    from flatout.simulate.reading import cluster_of, read_layout, read_model
+    from flatout.simulate.reading import read_layout, read_model
 
     shape, given = read_model(model), read_layout(layout) if layout is not None else Layout()
-    room = memory_bytes(load(cluster_of(gpus).device)) if gpus else None
-    console = Console(soft_wrap=True, highlight=False)
     console.print(f"{model.stem}, {layout_text(given)}", markup=False)
     stages = memory_of(shape, given, Software(state_bytes=optimizer_bytes))
     fits = True
@@ -44,5 +86,4 @@ def fit(
         fits = fits and (room is None or memory.total_bytes <= room)
     for line in accounting_lines(shape):
         console.print(line, markup=False)
-    if not fits:
-        raise typer.Exit(1)
+    return fits

@@ -204,3 +204,17 @@ class Ranked(Record, frozen=True, kw_only=True):
     low_s: float
     high_s: float
     mfu: float
+
+
+class StepFootprint(Record, frozen=True, kw_only=True):
+    """Bytes of a step that ran on tensors without data.
+
+    `weight_bytes` of parameters and `gradient_bytes` of those that are trained; `built_bytes` of all that was there before the
+    first step, `kept_bytes` of all that stays between steps (the optimizer's state is the difference), `peak_bytes` at most.
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    built_bytes: int
+    kept_bytes: int
+    peak_bytes: int

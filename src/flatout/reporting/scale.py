@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from flatout.records.scale import Layout, ModelShape, Ranked, StageMemory
+from flatout.records.scale import Layout, ModelShape, Ranked, StageMemory, StepFootprint
 from flatout.simulate.step import num_parameters
 
 _PARTS = (
@@ -67,6 +67,13 @@ def accounting_lines(model: ModelShape) -> Iterator[str]:
         f"Counted as four parts of 4 bytes each (weights, gradients, activations, optimizer): {_tb(4 * parameters)} each, "
         f"{_tb(16 * parameters)}: the same total by chance, with one moment too few, and activations that no batch has a say in."
     )
+
+
+def footprint_lines(found: StepFootprint, with_slack: int) -> Iterator[str]:
+    """What a step holds, and when."""
+    others = max(0, found.kept_bytes - found.weight_bytes - found.gradient_bytes)
+    yield f"weights {_gib(found.weight_bytes)}, gradients {_gib(found.gradient_bytes)}, kept between steps besides {_gib(others)}"
+    yield f"at most {_gib(found.peak_bytes)} in tensors, {_gib(with_slack)} with libraries and fragments"
 
 
 def _tb(num_bytes: float) -> str:

@@ -46,6 +46,11 @@ def in_flight(layout: Layout, stage: int) -> int:
     return most
 
 
+def with_slack(peak_bytes: int) -> int:
+    """What a device must have for so many bytes of tensors: libraries, and what an allocator cannot use, besides."""
+    return peak_bytes + _LIBRARIES + int(_FRAGMENTS * peak_bytes)
+
+
 def _of_stage(model: ModelShape, layout: Layout, software: Software, stage: int) -> StageMemory:
     of_layer, of_embedding = num_parameters(model)
     layers = -(-model.layers // (layout.pipeline * layout.chunks)) * layout.chunks
