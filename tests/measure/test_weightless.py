@@ -124,5 +124,12 @@ def test_a_step_that_looks_at_values_is_told() -> None:
 
     with pytest.raises(UsageError, match="cannot be run on tensors without data"):
         weigh(make)
+
+    def wrong() -> Step:
+        net = nn.Linear(4, 4)
+        return lambda: net(torch.randn(2, 5))
+
+    with pytest.raises(RuntimeError, match="reduction dim"):  # the step's own error stays what it is
+        weigh(wrong)
     with pytest.raises(UsageError, match="it must return the step"):
         weigh(lambda: nn.Linear(2, 2)(torch.ones(1, 2)))  # type: ignore[arg-type, return-value]

@@ -8,7 +8,7 @@ from msgspec import structs
 from flatout.cost.schedules import table_of
 from flatout.records.scale import Layout, ModelShape, Software
 from flatout.simulate.memory import in_flight, memory_of
-from flatout.simulate.step import num_parameters
+from flatout.simulate.step import num_active, num_parameters
 
 MODEL = ModelShape(hidden=2048, layers=24, heads=16, vocab=50304, seq=1024)
 
@@ -31,6 +31,15 @@ def test_gpt3_takes_sixteen_bytes_a_parameter_in_mixed_precision() -> None:
     of_layer, of_embedding = num_parameters(model)
     assert states == 16 * (96 * of_layer + of_embedding)
     assert states == pytest.approx(2.8e12, rel=0.01)
+
+
+def test_all_experts_are_held_and_a_token_meets_its_own() -> None:
+    mixture = structs.replace(MODEL, num_experts=8, experts_per_token=2)
+    feed = 2 * 2048 * 4 * 2048
+    assert num_parameters(mixture)[0] - num_parameters(MODEL)[0] == 7 * feed
+    assert num_active(mixture) - num_active(MODEL) == feed
+    (one,), (many,) = (memory_of(model, Layout(), Software()) for model in (MODEL, mixture))
+    assert many.weight_bytes - one.weight_bytes == 24 * 7 * feed * 2
 
 
 @given(shard=st.sampled_from([0, 1, 2]), data=st.sampled_from([2, 4, 8]))

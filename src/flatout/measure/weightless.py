@@ -30,9 +30,9 @@ def weigh(make: Callable[[], Step]) -> StepFootprint:
     """What a step of a model holds, without allocating it.
 
     `make` builds the model and what trains it, on torch's default device, and returns the step, which makes its own inputs. It
-    runs twice: the first step makes the optimizer's state. Attention counts as one fused kernel. Operators that are fused or not
-    on a device but on no other are counted as they are written, which is more. What a device's libraries and allocator take
-    besides is not counted.
+    runs twice: the first step makes the optimizer's state. Attention counts as one fused kernel; with a mask or dropout
+    as it is written, scores and all. Whatever else a device fuses is counted as it is written, too, which is more. What a
+    device's libraries and allocator take besides is not counted.
 
     Raises UsageError where a step looks at the values of its tensors, or names a device itself.
 
@@ -59,6 +59,8 @@ def weigh(make: Callable[[], Step]) -> StepFootprint:
             tracker.begin()
             step()
         except (NotImplementedError, RuntimeError, ValueError) as e:
+            if "meta" not in str(e).lower():
+                raise  # an error of the step's own
             raise UsageError(
                 f"the step cannot be run on tensors without data: {e}; leave out what reads values (item, print, if) and devices"
             ) from e

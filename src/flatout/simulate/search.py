@@ -14,10 +14,10 @@ from flatout.hardware.catalog import load
 from flatout.records.scale import Cluster, Constants, Layout, ModelShape, Ranked, Software, StageMemory, StepTime
 from flatout.simulate.calibration import Calibrated
 from flatout.simulate.memory import memory_of
-from flatout.simulate.step import num_parameters, step_time
+from flatout.simulate.step import num_active, num_parameters, step_time
 
 _MOST_PLAYED: Final = 200
-"""Layouts whose schedules are played event by event; the others are known to be slower by their bubble's closed form."""
+"""Layouts whose schedules are played event by event: the best by their bubble's closed form."""
 _UNSURE: Final = 0.15
 """Of a step's seconds, where nothing was measured: published planners err by 4 to 15 % (Calculon 2023, vTrain 2024)."""
 _MICRO_BATCHES: Final = (1, 2, 4, 8, 16, 32)
@@ -131,13 +131,11 @@ def _variants(model: ModelShape, tensor: int, pipeline: int, data: int, global_b
 
 
 def model_flop(model: ModelShape, global_batch: int) -> float:
-    """Of one step, nothing computed twice: 6 a parameter and token, and attention's 6 x layers x seq x hidden a token, causal
-    (Chowdhery et al., PaLM, 2022, appendix B)."""
-    of_layer, of_embedding = num_parameters(model)
+    """Of one step, nothing computed twice: 6 a parameter that a token meets, and attention's 6 x layers x seq x hidden a token,
+    causal (Chowdhery et al., PaLM, 2022, appendix B)."""
     tokens = global_batch * model.seq
-    return (
-        6.0 * tokens * (of_layer * model.layers + of_embedding) + 6.0 * model.layers * tokens * model.seq * model.hidden
-    )
+    active = num_active(model) * model.layers + num_parameters(model)[1]
+    return 6.0 * tokens * active + 6.0 * model.layers * tokens * model.seq * model.hidden
 
 
 def _quick_s(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> float:

@@ -120,7 +120,7 @@ def layer(
     """One layer on one micro-batch, forward and backward; what is computed again is in the backward."""
     ranks, samples = layout.tensor, layout.micro_batch
     tokens, hidden = samples * model.seq, model.hidden
-    matrices = _matrices(model, ranks)
+    matrices = _matrices(model, ranks, feeds=model.experts_per_token)
     forward_s = sum(product_s(rates, tokens, n, k) for n, k in matrices)
     inputs_s = sum(product_s(rates, tokens, k, n) for n, k in matrices)
     weights_s = sum(product_s(rates, n, k, tokens) for n, k in matrices)
@@ -158,23 +158,26 @@ def layer(
 
 
 def num_parameters(model: ModelShape) -> tuple[int, int]:
-    """(of one layer, of one embedding), norms and biases left out: they are a thousandth.
+    """(of one layer with all its experts, of one embedding), norms and biases left out: they are a thousandth.
 
     >>> num_parameters(ModelShape(hidden=1024, layers=24, heads=16, vocab=50257, seq=1024))
     (12582912, 51463168)
     """
-    one = sum(n * k for n, k in _matrices(model, 1))
-    return one, model.vocab * model.hidden
+    return sum(n * k for n, k in _matrices(model, 1, feeds=model.num_experts)), model.vocab * model.hidden
 
 
-def _matrices(model: ModelShape, ranks: int) -> tuple[tuple[int, int], ...]:
-    """(columns of the result, depth) of the products with weights, on one of `ranks`; experts as the tokens of one rank take
-    them."""
+def num_active(model: ModelShape) -> int:
+    """Parameters of one layer that a token meets: those of its own experts."""
+    return sum(n * k for n, k in _matrices(model, 1, feeds=model.experts_per_token))
+
+
+def _matrices(model: ModelShape, ranks: int, *, feeds: int) -> tuple[tuple[int, int], ...]:
+    """(columns of the result, depth) of the weights on one of `ranks`, with so many feed-forwards."""
     keys = model.key_heads * model.head_width
     attention = ((model.hidden + 2 * keys) // ranks, model.hidden), (model.hidden, model.hidden // ranks)
     up = (model.inner // ranks, model.hidden)
     feed = (up, (model.hidden, model.inner // ranks), *((up,) if model.is_gated else ()))
-    return (*attention, *(feed * model.experts_per_token))
+    return (*attention, *(feed * feeds))
 
 
 def _attention(

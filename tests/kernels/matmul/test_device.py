@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,16 +19,6 @@ from flatout.measure.stats import Estimate
 
 pytestmark = [pytest.mark.device, on_device]
 MEETING = Tile(m=64, n=64, k=64, stages=3, warps=4, splits=16, is_single=True)
-
-
-@pytest.fixture(autouse=True)
-def _own_table(tmp_path: Path) -> Iterator[None]:
-    before = table.folder()
-    table.keep_in(tmp_path)
-    choosing.forget()
-    yield
-    table.keep_in(before)
-    choosing.forget()
 
 
 def _deep() -> tuple[Tensor, Tensor]:

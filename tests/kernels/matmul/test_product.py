@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +12,7 @@ from torch import nn
 import flatout
 from flatout.errors import UsageError
 from flatout.kernels import Linear
-from flatout.kernels.matmul import Packed, choice, choosing, matmul, measure, plain_problem, table
-
-
-@pytest.fixture(autouse=True)
-def _own_table(tmp_path: Path) -> Iterator[None]:
-    before = table.folder()
-    table.keep_in(tmp_path)
-    choosing.forget()
-    yield
-    table.keep_in(before)
-    choosing.forget()
+from flatout.kernels.matmul import Packed, choice, choosing, matmul, measure, plain_problem
 
 
 def _random(*shape: int, **options: Any) -> torch.Tensor:

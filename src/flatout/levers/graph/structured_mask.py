@@ -97,13 +97,15 @@ def apply(seams: Seams, parameters: Parameters) -> None:
         found = known.look_at(attn_mask, pairs) if is_plain and attn_mask is not None else None
         if found is None or found.mask is None:
             return original(query, key, value, attn_mask=attn_mask, is_causal=is_causal, **given)
-        seams.note(LEVER.id)
         if found.kind in _FLAGS:
+            seams.note(LEVER.id)
             return original(query, key, value, is_causal=found.kind == "causal", **given)
         try:
-            return attention(query, key, value, mask=found.mask, scale=scale, enable_gqa=enable_gqa)
-        except NotFused:
+            out = attention(query, key, value, mask=found.mask, scale=scale, enable_gqa=enable_gqa)
+        except NotFused:  # nothing is noted, and the run says that the lever met nothing
             return original(query, key, value, attn_mask=attn_mask, **given)
+        seams.note(LEVER.id)
+        return out
 
     seams.replace(F, "scaled_dot_product_attention", scaled_dot_product_attention)
 
