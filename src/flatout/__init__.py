@@ -46,10 +46,14 @@ if TYPE_CHECKING:
     from flatout.kernels.swiglu.call import swiglu as swiglu
     from flatout.measure.probe import measure_machine as measure_machine
     from flatout.measure.weightless import weigh as weigh
+    from flatout.parallel.agreement import check_layout as check_layout
+    from flatout.parallel.given import given_layout as given_layout
+    from flatout.parallel.layouts import lay_out as lay_out
     from flatout.parallel.world import World as World
     from flatout.records.evidence import Evidence as Evidence
     from flatout.records.finding import Diagnosis as Diagnosis
     from flatout.records.finding import Finding as Finding
+    from flatout.records.scale import Layout as Layout
     from flatout.runs.run import Run as Run
     from flatout.session import apply as apply
     from flatout.session import check as check
@@ -84,6 +88,7 @@ _HOMES = {
     "FlatoutError": "flatout.errors:FlatoutError",
     "HardwareError": "flatout.errors:HardwareError",
     "Keyed": "flatout.data.keyed:Keyed",
+    "Layout": "flatout.records.scale:Layout",
     "NanWatch": "flatout.training.watch:NanWatch",
     "NotFiniteError": "flatout.errors:NotFiniteError",
     "NotFused": "flatout.errors:NotFused",
@@ -105,11 +110,14 @@ _HOMES = {
     "attention": "flatout.kernels.attention.front:attention",
     "attention_choice": "flatout.kernels.attention.front:attention_choice",
     "check": "flatout.session:check",
+    "check_layout": "flatout.parallel.agreement:check_layout",
     "collate_ragged": "flatout.data.ragged:collate_ragged",
     "copied": "flatout.training.snapshot:copied",
     "fitted_cost": "flatout.cost.batching:fitted_cost",
+    "given_layout": "flatout.parallel.given:given_layout",
     "growing": "flatout.data.sizes:growing",
     "guarantee": "flatout.verification.guarantee:guarantee",
+    "lay_out": "flatout.parallel.layouts:lay_out",
     "layer_norm": "flatout.kernels.norm.call:layer_norm",
     "layer_wise": "flatout.training.schedules:layer_wise",
     "linear_cross_entropy": "flatout.kernels.linear_cross_entropy.call:linear_cross_entropy",

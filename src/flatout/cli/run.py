@@ -1,8 +1,10 @@
-"""`flatout run`: an unchanged script with a plan's levers pulled."""
+"""`flatout run`: an unchanged script with a plan's levers pulled, or on as many ranks as a layout takes."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,24 +23,69 @@ def run(
     ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="The plan that `flatout tune` wrote.")] = None,
     module: Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module, like `python -m`.")] = None,
+    layout: Annotated[
+        Path | None, typer.Option("--layout", help="The layout that `flatout scale --out` wrote.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Machines, with --layout; the ranks are divided evenly.")] = 1,
+    coordinator: Annotated[str, typer.Option(help="HOST:PORT of the first machine, with --nodes.")] = "",
+    srun: Annotated[bool, typer.Option("--srun", help="Start on all machines of a Slurm job.")] = False,
+    only_print: Annotated[bool, typer.Option("--print", help="Print the command and start nothing.")] = False,
 ) -> None:
     """Run SCRIPT unchanged with the plan's levers pulled: models at their first call, optimizers and loaders at their making.
 
-    The process becomes the script's: its output, its signals, its exit code.
+    With --layout: print and start the torchrun (or srun) command for as many ranks as the layout takes; the script asks for it
+    with flatout.given_layout(). The process becomes the script's: its output, its signals, its exit code.
     """
     from flatout.session import environment_of, read_plan
 
-    if plan is None:
-        raise UsageError("no plan given; call `flatout run --plan plan.toml train.py -- --its --arguments`")
+    if (plan is None) == (layout is None):
+        raise UsageError(
+            "give a plan or a layout: `flatout run --plan plan.toml train.py -- --its --arguments`, or --layout layout.toml"
+        )
     own = list(arguments or [])
     if module is not None:
         own, target = ([target] if target is not None else []) + own, module
     if target is None:
         raise UsageError("no script given; call `flatout run --plan plan.toml train.py -- --its --arguments`")
     own = own[1:] if own[:1] == ["--"] else own
+    if layout is not None:
+        kind = "module" if module is not None else "script"
+        _start(_command(layout, nodes, coordinator, kind, [target, *own], is_slurm=srun), only_print)
+        return
+    assert plan is not None
     environment = {**os.environ, **environment_of(read_plan(plan))}
     kind = "module" if module is not None else "script"
     sys.stdout.flush()
     sys.stderr.flush()
     command = [sys.executable, "-m", "flatout.cli.planned", str(plan.absolute()), kind, target, *own]
     os.execve(sys.executable, command, environment)
+
+
+def _command(path: Path, nodes: int, coordinator: str, kind: str, target: list[str], *, is_slurm: bool) -> list[str]:
+    """What starts the ranks of this machine, or of all."""
+    from flatout.simulate.reading import read_layout
+
+    devices = read_layout(path).num_devices
+    if nodes < 1 or devices % nodes:
+        raise UsageError(f"{devices} ranks of '{path}' cannot be divided over {nodes} machines; give a divisor")
+    if nodes > 1 and not coordinator:
+        raise UsageError(f"{nodes} machines meet at the first one; give --coordinator HOST:PORT")
+    meeting = (
+        ["--standalone"]
+        if nodes == 1
+        else ["--rdzv-backend=c10d", f"--rdzv-endpoint={coordinator}", "--rdzv-id=flatout"]
+    )
+    each = devices // nodes
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={each}", *meeting]
+    command += ["-m", "flatout.cli.laid", str(path.absolute()), kind, *target]
+    return ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", *command] if is_slurm else command
+
+
+def _start(command: list[str], only_print: bool) -> None:
+    print(shlex.join(command), flush=True)
+    if only_print:
+        return
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no '{command[0]}' here; start the command above by other means")
+    sys.stderr.flush()
+    os.execvp(command[0], command)

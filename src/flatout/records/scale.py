@@ -8,7 +8,17 @@ from flatout.errors import PlanError
 from flatout.records.record import Record
 
 Recompute = Literal["none", "selective", "full"]
-ScheduleKind = Literal["gpipe", "1f1b", "interleaved"]
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+"""As torch.distributed.pipelining has them; zero-bubble is its interleaved one."""
+Offload = Literal["none", "state", "weights"]
+Compression = Literal["none", "bfloat16", "powersgd", "sign"]
+LOOPED = frozenset({"interleaved", "looped-bfs", "zero-bubble"})
+"""Schedules whose stages hold `chunks` parts of the model, rank 0 the first of each round."""
+SPLIT = frozenset({"zero-bubble", "zbv", "dualpipev"})
+"""Schedules whose backward is in two halves: gradients of inputs, then of weights. torch 2.11 to 2.13 loses gradients of the last
+stage in them where weights are sharded and gathered again for the backward (shard 3)."""
+FOLDED = frozenset({"zbv", "dualpipev"})
+"""Schedules whose stages hold two parts, the second in reverse order: rank 0 has the first and the last."""
 
 
 class ModelShape(Record, frozen=True, kw_only=True):
@@ -65,56 +75,101 @@ class Tier(Record, frozen=True, kw_only=True):
     latency_s: float
 
 
+class Host(Record, frozen=True, kw_only=True):
+    """What a device has of the machine around it: `bytes_per_s` to and from the host's memory, one direction; of its disk,
+    reading or writing; the host's memory for each device, None where nobody said how much."""
+
+    bytes_per_s: float
+    disk_bytes_per_s: float
+    memory_bytes: float | None = None
+
+
 class Cluster(Record, frozen=True, kw_only=True):
-    """So many devices of one kind (`device` is the id of its data sheet) and the tiers that join them, the nearest first."""
+    """So many devices of one kind (`device` is the id of its data sheet) and the tiers that join them, the nearest first.
+
+    `host` None: nothing can be offloaded.
+    """
 
     device: str
     num_devices: int
     tiers: tuple[Tier, ...]
+    host: Host | None = None
 
 
 class Layout(Record, frozen=True, kw_only=True):
-    """How the work lies on the devices: `tensor` x `pipeline` x `data` of them.
+    """How the work lies on the devices: `tensor` x `context` x `data` x `pipeline` of them.
 
-    Ranks of a tensor group are neighbours, then those of data, then stages. `micro_batch` samples a micro-batch, of which each
-    data rank has `global_batch / (data * micro_batch)` in a step. `shard` is what data ranks divide among themselves: 0 nothing,
-    1 the optimizer's state, 2 gradients too, 3 weights too (ZeRO's stages; FSDP is 3). `is_sequence_parallel`: tensor ranks
-    divide what lies between their products by tokens.
+    Ranks of a tensor group are neighbours, then those of context, then those of data, then stages. `micro_batch` samples a
+    micro-batch, of which each data rank has `global_batch / (data * micro_batch)` in a step. `shard` is what data (and context)
+    ranks divide among themselves: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too (ZeRO's stages; FSDP is
+    3); groups of `shard_ranks` of the data ranks do so and hold copies of one another (HSDP; 0 is all of them).
+    `is_sequence_parallel`: tensor ranks divide what lies between their products by tokens. `context` ranks divide each sample by
+    tokens. `expert` of the data ranks divide the experts. `offload` keeps the optimizer's state, or weights too, in the host's
+    memory or on its disk (`offload_to`). `compression` of gradients between data ranks.
     """
 
     tensor: int = 1
+    context: int = 1
     pipeline: int = 1
     data: int = 1
+    expert: int = 1
     micro_batch: int = 1
     global_batch: int = 1
     schedule: ScheduleKind = "1f1b"
     chunks: int = 1
     recompute: Recompute = "none"
     shard: int = 0
+    shard_ranks: int = 0
     is_sequence_parallel: bool = False
+    offload: Offload = "none"
+    offload_to: Literal["host", "disk"] = "host"
+    compression: Compression = "none"
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "data", "micro_batch", "global_batch", "chunks"):
+        for name in ("tensor", "context", "pipeline", "data", "expert", "micro_batch", "global_batch", "chunks"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; give a positive number")
         if self.shard not in (0, 1, 2, 3):
             raise PlanError(f"shard is {self.shard}; give 0, 1, 2 or 3")
+        if self.shard_ranks < 0 or (self.shard_ranks and self.data % self.shard_ranks):
+            raise PlanError(
+                f"shard_ranks {self.shard_ranks} does not divide data {self.data}; give a divisor, or 0 for all"
+            )
+        if self.data % self.expert:
+            raise PlanError(f"expert {self.expert} does not divide data {self.data}: experts lie on data ranks")
         if self.global_batch % (self.data * self.micro_batch):
             raise PlanError(
                 f"a global batch of {self.global_batch} is no multiple of {self.data} ranks x {self.micro_batch} samples"
             )
-        if self.chunks > 1 and self.schedule != "interleaved":
-            raise PlanError(f"{self.chunks} chunks a stage need the schedule 'interleaved', not '{self.schedule}'")
+        if self.chunks > 1 and self.schedule not in LOOPED:
+            raise PlanError(
+                f"{self.chunks} chunks a stage need a schedule of {', '.join(sorted(LOOPED))}, not '{self.schedule}'"
+            )
+        if self.compression != "none" and (self.shard or self.data == 1):
+            raise PlanError(
+                f"compression '{self.compression}' is of gradients that data ranks reduce whole: it needs shard 0 and data > 1, "
+                f"not shard {self.shard} and data {self.data}"
+            )
 
     @property
     def num_devices(self) -> int:
         """Devices that it takes."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
 
     @property
     def num_micro_batches(self) -> int:
         """Of each data rank, in a step."""
         return self.global_batch // (self.data * self.micro_batch)
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that divide among themselves what `shard` names."""
+        return self.context * (self.shard_ranks or self.data)
+
+    @property
+    def parts_per_stage(self) -> int:
+        """Parts of the model that one pipeline rank holds."""
+        return 2 if self.schedule in FOLDED and self.pipeline > 1 else self.chunks
 
 
 class Software(Record, frozen=True, kw_only=True):
@@ -125,7 +180,8 @@ class Software(Record, frozen=True, kw_only=True):
     them. `optimizer_bytes` are read and written for each parameter at an update, `gradient_bytes` reduced.
     `pads_vocabulary`: to a multiple of 128 a tensor rank, when it is divided. `has_overlap`: gradients are reduced while the
     backward goes on. `state_bytes` are kept for each parameter by the optimizer, with a float32 copy of the weights if there is
-    one.
+    one. Context ranks gather all keys and values before attention ('gathered'), or pass them round while it goes on ('ring');
+    their pieces of a sample are 'contiguous', so that under a causal mask the last rank has the most to do, or 'balanced'.
     """
 
     dtype: str = "bfloat16"
@@ -138,6 +194,8 @@ class Software(Record, frozen=True, kw_only=True):
     state_bytes: int = 12
     pads_vocabulary: bool = True
     has_overlap: bool = True
+    context_exchange: Literal["gathered", "ring"] = "gathered"
+    context_pieces: Literal["contiguous", "balanced"] = "contiguous"
 
 
 class Constants(Record, frozen=True, kw_only=True):
@@ -152,6 +210,16 @@ class Constants(Record, frozen=True, kw_only=True):
     `collective_s`         of the host, to start one collective
     `link_share`           of a link's bandwidth, by large collectives
     `step_s`               of a step that belongs to nothing else: the loop, the schedule, the loader
+    `contention_share`     of the time in which arithmetic and collectives run side by side, lost by the arithmetic: 18.9 % in
+                           the mean of GPT and LLaMA models on four A100, H100, MI210 or MI250, 40 % at most (Characterizing
+                           Compute-Communication Overlap, arXiv 2507.03114, 2025)
+    `routing_imbalance`    tokens of the fullest expert rank over their mean: what Switch Transformer's capacity factor allows
+                           (Fedus et al., 2022, section 2.2); what is more it drops
+    `host_share`           of the data sheet's bandwidth to the host, by copies of pinned memory: PCIe's packets of 128 or 256
+                           bytes carry 24 to 28 bytes of heads (PCI Express base specification, transaction and link layers)
+    `straggler_share`      deviation of a rank's own seconds, over their mean. 0: the other constants come from steps of whole
+                           nodes, which have their waiting inside. GPUs of one kind differ by 8 % in the mean of five clusters
+                           (Sinha et al., Not all GPUs are created equal, SC 2022)
     """
 
     product_share: float = 0.8
@@ -163,10 +231,19 @@ class Constants(Record, frozen=True, kw_only=True):
     collective_s: float = 5e-5
     link_share: float = 0.7
     step_s: float = 2e-3
+    contention_share: float = 0.19
+    routing_imbalance: float = 1.25
+    host_share: float = 0.85
+    straggler_share: float = 0.0
 
 
 class StepTime(Record, frozen=True, kw_only=True):
-    """Seconds of one step, and where they go: `total_s` is the sum of the others."""
+    """Seconds of one step, and where they go: `total_s` is the sum of the others.
+
+    `host_s` the device waits for the host's operators; `tensor_s`, `context_s` and `expert_s` are collectives in a layer's way;
+    `data_s` is what data ranks send beyond what arithmetic hides, and what arithmetic loses beside it; `offload_s` what copies
+    to and from the host or disk take beyond what is hidden; `straggler_s` waits for the slowest rank.
+    """
 
     total_s: float
     compute_s: float
@@ -176,10 +253,18 @@ class StepTime(Record, frozen=True, kw_only=True):
     data_s: float
     optimizer_s: float
     step_s: float
+    context_s: float = 0.0
+    expert_s: float = 0.0
+    offload_s: float = 0.0
+    straggler_s: float = 0.0
 
 
 class StageMemory(Record, frozen=True, kw_only=True):
-    """Bytes on one device of a stage at its peak. `slack_bytes` is what allocators, the driver and libraries take besides."""
+    """Bytes on one device of a stage at its peak.
+
+    `slack_bytes` is what allocators, the driver and libraries take besides, `feedback_bytes` what compressed gradients left out
+    and bring in later. `host_bytes` lie in the host's memory or on its disk, and are none of the device's.
+    """
 
     weight_bytes: int
     gradient_bytes: int
@@ -188,11 +273,13 @@ class StageMemory(Record, frozen=True, kw_only=True):
     logits_bytes: int
     buffer_bytes: int
     slack_bytes: int
+    feedback_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
-        return sum(getattr(self, name) for name in self.__struct_fields__)
+        """All that is on the device."""
+        return sum(int(getattr(self, name)) for name in self.__struct_fields__) - self.host_bytes
 
 
 class Ranked(Record, frozen=True, kw_only=True):

@@ -1,0 +1,243 @@
+"""A plain model's layers divided over tensor ranks, with torch's DTensor: the model goes on computing with whole shapes.
+
+What flows through the model are DTensors of whole shapes, so that its code (views, heads, splits) stays as it is, and what it
+computes is what one process computes: DTensor knows where the pieces lie. Three things are added to torch's own styles. Layers
+that share an input (q, k and v; gate and up) share its redistribution, so that its gradient is summed over ranks once and not
+for each. Layers that hold several matrices side by side are divided matrix by matrix. And attention is computed on each rank's
+own heads, on every device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_map_only
+
+from flatout.errors import UsageError
+from flatout.parallel.roles import Role
+
+_TOKENS: Final = 1
+"""The dimension of tokens in what flows between blocks."""
+
+
+def divide(
+    model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, Role], *, by_tokens: bool, blocks: Sequence[str]
+) -> None:
+    """Divide the layers that have a role over the mesh, in place; all other parameters are whole on each rank.
+
+    `by_tokens`: what flows between blocks is divided by tokens (sequence parallelism); the mesh's size must divide their number.
+    """
+    stream: Placement = Shard(_TOKENS) if by_tokens else Replicate()
+    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        role = roles.get(path)
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                made[id(parameter)] = _distributed(parameter, mesh, _place(name, role))
+            module.register_parameter(name, made[id(parameter)])
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and not isinstance(buffer, DTensor):
+                module._buffers[name] = distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=None)
+    shared = _SharedInputs(mesh)
+    for path, role in roles.items():
+        module = modules[path]
+        if role.kind in ("columns", "head"):
+            module.register_forward_pre_hook(shared)
+        if role.kind == "columns" and role.parts > 1:
+            module.forward = _by_parts(module, role.parts)
+        if role.kind in ("rows", "vocabulary"):
+            module.register_forward_hook(_back_to(stream))
+    if by_tokens:
+        first = modules[blocks[0]]
+        first.register_forward_pre_hook(_begin(stream))
+
+
+def _place(name: str, role: Role | None) -> Placement:
+    if role is None:
+        return Replicate()
+    if role.kind == "rows":
+        return Shard(1) if name == "weight" else Replicate()
+    if role.parts > 1:
+        return _by(role.parts) if name == "weight" else Replicate()
+    return Shard(0)
+
+
+def _by(parts: int) -> Placement:
+    """Rows of several matrices one above the other, each divided by itself."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(0, split_factor=parts)
+
+
+def _distributed(parameter: nn.Parameter, mesh: DeviceMesh, place: Placement) -> nn.Parameter:
+    whole = distribute_tensor(parameter.data, mesh, [place], src_data_rank=None)
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+class _SharedInputs:
+    """Before layers that are divided by columns: their input, whole on each rank.
+
+    Layers that are given one input get one copy of it, whose gradient they sum up in parts, and which is reduced once.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._last: tuple[weakref.ref[Tensor], bool, Tensor] | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        given = args[0]
+        if self._last is not None and self._last[0]() is given and self._last[1] == torch.is_grad_enabled():
+            return (self._last[2], *args[1:])
+        whole = _whole(given, self._mesh)
+        self._last = weakref.ref(given), torch.is_grad_enabled(), whole
+        return (whole, *args[1:])
+
+
+def _whole(given: Tensor, mesh: DeviceMesh) -> Tensor:
+    if not isinstance(given, DTensor):
+        given = DTensor.from_local(given, mesh, [Replicate()], run_check=False)
+    # its gradient comes as parts to be summed, and goes back as the input was placed: one collective
+    return given.redistribute(placements=[Replicate()])
+
+
+def _back_to(stream: Placement) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        return out.redistribute(placements=[stream]) if isinstance(out, DTensor) else out
+
+    return hook
+
+
+def _begin(stream: Placement) -> Callable[..., Any]:
+    """What the first block is given is divided as the stream is."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        given = args[0]
+        return (given.redistribute(placements=[stream]), *args[1:]) if isinstance(given, DTensor) else args
+
+    return hook
+
+
+def _by_parts(layer: nn.Module, parts: int) -> Callable[[Tensor], SideBySide]:
+    def forward(x: Tensor) -> SideBySide:
+        weight, bias = layer.weight, layer.bias
+        assert isinstance(x, DTensor) and isinstance(weight, DTensor)
+        own = _own_part(bias, parts) if isinstance(bias, DTensor) else None
+        local = nn.functional.linear(x.to_local(grad_placements=[Partial()]), weight.to_local(), own)
+        return SideBySide(local, x.device_mesh, parts)
+
+    return forward
+
+
+def _own_part(bias: DTensor, parts: int) -> Tensor:
+    """This rank's piece of each part of a bias that all ranks hold: FSDP could not shard one that lies in pieces."""
+    mesh = bias.device_mesh
+    whole = bias.to_local(grad_placements=[Partial()])
+    return whole.view(parts, mesh.size(), -1)[:, mesh.get_local_rank()].flatten()
+
+
+class SideBySide:
+    """The output of a layer of several matrices, of which each rank has a piece of each; to be taken apart and nothing else."""
+
+    def __init__(self, local: Tensor, mesh: DeviceMesh, parts: int) -> None:
+        self._local, self._mesh, self._parts = local, mesh, parts
+        self.shape = torch.Size([*local.shape[:-1], local.shape[-1] * mesh.size()])
+        self.dtype, self.device, self.ndim = local.dtype, local.device, local.dim()
+
+    def size(self, dim: int | None = None) -> Any:
+        """Of the whole."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return self.ndim
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+        """As Tensor.chunk."""
+        self._check(chunks == self._parts and dim in (-1, self.ndim - 1), f"chunk({chunks}, {dim})")
+        return tuple(self._wrapped(t, self.ndim - 1) for t in self._local.chunk(chunks, -1))
+
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+        """As Tensor.split."""
+        each = self.shape[-1] // self._parts
+        is_each = sizes == each if isinstance(sizes, int) else list(sizes) == [each] * self._parts
+        self._check(is_each and dim in (-1, self.ndim - 1), f"split({sizes}, {dim})")
+        return self.chunk(self._parts, -1)
+
+    def view(self, *sizes: Any) -> Tensor:
+        """As Tensor.view, with the matrices in a dimension of their own."""
+        wanted = list(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else list(sizes)
+        at = self.ndim - 1
+        self._check(len(wanted) == self.ndim + 2 and wanted[at] == self._parts, f"view({wanted})")
+        num = self._mesh.size()
+        if wanted[at + 1] == -1:
+            wanted[at + 1] = self.shape[-1] // (self._parts * wanted[at + 2])
+        self._check(wanted[at + 1] % num == 0, f"view({wanted}) over {num} ranks")
+        wanted[at + 1] //= num
+        lead = [n if n != -1 else -1 for n in wanted]
+        return self._wrapped(self._local.view(lead), at + 1)
+
+    reshape = view
+
+    def _wrapped(self, local: Tensor, dim: int) -> Tensor:
+        return DTensor.from_local(local, self._mesh, [Shard(dim)], run_check=False)
+
+    def _check(self, is_good: bool, what: str) -> None:
+        if not is_good:
+            raise UsageError(
+                f"a layer of {self._parts} matrices side by side is divided by itself each, and {what} does not take them apart; "
+                "take them apart right after the layer, or give them layers of their own"
+            )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        method = getattr(cls, getattr(func, "__name__", ""), None)
+        if method is None or not args or not isinstance(args[0], SideBySide):
+            raise UsageError(
+                f"{getattr(func, '__name__', func)} of several matrices side by side; take them apart first"
+            )
+        return method(*args, **(kwargs or {}))
+
+
+def sharded_dim(parameter: nn.Parameter) -> Shard | None:
+    """Where FSDP is to shard a parameter of a divided model; None leaves it to FSDP, which takes the first dimension.
+
+    A weight of several matrices lies in pieces along the first one, and FSDP would take other rows for them.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return Shard(1) if any(isinstance(p, _StridedShard) for p in parameter.placements) else None
+
+
+def placed(nest: Any, mesh: DeviceMesh) -> Any:
+    """The tensors of a nest as DTensors that are whole on each rank."""
+    return tree_map_only(Tensor, lambda t: t if isinstance(t, DTensor) else _from_whole(t, mesh), nest)
+
+
+def _from_whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+def gathered(nest: Any) -> Any:
+    """The DTensors of a nest as plain tensors of whole shape."""
+    return tree_map_only(DTensor, lambda t: t.full_tensor(), nest)
+
+
+def share_divided(parameters: Iterable[nn.Parameter]) -> float:
+    """Of all numbers, those that are divided over ranks."""
+    sizes = [
+        (p.numel(), isinstance(p, DTensor) and not all(q.is_replicate() for q in p.placements)) for p in parameters
+    ]
+    whole = sum(n for n, _ in sizes)
+    return sum(n for n, is_divided in sizes if is_divided) / whole if whole else 0.0

@@ -1,0 +1,151 @@
+"""Stages of a pipeline on one rank, run by one of torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from flatout.errors import PlanError
+from flatout.parallel.stages import Stage
+from flatout.records.scale import FOLDED, LOOPED, Layout, ScheduleKind
+
+_CLASSES: Final[Mapping[ScheduleKind, str]] = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "looped-bfs": "LoopedBFS",
+    "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""As torch.distributed.pipelining.schedules.get_schedule_class calls them."""
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class MicroBatch(NamedTuple):
+    """One call of the model, and what its output is compared with."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+
+
+def numbers_of(layout: Layout, rank: int) -> list[int]:
+    """The parts of the model that a pipeline rank holds.
+
+    >>> numbers_of(Layout(pipeline=4, schedule="zbv"), 1)
+    [1, 6]
+    """
+    if layout.schedule in FOLDED:
+        return [rank, 2 * layout.pipeline - 1 - rank]
+    return [rank + layout.pipeline * i for i in range(layout.chunks)]
+
+
+class Staged:
+    """A pipeline rank: `run` has all its micro-batches go forward and backward, as the schedule orders it.
+
+    `hidden` is what stages send one another, on one rank: without data, for its shape. `within` is entered for each forward.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        layout: Layout,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        hidden: Tensor,
+        stream: tuple[DeviceMesh, bool] | None,
+        within: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        num = layout.pipeline * layout.parts_per_stage
+        self._batches: Sequence[MicroBatch] = ()
+        self._loss: Loss | None = None
+        self._within = within
+        sent = hidden.detach().requires_grad_()
+        number, loss = torch.zeros(1, dtype=torch.int64, device="meta"), torch.zeros(1, device="meta").requires_grad_()
+        made = [
+            PipelineStage(
+                _Fed(self, stage, stream, is_first=at == 0, is_last=at == num - 1),
+                at,
+                num,
+                device,
+                input_args=number if at == 0 else sent,
+                output_args=loss if at == num - 1 else sent,
+                group=group,
+            )
+            for at, stage in stages.items()
+        ]
+        kind = get_schedule_class(_CLASSES[layout.schedule])
+        is_many = layout.schedule in LOOPED or layout.schedule in FOLDED
+        given: Any = made if is_many else made[0]
+        self.modules: list[nn.Module] = [stage.submod for stage in made]
+        try:
+            self._schedule = kind(given, layout.num_micro_batches, loss_fn=lambda out, _: out.sum(), scale_grads=True)
+        except ValueError as e:
+            raise PlanError(f"schedule '{layout.schedule}' of torch refuses the layout: {e}") from e
+        self._numbers = torch.arange(layout.num_micro_batches)
+        self._holds_first, self._holds_last = 0 in stages, num - 1 in stages
+
+    def run(self, batches: Sequence[MicroBatch], loss: Loss, *, is_training: bool) -> Tensor | None:
+        """The losses of the micro-batches, on ranks that hold the last part."""
+        self._batches, self._loss = batches, loss
+        losses: list[Tensor] = []
+        args = (self._numbers,) if self._holds_first else ()
+        target = self._numbers if self._holds_last else None
+        act = self._schedule.step if is_training else self._schedule.eval
+        try:
+            act(*args, number=self._numbers, target=target, losses=losses if self._holds_last else None)
+        finally:
+            self._batches, self._loss = (), None
+        return torch.stack([loss.detach().sum() for loss in losses]) if losses else None
+
+
+class _Fed(nn.Module):
+    """A stage, given the inputs of the micro-batch whose number the schedule says; the last gives the loss."""
+
+    def __init__(
+        self, owner: Staged, stage: Stage, stream: tuple[DeviceMesh, bool] | None, *, is_first: bool, is_last: bool
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        self._owner, self._is_first, self._is_last = [owner], is_first, is_last
+        self._stream = stream
+
+    def forward(self, given: Tensor, *, number: Tensor) -> Tensor:
+        """Of one micro-batch."""
+        owner = self._owner[0]
+        batch = owner._batches[int(number)]
+        hidden = None if self._is_first else self._received(given)
+        with owner._within():
+            out = self.stage(hidden, batch.args, batch.kwargs)
+        if not self._is_last:
+            return self._sent(out)
+        assert owner._loss is not None
+        loss = owner._loss(out, batch.target)
+        return torch.stack([loss.full_tensor() if isinstance(loss, DTensor) else loss])
+
+    def _received(self, given: Tensor) -> Tensor:
+        if self._stream is None:
+            return given
+        mesh, by_tokens = self._stream
+        return DTensor.from_local(given, mesh, [Shard(1) if by_tokens else Replicate()], run_check=False)
+
+    def _sent(self, out: Tensor) -> Tensor:
+        if self._stream is None:
+            return out
+        _, by_tokens = self._stream
+        assert isinstance(out, DTensor)
+        place = Shard(1) if by_tokens else Replicate()
+        local = out.redistribute(placements=[place]).to_local(grad_placements=[place])
+        return local.clone()  # split schedules detach it in place, which a view does not allow

@@ -1,0 +1,188 @@
+"""Every kind of layout and every schedule computes what one process computes: loss and all gradients, on 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.parallel.forked import lines_of
+
+TWO = {
+    "replicated": {"data": 2, "global_batch": 4},
+    "state sharded": {"data": 2, "global_batch": 4, "shard": 1},
+    "gradients sharded": {"data": 2, "global_batch": 4, "shard": 2},
+    "weights sharded": {"data": 2, "global_batch": 4, "shard": 3},
+    "tensor": {"tensor": 2, "global_batch": 2},
+    "tensor by tokens": {"tensor": 2, "global_batch": 2, "is_sequence_parallel": True},
+    "tensor, recomputed": {"tensor": 2, "recompute": "full"},
+    "attention recomputed": {"tensor": 2, "recompute": "selective"},
+    "context": {"context": 2, "global_batch": 2},
+    "gpipe": {"pipeline": 2, "global_batch": 4, "schedule": "gpipe"},
+    "1f1b": {"pipeline": 2, "global_batch": 4},
+    "interleaved": {"pipeline": 2, "global_batch": 4, "schedule": "interleaved", "chunks": 2},
+    "looped-bfs": {"pipeline": 2, "global_batch": 4, "schedule": "looped-bfs", "chunks": 2},
+    "zero-bubble": {"pipeline": 2, "global_batch": 4, "schedule": "zero-bubble", "chunks": 2},
+    "zbv": {"pipeline": 2, "global_batch": 4, "schedule": "zbv"},
+    "dualpipev": {"pipeline": 2, "global_batch": 4, "schedule": "dualpipev"},
+    "two samples at once": {"pipeline": 2, "global_batch": 8, "micro_batch": 2, "recompute": "full"},
+}
+FOUR = {
+    "sharded in groups": {"data": 4, "global_batch": 4, "shard": 3, "shard_ranks": 2},
+    "tensor, weights sharded": {"tensor": 2, "data": 2, "global_batch": 4, "shard": 3},
+    "tensor by tokens, replicated": {"tensor": 2, "data": 2, "global_batch": 2, "is_sequence_parallel": True},
+    "context, weights sharded": {"context": 2, "data": 2, "global_batch": 4, "shard": 3},
+    "context, tensor": {"context": 2, "tensor": 2, "shard": 3, "is_sequence_parallel": True},
+    "pipeline, weights sharded": {"pipeline": 2, "data": 2, "global_batch": 8, "shard": 3},
+    "pipeline, replicated": {"pipeline": 2, "data": 2, "global_batch": 4},
+    "pipeline, tensor": {"pipeline": 2, "tensor": 2, "global_batch": 2, "is_sequence_parallel": True},
+    "pipeline, context": {"pipeline": 2, "context": 2, "global_batch": 2},
+    "zero-bubble, state sharded": {
+        "pipeline": 2,
+        "data": 2,
+        "global_batch": 8,
+        "shard": 1,
+        "schedule": "zero-bubble",
+        "chunks": 2,
+    },
+    "zbv, tensor": {"pipeline": 2, "tensor": 2, "global_batch": 4, "schedule": "zbv"},
+    "four stages": {"pipeline": 4, "global_batch": 4},
+}
+
+CHECK = """
+    import json, warnings
+    import torch._dynamo
+    import flatout
+    from flatout.parallel.agreement import check_layout
+    from tests.parallel.networks import NETWORKS, batch_of, loss_of
+
+    warnings.simplefilter("error")
+
+    def checked(layouts):
+        with flatout.World("cpu") as world:
+            for name, given in layouts.items():
+                layout = flatout.Layout(**given)
+                for kind, network in NETWORKS.items():
+                    torch.manual_seed(0)
+                    model, (ids, positions, target) = network(), batch_of(layout.global_batch)
+                    try:
+                        found = check_layout(model, layout, world, ids, positions, target=target, loss=loss_of)
+                        number, text = found.num_parameters, str(found)
+                    except flatout.FlatoutError as e:
+                        number, text = 0, str(e)
+                    if world.is_first:
+                        told(json.dumps([name, kind, number, text]))
+
+    layouts = json.loads(sys.argv[1])
+    as_ranks(int(sys.argv[2]), lambda: checked(layouts))
+"""
+NUM_PARAMETERS = {"gpt": 53, "llama": 39}
+"""A weight that is embedding and output layer has two names."""
+
+
+def _checked(layouts: dict[str, dict[str, object]], ranks: int) -> dict[tuple[str, str], tuple[int, str]]:
+    told = [json.loads(line) for line in lines_of(CHECK, json.dumps(layouts), f"{ranks}")]
+    return {(name, kind): (number, text) for name, kind, number, text in told}
+
+
+@pytest.fixture(scope="module")
+def on_two() -> dict[tuple[str, str], tuple[int, str]]:
+    return _checked(TWO, 2)
+
+
+@pytest.fixture(scope="module")
+def on_four() -> dict[tuple[str, str], tuple[int, str]]:
+    return _checked(FOUR, 4)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", NUM_PARAMETERS)
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_compute_what_one_does(name: str, kind: str, on_two: dict[tuple[str, str], tuple[int, str]]) -> None:
+    number, text = on_two[name, kind]
+    assert number >= NUM_PARAMETERS[kind] - 1, text
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("kind", NUM_PARAMETERS)
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_compute_what_one_does(
+    name: str, kind: str, on_four: dict[tuple[str, str], tuple[int, str]]
+) -> None:
+    number, text = on_four[name, kind]
+    assert number >= NUM_PARAMETERS[kind] - 1, text
+
+
+WRONG = """
+    import json
+    import flatout
+    from flatout.parallel.layouts import lay_out
+    from tests.parallel.networks import GPT, NETWORKS, batch_of, loss_of
+
+    class Counting(GPT):
+        # Counts its tokens itself: wrong where a rank has a part of them.
+        def forward(self, ids, positions):
+            return super().forward(ids, torch.arange(ids.shape[1]).expand_as(ids))
+
+    class Written(torch.nn.Module):
+        # Attention without scaled_dot_product_attention.
+        def __init__(self):
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = (x @ x.mT).softmax(-1) @ block(x)
+            return x
+
+    def tried(world, name, action):
+        try:
+            said = str(action())
+        except flatout.FlatoutError as e:
+            said = f"{type(e).__name__}: {e}"
+        if world.is_first:
+            told(json.dumps([name, said]))
+
+    def wrong():
+        torch.manual_seed(0)
+        with flatout.World("cpu") as world:
+            def check(model, samples=2, **given):
+                ids, positions, target = batch_of(samples)
+                layout = flatout.Layout(**given)
+                return flatout.check_layout(model, layout, world, ids, positions, target=target, loss=loss_of)
+
+            tried(world, "ranks", lambda: check(GPT(), data=4, global_batch=4))
+            tried(world, "positions", lambda: check(Counting(), context=2, global_batch=2))
+            tried(world, "samples", lambda: check(GPT(), samples=3, tensor=2, global_batch=2))
+            tried(world, "stages", lambda: check(GPT(2), pipeline=2, global_batch=2, schedule="zbv"))
+            tried(world, "split", lambda: check(GPT(), pipeline=2, global_batch=2, schedule="zbv", shard=3))
+            tried(world, "heads", lambda: lay_out(torch.nn.Linear(4, 4), flatout.Layout(tensor=2), world))
+            x = torch.randn(1, 4, 8)
+            laid = lay_out(Written(), flatout.Layout(context=2), world)
+            tried(world, "attention", lambda: laid.step(x, target=x, loss=lambda out, target: out.square().mean()))
+            tried(world, "example", lambda: lay_out(GPT(), flatout.Layout(tensor=2), world))
+
+    as_ranks(2, wrong)
+"""
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, str]:
+    return dict(json.loads(line) for line in lines_of(WRONG))
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    "name,part",
+    [
+        ("ranks", "PlanError: the layout is of 4 devices"),
+        ("positions", "VerificationError: the layout computes another gradient"),
+        ("samples", "UsageError: a tensor of shape [3, 16] for a global batch of 2"),
+        ("stages", "PlanError: 2 blocks cannot be divided into 4 parts"),
+        ("split", "PlanError: schedule 'zbv' with shard 3"),
+        ("heads", "PlanError: the model has no repeated blocks"),
+        ("attention", "UsageError: the model called no scaled_dot_product_attention"),
+        ("example", "PlanError: tensor and pipeline ranks need an example"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_told(name: str, part: str, errors: dict[str, str]) -> None:
+    assert part in errors[name]
