@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flatout.parallel.experts import Experts
+
 VOCAB, WIDTH, TOKENS = 64, 32, 16
 
 
@@ -95,7 +97,7 @@ class Llama(nn.Module):
         super().__init__()
         self.tok = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(GatedBlock(WIDTH, 4, groups) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCAB + 1, bias=False)  # which no ranks divide
         each = WIDTH // 4
         self.register_buffer("rates", 1e4 ** -(torch.arange(0, each, 2) / each), persistent=False)
 
@@ -108,7 +110,34 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-NETWORKS = {"gpt": GPT, "llama": Llama}
+class ExpertBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln1, self.attn, self.ln2 = nn.LayerNorm(width), Attention(width, heads), nn.LayerNorm(width)
+        self.experts = Experts(width, 2 * width, 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln1(x))
+        return x + self.experts(self.ln2(x))
+
+
+class Mixture(nn.Module):
+    """A mixture of experts."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(VOCAB, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(ExpertBlock(WIDTH, 4) for _ in range(layers))
+        self.ln, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.tok(ids) + self.pos(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln(x))
+
+
+NETWORKS = {"gpt": GPT, "llama": Llama, "mixture": Mixture}
 
 
 def batch_of(samples: int) -> tuple[Tensor, Tensor, Tensor]:

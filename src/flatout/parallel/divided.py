@@ -10,7 +10,7 @@ own heads, on every device.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -229,15 +229,11 @@ def _from_whole(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
 
 
-def gathered(nest: Any) -> Any:
-    """The DTensors of a nest as plain tensors of whole shape."""
-    return tree_map_only(DTensor, lambda t: t.full_tensor(), nest)
+def for_loss(nest: Any) -> Any:
+    """A model's output as a loss takes it: whole on each rank, but for logits whose classes, the last dimension, are divided."""
 
+    def placed_for(tensor: DTensor) -> DTensor:
+        is_logits = all(place == Shard(tensor.dim() - 1) for place in tensor.placements)
+        return tensor if is_logits else tensor.redistribute(placements=[Replicate()])
 
-def share_divided(parameters: Iterable[nn.Parameter]) -> float:
-    """Of all numbers, those that are divided over ranks."""
-    sizes = [
-        (p.numel(), isinstance(p, DTensor) and not all(q.is_replicate() for q in p.placements)) for p in parameters
-    ]
-    whole = sum(n for n, _ in sizes)
-    return sum(n for n, is_divided in sizes if is_divided) / whole if whole else 0.0
+    return tree_map_only(DTensor, placed_for, nest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,24 +10,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from flatout.errors import PlanError, UsageError
 from flatout.parallel.attending import Attending
-from flatout.parallel.divided import divide, placed, sharded_dim, share_divided
+from flatout.parallel.compressed import Compressed
+from flatout.parallel.divided import divide, for_loss, placed
 from flatout.parallel.meshes import Meshes
 from flatout.parallel.recomputing import recompute_within
+from flatout.parallel.refusals import refuse
+from flatout.parallel.replicated import is_offloaded_by_fsdp, sharded
 from flatout.parallel.roles import Watched, roles_of, watch
 from flatout.parallel.staged import Loss, MicroBatch, Staged, numbers_of
 from flatout.parallel.stages import Stage, part_of, shares
 from flatout.parallel.twins import Twins
 from flatout.parallel.world import World
-from flatout.records.scale import SPLIT, Layout
+from flatout.records.scale import Layout
+from flatout.training.offload import offload_state
 from flatout.training.recompute import blocks_of
 
 
@@ -48,6 +53,9 @@ class LaidOut:
         self._staged: Staged | None = None
         self._twins: Twins | None = None
         self._autocast: torch.dtype | None = None
+        self._has_divided_classes = False
+        self.compressed: Compressed | None = None
+        """What compresses gradients, where the layout has them compressed; its state belongs into checkpoints."""
 
     # -- what an optimizer and a checkpoint take -----------------------------------------------------------------------------
 
@@ -63,6 +71,16 @@ class LaidOut:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this rank."""
         return (parameter for _, parameter in self.named_parameters())
+
+    def optimizer(self, kind: Callable[..., Optimizer], **options: Any) -> Optimizer:
+        """An optimizer of this rank's parameters, as `laid.optimizer(torch.optim.AdamW, lr=1e-3)`.
+
+        Where the layout offloads it, its state is in the host's memory but for its step.
+        """
+        made = kind(self.parameters(), **options)
+        if self.layout.offload == "state" and not is_offloaded_by_fsdp(self.layout, self._meshes):
+            offload_state(made)
+        return made
 
     def clip_grad_norm_(self, most: float) -> Tensor:
         """Scale all gradients down to a norm of `most` over the whole model, and give the norm that they had.
@@ -140,7 +158,7 @@ class LaidOut:
     def _loss(self, batch: MicroBatch, loss: Loss) -> Tensor:
         with self._attending.on():
             out = self.modules[0](*batch.args, **batch.kwargs)
-        return loss(out, batch.target)
+        return loss(for_loss(out), batch.target)
 
     @contextmanager
     def _synced(self, module: nn.Module, is_last: bool) -> Iterator[None]:
@@ -160,7 +178,7 @@ class LaidOut:
         with ExitStack() as stack:
             if self._meshes.tensor is not None:
                 stack.enter_context(implicit_replication())
-                stack.enter_context(loss_parallel())
+                stack.enter_context(loss_parallel() if self._has_divided_classes else nullcontext())
             if self._autocast is not None:
                 stack.enter_context(torch.autocast(self._world.device.type, self._autocast))
             before = self._attending.num_calls
@@ -241,11 +259,7 @@ def lay_out(
     Layers are divided by what a forward without data shows of them (`roles_of`). Raises PlanError for a layout that the model or
     the run cannot have, with the reason.
     """
-    if layout.pipeline > 1 and layout.schedule in SPLIT and layout.shard == 3:
-        raise PlanError(
-            f"schedule '{layout.schedule}' with shard 3: torch loses gradients of weights that are gathered once more for a "
-            "backward in two halves; use shard 1 or 2, or another schedule"
-        )
+    refuse(model, layout)
     meshes = Meshes(layout, world)
     paths = [path for path, _ in blocks_of(model, blocks)]
     is_cut = layout.tensor > 1 or layout.pipeline > 1
@@ -263,11 +277,13 @@ def lay_out(
         assert watched is not None
         return _staged(model, layout, meshes, world, watched, paths, mixed, attending)
     laid = LaidOut([], layout, meshes, world, attending)
-    _divide(model, layout, meshes, watched, paths, paths)
+    laid._has_divided_classes = _divide(model, layout, meshes, watched, paths, paths)
     if layout.recompute == "full":
         recompute_within([model.get_submodule(path) for path in paths], attending.on)
-    laid.modules.append(_sharded(model, [model.get_submodule(p) for p in paths], layout, meshes, world, mixed))
-    laid._autocast = None if isinstance(laid.modules[0], FSDPModule) else mixed
+    spread = sharded(model, [model.get_submodule(p) for p in paths], layout, meshes, world, mixed)
+    laid.modules.append(spread.module)
+    laid.compressed = spread.compressed
+    laid._autocast = None if isinstance(spread.module, FSDPModule) else mixed
     return laid
 
 
@@ -297,10 +313,11 @@ def _staged(
     parts = shares(paths, num)
     twins = Twins(model, watched, paths, layout, meshes)
     stages: dict[int, Stage] = {}
+    has_divided_classes = False
     for number in numbers_of(layout, meshes.stage):
         part = part_of(model, watched, paths, parts[number])
         twins.separate(part, number)
-        _divide(part, layout, meshes, watched, paths, parts[number])
+        has_divided_classes = _divide(part, layout, meshes, watched, paths, parts[number])
         own = [part.get_submodule(path) for path in parts[number]]
         if layout.recompute == "full":
             recompute_within(own, attending.on)
@@ -314,9 +331,9 @@ def _staged(
     staged = Staged(stages, layout, meshes.pipeline, world.device, hidden=hidden, stream=stream, within=attending.on)
     for number, module in zip(stages, staged.modules, strict=True):
         own = [stages[number].model.get_submodule(path) for path in parts[number]]
-        _sharded(module, own, layout, meshes, world, mixed)
+        sharded(module, own, layout, meshes, world, mixed)
     laid = LaidOut(staged.modules, layout, meshes, world, attending)
-    laid._staged, laid._twins = staged, twins.made(staged.modules)
+    laid._staged, laid._twins, laid._has_divided_classes = staged, twins.made(staged.modules), has_divided_classes
     laid._autocast = None if meshes.sharded is not None else mixed
     return laid
 
@@ -328,10 +345,10 @@ def _divide(
     watched: Watched | None,
     paths: Sequence[str],
     mine: Sequence[str],
-) -> None:
-    """Over tensor ranks."""
+) -> bool:
+    """Over tensor ranks; whether the logits' classes are divided."""
     if meshes.tensor is None:
-        return
+        return False
     assert watched is not None
     roles = roles_of(watched, paths, layout.tensor)
     there = {path for path, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
@@ -342,30 +359,7 @@ def _divide(
             f"none of the layers in the blocks can be divided over {layout.tensor} tensor ranks: no layers lead from the stream "
             "and back to it in widths that divide; use tensor 1"
         )
-
-
-def _sharded(
-    module: nn.Module,
-    blocks: Sequence[nn.Module],
-    layout: Layout,
-    meshes: Meshes,
-    world: World,
-    mixed: torch.dtype | None,
-) -> nn.Module:
-    """Over data and context ranks."""
-    module.to(world.device)
-    if meshes.sharded is None:
-        return module
-    if layout.shard == 0 and layout.tensor == 1 and layout.pipeline == 1:
-        devices = [world.device] if world.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=devices, process_group=meshes.all_data)
-    policy = MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
-    options: dict[str, Any] = {"mesh": meshes.sharded, "mp_policy": policy, "reshard_after_forward": layout.shard == 3}
-    options["shard_placement_fn"] = sharded_dim
-    for block in blocks:
-        fully_shard(block, **options)
-    fully_shard(module, **options)
-    return module
+    return any(role.kind == "head" for role in roles.values())
 
 
 def _same_on_all(model: nn.Module, world: World) -> None:
@@ -381,11 +375,17 @@ def _same_on_all(model: nn.Module, world: World) -> None:
 
 
 def _square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    total = torch.zeros((), device=device)
+    """Over all ranks that hold parts of them: one number for each way in which they are divided."""
+    squares: dict[tuple[Any, Any], Tensor] = {}
     for gradient in gradients:
-        square = gradient.float().square().sum()
-        total += _whole(square)
-    return total
+        key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        squares[key] = squares.get(key, torch.zeros((), device=device)) + local.float().square().sum()
+    for (mesh, placements), square in squares.items():
+        for dim, place in enumerate(placements):
+            if not place.is_replicate():
+                dist.all_reduce(square, group=mesh.get_group(dim))
+    return sum(squares.values(), torch.zeros((), device=device))
 
 
 def _whole(value: Tensor) -> Tensor:
@@ -396,6 +396,3 @@ def _plain_name(name: str) -> str:
     for lead in ("module.", "stage.model."):
         name = name.removeprefix(lead)
     return name
-
-
-__all__ = ["LaidOut", "lay_out", "share_divided"]

@@ -15,6 +15,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatout.errors import PlanError
+from flatout.parallel.divided import for_loss
 from flatout.parallel.stages import Stage
 from flatout.records.scale import FOLDED, LOOPED, Layout, ScheduleKind
 
@@ -72,7 +73,7 @@ class Staged:
         self._batches: Sequence[MicroBatch] = ()
         self._loss: Loss | None = None
         self._within = within
-        sent = hidden.detach().requires_grad_()
+        sent = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta").requires_grad_()
         number, loss = torch.zeros(1, dtype=torch.int64, device="meta"), torch.zeros(1, device="meta").requires_grad_()
         made = [
             PipelineStage(
@@ -132,13 +133,15 @@ class _Fed(nn.Module):
         if not self._is_last:
             return self._sent(out)
         assert owner._loss is not None
-        loss = owner._loss(out, batch.target)
+        loss = owner._loss(for_loss(out), batch.target)
         return torch.stack([loss.full_tensor() if isinstance(loss, DTensor) else loss])
 
     def _received(self, given: Tensor) -> Tensor:
         if self._stream is None:
             return given
         mesh, by_tokens = self._stream
+        if given.requires_grad:
+            given.register_hook(Tensor.contiguous)  # as it is sent
         return DTensor.from_local(given, mesh, [Shard(1) if by_tokens else Replicate()], run_check=False)
 
     def _sent(self, out: Tensor) -> Tensor:
@@ -148,4 +151,5 @@ class _Fed(nn.Module):
         assert isinstance(out, DTensor)
         place = Shard(1) if by_tokens else Replicate()
         local = out.redistribute(placements=[place]).to_local(grad_placements=[place])
-        return local.clone()  # split schedules detach it in place, which a view does not allow
+        # Split schedules detach it in place, which a view does not allow; what is sent must be contiguous.
+        return local.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,99 @@
+"""A module on the ranks of data and context: replicated, or its weights sharded, with torch's own means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from flatout.parallel.compressed import Compressed, compress
+from flatout.parallel.divided import sharded_dim
+from flatout.parallel.experts import spread_experts
+from flatout.parallel.meshes import Meshes
+from flatout.parallel.streamed import stream_weights
+from flatout.parallel.world import World
+from flatout.records.scale import Layout
+
+
+class Spread(NamedTuple):
+    """What is to be called, and what compresses its gradients."""
+
+    module: nn.Module
+    compressed: Compressed | None
+
+
+def sharded(
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    layout: Layout,
+    meshes: Meshes,
+    world: World,
+    mixed: torch.dtype | None,
+) -> Spread:
+    """Spread a module over data and context ranks: FSDP2 where something is sharded, DistributedDataParallel else.
+
+    Tensor and pipeline ranks always take FSDP2, which leaves one shard on each rank where nothing is sharded. In it, shard 1
+    and 2 keep weights gathered, 3 gathers them for each block; gradients are reduced with the last micro-batch (0, 1) or
+    with each. Experts are divided before.
+    """
+    if layout.offload == "weights" and meshes.sharded is None:
+        stream_weights(blocks, world.device)
+        _rest_to(module, blocks, world.device)
+        return Spread(module, None)
+    module.to(world.device)
+    if meshes.sharded is None:
+        return Spread(module, None)
+    apart = spread_experts(module, _of_experts(layout, world)) if layout.expert > 1 else []
+    if layout.shard == 0 and layout.tensor == 1 and layout.pipeline == 1:
+        devices = [world.device] if world.device.type == "cuda" else None
+        replicated = DistributedDataParallel(module, device_ids=devices, process_group=meshes.all_data)
+        made = compress(replicated, layout.compression) if layout.compression != "none" else None
+        return Spread(replicated, made)
+    policy = MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+    options: dict[str, Any] = {
+        "mesh": meshes.sharded,
+        "mp_policy": policy,
+        "reshard_after_forward": layout.shard == 3,
+        "shard_placement_fn": sharded_dim,
+        "ignored_params": set(apart),
+    }
+    if is_offloaded_by_fsdp(layout, meshes) and world.device.type == "cuda":
+        options["offload_policy"] = CPUOffloadPolicy()
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+    return Spread(module, None)
+
+
+def is_offloaded_by_fsdp(layout: Layout, meshes: Meshes) -> bool:
+    """Whether FSDP2 keeps this rank's shards, their gradients and with them the optimizer's state in the host's memory."""
+    is_sharded = meshes.sharded is not None and (layout.shard > 0 or layout.tensor > 1 or layout.pipeline > 1)
+    return layout.offload != "none" and is_sharded
+
+
+def _of_experts(layout: Layout, world: World) -> DeviceMesh:
+    """Copies, and in each of them the ranks that divide the experts."""
+    rows = layout.data * layout.context
+    if rows == layout.expert:
+        return world.mesh(rows, names=("expert",))
+    return world.mesh(rows // layout.expert, layout.expert, names=("copies", "expert"))
+
+
+def _rest_to(module: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
+    """What is outside of the blocks, onto the device."""
+    inside = {id(m) for block in blocks for m in block.modules()}
+    for part in module.modules():
+        if id(part) in inside:
+            continue
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                parameter.data = parameter.data.to(device)
+                part._parameters[name] = parameter
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
