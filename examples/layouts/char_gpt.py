@@ -1,7 +1,7 @@
 """A character GPT on the texts of Python's own help, spread over ranks as a layout says.
 
-    python examples/layouts/char_gpt.py                                                  # alone
-    flatout run --layout examples/layouts/two-stages.toml examples/layouts/char_gpt.py   # on as many ranks as the layout takes
+python examples/layouts/char_gpt.py                                                  # alone
+flatout run --layout examples/layouts/two-stages.toml examples/layouts/char_gpt.py   # on as many ranks as the layout takes
 """
 
 import argparse

@@ -47,8 +47,17 @@ if TYPE_CHECKING:
     from flatout.measure.probe import measure_machine as measure_machine
     from flatout.measure.weightless import weigh as weigh
     from flatout.parallel.agreement import check_layout as check_layout
+    from flatout.parallel.clipping import clip_gradients as clip_gradients
+    from flatout.parallel.compressed import Compressed as Compressed
+    from flatout.parallel.compressed import compress as compress
+    from flatout.parallel.experts import Experts as Experts
+    from flatout.parallel.experts import auxiliary_loss as auxiliary_loss
+    from flatout.parallel.experts import balance_experts as balance_experts
+    from flatout.parallel.experts import spread_experts as spread_experts
     from flatout.parallel.given import given_layout as given_layout
     from flatout.parallel.layouts import lay_out as lay_out
+    from flatout.parallel.streamed import Streamed as Streamed
+    from flatout.parallel.streamed import stream_weights as stream_weights
     from flatout.parallel.world import World as World
     from flatout.records.evidence import Evidence as Evidence
     from flatout.records.finding import Diagnosis as Diagnosis
@@ -57,6 +66,11 @@ if TYPE_CHECKING:
     from flatout.runs.run import Run as Run
     from flatout.session import apply as apply
     from flatout.session import check as check
+    from flatout.surviving.sums import first_difference as first_difference
+    from flatout.surviving.sums import state_sums as state_sums
+    from flatout.surviving.supervisor import Job as Job
+    from flatout.surviving.supervisor import Supervisor as Supervisor
+    from flatout.surviving.survivor import Survivor as Survivor
     from flatout.training.accumulation import accumulating as accumulating
     from flatout.training.checkpoints import Checkpoints as Checkpoints
     from flatout.training.offload import offload_state as offload_state
@@ -81,12 +95,15 @@ _HOMES = {
     "CaptureError": "flatout.errors:CaptureError",
     "CheckpointError": "flatout.errors:CheckpointError",
     "Checkpoints": "flatout.training.checkpoints:Checkpoints",
+    "Compressed": "flatout.parallel.compressed:Compressed",
     "Diagnosis": "flatout.records.finding:Diagnosis",
     "Evidence": "flatout.records.evidence:Evidence",
+    "Experts": "flatout.parallel.experts:Experts",
     "Feed": "flatout.data.feed:Feed",
     "Finding": "flatout.records.finding:Finding",
     "FlatoutError": "flatout.errors:FlatoutError",
     "HardwareError": "flatout.errors:HardwareError",
+    "Job": "flatout.surviving.supervisor:Job",
     "Keyed": "flatout.data.keyed:Keyed",
     "Layout": "flatout.records.scale:Layout",
     "NanWatch": "flatout.training.watch:NanWatch",
@@ -102,6 +119,9 @@ _HOMES = {
     "Run": "flatout.runs.run:Run",
     "SampleCost": "flatout.cost.batching:SampleCost",
     "ScriptError": "flatout.errors:ScriptError",
+    "Streamed": "flatout.parallel.streamed:Streamed",
+    "Supervisor": "flatout.surviving.supervisor:Supervisor",
+    "Survivor": "flatout.surviving.survivor:Survivor",
     "Threads": "flatout.data.threads:Threads",
     "UsageError": "flatout.errors:UsageError",
     "World": "flatout.parallel.world:World",
@@ -109,10 +129,15 @@ _HOMES = {
     "apply": "flatout.session:apply",
     "attention": "flatout.kernels.attention.front:attention",
     "attention_choice": "flatout.kernels.attention.front:attention_choice",
+    "auxiliary_loss": "flatout.parallel.experts:auxiliary_loss",
+    "balance_experts": "flatout.parallel.experts:balance_experts",
     "check": "flatout.session:check",
     "check_layout": "flatout.parallel.agreement:check_layout",
+    "clip_gradients": "flatout.parallel.clipping:clip_gradients",
     "collate_ragged": "flatout.data.ragged:collate_ragged",
+    "compress": "flatout.parallel.compressed:compress",
     "copied": "flatout.training.snapshot:copied",
+    "first_difference": "flatout.surviving.sums:first_difference",
     "fitted_cost": "flatout.cost.batching:fitted_cost",
     "given_layout": "flatout.parallel.given:given_layout",
     "growing": "flatout.data.sizes:growing",
@@ -135,6 +160,9 @@ _HOMES = {
     "rotary": "flatout.kernels.rotary.call:rotary",
     "scores": "flatout.kernels.attention:scores",
     "set_rate": "flatout.training.schedules:set_rate",
+    "spread_experts": "flatout.parallel.experts:spread_experts",
+    "state_sums": "flatout.surviving.sums:state_sums",
+    "stream_weights": "flatout.parallel.streamed:stream_weights",
     "swiglu": "flatout.kernels.swiglu.call:swiglu",
     "transformer_cost": "flatout.cost.batching:transformer_cost",
     "warm_up_cosine": "flatout.training.schedules:warm_up_cosine",

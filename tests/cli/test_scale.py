@@ -39,11 +39,105 @@ def test_layouts_are_ranked_with_where_their_steps_go() -> None:
 
 
 def test_what_does_not_fit_is_told_with_what_fills_it() -> None:
-    asked = ["scale", "--model", str(MODELS / "gpt3-175b.toml"), "--gpus", "8xa100-80gb", "--batch", "64"]
+    asked = ["scale", "--model", str(MODELS / "gpt3-175b.toml"), "--gpus", "1xa100-40gb", "--batch", "64"]
+    result = CliRunner().invoke(app, [*asked, "--host-memory", "64", "--disk", "0"])
+    assert isinstance(result.exception, UsageError)
+    long = MODELS.parent / "none.toml"
+    assert isinstance(CliRunner().invoke(app, ["scale", "--model", str(long), *asked[3:]]).exception, PlanError)
+
+
+def test_what_fits_only_offloaded_says_so_and_what_the_host_must_have() -> None:
+    asked = ["scale", "--model", str(MODELS / "gpt3-175b.toml"), "--gpus", "8xa100-80gb", "--batch", "64", "--top", "2"]
     result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    assert (
+        "nothing fits without it: weights, gradients and the optimizer's state kept in the host's memory"
+        in result.output
+    )
+    assert re.search(r"it takes 2\d\d\d GiB of each node's memory", result.output)
+    on_disk = CliRunner().invoke(app, [*asked, "--host-memory", "1024"])
+    assert "on its disk" in on_disk.output
+    assert "weights on the disk" in on_disk.output
+
+
+def test_what_fits_nowhere_is_told_with_what_fills_it(tmp_path: Path) -> None:
+    model = tmp_path / "huge.toml"
+    model.write_text("hidden = 65536\nlayers = 8\nheads = 64\nvocab = 256000\nseq = 65536\n")
+    result = CliRunner().invoke(app, ["scale", "--model", str(model), "--gpus", "1xrtx-4090", "--batch", "1"])
     assert result.exit_code == 1
-    assert "none fits" in result.output
-    assert "state" in result.output
+    assert "none fits; the smallest takes of its fullest device" in result.output
+    assert "buffer" in result.output
+
+
+def test_a_run_is_priced_with_what_failures_leave_of_it() -> None:
+    asked = [
+        "scale",
+        "--model",
+        str(MODELS / "llama-70b.toml"),
+        "--gpus",
+        "64xh100-sxm",
+        "--batch",
+        "1M-tokens",
+        "--top",
+        "1",
+    ]
+    more = ["--tokens", "15T", "--failures", "3.8", "--price", "2.5"]
+    output = CliRunner().invoke(app, [*asked, *more]).output
+    without = re.search(r"15T tokens without failures: (\S+)M GPU-hours, \S+ days, (\S+)M at 2.5 a GPU-hour", output)
+    kept = re.search(r"(\S+)% of the time is kept", output)
+    left = re.search(r"15T tokens with failures: (\S+)M GPU-hours", output)
+    assert without is not None and kept is not None and left is not None
+    assert float(without[2]) == pytest.approx(2.5 * float(without[1]), rel=0.01)
+    assert float(left[1]) == pytest.approx(float(without[1]) / (float(kept[1]) / 100), rel=0.01)
+    assert isinstance(CliRunner().invoke(app, [*asked, "--tokens", "many"]).exception, PlanError)
+
+
+def test_compressed_gradients_are_asked_for_by_name_and_said_to_change_results(tmp_path: Path) -> None:
+    model = tmp_path / "small.toml"
+    model.write_text("hidden = 2048\nlayers = 24\nheads = 16\nvocab = 50304\nseq = 1024\n")
+    asked = [
+        "scale",
+        "--model",
+        str(model),
+        "--gpus",
+        "16xa100-80gb",
+        "--batch",
+        "64",
+        "--top",
+        "500",
+        "--fabric",
+        "10",
+    ]
+    output = CliRunner().invoke(app, [*asked, "--compression", "powersgd,sign"]).output
+    assert "powersgd gradients (changes results)" in output
+    assert "changes results" not in CliRunner().invoke(app, asked).output
+    assert isinstance(CliRunner().invoke(app, [*asked, "--compression", "zip"]).exception, UsageError)
+
+
+def test_stragglers_are_a_part_of_their_own() -> None:
+    asked = [
+        "scale",
+        "--model",
+        str(MODELS / "llama-70b.toml"),
+        "--gpus",
+        "64xh100-sxm",
+        "--batch",
+        "1M-tokens",
+        "--top",
+        "1",
+    ]
+    assert "stragglers" in CliRunner().invoke(app, [*asked, "--straggler", "0.02"]).output
+    assert "stragglers" not in CliRunner().invoke(app, asked).output
+
+
+def test_the_fullest_stage_is_named_and_what_lies_on_the_host(tmp_path: Path) -> None:
+    layout = tmp_path / "layout.toml"
+    layout.write_text('tensor = 8\npipeline = 3\nglobal_batch = 12\noffload = "state"\n')
+    result = CliRunner().invoke(app, ["fit", "--model", str(MODELS / "llama-70b.toml"), "--layout", str(layout)])
+    assert result.exit_code == 0, result.output
+    assert "fullest: stage " in result.output
+    assert "a device in the host's memory or on its disk" in result.output
+    assert "An upper bound for what is counted" in result.output
 
 
 def test_the_first_layout_is_written_and_fits_stage_by_stage(tmp_path: Path) -> None:
@@ -63,7 +157,17 @@ def test_gpt3_is_counted_both_ways_and_does_not_fit_one_device() -> None:
     assert result.exit_code == 1
     assert "DOES NOT FIT" in result.output
     assert "16 bytes each" in result.output and "2.79 TB" in result.output
-    assert "four parts of 4 bytes each" in result.output and "0.70 TB each" in result.output
+    assert "four parts of 4 bytes each" in result.output and "0.70 TB each (650 GiB)" in result.output
+
+
+def test_pages_are_written(tmp_path: Path) -> None:
+    page, model = tmp_path / "page.html", str(MODELS / "llama-70b.toml")
+    asked = ["scale", "--model", model, "--gpus", "64xh100-sxm", "--batch", "1M-tokens", "--failures", "6.5"]
+    assert CliRunner().invoke(app, [*asked, "--html", str(page)]).exit_code == 0
+    assert "6.5 interruptions per 1000 node-days" in page.read_text()
+    assert CliRunner().invoke(app, ["fit", "--model", model, "--html", str(page)]).exit_code == 0
+    assert "llama-70b" in page.read_text()
+    assert isinstance(CliRunner().invoke(app, ["fit", "a:b", "--html", str(page)]).exception, UsageError)
 
 
 def test_a_layout_with_an_unknown_key_is_refused(tmp_path: Path) -> None:

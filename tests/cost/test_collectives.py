@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.cost.collectives import all_reduce_s, gather_s, send_s
+from flatout.cost.collectives import all_reduce_s, all_to_all_s, gather_s, send_s
 from flatout.records.scale import Tier
 
 NVLINK = Tier(name="nvlink", reach=8, bytes_per_s=4e11, latency_s=1e-6)
@@ -45,3 +45,10 @@ def test_more_bytes_and_less_of_the_link_never_take_less(
     assert all_reduce_s(num_bytes, ranks, TIERS, stride=stride, share=1 / factor) >= taken_s
     # no rank can have the sum before it has sent and received nearly all of it, over the fastest link
     assert taken_s >= 2 * num_bytes * (1 - 1 / ranks) / NVLINK.bytes_per_s * (1 - 1e-9)
+
+
+def test_what_goes_to_all_others_takes_the_longer_of_near_and_far() -> None:
+    assert all_to_all_s(8e8, 8, TIERS) == pytest.approx(1e-6 + 7e8 / 4e11)
+    assert all_to_all_s(8e8, 16, TIERS) == pytest.approx(5e-6 + 4e8 / 5e10)
+    assert all_to_all_s(8e8, 4, TIERS, stride=8) == pytest.approx(5e-6 + 6e8 / 5e10)
+    assert all_to_all_s(8e8, 1, TIERS) == 0.0

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatout.errors import UsageError
-from flatout.parallel.experts import Experts, auxiliary_loss, balance_experts, clip_gradients
+from flatout.parallel.clipping import clip_gradients
+from flatout.parallel.experts import Experts, auxiliary_loss, balance_experts
 from flatout.parallel.routing import Scores, combined, ordered, taken
 
 
@@ -224,7 +225,8 @@ SPREAD = """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
     from flatout.errors import UsageError
-    from flatout.parallel.experts import Experts, auxiliary_loss, balance_experts, clip_gradients, spread_experts
+    from flatout.parallel.clipping import clip_gradients
+    from flatout.parallel.experts import Experts, auxiliary_loss, balance_experts, spread_experts
     from flatout.training.checkpoints import Checkpoints
 
     def whole(tensor):

@@ -141,6 +141,73 @@ def test_four_ranks_compute_what_one_does(
     assert number >= NUM_PARAMETERS[kind], text
 
 
+TRAIN = """
+    import json
+    import flatout
+    from tests.parallel.networks import NETWORKS, batch_of, loss_of
+
+    def trained(name, kind, given):
+        torch.manual_seed(0)
+        layout = flatout.Layout(**given)
+        ids, positions, target = batch_of(layout.global_batch)
+        with flatout.World("cpu") as world:
+            example = (ids[: layout.micro_batch], positions[: layout.micro_batch])
+            laid = flatout.lay_out(NETWORKS[kind](), layout, world, example=example)
+            optimizer = laid.optimizer(torch.optim.AdamW, lr=1e-2)
+            losses = []
+            for step in range(6):
+                mine = laid.share((ids, positions, target))
+                optimizer.zero_grad()
+                losses.append(laid.step(*mine[:2], target=mine[2], loss=loss_of).item())
+                laid.clip_grad_norm_(0.5)
+                optimizer.step()
+            mine = laid.share((ids, positions, target))
+            losses.append(laid.evaluate(*mine[:2], target=mine[2], loss=loss_of).item())
+            sent = laid.compressed.share_sent if laid.compressed else 1.0
+            if world.is_first:
+                told(json.dumps([name, losses, sent]))
+
+    for name, kind, given in json.loads(sys.argv[1]):
+        as_ranks(flatout.Layout(**given).num_devices, lambda: trained(name, kind, given))
+"""
+TRAINED = [
+    ("gpt alone", "gpt", {"global_batch": 4}),
+    ("gpt on stages, tied", "gpt", {"pipeline": 2, "global_batch": 4}),
+    ("gpt on folded stages, tied", "gpt", {"pipeline": 2, "global_batch": 4, "schedule": "zbv"}),
+    ("gpt in tensors", "gpt", {"tensor": 2, "data": 2, "global_batch": 4, "shard": 3, "is_sequence_parallel": True}),
+    ("gpt offloaded", "gpt", {"global_batch": 4, "offload": "state"}),
+    ("gpt in bfloat16", "gpt", {"data": 2, "global_batch": 4, "compression": "bfloat16"}),
+    ("gpt in signs", "gpt", {"data": 2, "global_batch": 4, "compression": "sign"}),
+    ("mixture alone", "mixture", {"global_batch": 4}),
+    ("mixture spread", "mixture", {"data": 2, "global_batch": 4, "expert": 2, "shard": 3}),
+]
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, tuple[list[float], float]]:
+    return {name: (losses, sent) for name, losses, sent in map(json.loads, lines_of(TRAIN, json.dumps(TRAINED)))}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("name", [name for name, _, given in TRAINED if "compression" not in given])
+def test_training_goes_as_in_one_process(name: str, trained: dict[str, tuple[list[float], float]]) -> None:
+    kind = name.partition(" ")[0]
+    losses, alone = trained[name][0], trained[f"{kind} alone"][0]
+    assert losses == pytest.approx(alone, rel=1e-4)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("name,most,near", [("gpt in bfloat16", 0.51, 0.02), ("gpt in signs", 0.05, 0.2)])
+def test_compressed_gradients_train_in_fewer_bytes(
+    name: str, most: float, near: float, trained: dict[str, tuple[list[float], float]]
+) -> None:
+    losses, sent = trained[name]
+    assert sent < most
+    assert losses[-1] == pytest.approx(trained["gpt alone"][0][-1], rel=near)
+    assert losses[1:] != trained["gpt alone"][0][1:]
+
+
 WRONG = """
     import json
     import flatout

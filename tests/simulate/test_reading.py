@@ -7,7 +7,7 @@ import pytest
 from flatout.errors import HardwareError, PlanError
 from flatout.records.scale import ModelShape
 from flatout.simulate.reading import cluster_of, read_model, samples_of
-from flatout.simulate.step import num_parameters
+from flatout.simulate.sizes import num_parameters
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 

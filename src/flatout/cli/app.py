@@ -24,6 +24,7 @@ from flatout.cli.runs import runs
 from flatout.cli.scale import scale
 from flatout.cli.schema import schema
 from flatout.cli.simulate import simulate
+from flatout.cli.survive import survive
 from flatout.cli.tune import tune
 from flatout.cli.verify import verify
 from flatout.cli.watch import watch
@@ -54,6 +55,7 @@ app.command(context_settings={"ignore_unknown_options": True})(edit)
 app.command()(levers)
 app.command(context_settings={"ignore_unknown_options": True})(watch)
 app.command()(replay)
+app.command(context_settings={"ignore_unknown_options": True})(survive)
 app.add_typer(runs, name="runs")
 
 

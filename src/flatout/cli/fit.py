@@ -23,6 +23,9 @@ def fit(
     optimizer_bytes: Annotated[
         int, typer.Option(help="State of the optimizer for each parameter; Adam and a copy: 12.")
     ] = 12,
+    html: Annotated[
+        Path | None, typer.Option(help="Write what each stage of the layout holds as a page there.")
+    ] = None,
 ) -> None:
     """Count the memory without a device and without allocating it; exits with 1 when it does not fit."""
     from flatout.cost.roofline import memory_bytes
@@ -33,8 +36,10 @@ def fit(
     room = memory_bytes(load(cluster_of(gpus).device)) if gpus else None
     if bool(step) == (model is not None):
         raise UsageError("give either module:function or --model FILE")
+    if html is not None and model is None:
+        raise UsageError("--html is of a layout's stages; give --model and --layout with it")
     console = Console(soft_wrap=True, highlight=False)
-    fits = _step(step, room, console) if model is None else _layout(model, layout, room, optimizer_bytes, console)
+    fits = _step(step, room, console) if model is None else _layout(model, layout, room, optimizer_bytes, console, html)
     if not fits:
         raise typer.Exit(1)
 
@@ -66,10 +71,14 @@ def _step(name: str, room: float | None, console: Console) -> bool:
     return total <= room
 
 
-def _layout(model: Path, layout: Path | None, room: float | None, optimizer_bytes: int, console: Console) -> bool:
+def _layout(
+    model: Path, layout: Path | None, room: float | None, optimizer_bytes: int, console: Console, html: Path | None
+) -> bool:
     """Each stage of a layout."""
+    from flatout.records.record import write_file
     from flatout.records.scale import Layout, Software
-    from flatout.reporting.scale import accounting_lines, layout_text, memory_lines
+    from flatout.reporting.html.scale import fit_page
+    from flatout.reporting.scale import accounting_lines, bound_lines, layout_text, memory_lines
     from flatout.simulate.memory import memory_of
     from flatout.simulate.reading import read_layout, read_model
 
@@ -81,9 +90,12 @@ def _layout(model: Path, layout: Path | None, room: float | None, optimizer_byte
         verdict = "" if room is None else " fits" if memory.total_bytes <= room else " DOES NOT FIT"
         of = "" if room is None else f" of {room / 2**30:.1f} GiB"
         console.print(f"stage {stage}: {memory.total_bytes / 2**30:.1f} GiB{of}{verdict}", markup=False)
-        for line in memory_lines(memory):
-            console.print(line, markup=False)
         fits = fits and (room is None or memory.total_bytes <= room)
-    for line in accounting_lines(shape):
+    fullest = max(range(len(stages)), key=lambda stage: stages[stage].total_bytes)
+    console.print(f"fullest: stage {fullest}" if len(stages) > 1 else "it holds:", markup=False)
+    for line in (*memory_lines(stages[fullest]), *bound_lines(), *accounting_lines(shape)):
         console.print(line, markup=False)
+    if html is not None:
+        write_file(html, fit_page(stages, given, name=model.stem, model=shape, room_bytes=room))
+        console.print(f"written to {html}", markup=False)
     return fits

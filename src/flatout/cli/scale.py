@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from flatout.records.failure import Goodput
+    from flatout.records.scale import Cluster, Compression, Constants, ModelShape, Ranked, Software
+    from flatout.simulate.search import Ranking
+
+_TRILLION = 1e12
+"""Tokens of a run, where nobody said."""
 
 
 def scale(
@@ -21,45 +30,172 @@ def scale(
     top: Annotated[int, typer.Option(help="Layouts to print.")] = 10,
     measured: Annotated[Path | None, typer.Option(help="Measured steps to fit constants on, a JSON file.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the first layout there, as TOML.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the ranking as a page there.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Length of the run, as 300G or 15T; 1T unless given.")] = None,
+    failures: Annotated[
+        float | None, typer.Option(help="Interruptions that 1000 nodes cause in a day: say what they leave of the run.")
+    ] = None,
+    stall: Annotated[float, typer.Option(help="Seconds that a checkpoint stops the steps.")] = 60.0,
+    restart: Annotated[float, typer.Option(help="Seconds from a failure until steps go on.")] = 600.0,
+    price: Annotated[float | None, typer.Option(help="Of a GPU-hour, in whatever money.")] = None,
+    compression: Annotated[
+        str,
+        typer.Option(
+            help="Look at compressed gradients too, which change results: bfloat16, powersgd, sign, or some, as a,b."
+        ),
+    ] = "",
+    straggler: Annotated[
+        float, typer.Option(help="Deviation of a rank's own seconds, over their mean: 0.02 for two percent.")
+    ] = 0.0,
+    host_memory: Annotated[
+        float | None, typer.Option(help="GiB of a node's memory, for what is offloaded; unknown unless given.")
+    ] = None,
+    disk: Annotated[float, typer.Option(help="GB/s of the disk that each device has, reading or writing.")] = 4.0,
 ) -> None:
     """Rank the layouts that fit by the predicted seconds of a step, and say where they go."""
-    from flatout.records.record import write_file
+    from flatout.errors import UsageError
     from flatout.records.scale import Constants, Software
     from flatout.reporting.scale import memory_lines, ranking_lines
     from flatout.simulate.calibration import Calibrated
-    from flatout.simulate.reading import cluster_of, layout_toml, read_model, read_runs, samples_of
+    from flatout.simulate.reading import cluster_of, read_model, read_runs, samples_of, tokens_of
     from flatout.simulate.search import ranked
 
-    shape = read_model(model)
-    cluster = cluster_of(gpus, node=node, fabric_bytes_per_s=fabric * 1e9 / 8)
+    if straggler < 0 or node < 1 or fabric <= 0 or disk <= 0 or (price is not None and price < 0):
+        raise UsageError("--straggler and --price are 0 or more, --node, --fabric and --disk are positive")
+    shape, kinds = read_model(model), _compressions(compression)
+    host_bytes = None if host_memory is None else host_memory * 2**30 / node
+    cluster = cluster_of(
+        gpus, node=node, fabric_bytes_per_s=fabric * 1e9 / 8, disk_bytes_per_s=disk * 1e9, host_bytes=host_bytes
+    )
     samples = samples_of(batch, shape)
-    console = Console(soft_wrap=True, highlight=False)
-    software = Software(dtype=dtype)
+    run_tokens = None if tokens is None else tokens_of(tokens)
+    run = _Run(run_tokens, failures, stall, restart, price, -(-cluster.num_devices // node))
+    software, constants = Software(dtype=dtype), Constants(straggler_share=straggler)
     runs = read_runs(measured) if measured is not None else []
-    calibrated = Calibrated(runs, cluster, software) if measured is not None else None
-    found = ranked(shape, cluster, samples, software, Constants(), most=top, calibrated=calibrated)
-    console.print(
+    calibrated = Calibrated(runs, cluster, software, constants) if measured is not None else None
+    found = ranked(shape, cluster, samples, software, constants, most=top, calibrated=calibrated, compressions=kinds)
+    _say(
         f"{model.stem} on {cluster.num_devices} x {cluster.device}, {samples} samples of {shape.seq} tokens a step: "
-        f"{found.num_layouts} layouts, {found.num_too_large} of them too large",
-        markup=False,
+        f"{found.num_layouts} layouts, {found.num_too_large} of them too large"
     )
     if not found.best:
         assert found.smallest is not None
-        console.print("none fits; the smallest takes of its fullest device:", markup=False)
-        for line in memory_lines(found.smallest):
-            console.print(line, markup=False)
+        _say("none fits; the smallest takes of its fullest device:", *memory_lines(found.smallest))
         raise typer.Exit(1)
-    for line in ranking_lines(found.best, tokens=samples * shape.seq, num_devices=cluster.num_devices):
-        console.print(line, markup=False)
-    console.print("memory of the first's fullest device:", markup=False)
-    for line in memory_lines(found.best[0].memory):
-        console.print(line, markup=False)
-    if out is not None:
-        best = found.best[0]
-        said = f"{model.stem} on {gpus}, predicted {best.step.total_s:.3f} s a step, {best.memory.total_bytes / 2**30:.1f} GiB"
-        write_file(out, layout_toml(best.layout, said=said))
-        console.print(f"written to {out}", markup=False)
+    best = found.best[0]
+    _say(*ranking_lines(found.best, tokens=samples * shape.seq, num_devices=cluster.num_devices))
+    if found.widened:
+        _say(f"nothing fits without it: {found.widened}")
+    if best.memory.host_bytes and host_bytes is None and best.layout.offload_to == "host":
+        of_node = best.memory.host_bytes * node / 2**30
+        _say(f"it takes {of_node:.0f} GiB of each node's memory; give --host-memory to check that")
+    _say("memory of the first's fullest device:", *memory_lines(best.memory))
+    _say(*run.lines(best.step.total_s, samples * shape.seq, cluster.num_devices))
     how = "predicted from data sheets; nothing was measured here, and intervals are as wide as published planners err"
-    console.print(
-        how if calibrated is None else f"predicted with constants of {len(runs)} measured steps: {calibrated.constants}"
-    )
+    if calibrated is not None:
+        how, constants = (
+            f"predicted with constants of {len(runs)} measured steps: {calibrated.constants}",
+            calibrated.constants,
+        )
+    if out is not None:
+        _write_layout(out, best, f"{model.stem} on {gpus}")
+    if html is not None:
+        _write_page(html, found, model.stem, _Given(shape, cluster, samples, software, constants), run, how)
+    _say(how)
+
+
+class _Given(NamedTuple):
+    """What was predicted with."""
+
+    model: ModelShape
+    cluster: Cluster
+    samples: int
+    software: Software
+    constants: Constants
+
+
+class _Run(NamedTuple):
+    """What the user says of the whole run."""
+
+    tokens: float | None
+    failures: float | None
+    stall_s: float
+    restart_s: float
+    price: float | None
+    num_nodes: int
+
+    def kept(self, num_nodes: int | None = None) -> Goodput | None:
+        """What failures leave of its time; None where nobody said how often they come."""
+        from flatout.records.failure import Failures, Recovery
+        from flatout.simulate.failures import expected
+
+        if self.failures is None:
+            return None
+        many = Failures(num_nodes=num_nodes or self.num_nodes, per_thousand_node_days=self.failures)
+        return expected(many, Recovery(stall_s=self.stall_s, restart_s=self.restart_s))
+
+    def lines(self, step_s: float, tokens: int, num_devices: int) -> Iterator[str]:
+        """Nothing where nothing was asked."""
+        from flatout.reporting.scale import run_lines
+
+        if self.tokens is None and self.failures is None and self.price is None:
+            return iter(())
+        return run_lines(
+            step_s,
+            tokens=tokens,
+            num_devices=num_devices,
+            run_tokens=self.tokens or _TRILLION,
+            kept=self.kept(),
+            price=self.price,
+        )
+
+
+def _say(*lines: str) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    for line in lines:
+        console.print(line, markup=False)
+
+
+def _write_layout(path: Path, best: Ranked, what: str) -> None:
+    from flatout.records.record import write_file
+    from flatout.simulate.reading import layout_toml
+
+    said = f"{what}, predicted {best.step.total_s:.3f} s a step, {best.memory.total_bytes / 2**30:.1f} GiB"
+    write_file(path, layout_toml(best.layout, said=said))
+    _say(f"written to {path}")
+
+
+def _write_page(path: Path, found: Ranking, name: str, given: _Given, run: _Run, how: str) -> None:
+    from flatout.cost.roofline import memory_bytes
+    from flatout.hardware.catalog import load
+    from flatout.records.record import write_file
+    from flatout.reporting.html.scale import Failing, First, Question, scale_page
+    from flatout.simulate.memory import memory_of
+    from flatout.simulate.step import timeline
+
+    model, cluster, samples, software, constants = given
+    layout, kept = found.best[0].layout, run.kept()
+    first = First(memory_of(model, layout, software), timeline(model, layout, cluster, software, constants))
+    failing = None
+    if kept is not None:
+        each = cluster.num_devices / run.num_nodes
+        sizes = [1 << power for power in range(8, 18)]
+        curve = [(size, g.goodput) for size in sizes if (g := run.kept(max(1, round(size / each)))) is not None]
+        failing = Failing(f"{run.failures:g} interruptions per 1000 node-days", {"as it is": kept}, {"as it is": curve})
+    question = Question(name, model, cluster, samples, memory_bytes(load(cluster.device)))
+    write_file(path, scale_page(found, question, how=how, first=first, failing=failing))
+    _say(f"written to {path}")
+
+
+def _compressions(text: str) -> tuple[Compression, ...]:
+    from typing import get_args
+
+    from flatout.errors import UsageError
+    from flatout.records.scale import Compression
+
+    known = {name: name for name in get_args(Compression) if name != "none"}
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--compression has '{name}'; give some of {', '.join(known)}")
+    return tuple(known[name] for name in names)

@@ -38,6 +38,26 @@ def gather_s(num_bytes: float, ranks: int, tiers: Sequence[Tier], *, stride: int
     return all_reduce_s(num_bytes, ranks, tiers, stride=stride, share=share) / 2
 
 
+def all_to_all_s(num_bytes: float, ranks: int, tiers: Sequence[Tier], *, stride: int = 1, share: float = 1.0) -> float:
+    """Seconds until each of `ranks` devices has sent an equal part of its `num_bytes` to each other one.
+
+    What stays within the nearest tier and what goes beyond it are sent side by side: the longer counts.
+
+    >>> nvlink = Tier(name="nvlink", reach=8, bytes_per_s=1e11, latency_s=0.0)
+    >>> all_to_all_s(8e8, 4, [nvlink])
+    0.006
+    """
+    if ranks == 1:
+        return 0.0
+    slowest, done, num = 0.0, 1, num_bytes / ranks
+    for tier in tiers:
+        reached = ranks if tier is tiers[-1] else max(done, min(ranks, tier.reach // stride))
+        if reached > done:
+            slowest = max(slowest, tier.latency_s + (reached - done) * num / (tier.bytes_per_s * share))
+        done = reached
+    return slowest
+
+
 def send_s(num_bytes: float, tiers: Sequence[Tier], *, stride: int = 1, share: float = 1.0) -> float:
     """Seconds of one message to the device `stride` further."""
     tier = next((t for t in tiers if stride < t.reach), tiers[-1])

@@ -23,7 +23,7 @@ class Attending(TorchFunctionMode):
 
     DTensors whose heads are divided are computed head by head. With a `context` group, whose ranks hold the tokens of each sample
     one after the other, keys and values of all its ranks are gathered (their gradients scattered and summed in the backward), and
-    `is_causal` means the order of the whole sample. Causal, the last rank of c does 2c / (c + 1) times the mean work.
+    `is_causal` means the order of the whole sample. Causal, the last rank of c does (2c - 1) / c times the mean work.
 
     With `recompute` attention is computed again in the backward, from q, k and v (Korthikanti et al., 2022: it is the
     cheapest to compute again for what it holds). `num_calls` counts. Where nothing of this is asked for, `on` does nothing.

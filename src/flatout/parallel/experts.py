@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -264,32 +263,6 @@ def auxiliary_loss(module: nn.Module) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale gradients down to a norm of at most `max_norm` together; the norm before, on the device.
-
-    As torch.nn.utils.clip_grad_norm_ does, for DTensors (experts that are spread, FSDP2) beside plain ones. All ranks call it.
-    """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        return torch.tensor(0.0)
-    squares: dict[tuple[Any, Any], Tensor] = {}
-    for grad in grads:
-        key = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else (None, ())
-        square = _local(grad).float().square().sum()
-        squares[key] = squares[key] + square if key in squares else square
-    for (mesh, placements), square in squares.items():
-        for dim, placement in enumerate(placements):
-            if placement.is_partial():
-                raise UsageError("a gradient is a partial sum; reduce it before it is clipped")
-            if placement.is_shard():
-                dist.all_reduce(square, group=mesh.get_group(dim))
-    norm = torch.stack(list(squares.values())).sum().sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)  # the constant of torch's own
-    for grad in grads:
-        _local(grad).mul_(factor.to(grad.dtype))
-    return norm
-
-
 class _Ranks(NamedTuple):
     """The ranks that experts are spread over: `num` in `group` have all experts once."""
 
@@ -326,7 +299,3 @@ class _Mean(torch.autograd.Function):
         if copies is not None:
             dist.all_reduce(grad, group=copies)
         return grad, None, None
-
-
-def _local(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad

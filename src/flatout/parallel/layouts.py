@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from flatout.errors import PlanError, UsageError
 from flatout.parallel.attending import Attending
+from flatout.parallel.clipping import scale_down, square_sum
 from flatout.parallel.compressed import Compressed
 from flatout.parallel.divided import divide, for_loss, placed
 from flatout.parallel.meshes import Meshes
@@ -77,7 +78,10 @@ class LaidOut:
 
         Where the layout offloads it, its state is in the host's memory but for its step.
         """
-        made = kind(self.parameters(), **options)
+        groups: dict[object, list[nn.Parameter]] = {}
+        for p in self.parameters():
+            groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
+        made = kind([{"params": group} for group in groups.values()], **options)
         if self.layout.offload == "state" and not is_offloaded_by_fsdp(self.layout, self._meshes):
             offload_state(made)
         return made
@@ -89,14 +93,11 @@ class LaidOut:
         """
         twice = self._twins.counted_elsewhere() if self._twins is not None else frozenset()
         own = [p.grad for p in self.parameters() if p.grad is not None and id(p) not in twice]
-        total = _square_sum(own, self._world.device)
+        total = square_sum(own, self._world.device)
         if self._meshes.pipeline is not None:
             dist.all_reduce(total, group=self._meshes.pipeline)
         norm = total.sqrt()
-        factor = (most / (norm + 1e-6)).clamp(max=1.0)
-        for p in self.parameters():
-            if p.grad is not None:
-                p.grad.mul_(factor.to(p.grad.dtype))
+        scale_down([p.grad for p in self.parameters() if p.grad is not None], norm, most)
         return norm
 
     # -- a step --------------------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class LaidOut:
         """
         batches = self._micro_batches(args, kwargs, target)
         with self._inside():
-            losses = self._staged.run(batches, loss, is_training=True) if self._staged else self._steps(batches, loss)
+            losses = self._staged.run(batches, loss) if self._staged else self._steps(batches, loss)
         self._place_gradients()
         if self._twins is not None:
             self._twins.sum_gradients()
@@ -142,7 +143,7 @@ class LaidOut:
         batches = self._micro_batches(args, kwargs, target)
         with self._inside():
             if self._staged:
-                return self._mean(self._staged.run(batches, loss, is_training=False))
+                return self._mean(self._staged.forward(batches, loss))
             return self._mean(torch.stack([_whole(self._loss(b, loss)) for b in batches]))
 
     def _steps(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor:
@@ -372,20 +373,6 @@ def _same_on_all(model: nn.Module, world: World) -> None:
                 there = tensor.detach().to(world.device)
                 dist.broadcast(there, 0)
                 tensor.copy_(there)
-
-
-def _square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Over all ranks that hold parts of them: one number for each way in which they are divided."""
-    squares: dict[tuple[Any, Any], Tensor] = {}
-    for gradient in gradients:
-        key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        squares[key] = squares.get(key, torch.zeros((), device=device)) + local.float().square().sum()
-    for (mesh, placements), square in squares.items():
-        for dim, place in enumerate(placements):
-            if not place.is_replicate():
-                dist.all_reduce(square, group=mesh.get_group(dim))
-    return sum(squares.values(), torch.zeros((), device=device))
 
 
 def _whole(value: Tensor) -> Tensor:

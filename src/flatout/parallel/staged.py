@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -69,7 +69,8 @@ class Staged:
         stream: tuple[DeviceMesh, bool] | None,
         within: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        num = layout.pipeline * layout.parts_per_stage
+        self._num = num = layout.pipeline * layout.parts_per_stage
+        self._layout, self._group, self._device, self._hidden = layout, group, device, hidden
         self._batches: Sequence[MicroBatch] = ()
         self._loss: Loss | None = None
         self._within = within
@@ -91,25 +92,54 @@ class Staged:
         is_many = layout.schedule in LOOPED or layout.schedule in FOLDED
         given: Any = made if is_many else made[0]
         self.modules: list[nn.Module] = [stage.submod for stage in made]
+        self._own = dict(sorted(zip(stages, self.modules, strict=True)))
         try:
             self._schedule = kind(given, layout.num_micro_batches, loss_fn=lambda out, _: out.sum(), scale_grads=True)
         except ValueError as e:
             raise PlanError(f"schedule '{layout.schedule}' of torch refuses the layout: {e}") from e
         self._numbers = torch.arange(layout.num_micro_batches)
-        self._holds_first, self._holds_last = 0 in stages, num - 1 in stages
 
-    def run(self, batches: Sequence[MicroBatch], loss: Loss, *, is_training: bool) -> Tensor | None:
-        """The losses of the micro-batches, on ranks that hold the last part."""
-        self._batches, self._loss = batches, loss
+    def run(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor | None:
+        """Forward and backward; the losses of the micro-batches, on ranks that hold the last part."""
         losses: list[Tensor] = []
-        args = (self._numbers,) if self._holds_first else ()
-        target = self._numbers if self._holds_last else None
-        act = self._schedule.step if is_training else self._schedule.eval
+        args = (self._numbers,) if self._holds(0) else ()
+        target = self._numbers if self._holds(self._num - 1) else None
+        with self._given(batches, loss):
+            self._schedule.step(
+                *args, number=self._numbers, target=target, losses=losses if target is not None else None
+            )
+        return torch.stack([loss.detach().sum() for loss in losses]) if losses else None
+
+    def forward(self, batches: Sequence[MicroBatch], loss: Loss) -> Tensor | None:
+        """Without gradients, and without a schedule: torch's own evaluation fails for folded ones."""
+        losses = []
+        with self._given(batches, loss):
+            for number in self._numbers:
+                out = self._numbers.new_empty(0)
+                for at in self._own:
+                    if at and not self._holds(at - 1):
+                        out = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self._device)
+                        dist.recv(out, group=self._group, group_src=self._holder(at - 1))
+                    out = self._own[at](out, number=number)
+                    if at < self._num - 1 and not self._holds(at + 1):
+                        dist.send(out, group=self._group, group_dst=self._holder(at + 1))
+                if self._holds(self._num - 1):
+                    losses.append(out.sum())
+        return torch.stack(losses) if losses else None
+
+    @contextmanager
+    def _given(self, batches: Sequence[MicroBatch], loss: Loss) -> Iterator[None]:
+        self._batches, self._loss = batches, loss
         try:
-            act(*args, number=self._numbers, target=target, losses=losses if self._holds_last else None)
+            yield
         finally:
             self._batches, self._loss = (), None
-        return torch.stack([loss.detach().sum() for loss in losses]) if losses else None
+
+    def _holds(self, at: int) -> bool:
+        return at in self._own
+
+    def _holder(self, at: int) -> int:
+        return next(rank for rank in range(self._layout.pipeline) if at in numbers_of(self._layout, rank))
 
 
 class _Fed(nn.Module):

@@ -4,55 +4,137 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from flatout.records.failure import Goodput
 from flatout.records.scale import Layout, ModelShape, Ranked, StageMemory, StepFootprint
-from flatout.simulate.step import num_parameters
+from flatout.simulate.sizes import num_parameters
 
 _PARTS = (
     ("compute_s", "compute"),
     ("host_s", "host"),
     ("tensor_s", "tensor"),
+    ("context_s", "context"),
+    ("expert_s", "expert"),
     ("bubble_s", "bubble"),
     ("data_s", "data"),
+    ("offload_s", "copies"),
     ("optimizer_s", "update"),
+    ("straggler_s", "stragglers"),
 )
+_SHARDS = {0: "", 1: " (zero-1)", 2: " (zero-2)", 3: " (fsdp)"}
 
 
 def ranking_lines(ranked: Sequence[Ranked], *, tokens: int, num_devices: int) -> Iterator[str]:
-    """A heading and a line a layout."""
-    yield f"{'':3}{'layout':44} {'step':>9} {'interval':>15} {'MFU':>5} {'tokens/s':>9}  {'memory':>8}  where the step goes"
-    for place, one in enumerate(ranked, 1):
+    """A heading, a line a layout, and what the words mean; `tokens` of a step."""
+    texts = [layout_text(one.layout) for one in ranked]
+    wide = max(map(len, ["layout", *texts]))
+    yield f"{'':3}{'layout':{wide}} {'step':>9} {'interval':>15} {'MFU':>5} {'tokens/s':>9}  {'memory':>8}  where the step goes"
+    for place, (one, text) in enumerate(zip(ranked, texts, strict=True), 1):
         step = one.step
         shares = [(getattr(step, name) / step.total_s, word) for name, word in _PARTS]
         where = ", ".join(f"{word} {share:.0%}" for share, word in shares if share >= 0.005)
         yield (
-            f"{place:2} {layout_text(one.layout):44} {step.total_s:7.3f} s {one.low_s:6.2f} - {one.high_s:.2f} s "
+            f"{place:2} {text:{wide}} {step.total_s:7.3f} s {one.low_s:6.2f} - {one.high_s:.2f} s "
             f"{one.mfu:5.0%} {_short(tokens / step.total_s):>9}  {_gib(one.memory.total_bytes):>8}  {where}"
         )
     if ranked:
-        best = ranked[0].step.total_s
-        hours = best * num_devices / 3600 * 1e12 / tokens
-        yield f"a trillion tokens by the first: {_short(hours)} GPU-hours, {best * 1e12 / tokens / 86400:.1f} days"
+        best = ranked[0].layout
+        yield (
+            f"{best.micro_batch} x {best.num_micro_batches}: micro-batches of {_counted(best.micro_batch, 'sample')}, "
+            f"{best.num_micro_batches} of them a step on each data rank; memory of the fullest device; MFU without what is "
+            "computed again"
+        )
+        hours, days = _hours(ranked[0].step.total_s, tokens, num_devices, 1e12)
+        yield f"a trillion tokens by the first: {_short(hours)} GPU-hours, {days:.1f} days"
+
+
+def run_lines(
+    step_s: float,
+    *,
+    tokens: int,
+    num_devices: int,
+    run_tokens: float,
+    kept: Goodput | None = None,
+    price: float | None = None,
+) -> Iterator[str]:
+    """What a run of `run_tokens` takes by steps of so many seconds and tokens: without failures, with what they leave of its
+    time, and in money at `price` a GPU-hour."""
+    hours, days = _hours(step_s, tokens, num_devices, run_tokens)
+    yield f"{_short(run_tokens)} tokens without failures: {_short(hours)} GPU-hours, {days:.1f} days{_cost(hours, price)}"
+    if kept is None:
+        return
+    yield (
+        f"interrupted every {_long(kept.mtbf_s)} in the mean, checkpoint every {_long(kept.interval_s)}: "
+        f"{kept.goodput:.1%} of the time is kept; saving {kept.saving:.1%}, work done twice {kept.lost:.1%}, restarts "
+        f"{kept.down:.1%}"
+    )
+    hours, days = hours / kept.goodput, days / kept.goodput
+    yield f"{_short(run_tokens)} tokens with failures: {_short(hours)} GPU-hours, {days:.1f} days{_cost(hours, price)}"
+
+
+def _hours(step_s: float, tokens: int, num_devices: int, run_tokens: float) -> tuple[float, float]:
+    """(GPU-hours, days) of a run."""
+    run_s = step_s * run_tokens / tokens
+    return run_s * num_devices / 3600, run_s / 86400
+
+
+def _long(seconds: float) -> str:
+    """
+    >>> _long(177632), _long(1500)
+    ('49.3 hours', '25.0 minutes')
+    """
+    return f"{seconds / 3600:.1f} hours" if seconds >= 7200 else f"{seconds / 60:.1f} minutes"
+
+
+def _cost(hours: float, price: float | None) -> str:
+    return "" if price is None else f", {_short(hours * price)} at {price:g} a GPU-hour"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
 def layout_text(layout: Layout) -> str:
     """
     >>> layout_text(Layout(tensor=4, pipeline=2, data=8, micro_batch=1, global_batch=64, shard=1, recompute="full"))
     'tensor 4, pipeline 2, data 8 (zero-1), 1 x 8, recompute full'
+    >>> layout_text(Layout(context=4, pipeline=2, data=2, global_batch=64, schedule="zbv", offload="state", shard=1))
+    'context 4, pipeline 2 zbv, data 2 (zero-1), 1 x 32, state on the host'
     """
-    shard = {0: "", 1: " (zero-1)", 2: " (zero-2)", 3: " (fsdp)"}[layout.shard]
     words = [f"tensor {layout.tensor}"] if layout.tensor > 1 else []
+    words += [f"context {layout.context}"] if layout.context > 1 else []
     if layout.pipeline > 1:
-        words.append(f"pipeline {layout.pipeline}" + (f"x{layout.chunks}" if layout.chunks > 1 else ""))
-    words += [f"data {layout.data}{shard}", f"{layout.micro_batch} x {layout.num_micro_batches}"]
-    return ", ".join([*words, *([f"recompute {layout.recompute}"] if layout.recompute != "none" else [])])
+        chunks = f"x{layout.chunks}" if layout.chunks > 1 else ""
+        schedule = f" {layout.schedule}" if layout.schedule != "1f1b" else ""
+        words.append(f"pipeline {layout.pipeline}{chunks}{schedule}")
+    shard = _SHARDS[layout.shard]
+    if layout.shard_ranks:
+        shard = f"{shard[:-1]} in {layout.shard_ranks}s)"
+    words.append(f"data {layout.data}{shard}")
+    words += [f"expert {layout.expert}"] if layout.expert > 1 else []
+    words.append(f"{layout.micro_batch} x {layout.num_micro_batches}")
+    words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
+    words += [f"{layout.offload} on the {layout.offload_to}"] if layout.offload != "none" else []
+    words += [f"{layout.compression} gradients (changes results)"] if layout.compression != "none" else []
+    return ", ".join(words)
 
 
 def memory_lines(memory: StageMemory) -> Iterator[str]:
-    """A bar a part."""
+    """A bar a part of the device's memory, and what lies elsewhere."""
     parts = [(name.removesuffix("_bytes"), getattr(memory, name)) for name in memory.__struct_fields__]
     for name, size in parts:
-        if size:
+        if size and name != "host":
             yield f"   {name:11} {_gib(size):>9}  {'#' * max(1, round(40 * size / memory.total_bytes))}"
+    if memory.host_bytes:
+        yield f"   and {_gib(memory.host_bytes)} a device in the host's memory or on its disk"
+
+
+def bound_lines() -> Iterator[str]:
+    """What memory that is counted is good for."""
+    yield (
+        "An upper bound for what is counted: every tensor that a layer keeps, as many micro-batches as the schedule ever holds, "
+        "1.5 GiB for the driver and libraries, and 6 % of what comes and goes for the allocator. Not in it: what your own code "
+        "keeps besides (metrics, a second model, an average of the weights)."
+    )
 
 
 def accounting_lines(model: ModelShape) -> Iterator[str]:
@@ -64,8 +146,9 @@ def accounting_lines(model: ModelShape) -> Iterator[str]:
         f"weights 4, two moments 4 each): {_tb(16 * parameters)}, and activations besides."
     )
     yield (
-        f"Counted as four parts of 4 bytes each (weights, gradients, activations, optimizer): {_tb(4 * parameters)} each, "
-        f"{_tb(16 * parameters)}: the same total by chance, with one moment too few, and activations that no batch has a say in."
+        f"Counted as four parts of 4 bytes each (weights, gradients, activations, optimizer): {_tb(4 * parameters)} each "
+        f"({4 * parameters / 2**30:.0f} GiB), {_tb(16 * parameters)} ({16 * parameters / 2**30:.0f} GiB): the same total by "
+        "chance, with one moment too few, and activations that no batch has a say in."
     )
 
 
@@ -85,7 +168,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def _short(number: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"

@@ -18,7 +18,8 @@ from flatout.errors import PlanError
 from flatout.records.scale import Cluster, Constants, Layout, ModelShape, Software
 from flatout.simulate.step import step_time
 
-_FITTED: Final = structs.fields(Constants)
+_GIVEN: Final = frozenset({"straggler_share"})
+"""Constants that steps of one cluster cannot tell from the others."""
 _USUAL_SPREAD: Final = 0.7
 """How far constants lie from their defaults: a factor of two; shares as much in their odds."""
 _NOISE: Final = 0.03
@@ -86,11 +87,12 @@ def _local_shape(model: ModelShape, layout: Layout) -> Row:
 
 
 def _fitted(runs: Sequence[Run], cluster: Cluster, software: Software, prior: Constants) -> Constants:
-    names = [field.name for field in _FITTED]
+    names = _telling(runs, cluster, software, prior)
     start = [_unbounded(name, getattr(prior, name)) for name in names]
 
     def constants(places: Row) -> Constants:
-        return Constants(**{name: _bounded(name, place) for name, place in zip(names, places, strict=True)})
+        found = {name: _bounded(name, place) for name, place in zip(names, places, strict=True)}
+        return structs.replace(prior, **found)
 
     def misses(places: Row) -> list[float]:
         given = constants(places)
@@ -101,6 +103,18 @@ def _fitted(runs: Sequence[Run], cluster: Cluster, software: Software, prior: Co
         return [*map(_robust, seen), *((a - b) / _USUAL_SPREAD for a, b in zip(places, start, strict=True))]
 
     return constants(_least_squares(misses, start))
+
+
+def _telling(runs: Sequence[Run], cluster: Cluster, software: Software, prior: Constants) -> list[str]:
+    """The constants that some measured step depends on; the others stay as they are."""
+
+    def seconds(given: Constants) -> list[float]:
+        return [step_time(run.model, run.layout, cluster, software, given).total_s for run in runs]
+
+    usual = seconds(prior)
+    names = [field.name for field in structs.fields(Constants) if field.name not in _GIVEN]
+    moved = {name: _bounded(name, _unbounded(name, getattr(prior, name)) + _USUAL_SPREAD) for name in names}
+    return [name for name in names if seconds(structs.replace(prior, **{name: moved[name]})) != usual]
 
 
 def _unbounded(name: str, value: float) -> float:

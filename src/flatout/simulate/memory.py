@@ -1,24 +1,30 @@
 """What a layout takes of each stage's device: weights, gradients, the optimizer's state, activations, logits, buffers.
 
 Activations are counted tensor by tensor, as Korthikanti et al. (Reducing activation recomputation in large transformer models,
-2022, section 4) do; how many micro-batches a stage holds at once is read from the schedule.
+2022, section 4) do; how many micro-batches a stage holds at once is read from the schedule. A micro-batch is held until its
+backward, or until its gradients of weights, where these are made apart.
+
+Under a pipeline torch keeps a stage's weights gathered and its gradients whole from the first micro-batch to the last, whatever
+is sharded between steps (pipelining/stage.py: no reshard after a backward, gradients are scattered by `perform_reduce_grad`).
 """
 
 from __future__ import annotations
 
-from typing import Final
+from functools import lru_cache
+from typing import Final, NamedTuple
 
-from flatout.cost.schedules import table_of
-from flatout.records.scale import Layout, ModelShape, Software, StageMemory
-from flatout.simulate.step import num_parameters
+from flatout.cost.schedules import actions_of, chunks_of_stages, layers_of_chunks
+from flatout.cost.spans import cached_table
+from flatout.records.scale import Constants, Layout, ModelShape, ScheduleKind, Software, StageMemory
+from flatout.simulate.sizes import Part, held, layer_parameters, num_parameters, number_bytes, parts_of, sharded
 
-_HALF: Final = 2
 _GATHERED_LAYERS: Final = 2
-"""Layers whose weights are whole at a time when they are sharded: the one that computes, and the next, which is on its way."""
+"""Layers whose weights are whole at a time when they are sharded or offloaded: the one that computes, and the next, under way."""
 _LIBRARIES: Final = int(1.5 * 2**30)
 """The driver's context, kernels, cuBLAS's and NCCL's buffers: 1 to 1.5 GiB on a data-centre GPU."""
 _FRAGMENTS: Final = 0.06
 """Of activations and logits, which come and go in all sizes, what an allocator cannot use (measured: 2 to 6 %)."""
+_FULLEST: Final = Constants().routing_imbalance
 
 
 def memory_of(model: ModelShape, layout: Layout, software: Software) -> tuple[StageMemory, ...]:
@@ -29,21 +35,27 @@ def memory_of(model: ModelShape, layout: Layout, software: Software) -> tuple[St
     >>> round((one.weight_bytes + one.gradient_bytes + one.state_bytes) / 1e12, 1)  # 16 bytes a parameter
     2.8
     """
-    return tuple(_of_stage(model, layout, software, stage) for stage in range(layout.pipeline))
+    parts = layout.parts_per_stage
+    layers = layers_of_chunks(model.layers, layout.pipeline * parts)
+    stages = chunks_of_stages(layout.schedule, stages=layout.pipeline, parts=parts)
+    flights = _flights(layout, model.layers)
+    of_layer, again = _of_layer(model, layout, software), _again(model, layout, software)
+    last = len(layers) - 1
+    return tuple(
+        _of_stage(
+            model,
+            layout,
+            software,
+            _Stage(sum(layers[c] for c in chunks), 0 in chunks, last in chunks),
+            activations=flight * of_layer + again,
+        )
+        for chunks, flight in zip(stages, flights, strict=True)
+    )
 
 
 def in_flight(layout: Layout, stage: int) -> int:
     """Micro-batches times chunks whose activations a stage holds at once, at most, by its schedule."""
-    few = min(layout.num_micro_batches, 4 * layout.pipeline * layout.chunks)
-    few = few if layout.chunks == 1 else max(layout.pipeline, few // layout.pipeline * layout.pipeline)
-    kind = layout.schedule
-    if kind == "gpipe":
-        return layout.num_micro_batches
-    held = most = 0
-    for action in table_of(kind, stages=layout.pipeline, micro_batches=few, chunks=layout.chunks)[stage]:
-        held += 1 if action.kind == "F" else -1
-        most = max(most, held)
-    return most
+    return _flights(layout, layout.pipeline * layout.parts_per_stage)[stage]
 
 
 def with_slack(peak_bytes: int) -> int:
@@ -51,22 +63,75 @@ def with_slack(peak_bytes: int) -> int:
     return peak_bytes + _LIBRARIES + int(_FRAGMENTS * peak_bytes)
 
 
-def _of_stage(model: ModelShape, layout: Layout, software: Software, stage: int) -> StageMemory:
-    of_layer, of_embedding = num_parameters(model)
-    layers = -(-model.layers // (layout.pipeline * layout.chunks)) * layout.chunks
-    is_first, is_last = stage == 0, stage == layout.pipeline - 1
-    embeddings = int(is_first) + int(is_last and not (is_first and model.is_tied))
-    own = (of_layer * layers + of_embedding * embeddings) / layout.tensor
-    data = layout.data
-    weights = own * _HALF / (data if layout.shard == 3 else 1)
-    gradients = own * software.gradient_bytes / (data if layout.shard >= 2 else 1)
-    state = own * software.state_bytes / (data if layout.shard >= 1 else 1)
+# -- what a schedule holds ------------------------------------------------------------------------------------------------
+
+
+def _flights(layout: Layout, layers: int) -> tuple[int, ...]:
+    """Micro-batches times layers that each stage holds at most. A schedule's middle only repeats itself: it is cut short."""
+    micro, stages, chunks = layout.num_micro_batches, layout.pipeline, layout.chunks
+    if stages == 1 and layout.schedule not in ("gpipe", "looped-bfs"):
+        return (layers,)
+    few = min(micro, 4 * stages * chunks)
+    if layout.schedule in ("gpipe", "looped-bfs") or micro % stages:
+        few = micro
+    return _held_layers(
+        layout.schedule, stages, max(stages, few) if few < micro else micro, layout.parts_per_stage, layers
+    )
+
+
+@lru_cache(maxsize=4096)
+def _held_layers(kind: ScheduleKind, stages: int, micro_batches: int, parts: int, layers: int) -> tuple[int, ...]:
+    of_chunks = layers_of_chunks(layers, stages * parts)
+    found = []
+    for row in cached_table(kind, stages, micro_batches, parts):
+        split = {(a.chunk, a.micro_batch) for entry in row for a in actions_of(entry) if a.kind == "W"}
+        held_now = most = 0
+        for entry in row:
+            for kind_, chunk, micro_batch in actions_of(entry):
+                if kind_ == "F":
+                    held_now += of_chunks[chunk]
+                elif kind_ == "W" or (chunk, micro_batch) not in split:
+                    held_now -= of_chunks[chunk]
+                most = max(most, held_now)
+        found.append(most)
+    return tuple(found)
+
+
+# -- a stage --------------------------------------------------------------------------------------------------------------
+
+
+class _Stage(NamedTuple):
+    layers: int
+    is_first: bool
+    is_last: bool
+
+
+def _of_stage(
+    model: ModelShape, layout: Layout, software: Software, stage: _Stage, *, activations: float
+) -> StageMemory:
+    dense, experts = layer_parameters(model)
+    of_embedding = num_parameters(model)[1]
+    embeddings = int(stage.is_first) + int(stage.is_last and not (stage.is_first and model.is_tied))
+    parts = parts_of(dense * stage.layers + of_embedding * embeddings, experts * stage.layers, layout)
+    unit = parts_of(dense, experts, layout)
+    ends = held(parts_of(of_embedding if embeddings else 0, 0, layout))
+    logits = _logits(model, layout, software) if stage.is_last else 0.0
+    passing = activations + logits
+    weights, gradients, state = _kept(layout, software, parts)
     buffers = 0.0
-    if layout.shard == 3:
-        buffers = of_layer / layout.tensor * (_GATHERED_LAYERS * _HALF + software.gradient_bytes)
-    held = in_flight(layout, stage) * (layers // layout.chunks)
-    activations = held * _of_layer(model, layout, software) + _again(model, layout, software)
-    logits = _logits(model, layout) if is_last else 0.0
+    if layout.shard == 3 and layout.pipeline == 1:
+        buffers = held(unit) * (_GATHERED_LAYERS * number_bytes(software) + software.gradient_bytes)
+        buffers += ends * (number_bytes(software) + software.gradient_bytes)
+    host = 0.0
+    if layout.offload == "state":  # it comes in for the update, when activations are gone
+        host, state = state, max(0.0, state - passing)
+    elif layout.offload == "weights":
+        host = weights + gradients + state
+        largest = max(held(unit), ends)
+        buffers = _GATHERED_LAYERS * largest * (number_bytes(software) + software.gradient_bytes)
+        weights = gradients = 0.0
+        share = sharded(unit, layout) / held(unit) if layout.shard else 1.0
+        state = max(0.0, largest * share * software.state_bytes - passing)
     return StageMemory(
         weight_bytes=int(weights),
         gradient_bytes=int(gradients),
@@ -74,32 +139,61 @@ def _of_stage(model: ModelShape, layout: Layout, software: Software, stage: int)
         activation_bytes=int(activations),
         logits_bytes=int(logits),
         buffer_bytes=int(buffers),
-        slack_bytes=_LIBRARIES + int(_FRAGMENTS * (activations + logits)),
+        slack_bytes=_LIBRARIES + int(_FRAGMENTS * passing),
+        feedback_bytes=int(_feedback(layout, parts)),
+        host_bytes=int(host),
     )
+
+
+def _kept(layout: Layout, software: Software, parts: tuple[Part, ...]) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and the optimizer's state while micro-batches go through."""
+    own, share = held(parts), sharded(parts, layout)
+    is_whole = layout.pipeline > 1
+    return (
+        (share if layout.shard == 3 and not is_whole else own) * number_bytes(software),
+        (share if layout.shard >= 2 and not is_whole else own) * software.gradient_bytes,
+        (share if layout.shard else own) * software.state_bytes,
+    )
+
+
+def _feedback(layout: Layout, parts: tuple[Part, ...]) -> float:
+    """What compression leaves out and adds the next time, in float32; who adds a part in half precision has its own besides."""
+    ranks = layout.data * layout.context
+    copies = {"none": 0.0, "bfloat16": 1 + 1 / ranks, "powersgd": 1.0, "sign": 1.0}[layout.compression]
+    return 4 * copies * held(parts)
+
+
+# -- activations ----------------------------------------------------------------------------------------------------------
 
 
 def _of_layer(model: ModelShape, layout: Layout, software: Software) -> float:
     """Bytes that one layer keeps of one micro-batch for its backward."""
     if layout.recompute == "full":
         between = layout.tensor if layout.is_sequence_parallel else 1
-        return layout.micro_batch * model.seq * model.hidden * _HALF / between
+        tokens = layout.micro_batch * model.seq // layout.context
+        return tokens * model.hidden * number_bytes(software) / between
     return _all_of_layer(model, layout, software, scores=layout.recompute == "none")
 
 
 def _all_of_layer(model: ModelShape, layout: Layout, software: Software, *, scores: bool) -> float:
     """Bytes with nothing recomputed but, without `scores`, attention."""
-    tokens, hidden, ranks = layout.micro_batch * model.seq, model.hidden, layout.tensor
+    hidden, ranks, width = model.hidden, layout.tensor, number_bytes(software)
+    tokens = layout.micro_batch * model.seq // layout.context
     keys = model.key_heads * model.head_width
     between = ranks if layout.is_sequence_parallel else 1
     # inputs of the two norms, of the first products, two masks of dropout
-    around = tokens * hidden * (4 * _HALF + 2) / between
-    attention = tokens * (2 * hidden + 2 * keys) * _HALF / ranks
-    feed = tokens * model.inner * (3 if model.is_gated else 2) * _HALF * model.experts_per_token / ranks
+    around = tokens * hidden * (4 * width + 2) / between
+    # keys and values that were gathered are kept whole
+    of_keys = layout.micro_batch * model.seq if software.context_exchange == "gathered" else tokens
+    attention = (tokens * 2 * hidden + of_keys * 2 * keys) * width / ranks
+    feed = tokens * model.inner * (3 if model.is_gated else 2) * width * model.experts_per_token / ranks
+    if layout.expert > 1:  # of the fullest rank, and its tokens as they came
+        feed = _FULLEST * (feed + tokens * hidden * width * model.experts_per_token / between)
     if not scores or software.attention == "fused":
         return around + attention + feed
     # softmax's result, dropout's result, and its mask
-    pairs = layout.micro_batch * model.heads / ranks * model.seq * model.seq
-    return around + attention + feed + pairs * (2 * _HALF + 1)
+    pairs = layout.micro_batch * model.heads / ranks * (model.seq // layout.context) * model.seq
+    return around + attention + feed + pairs * (2 * width + 1)
 
 
 def _again(model: ModelShape, layout: Layout, software: Software) -> float:
@@ -109,7 +203,7 @@ def _again(model: ModelShape, layout: Layout, software: Software) -> float:
     return _all_of_layer(model, layout, software, scores=True)
 
 
-def _logits(model: ModelShape, layout: Layout) -> float:
-    """In half precision, in float32 for the loss, and their gradient."""
+def _logits(model: ModelShape, layout: Layout, software: Software) -> float:
+    """As they are made, in float32 for the loss, and their gradient."""
     columns = -(-model.vocab // layout.tensor)
-    return layout.micro_batch * model.seq * columns * (_HALF + 4 + 4)
+    return layout.micro_batch * model.seq // layout.context * columns * (number_bytes(software) + 4 + 4)

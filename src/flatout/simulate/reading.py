@@ -12,15 +12,18 @@ from flatout.errors import HardwareError, PlanError
 from flatout.hardware.catalog import all_specs, load
 from flatout.records.hardware import HardwareSpec
 from flatout.records.record import R, Record
-from flatout.records.scale import Cluster, Layout, ModelShape, Tier
+from flatout.records.scale import Cluster, Host, Layout, ModelShape, Tier
 from flatout.simulate.calibration import Run
 
 _NEAR_LATENCY_S: Final = 4e-6
 """Of one message between GPUs of a node, NCCL over NVLink: 3 to 6 us (nccl-tests, small messages over their steps)."""
 _FAR_LATENCY_S: Final = 1e-5
 """The same over InfiniBand or RoCE, switches included."""
+_DISK_BYTES_PER_S: Final = 4e9
+"""Of one data-centre NVMe disk a device, writing, which is its slower direction (Samsung PM9A3 data sheet, 3.84 TB: 6.9 GB/s
+read, 4.1 GB/s written; a DGX H100 has eight of that size for eight devices)."""
 _NEAREST: Final = ("nvlink", "infinity-fabric", "pcie")
-_UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+_UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def read_model(path: Path) -> ModelShape:
@@ -90,11 +93,18 @@ def _read(path: Path, kind: type[R], what: str) -> R:
         raise PlanError(f"'{path}': {e}") from e
 
 
-def cluster_of(text: str, *, node: int = 8, fabric_bytes_per_s: float = 5e10) -> Cluster:
+def cluster_of(
+    text: str,
+    *,
+    node: int = 8,
+    fabric_bytes_per_s: float = 5e10,
+    disk_bytes_per_s: float = _DISK_BYTES_PER_S,
+    host_bytes: float | None = None,
+) -> Cluster:
     """'1024xh100-sxm': so many devices, by the id of their data sheet, with or without the vendor.
 
     `node` of them are joined by their own links, nodes by a fabric of `fabric_bytes_per_s` a device, one direction (400 Gbit/s
-    unless given).
+    unless given). To the host's memory each has the data sheet's PCIe; `host_bytes` of it, where that is known, and a disk.
 
     >>> cluster_of("16xh100-sxm").tiers[1].reach
     16
@@ -110,7 +120,10 @@ def cluster_of(text: str, *, node: int = 8, fabric_bytes_per_s: float = 5e10) ->
     tiers = [Tier(name="node", reach=min(node, num), bytes_per_s=near, latency_s=_NEAR_LATENCY_S)]
     if num > node:
         tiers.append(Tier(name="fabric", reach=num, bytes_per_s=fabric_bytes_per_s, latency_s=_FAR_LATENCY_S))
-    return Cluster(device=spec.id, num_devices=num, tiers=tuple(tiers))
+    host = None
+    if "pcie" in links:
+        host = Host(bytes_per_s=links["pcie"], disk_bytes_per_s=disk_bytes_per_s, memory_bytes=host_bytes)
+    return Cluster(device=spec.id, num_devices=num, tiers=tuple(tiers), host=host)
 
 
 def samples_of(text: str, model: ModelShape) -> int:
@@ -130,6 +143,18 @@ def samples_of(text: str, model: ModelShape) -> int:
         raise PlanError(f"{text} are less than one sample of {model.seq} tokens")
     whole = 1 << round(samples).bit_length() - 1
     return whole if samples / whole < 1.5 else 2 * whole
+
+
+def tokens_of(text: str) -> float:
+    """How many tokens '300G', '15T' or '4096' are.
+
+    >>> tokens_of("1.5T")
+    1500000000000.0
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT]?)", text)
+    if found is None or not float(found[1]):
+        raise PlanError(f"'{text}' is no number of tokens; give it as 300G or 15T")
+    return float(found[1]) * _UNITS[found[2]]
 
 
 def _spec(name: str) -> HardwareSpec:

@@ -1,58 +1,34 @@
-"""How long a step of a transformer takes under a layout, from the work of its layers, the links, and the pipeline's schedule.
-
-The host starts operators one after the other; a device that is done earlier waits for it. So a layer takes the longer of what its
-operators take on the device and what the host takes to start them (Constants.operator_s), and never the sum.
-"""
-
-# T tokens of a micro-batch, H hidden width
+"""How long a step of a transformer takes under a layout, from the work of its layers, the links, and the pipeline's schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from flatout.cost.collectives import all_reduce_s, gather_s, send_s
-from flatout.cost.products import Rates, product_s
-from flatout.cost.roofline import bandwidth_bytes_per_s, peak_flop_per_s
-from flatout.cost.schedules import Action, Table, played, span_s, table_of
+from flatout.cost.collectives import send_s
+from flatout.cost.order import expected_largest
+from flatout.cost.schedules import Done, chunks_of_stages, layers_of_chunks, played
+from flatout.cost.spans import cached_table, table_span_s
 from flatout.errors import PlanError
-from flatout.hardware.catalog import load
-from flatout.records.scale import Cluster, Constants, Layout, ModelShape, ScheduleKind, Software, StepTime
+from flatout.records.scale import SPLIT, Cluster, Constants, Layout, ModelShape, ScheduleKind, Software, StepTime
+from flatout.simulate.layers import NOTHING, Pass, works
+from flatout.simulate.sizes import number_bytes
+from flatout.simulate.update import update_time
 
-_HALF: Final = 2
-"""Bytes of a number in half precision."""
-_SOFTMAX_GROUP: Final = 4
-"""Megatron's fused softmax takes attention whose samples x heads are a multiple of it (fused_kernels, batches_per_block)."""
+_BUBBLES: Final[Mapping[ScheduleKind, float]] = {"zero-bubble": 1 / 3, "zbv": 0.1, "dualpipev": 0.25}
+"""Of 1F1B's bubble, where F, I and W take equally long: what is left of it (Qi et al., 2023, table 1; DeepSeek-V3, 2024, table 2,
+whose (p / 2 - 1) (FB + B - 3 W) is this much for 2 p half stages). Only to choose what is played."""
 
 
-class Pass(NamedTuple):
-    """Of one layer, or of the head, in one direction: seconds of the device without collectives, of collectives, of the host, and
-    of weights and gradients that are sent meanwhile."""
+class _Priced(NamedTuple):
+    """What each chunk takes, by kind of action, and where it lies."""
 
-    device_s: float
-    collective_s: float
-    host_s: float
-    sent_s: float = 0.0
+    of_chunks: dict[tuple[str, int], Pass]
+    stages: tuple[tuple[int, ...], ...]
 
-    @property
-    def own_s(self) -> float:
-        """What it takes where nothing is sent."""
-        return max(self.device_s + self.collective_s, self.host_s)
-
-    @property
-    def total_s(self) -> float:
-        """What it takes."""
-        return max(self.own_s, self.sent_s)
-
-    def __add__(self, other: object) -> Pass:
-        if not isinstance(other, Pass):
-            return NotImplemented
-        return Pass(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def times(self, factor: float) -> Pass:
-        """As often."""
-        return Pass(*(factor * x for x in self))
+    def passes(self, stage: int, kinds: str) -> list[Pass]:
+        """Of all chunks of a stage."""
+        return [self.of_chunks[kind, chunk] for chunk in self.stages[stage] for kind in kinds]
 
 
 def step_time(
@@ -63,205 +39,120 @@ def step_time(
     Raises PlanError when the layout does not fit the model or the cluster, HardwareError when the device's data sheet lacks a
     figure.
     """
-    _check(model, layout, cluster)
-    rates = rates_of(cluster.device, software.dtype, constants)
-    forward, backward = layer(model, layout, cluster, software, constants, rates)
-    head = _head(model, layout, software, rates)
-    stages, micro = layout.pipeline, layout.num_micro_batches
-    num_chunks = stages * layout.chunks
-    per_chunk = model.layers / num_chunks
-    boundary = layout.micro_batch * model.seq * model.hidden * _HALF
-    hop_s = send_s(boundary, cluster.tiers, stride=layout.tensor * layout.data, share=constants.link_share)
-
-    def whole(kind: str, chunk: int) -> Pass:
-        own = (forward if kind == "F" else backward).times(per_chunk)
-        return own + head[kind == "B"] if chunk == num_chunks - 1 else own
-
-    costs = {(kind, chunk): whole(kind, chunk) for kind in "FB" for chunk in range(num_chunks)}
-
-    def seconds(action: Action) -> float:
-        return costs[action.kind, action.chunk].total_s
-
-    pipeline_s = _span_s(layout, hop_s, seconds)
-    of_stages = [[costs[k, c] for k in "FB" for c in range(s, num_chunks, stages)] for s in range(stages)]
-    busiest = max(of_stages, key=lambda passes: sum(p.total_s for p in passes))
-    hidden_s = min(sum(costs["B", c].own_s for c in range(s, num_chunks, stages)) for s in range(stages))
-    data_s, optimizer_s = _update(model, layout, cluster, software, constants, rates, hidden_s=hidden_s)
-    return StepTime(
-        total_s=pipeline_s + data_s + optimizer_s + constants.step_s,
-        compute_s=micro * sum(p.device_s for p in busiest),
-        host_s=micro * sum(max(0.0, p.own_s - p.device_s - p.collective_s) for p in busiest),
-        tensor_s=micro * sum(p.collective_s for p in busiest),
-        bubble_s=max(0.0, pipeline_s - micro * sum(p.total_s for p in busiest)),
-        data_s=data_s + micro * sum(p.total_s - p.own_s for p in busiest),
-        optimizer_s=optimizer_s,
-        step_s=constants.step_s,
-    )
-
-
-def rates_of(device: str, dtype: str, constants: Constants) -> Rates:
-    """Of a device's data sheet, as far as they are reached."""
-    spec = load(device)
-    if spec.num_units is None:
-        raise PlanError(f"the data sheet of '{device}' does not say how many multiprocessors it has")
-    return Rates(
-        flop_per_s=peak_flop_per_s(spec, dtype) * constants.product_share,
-        bytes_per_s=bandwidth_bytes_per_s(spec) * constants.memory_share,
-        num_units=int(spec.num_units.value),
-        fill_depth=constants.fill_depth,
-        misaligned_share=constants.misaligned_share,
-        kernel_s=constants.kernel_s,
-    )
-
-
-def layer(
-    model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants, rates: Rates
-) -> tuple[Pass, Pass]:
-    """One layer on one micro-batch, forward and backward; what is computed again is in the backward."""
-    ranks, samples = layout.tensor, layout.micro_batch
-    tokens, hidden = samples * model.seq, model.hidden
-    matrices = _matrices(model, ranks, feeds=model.experts_per_token)
-    forward_s = sum(product_s(rates, tokens, n, k) for n, k in matrices)
-    inputs_s = sum(product_s(rates, tokens, k, n) for n, k in matrices)
-    weights_s = sum(product_s(rates, n, k, tokens) for n, k in matrices)
-    of_attention, score_bytes, is_fused = _attention(model, samples, ranks, software, rates)
-    whole_bytes, divided_bytes = tokens * hidden * _HALF, tokens * (model.inner + 3 * hidden) / ranks * _HALF
-    # two norms (read, write), two dropouts with residuals (read two, write one and a mask): each rank has all of them
-    around = 12 * whole_bytes / (ranks if layout.is_sequence_parallel else 1) + 3 * divided_bytes
-    reading_s = (around + score_bytes) / rates.bytes_per_s + 10 * rates.kernel_s
-    back_reading_s = (1.3 * around + 1.4 * score_bytes) / rates.bytes_per_s + 12 * rates.kernel_s
-    reduce_s = all_reduce_s(whole_bytes, ranks, cluster.tiers, share=constants.link_share)
-    started_s = (0 if is_fused else software.unfused_softmax_operators) * constants.operator_s
-    started_s += 2 * constants.collective_s if ranks > 1 else 0.0
-    fetch_s = 0.0
-    if layout.shard == 3:
-        own_bytes = num_parameters(model)[0] / ranks * _HALF
-        fetch_s = gather_s(own_bytes, layout.data, cluster.tiers, stride=ranks, share=constants.link_share)
-        started_s += constants.collective_s
-    forward = Pass(
-        forward_s + of_attention + reading_s,
-        2 * reduce_s,
-        software.forward_operators * constants.operator_s + started_s,
-        fetch_s,
-    )
-    backward = Pass(
-        inputs_s + weights_s + 2 * of_attention + back_reading_s,
-        2 * reduce_s,
-        software.backward_operators * constants.operator_s + started_s,
-        fetch_s * (1 + software.gradient_bytes / _HALF),
-    )
-    if layout.recompute == "full":
-        return forward, backward + forward._replace(sent_s=0.0)
-    if layout.recompute == "selective":
-        return forward, backward + Pass(of_attention + score_bytes / rates.bytes_per_s, 0.0, 4 * constants.operator_s)
-    return forward, backward
-
-
-def num_parameters(model: ModelShape) -> tuple[int, int]:
-    """(of one layer with all its experts, of one embedding), norms and biases left out: they are a thousandth.
-
-    >>> num_parameters(ModelShape(hidden=1024, layers=24, heads=16, vocab=50257, seq=1024))
-    (12582912, 51463168)
-    """
-    return sum(n * k for n, k in _matrices(model, 1, feeds=model.num_experts)), model.vocab * model.hidden
-
-
-def num_active(model: ModelShape) -> int:
-    """Parameters of one layer that a token meets: those of its own experts."""
-    return sum(n * k for n, k in _matrices(model, 1, feeds=model.experts_per_token))
-
-
-def _matrices(model: ModelShape, ranks: int, *, feeds: int) -> tuple[tuple[int, int], ...]:
-    """(columns of the result, depth) of the weights on one of `ranks`, with so many feed-forwards."""
-    keys = model.key_heads * model.head_width
-    attention = ((model.hidden + 2 * keys) // ranks, model.hidden), (model.hidden, model.hidden // ranks)
-    up = (model.inner // ranks, model.hidden)
-    feed = (up, (model.hidden, model.inner // ranks), *((up,) if model.is_gated else ()))
-    return (*attention, *(feed * feeds))
-
-
-def _attention(
-    model: ModelShape, samples: int, ranks: int, software: Software, rates: Rates
-) -> tuple[float, float, bool]:
-    """Seconds of its products, bytes of scores that are read and written, whether the softmax is one kernel."""
-    groups = samples * model.heads // ranks
-    width, seq = model.head_width, model.seq
-    if software.attention == "fused":
-        flop = 4.0 * groups * seq * seq * width / 2
-        return flop / (0.7 * rates.flop_per_s) + rates.kernel_s, 0.0, True
-    products_s = product_s(rates, seq, seq, width, batch=groups) + product_s(rates, seq, width, seq, batch=groups)
-    is_fused = software.attention == "megatron" and groups % _SOFTMAX_GROUP == 0
-    once = groups * seq * seq * _HALF
-    return products_s, once * (4.5 if is_fused else 10.5), is_fused
-
-
-def _head(model: ModelShape, layout: Layout, software: Software, rates: Rates) -> tuple[Pass, Pass]:
-    """The logits, their loss, and the way back, on one micro-batch."""
-    tokens, ranks = layout.micro_batch * model.seq, layout.tensor
-    columns = -(-model.vocab // ranks)
-    if software.pads_vocabulary and ranks > 1:
-        columns = -(-columns // 128) * 128
-    num_bytes = tokens * columns
-    forward_s = product_s(rates, tokens, columns, model.hidden) + num_bytes * 10 / rates.bytes_per_s
-    backward_s = (
-        product_s(rates, tokens, model.hidden, columns)
-        + product_s(rates, columns, model.hidden, tokens)
-        + num_bytes * 10 / rates.bytes_per_s
-    )
-    return Pass(forward_s, 0.0, 0.0), Pass(backward_s, 0.0, 0.0)
-
-
-def _update(
-    model: ModelShape,
-    layout: Layout,
-    cluster: Cluster,
-    software: Software,
-    constants: Constants,
-    rates: Rates,
-    *,
-    hidden_s: float,
-) -> tuple[float, float]:
-    """Seconds of the reduction of gradients over data ranks as far as it is not hidden, and of the optimizer.
-
-    What overlaps does so with the last micro-batch's backward, `hidden_s`; the last layer's gradients are always left.
-    """
-    of_layer, of_embedding = num_parameters(model)
-    own = of_layer * model.layers / (layout.pipeline * layout.tensor) + of_embedding / layout.tensor
-    reduce_s = all_reduce_s(
-        own * software.gradient_bytes, layout.data, cluster.tiers, stride=layout.tensor, share=constants.link_share
-    )
-    if layout.shard == 3:
-        reduce_s = 0.0  # sent layer by layer
-    elif software.has_overlap:
-        reduce_s = max(reduce_s - hidden_s, reduce_s / max(1.0, model.layers / layout.pipeline))
-    tied_s = 0.0
-    if model.is_tied and layout.pipeline > 1:
-        stride = layout.tensor * layout.data * (layout.pipeline - 1)
-        tied_s = all_reduce_s(
-            of_embedding / layout.tensor * software.gradient_bytes,
-            2,
-            cluster.tiers,
-            stride=stride,
-            share=constants.link_share,
+    check(model, layout, cluster)
+    priced = _priced(model, layout, cluster, software, constants)
+    micro = layout.num_micro_batches
+    busiest = max((priced.passes(s, "FB") for s in range(layout.pipeline)), key=_taken_s)
+    pipeline_s = micro * _taken_s(busiest)
+    if layout.pipeline > 1:
+        seconds = {key: one.total_s for key, one in priced.of_chunks.items()}
+        hop_s = _hop_s(model, layout, cluster, software, constants)
+        pipeline_s = table_span_s(
+            layout.schedule,
+            seconds,
+            stages=layout.pipeline,
+            micro_batches=micro,
+            chunks=layout.parts_per_stage,
+            send_s=hop_s,
         )
-    updated = own / (layout.data if layout.shard else 1)
-    return reduce_s + tied_s, updated * software.optimizer_bytes / rates.bytes_per_s
+    hidden_s = min(sum(p.own_s for p in priced.passes(s, "B")) for s in range(layout.pipeline))
+    compute_s = micro * sum(p.device_s for p in busiest)
+    bubble_s = max(0.0, pipeline_s - micro * _taken_s(busiest))
+    update = update_time(model, layout, cluster, software, constants, hidden_s=hidden_s, span_s=pipeline_s)
+    straggler_s = constants.straggler_share * expected_largest(layout.num_devices) * (compute_s + bubble_s)
+    return StepTime(
+        total_s=pipeline_s + update.data_s + update.optimizer_s + update.offload_s + constants.step_s + straggler_s,
+        compute_s=compute_s,
+        host_s=micro * sum(p.own_s - (p.device_s + p.tensor_s + p.context_s + p.expert_s) for p in busiest),
+        tensor_s=micro * sum(p.tensor_s for p in busiest),
+        bubble_s=bubble_s,
+        data_s=update.data_s + micro * sum(p.sending_s for p in busiest),
+        optimizer_s=update.optimizer_s,
+        step_s=constants.step_s,
+        context_s=micro * sum(p.context_s for p in busiest),
+        expert_s=micro * sum(p.expert_s for p in busiest),
+        offload_s=update.offload_s + micro * sum(p.copying_s for p in busiest),
+        straggler_s=straggler_s,
+    )
 
 
-def _span_s(layout: Layout, hop_s: float, seconds: Callable[[Action], float]) -> float:
-    table = _table(layout.schedule, layout.pipeline, layout.num_micro_batches, layout.chunks)
-    return span_s(played(table, seconds=seconds, send_s=hop_s, chunks=layout.chunks))
+def timeline(
+    model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants
+) -> tuple[tuple[Done, ...], ...]:
+    """When each stage does what, from the first forward to the last backward; () for a single stage.
+
+    Raises as `step_time` does.
+    """
+    check(model, layout, cluster)
+    if layout.pipeline == 1:
+        return ()
+    priced = _priced(model, layout, cluster, software, constants)
+    parts = layout.parts_per_stage
+    table = cached_table(layout.schedule, layout.pipeline, layout.num_micro_batches, parts)
+    return played(
+        table,
+        seconds=lambda action: priced.of_chunks[action.kind, action.chunk].total_s,
+        send_s=_hop_s(model, layout, cluster, software, constants),
+        chunks=parts,
+    )
 
 
-@lru_cache(maxsize=512)
-def _table(kind: ScheduleKind, stages: int, micro_batches: int, chunks: int) -> Table:
-    return table_of(kind, stages=stages, micro_batches=micro_batches, chunks=chunks)
+def quick_s(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> float:
+    """About what `step_time` says, without playing the schedule: its bubble is (p - 1) / v of a stage's micro-batch, or as much
+    less as schedules with split backwards claim.
+
+    Raises as `step_time` does.
+    """
+    check(model, layout, cluster)
+    priced = _priced(model, layout, cluster, software, constants)
+    most_s = max(_taken_s(priced.passes(s, "FB")) for s in range(layout.pipeline))
+    hidden_s = min(sum(p.own_s for p in priced.passes(s, "B")) for s in range(layout.pipeline))
+    hop_s = _hop_s(model, layout, cluster, software, constants)
+    bubble = (layout.pipeline - 1) / layout.chunks * _BUBBLES.get(layout.schedule, 1.0)
+    span_s = (layout.num_micro_batches + bubble) * most_s + 2 * (layout.pipeline - 1) * hop_s
+    update = update_time(model, layout, cluster, software, constants, hidden_s=hidden_s, span_s=span_s)
+    return span_s + update.data_s + update.optimizer_s + update.offload_s + constants.step_s
 
 
-def _check(model: ModelShape, layout: Layout, cluster: Cluster) -> None:
+def _taken_s(passes: Sequence[Pass]) -> float:
+    return sum(p.total_s for p in passes)
+
+
+def _priced(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> _Priced:
+    """The first chunk has the embedding, the last the head. A backward in two parts takes what they take together."""
+    found = works(model, layout, cluster, software, constants)
+    stages = chunks_of_stages(layout.schedule, stages=layout.pipeline, parts=layout.parts_per_stage)
+    layers = layers_of_chunks(model.layers, layout.pipeline * layout.parts_per_stage)
+    last = len(layers) - 1
+    of_chunks: dict[tuple[str, int], Pass] = {}
+    for kind in "FBIW" if layout.schedule in SPLIT else "FB":
+        each, ends = found.layer.of(kind), (found.embedding.of(kind), found.head.of(kind))
+        by_number = {number: each.times(number) for number in set(layers)}
+        for chunk, number in enumerate(layers):
+            own = by_number[number]
+            own = own + ends[1] if chunk == last else own
+            of_chunks[kind, chunk] = own + ends[0] if chunk == 0 and ends[0] != NOTHING else own
+    return _Priced(of_chunks, stages)
+
+
+def _hop_s(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> float:
+    """Of a micro-batch from one stage to the next."""
+    num_bytes = layout.micro_batch * (model.seq // layout.context) * model.hidden * number_bytes(software)
+    stride = layout.tensor * layout.context * layout.data
+    return send_s(num_bytes, cluster.tiers, stride=stride, share=constants.link_share)
+
+
+def check(model: ModelShape, layout: Layout, cluster: Cluster) -> None:
+    """Raises PlanError when the layout does not fit the model or the cluster."""
     if layout.num_devices > cluster.num_devices:
         raise PlanError(f"the layout takes {layout.num_devices} devices, and there are {cluster.num_devices}")
     if model.heads % layout.tensor or model.inner % layout.tensor:
         raise PlanError(f"{model.heads} heads and a width of {model.inner} cannot be divided by tensor={layout.tensor}")
-    if model.layers < layout.pipeline * layout.chunks:
-        raise PlanError(f"{model.layers} layers are fewer than {layout.pipeline} stages x {layout.chunks} chunks")
+    if model.layers < layout.pipeline * layout.parts_per_stage:
+        raise PlanError(
+            f"{model.layers} layers are fewer than {layout.pipeline} stages x {layout.parts_per_stage} chunks"
+        )
+    if model.seq % layout.context:
+        raise PlanError(f"a sample of {model.seq} tokens cannot be divided by context={layout.context}")
+    if model.num_experts % layout.expert:
+        raise PlanError(f"{model.num_experts} experts cannot be divided by expert={layout.expert}")

@@ -25,16 +25,19 @@ _PREFIX: Final = "step-"
 _SHARDING: Final = "DCP_SHARDING_INFO"
 """Where torch.distributed.checkpoint's reader of Hugging Face files looks for the offsets of shards (torch 2.7 and later)."""
 _BLOCK: Final = 16 << 20
+Fetch = Callable[["Chunk", tuple[slice, ...]], Tensor]
+"""Gives a piece of a chunk."""
 _UNREADABLE: Final = 1 << 60
 """Stands for the serial of a checkpoint whose index cannot be read."""
 
 
 class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a tensor: `shape` elements from `offset` on, in `file`."""
+    """A part of a tensor: `shape` elements from `offset` on, in `file`; by `crc32` of its bytes a resume is proved."""
 
     file: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    crc32: int | None = None
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,6 +136,21 @@ def renamed(plain: Any, names: Mapping[str, str]) -> Any:
 def tensor_names(plain: Mapping[str, Any]) -> dict[str, str]:
     """Of a mapping as `split` returned it: where a tensor was, and by which name it was saved."""
     return {key: value[_TENSOR] for key, value in plain.items() if isinstance(value, dict) and _TENSOR in value}
+
+
+def is_tensor(plain: Mapping[str, Any]) -> bool:
+    """Whether that is where a tensor was."""
+    return _TENSOR in plain
+
+
+def pairs_in(plain: Mapping[str, Any]) -> list[Any] | None:
+    """Keys and values, of a mapping whose keys were not all text."""
+    return plain.get(_PAIRS)
+
+
+def tuple_in(plain: Mapping[str, Any]) -> list[Any] | None:
+    """What a tuple held."""
+    return plain.get(_TUPLE)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------------
@@ -283,7 +301,7 @@ def check_file(path: Path, file: str, wanted: FileSum) -> None:
         raise CheckpointError(f"'{path / file}' is damaged: it holds {what} than were written")
 
 
-def read_into(path: Path, name: str, entry: Entry, target: Tensor, offset: Sequence[int]) -> None:
+def read_into(entry: Entry, target: Tensor, offset: Sequence[int], fetch: Fetch) -> None:
     """Fill `target`, the part of the tensor that begins at `offset`, from whatever chunks hold it. Raises CheckpointError."""
     filled = 0
     for chunk in entry.chunks:
@@ -293,15 +311,27 @@ def read_into(path: Path, name: str, entry: Entry, target: Tensor, offset: Seque
             continue
         there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offset, strict=True))
         here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True))
-        try:
-            with safe_open(path / chunk.file, framework="pt") as file:
-                part = file.get_slice(name)[there] if there else file.get_tensor(name)
-        except (OSError, SafetensorError) as e:
-            raise CheckpointError(f"'{path / chunk.file}' cannot be read: {e}") from e
+        part = fetch(chunk, there)
         target[here].copy_(part)
         filled += part.numel()
     if filled < target.numel():
-        raise CheckpointError(f"'{path}' holds {filled} of {target.numel()} elements of '{name}'; it is not whole")
+        raise CheckpointError(f"{filled} of {target.numel()} elements are there; it is not whole")
+
+
+def fetched(path: Path, name: str, chunk: Chunk, there: tuple[slice, ...]) -> Tensor:
+    """A piece of a chunk, from its file. Raises CheckpointError when that cannot be read."""
+    try:
+        with safe_open(path / chunk.file, framework="pt") as file:
+            part: Tensor = file.get_slice(name)[there] if there else file.get_tensor(name)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"'{path / chunk.file}' cannot be read: {e}") from e
+    return part
+
+
+def tensor_sum(tensor: Tensor) -> int:
+    """CRC-32 of the bytes of a dense tensor of the CPU, in order."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:

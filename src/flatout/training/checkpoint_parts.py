@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from flatout.errors import UsageError
+from flatout.errors import CheckpointError, UsageError
 from flatout.training import checkpoint_files as files
-from flatout.training.checkpoint_files import Entry, Index
+from flatout.training.checkpoint_files import Chunk, Entry, Index
+
+RANDOM: Final = "random"
+"""The part that random numbers are saved as."""
+Fetch = Callable[[str, Chunk, tuple[slice, ...]], Tensor]
+"""Gives a piece of a chunk of the tensor of that name."""
 
 
 class Part(NamedTuple):
@@ -102,19 +108,49 @@ def check_alike(name: str, part: Any, index: Index) -> None:
             raise UsageError(f"'{name}/{n}' is {now}, and {was} in the checkpoint; it is of another model")
 
 
-def read_placed(path: Path, index: Index, place: Callable[[str], Tensor | None], name: str) -> Tensor:
-    return read(path, name, index.tensors[name], place(name))
+def states_of(index: Index, parts: Mapping[str, Any], path: Path | str, fetch: Fetch) -> dict[str, Any]:
+    """The states that an index describes, by part, laid out as the parts are now. Nothing is changed.
+
+    Raises UsageError when it is of other parts, CheckpointError when a tensor is not whole.
+    """
+    lacking, own = sorted(parts.keys() - index.parts.keys()), sorted(index.parts.keys() - {RANDOM})
+    if lacking or not parts:
+        raise UsageError(f"'{path}' has no parts {lacking}; it has {own}")
+    fixed = sorted(name for name, part in parts.items() if not hasattr(part, "load_state_dict"))
+    if fixed:
+        raise UsageError(f"the parts {fixed} have no load_state_dict; give what the state is to go to")
+    states = {}
+    for name, part in parts.items():
+        check_alike(name, part, index)
+        place = places(part, name)
+
+        def loaded(n: str, place: Callable[[str], Tensor | None] = place) -> Tensor:
+            return _read(n, index.tensors[n], place(n), fetch)
+
+        states[name] = files.joined(index.parts[name], loaded)
+    return states
 
 
-def read(path: Path, name: str, entry: Entry, place: Tensor | None) -> Tensor:
+def numbers_of(index: Index, rank: int, fetch: Fetch) -> Any:
+    """The state of one rank's random numbers; None when the index has none of it."""
+    kept = index.parts[RANDOM].get(f"{rank}")
+    return files.joined(kept, lambda n: _read(n, index.tensors[n], None, fetch)) if kept is not None else None
+
+
+def _read(name: str, entry: Entry, place: Tensor | None, fetch: Fetch) -> Tensor:
     dtype = getattr(torch, entry.dtype)
+    whole: Tensor | None = None
     if isinstance(place, DTensor) and tuple(place.shape) == entry.shape:
-        target = torch.empty_like(place, dtype=dtype)
-        assert isinstance(target, DTensor)
-        part = shard(target)
-        if part.local.numel():
-            files.read_into(path, name, entry, part.local, part.offset)
-        return target
-    whole = torch.empty(entry.shape, dtype=dtype)
-    files.read_into(path, name, entry, whole, (0,) * len(entry.shape))
+        whole = torch.empty_like(place, dtype=dtype)
+        assert isinstance(whole, DTensor)
+        part = shard(whole)
+        target, offset = part.local, part.offset
+    else:
+        whole = target = torch.empty(entry.shape, dtype=dtype)
+        offset = (0,) * len(entry.shape)
+    try:
+        if target.numel():
+            files.read_into(entry, target, offset, partial(fetch, name))
+    except CheckpointError as e:
+        raise CheckpointError(f"'{name}': {e}") from e
     return whole

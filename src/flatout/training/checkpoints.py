@@ -24,22 +24,20 @@ from flatout.errors import CheckpointError, UsageError
 from flatout.training import checkpoint_files as files
 from flatout.training.checkpoint_files import Chunk, Entry, FileSum, Index
 from flatout.training.checkpoint_parts import (
+    RANDOM,
     Part,
     bare,
-    check_alike,
     first_of_twins,
-    places,
-    read,
-    read_placed,
+    numbers_of,
     shard,
     state_of,
+    states_of,
     weights_of,
 )
 from flatout.training.random_state import random_state, set_random_state
 from flatout.training.staging import Staged, Staging
 
 Value = TypeVar("Value")
-_RANDOM: Final = "random"
 _PATIENCE: Final = timedelta(minutes=30)
 
 
@@ -90,9 +88,7 @@ class Checkpoints:
         self._under_way: Future[Saved] | None = None
         self.saved: list[Saved] = []
         """What each checkpoint cost, of this process."""
-        if self._rank == 0:
-            self._prepare()
-        self._agree(None)
+        self._tried(lambda: self._prepare() if self._rank == 0 else None, str)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -123,14 +119,14 @@ class Checkpoints:
         began = perf_counter()
         self.wait()
         before_s = perf_counter() - began
-        if type(step) is not int or step < 0 or not parts or _RANDOM in parts:
+        if type(step) is not int or step < 0 or not parts or RANDOM in parts:
             raise UsageError(
                 f"step {step!r}, parts {sorted(parts)}: give the number of steps done, and one part or more, "
-                f"none of them named '{_RANDOM}'"
+                f"none of them named '{RANDOM}'"
             )
         tensors: dict[str, Tensor] = {}
         plain = {name: files.split(state_of(part), name, tensors) for name, part in parts.items()}
-        plain[_RANDOM] = {f"{self._rank}": files.split(random_state(), f"{_RANDOM}/{self._rank}", tensors)}
+        plain[RANDOM] = {f"{self._rank}": files.split(random_state(), f"{RANDOM}/{self._rank}", tensors)}
         same = first_of_twins(tensors)
         held = self._shared_out({name: tensor for name, tensor in tensors.items() if same[name] == name})
         weights = {f"{name}/{n}" for name, part in parts.items() for n in weights_of(part)}
@@ -164,7 +160,7 @@ class Checkpoints:
             return {name: Part(t, (0,) * t.dim(), tuple(t.shape), is_mine=True) for name, t in tensors.items()}
         load = [0] * self._num_ranks
         held: dict[str, Part] = {}
-        own = f"{_RANDOM}/{self._rank}/"
+        own = f"{RANDOM}/{self._rank}/"
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel() * item[1].element_size()):
             if isinstance(tensor, DTensor):
                 held[name] = shard(tensor)
@@ -193,7 +189,7 @@ class Checkpoints:
         writing = files.writing_folder(self._folder, step)
         file = f"rank-{self._rank:05}-of-{self._num_ranks:05}.safetensors"
 
-        def written() -> tuple[FileSum, float, float]:
+        def written() -> tuple[FileSum, dict[str, int], float, float]:
             device_s = staged.wait()
             began = perf_counter()
             bad = next((n for n, t in staged.tensors.items() if n in weights and not _is_finite(t)), "")
@@ -201,15 +197,16 @@ class Checkpoints:
                 raise CheckpointError(f"'{bad}' is not finite")
             writing.mkdir(parents=True, exist_ok=True)
             offsets = {name: offset for name, (offset, _, _) in entries.items()}
-            return files.write_tensors(writing, file, staged.tensors, offsets), device_s, began
+            summed = files.write_tensors(writing, file, staged.tensors, offsets)
+            return summed, {n: files.tensor_sum(t) for n, t in staged.tensors.items()}, device_s, began
 
-        summed, device_s, began = self._tried(step, written)
+        summed, sums, device_s, began = self._saved(step, written)
         described = {
-            name: [list(offset), list(staged.tensors[name].shape), list(shape), dtype]
+            name: [list(offset), list(staged.tensors[name].shape), list(shape), dtype, sums[name]]
             for name, (offset, shape, dtype) in entries.items()
         }
-        told = self._gathered([file, summed.num_bytes, summed.crc32, described, plain[_RANDOM], step])
-        self._tried(step, lambda: self._published(step, plain, told) if self._rank == 0 else None)
+        told = self._gathered([file, summed.num_bytes, summed.crc32, described, plain[RANDOM], step])
+        self._saved(step, lambda: self._published(step, plain, told) if self._rank == 0 else None)
         return Saved(step, waited[0], waited[1], device_s, perf_counter() - began, summed.num_bytes)
 
     def _published(self, step: int, plain: dict[str, Any], told: list[Any]) -> None:
@@ -219,8 +216,8 @@ class Checkpoints:
             raise CheckpointError(f"ranks save the steps {others} at once; call save with the same step on all")
         tensors: dict[str, Entry] = {}
         for file, _, _, described, _, _ in told:
-            for name, (offset, shape, whole, dtype) in described.items():
-                chunk = Chunk(file=file, offset=tuple(offset), shape=tuple(shape))
+            for name, (offset, shape, whole, dtype, crc) in described.items():
+                chunk = Chunk(file=file, offset=tuple(offset), shape=tuple(shape), crc32=crc)
                 known = tensors.get(name)
                 chunks = (*known.chunks, chunk) if known is not None else (chunk,)
                 tensors[name] = Entry(dtype=dtype, shape=tuple(whole), chunks=chunks)
@@ -230,7 +227,7 @@ class Checkpoints:
             serial=files.next_serial(self._folder),
             num_ranks=self._num_ranks,
             torch=str(torch.__version__),
-            parts=plain | {_RANDOM: {rank: state for one in told for rank, state in one[4].items()}},
+            parts=plain | {RANDOM: {rank: state for one in told for rank, state in one[4].items()}},
             tensors=tensors,
             files={file: FileSum(num_bytes=size, crc32=crc) for file, size, crc, _, _, _ in told},
         )
@@ -256,7 +253,7 @@ class Checkpoints:
         warning. Raises CheckpointError when all are damaged or `step` is not there; UsageError when it is of other parts.
         """
         self.wait()
-        found = self._agree(self.steps)
+        found = self._agree(self._tried(lambda: self.steps, lambda why: f"'{self._folder}' cannot be read; {why}"))
         if step is not None and step not in found:
             raise CheckpointError(f"'{self._folder}' has no checkpoint of step {step}; it has {found or 'none'}")
         said: list[str] = []
@@ -264,7 +261,7 @@ class Checkpoints:
             path = self._folder / f"step-{candidate}"
             why = self._damage(path)
             if not why:
-                self._load(files.read_index(path), path, parts)
+                self._load(path, parts)
                 return candidate
             said.append(why)
             if self._rank == 0 and step is None:
@@ -285,20 +282,14 @@ class Checkpoints:
             why = str(e)
         return next((w for w in self._gathered(why) if w), "")
 
-    def _load(self, index: Index, path: Path, parts: Mapping[str, Any]) -> None:
-        lacking, own = sorted(parts.keys() - index.parts.keys()), sorted(index.parts.keys() - {_RANDOM})
-        if lacking or not parts:
-            raise UsageError(f"'{path}' has no parts {lacking}; it has {own}")
-        fixed = sorted(name for name, part in parts.items() if not hasattr(part, "load_state_dict"))
-        if fixed:
-            raise UsageError(f"the parts {fixed} have no load_state_dict; give what the state is to go to")
-        states = {}
-        for name, part in parts.items():
-            check_alike(name, part, index)
-            loads = partial(read_placed, path, index, places(part, name))
-            states[name] = files.joined(index.parts[name], loads)
-        kept = index.parts[_RANDOM].get(f"{self._rank}") if index.num_ranks == self._num_ranks else None
-        numbers = files.joined(kept, lambda n: read(path, n, index.tensors[n], None)) if kept is not None else None
+    def _load(self, path: Path, parts: Mapping[str, Any]) -> None:
+        def read() -> tuple[dict[str, Any], Any]:
+            index = files.read_index(path)
+            states = states_of(index, parts, path, fetch)
+            return states, numbers_of(index, self._rank, fetch) if index.num_ranks == self._num_ranks else None
+
+        fetch = partial(files.fetched, path)
+        states, numbers = self._tried(read, lambda why: f"'{path}' was not loaded; {why}")
         for name, part in parts.items():
             bare(part).load_state_dict(states[name])
         if numbers is not None:
@@ -306,22 +297,35 @@ class Checkpoints:
 
     # -- among ranks ---------------------------------------------------------------------------------------------------------
 
-    def _tried(self, step: int, action: Callable[[], Value]) -> Value:
+    def _tried(self, action: Callable[[], Value], told: Callable[[str], str]) -> Value:
         """What it returns, once it has succeeded on every rank. Raises CheckpointError on all of them otherwise."""
         value: Any = None
+        mistake: UsageError | None = None
         try:
             value, why = action(), ""
+        except UsageError as e:
+            mistake, why = e, str(e)
         except (OSError, SafetensorError, CheckpointError, MemoryError, RuntimeError, TypeError, ValueError) as e:
             why = str(e) or type(e).__name__
         wrong = {rank: w for rank, w in enumerate(self._gathered(why)) if w}
         if not wrong:
             return value  # type: ignore[no-any-return]
-        if self._rank == 0:
-            shutil.rmtree(files.writing_folder(self._folder, step), ignore_errors=True)
+        if mistake is not None:
+            raise mistake
         rank, why = next(iter(wrong.items()))
-        left = files.readable(self._folder)
-        good = f"the last good one is of step {left[-1]}" if left else "there is none before it"
-        raise CheckpointError(f"the checkpoint of step {step} was not written; rank {rank}: {why}; {good}")
+        raise CheckpointError(told(f"rank {rank}: {why}"))
+
+    def _saved(self, step: int, action: Callable[[], Value]) -> Value:
+        """The same for a part of saving; what has been written is removed when it fails."""
+
+        def told(why: str) -> str:
+            if self._rank == 0:
+                shutil.rmtree(files.writing_folder(self._folder, step), ignore_errors=True)
+            left = files.readable(self._folder)
+            good = f"the last good one is of step {left[-1]}" if left else "there is none before it"
+            return f"the checkpoint of step {step} was not written; {why}; {good}"
+
+        return self._tried(action, told)
 
     def _gathered(self, value: Value) -> list[Value]:
         """Every rank's value, as JSON holds it. Raises CheckpointError when a rank does not answer."""

@@ -30,7 +30,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    numpy = sys.modules.get("numpy")
-    if "numpy" in state and numpy is not None:
+    if "numpy" in state:
+        import numpy  # it may be imported later only, and would then begin anew
+
         kind, keys, *rest = state["numpy"]
         numpy.random.set_state((kind, keys.numpy(), *rest))

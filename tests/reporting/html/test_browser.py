@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from tests.page_reader import spoiled
+from tests.reporting.html.test_scale import whole_page
+from tests.reporting.scale_builder import FOUND, GIB, STAGES
 from tests.reporting.test_ladder import TUNED
 
 from flatout.records.evidence import Evidence
@@ -209,6 +211,28 @@ def test_a_ladder_is_seen_and_fits_the_screen(browser: Browser, width: int) -> N
     box = page.locator("svg.ladder").bounding_box()
     assert box is not None and box["width"] > 300 and box["height"] > 90
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_plan_is_seen_and_fits_the_screen(browser: Browser, scheme: str, width: int) -> None:
+    page = browser.open(whole_page(), scheme=scheme, width=width).page
+
+    for part in ("headline", "layout", "step", "ranking", "memory", "pipeline", "failures", "method"):
+        assert page.locator(f"#{part}").is_visible(), part
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert_in_proportion(page, "#step .bars .parts", [one.step.total_s for one in FOUND.best])
+    assert_in_proportion(page, "#memory .bars .parts", [stage.total_bytes for stage in STAGES])
+    limit, track = (page.locator(f"#memory {name}").first.bounding_box() for name in (".limit", ".parts"))
+    assert (limit["x"] - track["x"]) / track["width"] == pytest.approx(80 * GIB / STAGES[0].total_bytes, rel=0.02)
+    box = page.locator("svg.pipeline").bounding_box()
+    assert box is not None and box["width"] > 300 and box["height"] > 90
+
+
+def assert_in_proportion(page: Any, selector: str, sizes: list[float]) -> None:
+    """The widths of what is selected are as those sizes."""
+    widths = [one.bounding_box()["width"] for one in page.locator(selector).all()]
+    assert widths == pytest.approx([widths[0] * size / sizes[0] for size in sizes], rel=0.02)
 
 
 def test_a_screenshot_and_a_print_can_be_made(browser: Browser, drawn: bytes, tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""`flatout survive`: a script on several ranks that goes on when any of them dies."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatout.errors import UsageError
+
+
+def survive(
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, as you would give it to torchrun.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")
+    ] = None,
+    nproc: Annotated[int, typer.Option(help="Ranks on each node, one for each GPU.")] = 1,
+    spares: Annotated[
+        int, typer.Option(help="Slots (GPUs) of each node beyond those, for ones that keep failing.")
+    ] = 0,
+    hang: Annotated[float, typer.Option(help="Seconds without a step of a rank after which it hangs.")] = 300.0,
+    start: Annotated[float, typer.Option(help="Seconds that the first step of a start may take.")] = 1800.0,
+    least_ranks: Annotated[
+        int | None, typer.Option(help="Go on with fewer ranks, down to so many. [default: never fewer]")
+    ] = None,
+    max_restarts: Annotated[int | None, typer.Option(help="Give up after so many. [default: while it gets on]")] = None,
+    memory: Annotated[Path, typer.Option(help="A folder in memory, for the copies of the state.")] = Path("/dev/shm"),
+    preload: Annotated[
+        list[str] | None, typer.Option(help="A module to import once, before ranks are forked; may be given again.")
+    ] = None,
+    nnodes: Annotated[int, typer.Option(help="Machines; start the same command on each.")] = 1,
+    node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
+    coordinator: Annotated[str, typer.Option(metavar="HOST:PORT", help="Node 0, as all nodes reach it.")] = "",
+    join: Annotated[float, typer.Option(help="Seconds to wait for nodes.")] = 60.0,
+    account: Annotated[Path | None, typer.Option("--json", help="Write what happened to this file.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for `python -m`.")] = False,
+) -> None:
+    """Run SCRIPT as torchrun does, and start it again in seconds when a rank dies or hangs; see `flatout.Survivor`."""
+    from flatout.records.record import to_json, write_file
+    from flatout.surviving.remote import attend, host_and_port
+    from flatout.surviving.supervisor import Job, Supervisor
+
+    own = tuple(arguments or ())
+    job = Job(
+        target=target,
+        arguments=own[1:] if own[:1] == ("--",) else own,
+        is_module=module,
+        nproc=nproc,
+        spares=spares,
+        nnodes=nnodes,
+        hang_s=hang,
+        start_s=start,
+        join_s=join,
+        least_ranks=least_ranks,
+        max_restarts=max_restarts,
+        memory=str(memory),
+        preload=tuple(preload or ()),
+    )
+    if not 0 <= node_rank < nnodes or (nnodes > 1) != bool(coordinator):
+        raise UsageError(
+            f"node {node_rank} of {nnodes}, coordinator '{coordinator}': number nodes from 0, and name node 0 as "
+            "HOST:PORT where there are several"
+        )
+    if not coordinator:
+        happened = Supervisor(job, environment=os.environ, told=_tell).run()
+    else:
+        host, port = host_and_port(coordinator)
+        if node_rank:
+            raise typer.Exit(attend(job, node_rank, (host, port), os.environ))
+        with socket.create_server(("", port), backlog=nnodes) as listen:
+            happened = Supervisor(job, environment=os.environ, listen=listen, host=host, told=_tell).run()
+    if account is not None:
+        write_file(account, to_json(happened))
+    _tell(happened.summary())
+    raise typer.Exit(0 if happened.outcome == "finished" else 1)
+
+
+def _tell(text: str) -> None:
+    print(f"flatout survive: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,354 @@
+"""What one layer, the head and the embedding take of a device, of its host and of its links, for one micro-batch.
+
+The host starts operators one after the other; a device that is done earlier waits for it. So a layer takes the longer of what its
+operators take on the device and what the host takes to start them (Constants.operator_s), and never the sum.
+"""
+
+# T tokens of a micro-batch on one rank, H hidden width
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from flatout.cost.collectives import all_reduce_s, all_to_all_s, gather_s
+from flatout.cost.products import Rates, product_s
+from flatout.cost.roofline import bandwidth_bytes_per_s, peak_flop_per_s
+from flatout.errors import PlanError
+from flatout.hardware.catalog import load
+from flatout.records.scale import Cluster, Constants, Layout, ModelShape, Software
+from flatout.simulate.links import copies_of, gathered_s, is_sent_by_layer, scattered_s
+from flatout.simulate.sizes import (
+    Part,
+    held,
+    layer_parameters,
+    matrices,
+    num_parameters,
+    number_bytes,
+    parts_of,
+    sharded,
+)
+
+_SOFTMAX_GROUP: Final = 4
+"""Megatron's fused softmax takes attention whose samples x heads are a multiple of it (fused_kernels, batches_per_block)."""
+_FUSED_SHARE: Final = 0.7
+"""Of the rate of products, by fused attention (FlashAttention-2, Dao, 2023, figure 4: 50 to 73 % of an A100's rate)."""
+_FUSED_BACKWARD: Final = 2.5
+"""Times the forward's work: five products, as scores are made again, where the forward has two (the same, section 3.1)."""
+_CAST: Final = 5
+"""Bytes read and written to make a number of half precision one of 8 bits with a scale of its tensor: read for the largest, read
+again, written."""
+_CAST_AGAIN: Final = 3
+"""The same with the scale known, for the transposed copy that the backward needs."""
+
+
+class Pass(NamedTuple):
+    """Of one layer, or of the head, in one direction: seconds of the device without collectives; of collectives of tensor,
+    context and expert ranks, which are in its way; of the host; of weights and gradients that are sent meanwhile, and what
+    arithmetic loses by that; of copies from and to the host's memory or disk."""
+
+    device_s: float
+    tensor_s: float
+    host_s: float
+    context_s: float = 0.0
+    expert_s: float = 0.0
+    sent_s: float = 0.0
+    slowed_s: float = 0.0
+    copied_s: float = 0.0
+
+    @property
+    def own_s(self) -> float:
+        """What it takes where nothing is sent or copied."""
+        return max(self.device_s + self.tensor_s + self.context_s + self.expert_s, self.host_s)
+
+    @property
+    def total_s(self) -> float:
+        """What it takes."""
+        return max(self.own_s, self.sent_s, self.copied_s) + self.slowed_s
+
+    @property
+    def sending_s(self) -> float:
+        """What sending adds."""
+        return max(self.own_s, self.sent_s) - self.own_s + self.slowed_s
+
+    @property
+    def copying_s(self) -> float:
+        """What copies add to that."""
+        return max(0.0, self.copied_s - max(self.own_s, self.sent_s))
+
+    def __add__(self, other: object) -> Pass:
+        if not isinstance(other, Pass):
+            return NotImplemented
+        return Pass(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Pass:
+        """As often."""
+        return Pass(*(factor * x for x in self))
+
+    def besides(self, *, sent_s: float, copied_s: float, contention: float) -> Pass:
+        """While so much is sent and copied; arithmetic loses a share of the time that it goes on beside a collective."""
+        slowed_s = contention * min(self.device_s, sent_s)
+        return self._replace(sent_s=sent_s, copied_s=copied_s, slowed_s=slowed_s)
+
+
+NOTHING: Final = Pass(0.0, 0.0, 0.0)
+
+
+class Work(NamedTuple):
+    """Of one layer, the head or the embedding, by the kind of an action: F forward, B backward, or I and W, its two parts."""
+
+    forward: Pass
+    backward: Pass
+    inputs: Pass
+    weights: Pass
+
+    def of(self, kind: str) -> Pass:
+        """By the action's letter."""
+        return self["FBIW".index(kind)]
+
+
+def rates_of(device: str, dtype: str, constants: Constants) -> Rates:
+    """Of a device's data sheet, as far as they are reached."""
+    spec = load(device)
+    if spec.num_units is None:
+        raise PlanError(f"the data sheet of '{device}' does not say how many multiprocessors it has")
+    return Rates(
+        flop_per_s=peak_flop_per_s(spec, dtype) * constants.product_share,
+        bytes_per_s=bandwidth_bytes_per_s(spec) * constants.memory_share,
+        num_units=int(spec.num_units.value),
+        fill_depth=constants.fill_depth,
+        misaligned_share=constants.misaligned_share,
+        kernel_s=constants.kernel_s,
+    )
+
+
+# -- work -----------------------------------------------------------------------------------------------------------------
+
+
+def layer(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> Work:
+    """One layer on one micro-batch; what is computed again is in the backward, and in its inputs' part."""
+    rates = rates_of(cluster.device, software.dtype, constants)
+    half = rates if software.dtype != "float8" else rates_of(cluster.device, "bfloat16", constants)
+    ranks, samples, width = layout.tensor, layout.micro_batch, number_bytes(software)
+    tokens, hidden = samples * model.seq // layout.context, model.hidden
+    products = _products(model, layout, software, rates, constants, tokens)
+    of_attention, score_bytes, is_fused = _attention(model, layout, software, half)
+    whole_bytes, divided_bytes = tokens * hidden * width, tokens * (model.inner + 3 * hidden) / ranks * width
+    # two norms (read, write), two dropouts with residuals (read two, write one and a mask): each rank has all of them
+    around = 12 * whole_bytes / (ranks if layout.is_sequence_parallel else 1) + 3 * divided_bytes
+    reading_s = (around + score_bytes + products.cast_bytes) / rates.bytes_per_s + 10 * rates.kernel_s
+    back_reading_s = (1.3 * around + 1.4 * score_bytes + products.back_cast_bytes) / rates.bytes_per_s
+    back_reading_s += 12 * rates.kernel_s
+    reduce_s = all_reduce_s(whole_bytes, ranks, cluster.tiers, share=constants.link_share)
+    around_s, around_back_s = _around(model, layout, cluster, software, constants, of_attention)
+    expert_s = _routed(model, layout, cluster, constants, tokens * width)
+    started_s = (0 if is_fused else software.unfused_softmax_operators) * constants.operator_s
+    num_collectives = 2 * (ranks > 1) + (layout.context > 1) + 2 * (layout.expert > 1) + (layout.shard == 3)
+    started_s += num_collectives * constants.collective_s if num_collectives else 0.0
+    forward = Pass(
+        products.forward_s + of_attention + reading_s,
+        2 * reduce_s,
+        software.forward_operators * constants.operator_s + started_s,
+        around_s,
+        expert_s,
+    )
+    weights = Pass(products.weights_s, 0.0, products.num * constants.operator_s)
+    again = _FUSED_BACKWARD if software.attention == "fused" else 2.0
+    backward = Pass(
+        products.inputs_s + products.weights_s + again * of_attention + back_reading_s,
+        2 * reduce_s,
+        software.backward_operators * constants.operator_s + started_s,
+        around_back_s,
+        expert_s,
+    )
+    if layout.recompute == "full":
+        backward += forward
+    elif layout.recompute == "selective":
+        backward += Pass(of_attention + score_bytes / rates.bytes_per_s, 0.0, 4 * constants.operator_s)
+    work = Work(forward, backward, _less(backward, weights), weights)
+    return _beside(work, parts_of(*layer_parameters(model), layout), layout, cluster, software, constants)
+
+
+def _less(whole: Pass, part: Pass) -> Pass:
+    return whole._replace(device_s=whole.device_s - part.device_s, host_s=max(0.0, whole.host_s - part.host_s))
+
+
+def _beside(
+    work: Work, parts: tuple[Part, ...], layout: Layout, cluster: Cluster, software: Software, constants: Constants
+) -> Work:
+    """The same while its weights are gathered or copied, and its gradients sent."""
+    fetch_s = scatter_s = 0.0
+    if is_sent_by_layer(layout):
+        scatter_s = scattered_s(parts, layout, cluster, software, constants)
+        fetch_s = gathered_s(parts, number_bytes(software), layout, cluster, constants) if layout.shard == 3 else 0.0
+    weights_s = gradients_s = 0.0
+    if layout.offload == "weights":
+        copy_s = copies_of(layout, cluster, constants)
+        weights_s = copy_s((sharded(parts, layout) if layout.shard == 3 else held(parts)) * number_bytes(software))
+        gradients_s = copy_s((sharded(parts, layout) if layout.shard >= 2 else held(parts)) * software.gradient_bytes)
+    sent = (fetch_s, fetch_s + scatter_s, fetch_s, scatter_s)
+    # weights come while gradients go: a link carries both at once
+    copied = (weights_s, max(weights_s, gradients_s), weights_s, gradients_s)
+    return Work(
+        *(
+            one.besides(sent_s=s, copied_s=c, contention=constants.contention_share)
+            for one, s, c in zip(work, sent, copied, strict=True)
+        )
+    )
+
+
+class _Products(NamedTuple):
+    """Of one layer's weights: seconds forward and of both kinds of gradients, bytes of casts, and how many there are."""
+
+    forward_s: float
+    inputs_s: float
+    weights_s: float
+    cast_bytes: float
+    back_cast_bytes: float
+    num: int
+
+
+def _products(
+    model: ModelShape, layout: Layout, software: Software, rates: Rates, constants: Constants, tokens: int
+) -> _Products:
+    """The fullest expert rank's: it has more tokens than the mean, and the others wait for it."""
+    attention, feed = matrices(model, layout.tensor)
+    fullest = constants.routing_imbalance if layout.expert > 1 else 1.0
+    every = [*((n, k, 1.0) for n, k in attention), *((n, k, fullest) for n, k in feed * model.experts_per_token)]
+    size = 1 if software.dtype == "float8" else number_bytes(software)
+    cast = back_cast = 0.0
+    if software.dtype == "float8":
+        cast = sum(_CAST * (f * tokens * k + n * k) for n, k, f in every)
+        back_cast = sum(_CAST * f * tokens * n + _CAST_AGAIN * (f * tokens * k + n * k) for n, k, f in every)
+    return _Products(
+        sum(f * product_s(rates, tokens, n, k, itemsize=size) for n, k, f in every),
+        sum(f * product_s(rates, tokens, k, n, itemsize=size) for n, k, f in every),
+        sum(f * product_s(rates, n, k, tokens, itemsize=size) for n, k, f in every),
+        cast,
+        back_cast,
+        len(every),
+    )
+
+
+def _attention(model: ModelShape, layout: Layout, software: Software, rates: Rates) -> tuple[float, float, bool]:
+    """Seconds of its products, bytes of scores that are read and written, whether the softmax is one kernel.
+
+    Of contiguous pieces under a causal mask the last rank has the whole rows above its triangle: c - 1/2 squares of a piece's
+    length where the mean is c/2, so (2c - 1) / c as much. Scores that are written are written whole, masked or not.
+    """
+    groups = layout.micro_batch * model.heads // layout.tensor
+    width, seq, context = model.head_width, model.seq, layout.context
+    own = seq // context
+    if software.attention == "fused":
+        unequal = (2 * context - 1) / context if software.context_pieces == "contiguous" else 1.0
+        flop = 4.0 * groups * own * seq * width / 2 * unequal
+        return flop / (_FUSED_SHARE * rates.flop_per_s) + rates.kernel_s, 0.0, True
+    size = number_bytes(software)
+    products_s = product_s(rates, own, seq, width, batch=groups, itemsize=size)
+    products_s += product_s(rates, own, width, seq, batch=groups, itemsize=size)
+    is_fused = software.attention == "megatron" and groups % _SOFTMAX_GROUP == 0
+    return products_s, groups * own * seq * size * (4.5 if is_fused else 10.5), is_fused
+
+
+def _around(
+    model: ModelShape,
+    layout: Layout,
+    cluster: Cluster,
+    software: Software,
+    constants: Constants,
+    attention_s: float,
+) -> tuple[float, float]:
+    """Seconds in which context ranks exchange keys and values, forward and backward, as far as attention does not hide them.
+
+    Gathered before it, and the sum of their gradients scattered after it, nothing is hidden. In a ring keys and values go round
+    beside attention, and backward once more with their gradients, beside twice its work.
+    """
+    num_bytes = layout.micro_batch * model.seq * 2 * model.key_heads * model.head_width * number_bytes(software)
+    once_s = gather_s(
+        num_bytes / layout.tensor, layout.context, cluster.tiers, stride=layout.tensor, share=constants.link_share
+    )
+    if software.context_exchange == "gathered":
+        return once_s, once_s
+    return max(0.0, once_s - attention_s), max(0.0, 2 * once_s - 2 * attention_s)
+
+
+def _routed(model: ModelShape, layout: Layout, cluster: Cluster, constants: Constants, token_bytes: float) -> float:
+    """Seconds in which tokens go to their experts and come back, in one direction of the step; the fullest rank gets the most.
+
+    Tensor ranks that divide tokens between their products send their own part each.
+    """
+    own = token_bytes * model.hidden * model.experts_per_token / (layout.tensor if layout.is_sequence_parallel else 1)
+    return 2 * all_to_all_s(
+        own * constants.routing_imbalance,
+        layout.expert,
+        cluster.tiers,
+        stride=layout.tensor * layout.context,
+        share=constants.link_share,
+    )
+
+
+def head(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> Work:
+    """The logits, their loss, and the way back, on one micro-batch."""
+    rates = rates_of(cluster.device, software.dtype if software.dtype != "float8" else "bfloat16", constants)
+    tokens, ranks = layout.micro_batch * model.seq // layout.context, layout.tensor
+    columns = -(-model.vocab // ranks)
+    if software.pads_vocabulary and ranks > 1:
+        columns = -(-columns // 128) * 128
+    size = number_bytes(software)
+    reading_s = tokens * columns * (size + 8) / rates.bytes_per_s  # as they are, and in float32 for the loss
+    weights_s = product_s(rates, columns, model.hidden, tokens, itemsize=size)
+    inputs_s = product_s(rates, tokens, model.hidden, columns, itemsize=size)
+    forward = Pass(product_s(rates, tokens, columns, model.hidden, itemsize=size) + reading_s, 0.0, 0.0)
+    work = Work(
+        forward,
+        Pass(inputs_s + weights_s + reading_s, 0.0, 0.0),
+        Pass(inputs_s + reading_s, 0.0, 0.0),
+        Pass(weights_s, 0.0, 0.0),
+    )
+    if model.is_tied and layout.pipeline == 1:
+        return work  # the embedding is there already
+    return _beside(work, parts_of(num_parameters(model)[1], 0, layout), layout, cluster, software, constants)
+
+
+def embedding(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> Work:
+    """What sends its weights, forward, and its gradients, backward, with nothing to hide it; looking up takes next to nothing."""
+    parts = parts_of(num_parameters(model)[1], 0, layout)
+    work = _beside(Work(NOTHING, NOTHING, NOTHING, NOTHING), parts, layout, cluster, software, constants)
+    bare = Work(*(one._replace(sent_s=0.0, slowed_s=one.sent_s) for one in work))
+    return bare._replace(backward=bare.weights, inputs=NOTHING)
+
+
+class Works(NamedTuple):
+    """What a step is made of."""
+
+    layer: Work
+    head: Work
+    embedding: Work
+
+
+def works(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> Works:
+    """Of one micro-batch. Many layouts have the same, whatever their pipelines are: they are kept."""
+    sends = is_sent_by_layer(layout) or layout.offload != "none"
+    data = layout.data if sends else layout.expert
+    alike = Layout(
+        tensor=layout.tensor,
+        context=layout.context,
+        pipeline=min(layout.pipeline, 2),
+        data=data,
+        expert=layout.expert,
+        micro_batch=layout.micro_batch,
+        global_batch=data * layout.micro_batch,
+        recompute=layout.recompute,
+        shard=layout.shard,
+        shard_ranks=layout.shard_ranks if sends else 0,
+        is_sequence_parallel=layout.is_sequence_parallel,
+        offload=layout.offload,
+        offload_to=layout.offload_to,
+    )
+    return _works(model, alike, cluster, software, constants)
+
+
+@lru_cache(maxsize=1 << 13)
+def _works(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> Works:
+    given = (model, layout, cluster, software, constants)
+    return Works(layer(*given), head(*given), embedding(*given))
