@@ -213,11 +213,14 @@ def sharded_dim(parameter: nn.Parameter) -> Shard | None:
 
     A weight of several matrices lies in pieces along the first one, and FSDP would take other rows for them.
     """
-    if not isinstance(parameter, DTensor):
-        return None
+    return Shard(1) if isinstance(parameter, DTensor) and is_in_pieces(parameter) else None
+
+
+def is_in_pieces(tensor: DTensor) -> bool:
+    """Whether a rank has pieces of each of several matrices: cut so over tensor ranks, the last dimension of a mesh."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    return Shard(1) if any(isinstance(p, _StridedShard) for p in parameter.placements) else None
+    return isinstance(tensor.placements[-1], _StridedShard)
 
 
 def placed(nest: Any, mesh: DeviceMesh) -> Any:

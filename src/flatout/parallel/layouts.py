@@ -23,6 +23,7 @@ from flatout.parallel.attending import Attending
 from flatout.parallel.clipping import scale_down, square_sum
 from flatout.parallel.compressed import Compressed
 from flatout.parallel.divided import divide, for_loss, placed
+from flatout.parallel.kept import KeptOptimizer, Writing, cut, first_names, in_one_piece, load_tensors, place_of
 from flatout.parallel.meshes import Meshes
 from flatout.parallel.recomputing import recompute_within
 from flatout.parallel.refusals import refuse
@@ -55,19 +56,21 @@ class LaidOut:
         self._twins: Twins | None = None
         self._autocast: torch.dtype | None = None
         self._has_divided_classes = False
+        self._first_names: dict[str, str] = {}
         self.compressed: Compressed | None = None
         """What compresses gradients, where the layout has them compressed; its state belongs into checkpoints."""
 
     # -- what an optimizer and a checkpoint take -----------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of this rank, by the names that they have in the plain model."""
+        """Those of this rank, by the names that they have in the plain model; of tied ones the first."""
         seen: set[int] = set()
         for module in self.modules:
             for name, parameter in module.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield _plain_name(name), parameter
+                    plain = _plain_name(name)
+                    yield self._first_names.get(plain, plain), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Those of this rank."""
@@ -85,6 +88,52 @@ class LaidOut:
         if self.layout.offload == "state" and not is_offloaded_by_fsdp(self.layout, self._meshes):
             offload_state(made)
         return made
+
+    def kept(self, optimizer: Optimizer) -> KeptOptimizer:
+        """The optimizer as `Checkpoints` and `Survivor` take it: `save(step, model=laid, optimizer=laid.kept(optimizer))`.
+
+        Saved by names, it loads into any other layout of the model.
+        """
+        return KeptOptimizer(optimizer, self.named_parameters(), self._writing())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's weights and buffers, by the names of the plain model; of tied ones the first."""
+        return {name: in_one_piece(tensors[0]) for name, tensors in self._tensors().items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The same, as a checkpoint gives it. Raises UsageError for tensors of another shape."""
+        load_tensors(self._tensors(), state)
+
+    def places(self) -> Mapping[str, Tensor]:
+        """As training.scattered has it."""
+        return {name: place_of(tensors[0]) for name, tensors in self._tensors().items()}
+
+    def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """As training.scattered has it."""
+        return cut(state, self._tensors(), "the checkpoint")
+
+    def writes(self, name: str, *, is_shard: bool) -> bool:
+        """As training.scattered has it."""
+        writing = self._writing()
+        return not writing.has_twin(name) if is_shard else writing(name)
+
+    def weights(self) -> list[str]:
+        """Names of parameters."""
+        return [name for name, _ in self.named_parameters()]
+
+    def _tensors(self) -> dict[str, list[Tensor]]:
+        found: dict[str, list[Tensor]] = {}
+        for module in self.modules:
+            for name, tensor in module.state_dict().items():
+                plain = _plain_name(name)
+                found.setdefault(self._first_names.get(plain, plain), []).append(tensor)
+        return found
+
+    def _writing(self) -> Writing:
+        twins = self._twins.counted_elsewhere() if self._twins is not None else frozenset()
+        names = frozenset(name for name, p in self.named_parameters() if id(p) in twins)
+        first = {name for name, p in self.named_parameters() if id(p) not in twins}
+        return Writing(is_writer=self._meshes.is_first_of_stage, twins=names - first)
 
     def clip_grad_norm_(self, most: float) -> Tensor:
         """Scale all gradients down to a norm of `most` over the whole model, and give the norm that they had.
@@ -172,6 +221,7 @@ class LaidOut:
             is_held = self.layout.shard < 2
             module.set_is_last_backward(is_last)
             module.set_requires_gradient_sync(is_last or not is_held)
+            module.set_reshard_after_backward(is_last or self.layout.shard == 3)  # else gathered once a step
         yield
 
     @contextmanager
@@ -271,13 +321,17 @@ def lay_out(
     if is_cut and not (example or keywords):
         raise PlanError("tensor and pipeline ranks need an example: what the forward takes for one micro-batch")
     watched = watch(model, *_of_one_rank(example, keywords, layout)) if is_cut else None
+    names = first_names(model)
     _same_on_all(model, world)
     is_again = layout.recompute == "selective"
     attending = Attending(meshes.context, has_pieces=meshes.tensor is not None, recompute=is_again)
     if layout.pipeline > 1:
         assert watched is not None
-        return _staged(model, layout, meshes, world, watched, paths, mixed, attending)
+        staged = _staged(model, layout, meshes, world, watched, paths, mixed, attending)
+        staged._first_names = names
+        return staged
     laid = LaidOut([], layout, meshes, world, attending)
+    laid._first_names = names
     laid._has_divided_classes = _divide(model, layout, meshes, watched, paths, paths)
     if layout.recompute == "full":
         recompute_within([model.get_submodule(path) for path in paths], attending.on)

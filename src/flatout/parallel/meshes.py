@@ -29,6 +29,7 @@ class Meshes:
         kind = world.device.type
         rows = layout.data * layout.context
         self.context_rank, self.data_rank, self.stage = 0, 0, 0
+        self.is_first_of_stage = True
         self.tensor: DeviceMesh | None = None
         self.sharded: DeviceMesh | None = None
         self.context: dist.ProcessGroup | None = None
@@ -52,7 +53,8 @@ class Meshes:
             self.context = by_place["context"].get_group()
         coordinate = by_place.get_coordinate()
         assert coordinate is not None
-        self.stage, self.data_rank, self.context_rank, _ = coordinate
+        self.stage, self.data_rank, self.context_rank, peer = coordinate
+        self.is_first_of_stage = self.data_rank == self.context_rank == peer == 0
         if rows > 1:
             rows_mesh = init_device_mesh(
                 kind, (layout.pipeline, rows, layout.tensor), mesh_dim_names=("p", "rows", "t")

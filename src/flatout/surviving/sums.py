@@ -14,6 +14,7 @@ from flatout.training import checkpoint_files as files
 from flatout.training.checkpoint_files import Index
 from flatout.training.checkpoint_parts import RANDOM, Part, first_of_twins, shard, state_of
 from flatout.training.random_state import random_state
+from flatout.training.scattered import Scattered
 
 
 class Picture(NamedTuple):
@@ -67,14 +68,14 @@ def sums_of(taken: Picture) -> dict[str, str]:
 
 def kept_sums(index: Index, names: Mapping[str, Any], rank: int, live: Mapping[str, Part]) -> dict[str, str]:
     """What an index says of the parts of these names, as far as this rank lies as a rank did that saved it."""
-    plain = {name: index.parts[name] for name in names}
+    plain = {name: _own(part, index.parts[name]) for name, part in names.items()}
     numbers = index.parts[RANDOM].get(f"{rank}")
     if numbers is not None:
         plain[RANDOM] = {f"{rank}": numbers}
     sums = plain_sums(plain)
+    here = set(files.names_in(plain))
     for name, entry in index.tensors.items():
-        top, _, rest = name.partition("/")
-        if top not in plain or (top == RANDOM and rest.partition("/")[0] != f"{rank}"):
+        if name not in here:
             continue
         part = live.get(name)
         for chunk in entry.chunks:
@@ -85,6 +86,11 @@ def kept_sums(index: Index, names: Mapping[str, Any], rank: int, live: Mapping[s
         else:
             sums[_name(name)] = ANY
     return sums
+
+
+def _own(part: Any, plain: Any) -> Any:
+    """Of a part that is scattered, what this rank holds."""
+    return part.own(plain) if isinstance(part, Scattered) else plain
 
 
 ANY = "lies otherwise now"

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -136,6 +136,15 @@ def renamed(plain: Any, names: Mapping[str, str]) -> Any:
 def tensor_names(plain: Mapping[str, Any]) -> dict[str, str]:
     """Of a mapping as `split` returned it: where a tensor was, and by which name it was saved."""
     return {key: value[_TENSOR] for key, value in plain.items() if isinstance(value, dict) and _TENSOR in value}
+
+
+def names_in(plain: Any) -> Iterator[str]:
+    """Of the tensors of a tree as `split` returned it."""
+    if isinstance(plain, dict) and _TENSOR in plain:
+        yield plain[_TENSOR]
+    elif isinstance(plain, (dict, list)):
+        for value in plain.values() if isinstance(plain, dict) else plain:
+            yield from names_in(value)
 
 
 def is_tensor(plain: Mapping[str, Any]) -> bool:

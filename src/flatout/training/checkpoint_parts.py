@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from flatout.errors import CheckpointError, UsageError
 from flatout.training import checkpoint_files as files
 from flatout.training.checkpoint_files import Chunk, Entry, Index
+from flatout.training.scattered import Scattered
 
 RANDOM: Final = "random"
 """The part that random numbers are saved as."""
@@ -52,6 +53,8 @@ def state_of(part: Any) -> Any:
 
 def weights_of(part: Any) -> list[str]:
     """Names of parameters, which are to be finite; a buffer may hold an infinity, as masks do."""
+    if isinstance(part, Scattered):
+        return part.weights()
     return [name for name, _ in bare(part).named_parameters()] if isinstance(part, nn.Module) else []
 
 
@@ -72,7 +75,7 @@ def shard(tensor: DTensor) -> Part:
     local = tensor.to_local()
     coordinate = tensor.device_mesh.get_coordinate()
     is_first = coordinate is not None and all(
-        placement.is_shard() or at == 0 for placement, at in zip(tensor.placements, coordinate, strict=True)
+        not placement.is_replicate() or at == 0 for placement, at in zip(tensor.placements, coordinate, strict=True)
     )
     offset = tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim()
     return Part(local, offset, tuple(tensor.shape), is_first and local.numel() > 0)
@@ -80,6 +83,8 @@ def shard(tensor: DTensor) -> Part:
 
 def places(part: Any, name: str) -> Callable[[str], Tensor | None]:
     """What says how a loaded tensor of the part is to lie: a module's own, and for an optimizer's state its parameter."""
+    if isinstance(part, Scattered):
+        return {f"{name}/{n}": t for n, t in part.places().items()}.get
     part = bare(part)
     if isinstance(part, nn.Module):
         return {f"{name}/{n}": t for n, t in part.state_dict().items() if isinstance(t, Tensor)}.get
@@ -127,7 +132,8 @@ def states_of(index: Index, parts: Mapping[str, Any], path: Path | str, fetch: F
         def loaded(n: str, place: Callable[[str], Tensor | None] = place) -> Tensor:
             return _read(n, index.tensors[n], place(n), fetch)
 
-        states[name] = files.joined(index.parts[name], loaded)
+        kept = part.own(index.parts[name]) if isinstance(part, Scattered) else index.parts[name]
+        states[name] = files.joined(kept, loaded)
     return states
 
 

@@ -35,6 +35,7 @@ from flatout.training.checkpoint_parts import (
     weights_of,
 )
 from flatout.training.random_state import random_state, set_random_state
+from flatout.training.scattered import Scattered, united
 from flatout.training.staging import Staged, Staging
 
 Value = TypeVar("Value")
@@ -127,15 +128,16 @@ class Checkpoints:
         tensors: dict[str, Tensor] = {}
         plain = {name: files.split(state_of(part), name, tensors) for name, part in parts.items()}
         plain[RANDOM] = {f"{self._rank}": files.split(random_state(), f"{RANDOM}/{self._rank}", tensors)}
+        scattered = [name for name, part in parts.items() if isinstance(part, Scattered)]
         same = first_of_twins(tensors)
-        held = self._shared_out({name: tensor for name, tensor in tensors.items() if same[name] == name})
+        held = self._shared_out({name: tensor for name, tensor in tensors.items() if same[name] == name}, parts)
         weights = {f"{name}/{n}" for name, part in parts.items() for n in weights_of(part)}
         mine = {name: part for name, part in held.items() if part.is_mine}
         staged = self._staging.copy({name: part.local for name, part in mine.items()})
         entries = {name: (part.offset, part.shape, files.dtype_name(part.local.dtype)) for name, part in mine.items()}
         call_s = perf_counter() - began
         self._under_way = self._thread.submit(
-            self._write, step, (plain, same), staged, entries, weights, (call_s - before_s, before_s)
+            self._write, step, (plain, same, scattered), staged, entries, weights, (call_s - before_s, before_s)
         )
 
     def wait(self) -> None:
@@ -154,36 +156,44 @@ class Checkpoints:
                 dist.destroy_process_group(self._group)
                 self._group = None
 
-    def _shared_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-        """Who writes what: shards those who hold them; what is the same on all ranks one each, the largest first."""
+    def _shared_out(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Any]) -> dict[str, Part]:
+        """Who writes what: shards those who hold them; what is the same on all ranks one each, the largest first.
+
+        Of a scattered part those who say so.
+        """
         if not self._is_many and not any(isinstance(t, DTensor) for t in tensors.values()):
             return {name: Part(t, (0,) * t.dim(), tuple(t.shape), is_mine=True) for name, t in tensors.items()}
         load = [0] * self._num_ranks
         held: dict[str, Part] = {}
         own = f"{RANDOM}/{self._rank}/"
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel() * item[1].element_size()):
-            if isinstance(tensor, DTensor):
-                held[name] = shard(tensor)
+            part = parts.get(name.partition("/")[0])
+            shape = tuple(tensor.shape)
+            if isinstance(tensor, DTensor) or isinstance(part, Scattered):
+                one = shard(tensor) if isinstance(tensor, DTensor) else Part(tensor, (0,) * tensor.dim(), shape, True)
+                is_mine = not isinstance(part, Scattered) or part.writes(
+                    name.partition("/")[2], is_shard=isinstance(tensor, DTensor)
+                )
+                held[name] = one._replace(is_mine=one.is_mine and is_mine)
                 continue
             writer = load.index(min(load))
             is_shared = not name.startswith(own)
             if is_shared:
                 load[writer] += tensor.numel() * tensor.element_size()
-            shape = tuple(tensor.shape)
             held[name] = Part(tensor, (0,) * tensor.dim(), shape, not is_shared or writer == self._rank)
         return {name: held[name] for name in tensors}
 
     def _write(
         self,
         step: int,
-        trees: tuple[dict[str, Any], dict[str, str]],
+        trees: tuple[dict[str, Any], dict[str, str], list[str]],
         staged: Staged,
         entries: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]],
         weights: set[str],
         waited: tuple[float, float],
     ) -> Saved:
         """In the thread. Every rank comes to the same end."""
-        plain, same = trees
+        plain, same, scattered = trees
         if any(name != first for name, first in same.items()):
             plain = files.renamed(plain, same)
         writing = files.writing_folder(self._folder, step)
@@ -206,6 +216,9 @@ class Checkpoints:
             for name, (offset, shape, dtype) in entries.items()
         }
         told = self._gathered([file, summed.num_bytes, summed.crc32, described, plain[RANDOM], step])
+        if scattered:
+            own = self._gathered({name: plain[name] for name in scattered})
+            plain = plain | {name: united([one[name] for one in own]) for name in scattered}
         self._saved(step, lambda: self._published(step, plain, told) if self._rank == 0 else None)
         return Saved(step, waited[0], waited[1], device_s, perf_counter() - began, summed.num_bytes)
 

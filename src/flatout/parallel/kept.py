@@ -1,0 +1,161 @@
+"""What a checkpoint holds of a laid out model and its optimizer: by the names of the plain model, whole for any other layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, empty
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
+
+from flatout.errors import UsageError
+from flatout.parallel.divided import is_in_pieces
+
+_OF_ITS_SHAPE = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "sum",
+    "square_avg",
+    "acc_delta",
+    "grad_avg",
+    "prev",
+)
+"""What torch's optimizers keep in the shape of a parameter; state of others lies so, too, once they have stepped."""
+
+
+class Writing:
+    """Which of what it holds whole this rank writes into a checkpoint; shards are written by those who hold them.
+
+    `is_writer`: whether this is the one rank of its stage that writes; `twins`: names that the first stage writes.
+    """
+
+    def __init__(self, *, is_writer: bool, twins: frozenset[str]) -> None:
+        self._is_writer, self._twins = is_writer, twins
+
+    def __call__(self, name: str) -> bool:
+        """Of a parameter or buffer of that name."""
+        return self._is_writer and name not in self._twins
+
+    def has_twin(self, name: str) -> bool:
+        """Whether the first stage writes it, shards or not."""
+        return name in self._twins
+
+
+class KeptOptimizer:
+    """An optimizer's state by the names of parameters, for `Checkpoints` and `Survivor`: it loads into any other layout.
+
+    A parameter that two stages share has one name, which the first stage writes.
+    """
+
+    def __init__(self, optimizer: Optimizer, named: Iterable[tuple[str, nn.Parameter]], writing: Writing) -> None:
+        self._optimizer, self._named, self._writing = optimizer, list(named), writing
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and options of each parameter."""
+        self._optimizer.state_dict()  # its hooks wait for a state that is on its way to the host
+        options = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        found: dict[str, Any] = {"state": {}, "options": {}}
+        for name, parameter in reversed(self._named):  # of a name that is here twice the first
+            values = self._optimizer.state.get(parameter, {})
+            found["state"][name] = {key: in_one_piece(value) for key, value in values.items()}
+            found["options"][name] = {k: v for k, v in options[id(parameter)].items() if k != "params"}
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Options of a group are those of its first parameter."""
+        names = {id(p): name for name, p in self._named}
+        for group in self._optimizer.param_groups:
+            group.update(state["options"][names[id(group["params"][0])]])
+        self._optimizer.state.clear()
+        for name, parameter in self._named:
+            # A name may be here twice, each with a state of its own.
+            values = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state["state"][name].items()}
+            self._optimizer.state[parameter] = {key: _beside(v, parameter) for key, v in values.items()}
+
+    def places(self) -> Mapping[str, Tensor]:
+        """State of a parameter's shape lies as the parameter does."""
+        keys = {key for values in self._optimizer.state.values() for key in values}.union(_OF_ITS_SHAPE)
+        lying = {name: place_of(p.detach()) for name, p in self._named}
+        return {f"state/{name}/{key}": p for name, p in lying.items() for key in keys}
+
+    def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's parameters."""
+        names = [name for name, _ in self._named]
+        return {part: cut(state.get(part, {}), names, "the optimizer's state") for part in ("state", "options")}
+
+    def writes(self, name: str, *, is_shard: bool) -> bool:
+        """Of `state/NAME/KEY`."""
+        parameter = name.split("/")[1]
+        return not self._writing.has_twin(parameter) if is_shard else self._writing(parameter)
+
+    def weights(self) -> list[str]:
+        """None."""
+        return []
+
+
+def cut(state: Mapping[str, Any], names: Iterable[str], what: str) -> dict[str, Any]:
+    """The state of these names. Raises UsageError when it lacks one."""
+    wanted = list(names)
+    lacking = [name for name in wanted if name not in state]
+    if lacking:
+        raise UsageError(f"{what} lacks {', '.join(lacking[:4])} ({len(lacking)}); it is of another model")
+    return {name: state[name] for name in wanted}
+
+
+def load_tensors(own: Mapping[str, Sequence[Tensor]], state: Mapping[str, Tensor]) -> None:
+    """Write loaded tensors into a model's. Raises UsageError where one is of another shape."""
+    for name, (first, *_) in own.items():
+        if state[name].shape != first.shape:
+            was, now = list(state[name].shape), list(first.shape)
+            raise UsageError(f"'{name}' is {now}, and {was} in the checkpoint; it is of another model")
+    with torch.no_grad():
+        for name, tensors in own.items():
+            for tensor in tensors:
+                tensor.copy_(as_it_lies(state[name], tensor))
+
+
+def in_one_piece(value: Any) -> Any:
+    """A tensor of which each rank has one block, as a checkpoint holds them; others as they are.
+
+    Of weights with several matrices side by side, divided by itself each, a rank has pieces: those are gathered and cut anew.
+    """
+    if not isinstance(value, DTensor) or not is_in_pieces(value):
+        return value
+    return distribute_tensor(value.full_tensor(), value.device_mesh, _blocks(value), src_data_rank=None)
+
+
+def place_of(tensor: Tensor) -> Tensor:
+    """A tensor that lies as `in_one_piece` would have it, with any numbers: without a collective, so in whatever order."""
+    if not isinstance(tensor, DTensor) or not is_in_pieces(tensor):
+        return tensor
+    made: Tensor = empty(tensor.shape, dtype=tensor.dtype, device_mesh=tensor.device_mesh, placements=_blocks(tensor))
+    return made
+
+
+def _blocks(tensor: DTensor) -> list[Placement]:
+    return [*tensor.placements[:-1], Shard(0)]
+
+
+def as_it_lies(value: Tensor, like: Tensor) -> Tensor:
+    """The way back."""
+    if not (isinstance(like, DTensor) and isinstance(value, DTensor)) or value.placements == like.placements:
+        return value
+    return distribute_tensor(value.full_tensor(), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Of each name of a parameter the first that the parameter has: tied ones have several."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _beside(value: Any, parameter: nn.Parameter) -> Any:
+    """Where and as the parameter lies; counts of steps stay where torch keeps them."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    return as_it_lies(value.to(parameter.device), parameter) if value.shape == parameter.shape else value

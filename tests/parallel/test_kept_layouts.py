@@ -1,0 +1,86 @@
+"""Checkpoints of laid out models: bitwise on the same layout, and on any other within rounding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.parallel.forked import lines_of
+
+SHARDED = {"data": 4, "global_batch": 4, "shard": 3}
+TENSORS = {"tensor": 2, "data": 2, "global_batch": 4, "shard": 1, "is_sequence_parallel": True}
+STAGES = {"pipeline": 2, "data": 2, "global_batch": 4}
+FOLDED = {"pipeline": 2, "global_batch": 4, "schedule": "zbv"}
+HALF = {"data": 2, "global_batch": 4, "shard": 3}
+ALONE = {"global_batch": 4}
+
+RUN = """
+    import json, warnings
+    import flatout
+    from tests.parallel.networks import GPT, batch_of, loss_of
+
+    def trained(layout, folder, begin, end):
+        # Losses of the steps from `begin`, where the state is read, to `end`, where it is written.
+        torch.manual_seed(0)
+        ids, positions, target = batch_of(layout.global_batch)
+        with flatout.World("cpu") as world, flatout.Checkpoints(folder, keep=9) as checkpoints:
+            example = (ids[: layout.micro_batch], positions[: layout.micro_batch])
+            laid = flatout.lay_out(GPT(), layout, world, example=example)
+            optimizer = laid.optimizer(torch.optim.AdamW, lr=1e-2)
+            if begin:
+                checkpoints.load(begin, model=laid, optimizer=laid.kept(optimizer))
+            losses = []
+            for step in range(begin, end):
+                mine = laid.share((ids, positions, target))
+                optimizer.zero_grad()
+                losses.append(laid.step(*mine[:2], target=mine[2], loss=loss_of).item())
+                optimizer.step()
+                checkpoints.save(step + 1, model=laid, optimizer=laid.kept(optimizer))
+            checkpoints.wait()
+            if world.is_first:
+                told(json.dumps(losses))
+
+    def on(given, *rest):
+        layout = flatout.Layout(**given)
+        as_ranks(layout.num_devices, lambda: trained(layout, *rest))
+
+    folder = sys.argv[1]
+    for number, (one, others) in enumerate(json.loads(sys.argv[2])):
+        on(one, f"{folder}/{number}", 0, 5)
+        for other in others:
+            on(other, f"{folder}/{number}", 3, 5)
+"""
+PAIRS = [
+    ("sharded", SHARDED, {"the same": SHARDED, "half as many": HALF, "stages": STAGES}),
+    ("tensors", TENSORS, {"the same": TENSORS, "sharded": SHARDED}),
+    ("stages", STAGES, {"the same": STAGES, "alone": ALONE, "tensors": TENSORS}),
+    ("half", HALF, {"twice as many": SHARDED}),
+    ("alone", ALONE, {"folded stages": FOLDED}),
+]
+CASES = [(one, other) for one, _, others in PAIRS for other in others]
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[float]]:
+    given = [(one, list(others.values())) for _, one, others in PAIRS]
+    folder: Path = tmp_path_factory.mktemp("kept")
+    told = iter(json.loads(line) for line in lines_of(RUN, folder, json.dumps(given)))
+    found = {}
+    for one, _, others in PAIRS:
+        found[one, ""] = next(told)
+        found |= {(one, other): next(told) for other in others}
+    return found
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("one,other", CASES)
+def test_a_run_goes_on_from_what_another_layout_saved(
+    one: str, other: str, losses: dict[tuple[str, str], list[float]]
+) -> None:
+    undisturbed = losses[one, ""]
+    assert undisturbed[-1] < undisturbed[0]
+    if other == "the same":
+        assert losses[one, other] == undisturbed[3:]
+    else:
+        assert losses[one, other] == pytest.approx(undisturbed[3:], rel=1e-6)
