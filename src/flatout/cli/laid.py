@@ -6,6 +6,18 @@ import runpy
 import sys
 from pathlib import Path
 
+from flatout.errors import UsageError
+
+
+def ranks_of(path: Path, nodes: int) -> int:
+    """Of each machine. Raises UsageError when they do not divide, PlanError when the layout cannot be read."""
+    from flatout.simulate.reading import read_layout
+
+    devices = read_layout(path).num_devices
+    if nodes < 1 or devices % nodes:
+        raise UsageError(f"{devices} ranks of '{path}' cannot be divided over {nodes} machines; give a divisor")
+    return devices // nodes
+
 
 def main() -> None:
     """Run the script as python would, with the layout for its `given_layout`."""
@@ -16,10 +28,9 @@ def main() -> None:
     give_layout(read_layout(Path(path)))
     sys.argv = [target, *arguments]
     if kind == "script":
-        sys.path[0] = str(Path(target).resolve().parent)
+        sys.path.insert(0, str(Path(target).resolve().parent))  # the folder that we start in stays behind it
         runpy.run_path(target, run_name="__main__")
     else:
-        sys.path[0] = ""
         runpy.run_module(target, run_name="__main__", alter_sys=True)
 
 

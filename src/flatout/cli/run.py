@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.laid import ranks_of
 from flatout.errors import UsageError
 
 
@@ -63,11 +64,7 @@ def run(
 
 def _command(path: Path, nodes: int, coordinator: str, kind: str, target: list[str], *, is_slurm: bool) -> list[str]:
     """What starts the ranks of this machine, or of all."""
-    from flatout.simulate.reading import read_layout
-
-    devices = read_layout(path).num_devices
-    if nodes < 1 or devices % nodes:
-        raise UsageError(f"{devices} ranks of '{path}' cannot be divided over {nodes} machines; give a divisor")
+    each = ranks_of(path, nodes)
     if nodes > 1 and not coordinator:
         raise UsageError(f"{nodes} machines meet at the first one; give --coordinator HOST:PORT")
     meeting = (
@@ -75,7 +72,6 @@ def _command(path: Path, nodes: int, coordinator: str, kind: str, target: list[s
         if nodes == 1
         else ["--rdzv-backend=c10d", f"--rdzv-endpoint={coordinator}", "--rdzv-id=flatout"]
     )
-    each = devices // nodes
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={each}", *meeting]
     command += ["-m", "flatout.cli.laid", str(path.absolute()), kind, *target]
     return ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", *command] if is_slurm else command

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from flatout.cli.laid import ranks_of
 from flatout.errors import UsageError
 
 
@@ -38,6 +39,10 @@ def survive(
     join: Annotated[float, typer.Option(help="Seconds to wait for nodes.")] = 60.0,
     account: Annotated[Path | None, typer.Option("--json", help="Write what happened to this file.")] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for `python -m`.")] = False,
+    layout: Annotated[
+        Path | None,
+        typer.Option(help="A layout, for flatout.given_layout(); as many ranks as it takes, --nproc or not."),
+    ] = None,
 ) -> None:
     """Run SCRIPT as torchrun does, and start it again in seconds when a rank dies or hangs; see `flatout.Survivor`."""
     from flatout.records.record import to_json, write_file
@@ -45,9 +50,14 @@ def survive(
     from flatout.surviving.supervisor import Job, Supervisor
 
     own = tuple(arguments or ())
+    own = own[1:] if own[:1] == ("--",) else own
+    if layout is not None:
+        nproc = ranks_of(layout, nnodes)
+        own = (str(layout.absolute()), "module" if module else "script", target, *own)
+        target, module = "flatout.cli.laid", True
     job = Job(
         target=target,
-        arguments=own[1:] if own[:1] == ("--",) else own,
+        arguments=own,
         is_module=module,
         nproc=nproc,
         spares=spares,
