@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flatout.cli.calibrate import calibrate
 from flatout.cli.check import check
 from flatout.cli.compare import compare
 from flatout.cli.edit import edit
@@ -42,6 +43,7 @@ app.command(context_settings={"ignore_unknown_options": True})(check)
 app.command()(machine)
 app.command()(matmul)
 app.command()(scale)
+app.command()(calibrate)
 app.command()(fit)
 app.command()(simulate)
 app.command()(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -310,6 +310,30 @@ def lay_out(
     Layers are divided by what a forward without data shows of them (`roles_of`). Raises PlanError for a layout that the model or
     the run cannot have, with the reason.
     """
+    prepared = _prepare(model, layout, world, example=example, keywords=keywords, blocks=blocks)
+    _same_on_all(model, world)
+    return _spread_out(model, layout, world, prepared, mixed=mixed)
+
+
+class _Prepared(NamedTuple):
+    """What a layout of a model needs to know before anything of it is touched."""
+
+    meshes: Meshes
+    paths: list[str]
+    watched: Watched | None
+    first_names: dict[str, str]
+
+
+def _prepare(
+    model: nn.Module,
+    layout: Layout,
+    world: World,
+    *,
+    example: Sequence[Any] = (),
+    keywords: Mapping[str, Any] | None = None,
+    blocks: str = "",
+) -> _Prepared:
+    """The first half of `lay_out`: groups of ranks, and a look at the model. Raises as it does."""
     refuse(model, layout)
     meshes = Meshes(layout, world)
     paths = [path for path, _ in blocks_of(model, blocks)]
@@ -321,24 +345,29 @@ def lay_out(
     if is_cut and not (example or keywords):
         raise PlanError("tensor and pipeline ranks need an example: what the forward takes for one micro-batch")
     watched = watch(model, *_of_one_rank(example, keywords, layout)) if is_cut else None
-    names = first_names(model)
-    _same_on_all(model, world)
+    return _Prepared(meshes, paths, watched, first_names(model))
+
+
+def _spread_out(
+    model: nn.Module, layout: Layout, world: World, prepared: _Prepared, *, mixed: torch.dtype | None = None
+) -> LaidOut:
+    """The second half: the model's parameters divided, sharded, and on their devices."""
+    meshes, paths, watched, names = prepared
     is_again = layout.recompute == "selective"
     attending = Attending(meshes.context, has_pieces=meshes.tensor is not None, recompute=is_again)
     if layout.pipeline > 1:
         assert watched is not None
-        staged = _staged(model, layout, meshes, world, watched, paths, mixed, attending)
-        staged._first_names = names
-        return staged
-    laid = LaidOut([], layout, meshes, world, attending)
+        laid = _staged(model, layout, meshes, world, watched, paths, mixed, attending)
+    else:
+        laid = LaidOut([], layout, meshes, world, attending)
+        laid._has_divided_classes = _divide(model, layout, meshes, watched, paths, paths)
+        if layout.recompute == "full":
+            recompute_within([model.get_submodule(path) for path in paths], attending.on)
+        spread = sharded(model, [model.get_submodule(p) for p in paths], layout, meshes, world, mixed)
+        laid.modules.append(spread.module)
+        laid.compressed = spread.compressed
+        laid._autocast = None if isinstance(spread.module, FSDPModule) else mixed
     laid._first_names = names
-    laid._has_divided_classes = _divide(model, layout, meshes, watched, paths, paths)
-    if layout.recompute == "full":
-        recompute_within([model.get_submodule(path) for path in paths], attending.on)
-    spread = sharded(model, [model.get_submodule(p) for p in paths], layout, meshes, world, mixed)
-    laid.modules.append(spread.module)
-    laid.compressed = spread.compressed
-    laid._autocast = None if isinstance(spread.module, FSDPModule) else mixed
     return laid
 
 

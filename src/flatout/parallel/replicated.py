@@ -45,7 +45,8 @@ def sharded(
         stream_weights(blocks, world.device)
         _rest_to(module, blocks, world.device)
         return Spread(module, None)
-    module.to(world.device)
+    if any(p.device.type != world.device.type for p in (*module.parameters(), *module.buffers())):
+        module.to(world.device)
     if meshes.sharded is None:
         return Spread(module, None)
     apart = spread_experts(module, _of_experts(layout, world)) if layout.expert > 1 else []

@@ -172,6 +172,19 @@ class Layout(Record, frozen=True, kw_only=True):
         return 2 if self.schedule in FOLDED and self.pipeline > 1 else self.chunks
 
 
+class MeasuredStep(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step of a model in a layout that was measured: seconds, and the bytes that each rank's allocator gave out at most.
+
+    Without seconds, why it could not be run.
+    """
+
+    model: ModelShape
+    layout: Layout
+    seconds: float | None = None
+    peak_bytes: tuple[int, ...] | None = None
+    why: str = ""
+
+
 class Software(Record, frozen=True, kw_only=True):
     """How the program works, by which its operators and bytes are counted.
 

@@ -11,8 +11,8 @@ import msgspec
 from flatout.errors import HardwareError, PlanError
 from flatout.hardware.catalog import all_specs, load
 from flatout.records.hardware import HardwareSpec
-from flatout.records.record import R, Record
-from flatout.records.scale import Cluster, Host, Layout, ModelShape, Tier
+from flatout.records.record import R
+from flatout.records.scale import Cluster, Host, Layout, MeasuredStep, ModelShape, Tier
 from flatout.simulate.calibration import Run
 
 _NEAR_LATENCY_S: Final = 4e-6
@@ -45,26 +45,20 @@ def read_layout(path: Path) -> Layout:
 def read_runs(path: Path) -> list[Run]:
     """Measured steps in a JSON file: a list of {"model": {...}, "layout": {...}, "seconds": ...}.
 
+    `flatout calibrate` writes such a file. Steps without seconds, which could not be run, are left out.
+
     Raises PlanError when it cannot be read or does not fit.
     """
     try:
-        runs = msgspec.json.decode(path.read_bytes(), type=list[_Measured])
+        runs = msgspec.json.decode(path.read_bytes(), type=list[MeasuredStep])
     except OSError as e:
         raise PlanError(f"cannot read '{path}': {e.strerror or e}") from e
     except msgspec.DecodeError as e:
         raise PlanError(f"'{path}' is no list of measured steps: {e}") from e
     for run in runs:
-        if not run.seconds > 0:
+        if run.seconds is not None and not run.seconds > 0:
             raise PlanError(f"'{path}' has a step of {run.seconds} s; give positive seconds")
-    return [Run(run.model, run.layout, run.seconds) for run in runs]
-
-
-class _Measured(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A measured step, as a file has it."""
-
-    model: ModelShape
-    layout: Layout
-    seconds: float
+    return [Run(run.model, run.layout, run.seconds) for run in runs if run.seconds is not None]
 
 
 def layout_toml(layout: Layout, *, said: str) -> bytes:

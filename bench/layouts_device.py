@@ -1,0 +1,124 @@
+"""The planner against measured steps of all feasible layouts of one model, and a sample of another's, on the GPUs at hand.
+
+    torchrun --standalone --nproc-per-node N bench/layouts_device.py OUT [--device-id h200] [--small]
+
+First a minute of calibration on a few layers (what `flatout calibrate` does), on which constants are fitted; then the layouts.
+Judged are how much slower than the best measured one the planner's first choice is, the error of predicted seconds, and the
+error of predicted peaks, with "fits" that were false. `--small` runs it on CPUs with a tiny model: the figures then mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from flatout.measure.stats import median, quantile
+from flatout.parallel.measured import measured_steps
+from flatout.parallel.world import World
+from flatout.records.record import write_file
+from flatout.records.scale import Layout, MeasuredStep, ModelShape, Software
+from flatout.simulate.calibration import Calibrated, Run
+from flatout.simulate.candidates import layouts
+from flatout.simulate.memory import memory_of, with_slack
+from flatout.simulate.reading import cluster_of
+from flatout.simulate.telling import runs_here, telling_layouts, thin
+
+MODELS = {
+    "wide": ModelShape(
+        hidden=4096, layers=8, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq=2048, is_gated=True, is_tied=False
+    ),
+    "deep": ModelShape(hidden=2048, layers=24, heads=16, vocab=50304, seq=1024),
+}
+SMALL = {
+    "wide": ModelShape(hidden=64, layers=4, heads=4, kv_heads=2, vocab=256, seq=64, is_gated=True),
+    "deep": ModelShape(hidden=32, layers=8, heads=4, vocab=256, seq=32),
+}
+SOFTWARE = Software(gradient_bytes=4, state_bytes=12)
+
+
+def candidates(shape: ModelShape, ranks: int, device: str, room: int | None, batch: int) -> list[Layout]:
+    """All that the planner would look at, that the executor runs, and that fit with room left."""
+    found = []
+    for layout in layouts(shape, cluster_of(f"{ranks}x{device}"), batch):
+        peak = max(stage.total_bytes for stage in memory_of(shape, layout, SOFTWARE))
+        if runs_here(layout) and (room is None or peak <= 0.9 * room) and layout.micro_batch <= 8:
+            found.append(layout)
+    return found
+
+
+def judged(steps: list[MeasuredStep], calibrated: Calibrated) -> dict[str, object]:
+    """What the planner said of steps that were measured."""
+    done = [s for s in steps if s.seconds is not None]
+    said = [calibrated.predict(s.model, s.layout) for s in done]
+    errors = [abs(p.seconds / s.seconds - 1) for p, s in zip(said, done, strict=True) if s.seconds]
+    first = min(range(len(done)), key=lambda i: said[i].seconds)
+    best = min(s.seconds for s in done if s.seconds)
+    inside = [p.low_s <= (s.seconds or 0) <= p.high_s for p, s in zip(said, done, strict=True)]
+    memory = []
+    for step in done:
+        if step.peak_bytes is not None:
+            bound = max(stage.total_bytes for stage in memory_of(step.model, step.layout, SOFTWARE))
+            memory.append((bound / with_slack(max(step.peak_bytes)) - 1, bound < max(step.peak_bytes)))
+    return {
+        "layouts": len(done),
+        "refused": [s.why for s in steps if s.seconds is None],
+        "regret": (done[first].seconds or 0) / best - 1,
+        "error_mean": sum(errors) / len(errors),
+        "error_p95": quantile(errors, 0.95),
+        "inside": sum(inside) / len(inside),
+        "memory_error_median": median([abs(m) for m, _ in memory]) if memory else None,
+        "memory_error_worst": max((abs(m) for m, _ in memory), default=None),
+        "too_low_bounds": sum(low for _, low in memory),
+        "chosen": msgspec.to_builtins(done[first].layout),
+    }
+
+
+def main() -> None:
+    """Measure, judge, write as it goes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device-id", default="h200")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--calibration", type=float, default=60.0)
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for each model")
+    given = parser.parse_args()
+    kind = "cpu" if given.small else "cuda"
+    with World(kind) as world:
+        room = torch.cuda.get_device_properties(world.device).total_memory if kind == "cuda" else None
+        mixed = torch.bfloat16 if kind == "cuda" else None
+        models = SMALL if given.small else MODELS
+        ranks, began = world.num_ranks, time.perf_counter()
+        result: dict[str, object] = {
+            "device": torch.cuda.get_device_name() if kind == "cuda" else "cpu",
+            "ranks": ranks,
+            "torch": str(torch.__version__),
+        }
+        calibration: list[MeasuredStep] = []
+        for shape in models.values():
+            few = thin(shape, ranks)
+            told = telling_layouts(few, ranks, SOFTWARE, room)
+            calibration += measured_steps(few, told, world, limit_s=given.calibration / len(models), mixed=mixed)
+        result["calibration_s"] = time.perf_counter() - began
+        runs = [Run(s.model, s.layout, s.seconds) for s in calibration if s.seconds is not None]
+        calibrated = Calibrated(runs, cluster_of(f"{ranks}x{given.device_id}"), SOFTWARE)
+        result["constants"] = msgspec.to_builtins(calibrated.constants)
+        result["calibration"] = msgspec.to_builtins(calibration)
+        for name, shape in models.items():
+            found = candidates(shape, ranks, given.device_id, room, batch=8 * ranks)
+            random.Random(0).shuffle(found)  # the same on all ranks: what the limit cuts off is no kind of layout
+            chosen = found if name == "wide" else found[: max(8, len(found) // 4)]
+            steps = list(measured_steps(shape, chosen, world, limit_s=given.limit, mixed=mixed))
+            result[name] = judged(steps, calibrated) | {"of": len(found), "steps": msgspec.to_builtins(steps)}
+            if world.is_first:
+                write_file(given.out, msgspec.json.format(msgspec.json.encode(result)))
+                told_of = {k: v for k, v in result[name].items() if k not in ("steps", "chosen")}  # type: ignore[attr-defined]
+                print(name, told_of, flush=True)
+
+
+if __name__ == "__main__":
+    main()

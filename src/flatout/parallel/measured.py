@@ -1,0 +1,106 @@
+"""Steps of layouts measured on the devices at hand: their seconds, and the memory that each rank took."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from time import monotonic
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from flatout.errors import PlanError
+from flatout.measure.stats import median
+from flatout.measure.timer import host_clock_for
+from flatout.parallel.layouts import LaidOut, lay_out
+from flatout.parallel.sized import Sized, loss_of
+from flatout.parallel.world import World
+from flatout.records.scale import Layout, MeasuredStep, ModelShape
+
+_WARM_UP: Final = 2
+_STEPS: Final = 5
+
+
+def measured_steps(
+    shape: ModelShape,
+    layouts: Sequence[Layout],
+    world: World,
+    *,
+    limit_s: float,
+    mixed: torch.dtype | None = torch.bfloat16,
+) -> Iterator[MeasuredStep]:
+    """Each layout in turn, until `limit_s` have passed: a model of these sizes, random tokens, AdamW; all ranks call it.
+
+    Seconds are the median of 5 steps after 2, of the slowest rank. Bytes are the allocator's peak of each rank, None on a CPU. A
+    layout that cannot be run here is told with the reason and no seconds. All ranks go through the same layouts, and agree on
+    when time is over.
+    """
+    began = monotonic()
+    for layout in layouts:
+        if _of_all(monotonic() - began, world) > limit_s:
+            return
+        try:
+            yield _measured(shape, layout, world, mixed)
+        except PlanError as e:
+            yield MeasuredStep(model=shape, layout=layout, why=str(e))
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(shape: ModelShape, layout: Layout, world: World, mixed: torch.dtype | None) -> MeasuredStep:
+    torch.manual_seed(0)
+    device = world.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    size = layout.micro_batch
+    example = tuple(torch.zeros(size, shape.seq, dtype=torch.int64) for _ in range(2))
+    laid = lay_out(Sized(shape), layout, world, example=example, mixed=mixed)
+    optimizer = laid.optimizer(torch.optim.AdamW, lr=1e-4)
+    samples = size * layout.num_micro_batches
+    ids = torch.randint(shape.vocab, (samples, shape.seq), device=device)
+    positions = torch.arange(shape.seq, device=device).expand(samples, shape.seq)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        laid.step(ids, positions, target=ids, loss=loss_of)
+        optimizer.step()
+
+    seconds = _median_s(step, laid, world)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    peaks = [peak]
+    if world.num_ranks > 1:
+        peaks = [0] * world.num_ranks
+        dist.all_gather_object(peaks, peak)
+    return MeasuredStep(
+        model=shape, layout=layout, seconds=seconds, peak_bytes=tuple(peaks) if device.type == "cuda" else None
+    )
+
+
+def _median_s(step: object, laid: LaidOut, world: World) -> float:
+    assert callable(step)
+    clock = host_clock_for(world.device)
+    found = []
+    for number in range(_WARM_UP + _STEPS):
+        if world.num_ranks > 1:
+            dist.barrier()
+
+        def whole() -> None:
+            step()
+            if world.device.type == "cuda":
+                torch.cuda.current_stream(world.device).synchronize()
+
+        seconds = clock.elapsed_s(whole, 1)
+        if number >= _WARM_UP:
+            found.append(_of_all(seconds, world))
+    return median(found)
+
+
+def _of_all(value: float, world: World) -> float:
+    """The largest of all ranks'."""
+    if world.num_ranks == 1:
+        return value
+    told = torch.tensor([value], dtype=torch.float64, device=world.device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return float(told)
