@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import Final
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from flatout.errors import PlanError
 from flatout.measure.stats import median
 from flatout.measure.timer import host_clock_for
-from flatout.parallel.layouts import LaidOut, lay_out
+from flatout.parallel.layouts import lay_out
 from flatout.parallel.sized import Sized, loss_of
 from flatout.parallel.world import World
 from flatout.records.scale import Layout, MeasuredStep, ModelShape
@@ -67,7 +67,7 @@ def _measured(shape: ModelShape, layout: Layout, world: World, mixed: torch.dtyp
         laid.step(ids, positions, target=ids, loss=loss_of)
         optimizer.step()
 
-    seconds = _median_s(step, laid, world)
+    seconds = _median_s(step, world)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     peaks = [peak]
     if world.num_ranks > 1:
@@ -78,8 +78,7 @@ def _measured(shape: ModelShape, layout: Layout, world: World, mixed: torch.dtyp
     )
 
 
-def _median_s(step: object, laid: LaidOut, world: World) -> float:
-    assert callable(step)
+def _median_s(step: Callable[[], None], world: World) -> float:
     clock = host_clock_for(world.device)
     found = []
     for number in range(_WARM_UP + _STEPS):

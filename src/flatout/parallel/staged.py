@@ -164,7 +164,7 @@ class _Fed(nn.Module):
             return self._sent(out)
         assert owner._loss is not None
         loss = owner._loss(for_loss(out), batch.target)
-        return torch.stack([loss.full_tensor() if isinstance(loss, DTensor) else loss])
+        return torch.stack([loss.full_tensor() if isinstance(loss, DTensor) else loss]).float()
 
     def _received(self, given: Tensor) -> Tensor:
         if self._stream is None:
