@@ -10,23 +10,38 @@ import textwrap
 from pathlib import Path
 
 HEAD = """
-    import os, socket, sys, traceback
+    import os, signal, sys, traceback
     import torch
 
     torch.set_num_threads(1)  # so that no threads are there to be forked
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()  # imports what else each rank would import
 
+    def store():
+        # A process that holds the store through which ranks meet, and its port. A port that is only looked for and given back may
+        # be somebody else's connection by the time that a rank binds it: the other ranks would then wait for half an hour.
+        read, write = os.pipe()
+        holder = os.fork()
+        if not holder:
+            held = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(write, f"{held.port}".encode())
+            signal.pause()
+        os.close(write)
+        port = os.read(read, 16).decode()
+        os.close(read)
+        return holder, port
+
     def as_ranks(num, work):
-        # Call `work` in `num` processes with the environment that torchrun gives them; an error of one is told and raised.
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        ranks = []
+        # Call `work` in `num` processes with the environment that torchrun gives them; an error of one is told, ends the others,
+        # and is raised.
+        holder, port = store()
+        ranks = {}
         for rank in range(num):
-            ranks.append(os.fork())
-            if not ranks[-1]:
+            process = os.fork()
+            ranks[process] = rank
+            if not process:
                 os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{num}"}
-                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "TORCHELASTIC_RUN_ID": "forked"}
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "forked"}
+                os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
                 try:
                     work()
                     code = 0
@@ -36,7 +51,19 @@ HEAD = """
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+        codes = [0] * num
+        left = set(ranks)
+        while left:
+            process, status = os.waitpid(-1, 0)
+            if process not in left:
+                continue
+            left.remove(process)
+            codes[ranks[process]] = os.waitstatus_to_exitcode(status)
+            if codes[ranks[process]]:
+                for other in left:
+                    os.kill(other, signal.SIGKILL)
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
         assert codes == [0] * num, codes
 
     def told(text):
@@ -57,8 +84,9 @@ def lines_of(script: str, *arguments: str | Path) -> list[str]:
     ) as process:
         try:
             said, wrong = process.communicate(timeout=110)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+        except BaseException:
+            # The time of a test may be over, too, and leaving the block would wait for ranks that hang.
+            os.killpg(process.pid, signal.SIGKILL)
             raise
     assert process.returncode == 0, wrong[-3000:]
     return said.splitlines()
