@@ -12,7 +12,7 @@ from tests.parallel.forked import lines_of
 TRAIN = Path(__file__).with_name("train.py")
 
 _HEAD = """
-import json, signal, time
+import json, signal, socket, time
 from pathlib import Path
 from flatout.records.record import to_json
 from flatout.surviving import node, rank, remote, zygote
