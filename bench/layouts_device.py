@@ -26,7 +26,7 @@ from flatout.simulate.calibration import Calibrated, Run
 from flatout.simulate.candidates import layouts
 from flatout.simulate.memory import memory_of, with_slack
 from flatout.simulate.reading import cluster_of
-from flatout.simulate.telling import runs_here, telling_layouts, thin
+from flatout.simulate.telling import telling_layouts, thin
 
 MODELS = {
     "wide": ModelShape(
@@ -42,11 +42,11 @@ SOFTWARE = Software(gradient_bytes=4, state_bytes=12)
 
 
 def candidates(shape: ModelShape, ranks: int, device: str, room: int | None, batch: int) -> list[Layout]:
-    """All that the planner would look at, that the executor runs, and that fit with room left."""
+    """All that the planner would look at and that fit with room left."""
     found = []
     for layout in layouts(shape, cluster_of(f"{ranks}x{device}"), batch):
         peak = max(stage.total_bytes for stage in memory_of(shape, layout, SOFTWARE))
-        if runs_here(layout) and (room is None or peak <= 0.9 * room) and layout.micro_batch <= 8:
+        if (room is None or peak <= 0.9 * room) and layout.micro_batch <= 8:
             found.append(layout)
     return found
 

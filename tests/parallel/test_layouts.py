@@ -272,6 +272,12 @@ WRONG = """
             x = torch.randn(1, 4, 8)
             laid = lay_out(Written(), flatout.Layout(context=2), world)
             tried(world, "attention", lambda: laid.step(x, target=x, loss=lambda out, target: out.square().mean()))
+            tried(world, "tokens", lambda: lay_out(
+                GPT(), flatout.Layout(tensor=2, is_sequence_parallel=True), world, example=batch_of(1)[0][:, :15].split(1) * 2
+            ))
+            ids, positions, _ = batch_of(1)
+            whole = lay_out(GPT(), flatout.Layout(tensor=2), world, example=(ids, positions))
+            tried(world, "divided", lambda: whole.divided_fraction)
             tried(world, "example", lambda: lay_out(GPT(), flatout.Layout(tensor=2), world))
 
     as_ranks(2, wrong)
@@ -294,6 +300,8 @@ def errors() -> dict[str, str]:
         ("split", "PlanError: schedule 'zbv' with shard 3"),
         ("heads", "PlanError: the model has no repeated blocks"),
         ("attention", "UsageError: the model called no scaled_dot_product_attention"),
+        ("tokens", "PlanError: 15 tokens are no multiple of 2 tensor ranks"),
+        ("divided", "0.97"),
         ("example", "PlanError: tensor and pipeline ranks need an example"),
     ],
 )

@@ -6,7 +6,7 @@ from msgspec import structs
 from flatout.errors import PlanError
 from flatout.hardware.catalog import load
 from flatout.records.scale import Constants, ModelShape, Software
-from flatout.simulate.candidates import layouts
+from flatout.simulate.candidates import Space, layouts
 from flatout.simulate.memory import memory_of
 from flatout.simulate.reading import cluster_of
 from flatout.simulate.search import model_flop, ranked
@@ -98,10 +98,9 @@ def test_experts_are_spread_where_there_are_some() -> None:
 
 def test_gradients_are_compressed_only_when_asked() -> None:
     assert all(layout.compression == "none" for layout in layouts(MODEL, CLUSTER, 64))
-    asked = ranked(
-        MODEL, CLUSTER, 64, Software(gradient_bytes=4), Constants(), compressions=("powersgd", "sign"), most=200
-    )
-    assert {r.layout.compression for r in asked.best} >= {"none", "powersgd"}
+    asked = list(layouts(MODEL, CLUSTER, 64, Space(compressions=("powersgd", "sign"))))
+    assert {layout.compression for layout in asked} >= {"none", "powersgd"}
+    assert all(layout.tensor == layout.pipeline == 1 for layout in asked if layout.compression != "none")
 
 
 def test_every_schedule_that_is_proposed_can_be_played() -> None:

@@ -111,6 +111,16 @@ def test_of_two_exceptions_the_first_is_the_cause() -> None:
     assert epoch.cause.text == "ValueError: x"
 
 
+def test_a_rank_that_only_lost_another_waits_for_what_that_one_says() -> None:
+    epoch = _epoch()
+    epoch.end(Ended(epoch=0, rank=1, code=1, text="RuntimeError: Connection closed by peer", ago_s=0.0), 5.0)
+    assert not epoch.look(5.5)
+    assert epoch.look(6.1)
+    epoch.end(Ended(epoch=0, rank=0, code=1, text="ValueError: x", ago_s=0.0), 5.6)
+    assert epoch.look(5.6)
+    assert epoch.cause.text == "ValueError: x"
+
+
 def test_ranks_killed_by_order_are_no_failure() -> None:
     epoch = _epoch()
     epoch.end(Ended(epoch=0, rank=0, code=-9, is_ours=True), 5.0)

@@ -52,8 +52,8 @@ class Made(NamedTuple):
 class LaidOut:
     """A model spread over ranks. `step` takes this data rank's samples and leaves the gradients of the mean loss.
 
-    Made by `lay_out`. Parameters are those of this rank (DTensors where they are divided or sharded); the optimizer takes
-    `parameters()`.
+    Made by `lay_out`. Parameters are those of this rank (DTensors where they are divided or sharded). Have `optimizer` make the
+    optimizer: it offloads the state where the layout says so, and keeps DTensors of different ranks in groups of their own.
     """
 
     def __init__(self, made: Made, layout: Layout, meshes: Meshes, world: World) -> None:
@@ -62,6 +62,14 @@ class LaidOut:
         self.compressed = made.compressed
         """What compresses gradients, where the layout has them compressed; its state belongs into checkpoints."""
         self._made, self._meshes, self._world = made, meshes, world
+
+    @property
+    def divided_fraction(self) -> float:
+        """Of the numbers of this rank's layers, those that tensor ranks divide; what has no role stays whole on each."""
+        if self._meshes.tensor is None:
+            return 0.0
+        sizes = [(p.numel(), isinstance(p, DTensor) and not p.placements[-1].is_replicate()) for p in self.parameters()]
+        return sum(n for n, is_divided in sizes if is_divided) / sum(n for n, _ in sizes)
 
     def train(self, mode: bool = True) -> None:
         """As nn.Module.train, of all that this rank holds."""

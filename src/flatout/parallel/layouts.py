@@ -181,6 +181,11 @@ def _divide(model: nn.Module, laying: _Laying, mine: Sequence[str]) -> bool:
     if meshes.tensor is None:
         return False
     assert watched is not None
+    tokens = watched.of(laying.paths[0])[0].out.shape[1]
+    if layout.is_sequence_parallel and tokens % layout.tensor:
+        raise PlanError(
+            f"{tokens} tokens are no multiple of {layout.tensor} tensor ranks that divide them; unset is_sequence_parallel"
+        )
     roles = roles_of(watched, laying.paths, layout.tensor)
     there = {path for path, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
     own = {path: role for path, role in roles.items() if path in there}

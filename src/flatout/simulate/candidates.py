@@ -42,11 +42,11 @@ def layouts(model: ModelShape, cluster: Cluster, global_batch: int, space: Space
     """
     space = space or Space()
     devices = cluster.num_devices
-    for tensor in _divisors(devices):
+    for tensor in divisors(devices):
         if tensor > cluster.tiers[0].reach or model.key_heads % tensor or model.inner % tensor:
             continue
         for context in _contexts(model, devices // tensor, space):
-            for pipeline in _divisors(devices // tensor // context):
+            for pipeline in divisors(devices // tensor // context):
                 data = devices // (tensor * context * pipeline)
                 if global_batch % data == 0 and _divides_layers(model, pipeline):
                     yield from _variants(model, cluster, (tensor, context, pipeline, data), global_batch, space)
@@ -56,7 +56,7 @@ def _contexts(model: ModelShape, most: int, space: Space) -> list[int]:
     is_long = model.seq >= LONG_TOKENS or space.context_of_any_length
     return [
         c
-        for c in _divisors(most)
+        for c in divisors(most)
         if c == 1
         or (is_long and model.seq % c == 0 and (model.seq // c >= _PIECE_TOKENS or space.context_of_any_length))
     ]
@@ -124,11 +124,12 @@ def _shards(
     """(what is sharded, among how many, what is compressed). Weights are shared by all, or by those of a node alone."""
     tensor, context, pipeline, data = shape
     few = data * context < _SIGN_RANKS
-    compressed = [(0, 0, kind) for kind in space.compressions if few or kind != "sign"] if data > 1 else []
+    can_compress = data > 1 and tensor == pipeline == 1  # as the executor does, of replicated models
+    compressed = [(0, 0, kind) for kind in space.compressions if few or kind != "sign"] if can_compress else []
     if data * context == 1:
         return [(0, 0, "none")]
     if pipeline > 1:
-        return [(1, 0, "none"), *compressed]  # type: ignore[list-item]
+        return [(1, 0, "none")]
     found = [(1, 0, "none"), (2, 0, "none"), (3, 0, "none")]
     near = cluster.tiers[0].reach // (tensor * context)
     if 1 < near < data and data % near == 0:
@@ -137,8 +138,9 @@ def _shards(
 
 
 def _experts(model: ModelShape, data: int) -> list[int]:
-    return [e for e in _divisors(data) if model.num_experts % e == 0] if model.num_experts > 1 else [1]
+    return [e for e in divisors(data) if model.num_experts % e == 0] if model.num_experts > 1 else [1]
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """From 1 to the number itself."""
     return [d for d in range(1, number + 1) if number % d == 0]

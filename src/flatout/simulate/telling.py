@@ -7,11 +7,13 @@ from typing import Final
 
 from msgspec import structs
 
-from flatout.records.scale import SPLIT, Layout, ModelShape, Recompute, Software
+from flatout.records.scale import Layout, ModelShape, Recompute, Software
+from flatout.simulate.candidates import divisors
 from flatout.simulate.memory import memory_of
 
 _LAYERS_A_STAGE: Final = 2
 _MICRO_BATCHES: Final = (1, 4)
+_RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "full")
 _SHARE_OF_ROOM: Final = 0.85
 
 
@@ -21,7 +23,7 @@ def thin(model: ModelShape, num_devices: int) -> ModelShape:
 
 
 def telling_layouts(model: ModelShape, num_devices: int, software: Software, room_bytes: int | None) -> list[Layout]:
-    """Layouts of all devices at hand that fit them, those first that differ most from each other.
+    """Layouts of all devices at hand that fit them: each kind of division once before sizes and recomputing change.
 
     >>> small = ModelShape(hidden=64, layers=4, heads=4, vocab=128, seq=64)
     >>> [(x.tensor, x.pipeline, x.data, x.shard) for x in telling_layouts(small, 2, Software(), None)[:3]]
@@ -29,14 +31,14 @@ def telling_layouts(model: ModelShape, num_devices: int, software: Software, roo
     """
     kinds = [
         (tensor, pipeline, num_devices // tensor // pipeline)
-        for tensor, pipeline in product(_powers(num_devices), _powers(num_devices))
-        if tensor * pipeline <= num_devices
+        for tensor, pipeline in product(divisors(num_devices), divisors(num_devices))
+        if num_devices % (tensor * pipeline) == 0
         and model.key_heads % tensor == 0
         and model.inner % tensor == 0
         and model.layers % pipeline == 0
     ]
     found = []
-    for size, recompute, is_sharded in product(_MICRO_BATCHES, _recomputes(), (False, True)):
+    for size, recompute, is_sharded in product(_MICRO_BATCHES, _RECOMPUTE, (False, True)):
         for tensor, pipeline, data in kinds:
             shard = 0 if not is_sharded else 1 if pipeline > 1 else 3
             if shard and data == 1:
@@ -59,16 +61,3 @@ def telling_layouts(model: ModelShape, num_devices: int, software: Software, roo
 def _fits(model: ModelShape, layout: Layout, software: Software, room_bytes: int) -> bool:
     """With some room left: an allocation that fails on one rank leaves the others waiting."""
     return all(s.total_bytes <= _SHARE_OF_ROOM * room_bytes for s in memory_of(model, layout, software))
-
-
-def runs_here(layout: Layout) -> bool:
-    """Whether the executor takes it (it refuses some that can be planned)."""
-    return not (layout.schedule in SPLIT and layout.shard == 3) and layout.offload_to == "host"
-
-
-def _recomputes() -> tuple[Recompute, ...]:
-    return ("none", "full")
-
-
-def _powers(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

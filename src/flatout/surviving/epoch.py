@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import signal
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from flatout.surviving.account import Kind
 from flatout.surviving.messages import Ended, Marked
 from flatout.surviving.policy import Place
+
+_LOST: Final = re.compile(r"Connection (closed|reset|refused)|connectFullMesh|Broken pipe|DistNetworkError|NCCL error")
+"""What ranks raise because another one is gone (gloo, the store, NCCL)."""
+_ROOT_S: Final = 1.0
+"""How long such an error waits for the one that caused it: a rank that raises still closes its groups before it can tell."""
 
 
 class Cause(NamedTuple):
@@ -17,6 +23,11 @@ class Cause(NamedTuple):
     kind: Kind
     text: str
     at_s: float
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether a rank says only that it cannot reach another."""
+        return self.kind == "exception" and _LOST.search(self.text) is not None
 
 
 class Epoch:
@@ -61,13 +72,20 @@ class Epoch:
         self._causes.append(Cause(-1, "node", f"node {node} is gone", now_s))
 
     def look(self, now_s: float) -> bool:
-        """Whether something has failed by now; hangs are found here."""
+        """Whether something has failed by now, and what it was is known; hangs are found here."""
         if self._found is None and not self._causes:
             late = {rank: now_s - at_s for rank, at_s in self._changed_s.items() if self._is_late(rank, now_s - at_s)}
             if late:
                 rank = self._slowest(late)
                 after = max(late.values())
                 self._found = Cause(rank, "hang", f"no progress of rank {min(late)} for {after:.0f} s", now_s)
+        if (
+            self._found is None
+            and self._causes
+            and all(cause.is_consequence for cause in self._causes)
+            and self.num_left
+        ):
+            return now_s - min(cause.at_s for cause in self._causes) > _ROOT_S
         return bool(self._found or self._causes)
 
     @property
@@ -75,7 +93,7 @@ class Epoch:
         """Of the failure, once all of the epoch is gone. Who was killed comes before those who then could not reach it."""
         order = ("node", "store", "signal", "exception", "hang")
         found = [*self._causes, *([self._found] if self._found is not None else [])]
-        return min(found, key=lambda cause: (order.index(cause.kind), cause.at_s))
+        return min(found, key=lambda cause: (order.index(cause.kind), cause.is_consequence, cause.at_s))
 
     @property
     def num_left(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 from flatout.surviving.agreement import Reading, Seen, Table
 from flatout.surviving.seat import Seat
 from flatout.surviving.slots import Copy, Slot, head_of, read_copy
-from flatout.surviving.sums import picture
+from flatout.surviving.sums import Picture, picture
 from flatout.training.staging import Staging
 
 _PAGE: Final = 4096
@@ -53,11 +53,11 @@ class MemoryCopies:
             def finish() -> None:
                 staged.wait()
                 tensors = {n: part._replace(local=staged.tensors[n]) for n, part in taken.tensors.items()}
-                self._exchange(self._written(step, taken.plain, tensors))
+                self._exchange(self._written(step, taken._replace(tensors=tensors)))
 
             self._under_way = self._thread.submit(finish)
         else:
-            slot = self._written(step, taken.plain, taken.tensors)
+            slot = self._written(step, taken)
             if self._buddy is not None or self._senders:
                 self._under_way = self._thread.submit(self._exchange, slot)
         return perf_counter() - began
@@ -79,9 +79,10 @@ class MemoryCopies:
         one, two = (self._seat.memory / f"{kind}-{rank:05}-of-{self._num_ranks:05}.{n}" for n in (0, 1))
         return Slot(one), Slot(two)
 
-    def _written(self, step: int, plain: dict[str, Any], tensors: Mapping[str, Any]) -> Slot:
+    def _written(self, step: int, taken: Picture) -> Slot:
         slot = _older(self._own)
-        slot.write(step, self._seat.job, (self._rank, self._num_ranks), plain, tensors)
+        ranks = (self._rank, self._num_ranks)
+        slot.write(step, self._seat.job, ranks, taken.plain, taken.tensors, is_scattered=taken.is_scattered)
         return slot
 
     def _exchange(self, slot: Slot) -> None:

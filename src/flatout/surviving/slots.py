@@ -23,6 +23,7 @@ from flatout.surviving.abreast import abreast
 from flatout.training import checkpoint_files as files
 from flatout.training.checkpoint_files import Chunk, Entry, Index
 from flatout.training.checkpoint_parts import RANDOM, Part
+from flatout.training.scattered import united
 
 _PAGE: Final = 4096
 _ALIGNED: Final = 64
@@ -101,9 +102,19 @@ class Slot:
             self._file[: len(_MAGIC)] = bytes(len(_MAGIC))
 
     def write(
-        self, step: int, job: str, ranks: tuple[int, int], plain: dict[str, Any], tensors: Mapping[str, Part]
+        self,
+        step: int,
+        job: str,
+        ranks: tuple[int, int],
+        plain: dict[str, Any],
+        tensors: Mapping[str, Part],
+        *,
+        is_scattered: bool = False,
     ) -> int:
-        """Copy a state of `ranks[0]` of `ranks[1]`; dense tensors of the CPU. Its bytes. Raises CheckpointError without room."""
+        """Copy a state of `ranks[0]` of `ranks[1]`; dense tensors of the CPU. Its bytes. Raises CheckpointError without room.
+
+        `is_scattered`: it is not all of the state, though its tensors are whole.
+        """
         self.erase()
         places: list[tuple[Part, int]] = []
         at = _PAGE
@@ -117,7 +128,7 @@ class Slot:
         self._room(at + len(meta))
         assert self._file is not None
         self._file[at : at + len(meta)] = meta
-        is_sharded = any(h.shape != h.whole for h in held.values())
+        is_sharded = is_scattered or any(h.shape != h.whole for h in held.values())
         head = _HEAD.pack(_MAGIC, step, *ranks, is_sharded, at, len(meta), job.encode()[:32], zlib.crc32(meta))
         self.seal(head + _SUM.pack(zlib.crc32(head)))
         return at + len(meta)
@@ -237,7 +248,7 @@ def index_of(copies: Mapping[int, Copy]) -> Index:
         serial=0,
         num_ranks=first.head.num_ranks,
         torch=str(torch.__version__),
-        parts={**first.meta.plain, RANDOM: numbers},
+        parts={**united([copy.meta.plain for _, copy in sorted(copies.items())]), RANDOM: numbers},
         tensors=tensors,
         files={},
     )

@@ -18,11 +18,15 @@ from flatout.training.scattered import Scattered
 
 
 class Picture(NamedTuple):
-    """A state taken apart: what is plain, by part; this rank's part of each tensor; and which of them are one memory."""
+    """A state taken apart: what is plain, by part; this rank's part of each tensor; and which of them are one memory.
+
+    `is_scattered`: other ranks hold other names.
+    """
 
     plain: dict[str, Any]
     tensors: dict[str, Part]
     same: dict[str, str]
+    is_scattered: bool
 
 
 def picture(parts: Mapping[str, Any], rank: int) -> Picture:
@@ -32,7 +36,8 @@ def picture(parts: Mapping[str, Any], rank: int) -> Picture:
     plain[RANDOM] = {f"{rank}": files.split(random_state(), f"{RANDOM}/{rank}", tensors)}
     same = first_of_twins(tensors)
     held = {name: part_of(tensor) for name, tensor in tensors.items() if same[name] == name}
-    return Picture(files.renamed(plain, same), held, same)
+    is_scattered = any(isinstance(part, Scattered) for part in parts.values())
+    return Picture(files.renamed(plain, same), held, same, is_scattered)
 
 
 def part_of(tensor: Tensor) -> Part:

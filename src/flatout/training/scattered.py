@@ -46,7 +46,7 @@ def united(states: list[Any]) -> Any:
     if not isinstance(first, Mapping):
         return first
     found: dict[str, Any] = {}
-    for state in states:
+    for state in (one for one in states if isinstance(one, Mapping)):
         for key, value in state.items():
             found[key] = united([found[key], value]) if key in found else value
     return found
