@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from flatout.errors import VerificationError
+from flatout.parallel.divided import united
 from flatout.parallel.layouts import lay_out
 from flatout.parallel.staged import Loss
 from flatout.parallel.world import World
@@ -119,7 +120,7 @@ def _compared(
     scale = float(true.abs().max())
     if gradient is None:
         return _Worst(float("inf"), name, scale, 0.0, scale)
-    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    whole = united(gradient) if isinstance(gradient, DTensor) else gradient
     error = float((whole.detach().cpu().double() - true).abs().max())
     own_error = float((own[name].double() - true).abs().max())
     allowed = max(_BOUND * scale, _WORSE * own_error, _OF_ALL * most)

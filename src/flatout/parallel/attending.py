@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
@@ -52,6 +52,8 @@ class Attending(TorchFunctionMode):
             self._is_inside = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and _is_by_tokens(*args):
+            return _linear_by_tokens(*args)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.num_calls += 1
@@ -108,6 +110,24 @@ class Attending(TorchFunctionMode):
         if self._recompute and torch.is_grad_enabled():
             return checkpoint(F.scaled_dot_product_attention, q, k, v, use_reentrant=False, **given)  # type: ignore[no-any-return]
         return F.scaled_dot_product_attention(q, k, v, **given)
+
+
+def _is_by_tokens(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether an undivided layer is given tokens that are: torch 2.11 refuses it, since it makes one dimension of all but the last."""
+    if not (isinstance(given, DTensor) and isinstance(weight, DTensor)) or given.dim() < 3:
+        return False
+    *others, place = given.placements
+    return not others and place.is_shard() and place != Shard(given.dim() - 1) and weight.placements == (Replicate(),)
+
+
+def _linear_by_tokens(given: DTensor, weight: DTensor, bias: DTensor | None = None) -> Tensor:
+    mesh, (place,) = given.device_mesh, given.placements
+    # of the weights each rank has the gradient of its tokens
+    sides = (t.to_local(grad_placements=[Partial()]) if t is not None else None for t in (weight, bias))
+    out = F.linear(given.to_local(grad_placements=[place]), *sides)
+    shape = torch.Size((*given.shape[:-1], weight.size(0)))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(out, mesh, [place], run_check=False, shape=shape, stride=stride)
 
 
 def _as_dtensor(tensor: Tensor, mesh: Any) -> DTensor:

@@ -223,6 +223,22 @@ def is_in_pieces(tensor: DTensor) -> bool:
     return isinstance(tensor.placements[-1], _StridedShard)
 
 
+def united(tensor: DTensor) -> Tensor:
+    """The whole tensor, on each rank; a collective.
+
+    torch 2.11 does not take apart what lies in pieces, so those are gathered as blocks and put in order here.
+    """
+    if not is_in_pieces(tensor):
+        return tensor.full_tensor()
+    ranks, parts = tensor.device_mesh.size(-1), tensor.placements[-1].split_factor  # type: ignore[attr-defined]
+    blocks = [*tensor.placements[:-1], Shard(0)]
+    gathered = DTensor.from_local(
+        tensor.to_local(), tensor.device_mesh, blocks, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    ).full_tensor()
+    rest = gathered.shape[1:]
+    return gathered.view(ranks, parts, -1, *rest).transpose(0, 1).reshape(tensor.shape)
+
+
 def placed(nest: Any, mesh: DeviceMesh) -> Any:
     """The tensors of a nest as DTensors that are whole on each rank."""
     return tree_map_only(Tensor, lambda t: t if isinstance(t, DTensor) else _from_whole(t, mesh), nest)

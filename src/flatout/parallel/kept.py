@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from flatout.errors import UsageError
-from flatout.parallel.divided import is_in_pieces
+from flatout.parallel.divided import is_in_pieces, united
 
 _OF_ITS_SHAPE = (
     "exp_avg",
@@ -126,7 +126,7 @@ def in_one_piece(value: Any) -> Any:
     """
     if not isinstance(value, DTensor) or not is_in_pieces(value):
         return value
-    return distribute_tensor(value.full_tensor(), value.device_mesh, _blocks(value), src_data_rank=None)
+    return distribute_tensor(united(value), value.device_mesh, _blocks(value), src_data_rank=None)
 
 
 def place_of(tensor: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def as_it_lies(value: Tensor, like: Tensor) -> Tensor:
     """The way back."""
     if not (isinstance(like, DTensor) and isinstance(value, DTensor)) or value.placements == like.placements:
         return value
-    return distribute_tensor(value.full_tensor(), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(united(value), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def first_names(model: nn.Module) -> dict[str, str]:

@@ -22,7 +22,7 @@ from flatout.errors import UsageError
 from flatout.parallel.attending import Attending
 from flatout.parallel.clipping import scale_down, square_sum
 from flatout.parallel.compressed import Compressed
-from flatout.parallel.divided import for_loss, placed
+from flatout.parallel.divided import for_loss, placed, united
 from flatout.parallel.kept import KeptOptimizer, Writing, cut, in_one_piece, load_tensors, place_of
 from flatout.parallel.meshes import Meshes
 from flatout.parallel.replicated import is_offloaded_by_fsdp
@@ -307,7 +307,7 @@ class LaidOut:
 
 
 def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return united(value) if isinstance(value, DTensor) else value
 
 
 def _plain_name(name: str) -> str:

@@ -52,6 +52,14 @@ def numbers_of(layout: Layout, rank: int) -> list[int]:
     return [rank + layout.pipeline * i for i in range(layout.chunks)]
 
 
+class _Part(PipelineStage):
+    """A stage that opens no connection to its own rank, which torch 2.11 does for neighbouring stages of one rank, and gloo refuses."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        ops: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
+
 class Staged:
     """A pipeline rank: `run` has all its micro-batches go forward and backward, as the schedule orders it.
 
@@ -77,7 +85,7 @@ class Staged:
         sent = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta").requires_grad_()
         number, loss = torch.zeros(1, dtype=torch.int64, device="meta"), torch.zeros(1, device="meta").requires_grad_()
         made = [
-            PipelineStage(
+            _Part(
                 _Fed(self, stage, stream, is_first=at == 0, is_last=at == num - 1),
                 at,
                 num,
