@@ -14,7 +14,7 @@ HEAD = """
     import torch
 
     torch.set_num_threads(1)  # so that no threads are there to be forked
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()  # imports what else each rank would import
+    import torch._dynamo  # which the first step of an optimizer imports, in each rank; the step itself would ask CUDA
 
     def store():
         # A process that holds the store through which ranks meet, and its port. A port that is only looked for and given back may

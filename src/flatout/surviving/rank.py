@@ -93,6 +93,7 @@ def become_store(host: str, report: int) -> NoReturn:
 
 def warm_up() -> None:
     """Import what the first step of a training imports, so that forks have it; starts no threads and touches no device."""
+    import torch._dynamo  # the first step of an optimizer imports it; the step itself would ask CUDA, which no fork could use then
     import torch.distributed.fsdp
     import torch.distributed.tensor
 
@@ -100,5 +101,3 @@ def warm_up() -> None:
     import flatout.data.feed
     import flatout.parallel.world
     import flatout.surviving.survivor  # noqa: F401
-
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]).step()

@@ -35,12 +35,22 @@ def compiled(kind: Hashable) -> Callable[..., Tensor]:
 
 
 def _inductor(graph: Any, inputs: Any) -> Any:
-    """Inductor, without its use of saved tensors as memory for results, which would forbid a second backward pass."""
+    """Inductor, without its use of saved tensors as memory for results, which would forbid a second backward pass.
+
+    torch's switch for it (`donated_buffer`) leaves out what it should leave empty, so that torch 2.11 to 2.13 refuse the second pass
+    all the same, unless it was announced at the first one; and a compilation from torch's cache may come from where it was on.
+    """
     from torch._functorch import config
+    from torch._functorch._aot_autograd import graph_compile
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(donated_buffer=False):
-        return compile_fx(graph, inputs)
+    collect = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *_: []
+    try:
+        with config.patch(enable_autograd_cache=False):
+            return compile_fx(graph, inputs)
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = collect
 
 
 def mark_lengths(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> None:
