@@ -38,15 +38,16 @@ SMALL = {
     "wide": ModelShape(hidden=64, layers=4, heads=4, kv_heads=2, vocab=256, seq=64, is_gated=True),
     "deep": ModelShape(hidden=32, layers=8, heads=4, vocab=256, seq=32),
 }
-SOFTWARE = Software(gradient_bytes=4, state_bytes=12)
+SOFTWARE = Software(gradient_bytes=4, state_bytes=12, divided_by="tensors")
 
 
 def candidates(shape: ModelShape, ranks: int, device: str, room: int | None, batch: int) -> list[Layout]:
-    """All that the planner would look at and that fit with room left."""
+    """What the planner would look at and fits with room left, of one schedule: FSDP x TP x PP x micro-batch x recompute."""
     found = []
     for layout in layouts(shape, cluster_of(f"{ranks}x{device}"), batch):
         peak = max(stage.total_bytes for stage in memory_of(shape, layout, SOFTWARE))
-        if (room is None or peak <= 0.9 * room) and layout.micro_batch <= 8:
+        is_plain = layout.schedule == "1f1b" and layout.micro_batch <= 8
+        if (room is None or peak <= 0.9 * room) and is_plain:
             found.append(layout)
     return found
 
@@ -112,7 +113,12 @@ def main() -> None:
             found = candidates(shape, ranks, given.device_id, room, batch=8 * ranks)
             random.Random(0).shuffle(found)  # the same on all ranks: what the limit cuts off is no kind of layout
             chosen = found if name == "wide" else found[: max(8, len(found) // 4)]
-            steps = list(measured_steps(shape, chosen, world, limit_s=given.limit, mixed=mixed))
+            steps = []
+            for step in measured_steps(shape, chosen, world, limit_s=given.limit, mixed=mixed):
+                steps.append(step)
+                if world.is_first:
+                    with given.out.with_suffix(".jsonl").open("ab") as lines:
+                        lines.write(msgspec.json.encode(step) + b"\n")
             result[name] = judged(steps, calibrated) | {"of": len(found), "steps": msgspec.to_builtins(steps)}
             if world.is_first:
                 write_file(given.out, msgspec.json.format(msgspec.json.encode(result)))

@@ -26,7 +26,7 @@ from flatout.parallel.divided import for_loss, placed, united
 from flatout.parallel.kept import KeptOptimizer, Writing, cut, in_one_piece, load_tensors, place_of
 from flatout.parallel.meshes import Meshes
 from flatout.parallel.replicated import is_offloaded_by_fsdp
-from flatout.parallel.staged import Loss, MicroBatch, Staged
+from flatout.parallel.staged import Loss, MicroBatch, Staged, cast_to
 from flatout.parallel.twins import Twins
 from flatout.parallel.world import World
 from flatout.records.scale import Layout
@@ -222,9 +222,10 @@ class LaidOut:
         return torch.stack(found)
 
     def _loss(self, batch: MicroBatch, loss: Loss) -> Tensor:
-        with self._made.attending.on():
-            out = self.modules[0](*batch.args, **batch.kwargs)
-        return loss(for_loss(out), batch.target)
+        with cast_to(self._made.autocast, self._world.device):
+            with self._made.attending.on():
+                out = self.modules[0](*batch.args, **batch.kwargs)
+            return loss(for_loss(out), batch.target)
 
     @contextmanager
     def _synced(self, module: nn.Module, is_last: bool) -> Iterator[None]:
@@ -246,8 +247,8 @@ class LaidOut:
             if self._meshes.tensor is not None:
                 stack.enter_context(implicit_replication())
                 stack.enter_context(loss_parallel() if self._made.has_divided_classes else nullcontext())
-            if self._made.autocast is not None:
-                stack.enter_context(torch.autocast(self._world.device.type, self._made.autocast))
+            if self._made.autocast is not None:  # off: what the forwards inside cast is kept for all micro-batches
+                stack.enter_context(torch.autocast(self._world.device.type, enabled=False))
             before = self._made.attending.num_calls
             yield
             if self._made.attending.num_calls > before:

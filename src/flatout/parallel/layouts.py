@@ -143,13 +143,15 @@ def _staged(laying: _Laying) -> Made:
     for number, module in zip(stages, staged.modules, strict=True):
         own = [stages[number].model.get_submodule(path) for path in parts[number]]
         sharded(module, own, layout, meshes, laying.world, laying.mixed)
+    is_cast = all(isinstance(module, FSDPModule) for module in staged.modules)
+    staged.autocast = None if is_cast else laying.mixed
     return Made(
         modules=staged.modules,
         attending=attending,
         first_names=laying.first_names,
         staged=staged,
         twins=twins.made(staged.modules),
-        autocast=None if meshes.sharded is not None else laying.mixed,
+        autocast=staged.autocast,
         has_divided_classes=has_divided_classes,
     )
 
@@ -160,7 +162,8 @@ def _between(laying: _Laying, watched: Watched) -> Tensor:
     layout = laying.layout
     if layout.tensor > 1 and layout.is_sequence_parallel:
         hidden = hidden.chunk(layout.tensor, 1)[0]
-    is_cast = laying.mixed is not None and laying.meshes.sharded is not None
+    is_streamed = layout.offload == "weights" and laying.meshes.sharded is None
+    is_cast = laying.mixed is not None and not is_streamed
     return hidden.to(laying.mixed) if is_cast else hidden
 
 

@@ -35,11 +35,12 @@ def sharded(
     world: World,
     mixed: torch.dtype | None,
 ) -> Spread:
-    """Spread a module over data and context ranks: FSDP2 where something is sharded, DistributedDataParallel else.
+    """Spread a module over data and context ranks: FSDP2, or DistributedDataParallel where nothing is sharded or mixed.
 
-    Tensor and pipeline ranks always take FSDP2, which leaves one shard on each rank where nothing is sharded. In it, shard 1
-    and 2 keep weights gathered, 3 gathers them for each block; gradients are reduced with the last micro-batch (0, 1) or
-    with each. Experts are divided before.
+    `mixed` precision on several ranks is FSDP2's, whose activations are of that type throughout; autocast leaves what flows
+    between layers in float32. Tensor and pipeline ranks always take FSDP2, which leaves one shard on each rank where nothing is
+    sharded. In it, shard 1 and 2 keep weights gathered, 3 gathers them for each block; gradients are reduced with the last
+    micro-batch (0, 1) or with each. Experts are divided before.
     """
     if layout.offload == "weights" and meshes.sharded is None:
         stream_weights(blocks, world.device)
@@ -47,17 +48,22 @@ def sharded(
         return Spread(module, None)
     if any(p.device.type != world.device.type for p in (*module.parameters(), *module.buffers())):
         module.to(world.device)
-    if meshes.sharded is None:
+    mesh = meshes.sharded or (meshes.alone if mixed is not None else None)
+    if mesh is None:
         return Spread(module, None)
     apart = spread_experts(module, _of_experts(layout, world)) if layout.expert > 1 else []
-    if layout.shard == 0 and layout.tensor == 1 and layout.pipeline == 1:
+    is_replicated = layout.shard == 0 and layout.tensor == 1 and layout.pipeline == 1
+    if is_replicated and (mixed is None or layout.compression != "none"):
         devices = [world.device] if world.device.type == "cuda" else None
-        replicated = DistributedDataParallel(module, device_ids=devices, process_group=meshes.all_data)
+        # gradients that lie in the buckets are there once
+        replicated = DistributedDataParallel(
+            module, device_ids=devices, process_group=meshes.all_data, gradient_as_bucket_view=True
+        )
         made = compress(replicated, layout.compression) if layout.compression != "none" else None
         return Spread(replicated, made)
     policy = MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
     options: dict[str, Any] = {
-        "mesh": meshes.sharded,
+        "mesh": mesh,
         "mp_policy": policy,
         "reshard_after_forward": layout.shard == 3,
         "shard_placement_fn": sharded_dim,

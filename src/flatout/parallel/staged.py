@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -41,6 +41,11 @@ class MicroBatch(NamedTuple):
     target: Any
 
 
+def cast_to(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """Autocast, where there is a type."""
+    return torch.autocast(device.type, dtype) if dtype is not None else nullcontext()
+
+
 def numbers_of(layout: Layout, rank: int) -> list[int]:
     """The parts of the model that a pipeline rank holds.
 
@@ -53,7 +58,7 @@ def numbers_of(layout: Layout, rank: int) -> list[int]:
 
 
 class _Part(PipelineStage):
-    """A stage that opens no connection to its own rank, which torch 2.11 does for neighbouring stages of one rank, and gloo refuses."""
+    """A stage that opens no connection to its own rank: torch 2.11 does for neighbouring stages of one rank, and gloo refuses."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         ops: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
@@ -82,6 +87,8 @@ class Staged:
         self._batches: Sequence[MicroBatch] = ()
         self._loss: Loss | None = None
         self._within = within
+        self.autocast: torch.dtype | None = None
+        """Of forwards and losses."""
         sent = torch.empty(hidden.shape, dtype=hidden.dtype, device="meta").requires_grad_()
         number, loss = torch.zeros(1, dtype=torch.int64, device="meta"), torch.zeros(1, device="meta").requires_grad_()
         made = [
@@ -166,12 +173,13 @@ class _Fed(nn.Module):
         owner = self._owner[0]
         batch = owner._batches[int(number)]
         hidden = None if self._is_first else self._received(given)
-        with owner._within():
-            out = self.stage(hidden, batch.args, batch.kwargs)
-        if not self._is_last:
-            return self._sent(out)
-        assert owner._loss is not None
-        loss = owner._loss(for_loss(out), batch.target)
+        with cast_to(owner.autocast, owner._device):
+            with owner._within():
+                out = self.stage(hidden, batch.args, batch.kwargs)
+            if not self._is_last:
+                return self._sent(out)
+            assert owner._loss is not None
+            loss = owner._loss(for_loss(out), batch.target)
         return torch.stack([loss.full_tensor() if isinstance(loss, DTensor) else loss]).float()
 
     def _received(self, given: Tensor) -> Tensor:

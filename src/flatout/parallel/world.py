@@ -42,6 +42,7 @@ class World:
                 torch.cuda.set_device(here)
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=here)
         self._replicated: list[DistributedDataParallel] = []
+        self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
         is_one_of_many = dist.is_initialized()
         self.rank = dist.get_rank() if is_one_of_many else 0
         self.num_ranks = dist.get_world_size() if is_one_of_many else 1
@@ -65,6 +66,7 @@ class World:
             for held in ("reducer", "logger", "process_group"):
                 model.__dict__.pop(held, None)
         self._replicated.clear()
+        self._meshes.clear()
         gc.collect()  # hooks of the reducer go round in circles
         dist.destroy_process_group()
         self._has_begun = False
@@ -75,8 +77,14 @@ class World:
         return self.rank == 0
 
     def mesh(self, *sizes: int, names: tuple[str, ...] = ("data",)) -> DeviceMesh:
-        """torch's DeviceMesh over the ranks, for FSDP2 and DTensor; one dimension of all ranks if no sizes are given."""
-        return init_device_mesh(self.device.type, sizes or (self.num_ranks,), mesh_dim_names=names)
+        """torch's DeviceMesh over the ranks, for FSDP2 and DTensor; one dimension of all ranks if no sizes are given.
+
+        Its groups are made once for the same sizes and names: NCCL keeps memory of the device for each group.
+        """
+        wanted = (sizes or (self.num_ranks,), names)
+        if wanted not in self._meshes:
+            self._meshes[wanted] = init_device_mesh(self.device.type, wanted[0], mesh_dim_names=names)
+        return self._meshes[wanted]
 
     def place(self, model: Module, **options: Any) -> Module:
         """The model on this rank's device; with several ranks replicated, its gradients averaged (DistributedDataParallel).

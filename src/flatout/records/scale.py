@@ -195,6 +195,7 @@ class Software(Record, frozen=True, kw_only=True):
     backward goes on. `state_bytes` are kept for each parameter by the optimizer, with a float32 copy of the weights if there is
     one. Context ranks gather all keys and values before attention ('gathered'), or pass them round while it goes on ('ring');
     their pieces of a sample are 'contiguous', so that under a causal mask the last rank has the most to do, or 'balanced'.
+    Tensor ranks divide a layer by what its code says, or by tensors that know how they are divided (`divided_by`).
     """
 
     dtype: str = "bfloat16"
@@ -209,6 +210,7 @@ class Software(Record, frozen=True, kw_only=True):
     has_overlap: bool = True
     context_exchange: Literal["gathered", "ring"] = "gathered"
     context_pieces: Literal["contiguous", "balanced"] = "contiguous"
+    divided_by: Literal["code", "tensors"] = "code"
 
 
 class Constants(Record, frozen=True, kw_only=True):
@@ -220,6 +222,7 @@ class Constants(Record, frozen=True, kw_only=True):
     `memory_share`         of the data sheet's bandwidth, by operators that only read and write
     `kernel_s`             from the end of one kernel to the start of the next, on a device that is kept busy
     `operator_s`           of the host, to start one operator
+    `divided_operator_s`   the same on tensors that know how they are divided: DTensor works it out in Python each time
     `collective_s`         of the host, to start one collective
     `link_share`           of a link's bandwidth, by large collectives
     `step_s`               of a step that belongs to nothing else: the loop, the schedule, the loader
@@ -241,6 +244,7 @@ class Constants(Record, frozen=True, kw_only=True):
     memory_share: float = 0.85
     kernel_s: float = 4e-6
     operator_s: float = 2e-5
+    divided_operator_s: float = 2e-4
     collective_s: float = 5e-5
     link_share: float = 0.7
     step_s: float = 2e-3

@@ -128,6 +128,8 @@ def rates_of(device: str, dtype: str, constants: Constants) -> Rates:
 def layer(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> Work:
     """One layer on one micro-batch; what is computed again is in the backward, and in its inputs' part."""
     rates = rates_of(cluster.device, software.dtype, constants)
+    has_divided = layout.tensor > 1 and software.divided_by == "tensors"
+    operator_s = constants.divided_operator_s if has_divided else constants.operator_s
     half = rates if software.dtype != "float8" else rates_of(cluster.device, "bfloat16", constants)
     ranks, samples, width = layout.tensor, layout.micro_batch, number_bytes(software)
     tokens, hidden = samples * model.seq // layout.context, model.hidden
@@ -142,29 +144,29 @@ def layer(model: ModelShape, layout: Layout, cluster: Cluster, software: Softwar
     reduce_s = all_reduce_s(whole_bytes, ranks, cluster.tiers, share=constants.link_share)
     around_s, around_back_s = _around(model, layout, cluster, software, constants, of_attention)
     expert_s = _routed(model, layout, cluster, constants, tokens * width)
-    started_s = (0 if is_fused else software.unfused_softmax_operators) * constants.operator_s
+    started_s = (0 if is_fused else software.unfused_softmax_operators) * operator_s
     num_collectives = 2 * (ranks > 1) + (layout.context > 1) + 2 * (layout.expert > 1) + (layout.shard == 3)
     started_s += num_collectives * constants.collective_s if num_collectives else 0.0
     forward = Pass(
         products.forward_s + of_attention + reading_s,
         2 * reduce_s,
-        software.forward_operators * constants.operator_s + started_s,
+        software.forward_operators * operator_s + started_s,
         around_s,
         expert_s,
     )
-    weights = Pass(products.weights_s, 0.0, products.num * constants.operator_s)
+    weights = Pass(products.weights_s, 0.0, products.num * operator_s)
     again = _FUSED_BACKWARD if software.attention == "fused" else 2.0
     backward = Pass(
         products.inputs_s + products.weights_s + again * of_attention + back_reading_s,
         2 * reduce_s,
-        software.backward_operators * constants.operator_s + started_s,
+        software.backward_operators * operator_s + started_s,
         around_back_s,
         expert_s,
     )
     if layout.recompute == "full":
         backward += forward
     elif layout.recompute == "selective":
-        backward += Pass(of_attention + score_bytes / rates.bytes_per_s, 0.0, 4 * constants.operator_s)
+        backward += Pass(of_attention + score_bytes / rates.bytes_per_s, 0.0, 4 * operator_s)
     work = Work(forward, backward, _less(backward, weights), weights)
     return _beside(work, parts_of(*layer_parameters(model), layout), layout, cluster, software, constants)
 

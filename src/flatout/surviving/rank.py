@@ -93,9 +93,10 @@ def become_store(host: str, report: int) -> NoReturn:
 
 def warm_up() -> None:
     """Import what the first step of a training imports, so that forks have it; starts no threads and touches no device."""
-    import torch._dynamo  # the first step of an optimizer imports it; the step itself would ask CUDA, which no fork could use then
+    # the first step of an optimizer imports torch._dynamo; the step itself would ask CUDA, which no fork could use then
+    import torch._dynamo
     import torch.distributed.fsdp
-    import torch.distributed.tensor
+    import torch.distributed.tensor  # noqa: F401
 
     import flatout.data.batches
     import flatout.data.feed

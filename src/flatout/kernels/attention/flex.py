@@ -37,8 +37,9 @@ def compiled(kind: Hashable) -> Callable[..., Tensor]:
 def _inductor(graph: Any, inputs: Any) -> Any:
     """Inductor, without its use of saved tensors as memory for results, which would forbid a second backward pass.
 
-    torch's switch for it (`donated_buffer`) leaves out what it should leave empty, so that torch 2.11 to 2.13 refuse the second pass
-    all the same, unless it was announced at the first one; and a compilation from torch's cache may come from where it was on.
+    torch's switch for it (`donated_buffer`) leaves out what it should leave empty, so that torch 2.11 to 2.13 refuse the second
+    pass all the same, unless it was announced at the first one; and a compilation from torch's cache may come from where it was
+    on.
     """
     from torch._functorch import config
     from torch._functorch._aot_autograd import graph_compile

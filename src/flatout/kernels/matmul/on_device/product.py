@@ -99,7 +99,7 @@ def product(a, b, c, bias, residual, scale, parts, counters, M, N: tl.constexpr,
     """One program after the other takes the next tile, or with S > 1 the next part of one, a stretch of the depth.
 
     a lies as (M, K), or with A_COLUMNS as (K, M); b as (K, N), or with B_COLUMNS as (N, K). Parts are float32, and added up here
-    when the parts of a tile have met at its counter; without counters by `joined`, afterwards. AHEAD: depth that is fetched early.
+    when the parts of a tile have met at its counter; without counters by `joined`, afterwards. AHEAD: depth fetched early.
     """
     tiles_m, tiles_n, blocks = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(tl.cdiv(K, BK), S)
     if AHEAD > 0:
