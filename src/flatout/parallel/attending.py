@@ -113,8 +113,8 @@ class Attending(TorchFunctionMode):
 
 
 def _is_by_tokens(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether an undivided layer is given tokens that are divided: torch 2.11 refuses it, since it first makes one dimension of all
-    but the last."""
+    """Whether an undivided layer is given tokens that are divided: torch 2.11 refuses it, as it makes one dimension of all but
+    the last."""
     if not (isinstance(given, DTensor) and isinstance(weight, DTensor)) or given.dim() < 3:
         return False
     *others, place = given.placements
