@@ -124,8 +124,9 @@ def _is_by_tokens(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 def _linear_by_tokens(given: DTensor, weight: DTensor, bias: DTensor | None = None) -> Tensor:
     mesh, (place,) = given.device_mesh, given.placements
     # of the weights each rank has the gradient of its tokens
-    sides = (t.to_local(grad_placements=[Partial()]) if t is not None else None for t in (weight, bias))
-    out = F.linear(given.to_local(grad_placements=[place]), *sides)
+    own, *sides = (t.to_local(grad_placements=[Partial()]) if t is not None else None for t in (weight, bias))
+    assert own is not None
+    out = F.linear(given.to_local(grad_placements=[place]), own, *sides)
     shape = torch.Size((*given.shape[:-1], weight.size(0)))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(out, mesh, [place], run_check=False, shape=shape, stride=stride)

@@ -29,8 +29,10 @@ _TOKENS: Final = 1
 
 def divide(
     model: nn.Module, mesh: DeviceMesh, roles: Mapping[str, Role], *, by_tokens: bool, blocks: Sequence[str]
-) -> None:
+) -> Callable[[], None]:
     """Divide the layers that have a role over the mesh, in place; all other parameters are whole on each rank.
+
+    Call what is returned when a step is over: it lets go of what layers shared.
 
     `by_tokens`: what flows between blocks is divided by tokens (sequence parallelism); the mesh's size must divide their number.
     """
@@ -60,6 +62,7 @@ def divide(
     if by_tokens:
         first = modules[blocks[0]]
         first.register_forward_pre_hook(_begin(stream))
+    return shared.forget
 
 
 def _place(name: str, role: Role | None) -> Placement:
@@ -101,6 +104,10 @@ class _SharedInputs:
         whole = _whole(given, self._mesh)
         self._last = weakref.ref(given), torch.is_grad_enabled(), whole
         return (whole, *args[1:])
+
+    def forget(self) -> None:
+        """What was shared holds a graph, whose hooks hold the model, past what a collection can see."""
+        self._last = None
 
 
 def _whole(given: Tensor, mesh: DeviceMesh) -> Tensor:

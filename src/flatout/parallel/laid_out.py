@@ -36,7 +36,7 @@ from flatout.training.offload import offload_state
 class Made(NamedTuple):
     """What `lay_out` has made on this rank: the modules to call, what surrounds their forward, and what joins them.
 
-    `first_names`: of each name of a parameter of the plain model the first that it has.
+    `first_names`: of each name of a parameter of the plain model the first that it has. `after` is called when a step is over.
     """
 
     modules: Sequence[nn.Module]
@@ -47,6 +47,7 @@ class Made(NamedTuple):
     compressed: Compressed | None = None
     autocast: torch.dtype | None = None
     has_divided_classes: bool = False
+    after: Sequence[Callable[[], None]] = ()
 
 
 class LaidOut:
@@ -244,6 +245,8 @@ class LaidOut:
     @contextmanager
     def _inside(self) -> Iterator[None]:
         with ExitStack() as stack:
+            for end in self._made.after:
+                stack.callback(end)
             if self._meshes.tensor is not None:
                 stack.enter_context(implicit_replication())
                 stack.enter_context(loss_parallel() if self._made.has_divided_classes else nullcontext())

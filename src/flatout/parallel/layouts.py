@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,10 @@ def lay_out(
 
 
 class _Laying(NamedTuple):
-    """A model on its way, and what was seen of it: paths of its blocks, a forward without data, names of parameters."""
+    """A model on its way, and what was seen of it: paths of its blocks, a forward without data, names of parameters.
+
+    `after` is called when a step is over.
+    """
 
     model: nn.Module
     layout: Layout
@@ -67,6 +70,7 @@ class _Laying(NamedTuple):
     paths: list[str]
     watched: Watched | None
     first_names: dict[str, str]
+    after: list[Callable[[], None]]
 
 
 def _prepared(
@@ -93,7 +97,7 @@ def _prepared(
     watched = watch(model, *_of_one_rank(example, keywords, layout)) if is_cut else None
     is_again = layout.recompute == "selective"
     attending = Attending(meshes.context, has_pieces=meshes.tensor is not None, recompute=is_again)
-    return _Laying(model, layout, meshes, world, mixed, attending, paths, watched, first_names(model))
+    return _Laying(model, layout, meshes, world, mixed, attending, paths, watched, first_names(model), [])
 
 
 def _in_one_piece(laying: _Laying) -> Made:
@@ -109,6 +113,7 @@ def _in_one_piece(laying: _Laying) -> Made:
         attending=attending,
         first_names=laying.first_names,
         compressed=spread.compressed,
+        after=laying.after,
         autocast=None if isinstance(spread.module, FSDPModule) else laying.mixed,
         has_divided_classes=has_divided_classes,
     )
@@ -151,6 +156,7 @@ def _staged(laying: _Laying) -> Made:
         first_names=laying.first_names,
         staged=staged,
         twins=twins.made(staged.modules),
+        after=laying.after,
         autocast=staged.autocast,
         has_divided_classes=has_divided_classes,
     )
@@ -192,7 +198,7 @@ def _divide(model: nn.Module, laying: _Laying, mine: Sequence[str]) -> bool:
     roles = roles_of(watched, laying.paths, layout.tensor)
     there = {path for path, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding))}
     own = {path: role for path, role in roles.items() if path in there}
-    divide(model, meshes.tensor, own, by_tokens=layout.is_sequence_parallel, blocks=mine)
+    laying.after.append(divide(model, meshes.tensor, own, by_tokens=layout.is_sequence_parallel, blocks=mine))
     if not any(role.kind == "columns" for role in roles.values()):
         raise PlanError(
             f"none of the layers in the blocks can be divided over {layout.tensor} tensor ranks: no layers lead from the stream "
