@@ -21,10 +21,11 @@ from flatout.measure.stats import median, quantile
 from flatout.parallel.measured import measured_steps
 from flatout.parallel.world import World
 from flatout.records.record import write_file
-from flatout.records.scale import Layout, MeasuredStep, ModelShape, Software
+from flatout.records.scale import Layout, MeasuredStep, ModelShape
 from flatout.simulate.calibration import Calibrated, Run
 from flatout.simulate.candidates import layouts
-from flatout.simulate.memory import memory_of, with_slack
+from flatout.simulate.executor import EXECUTOR
+from flatout.simulate.memory import memory_of, with_libraries
 from flatout.simulate.reading import cluster_of
 from flatout.simulate.telling import telling_layouts, thin
 
@@ -38,7 +39,7 @@ SMALL = {
     "wide": ModelShape(hidden=64, layers=4, heads=4, kv_heads=2, vocab=256, seq=64, is_gated=True),
     "deep": ModelShape(hidden=32, layers=8, heads=4, vocab=256, seq=32),
 }
-SOFTWARE = Software(gradient_bytes=4, state_bytes=12, divided_by="tensors")
+SOFTWARE = EXECUTOR
 
 
 def candidates(shape: ModelShape, ranks: int, device: str, room: int | None, batch: int) -> list[Layout]:
@@ -63,8 +64,10 @@ def judged(steps: list[MeasuredStep], calibrated: Calibrated) -> dict[str, objec
     memory = []
     for step in done:
         if step.peak_bytes is not None:
-            bound = max(stage.total_bytes for stage in memory_of(step.model, step.layout, SOFTWARE))
-            memory.append((bound / with_slack(max(step.peak_bytes)) - 1, bound < max(step.peak_bytes)))
+            stages = memory_of(step.model, step.layout, SOFTWARE)
+            tensors = max(stage.total_bytes - stage.slack_bytes for stage in stages)
+            bound, peak = max(stage.total_bytes for stage in stages), max(step.peak_bytes)
+            memory.append((tensors / peak - 1, bound < with_libraries(peak)))
     return {
         "layouts": len(done),
         "refused": [s.why for s in steps if s.seconds is None],
@@ -86,7 +89,7 @@ def main() -> None:
     parser.add_argument("--device-id", default="h200")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--calibration", type=float, default=60.0)
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds for each model")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for the first model; a third for the other")
     given = parser.parse_args()
     kind = "cpu" if given.small else "cuda"
     with World(kind) as world:
@@ -110,11 +113,12 @@ def main() -> None:
         result["constants"] = msgspec.to_builtins(calibrated.constants)
         result["calibration"] = msgspec.to_builtins(calibration)
         for name, shape in models.items():
-            found = candidates(shape, ranks, given.device_id, room, batch=8 * ranks)
+            found = candidates(shape, ranks, given.device_id, room, batch=4 * ranks)
             random.Random(0).shuffle(found)  # the same on all ranks: what the limit cuts off is no kind of layout
             chosen = found if name == "wide" else found[: max(8, len(found) // 4)]
+            limit_s = given.limit if name == "wide" else given.limit / 3
             steps = []
-            for step in measured_steps(shape, chosen, world, limit_s=given.limit, mixed=mixed):
+            for step in measured_steps(shape, chosen, world, limit_s=limit_s, mixed=mixed):
                 steps.append(step)
                 if world.is_first:
                     with given.out.with_suffix(".jsonl").open("ab") as lines:

@@ -28,8 +28,8 @@ from typing import Any
 
 SIZES = {
     "cpu": {"width": 64, "layers": 4, "tokens": 24, "span_s": 1.0},
-    # About 200 million parameters: 2.4 GB of state with AdamW in float32.
-    "cuda": {"width": 2048, "layers": 48, "tokens": 4096, "span_s": 20.0},
+    # About 100 million parameters: 1.2 GB of state with AdamW in float32.
+    "cuda": {"width": 2048, "layers": 24, "tokens": 4096, "span_s": 5.0},
 }
 EARLY = 0.25
 """The share of kills that come soon after the start, before there is a step as a rule; the others come after a step."""
@@ -118,7 +118,11 @@ def supervised(options: argparse.Namespace, folder: Path, steps: int, kills: int
     command += ["--memory", f"{options.memory}"]
     command += ["--json", f"{folder / 'account.json'}", *script(options, folder, steps, kills, disk_every=10)]
     with (folder / "said").open("wb") as said:
-        subprocess.run(command, stdout=said, stderr=said, timeout=options.limit, check=False)
+        try:
+            subprocess.run(command, stdout=said, stderr=said, timeout=options.limit, check=False)
+        except subprocess.TimeoutExpired:
+            print((folder / "said").read_text()[-6000:], file=sys.stderr)
+            raise
     return json.loads((folder / "account.json").read_text())
 
 

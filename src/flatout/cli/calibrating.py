@@ -15,7 +15,8 @@ def main() -> None:
     from flatout.parallel.measured import measured_steps
     from flatout.parallel.world import World
     from flatout.records.record import write_file
-    from flatout.records.scale import MeasuredStep, Software
+    from flatout.records.scale import MeasuredStep
+    from flatout.simulate.executor import EXECUTOR
     from flatout.simulate.reading import read_model
     from flatout.simulate.telling import telling_layouts, thin
 
@@ -24,7 +25,7 @@ def main() -> None:
         shape = thin(read_model(model), world.num_ranks)
         room = torch.cuda.get_device_properties(world.device).total_memory if kind == "cuda" else None
         mixed = torch.bfloat16 if kind == "cuda" else None
-        layouts = telling_layouts(shape, world.num_ranks, Software(), room)
+        layouts = telling_layouts(shape, world.num_ranks, EXECUTOR, room)
         found: list[MeasuredStep] = []
         for step in measured_steps(shape, layouts, world, limit_s=seconds, mixed=mixed):
             found.append(step)

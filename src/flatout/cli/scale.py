@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
+from msgspec import structs
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def scale(
     from flatout.records.scale import Constants, Software
     from flatout.reporting.scale import memory_lines, ranking_lines
     from flatout.simulate.calibration import Calibrated
+    from flatout.simulate.executor import EXECUTOR
     from flatout.simulate.reading import cluster_of, read_model, read_runs, samples_of, tokens_of
     from flatout.simulate.search import ranked
 
@@ -70,8 +72,10 @@ def scale(
     samples = samples_of(batch, shape)
     run_tokens = None if tokens is None else tokens_of(tokens)
     run = _Run(run_tokens, failures, stall, restart, price, -(-cluster.num_devices // node))
-    software, constants = Software(dtype=dtype), Constants(straggler_share=straggler)
     runs = read_runs(measured) if measured is not None else []
+    # what was measured here are steps of our executor
+    software = structs.replace(EXECUTOR, dtype=dtype) if measured is not None else Software(dtype=dtype)
+    constants = Constants(straggler_share=straggler)
     calibrated = Calibrated(runs, cluster, software, constants) if measured is not None else None
     found = ranked(shape, cluster, samples, software, constants, most=top, calibrated=calibrated, compressions=kinds)
     _say(

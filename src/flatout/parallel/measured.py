@@ -109,8 +109,9 @@ def _median_s(step: Callable[[], None], world: World) -> float:
                 torch.cuda.current_stream(world.device).synchronize()
 
         seconds = clock.elapsed_s(whole, 1)
-        if number >= _WARM_UP:
-            found.append(_of_all(seconds, world))
+        seconds = _of_all(seconds, world)
+        if number >= _WARM_UP or (number and seconds > _ENOUGH_S / 3):
+            found.append(seconds)
         if len(found) >= 3 and sum(found) > _ENOUGH_S:  # the same on all ranks
             break
     return median(found)

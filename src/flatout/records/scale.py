@@ -195,7 +195,9 @@ class Software(Record, frozen=True, kw_only=True):
     backward goes on. `state_bytes` are kept for each parameter by the optimizer, with a float32 copy of the weights if there is
     one. Context ranks gather all keys and values before attention ('gathered'), or pass them round while it goes on ('ring');
     their pieces of a sample are 'contiguous', so that under a causal mask the last rank has the most to do, or 'balanced'.
-    Tensor ranks divide a layer by what its code says, or by tensors that know how they are divided (`divided_by`).
+    Tensor ranks divide a layer by what its code says, or by tensors that know how they are divided (`divided_by`). A layer's
+    sharded weights lie in one 'buffer', or each 'weight' is handled by itself. `recompute_operators` is what computing a region
+    again takes of the host besides its operators, and `end_operators` what embedding, head and loss take in each direction.
     """
 
     dtype: str = "bfloat16"
@@ -203,6 +205,8 @@ class Software(Record, frozen=True, kw_only=True):
     forward_operators: int = 20
     backward_operators: int = 30
     unfused_softmax_operators: int = 6
+    recompute_operators: int = 4
+    end_operators: int = 0
     gradient_bytes: int = 2
     optimizer_bytes: int = 30
     state_bytes: int = 12
@@ -211,6 +215,7 @@ class Software(Record, frozen=True, kw_only=True):
     context_exchange: Literal["gathered", "ring"] = "gathered"
     context_pieces: Literal["contiguous", "balanced"] = "contiguous"
     divided_by: Literal["code", "tensors"] = "code"
+    shards_by: Literal["buffer", "weight"] = "buffer"
 
 
 class Constants(Record, frozen=True, kw_only=True):

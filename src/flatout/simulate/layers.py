@@ -147,10 +147,13 @@ def layer(model: ModelShape, layout: Layout, cluster: Cluster, software: Softwar
     started_s = (0 if is_fused else software.unfused_softmax_operators) * operator_s
     num_collectives = 2 * (ranks > 1) + (layout.context > 1) + 2 * (layout.expert > 1) + (layout.shard == 3)
     started_s += num_collectives * constants.collective_s if num_collectives else 0.0
+    # weights that are gathered, and gradients that are reduced, each by itself
+    one_by_one_s = products.num * operator_s if software.shards_by == "weight" and is_sent_by_layer(layout) else 0.0
+    gathering_s = one_by_one_s if layout.shard == 3 else 0.0
     forward = Pass(
         products.forward_s + of_attention + reading_s,
         2 * reduce_s,
-        software.forward_operators * operator_s + started_s,
+        software.forward_operators * operator_s + started_s + gathering_s,
         around_s,
         expert_s,
     )
@@ -159,14 +162,15 @@ def layer(model: ModelShape, layout: Layout, cluster: Cluster, software: Softwar
     backward = Pass(
         products.inputs_s + products.weights_s + again * of_attention + back_reading_s,
         2 * reduce_s,
-        software.backward_operators * operator_s + started_s,
+        software.backward_operators * operator_s + started_s + gathering_s + one_by_one_s,
         around_back_s,
         expert_s,
     )
+    again_s = software.recompute_operators * constants.operator_s
     if layout.recompute == "full":
-        backward += forward
+        backward += forward + Pass(0.0, 0.0, again_s - gathering_s)
     elif layout.recompute == "selective":
-        backward += Pass(of_attention + score_bytes / rates.bytes_per_s, 0.0, 4 * operator_s)
+        backward += Pass(of_attention + score_bytes / rates.bytes_per_s, 0.0, again_s)
     work = Work(forward, backward, _less(backward, weights), weights)
     return _beside(work, parts_of(*layer_parameters(model), layout), layout, cluster, software, constants)
 
@@ -300,10 +304,12 @@ def head(model: ModelShape, layout: Layout, cluster: Cluster, software: Software
     reading_s = tokens * columns * (size + 8) / rates.bytes_per_s  # as they are, and in float32 for the loss
     weights_s = product_s(rates, columns, model.hidden, tokens, itemsize=size)
     inputs_s = product_s(rates, tokens, model.hidden, columns, itemsize=size)
-    forward = Pass(product_s(rates, tokens, columns, model.hidden, itemsize=size) + reading_s, 0.0, 0.0)
+    has_divided = ranks > 1 and software.divided_by == "tensors"
+    started_s = software.end_operators * (constants.divided_operator_s if has_divided else constants.operator_s)
+    forward = Pass(product_s(rates, tokens, columns, model.hidden, itemsize=size) + reading_s, 0.0, started_s)
     work = Work(
         forward,
-        Pass(inputs_s + weights_s + reading_s, 0.0, 0.0),
+        Pass(inputs_s + weights_s + reading_s, 0.0, started_s),
         Pass(inputs_s + reading_s, 0.0, 0.0),
         Pass(weights_s, 0.0, 0.0),
     )

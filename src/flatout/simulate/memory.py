@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from flatout.cost.schedules import actions_of, chunks_of_stages, layers_of_chunks
 from flatout.cost.spans import cached_table
 from flatout.records.scale import Constants, Layout, ModelShape, ScheduleKind, Software, StageMemory
+from flatout.simulate.by_weight import peak_of
 from flatout.simulate.sizes import Part, held, layer_parameters, num_parameters, number_bytes, parts_of, sharded
 
 _GATHERED_LAYERS: Final = 2
@@ -60,7 +61,12 @@ def in_flight(layout: Layout, stage: int) -> int:
 
 def with_slack(peak_bytes: int) -> int:
     """What a device must have for so many bytes of tensors: libraries, and what an allocator cannot use, besides."""
-    return peak_bytes + _LIBRARIES + int(_FRAGMENTS * peak_bytes)
+    return with_libraries(peak_bytes) + int(_FRAGMENTS * peak_bytes)
+
+
+def with_libraries(peak_bytes: int) -> int:
+    """The same without what an allocator cannot use."""
+    return peak_bytes + _LIBRARIES
 
 
 # -- what a schedule holds ------------------------------------------------------------------------------------------------
@@ -117,6 +123,20 @@ def _of_stage(
     ends = held(parts_of(of_embedding if embeddings else 0, 0, layout))
     logits = _logits(model, layout, software) if stage.is_last else 0.0
     passing = activations + logits
+    if software.shards_by == "weight" and layout.offload == "none":
+        ends_parts = parts_of(of_embedding * embeddings, 0, layout)
+        peak = peak_of(layout, software, own=parts, unit=unit, ends=ends_parts, activations=activations, logits=logits)
+        return StageMemory(
+            weight_bytes=int(peak.weights),
+            gradient_bytes=int(peak.gradients),
+            state_bytes=int(peak.state),
+            activation_bytes=int(peak.activations),
+            logits_bytes=int(peak.logits),
+            buffer_bytes=int(peak.buffers),
+            slack_bytes=_LIBRARIES + int(_FRAGMENTS * passing),
+            feedback_bytes=int(_feedback(layout, parts)),
+            host_bytes=0,
+        )
     weights, gradients, state = _kept(layout, software, parts)
     buffers = 0.0
     if layout.shard == 3 and layout.pipeline == 1:

@@ -12,8 +12,16 @@ from flatout.simulate.candidates import divisors
 from flatout.simulate.memory import memory_of
 
 _LAYERS_A_STAGE: Final = 2
-_MICRO_BATCHES: Final = (1, 4)
-_RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "full")
+_ROUNDS: Final[tuple[tuple[int, Recompute, bool], ...]] = (
+    (1, "none", False),
+    (4, "none", True),
+    (4, "selective", False),
+    (1, "full", True),
+    (4, "full", False),
+    (1, "none", True),
+    (8, "none", False),
+)
+"""(samples of a micro-batch, recompute, whether something is sharded): what tells most comes first, since time may run out."""
 _SHARE_OF_ROOM: Final = 0.85
 
 
@@ -38,7 +46,7 @@ def telling_layouts(model: ModelShape, num_devices: int, software: Software, roo
         and model.layers % pipeline == 0
     ]
     found = []
-    for size, recompute, is_sharded in product(_MICRO_BATCHES, _RECOMPUTE, (False, True)):
+    for size, recompute, is_sharded in _ROUNDS:
         for tensor, pipeline, data in kinds:
             shard = 0 if not is_sharded else 1 if pipeline > 1 else 3
             if shard and data == 1:

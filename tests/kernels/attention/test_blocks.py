@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flatout import UsageError, masks
 from flatout.kernels.attention.blocks import BlockLists, block_lists
-from flatout.kernels.attention.flex_lists import bits_mod, block_mask
+from flatout.kernels.attention.flex_lists import are_contiguous, bits_mod, block_mask
 from flatout.kernels.attention.mask import Mask
 
 
@@ -81,6 +81,21 @@ def test_both_sides_of_the_block_mask_agree_and_are_no_wider_than_needed(case: t
         assert getattr(made, f"{by_row}_indices").size(3) < max(3, 2 * longest)
     assert torch.equal(dense(made.kv_num_blocks, made.kv_indices, lists.num_cols), of_lists(lists)[0])
     assert made.seq_lengths == (queries, keys)
+
+
+@given(cases())
+@settings(max_examples=40)
+def test_lists_are_contiguous_where_blocks_of_a_kind_lie_side_by_side(case: tuple[Mask, int, int, int]) -> None:
+    mask, queries, keys, block = case
+    lists = block_lists(mask, queries, keys, block=block)
+    lines = [line for sets in of_lists(lists) for way in (sets, sets.mT) for line in way.flatten(0, 2)]
+    places = [line.nonzero().flatten().tolist() for line in lines]
+    assert are_contiguous(lists) == all(found == list(range(found[0], found[-1] + 1)) for found in places if found)
+
+
+def test_lists_of_a_causal_mask_are_contiguous_and_of_sinks_are_not() -> None:
+    assert are_contiguous(block_lists(masks.causal(), 1024, 1024))
+    assert not are_contiguous(block_lists(masks.window(200) | masks.sinks(4), 2048, 2048))
 
 
 @given(cases())

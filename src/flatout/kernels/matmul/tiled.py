@@ -23,8 +23,6 @@ from flatout.records.kernel import Kernel
 
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _OUTS: Final = (*_DTYPES, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_AHEAD_BYTES: Final = 128 * 1024
-"""Fetched early for each program: 17 MB for all of an H200's multiprocessors, a third of its cache."""
 _INTERPRETED: Final = Device(num_sms=4, shared_bytes=227 * 1024)
 """Stands for a device in Triton's interpreter: few multiprocessors, so that small tests take several rounds."""
 
@@ -79,7 +77,6 @@ def bind(problem: Problem, tile: Tile) -> Runner:
     lies = (not a_rows, not b_rows, by_descriptor)
     fixed = (n, k, a_stride, b_stride, out_stride)
     tail = (*lies, *finishing, *tile.sizes, splits, tile.group, tile.is_persistent, is_early)
-    tail += (ahead(problem, tile) if is_early else 0,)
     join_tail = (*finishing, tile.m, tile.n, splits, tile.group, is_early)
     is_cuda = problem.device.type == "cuda"
     out_dtype, device, size = problem.out_dtype, problem.device, tiles * splits * tile.m * tile.n
@@ -120,18 +117,6 @@ def bind(problem: Problem, tile: Tile) -> Runner:
 def begins_early(device: torch.device) -> bool:
     """Whether launches may begin while the one before is still at its end (programmatic dependent launch, Hopper and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def ahead(problem: Problem, tile: Tile) -> int:
-    """Depth of a program's operands that a launch has the cache fetch while it waits for the one before: a power of two, or 0.
-
-    Up to a share of the cache for each program. Descriptors would need the addresses besides.
-    """
-    if tile.loads == "descriptor":
-        return 0
-    each = (tile.m + tile.n) * problem.dtype.itemsize
-    stretch = min(ceil(ceil(problem.k / tile.k) / tile.splits) * tile.k, _AHEAD_BYTES // each)
-    return 1 << (stretch.bit_length() - 1)
 
 
 def early(is_early: bool) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from flatout.kernels.matmul.on_device.early import begin, fetch_pair
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -79,6 +78,14 @@ def add_up(parts, c, bias, residual, scale, place, index, row, col, M, N: tl.con
 
 
 @triton.jit
+def begin(EARLY: tl.constexpr):
+    """A launch that may begin before the one before it on its stream has ended waits for it here, and lets the next one begin."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
 def wait_for_all(counter, S: tl.constexpr):
     """Returns when S programs have come here; all of them must run at once. The counter, 0 at first, is good for any number of
     times, past its own range as well: S is a power of two."""
@@ -95,18 +102,14 @@ def product(a, b, c, bias, residual, scale, parts, counters, M, N: tl.constexpr,
             L_b: tl.constexpr, L_c: tl.constexpr, L_r: tl.constexpr, A_COLUMNS: tl.constexpr, B_COLUMNS: tl.constexpr,
             IS_DESCRIPTOR: tl.constexpr, ACTIVATION: tl.constexpr, ROW_SCALE: tl.constexpr, LARGEST: tl.constexpr,
             BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
-            FLATTEN: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+            FLATTEN: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """One program after the other takes the next tile, or with S > 1 the next part of one, a stretch of the depth.
 
     a lies as (M, K), or with A_COLUMNS as (K, M); b as (K, N), or with B_COLUMNS as (N, K). Parts are float32, and added up here
-    when the parts of a tile have met at its counter; without counters by `joined`, afterwards. AHEAD: depth fetched early.
+    when the parts of a tile have met at its counter; without counters by `joined`, afterwards.
     """
-    tiles_m, tiles_n, blocks = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(tl.cdiv(K, BK), S)
-    if AHEAD > 0:
-        split, place = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
-        row, col = corner_of(place, tiles_m, tiles_n, GROUP, BM, BN)
-        fetch_pair(a, b, row, col, split * blocks * BK, M, N, K, L_a, L_b, A_COLUMNS, B_COLUMNS, BM, BN, AHEAD)
     begin(EARLY)
+    tiles_m, tiles_n, blocks = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(tl.cdiv(K, BK), S)
     for t in tl.range(tl.program_id(0), tiles_m * tiles_n * S, tl.num_programs(0), flatten=FLATTEN):
         split, place = t // (tiles_m * tiles_n), t % (tiles_m * tiles_n)
         row, col = corner_of(place, tiles_m, tiles_n, GROUP, BM, BN)
