@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +20,8 @@ from flatout.surviving.sums import Picture, picture
 from flatout.training.staging import Staging
 
 _PAGE: Final = 4096
+_BESIDE: Final = 0.5
+"""Of a step: a copy that takes less is whole well before the next step is done."""
 _PIECE: Final = 256 << 20
 """What is sent to another rank at once."""
 
@@ -27,13 +29,25 @@ _PIECE: Final = 256 << 20
 class MemoryCopies:
     """Writes one rank's copies: on a CPU at once, from a GPU in stream order by a thread, which then sends it to the buddy.
 
-    `buddies` are, by rank, who holds a copy of it; None for nobody. The group is of gloo, and of nobody else.
+    A copy goes on beside the next step where it takes less than half of one: else a failure would cost more than that step.
+
+    `buddies` are, by rank, who holds a copy of it; None for nobody. The group is of gloo, and of nobody else. `meet` returns when
+    all ranks have called it: where copies go on beside the training, no rank may write over a state before all have the next one
+    whole, or there would be none that all have.
     """
 
     def __init__(
-        self, seat: Seat, *, rank: int, num_ranks: int, group: dist.ProcessGroup | None, buddies: list[int | None]
+        self,
+        seat: Seat,
+        *,
+        rank: int,
+        num_ranks: int,
+        group: dist.ProcessGroup | None,
+        buddies: list[int | None],
+        meet: Callable[[], None] | None = None,
     ) -> None:
         self._seat, self._rank, self._num_ranks, self._group = seat, rank, num_ranks, group
+        self._meet = meet
         self._buddy = buddies[rank]
         self._senders = [other for other, buddy in enumerate(buddies) if buddy == rank]
         self._own = self._slots("own", rank)
@@ -41,11 +55,17 @@ class MemoryCopies:
         self._staging = Staging()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
         self._under_way: Future[None] | None = None
+        self._took_s: float | None = None
 
-    def write(self, step: int, parts: Mapping[str, Any]) -> float:
-        """Begin to copy the state after so many steps; on a CPU, without a buddy, it is done on return. Seconds of the call."""
+    def write(self, step: int, parts: Mapping[str, Any], step_s: float | None = None) -> float:
+        """Copy the state after so many steps, each of which takes `step_s`; it may go on after the return. Seconds of the call.
+
+        On return all ranks' copies of the state before are whole.
+        """
         began = perf_counter()
         self.wait()
+        if self._meet is not None:
+            self._meet()
         taken = picture(parts, self._rank)
         if any(part.local.is_cuda for part in taken.tensors.values()):
             staged = self._staging.copy({name: part.local.detach() for name, part in taken.tensors.items()})
@@ -54,12 +74,20 @@ class MemoryCopies:
                 staged.wait()
                 tensors = {n: part._replace(local=staged.tensors[n]) for n, part in taken.tensors.items()}
                 self._exchange(self._written(step, taken._replace(tensors=tensors)))
+                self._took_s = perf_counter() - began
 
             self._under_way = self._thread.submit(finish)
         else:
             slot = self._written(step, taken)
+
+            def send() -> None:
+                self._exchange(slot)
+                self._took_s = perf_counter() - began
+
             if self._buddy is not None or self._senders:
-                self._under_way = self._thread.submit(self._exchange, slot)
+                self._under_way = self._thread.submit(send)
+        if step_s is None or self._took_s is None or self._took_s > _BESIDE * step_s:
+            self.wait()
         return perf_counter() - began
 
     def wait(self) -> None:

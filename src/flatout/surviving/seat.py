@@ -20,7 +20,7 @@ class Mark(NamedTuple):
     num_steps: int = 0
     """Optimizer steps, and other signs of life, so far."""
     reached: int = -1
-    """The newest step that was given to `keep`."""
+    """The newest step that was given to `keep`; where it is kept in memory, the one before is safe by then."""
     resumed: int = -1
     """The step that it went on from; -1 while it has not asked."""
     first_s: float = 0.0

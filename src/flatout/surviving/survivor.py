@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -89,7 +90,11 @@ class Survivor:
             pairs = buddies(nodes, is_within=buddy == "ranks")
         has_any = any(pair is not None for pair in pairs)
         group = dist.new_group(backend="gloo", timeout=timeout) if has_any else None
-        return MemoryCopies(self._seat, rank=self._rank, num_ranks=self._num_ranks, group=group, buddies=pairs)
+        go_on_beside = has_any or torch.cuda.is_available()
+        meet = partial(dist.barrier, group=self._group) if self._is_many and go_on_beside else None
+        return MemoryCopies(
+            self._seat, rank=self._rank, num_ranks=self._num_ranks, group=group, buddies=pairs, meet=meet
+        )
 
     def __enter__(self) -> Survivor:
         return self
@@ -123,10 +128,14 @@ class Survivor:
             )
         began = perf_counter()
         step_s = began - self._last_s if self._last_s is not None else None
-        if self._seat is not None:
+        is_due = self._memory is not None and self._every.is_due(step)
+        if self._seat is not None and not is_due:
             self._seat.reach(step)
-        if self._memory is not None and self._every.is_due(step):
-            self._settled(self._every, self._memory.write(step, parts), step_s)
+        if self._memory is not None and is_due:
+            stall_s = self._memory.write(step, parts, step_s)
+            if self._seat is not None:  # the state before is safe on all ranks
+                self._seat.reach(step)
+            self._settled(self._every, stall_s, step_s)
             self._num_kept += 1
             if self._num_kept == _SURE and self._seat is not None:
                 forget_others(self._seat, self._num_ranks)
