@@ -198,6 +198,8 @@ class Software(Record, frozen=True, kw_only=True):
     Tensor ranks divide a layer by what its code says, or by tensors that know how they are divided (`divided_by`). A layer's
     sharded weights lie in one 'buffer', or each 'weight' is handled by itself. `recompute_operators` is what computing a region
     again takes of the host besides its operators, and `end_operators` what embedding, head and loss take in each direction.
+    Dropout (`has_dropout`) keeps masks; a gate that is no one kernel (`fuses_gate`) keeps what its function gives; a loss has
+    `loss_bytes` for each logit at once, besides the logit.
     """
 
     dtype: str = "bfloat16"
@@ -216,6 +218,9 @@ class Software(Record, frozen=True, kw_only=True):
     context_pieces: Literal["contiguous", "balanced"] = "contiguous"
     divided_by: Literal["code", "tensors"] = "code"
     shards_by: Literal["buffer", "weight"] = "buffer"
+    has_dropout: bool = True
+    fuses_gate: bool = True
+    loss_bytes: int = 8
 
 
 class Constants(Record, frozen=True, kw_only=True):

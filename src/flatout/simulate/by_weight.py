@@ -33,24 +33,45 @@ def peak_of(
     unit: tuple[Part, ...],
     ends: tuple[Part, ...],
     activations: float,
+    again: float,
     logits: float,
+    are_all_in_flight: bool,
 ) -> Peak:
-    """Of a stage with all its weights `own`, of which one layer has `unit` and embedding and head `ends`."""
+    """Of a stage with all its weights `own`, of which one layer has `unit` and embedding and head `ends`.
+
+    `again` are the activations of a layer that is recomputed. `are_all_in_flight`: all micro-batches go forward before one goes
+    backward, so that there are no gradients yet when activations take most.
+    """
     half, full = number_bytes(software), software.gradient_bytes
-    share = sharded(own, layout) if layout.shard else held(own)
-    share_of_unit = sharded(unit, layout) if layout.shard else held(unit)
-    is_staged = layout.pipeline > 1
+
+    def share(parts: tuple[Part, ...]) -> float:
+        return sharded(parts, layout) if layout.shard else held(parts)
+
+    is_staged, num = layout.pipeline > 1, layout.num_micro_batches
     is_gathered_again = layout.shard == 3 and not is_staged
-    has_many = layout.num_micro_batches > 1
-    is_whole = (layout.shard < 2 or is_staged) and (has_many or is_staged)
-    gradients = held(own) * full if is_whole else share * full if has_many else 0.0
-    weights = (2 * held(unit) + held(ends)) * half if is_gathered_again else held(own) * half
-    reducing = held(unit) * (half + full)
-    if not is_staged:  # the shards' gradients besides, and those of the next block that are being made
-        reducing += share_of_unit * full + held(unit) * half
-    state = share * software.state_bytes
-    beginning = weights + gradients + activations + max(logits, reducing) + held(ends) * half
-    end = share * full + held(ends) * (2 * half + full)
-    if end > beginning:
-        return Peak(held(ends) * half, share * full, state, 0.0, 0.0, held(ends) * (half + full))
-    return Peak(weights, gradients, state, activations, logits, max(0.0, reducing - logits) + held(ends) * half)
+    is_whole = layout.shard < 2 or is_staged
+    gradients = held(own) * full if is_whole else share(own) * full
+    weights = held(ends) * half if is_gathered_again else held(own) * half
+    gathering = (
+        2 * held(unit) * half if is_gathered_again else 0.0
+    )  # the block that computes and the next; none at the loss
+    # a block's gradients; as they are reduced, too, with the shards' and the next block's
+    reducing = held(unit) * (2 * half + full) + share(unit) * full
+    making = gathering + (held(unit) * half if is_whole and num > 1 else reducing)
+    state = share(own) * software.state_bytes
+    peaks = []
+    if num == 1 or are_all_in_flight:
+        peaks.append(
+            Peak(weights, 0.0, state, activations, logits, max(0.0, again + making - logits) + held(ends) * half)
+        )
+    if num > 1:
+        held_now = activations * (num - 1) / num if are_all_in_flight else activations
+        rest = max(0.0, again + making - logits) + held(ends) * half
+        peaks.append(Peak(weights, gradients, state, held_now, logits, rest))
+    else:
+        done = share(own) - share(ends)
+        peaks.append(Peak(held(ends) * half, done * full, state, 0.0, 0.0, held(ends) * (half + full)))
+        at_first_block = held(ends) * half + again + reducing
+        gathered = held(ends) * half + held(unit) * half
+        peaks.append(Peak(gathered, (done - share(unit)) * full, state, 0.0, 0.0, at_first_block))
+    return max(peaks, key=sum)

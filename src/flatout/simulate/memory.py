@@ -25,6 +25,8 @@ _LIBRARIES: Final = int(1.5 * 2**30)
 """The driver's context, kernels, cuBLAS's and NCCL's buffers: 1 to 1.5 GiB on a data-centre GPU."""
 _FRAGMENTS: Final = 0.06
 """Of activations and logits, which come and go in all sizes, what an allocator cannot use (measured: 2 to 6 %)."""
+_UNCOUNTED: Final = 0.03
+"""Of all tensors, norms and small ones that come and go (measured on two H200s: 90 layouts at most so much above their count)."""
 _FULLEST: Final = Constants().routing_imbalance
 
 
@@ -48,7 +50,9 @@ def memory_of(model: ModelShape, layout: Layout, software: Software) -> tuple[St
             layout,
             software,
             _Stage(sum(layers[c] for c in chunks), 0 in chunks, last in chunks),
-            activations=flight * of_layer + again,
+            activations=flight * of_layer,
+            again=again,
+            are_all_in_flight=flight >= layout.num_micro_batches * sum(layers[c] for c in chunks),
         )
         for chunks, flight in zip(stages, flights, strict=True)
     )
@@ -113,7 +117,14 @@ class _Stage(NamedTuple):
 
 
 def _of_stage(
-    model: ModelShape, layout: Layout, software: Software, stage: _Stage, *, activations: float
+    model: ModelShape,
+    layout: Layout,
+    software: Software,
+    stage: _Stage,
+    *,
+    activations: float,
+    again: float,
+    are_all_in_flight: bool,
 ) -> StageMemory:
     dense, experts = layer_parameters(model)
     of_embedding = num_parameters(model)[1]
@@ -122,18 +133,28 @@ def _of_stage(
     unit = parts_of(dense, experts, layout)
     ends = held(parts_of(of_embedding if embeddings else 0, 0, layout))
     logits = _logits(model, layout, software) if stage.is_last else 0.0
-    passing = activations + logits
+    passing = activations + again + logits
     if software.shards_by == "weight" and layout.offload == "none":
         ends_parts = parts_of(of_embedding * embeddings, 0, layout)
-        peak = peak_of(layout, software, own=parts, unit=unit, ends=ends_parts, activations=activations, logits=logits)
+        peak = peak_of(
+            layout,
+            software,
+            own=parts,
+            unit=unit,
+            ends=ends_parts,
+            activations=activations,
+            again=again,
+            logits=logits,
+            are_all_in_flight=are_all_in_flight,
+        )
         return StageMemory(
             weight_bytes=int(peak.weights),
             gradient_bytes=int(peak.gradients),
             state_bytes=int(peak.state),
             activation_bytes=int(peak.activations),
             logits_bytes=int(peak.logits),
-            buffer_bytes=int(peak.buffers),
-            slack_bytes=_LIBRARIES + int(_FRAGMENTS * passing),
+            buffer_bytes=int(peak.buffers + _received(model, layout, software, stage)),
+            slack_bytes=_LIBRARIES + int(_FRAGMENTS * passing + _UNCOUNTED * sum(peak)),
             feedback_bytes=int(_feedback(layout, parts)),
             host_bytes=0,
         )
@@ -156,13 +177,20 @@ def _of_stage(
         weight_bytes=int(weights),
         gradient_bytes=int(gradients),
         state_bytes=int(state),
-        activation_bytes=int(activations),
+        activation_bytes=int(activations + again),
         logits_bytes=int(logits),
         buffer_bytes=int(buffers),
         slack_bytes=_LIBRARIES + int(_FRAGMENTS * passing),
         feedback_bytes=int(_feedback(layout, parts)),
         host_bytes=int(host),
     )
+
+
+def _received(model: ModelShape, layout: Layout, software: Software, stage: _Stage) -> float:
+    """torch's stages have a tensor for what each micro-batch brings from the stage before, and from the one behind."""
+    tokens = layout.micro_batch * model.seq // layout.context // (layout.tensor if layout.is_sequence_parallel else 1)
+    neighbours = 2 * layout.parts_per_stage - stage.is_first - stage.is_last
+    return neighbours * layout.num_micro_batches * tokens * model.hidden * number_bytes(software)
 
 
 def _kept(layout: Layout, software: Software, parts: tuple[Part, ...]) -> tuple[float, float, float]:
@@ -202,11 +230,15 @@ def _all_of_layer(model: ModelShape, layout: Layout, software: Software, *, scor
     keys = model.key_heads * model.head_width
     between = ranks if layout.is_sequence_parallel else 1
     # inputs of the two norms, of the first products, two masks of dropout
-    around = tokens * hidden * (4 * width + 2) / between
+    around = tokens * hidden * (4 * width + 2 * software.has_dropout) / between
+    if software.divided_by == "tensors" and ranks > 1:
+        # inputs of the first products are kept as they were gathered, and attention's result is laid out anew
+        around += tokens * hidden * width * (2 * (1 - 1 / between) + 1 / ranks)
     # keys and values that were gathered are kept whole
     of_keys = layout.micro_batch * model.seq if software.context_exchange == "gathered" else tokens
     attention = (tokens * 2 * hidden + of_keys * 2 * keys) * width / ranks
-    feed = tokens * model.inner * (3 if model.is_gated else 2) * width * model.experts_per_token / ranks
+    of_gate = (3 if software.fuses_gate else 4) if model.is_gated else 2
+    feed = tokens * model.inner * of_gate * width * model.experts_per_token / ranks
     if layout.expert > 1:  # of the fullest rank, and its tokens as they came
         feed = _FULLEST * (feed + tokens * hidden * width * model.experts_per_token / between)
     if not scores or software.attention == "fused":
@@ -224,6 +256,9 @@ def _again(model: ModelShape, layout: Layout, software: Software) -> float:
 
 
 def _logits(model: ModelShape, layout: Layout, software: Software) -> float:
-    """As they are made, in float32 for the loss, and their gradient."""
+    """As they are made, and in float32 for the loss and its gradient."""
     columns = -(-model.vocab // layout.tensor)
-    return layout.micro_batch * model.seq // layout.context * columns * (number_bytes(software) + 4 + 4)
+    of_loss = software.loss_bytes
+    if layout.tensor > 1 and software.divided_by == "tensors":
+        of_loss += 4  # DTensor's loss over divided classes has one more
+    return layout.micro_batch * model.seq // layout.context * columns * (number_bytes(software) + of_loss)

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flatout import UsageError, masks
 from flatout.kernels.attention.blocks import BlockLists, block_lists
-from flatout.kernels.attention.flex_lists import are_contiguous, bits_mod, block_mask
+from flatout.kernels.attention.flex_lists import bits_mod, block_mask
 from flatout.kernels.attention.mask import Mask
 
 
@@ -83,19 +83,22 @@ def test_both_sides_of_the_block_mask_agree_and_are_no_wider_than_needed(case: t
     assert made.seq_lengths == (queries, keys)
 
 
-@given(cases())
-@settings(max_examples=40)
-def test_lists_are_contiguous_where_blocks_of_a_kind_lie_side_by_side(case: tuple[Mask, int, int, int]) -> None:
-    mask, queries, keys, block = case
-    lists = block_lists(mask, queries, keys, block=block)
-    lines = [line for sets in of_lists(lists) for way in (sets, sets.mT) for line in way.flatten(0, 2)]
-    places = [line.nonzero().flatten().tolist() for line in lines]
-    assert are_contiguous(lists) == all(found == list(range(found[0], found[-1] + 1)) for found in places if found)
+@pytest.mark.parametrize("block", [1, 2, 16, 128])
+@pytest.mark.parametrize("mask", [masks.causal(), masks.everything()], ids=str)
+def test_blocks_that_are_said_to_be_contiguous_are_at_all_whole_lengths(mask: Mask, block: int) -> None:
+    assert mask.has_contiguous_blocks
+    for queries, keys in ((1, 1), (3, 5), (5, 3), (4, 4), (8, 1)):
+        lists = block_lists(mask, queries * block, keys * block, block=block)
+        for sets in of_lists(lists):
+            for line in (*sets[0, 0], *sets[0, 0].T):
+                places = line.nonzero().flatten().tolist()
+                assert places == list(range(places[0], places[-1] + 1)) if places else True
 
 
-def test_lists_of_a_causal_mask_are_contiguous_and_of_sinks_are_not() -> None:
-    assert are_contiguous(block_lists(masks.causal(), 1024, 1024))
-    assert not are_contiguous(block_lists(masks.window(200) | masks.sinks(4), 2048, 2048))
+def test_blocks_of_other_masks_are_not_said_to_be_contiguous() -> None:
+    offsets = torch.tensor([0, 100, 300])
+    for mask in (masks.window(200), masks.causal() & masks.documents(offsets), masks.causal() | masks.sinks(4)):
+        assert not mask.has_contiguous_blocks
 
 
 @given(cases())

@@ -21,7 +21,7 @@ _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None, scale: float) -> Tensor:
     key = ("flex", q.size(2), k.size(2), q.device)
-    block_mask, is_contiguous = mask.keep(key, lambda: _prepared(mask, q, k))
+    block_mask = mask.keep(key, lambda: _prepared(mask, q, k))
     flex.mark_lengths(q, k, v, block_mask)
     is_whole = q.size(2) % _LARGEST_TILE == 0 and k.size(2) % _LARGEST_TILE == 0
     kind = (
@@ -31,15 +31,12 @@ def _run(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None, sc
         mask.heads > 1,
         score.signature if score else None,
         is_whole,
-        is_contiguous,
     )
     # where lengths are no constants of what is compiled, torch guards every load: a causal softcap of 16 k tokens took 14.8 ms
     # forward and backward, and without 12.6; without looking up the next block's place either, 11.4 (H200)
-    options = {
-        **_options(q, score),
-        "BLOCKS_ARE_CONTIGUOUS": is_contiguous,
-        **({"IS_DIVISIBLE": True} if is_whole else {}),
-    }
+    options = _options(q, score)
+    if is_whole:
+        options |= {"IS_DIVISIBLE": True, "BLOCKS_ARE_CONTIGUOUS": mask.has_contiguous_blocks}
     return flex.attend(q, k, v, kind=kind, block_mask=block_mask, score=score, scale=scale, options=options)
 
 
@@ -56,11 +53,10 @@ def _options(q: Tensor, score: Score | None) -> dict[str, Any]:
     return {}
 
 
-def _prepared(mask: Mask, q: Tensor, k: Tensor) -> tuple[Any, bool]:
-    """The lists for FlexAttention, and whether they are contiguous."""
+def _prepared(mask: Mask, q: Tensor, k: Tensor) -> Any:
     lists = block_lists(mask, q.size(2), k.size(2))
     mod = mask.to(q.device).mod() if mask.is_formula else flex_lists.bits_mod(mask, lists, q.device)
-    return flex_lists.block_mask(lists, mod, q.device), flex_lists.are_contiguous(lists)
+    return flex_lists.block_mask(lists, mod, q.device)
 
 
 def _refusal(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None, scale: float) -> str | None:

@@ -33,19 +33,6 @@ def sides(lists: BlockLists) -> tuple[Side, Side, Side, Side]:
     return by_row + _pair(by_col, row[order], lists.is_full[order], turned)
 
 
-def are_contiguous(lists: BlockLists) -> bool:
-    """Whether the full blocks of each row lie side by side, and the partial ones, and both in each column: a kernel then needs no
-    lists to go from one block to the next."""
-    group, row = lists.row // lists.num_rows, lists.row % lists.num_rows
-    by_col, order = (group * lists.num_cols + lists.col).sort(stable=True)
-    ways = ((lists.row, lists.col, lists.is_full), (by_col, row[order], lists.is_full[order]))
-    return all(
-        bool(((line[kind].diff() != 0) | (place[kind].diff() == 1)).all())
-        for line, place, is_full in ways
-        for kind in (is_full, ~is_full)
-    )
-
-
 def _pair(row: Tensor, col: Tensor, is_full: Tensor, shape: tuple[int, int, int]) -> tuple[Side, Side]:
     """Partial and full blocks of each row: (N,) rows, numbered through samples and heads and sorted, and (N,) columns.
 

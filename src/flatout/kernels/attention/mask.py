@@ -70,6 +70,12 @@ class Mask(ABC):
     is_formula: bool = True
     """Whether `mod` is arithmetic and indexing, which a kernel can do for each pair; else it is given the mask as bits."""
 
+    @property
+    def has_contiguous_blocks(self) -> bool:
+        """Whether full blocks lie side by side in each row and column of blocks, and so do partial ones, at all lengths that are
+        multiples of the block: a block that is cut off counts as partial."""
+        return False
+
     @abstractmethod
     def mod(self) -> MaskMod:
         """The mask as a function; its tensors are in the function's closure."""

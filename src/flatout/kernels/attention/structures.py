@@ -15,6 +15,10 @@ from flatout.kernels.attention.sets import KeySets, everything, merged, one_inte
 class Everything(Mask):
     """Every key."""
 
+    @property
+    def has_contiguous_blocks(self) -> bool:
+        return True
+
     def mod(self) -> MaskMod:
         return lambda b, h, q, kv: (q >= 0) & (kv >= 0)
 
@@ -63,6 +67,10 @@ class Window(Mask):
 
     def to(self, device: torch.device) -> Mask:
         return Window(*(s.to(device) if isinstance(s, Tensor) else s for s in (self.left, self.right)))
+
+    @property
+    def has_contiguous_blocks(self) -> bool:
+        return self.is_causal
 
     @property
     def is_causal(self) -> bool:
