@@ -5,6 +5,10 @@
 First a minute of calibration on a few layers (what `flatout calibrate` does), on which constants are fitted; then the layouts.
 Judged are how much slower than the best measured one the planner's first choice is, the error of predicted seconds, and the
 error of predicted peaks, with "fits" that were false. `--small` runs it on CPUs with a tiny model: the figures then mean nothing.
+
+    python bench/layouts_device.py OUT --judge
+
+judges the steps in a file again, with the formulas as they are now, without GPUs.
 """
 
 from __future__ import annotations
@@ -82,6 +86,21 @@ def judged(steps: list[MeasuredStep], calibrated: Calibrated) -> dict[str, objec
     }
 
 
+def judged_again(path: Path) -> None:
+    """The file's measured steps by the present formulas; writes what they say into it."""
+    result = msgspec.json.decode(path.read_bytes())
+    cluster = cluster_of(f"{result['ranks']}x{result.get('device_id', 'h200')}")
+    steps = msgspec.convert(result["calibration"], list[MeasuredStep])
+    calibrated = Calibrated([Run(s.model, s.layout, s.seconds) for s in steps if s.seconds], cluster, SOFTWARE)
+    result["constants"] = msgspec.to_builtins(calibrated.constants)
+    for name in MODELS:
+        if name in result:
+            found = judged(msgspec.convert(result[name]["steps"], list[MeasuredStep]), calibrated)
+            result[name] |= found
+            print(name, {k: v for k, v in found.items() if k != "chosen"})
+    write_file(path, msgspec.json.format(msgspec.json.encode(result)))
+
+
 def main() -> None:
     """Measure, judge, write as it goes."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -90,7 +109,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--calibration", type=float, default=60.0)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for the first model; a third for the other")
+    parser.add_argument("--judge", action="store_true", help="what is in the file, once more")
     given = parser.parse_args()
+    if given.judge:
+        judged_again(given.out)
+        return
     kind = "cpu" if given.small else "cuda"
     with World(kind) as world:
         room = torch.cuda.get_device_properties(world.device).total_memory if kind == "cuda" else None
@@ -99,6 +122,7 @@ def main() -> None:
         ranks, began = world.num_ranks, time.perf_counter()
         result: dict[str, object] = {
             "device": torch.cuda.get_device_name() if kind == "cuda" else "cpu",
+            "device_id": given.device_id,
             "ranks": ranks,
             "torch": str(torch.__version__),
         }

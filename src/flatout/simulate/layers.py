@@ -24,6 +24,7 @@ from flatout.simulate.sizes import (
     layer_parameters,
     matrices,
     num_parameters,
+    num_weights,
     number_bytes,
     parts_of,
     sharded,
@@ -148,7 +149,9 @@ def layer(model: ModelShape, layout: Layout, cluster: Cluster, software: Softwar
     num_collectives = 2 * (ranks > 1) + (layout.context > 1) + 2 * (layout.expert > 1) + (layout.shard == 3)
     started_s += num_collectives * constants.collective_s if num_collectives else 0.0
     # weights that are gathered, and gradients that are reduced, each by itself
-    one_by_one_s = products.num * operator_s if software.shards_by == "weight" and is_sent_by_layer(layout) else 0.0
+    one_by_one_s = (
+        num_weights(model) * operator_s if software.shards_by == "weight" and is_sent_by_layer(layout) else 0.0
+    )
     gathering_s = one_by_one_s if layout.shard == 3 else 0.0
     forward = Pass(
         products.forward_s + of_attention + reading_s,

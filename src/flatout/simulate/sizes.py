@@ -45,6 +45,16 @@ def matrices(model: ModelShape, ranks: int) -> tuple[tuple[tuple[int, int], ...]
     return attention, (up, (model.hidden, model.inner // ranks), *((up,) if model.is_gated else ()))
 
 
+def num_weights(model: ModelShape) -> int:
+    """Tensors of one layer, where each product has its own: those of q, k and v are apart, and there are two norms.
+
+    >>> num_weights(ModelShape(hidden=8, layers=1, heads=1, vocab=9, seq=1))
+    8
+    """
+    attention, feed = matrices(model, 1)
+    return len(attention) + 2 + len(feed) + 2
+
+
 def factor_parameters(model: ModelShape, ranks: int, *, rank: int) -> tuple[int, int]:
     """As `layer_parameters`, of factors (m, rank) and (rank, n) of each matrix, as it lies on one of `ranks`, times these."""
     attention, feed = (rank * ranks * sum(n + k for n, k in part) for part in matrices(model, ranks))

@@ -13,7 +13,7 @@ from flatout.errors import PlanError
 from flatout.records.scale import SPLIT, Cluster, Constants, Layout, ModelShape, ScheduleKind, Software, StepTime
 from flatout.simulate.layers import NOTHING, Pass, works
 from flatout.simulate.sizes import number_bytes
-from flatout.simulate.update import update_time
+from flatout.simulate.update import started_once_s, update_time
 
 _BUBBLES: Final[Mapping[ScheduleKind, float]] = {"zero-bubble": 1 / 3, "zbv": 0.1, "dualpipev": 0.25}
 """Of 1F1B's bubble, where F, I and W take equally long: what is left of it (Qi et al., 2023, table 1; DeepSeek-V3, 2024, table 2,
@@ -60,10 +60,15 @@ def step_time(
     bubble_s = max(0.0, pipeline_s - micro * _taken_s(busiest))
     update = update_time(model, layout, cluster, software, constants, hidden_s=hidden_s, span_s=pipeline_s)
     straggler_s = constants.straggler_share * expected_largest(layout.num_devices) * (compute_s + bubble_s)
+    host_s = micro * sum(p.own_s - (p.device_s + p.tensor_s + p.context_s + p.expert_s) for p in busiest)
+    if host_s > 0:  # a host that is waited for is behind with this, too
+        once_s = started_once_s(model, layout, software, constants)
+        host_s += once_s
+        pipeline_s += once_s
     return StepTime(
         total_s=pipeline_s + update.data_s + update.optimizer_s + update.offload_s + constants.step_s + straggler_s,
         compute_s=compute_s,
-        host_s=micro * sum(p.own_s - (p.device_s + p.tensor_s + p.context_s + p.expert_s) for p in busiest),
+        host_s=host_s,
         tensor_s=micro * sum(p.tensor_s for p in busiest),
         bubble_s=bubble_s,
         data_s=update.data_s + micro * sum(p.sending_s for p in busiest),

@@ -16,6 +16,7 @@ from flatout.simulate.sizes import (
     held,
     layer_parameters,
     num_parameters,
+    num_weights,
     number_bytes,
     parts_of,
     sharded,
@@ -76,6 +77,15 @@ def update_time(
         copy_s = copies_of(layout, cluster, constants)(updated * software.state_bytes)
         offload_s = copy_s + max(0.0, copy_s - span_s)
     return Update(exposed_s, optimizer_s, offload_s)
+
+
+def started_once_s(model: ModelShape, layout: Layout, software: Software, constants: Constants) -> float:
+    """Of the host, for a stage's weights that are gathered and gradients that are reduced once a step, each by itself."""
+    if software.shards_by != "weight" or is_sent_by_layer(layout):
+        return 0.0
+    has_divided = layout.tensor > 1 and software.divided_by == "tensors"
+    each_s = constants.divided_operator_s if has_divided else constants.operator_s
+    return 2 * most_layers(model, layout) * num_weights(model) * each_s
 
 
 def most_layers(model: ModelShape, layout: Layout) -> int:

@@ -1,0 +1,35 @@
+"""A model that is laid out goes when nobody holds it any more."""
+
+from __future__ import annotations
+
+import pytest
+from tests.parallel.forked import lines_of
+
+FREED = """
+    import gc, weakref
+    import flatout
+    from flatout.parallel.sized import Sized, loss_of
+    from flatout.records.scale import ModelShape
+
+    SHAPE = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, vocab=64, seq=16, is_gated=True)
+
+    def freed():
+        with flatout.World("cpu") as world:
+            for recompute in ("none", "full", "selective"):
+                layout = flatout.Layout(tensor=2, is_sequence_parallel=True, recompute=recompute)
+                ids, positions = torch.zeros(1, 16, dtype=torch.int64), torch.arange(16)[None]
+                laid = flatout.lay_out(Sized(SHAPE), layout, world, example=(ids, positions), mixed=torch.bfloat16)
+                laid.step(ids, positions, target=ids, loss=loss_of)
+                seen = [weakref.ref(p) for p in laid.parameters()]
+                del laid
+                gc.collect()
+                assert not any(one() is not None for one in seen), recompute
+        told("gone")
+
+    as_ranks(2, freed)
+"""
+
+
+@pytest.mark.multi
+def test_a_model_whose_layers_share_an_input_is_freed() -> None:
+    assert lines_of(FREED) == ["gone"] * 2
