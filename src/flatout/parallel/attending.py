@@ -1,4 +1,6 @@
-"""Attention of a divided model: each rank its own heads, and all tokens of the others where a sample is divided by tokens."""
+"""Attention of a divided model: each rank its own heads, and all tokens of the others where a sample is divided by tokens. And
+layers that are whole on each rank, on tokens that are divided.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Attending(TorchFunctionMode):
     `is_causal` means the order of the whole sample. Causal, the last rank of c does (2c - 1) / c times the mean work.
 
     With `recompute` attention is computed again in the backward, from q, k and v (Korthikanti et al., 2022: it is the
-    cheapest to compute again for what it holds). `num_calls` counts. Where nothing of this is asked for, `on` does nothing.
+    cheapest to compute again for what it holds). `num_calls` counts. Where nothing of this is asked for, `on` does nothing. A
+    linear layer without a role takes its rank's tokens.
 
     Raises UsageError for a mask or dropout with a context group.
     """
