@@ -52,9 +52,8 @@ def peak_of(
     is_whole = layout.shard < 2 or is_staged
     gradients = held(own) * full if is_whole else share(own) * full
     weights = held(ends) * half if is_gathered_again else held(own) * half
-    gathering = (
-        2 * held(unit) * half if is_gathered_again else 0.0
-    )  # the block that computes and the next; none at the loss
+    # of the block that computes and of the next; none at the loss
+    gathering = 2 * held(unit) * half if is_gathered_again else 0.0
     # a block's gradients; as they are reduced, too, with the shards' and the next block's
     reducing = held(unit) * (2 * half + full) + share(unit) * full
     making = gathering + (held(unit) * half if is_whole and num > 1 else reducing)

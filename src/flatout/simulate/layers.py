@@ -123,14 +123,19 @@ def rates_of(device: str, dtype: str, constants: Constants) -> Rates:
     )
 
 
+def started_s_of(layout: Layout, software: Software, constants: Constants) -> float:
+    """Seconds of the host to start an operator on what tensor ranks may have divided."""
+    has_divided = layout.tensor > 1 and software.divided_by == "tensors"
+    return constants.divided_operator_s if has_divided else constants.operator_s
+
+
 # -- work -----------------------------------------------------------------------------------------------------------------
 
 
 def layer(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> Work:
     """One layer on one micro-batch; what is computed again is in the backward, and in its inputs' part."""
     rates = rates_of(cluster.device, software.dtype, constants)
-    has_divided = layout.tensor > 1 and software.divided_by == "tensors"
-    operator_s = constants.divided_operator_s if has_divided else constants.operator_s
+    operator_s = started_s_of(layout, software, constants)
     half = rates if software.dtype != "float8" else rates_of(cluster.device, "bfloat16", constants)
     ranks, samples, width = layout.tensor, layout.micro_batch, number_bytes(software)
     tokens, hidden = samples * model.seq // layout.context, model.hidden
@@ -307,8 +312,7 @@ def head(model: ModelShape, layout: Layout, cluster: Cluster, software: Software
     reading_s = tokens * columns * (size + 8) / rates.bytes_per_s  # as they are, and in float32 for the loss
     weights_s = product_s(rates, columns, model.hidden, tokens, itemsize=size)
     inputs_s = product_s(rates, tokens, model.hidden, columns, itemsize=size)
-    has_divided = ranks > 1 and software.divided_by == "tensors"
-    started_s = software.end_operators * (constants.divided_operator_s if has_divided else constants.operator_s)
+    started_s = software.end_operators * started_s_of(layout, software, constants)
     forward = Pass(product_s(rates, tokens, columns, model.hidden, itemsize=size) + reading_s, 0.0, started_s)
     work = Work(
         forward,

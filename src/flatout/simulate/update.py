@@ -8,7 +8,7 @@ from flatout.cost.collectives import all_reduce_s
 from flatout.cost.products import Rates
 from flatout.cost.schedules import chunks_of_stages, layers_of_chunks
 from flatout.records.scale import FOLDED, Cluster, Constants, Layout, ModelShape, Software
-from flatout.simulate.layers import rates_of
+from flatout.simulate.layers import rates_of, started_s_of
 from flatout.simulate.links import copies_of, gathered_s, is_sent_by_layer, scattered_s
 from flatout.simulate.sizes import (
     Part,
@@ -83,9 +83,7 @@ def started_once_s(model: ModelShape, layout: Layout, software: Software, consta
     """Of the host, for a stage's weights that are gathered and gradients that are reduced once a step, each by itself."""
     if software.shards_by != "weight" or is_sent_by_layer(layout):
         return 0.0
-    has_divided = layout.tensor > 1 and software.divided_by == "tensors"
-    each_s = constants.divided_operator_s if has_divided else constants.operator_s
-    return 2 * most_layers(model, layout) * num_weights(model) * each_s
+    return 2 * most_layers(model, layout) * num_weights(model) * started_s_of(layout, software, constants)
 
 
 def most_layers(model: ModelShape, layout: Layout) -> int:
