@@ -1,6 +1,6 @@
 """The planner against measured steps of all feasible layouts of one model, and a sample of another's, on the GPUs at hand.
 
-    torchrun --standalone --nproc-per-node N bench/layouts_device.py OUT [--device-id h200] [--small]
+    torchrun --standalone --nproc-per-node N bench/layouts_device.py OUT [--device-id h200] [--all wide] [--small]
 
 First a minute of calibration on a few layers (what `flatout calibrate` does), on which constants are fitted; then the layouts.
 Judged are how much slower than the best measured one the planner's first choice is, the error of predicted seconds, and the
@@ -106,9 +106,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--device-id", default="h200")
+    parser.add_argument(
+        "--all", choices=tuple(MODELS), default="wide", help="the model of which all layouts are measured"
+    )
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--calibration", type=float, default=60.0)
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds for the first model; a third for the other")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for that model; a third for the other")
     parser.add_argument("--judge", action="store_true", help="what is in the file, once more")
     given = parser.parse_args()
     if given.judge:
@@ -136,11 +139,12 @@ def main() -> None:
         calibrated = Calibrated(runs, cluster_of(f"{ranks}x{given.device_id}"), SOFTWARE)
         result["constants"] = msgspec.to_builtins(calibrated.constants)
         result["calibration"] = msgspec.to_builtins(calibration)
-        for name, shape in models.items():
+        for name in sorted(models, key=lambda n: n != given.all):
+            shape = models[name]
             found = candidates(shape, ranks, given.device_id, room, batch=4 * ranks)
             random.Random(0).shuffle(found)  # the same on all ranks: what the limit cuts off is no kind of layout
-            chosen = found if name == "wide" else found[: max(8, len(found) // 4)]
-            limit_s = given.limit if name == "wide" else given.limit / 3
+            chosen = found if name == given.all else found[: max(8, len(found) // 4)]
+            limit_s = given.limit if name == given.all else given.limit / 3
             steps = []
             for step in measured_steps(shape, chosen, world, limit_s=limit_s, mixed=mixed):
                 steps.append(step)

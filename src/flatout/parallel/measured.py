@@ -19,9 +19,10 @@ from flatout.parallel.world import World
 from flatout.records.scale import Layout, MeasuredStep, ModelShape
 
 _WARM_UP: Final = 2
-_STEPS: Final = 5
-_ENOUGH_S: Final = 1.0
-"""Of measured steps, after which three are enough: long ones vary little."""
+_STEPS: Final = 15
+_FEWEST_STEPS: Final = 3
+_ENOUGH_S: Final = 1.5
+"""Of measured steps, after which the fewest are enough: what long ones wait for is rarely the host, which varies most."""
 
 
 def measured_steps(
@@ -34,9 +35,9 @@ def measured_steps(
 ) -> Iterator[MeasuredStep]:
     """Each layout in turn, until `limit_s` have passed: a model of these sizes, random tokens, AdamW; all ranks call it.
 
-    Seconds are the median of 5 steps (3 of long ones) after 2, of the slowest rank. Bytes are the allocator's peak of each rank
-    from the first step on, None on a CPU. A layout that cannot be run here is told with the reason and no seconds. All ranks go
-    through the same layouts, and agree on when time is over.
+    Seconds are the median of 15 steps (down to 3 of long ones) after 2, of the slowest rank. Bytes are the allocator's peak of
+    each rank from the first step on, None on a CPU. A layout that cannot be run here is told with the reason and no seconds. All
+    ranks go through the same layouts, and agree on when time is over.
     """
     began = monotonic()
     for layout in layouts:
@@ -112,7 +113,7 @@ def _median_s(step: Callable[[], None], world: World) -> float:
         seconds = _of_all(seconds, world)
         if number >= _WARM_UP or (number and seconds > _ENOUGH_S / 3):
             found.append(seconds)
-        if len(found) >= 3 and sum(found) > _ENOUGH_S:  # the same on all ranks
+        if len(found) >= _FEWEST_STEPS and sum(found) > _ENOUGH_S:  # the same on all ranks
             break
     return median(found)
 
