@@ -57,3 +57,7 @@ class NotFiniteError(FlatoutError):
     def __init__(self, message: str, *, step: int) -> None:
         super().__init__(message)
         self.step = step
+
+
+class NativeError(FlatoutError):
+    """A model cannot become native code: an operator, a shape or a state that is not supported, or no compiler."""

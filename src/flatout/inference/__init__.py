@@ -1,0 +1,1 @@
+"""Inference: small models as native code."""

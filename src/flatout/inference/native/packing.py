@@ -1,0 +1,89 @@
+"""The block of weights: every constant that the code reads, where it lies, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from flatout.inference.native.values import LANES, Buffer, View, contiguous_strides
+
+Constants: TypeAlias = Mapping[Node, Tensor]
+Maker: TypeAlias = Callable[[Constants], Tensor]
+_DTYPES = {torch.float32: "float32", torch.int64: "int64", torch.int32: "int32", torch.bool: "bool", torch.int8: "int8",
+           torch.uint8: "uint8"}  # fmt: skip
+_ALIGNMENT = 64
+
+
+class Piece(NamedTuple):
+    """One tensor of the block, made of the graph's constants."""
+
+    buffer: Buffer
+    make: Maker
+
+
+class Block:
+    """Grows while a program is lowered. The same pieces of other constants give the block of other weights."""
+
+    def __init__(self, constants: Constants) -> None:
+        self.pieces: list[Piece] = []
+        self.size = 0
+        self._constants = constants
+        self._kept: dict[str, Buffer] = {}
+
+    def add(self, key: str, make: Maker) -> Buffer:
+        """A piece, once for each key."""
+        if key in self._kept:
+            return self._kept[key]
+        made = make(self._constants)
+        buffer = Buffer(f"w{len(self.pieces)}", "weight", _DTYPES[made.dtype], made.numel(), self.size)
+        self.size += -(-made.numel() * made.element_size() // _ALIGNMENT) * _ALIGNMENT
+        self.pieces.append(Piece(buffer, make))
+        self._kept[key] = buffer
+        return buffer
+
+    def view(self, source: Node) -> View:
+        """A constant as it is, without what it repeats."""
+        tensor = self._constants[source]
+        small = tuple(slice(0, 1) if not stride and size > 1 else slice(None) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))  # fmt: skip
+        compact = tuple(tensor[small].shape)
+        buffer = self.add(f"{source.name} as it is", lambda constants: constants[source][small].contiguous())
+        strides = contiguous_strides(compact)
+        by = tuple(0 if n != c else stride for n, c, stride in zip(tensor.shape, compact, strides, strict=True))
+        return View(buffer, 0, tuple(tensor.shape), by)
+
+    def packed(self, constants: Constants) -> bytes:
+        """The block with these constants."""
+        block = bytearray(self.size)
+        for buffer, make in self.pieces:
+            data = make(constants).contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            block[buffer.offset : buffer.offset + len(data)] = data
+        return bytes(block)
+
+
+def by_columns(weight: Tensor) -> Tensor:
+    """(k, n) in blocks of 16 columns, one row of a block after the other; zeros fill the last."""
+    k, n = weight.shape
+    blocks = -(-n // LANES)
+    padded = torch.zeros(k, blocks * LANES, dtype=weight.dtype)
+    padded[:, :n] = weight
+    return padded.view(k, blocks, LANES).permute(1, 0, 2).contiguous()
+
+
+def by_rows(weight: Tensor) -> Tensor:
+    """(k, n) as n rows of k numbers, each padded to a multiple of 16 by zeros."""
+    k, n = weight.shape
+    padded = torch.zeros(n, -(-k // LANES) * LANES, dtype=weight.dtype)
+    padded[:, :k] = weight.T
+    return padded
+
+
+def padded_bias(bias: Tensor) -> Tensor:
+    """(n,) with zeros up to a multiple of 16."""
+    n = bias.numel()
+    padded = torch.zeros(-(-n // LANES) * LANES, dtype=bias.dtype)
+    padded[:n] = bias.flatten()
+    return padded
