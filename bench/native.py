@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from native_models import MODELS, Array, Case
-from native_peers import PEERS, Event, NotThere, Peer, built, compile_shared, compiler, output_shape, quietly
+from native_peers import PEERS, Event, NotThere, Peer, built, compile_shared, compiler, of_engine, output_shape, quietly
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.errors import FlatoutError
@@ -55,7 +55,9 @@ from flatout.measure.stats import Estimate, median_estimate, quantile, ratio_est
 from flatout.measure.timer import HostClock
 
 Record = dict[str, Any]
-WRONG = 1e-4  # over the output's scale: float32 is below 1e-6 on these models, a state read in the wrong order above 1e-2
+WRONG = (
+    1e-4  # over the output's scale: float32 is below 1e-6 on these models, a state read in the wrong order above 1e-2
+)
 PARTS = "models", "million", "int8"
 
 
@@ -156,6 +158,8 @@ class Bench:
             for peer in right:
                 if peer.name in ("flatout", "ort"):
                     found[peer.name]["event"] = latencies(peer.step, self.amount.latencies)
+                if peer.engine is not None:
+                    found[peer.name]["event_in_c"] = self.machine.latencies(peer.engine, case, self.amount.latencies)
             floor = self.floor(case)
         return {"about": case.about, **floor, "peers": found, "seconds": round(perf_counter() - began, 1)}
 
@@ -278,7 +282,7 @@ def latencies(step: Callable[[], object], num: int) -> Record:
 
 def percentiles(taken_ns: Any) -> Record:
     p50, p99, p999 = np.quantile(np.asarray(taken_ns), [0.5, 0.99, 0.999]) * 1e-9
-    return {"p50_s": p50, "p99_s": p99, "p999_s": p999, "most_s": max(taken_ns) * 1e-9, "events": len(taken_ns)}
+    return {"p50_s": p50, "p99_s": p99, "p999_s": p999, "most_s": int(max(taken_ns)) * 1e-9, "events": len(taken_ns)}
 
 
 class Machine:
@@ -290,6 +294,7 @@ class Machine:
         self.library.seconds_of_reading.restype = self.library.seconds_of_products.restype = ctypes.c_double
         self.library.seconds_of_reading.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         self.library.seconds_of_products.argtypes = [ctypes.c_int64]
+        self.library.times_of_events.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64, ctypes.c_void_p]
 
     def bytes_per_s(self, num_bytes: int) -> float:
         """Of reading a buffer of that many bytes again and again; the best of nine, since this is a bound."""
@@ -301,6 +306,34 @@ class Machine:
     def flop_per_s(self) -> float:
         again = 200_000
         return max(again * 12 * 32 / self.library.seconds_of_products(again) for _ in range(9))
+
+    def latencies(self, engine: Any, case: Case, num: int) -> Record:
+        """Of single events in a loop in C, through the library and the weights of the engine's folder."""
+        from flatout.inference.native.folder import read_weights
+        from flatout.inference.native.library import Table, open_library
+
+        with tempfile.TemporaryDirectory(prefix="engine-") as name:
+            engine.save(Path(name))
+            library = open_library(Path(name) / f"lib{engine.manifest.name}.so")
+            weights = aligned(read_weights(Path(name) / "weights.bin"))
+        table = Table.from_address(library.address)
+        state, work = aligned(bytes(library.state_bytes)), aligned(bytes(library.work_bytes))
+        x, y = case.events(1, seed=1)[0][0].numpy(), np.zeros(output_shape(case), np.float32)
+        ins, outs = (ctypes.c_void_p * 1)(x.ctypes.data), (ctypes.c_void_p * 1)(y.ctypes.data)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(table.reset)(state.ctypes.data)
+        taken = np.zeros(num + 1, np.int64)
+        for count in (num // 20, num):  # warm, then measured
+            step = table.step, weights.ctypes.data, state.ctypes.data, work.ctypes.data
+            self.library.times_of_events(*step, ctypes.addressof(ins), ctypes.addressof(outs), count, taken.ctypes.data)
+        return {**percentiles(taken[:num]), "clock_s": int(taken[num]) * 1e-9}
+
+
+def aligned(data: bytes) -> Array:
+    """These bytes at a multiple of 64."""
+    whole = np.zeros(len(data) + 64, np.uint8)
+    at = -whole.ctypes.data % 64
+    whole[at : at + len(data)] = np.frombuffer(data, np.uint8)
+    return whole[at : at + len(data)]
 
 
 # --------------------------------------------------------------------------------------------------------------------- parts
@@ -326,12 +359,50 @@ def million(bench: Bench) -> Iterator[Record]:
             engine.step(x, y)
         singly = perf_counter() - began
     is_equal = many.tobytes() == single.tobytes()
-    yield {"events": num, "many_s": took, "events_per_s": num / took, "singly_s": singly, "bitwise_as_single_steps": is_equal}
+    yield {
+        "events": num,
+        "many_s": took,
+        "events_per_s": num / took,
+        "singly_s": singly,
+        "bitwise_as_single_steps": is_equal,
+    }
     yield of_streams(bench, case, engine, streams)
 
 
-def of_streams(bench: Bench, case: Case, engine: Any, streams: int) -> Record:
-    raise NotImplementedError
+def of_streams(bench: Bench, case: Case, engine: Any, num: int) -> Record:
+    """`num` streams stepped together beside one stream, and each of them against a stream of its own stepped alone."""
+    events = 64
+    generator = np.random.default_rng(1)
+    xs = generator.standard_normal((events, num, *case.inputs[0].shape), np.float32)
+    ys, alone = np.zeros((events, num, *output_shape(case)), np.float32), np.zeros(output_shape(case), np.float32)
+    one = np.ascontiguousarray(xs[:, 0]), np.zeros((events, *output_shape(case)), np.float32)
+    streams = engine.streams(num)
+    with bench.pinned():
+        for t in range(events):
+            streams.step(xs[t], ys[t])
+        is_equal = True
+        for i in range(num):
+            engine.reset()
+            for t in range(events):
+                engine.step(xs[t, i], alone)
+                is_equal = is_equal and ys[t, i].tobytes() == alone.tobytes()
+
+        def rollout(unused: Sequence[Event]) -> Array:
+            return np.zeros(0)
+
+        peers = [
+            Peer("streams", lambda: streams.step(xs[0], ys[0]), rollout, events=num),
+            Peer("streams_many", lambda: streams.step_many(xs, ys), rollout, events=num * events),
+            Peer("one", lambda: engine.step_many(*one), rollout, events=events),
+        ]
+        found = bench.interleaved(peers)
+    rates = {f"{name}_events_per_s": 1 / record["s"] for name, record in found.items()}
+    return {"streams": num, **rates, "bitwise_as_single_steps": is_equal, "peers": found}
+
+
+def of_precision(case: Case, precision: str) -> Peer:
+    engine = built(case, precision=precision)
+    return of_engine(engine, case)[0]._replace(name=precision)
 
 
 def int8(bench: Bench) -> Iterator[Record]:
@@ -349,7 +420,8 @@ def int8(bench: Bench) -> Iterator[Record]:
             errors = {peer.name: relative(peer.rollout(events), exact) for peer in peers}
             found = bench.interleaved(peers)
         faster = found["float32"]["s"] / found["int8"]["s"]
-        yield {"model": name, "error": errors, "peers": found, "faster": faster}
+        layers = dict(peers[1].engine.manifest.precision)
+        yield {"model": name, "error": errors, "peers": found, "faster": faster, "precision_of_layers": layers}
 
 
 # --------------------------------------------------------------------------------------------------------------------- saying
@@ -387,7 +459,9 @@ def versions() -> Record:
 def table(records: Sequence[Record]) -> str:
     machine = records[0]
     rows = [r for r in records if r["part"] == "models"]
-    lines = [f"{machine['processor']}, {machine['cores']} cores; one thread; microseconds of an event, median of rounds"]
+    lines = [
+        f"{machine['processor']}, {machine['cores']} cores; one thread; microseconds of an event, median of rounds"
+    ]
     lines += [f"{name} {what}" for name, what in machine["versions"].items()]
     if rows:
         names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
@@ -400,7 +474,10 @@ def table(records: Sequence[Record]) -> str:
         lines += ["", "largest error over 1e-7 of the output's scale, against float64"]
         lines += columns("model", names, {r["model"]: errors_of(r, names) for r in rows})
         lines += ["", "single events: p50 / p99 / p99.9, the clock's readings in them"]
-        lines += [f"{r['model']:14} {name:10} {tails(p['event'])}" for r in rows for name, p in r["peers"].items() if "event" in p]
+        for row in rows:
+            for name, peer in row["peers"].items():
+                said = {name: peer.get("event"), f"{name}, in C": peer.get("event_in_c")}
+                lines += [f"{row['model']:14} {who:14} {tails(event)}" for who, event in said.items() if event]
     rest = [r for r in records if r["part"] in ("million", "int8")]
     return "\n".join([*lines, "", *(json.dumps(r) for r in rest)]).rstrip()
 

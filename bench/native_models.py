@@ -90,7 +90,9 @@ def padded(x: Tensor, width: int) -> Tensor:
 
 def packed_mlp(module: Any) -> Array:
     first, second, last = module[0], module[2], module[4]
-    return joined(turned(first.weight), first.bias, turned(second.weight), second.bias, last.weight, padded(last.bias, 16))
+    return joined(
+        turned(first.weight), first.bias, turned(second.weight), second.bias, last.weight, padded(last.bias, 16)
+    )
 
 
 def packed_mlp_layernorm(module: Any) -> Array:

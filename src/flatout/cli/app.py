@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flatout.cli.build import build
 from flatout.cli.calibrate import calibrate
 from flatout.cli.check import check
 from flatout.cli.compare import compare
@@ -46,6 +47,7 @@ app.command()(scale)
 app.command()(calibrate)
 app.command()(fit)
 app.command()(simulate)
+app.command()(build)
 app.command()(report)
 app.command()(compare)
 app.command()(rules)

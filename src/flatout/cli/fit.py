@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from flatout.cli.factories import named_function
 
 
 def fit(
@@ -46,21 +46,11 @@ def fit(
 
 def _step(name: str, room: float | None, console: Console) -> bool:
     """A step of the user's own, run on tensors without data."""
-    from flatout.errors import UsageError
     from flatout.measure.weightless import weigh
     from flatout.reporting.scale import footprint_lines
     from flatout.simulate.memory import with_slack
 
-    module, _, function = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        make = getattr(import_module(module), function) if function else None
-    except (ImportError, AttributeError) as e:
-        raise UsageError(f"'{name}': {e}") from e
-    finally:
-        sys.path.remove(str(Path.cwd()))
-    if make is None:
-        raise UsageError(f"'{name}' is not module:function; the function makes the model and returns its step")
+    make = named_function(name, gives="a step; it makes the model, too")
     found = weigh(make)
     total = with_slack(found.peak_bytes)
     for line in footprint_lines(found, total):

@@ -66,6 +66,8 @@ class NativeReport(Record):
     """Largest error relative to the largest number of the output, against float64, by name of the output, over a rollout."""
     eager_errors: dict[str, float] = {}
     """The same of the model as it was."""
+    unknown: dict[str, str] = {}
+    """Why a field could not be measured, by its name."""
 
 
 class NativeManifest(Record):

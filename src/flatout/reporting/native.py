@@ -18,6 +18,8 @@ def native_lines(report: NativeReport) -> Iterator[str]:
     yield from _latency_lines(report)
     yield from _layer_lines(report.layers)
     yield from _error_lines(report)
+    for field, why in report.unknown.items():
+        yield f"{field}: not known, {why}"
 
 
 def native_text(report: NativeReport) -> str:

@@ -1,7 +1,7 @@
 """Compiling a model's C file: once for each instruction set, one dispatcher, one shared library.
 
-The flags never let the compiler change a sum's order or drop a NaN (no -ffast-math, no contraction): the same C gives the same bits
-on every machine that runs the same instruction set.
+The flags never let the compiler change a sum's order or drop a NaN (no -ffast-math, no contraction): the same C gives the same
+bits on every machine that runs the same instruction set.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def compile_library(
     """Compile the model in `source` into the shared library `out`, which appears whole or not at all.
 
     `isas` are the instruction sets to hold code for; None: all of this architecture, also those that this CPU lacks, since the
-    library may travel. "plain" is always among them. Raises NativeError with the compiler's text when it refuses, and when there is
-    no compiler; UsageError for an instruction set that this architecture does not have.
+    library may travel. "plain" is always among them. Raises NativeError with the compiler's text when it refuses, and when
+    there is no compiler; UsageError for an instruction set that this architecture does not have.
     """
     started = time.perf_counter()
     path = find_compiler(compiler)
@@ -111,6 +111,30 @@ def compile_library(
     return Compiled(tuple(chosen), version_of(path), time.perf_counter() - started, "".join(said))
 
 
+def compile_trial(source: Path, out: Path, *, compiler: str | None = None) -> None:
+    """Compile a file for this machine's own CPU alone, to measure something with it."""
+    isa = own_isa()
+    flags = flags_of(platform.machine())[isa] if isa else ()
+    command = (find_compiler(compiler), *FLAGS, *flags, "-shared", str(source), "-o", str(out), "-lm")
+    _run(command, f"compiling {source.name}")
+
+
+def own_isa() -> str | None:
+    """The best instruction set of the CPU at hand; None where the system does not tell its features."""
+    known = flags_of(platform.machine())
+    try:
+        told = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return None
+    features = set(next((line.partition(":")[2] for line in told.splitlines() if line.startswith("flags")), "").split())
+    needs = {
+        "avx512vnni": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vnni"},
+        "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"},
+        "avx2": {"avx2", "fma", "bmi2"},
+    }
+    return next((name for name in known if needs.get(name, set()) <= features), None)
+
+
 def compile_extension(source: Path, out: Path, *, compiler: str, include: Path) -> None:
     """Compile the extension module in `source` against Python's headers in `include`; whole or not at all."""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
@@ -119,6 +143,10 @@ def compile_extension(source: Path, out: Path, *, compiler: str, include: Path) 
         # CPython's own headers are not clean under -Wextra in every version: -isystem keeps its warnings to itself.
         command = (compiler, *flags, "-isystem", str(include), "-shared", str(source), "-o", str(beside))
         _run(command, "compiling the extension module")
+        with beside.open("rb") as file:
+            os.fsync(
+                file.fileno()
+            )  # a machine lost after the renaming must not leave half a file: loading that kills a process
         os.replace(beside, out)
 
 

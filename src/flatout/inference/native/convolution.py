@@ -93,7 +93,9 @@ def _by_taps(low: Lowering, node: Node, seen: View, weight: Node, bias: Any, siz
     shape = (seen.shape[0], *seen.shape[1 : 1 + rank], channels)
 
     def row(tap: int) -> View:
-        buffer = low.block.add(f"{weight.name} tap {tap}", lambda c: c[weight].reshape(channels, taps)[:, tap].contiguous())
+        buffer = low.block.add(
+            f"{weight.name} tap {tap}", lambda c: c[weight].reshape(channels, taps)[:, tap].contiguous()
+        )
         return broadcast(whole(buffer, (channels,)), shape)
 
     made: Any = Scalar(0.0)
@@ -145,7 +147,9 @@ def _by_products(low: Lowering, node: Node, seen: View, weight: Node, bias: Any,
         w = low.block.add(f"{weight.name} group {g}", packed)
         b = None
         if bias is not None:
-            held = low.block.add(f"{bias.name} group {g}", lambda c, g=g: padded_bias(c[bias][g * each : (g + 1) * each]))
+            held = low.block.add(
+                f"{bias.name} group {g}", lambda c, g=g: padded_bias(c[bias][g * each : (g + 1) * each])
+            )
             b = whole(held, (held.size,))
         dst = View(buffer, g * each, (rows, each), (width, 1))
         made = Product(dst, x, whole(w, (w.size,)), each, depth, LANES, depth * LANES, partial_sums(each, depth), b, note=note_of(node))  # fmt: skip
@@ -154,5 +158,3 @@ def _by_products(low: Lowering, node: Node, seen: View, weight: Node, bias: Any,
     seen_out = reshaped(View(buffer, 0, (rows, channels), (width, 1)), (*outer, channels))
     assert seen_out is not None
     return permuted(seen_out, [0, rank + 1, *range(1, rank + 1)])
-
-

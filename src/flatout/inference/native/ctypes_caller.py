@@ -1,4 +1,4 @@
-"""What c/caller.c does, in Python through ctypes: for machines without Python's headers. The same promises, some ten times slower."""
+"""What c/caller.c does, in Python through ctypes: for machines without Python's headers. The same promises, much slower."""
 
 from __future__ import annotations
 
@@ -105,6 +105,7 @@ class _Streams:
         self._lock, self._is_busy = threading.Lock(), False
         self._state = _Memory(table.state_bytes * max(1, num))
         self._work = _Memory(table.streams_work_bytes if num else table.work_bytes)
+        self._step = _STEP_STREAMS(table.step_streams) if num else _STEP(table.step)
         self._reset_all()
 
     def step(self, *arguments: object, out: object = None) -> Any:
@@ -121,10 +122,7 @@ class _Streams:
                     self._work.address,
                     *self._arrays(found),
                 )
-                if self._num:
-                    _STEP_STREAMS(self._table.step_streams)(*pointers, self._num)
-                else:
-                    _STEP(self._table.step)(*pointers)
+                self._step(*pointers, *((self._num,) if self._num else ()))
         return result
 
     def step_many(self, *arguments: object, out: object = None) -> Any:
@@ -146,7 +144,8 @@ class _Streams:
 
     def copy(self) -> Any:
         """As many streams again, with the same weights and these states."""
-        made = type(self)(*self._arguments, **({"num": self._num} if self._num else {}))
+        made = type(self).__new__(type(self))
+        _Streams.__init__(made, *self._arguments, num=self._num)
         with self._held():
             made._state.write(self._state.read())
         return made
@@ -237,6 +236,8 @@ class _Streams:
             return self._find_tensor(given, port, torch)
         try:
             view = held.enter_context(memoryview(given))  # type: ignore[arg-type]
+        except (ValueError, BufferError) as e:
+            self._refuse(port, str(e))
         except TypeError:
             self._refuse(port, f"got '{type(given).__name__}'; give a NumPy array, a tensor on the CPU or bytes")
         if not view.c_contiguous:

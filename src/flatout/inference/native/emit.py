@@ -42,7 +42,9 @@ class _Writer:
     def __init__(self, name: str, body: Body, inputs: list[Buffer], outputs: list[Buffer], states: list[StateLayout]) -> None:
         self.name, self.body, self.inputs, self.outputs, self.states = name, body, inputs, outputs, states
         self.state_bytes = _aligned(max((s.buffer.offset + plan.num_bytes(s.buffer) * (2 if s.buffer.kind == "ring" else 1) for s in states), default=0), states)  # fmt: skip
-        self.work_bytes = plan.place(body)
+        self.groups = list(together(body.statements))
+        self.passing = plan.passing(self.groups)
+        self.work_bytes = plan.place(body, self.groups, self.passing)
 
     # ------------------------------------------------------------------------------------------------------ the event
 
@@ -54,7 +56,7 @@ class _Writer:
         for buffer in self.body.buffers:
             yield f"  {_type(buffer)} *const {buffer.name} = ({_type(buffer)} *)(work + {buffer.offset}L * B); /* {buffer.size} */"
         yield "  (void)weights, (void)state, (void)work;"
-        for group in together(self.body.statements):
+        for group in self.groups:
             yield from ("  " + line for line in self.lines(group))
         yield "}"
 
@@ -64,7 +66,7 @@ class _Writer:
             yield f"/* {'; '.join(notes).replace('*/', '* /')} */"
         first = group[0]
         if isinstance(first, Map):
-            yield from self.by_stream(group, lambda p: lines_of([s for s in group if isinstance(s, Map)], p))
+            yield from self.by_stream(group, lambda p: lines_of([s for s in group if isinstance(s, Map)], p, self.passing))
         elif isinstance(first, Product) and self.is_flat(first):
             rows = f"{first.dst.shape[0]} * B" if first.dst.shape[0] != 1 else "B"
             yield from self.product(first, rows, self.flat(first.dst), self.flat(first.x), self.row_strides(first))
@@ -117,6 +119,7 @@ class _Writer:
     def by_stream(self, group: list[Statement], body: object) -> Iterator[str]:
         """The lines of `body` for each stream, with a pointer for each buffer."""
         used = list(dict.fromkeys(b for s in group for b in (writes(s), *(v.buffer for v in reads(s)))))
+        used = [b for b in used if b not in self.passing]
         pointer = {b: f"p_{b.name}" for b in used}
         written = {writes(s) for s in group}
         yield "for (int b = 0; b < B; b++) {"
@@ -224,6 +227,7 @@ def source(name: str, body: Body, inputs: list[Buffer], outputs: list[Buffer], s
             _sizes(upper, writer, weights_bytes),
             _replaced(table, marks),
             "#if !defined(FLATOUT_DISPATCH)\n",
+            f"#define FO_MOST_INT8 {_most_int8(body)}" if has_int8 else "",
             *((here / p).read_text() for p in preludes),
             tiles.text(parts),
             *writer.event(),
@@ -237,6 +241,10 @@ def source(name: str, body: Body, inputs: list[Buffer], outputs: list[Buffer], s
         ]
     )
     return Source(text + "\n", header, writer.work_bytes)
+
+
+def _most_int8(body: Body) -> int:
+    return max(-(-s.k // 64) * 64 for s in body.statements if isinstance(s, Product) and s.scales is not None)
 
 
 def _replaced(text: str, marks: dict[str, str]) -> str:
@@ -299,25 +307,29 @@ def _calls(name: str, w: _Writer, ports: tuple[list[Port], list[Port]]) -> Itera
     passed = ", ".join([*(f"(const {_type(b)} *)in[{i}]" for i, b in enumerate(w.inputs)), *(f"({_type(b)} *)out[{i}]" for i, b in enumerate(w.outputs))])  # fmt: skip
     moved = ", ".join([*(f"(const {_type(b)} *)in[{i}] + t * {b.size}" for i, b in enumerate(w.inputs)), *(f"({_type(b)} *)out[{i}] + t * {b.size}" for i, b in enumerate(w.outputs))])  # fmt: skip
     given = "const void *weights, void *state, void *work, const void *const *in, void *const *out"
-    yield f"""
-static void fo_step({given}) {{
+    ports_of = ", ".join(_parameters(w, ports))
+    names = ", ".join(b.name for b in (*w.inputs, *w.outputs))
+    for count in (1, STREAMS):
+        yield f"static FO_COLD void fo_event_{count}(const uint8_t *weights, uint8_t *state, uint8_t *work, {ports_of}) {{"
+        yield f"  fo_event(weights, state, work, {names}, {count});\n}}"
+    yield f"""static void fo_step({given}) {{
   fo_mode mode = fo_flush();
-  fo_event((const uint8_t *)weights, (uint8_t *)state, (uint8_t *)work, {passed}, 1);
+  fo_event_1((const uint8_t *)weights, (uint8_t *)state, (uint8_t *)work, {passed});
   fo_restore(mode);
 }}
 static void fo_step_many({given}, int64_t n) {{
   fo_mode mode = fo_flush();
   for (int64_t t = 0; t < n; t++)
-    fo_event((const uint8_t *)weights, (uint8_t *)state, (uint8_t *)work, {moved}, 1);
+    fo_event_1((const uint8_t *)weights, (uint8_t *)state, (uint8_t *)work, {moved});
   fo_restore(mode);
 }}
 static void fo_step_streams({given}, int64_t n) {{
   fo_mode mode = fo_flush();
   int64_t t = 0;
   for (; t + {STREAMS} <= n; t += {STREAMS})
-    fo_event((const uint8_t *)weights, (uint8_t *)state + t * {w.state_bytes}, (uint8_t *)work, {moved}, {STREAMS});
+    fo_event_{STREAMS}((const uint8_t *)weights, (uint8_t *)state + t * {w.state_bytes}, (uint8_t *)work, {moved});
   for (; t < n; t++)
-    fo_event((const uint8_t *)weights, (uint8_t *)state + t * {w.state_bytes}, (uint8_t *)work, {moved}, 1);
+    fo_event_1((const uint8_t *)weights, (uint8_t *)state + t * {w.state_bytes}, (uint8_t *)work, {moved});
   fo_restore(mode);
 }}"""
     yield from _states(w)

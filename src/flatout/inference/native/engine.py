@@ -1,8 +1,4 @@
-"""An engine: a small model as native code, its weights, and the state of one stream.
-
->>> engine = Engine.load("forecaster")                      # doctest: +SKIP
->>> engine.step(x, y)                                       # doctest: +SKIP
-"""
+"""An engine: a small model as native code, its weights, and the state of one stream."""
 
 from __future__ import annotations
 
@@ -28,9 +24,9 @@ if TYPE_CHECKING:
 class Engine:
     """Steps a model by one event at a time; inputs and outputs are NumPy arrays, tensors on the CPU, or buffers of bytes.
 
-    `step`, `step_many`, `reset`, `snapshot` and `restore` are functions of the extension themselves: no line of Python is between.
-    They raise CallError (a UsageError and ValueError) for buffers that do not fit, BusyError (a UsageError and RuntimeError) while
-    another thread is in `step_many` of this engine. Buffers are told by their bytes: [1, 32] does for [32].
+    `step`, `step_many`, `reset`, `snapshot` and `restore` are functions of the extension themselves: no Python lies between.
+    They raise CallError (a UsageError and ValueError) for buffers that do not fit, BusyError (a UsageError and RuntimeError)
+    while another thread is in `step_many` of this engine. Buffers are told by their bytes: [1, 32] does for [32].
     """
 
     step: Callable[..., Any]
@@ -75,8 +71,8 @@ class Engine:
     ) -> tuple[Engine, Compiled]:
         """Compile a generated model and load it. `versions` are those of torch and flatout, for the manifest.
 
-        `cache` holds the extension and, while it is compiled, the model; None: ~/.cache/flatout. Raises NativeError when there is no
-        compiler or it refuses.
+        `cache` holds the extension and, while it is compiled, the model; None: ~/.cache/flatout. Raises NativeError when there
+        is no compiler or it refuses.
         """
         where = cache or default_cache()
         make_cache(where)
@@ -94,8 +90,8 @@ class Engine:
 
     @classmethod
     def load(cls, folder: str | Path, *, cache: Path | None = None, compiler: str | None = None) -> Engine:
-        """An engine that was saved. Needs neither torch nor a compiler: without one, and without the extension in `cache`, steps go
-        through ctypes, as `route` tells.
+        """An engine that was saved. Needs neither torch nor a compiler: without one, and without the extension in `cache`,
+        steps go through ctypes, as `route` tells.
 
         Raises CheckpointError when a file is missing, torn or damaged, NativeError when it was built for another architecture.
         """
@@ -159,7 +155,7 @@ class Engine:
 
     @property
     def route(self) -> str:
-        """How Python reaches the code: "extension", or "ctypes", which costs some microseconds a step; then `why_ctypes` tells why."""
+        """How Python reaches the code: "extension", or "ctypes", which costs more than 10 us a step (see `why_ctypes`)."""
         return self._route.name
 
     @property
@@ -184,7 +180,7 @@ def _manifest(
         isas=compiled.isas,
         weights_bytes=len(generated.weights),
         weights_sum=hashlib.sha256(generated.weights).hexdigest(),
-        torch=versions[0],
-        flatout=versions[1],
+        torch=str(versions[0]),  # torch.__version__ is of a class of its own
+        flatout=str(versions[1]),
         precision=dict(precision),
     )

@@ -173,8 +173,9 @@ c++ -std=c++17 -O2 example.cpp model.o -o example && ./example
 rustc --edition 2021 -O example.rs -C link-arg=model.o -o example_rs && ./example_rs
 ```
 
-The first line, then the one of your language. Both programs read `weights.bin` in the current folder, make three steps and
-print the outputs. `-march=native` is for the machine that compiles; leave it out for code that runs anywhere.
+The first line, then the one of your language, in a copy of this folder: an engine is not saved over files that are not its own.
+Both programs read `weights.bin` in the current folder, make three steps and print the outputs. `-march=native` is for the
+machine that compiles; leave it out for code that runs anywhere.
 Do not add `-ffast-math`: the order of summation is part of what was checked.
 
 | file | what it is |

@@ -1,6 +1,6 @@
 """An engine on disk: `engine.json` and the files that it names. A folder appears whole, and in the place of another at once.
 
-weights.bin is 64 bytes of header (magic FLATOUTW, uint32 version 1, uint32 0, uint64 bytes of payload, 32 bytes of SHA-256 of the payload,
+weights.bin is 64 bytes of header (magic FLATOUTW, uint32 version 1, uint32 0, uint64 bytes of payload, 32 bytes of its SHA-256,
 zeros), then the packed weights: they begin at a multiple of 64, so that the file can be mapped.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 
-from flatout.errors import CheckpointError, RecordError, UsageError
+from flatout.errors import CheckpointError, NativeError, RecordError, UsageError
 from flatout.inference.native.library import Library, open_library
 from flatout.records.native import NativeManifest, NativeReport
 from flatout.records.record import from_json, to_json
@@ -117,12 +117,17 @@ def write_folder(folder: Path, parts: Parts, *, packed: bytes, texts: Mapping[st
     `texts` are further files, by name. Raises UsageError when there is something else at `folder`, or files that are no engine's;
     CheckpointError when it cannot be written.
     """
+    write_whole(folder, lambda beside: _fill(beside, parts, packed, texts))
+
+
+def write_whole(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Have `fill` write the files of an engine into a new folder, and put that into place. Raises as `write_folder`."""
     folder = Path(os.path.realpath(folder))  # a link to an engine stays one
     _refuse_other_things(folder)
     beside = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
         beside.mkdir()
-        _fill(beside, parts, packed, texts)
+        fill(beside)
         _put(beside, folder)
     except OSError as e:
         raise CheckpointError(
@@ -142,7 +147,7 @@ def read_folder(folder: Path) -> tuple[Parts, bytes, Library]:
         before = _identity(folder)
         try:
             found = _read(folder)
-        except CheckpointError:
+        except (CheckpointError, NativeError):
             if _identity(folder) == before:
                 raise
         else:
@@ -157,7 +162,7 @@ def _read(folder: Path) -> tuple[Parts, bytes, Library]:
         raise CheckpointError(f"'{folder}' holds no engine: engine.json is missing or damaged; save the engine anew")
     if "aoti" in manifest.isas:
         raise CheckpointError(
-            f"'{folder}' holds an engine of the back end \"aoti\"; flatout.inference.native.load reads both kinds"
+            f"'{folder}' holds an engine of the back end \"aoti\"; flatout.inference.native.aoti.load reads it"
         )
     name = f"lib{manifest.name}.so"
     library = _bytes_of(folder / name)
@@ -206,7 +211,11 @@ def _put(beside: Path, folder: Path) -> None:
         # A file system without an exchange: between these two lines there is no engine here. The old one is not lost.
         older = beside.with_suffix(".old")
         os.rename(folder, older)
-        os.rename(beside, folder)
+        try:
+            os.rename(beside, folder)
+        except OSError:
+            os.rename(older, folder)
+            raise
         os.rename(older, beside)
     _to_disk((folder.parent,))
 
@@ -272,12 +281,13 @@ def _bytes_of(path: Path) -> bytes:
         raise CheckpointError(f"'{path}' cannot be read: {e.strerror or e}; save the engine anew") from e
 
 
-def _identity(folder: Path) -> tuple[int, int] | None:
+def _identity(folder: Path) -> tuple[int, int, int] | None:
+    """Which folder this is. Its time too: the number of one that is gone is given to the next."""
     try:
         found = folder.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 def _sum(data: bytes) -> str:

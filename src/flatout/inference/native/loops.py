@@ -55,8 +55,8 @@ def collapsed(views: Sequence[View], shape: tuple[int, ...]) -> tuple[list[int],
     return lengths, strides
 
 
-def lines_of(maps: list[Map], pointer: dict[Buffer, str]) -> list[str]:
-    """The loops of Maps over one shape, within the loop over streams; `pointer` names each buffer's memory."""
+def lines_of(maps: list[Map], pointer: dict[Buffer, str], passing: set[Buffer]) -> list[str]:
+    """The loops of Maps over one shape, within the loop over streams; `pointer` names each buffer's memory, which `passing` have not."""
     shape = maps[0].dst.shape
     views = list(dict.fromkeys(v for m in maps for v in (m.dst, *leaves(m.expr))))
     lengths, strides = collapsed(views, shape)
@@ -74,7 +74,8 @@ def lines_of(maps: list[Map], pointer: dict[Buffer, str]) -> list[str]:
         if is_read_on:
             body.append(f"const {kind} t{number} = {value};")
             value = made[one.dst] = f"t{number}"
-        body.append(f"{pointer[one.dst.buffer]}[{index[one.dst]}] = {value};")
+        if one.dst.buffer not in passing:
+            body.append(f"{pointer[one.dst.buffer]}[{index[one.dst]}] = {value};")
     lines, pad = [], "  "
     for depth, length in enumerate(lengths):
         each = "FO_EACH " if depth == len(lengths) - 1 else ""

@@ -13,7 +13,7 @@ from torch.fx import Node
 from flatout.errors import NativeError
 from flatout.inference.native import demand, pointwise
 from flatout.inference.native.demand import Box, Span, aten, shape_of
-from flatout.inference.native.packing import Block, Constants, by_columns, by_rows, padded_bias
+from flatout.inference.native.packing import Block, Constants, by_columns, by_quads, by_rows, padded_bias, rounded, shifted_sums
 from flatout.inference.native.statements import Body, Gather, Map, Product, RowWise
 from flatout.inference.native.values import (
     LANES,
@@ -54,6 +54,8 @@ class Lowering:
         self.wanted: dict[Node, View] = {}
         """Outputs' own memory, which the values that go there are computed into."""
         self.layers: list[tuple[str, Product]] = []
+        self.int8: frozenset[str] = frozenset()
+        """Weights whose products are to be in 8 bits, by the name of the node that holds them."""
         self._count = 0
         self._copies: dict[tuple[Node, Box], View] = {}
 
@@ -153,8 +155,17 @@ class Lowering:
         users = [u for u in node.users if u in self.boxes or u.op == "output"]
         size = num_operations(value.expr)
         if size and (len(users) > 1 or size > _LONGEST or node in self.outputs):
-            return self.materialised(value, note=note_of(node))
+            return self.materialised(value, self._like(value), note_of(node))
         return value
+
+    def _like(self, value: Lazy) -> View | None:
+        """New memory in which numbers lie in the order of what they are made of."""
+        views = [v for v in leaves(value.expr) if prod(v.shape) > 1 and all(s or n == 1 for n, s in zip(v.shape, v.strides, strict=True))]
+        if not views:
+            return None
+        order = sorted(range(len(value.shape)), key=lambda d: -views[0].strides[d] if value.shape[d] > 1 else -prod(value.shape))
+        dst = whole(self.buffer(prod(value.shape), value.dtype), [value.shape[d] for d in order])
+        return permuted(dst, [order.index(d) for d in range(len(order))])
 
     # ---------------------------------------------------------------------------------------------------- operators
 
@@ -337,7 +348,8 @@ def constant_product(
     m, n, k = sizes
     source, part = b
     rows, cols = (slice(*span) for span in part)
-    is_dot = n <= _DOTS and k >= LANES
+    is_int8 = source.name in low.int8
+    is_dot = n <= _DOTS and k >= LANES and not is_int8
     make, kind = (by_rows, "rows") if is_dot else (by_columns, "columns")
     packed = low.block.add(f"{source.name} {kind} {part}", lambda c: make(c[source][rows, cols]))
     bias_view = None
@@ -350,10 +362,28 @@ def constant_product(
     width = n if is_dot else -(-n // LANES) * LANES
     dst = View(low.buffer(m * width), 0, (m, n), (width, 1))
     row, block = (-(-k // LANES) * LANES, 0) if is_dot else (LANES, k * LANES)
+    if is_int8:
+        product = int8_product(low, node, source, (rows, cols), x, dst, (n, k), bias_view)
+        low.body.statements.append(product)
+        low.layers.append((source.name, product))
+        return dst
     product = Product(dst, x, whole(packed, (packed.size,)), n, k, row, block, partial_sums(n, k), bias_view, is_dot, note=note_of(node))  # fmt: skip
     low.body.statements.append(product)
     low.layers.append((source.name, product))
     return dst
+
+
+def int8_product(
+    low: Lowering, node: Node, source: Node, part: tuple[slice, slice], x: View, dst: View, sizes: tuple[int, int], bias: View | None
+) -> Product:
+    """The same with weights and activations of 8 bits."""
+    n, k = sizes
+    name = f"{source.name} int8 {part}"
+    weights = low.block.add(f"{name} numbers", lambda c: by_quads(rounded(c[source][part])[0]))
+    scales = low.block.add(f"{name} steps", lambda c: padded_bias(rounded(c[source][part])[1]))
+    sums = low.block.add(f"{name} sums", lambda c: shifted_sums(rounded(c[source][part])[0]))
+    w, s, t = (whole(b, (b.size,)) for b in (weights, scales, sums))
+    return Product(dst, x, w, n, k, 0, 0, 1, bias, scales=s, sums=t, note=note_of(node))
 
 
 def partial_sums(n: int, k: int) -> int:

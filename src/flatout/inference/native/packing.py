@@ -87,3 +87,23 @@ def padded_bias(bias: Tensor) -> Tensor:
     padded = torch.zeros(-(-n // LANES) * LANES, dtype=bias.dtype)
     padded[:n] = bias.flatten()
     return padded
+
+
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(k, n) as whole numbers from -127 to 127, and each column's step: its largest number over 127."""
+    step = (weight.abs().amax(0) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (weight / step).round().clamp(-127, 127).to(torch.int8), step
+
+
+def by_quads(weight: Tensor) -> Tensor:
+    """Whole numbers (k, n) in blocks of 16 columns; of each block 4 rows at a time, a column's 4 numbers side by side."""
+    k, n = weight.shape
+    quads, blocks = -(-k // 4), -(-n // LANES)
+    padded = torch.zeros(4 * quads, blocks * LANES, dtype=torch.int8)
+    padded[:k, :n] = weight
+    return padded.view(quads, 4, blocks, LANES).permute(2, 0, 3, 1).contiguous()
+
+
+def shifted_sums(weight: Tensor) -> Tensor:
+    """-128 times each column's sum: what the activations' shift by 128 adds."""
+    return padded_bias(-128 * weight.to(torch.int32).sum(0, dtype=torch.int32))

@@ -25,7 +25,7 @@ from flatout.inference.native.demand import shape_of
 from flatout.inference.native.emit import StateLayout
 from flatout.inference.native.generated import Generated
 from flatout.inference.native.lowering import Lowering, dtype_name, told_at
-from flatout.inference.native.statements import Map
+from flatout.inference.native.statements import Map, Product
 from flatout.inference.native.values import Buffer, Const, View, whole
 from flatout.records.native import NativeLayer, Port
 
@@ -81,11 +81,11 @@ class Program:
         return cls(exported, tuple(state), name)
 
     def generated(self, *, precision: Mapping[str, str] | None = None) -> Generated:
-        """The C, and the weights as it reads them. `precision` says "int8" of parameters whose products are to be coarser.
+        """The C, and the weights as it reads them. `precision` says "int8" of parameters whose products are to be in 8 bits.
 
         Raises NativeError with the operator and the line of the model for what has no native code.
         """
-        return _Generation(self, dict(precision or {})).run()
+        return _Generation(self, _int8(precision)).run()
 
     def packed(self, state_dict: Mapping[str, Tensor], *, precision: Mapping[str, str] | None = None) -> bytes:
         """The block of weights for other numbers. Raises UsageError when names or shapes are not the model's."""
@@ -96,9 +96,16 @@ class Program:
         for name, tensor in state_dict.items():
             if tensor.shape != known[name].shape or tensor.dtype != known[name].dtype:
                 raise UsageError(f"'{name}' is {tuple(tensor.shape)} of {tensor.dtype}, the model's {tuple(known[name].shape)} of {known[name].dtype}; give one of that shape")
-        generation = _Generation(self, dict(precision or {}))
+        generation = _Generation(self, _int8(precision))
         generation.run()
         return generation.low.block.packed(generation.folded({**self.constants(), **state_dict}))
+
+    def products(self) -> list[tuple[str, Product]]:
+        """Each product with a weight, by the parameter's name."""
+        generation = _Generation(self, frozenset())
+        generation.run()
+        names = {node.name: name for node, name in generation._names().items()}
+        return [(generation._weight_name(source, names), p) for source, p in generation.low.layers]
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers that are not carried."""
@@ -141,8 +148,8 @@ def _decompositions() -> Any:
 class _Generation:
     """One lowering of a program."""
 
-    def __init__(self, program: Program, precision: dict[str, str]) -> None:
-        self.program, self.precision = program, precision
+    def __init__(self, program: Program, int8: frozenset[str]) -> None:
+        self.program, self.int8 = program, int8
         self.nodes: list[Node] = list(program._graph.nodes)
         self.named = {n.name: n for n in self.nodes}
         self.inputs: list[tuple[Node, Buffer]] = []
@@ -161,14 +168,13 @@ class _Generation:
         constants |= {node: Const(tensors[node], False) for node in plain}
         ends = [node for node, _ in self.outputs] + self.new_states
         self.low = low = Lowering(self.nodes, ends, constants, self.kept)
-        low.precision = self.precision
-        low.wanted = {}
+        names = {node.name: name for node, name in self._names().items()}
+        low.int8 = frozenset(n.name for n in tensors if self._weight_name(n.name, names) in self.int8)
         for node, buffer in self.outputs:
             if node.op == "call_function" and node not in low.wanted:
                 low.wanted[node] = whole(buffer, shape_of(node))
         low.run()
         self._finish(low)
-        names = {node.name: name for node, name in self._names().items()}
         return self._generated(low, names)
 
     # ------------------------------------------------------------------------------------------------ inputs, outputs, state
@@ -313,6 +319,10 @@ class _Generation:
         while node.name not in names and node.all_input_nodes:
             node = node.all_input_nodes[0]
         return names.get(node.name, source)
+
+
+def _int8(precision: Mapping[str, str] | None) -> frozenset[str]:
+    return frozenset(name for name, kind in (precision or {}).items() if kind == "int8")
 
 
 def _is_random(node: Node) -> bool:

@@ -50,7 +50,8 @@ def places(module: nn.Module, example_inputs: Sequence[Any], state: str | Sequen
             f"state '{unknown[0]}' is no parameter of {type(module).__name__}.forward that the example fills; it has "
             f"{', '.join(parameters)}"
         )
-    names, carried = [], []
+    names: list[str] = []
+    carried: list[int] = []
     for parameter, example in zip(parameters, example_inputs, strict=True):
         leaves = pytree.tree_leaves(example)
         for at, leaf in enumerate(leaves):

@@ -18,13 +18,14 @@ _ARGS: Final = "const float *x, long ldx, const float *w, long row, long block, 
 
 def text(parts: set[int]) -> str:
     """The functions that products with these numbers of parts call."""
-    tiles = {(rows, columns, p) for p in parts for rows, widths in (*_WIDE[p], *_NARROW[p]) for columns in widths}
+    tiles = {(rows, columns, p) for p in parts for rows, widths in (*_WIDE[p], *_NARROW[p], (1, (1,))) for columns in widths}
     return "\n".join((*(_tile(*tile) for tile in sorted(tiles)), *(_product(p) for p in sorted(parts))))
 
 
 def _tile(rows: int, columns: int, parts: int) -> str:
     cells = list(product(range(rows), range(columns), range(parts)))
-    lines = [f"static FO_HOT void fo_tile_{rows}x{columns}x{parts}({_ARGS}) {{"]
+    how = "FO_HOT" if rows == 1 else "FO_COLD"  # one row is over before a call has paid; many rows are compiled once
+    lines = [f"static {how} void fo_tile_{rows}x{columns}x{parts}({_ARGS}) {{"]
     starts = (f"a{r}_{c}_{p} = {'bias ? f16_load(bias + ' + str(16 * c) + ') : ' if not p else ''}f16_zero()" for r, c, p in cells)
     lines += [f"  f16 {', '.join(starts)};", f"  const long part = k / {parts};"]
     lines += ["  for (long i = 0; i < part; i++) {", *_accumulated(rows, columns, range(parts)), "  }"]
@@ -58,6 +59,8 @@ def _product(parts: int) -> str:
         f"static FO_HOT void fo_product_{parts}(long rows, {head}) {{",
         "#if FO_WIDE",
         *_loops(_WIDE[parts], parts),
+        "#elif defined(FO_PLAIN)",
+        *_loops(((1, (1,)),), parts),
         "#else",
         *_loops(_NARROW[parts], parts),
         "#endif",

@@ -330,7 +330,15 @@ static int find_buffer(Caller *self, PyObject *object, const Port *port, int wri
                  port->dtype, port->bytes, Py_TYPE(object)->tp_name);
     return -1;
   }
-  if (PyObject_GetBuffer(object, &found->view, PyBUF_FULL_RO)) return -1;
+  if (PyObject_GetBuffer(object, &found->view, PyBUF_FULL_RO)) {
+    PyObject *type, *value, *trace; /* such as NumPy's for a datetime */
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_Format(self->wrong, "'%U' (%U, %zd bytes an event): %S", port->name, port->dtype, port->bytes, value ? value : type);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return -1;
+  }
   found->held = 1;
   if (!PyBuffer_IsContiguous(&found->view, 'C'))
     return refuse(self, port, "got a buffer that is not contiguous; give numpy.ascontiguousarray(x)");

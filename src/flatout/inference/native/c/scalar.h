@@ -55,9 +55,9 @@ FO_INLINE float fo_round(float x) { return __builtin_rintf(x); }
 /* 0 at NaN, as torch.sign. */
 FO_INLINE float fo_sign(float x) { return x > 0.0f ? 1.0f : (x < 0.0f ? -1.0f : 0.0f); }
 /* NaN if either is, as torch.minimum. */
-FO_INLINE float fo_min(float x, float y) { return (x < y) | (x != x) ? x : y; }
+FO_INLINE float fo_min(float x, float y) { return ((x < y) | (x != x)) ? x : y; }
 /* NaN if either is, as torch.maximum. */
-FO_INLINE float fo_max(float x, float y) { return (x > y) | (x != x) ? x : y; }
+FO_INLINE float fo_max(float x, float y) { return ((x > y) | (x != x)) ? x : y; }
 FO_INLINE float fo_relu(float x) { return x < 0.0f ? 0.0f : x; }
 FO_INLINE float fo_leaky_relu(float x, float slope) { return x > 0.0f ? x : x * slope; }
 
@@ -116,7 +116,7 @@ FO_INLINE float fo_exp_nonpos(float x) {
 FO_INLINE float fo_exp(float x) {
   float r, t = fo_split_ln2(x, FO_ROUNDER(0), &r);
   float y = fo_from_bits(fo_bits(1.0f + fo_expm1_core(r)) + (fo_bits(t) << 23));
-  y = x <= 88.7228394f ? y : x * FO_INF; /* NaN too */
+  y = x < 88.7228394f ? y : x * FO_INF; /* NaN too */
   return x < -87.3365402f ? 0.0f : y;
 }
 
@@ -134,7 +134,7 @@ FO_INLINE float fo_expm1(float x) {
   float a = x < -18.0f ? -18.0f : x; /* -1 from there on */
   float r, half = fo_power_of_two(fo_split_ln2(a, FO_ROUNDER(126), &r));
   float y = 2.0f * fo_fma(half, fo_expm1_core(r), half - 0.5f);
-  return fo_copysign(x <= 88.7228394f ? y : x * FO_INF, x);
+  return fo_copysign(x < 88.7228394f ? y : x * FO_INF, x);
 }
 
 /* z / (1 + z), z = exp(-|x|), taken from 1 or from z by a fused multiply-add: ? ulp. */
@@ -171,17 +171,12 @@ FO_INLINE float fo_elu(float x, float alpha, float scale, float input_scale) {
   return x <= 0.0f ? fo_expm1(x * input_scale) * (alpha * scale) : x * scale;
 }
 
-/* x / (1 + exp(-x)) without overflow: ? ulp where exp(x) is normal; NaN at -inf, as PyTorch. */
-FO_INLINE float fo_silu(float x) {
-  float z = fo_exp_nonpos(-fo_abs(x));
-  return (x < 0.0f ? x * z : x) / (1.0f + z);
-}
+/* x sigmoid(x): ? ulp above -87, NaN at -inf, as PyTorch. */
+FO_INLINE float fo_silu(float x) { return x * fo_sigmoid(x); }
 
 /* x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), which is x (1 + tanh u) / 2: ?. */
 FO_INLINE float fo_gelu_tanh(float x) {
-  float u = x * fo_fma(x * x, 0.0713548163f, 1.59576912f);
-  float z = fo_exp_nonpos(-fo_abs(u));
-  return (x < 0.0f ? x * z : x) / (1.0f + z);
+  return x * fo_sigmoid(x * fo_fma(x * x, 0.0713548163f, 1.59576912f));
 }
 
 /* x ((1 + e)^2 - 1) / ((1 + e)^2 + 1), e = exp(x), both sides divided by e^2 above 0: ? ulp. */
@@ -211,15 +206,16 @@ FO_INLINE float fo_erf(float x) {
 
 /* max(x, 0) - |x| / 2 exp(-g(|x| / sqrt(2))), no cancellation for x < 0; own fit up to |x| = 5.8: ?. */
 FO_INLINE float fo_gelu(float x) {
-  float a = 0.707106769f * fo_abs(x);
-  a = a > 16.0f ? 16.0f : a; /* exp(-g) is 0 there; inf gives inf and -inf gives -0, where PyTorch's CPU gives NaN */
+  float b = fo_abs(x);
+  b = b > 32.0f ? 32.0f : b; /* exp(-g) is 0 there: inf gives inf and -inf gives 0, where PyTorch's CPU gives NaN */
+  float a = 0.707106769f * b;
   float q = fo_fma(6.41424833e-07f, a, -1.349584e-05f);
   q = fo_fma(fo_fma(q, a, 0.000121800236f), a, -0.000600352534f);
   q = fo_fma(fo_fma(q, a, 0.0015534272f), a, -6.02533737e-06f);
   q = fo_fma(fo_fma(q, a, -0.0192530416f), a, 0.10280709f);
   q = fo_fma(fo_fma(q, a, 0.636616349f), a, -5.87336935e-09f);
   float tail = fo_exp_nonpos(-fo_fma(a, FO_2_SQRTPI, a * q));
-  return fo_fma(-0.707106769f * a, tail, x < 0.0f ? -0.0f : x);
+  return fo_fma(-0.5f * b, tail, fo_relu(x));
 }
 
 /* ---- Logarithms. x = 2^k (1 + f) with -0.2929 <= f <= 0.4142, and ln(1 + f) = f + g. ---- */
@@ -278,10 +274,10 @@ FO_INLINE float fo_log1p_core(float x, float shift) {
   return fo_fma(k, FO_LN2_HI, f + fo_log_core(f, k * FO_LN2_LO));
 }
 
-/* As fo_log without the rounding of 1 + x; beyond 2^64 x is scaled by 2^-64: ? ulp. */
+/* As fo_log without the rounding of 1 + x; beyond 2^64 x is scaled by 2^-32: ? ulp. */
 FO_INLINE float fo_log1p(float x) {
-  float far = x > 0x1p64f ? 64.0f : 0.0f;
-  float y = fo_log1p_core(x > 0x1p64f ? x * 0x1p-64f : x, far);
+  float far = x > 0x1p64f ? 32.0f : 0.0f;
+  float y = fo_log1p_core(x > 0x1p64f ? x * 0x1p-32f : x, far);
   return fo_copysign(fo_log_ends(1.0f + x, y), x);
 }
 
@@ -315,17 +311,17 @@ FO_INLINE float fo_exp2_wide(double t) {
 
 /* 2^(y log2|x|), the exponent in double, signs and special cases as C's powf: ? ulp. */
 FO_INLINE float fo_pow(float x, float y) {
-  float a = fo_abs(x), half = 0.5f * y;
-  int whole = fo_trunc(y) == y, odd = whole & (fo_trunc(half) != half), below = (fo_bits(x) >> 31) != 0u;
+  float a = fo_abs(x), b = fo_abs(y), half = 0.5f * y;
+  int whole = fo_trunc(y) == y, odd = whole & (fo_trunc(half) != half), minus = (fo_bits(x) >> 31) != 0u;
   double l = a < FO_TINY ? -(double)FO_INF : (a < FO_INF ? fo_log2_wide(a) : (double)a);
   double t = (double)y * l;
   t = t > 200.0 ? 200.0 : t;
   t = t < -200.0 ? -200.0 : t;
   float z = t == t ? fo_exp2_wide(t) : FO_NAN;
-  z = (a == 1.0f) & (fo_abs(y) == FO_INF) ? 1.0f : z;
-  z = (x < 0.0f) & (a >= FO_TINY) & (a < FO_INF) & !whole ? FO_NAN : z;
-  z = below & odd ? -z : z;
-  return (y == 0.0f) | (x == 1.0f) ? 1.0f : z;
+  z = ((a == 1.0f) & (b == FO_INF)) ? 1.0f : z;
+  z = ((x < 0.0f) & (a >= FO_TINY) & (a < FO_INF) & !whole) ? FO_NAN : z;
+  z = (minus & odd) ? -z : z;
+  return ((y == 0.0f) | (x == 1.0f)) ? 1.0f : z;
 }
 
 /* ---- Angles. ---- */
@@ -387,15 +383,16 @@ FO_INLINE double fo_nearest_remainder(double x, double y) {
 
 /* x - trunc(x / y) y with the sign of x, exact; as C's fmodf. */
 FO_INLINE float fo_fmod(float x, float y) {
-  double size = (double)fo_abs(y), r = fo_nearest_remainder((double)fo_abs(x), size);
-  float z = fo_copysign((float)(r < 0.0 ? r + size : r), x);
-  return (fo_abs(y) == FO_INF) & (fo_abs(x) < FO_INF) ? x : z;
+  float a = fo_abs(x), size = fo_abs(y);
+  double r = fo_nearest_remainder((double)a, (double)size);
+  float z = fo_copysign((float)(r < 0.0 ? r + (double)size : r), x);
+  return ((size == FO_INF) & (a < FO_INF)) ? x : z;
 }
 
 /* x - floor(x / y) y with the sign of y, from the exact fmod in one rounding; as torch.remainder. */
 FO_INLINE float fo_remainder(float x, float y) {
   float z = fo_fmod(x, y);
-  return (z != 0.0f) & ((z < 0.0f) != (y < 0.0f)) ? z + y : z;
+  return ((z != 0.0f) & ((z < 0.0f) != (y < 0.0f))) ? z + y : z;
 }
 
 #endif

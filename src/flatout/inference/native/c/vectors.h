@@ -1,6 +1,7 @@
 /* Sixteen floats as one value, on any vector unit. Sums have one order on all of them: lane by lane, then halves. */
 
 #define FO_HOT inline __attribute__((always_inline, unused))
+#define FO_COLD __attribute__((noinline, unused))
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -60,17 +61,18 @@ static FO_HOT float f16_sum(f16 a) {
 }
 #else
 #define FO_WIDE 0
+#define FO_PLAIN 1 /* no vector unit that is known here: code that is short rather than fast */
 typedef struct { float v[16]; } f16;
 #define FO_16(e) f16 r; for (int i = 0; i < 16; i++) r.v[i] = (e); return r
-static FO_HOT f16 f16_zero(void) { FO_16(0.0f); }
-static FO_HOT f16 f16_all(float x) { FO_16(x); }
-static FO_HOT f16 f16_load(const float *p) { FO_16(p[i]); }
-static FO_HOT void f16_store(float *p, f16 a) { for (int i = 0; i < 16; i++) p[i] = a.v[i]; }
-static FO_HOT f16 f16_add(f16 a, f16 b) { FO_16(a.v[i] + b.v[i]); }
-static FO_HOT f16 f16_sub(f16 a, f16 b) { FO_16(a.v[i] - b.v[i]); }
-static FO_HOT f16 f16_mul(f16 a, f16 b) { FO_16(a.v[i] * b.v[i]); }
-static FO_HOT f16 f16_fma(f16 a, f16 b, f16 c) { FO_16(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
-static FO_HOT float f16_sum(f16 a) {
+static FO_COLD f16 f16_zero(void) { FO_16(0.0f); }
+static FO_COLD f16 f16_all(float x) { FO_16(x); }
+static FO_COLD f16 f16_load(const float *p) { FO_16(p[i]); }
+static FO_COLD void f16_store(float *p, f16 a) { for (int i = 0; i < 16; i++) p[i] = a.v[i]; }
+static FO_COLD f16 f16_add(f16 a, f16 b) { FO_16(a.v[i] + b.v[i]); }
+static FO_COLD f16 f16_sub(f16 a, f16 b) { FO_16(a.v[i] - b.v[i]); }
+static FO_COLD f16 f16_mul(f16 a, f16 b) { FO_16(a.v[i] * b.v[i]); }
+static FO_COLD f16 f16_fma(f16 a, f16 b, f16 c) { FO_16(__builtin_fmaf(a.v[i], b.v[i], c.v[i])); }
+static FO_COLD float f16_sum(f16 a) {
   for (int half = 8; half; half /= 2)
     for (int i = 0; i < half; i++) a.v[i] += a.v[i + half];
   return a.v[0];

@@ -1,5 +1,8 @@
-/* A model written by hand with the interface of generated ones: y = W x + h; h' = h / 2 + y. W is 2 by 3, h begins as k.
- * The weights' block holds W, then k. step_many takes a nap between events where the first weight is 1000: to be caught at it. */
+/* Models written by hand with the interface of generated ones. The weights' block holds 16 floats.
+ *
+ * average  y = W x + h; h' = (h + y) / 4. W is 2 by 3. step_many takes a nap between events where the first weight is 1000.
+ * pair     (PAIR is defined) a float[3], k int64, on bool -> s = a * w[0] * k, or 0 where it is not on; c int32[2] = {k, events}.
+ */
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
@@ -30,41 +33,68 @@ typedef struct flatout_native {
 
 static void reset(void *state) { memset(state, 0, 64); }
 
-static void step_at(const float *w, float *h, const void *x, void *y) {
-  float in[3], out[2];
-  memcpy(in, x, sizeof in);
+#ifdef PAIR
+enum { INS = 3, OUTS = 2 };
+static const uint64_t in_bytes[] = {12, 8, 1}, out_bytes[] = {12, 8};
+
+static void event(const float *w, void *state, const void *const *in, void *const *out) {
+  float a[3], s[3];
+  int64_t k, *events = state;
+  int32_t c[2];
+  memcpy(a, in[0], sizeof a);
+  memcpy(&k, in[1], sizeof k);
+  for (int i = 0; i < 3; i++) s[i] = *(const char *)in[2] ? a[i] * w[0] * (float)k : 0;
+  c[0] = (int32_t)k;
+  c[1] = (int32_t)++*events;
+  memcpy(out[0], s, sizeof s);
+  memcpy(out[1], c, sizeof c);
+}
+#else
+enum { INS = 1, OUTS = 1 };
+static const uint64_t in_bytes[] = {12}, out_bytes[] = {8};
+
+static void event(const float *w, void *state, const void *const *in, void *const *out) {
+  float x[3], y[2], *h = state;
+  memcpy(x, in[0], sizeof x);
   for (int i = 0; i < 2; i++) {
-    out[i] = w[3 * i] * in[0] + w[3 * i + 1] * in[1] + w[3 * i + 2] * in[2] + h[i];
-    h[i] = 0.5f * h[i] + out[i];
+    y[i] = w[3 * i] * x[0] + w[3 * i + 1] * x[1] + w[3 * i + 2] * x[2] + h[i];
+    h[i] = 0.25f * (h[i] + y[i]);
   }
-  memcpy(y, out, sizeof out);
+  memcpy(out[0], y, sizeof y);
+}
+#endif
+
+static void event_at(const void *weights, void *state, const void *const *in, void *const *out, int64_t t) {
+  const void *x[INS];
+  void *y[OUTS];
+  for (int i = 0; i < INS; i++) x[i] = (const char *)in[i] + t * (int64_t)in_bytes[i];
+  for (int i = 0; i < OUTS; i++) y[i] = (char *)out[i] + t * (int64_t)out_bytes[i];
+  event(weights, state, x, y);
 }
 
 static void step(const void *weights, void *state, void *work, const void *const *in, void *const *out) {
   (void)work;
-  step_at(weights, state, in[0], out[0]);
+  event(weights, state, in, out);
 }
 
 static void step_many(const void *weights, void *state, void *work, const void *const *in, void *const *out, int64_t n) {
   (void)work;
   for (int64_t t = 0; t < n; t++) {
     if (*(const float *)weights == 1000.0f) usleep(1000);
-    step_at(weights, state, (const char *)in[0] + 12 * t, (char *)out[0] + 8 * t);
+    event_at(weights, state, in, out, t);
   }
 }
 
 static void step_streams(const void *weights, void *states, void *work, const void *const *in, void *const *out, int64_t n) {
   (void)work;
-  for (int64_t i = 0; i < n; i++)
-    step_at(weights, (float *)((char *)states + 64 * i), (const char *)in[0] + 12 * i, (char *)out[0] + 8 * i);
+  for (int64_t i = 0; i < n; i++) event_at(weights, (char *)states + 64 * i, in, out, i);
 }
 
 static void snapshot(const void *state, void *plain) { memcpy(plain, state, 8); }
 static void restore(void *state, const void *plain) { memcpy(state, plain, 8); }
 
-static const uint64_t in_bytes[] = {12}, out_bytes[] = {8};
-const flatout_native TABLE = {1, 1, 1, 0, TEXT(FLATOUT_ISA), in_bytes, out_bytes, 64, 64, 0, 0, 8,
-                              reset, step, step_many, step_streams, snapshot, restore};
+const flatout_native TABLE = {1,      INS,     OUTS,   0,     TEXT(FLATOUT_ISA), in_bytes, out_bytes,    64,       64,
+                              0,      0,       8,      reset, step,              step_many, step_streams, snapshot, restore};
 #endif
 
 #ifndef FLATOUT_PART

@@ -1,0 +1,118 @@
+"""`flatout build`: a trained model as native code in a folder, measured on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+
+import typer
+from rich.console import Console
+
+from flatout.cli.factories import named_function
+from flatout.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_PRECISIONS: Final = ("float32", "int8")
+_BACKENDS: Final = ("native", "aoti")
+_GIVES: Final = (
+    "(module, example_inputs), (module, example_inputs, state), or a module that has an attribute example_inputs"
+)
+
+
+def build(
+    factory: Annotated[
+        str,
+        typer.Argument(metavar="MODULE:FUNCTION", help="Returns the module, example inputs, names of carried state."),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
+    precision: Annotated[
+        str,
+        typer.Option(metavar="float32|int8", help="int8: layers whose error stays small take a quarter of the bytes."),
+    ] = "float32",
+    max_error: Annotated[
+        float, typer.Option(help="Of int8: the largest error of an output, relative to its largest number.")
+    ] = 0.01,
+    backend: Annotated[
+        str, typer.Option(metavar="native|aoti", help="native: one C file. aoti: a package of torch's AOTInductor.")
+    ] = "native",
+    name: Annotated[str, typer.Option(help="Of the C functions: NAME_step, ...")] = "model",
+    events: Annotated[int, typer.Option(help="Events that latencies are taken from.")] = 20_000,
+) -> None:
+    """Build an engine from the model that MODULE:FUNCTION returns, measure it, and write its folder."""
+    _check(out, precision=precision, backend=backend, events=events)
+    if not max_error > 0:
+        raise UsageError(f"--max-error {max_error} is no number above 0")
+    given = _given(factory)
+
+    from flatout.inference.native import build as build_engine
+    from flatout.reporting.native import native_lines
+
+    with Console(stderr=True).status("building"):
+        engine = build_engine(
+            given.module,
+            given.example_inputs,
+            state=given.state,
+            name=name,
+            precision=precision,
+            max_error=max_error,
+            backend=backend,
+            events=events,
+        )
+        engine.save(out)
+    console = Console(soft_wrap=True, highlight=False)
+    if engine.report is not None:
+        for line in native_lines(engine.report):
+            console.print(line, markup=False)
+    console.print(f"written to {out}", markup=False)
+
+
+class _Given(NamedTuple):
+    """What the factory returned."""
+
+    module: nn.Module
+    example_inputs: tuple[Any, ...]
+    state: tuple[str, ...]
+
+
+def _check(out: Path, *, precision: str, backend: str, events: int) -> None:
+    """Before anything is imported or built in vain."""
+    for option, value, allowed in (("precision", precision, _PRECISIONS), ("backend", backend, _BACKENDS)):
+        if value not in allowed:
+            raise UsageError(f"--{option} {value} is none of {', '.join(allowed)}")
+    if precision != "float32" and backend == "aoti":
+        raise UsageError(f"--precision {precision} is of the native back end; leave out --backend aoti")
+    if events < 1:
+        raise UsageError(f"--events {events} is no number above 0")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"-o {out}: there is no folder '{out.absolute().parent}'; give a path in one that exists")
+    if out.is_file():
+        raise UsageError(f"-o {out} is a file; give a folder")
+
+
+def _given(name: str) -> _Given:
+    """Call the factory. Raises UsageError for what it should not return."""
+    from torch import nn
+
+    made = named_function(name, gives=_GIVES)()
+    if isinstance(made, nn.Module):
+        if not hasattr(made, "example_inputs"):
+            raise UsageError(f"'{name}' returned a {type(made).__name__} without example_inputs; return {_GIVES}")
+        made = (made, made.example_inputs)
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise UsageError(f"'{name}' returned a {_told(made)}; return {_GIVES}")
+    module, examples, state = made if len(made) == 3 else (*made, ())
+    if not isinstance(examples, (tuple, list)):
+        examples = (examples,)
+    names = (state,) if isinstance(state, str) else tuple(state)
+    if not all(isinstance(one, str) for one in names):
+        raise UsageError(f"'{name}' returned the state {names}; give names of forward's parameters")
+    return _Given(module, tuple(examples), names)
+
+
+def _told(made: object) -> str:
+    kind = type(made).__name__
+    return (
+        f"{kind} of {len(made)} ({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else kind
+    )

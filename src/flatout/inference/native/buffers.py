@@ -1,0 +1,126 @@
+"""Arguments of a step as tensors of the sizes that a package was compiled for, and the tensors that it carries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from flatout.errors import NativeError, UsageError
+from flatout.records.native import Port
+
+Buffer: TypeAlias = Any
+"""A tensor on the CPU, a NumPy array, or anything with the buffer protocol."""
+DTYPES: Final = {"float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "bool": torch.bool}
+_FORMATS: Final = {"float32": "f", "int32": "il", "int64": "lq", "bool": "?"}
+
+
+def port_of(name: str, tensor: Tensor) -> Port:
+    """Raises NativeError for a dtype that engines do not take."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise NativeError(f"'{name}' is {dtype}; engines take {', '.join(DTYPES)}")
+    return Port(name=name, dtype=dtype, shape=tuple(tensor.shape))
+
+
+def tensor_at(value: Buffer, port: Port, lead: tuple[int, ...], *, is_written: bool = False) -> Tensor:
+    """The value as a contiguous tensor of the port's dtype and of shape (*lead, *port.shape). Copied only where it must be.
+
+    Raises UsageError where sizes or dtypes do not fit, or, if `is_written`, where the memory cannot be used as it is.
+    """
+    dtype = DTYPES[port.dtype]
+    if not isinstance(value, Tensor):
+        return _from_buffer(value, port, lead, is_written=is_written)
+    if value.dtype is not dtype or not value.is_cpu:
+        raise UsageError(f"'{port.name}' is {port.dtype} on the CPU, got {value.dtype} on {value.device}; convert it")
+    is_plain = value.is_contiguous()
+    if not lead and is_plain and value.shape == port.shape:
+        return value  # what nearly every event is
+    _check_size(value.numel() * dtype.itemsize, port, lead)
+    if is_written and not is_plain:
+        raise _unwritable(port)
+    return value.contiguous().reshape((*lead, *port.shape))
+
+
+def _from_buffer(value: Buffer, port: Port, lead: tuple[int, ...], *, is_written: bool) -> Tensor:
+    dtype = DTYPES[port.dtype]
+    with memoryview(value) as view:
+        size = view.itemsize
+        if size not in (1, dtype.itemsize) or (size > 1 and view.format not in _FORMATS[port.dtype]):
+            raise UsageError(f"'{port.name}' is {port.dtype}, got a buffer of format '{view.format}'; convert it")
+        _check_size(view.nbytes, port, lead)
+        is_usable = view.c_contiguous and not view.readonly
+        if is_written and not is_usable:
+            raise _unwritable(port)
+        # torch warns of memory that it must not write to
+        whole: Any = value if is_usable else bytearray(view)
+        found = torch.frombuffer(whole, dtype=dtype) if view.nbytes else torch.empty(0, dtype=dtype)
+    return found.reshape((*lead, *port.shape))
+
+
+def _unwritable(port: Port) -> UsageError:
+    return UsageError(f"out for '{port.name}' cannot be written in one piece; give a contiguous, writable buffer")
+
+
+def _check_size(num_bytes: int, port: Port, lead: tuple[int, ...]) -> None:
+    expected = prod(lead) * port.num_bytes
+    if num_bytes != expected:
+        raise UsageError(
+            f"'{port.name}' is {port.dtype} of shape {(*lead, *port.shape)}: got {num_bytes} bytes, expected {expected}"
+        )
+
+
+def targets_of(out: Any, ports: Sequence[Port], lead: tuple[int, ...]) -> tuple[Any, list[Tensor]]:
+    """What step returns, and the tensors that its outputs go to, which are the same memory."""
+    if out is None:
+        made = [torch.empty((*lead, *port.shape), dtype=DTYPES[port.dtype]) for port in ports]
+        arrays = tuple(tensor.numpy() for tensor in made)
+        return (arrays[0] if len(arrays) == 1 else arrays), made
+    given = out if isinstance(out, tuple) else (out,)
+    if len(given) != len(ports):
+        raise UsageError(f"out has {len(given)} buffers; give {len(ports)}, as a tuple")
+    return out, [tensor_at(buffer, port, lead, is_written=True) for buffer, port in zip(given, ports, strict=True)]
+
+
+class Held:
+    """What is carried, twice: a package may hand out its inputs as outputs, so new values are never written over those in use."""
+
+    def __init__(self, start: Sequence[Tensor]) -> None:
+        self.now, self.after = [tensor.clone() for tensor in start], [torch.empty_like(tensor) for tensor in start]
+
+    def turn(self) -> None:
+        """What was written becomes what is read."""
+        self.now, self.after = self.after, self.now
+
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        """Other values."""
+        for held, new in zip(self.now, tensors, strict=True):
+            held.copy_(new)
+
+
+def read_snapshot(snapshot: bytes, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a snapshot. Raises UsageError for bytes of another length."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in like]
+    expected = sum(-(-size // 8) * 8 for size in sizes)
+    if len(snapshot) != expected:
+        raise UsageError(f"a snapshot of this model has {expected} bytes, got {len(snapshot)}")
+    found, start = [], 0
+    for tensor, size in zip(like, sizes, strict=True):
+        numbers = bytearray(snapshot[start : start + size])
+        found.append(torch.frombuffer(numbers, dtype=tensor.dtype).reshape(tensor.shape) if size else tensor)
+        start += -(-size // 8) * 8
+    return found
+
+
+def plain_bytes(tensor: Tensor) -> bytes:
+    """Its numbers in C order, and zeros up to a multiple of 8 bytes."""
+    numbers = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
+    return numbers.ljust(-(-len(numbers) // 8) * 8, b"\0")
+
+
+def num_bytes_of(value: Buffer) -> int:
+    """Of all its numbers."""
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else memoryview(value).nbytes
