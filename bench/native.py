@@ -58,6 +58,7 @@ Record = dict[str, Any]
 WRONG = (
     1e-4  # over the output's scale: float32 is below 1e-6 on these models, a state read in the wrong order above 1e-2
 )
+OURS = "c", "c_loop", "flatout", "flatout_loop"
 PARTS = "models", "million", "int8"
 
 
@@ -465,7 +466,9 @@ def table(records: Sequence[Record]) -> str:
     lines += [f"{name} {what}" for name, what in machine["versions"].items()]
     if rows:
         names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-        lines += ["", *columns("model", [*names, "floor"], {r["model"]: times_of(r, names) for r in rows})]
+        head = [*names, "floor", "x best"]
+        lines += ["", *columns("model", head, {r["model"]: times_of(r, names) for r in rows})]
+        lines += ["x best: the fastest of the peers that are not written by hand, over flatout"]
         wrong = [(r["model"], name, p["error"]) for r in rows for name, p in r["peers"].items() if p.get("wrong")]
         lines += [f"wrong: {name} of {model}, {error:.2g} of the output's scale away" for model, name, error in wrong]
         for kind, named in (("failed", "failed"), ("not_there", "has none")):
@@ -478,8 +481,27 @@ def table(records: Sequence[Record]) -> str:
             for name, peer in row["peers"].items():
                 said = {name: peer.get("event"), f"{name}, in C": peer.get("event_in_c")}
                 lines += [f"{row['model']:14} {who:14} {tails(event)}" for who, event in said.items() if event]
-    rest = [r for r in records if r["part"] in ("million", "int8")]
-    return "\n".join([*lines, "", *(json.dumps(r) for r in rest)]).rstrip()
+    lines += [said for record in records for said in of_part(record)]
+    return "\n".join(lines)
+
+
+def of_part(record: Record) -> Iterator[str]:
+    """A record of the other parts, in words."""
+    if record["part"] in ("models", "machine"):
+        return
+    yield ""
+    same = f"bit for bit as single steps: {record.get('bitwise_as_single_steps')}"
+    if "flatout" in record:
+        yield f"{record['part']}: flatout: {record['flatout']}"
+    elif "events" in record:
+        yield f"{record['events']} events of the GRU through step_many: {record['many_s']:.3g} s; {same}"
+    elif "streams" in record:
+        rates = ", ".join(f"{name} {1e-6 / peer['s']:.3g}" for name, peer in record["peers"].items())
+        yield f"{record['streams']} streams of the GRU beside one, million events a second: {rates}; {same}"
+    else:
+        times = ", ".join(f"{name} {peer['s'] * 1e6:.3g} us" for name, peer in record["peers"].items())
+        errors = ", ".join(f"{error:.2g}" for error in record["error"].values())
+        yield f"{record['model']}: {times}: {record['faster']:.3g}x; errors over the output's scale: {errors}"
 
 
 def columns(head: str, names: Sequence[str], rows: dict[str, list[str]]) -> list[str]:
@@ -496,7 +518,11 @@ def times_of(row: Record, names: Sequence[str]) -> list[str]:
             return f"{peer['s'] * 1e6:.3g}"
         return "wrong" if peer.get("wrong") else "failed" if "failed" in peer else "-"
 
-    return [*(cell(row["peers"].get(name, {})) for name in names), f"{row['floor_s'] * 1e6:.3g}"]
+    peers = row["peers"]
+    rest = [p["s"] for name, p in peers.items() if "s" in p and not name not in OURS]
+    ours = peers.get("flatout", {}).get("s")
+    best = f"{min(rest) / ours:.3g}" if rest and ours else "-"
+    return [*(cell(peers.get(name, {})) for name in names), f"{row['floor_s'] * 1e6:.3g}", best]
 
 
 def errors_of(row: Record, names: Sequence[str]) -> list[str]:

@@ -41,7 +41,7 @@ class Source(NamedTuple):
 class _Writer:
     def __init__(self, name: str, body: Body, inputs: list[Buffer], outputs: list[Buffer], states: list[StateLayout]) -> None:
         self.name, self.body, self.inputs, self.outputs, self.states = name, body, inputs, outputs, states
-        self.state_bytes = _aligned(max((s.buffer.offset + plan.num_bytes(s.buffer) * (2 if s.buffer.kind == "ring" else 1) for s in states), default=0), states)  # fmt: skip
+        self.state_bytes = _aligned(max((s.buffer.offset + plan.num_bytes(s.buffer) for s in states), default=0), states)  # fmt: skip
         self.groups = list(together(body.statements))
         self.passing = plan.passing(self.groups)
         self.work_bytes = plan.place(body, self.groups, self.passing)
@@ -151,7 +151,7 @@ class _Writer:
         cursor = next(s.cursor for s in self.states if s.buffer is ring)
         yield f"memcpy(p_{ring.name} + 0, p_{ring.name} + {ring.length * ring.row}, {4 * ring.row});"
         yield f"int32_t *const c = (int32_t *)(state + b * {self.state_bytes}L + {cursor});"
-        yield f"*c = *c + 1 == {ring.length} ? 0 : *c + 1;"
+        yield f"*c = *c + 1 < {ring.length} ? *c + 1 : 0;"
 
 
 def _type(buffer: Buffer) -> str:

@@ -14,7 +14,8 @@ from flatout.errors import NativeError
 from flatout.inference.native import demand, pointwise
 from flatout.inference.native.demand import Box, Span, aten, shape_of
 from flatout.inference.native.packing import Block, Constants, by_columns, by_quads, by_rows, padded_bias, rounded, shifted_sums
-from flatout.inference.native.statements import Body, Gather, Map, Product, RowWise
+from flatout.inference.native.rings import Window, seen
+from flatout.inference.native.statements import Body, Gather, Map, Product, Push, RowWise
 from flatout.inference.native.values import (
     LANES,
     Buffer,
@@ -56,8 +57,9 @@ class Lowering:
         self.layers: list[tuple[str, Product]] = []
         self.int8: frozenset[str] = frozenset()
         """Weights whose products are to be in 8 bits, by the name of the node that holds them."""
+        self.windows: dict[Node, tuple[Window, Buffer]] = {}
+        """Nodes that join a state's window with its new row."""
         self._count = 0
-        self._copies: dict[tuple[Node, Box], View] = {}
 
     def run(self) -> None:
         """Lower all that is needed. Raises NativeError with the operator and the line of the model."""
@@ -170,6 +172,8 @@ class Lowering:
     # ---------------------------------------------------------------------------------------------------- operators
 
     def _lowered(self, node: Node) -> Value:
+        if node in self.windows:
+            return self._window(node)
         box = self.boxes[node]
         shape = tuple(span.stop - span.start for span in box)
         special = _SPECIAL.get(node.target)  # type: ignore[arg-type]
@@ -178,6 +182,17 @@ class Lowering:
         if pointwise.is_pointwise(node):
             return self._pointwise(node, box, shape)
         raise NotImplementedError(f"operator {node.target} has no native code")
+
+    def _window(self, node: Node) -> View:
+        """The new row goes behind the window; the whole is seen in place."""
+        window, ring = self.windows[node]
+        self.boxes[node] = demand.full(node)
+        rank = len(shape_of(node))
+        first = [window.dim, *(d for d in range(rank) if d != window.dim)]
+        value = _as_view(self, self.part(window.newest), window.newest, demand.full(window.newest))
+        row = self.rows_of(mapped(value, lambda v: permuted(v, first)), window.newest, None, ring.row)
+        self.body.statements.append(Push(ring, row, note_of(node)))
+        return seen(ring, shape_of(node), window.dim, 0 if window.is_longer else 1)
 
     def _pointwise(self, node: Node, box: Box, shape: tuple[int, ...]) -> Value:
         def one(arg: Any) -> Any:

@@ -25,7 +25,8 @@ from flatout.inference.native.demand import shape_of
 from flatout.inference.native.emit import StateLayout
 from flatout.inference.native.generated import Generated
 from flatout.inference.native.lowering import Lowering, dtype_name, told_at
-from flatout.inference.native.statements import Map, Product
+from flatout.inference.native.rings import Window, ring, window_of
+from flatout.inference.native.statements import Map, Product, Turn
 from flatout.inference.native.values import Buffer, Const, View, whole
 from flatout.records.native import NativeLayer, Port
 
@@ -157,6 +158,7 @@ class _Generation:
         self.new_states: list[Node] = []
         self.outputs: list[tuple[Node, Buffer]] = []
         self.kept: dict[Node, View] = {}
+        self.windows: dict[Node, tuple[Window, Buffer]] = {}
 
     def run(self) -> Generated:
         self._refuse_dynamic()
@@ -168,6 +170,7 @@ class _Generation:
         constants |= {node: Const(tensors[node], False) for node in plain}
         ends = [node for node, _ in self.outputs] + self.new_states
         self.low = low = Lowering(self.nodes, ends, constants, self.kept)
+        low.windows = self.windows
         names = {node.name: name for node, name in self._names().items()}
         low.int8 = frozenset(n.name for n in tensors if self._weight_name(n.name, names) in self.int8)
         for node, buffer in self.outputs:
@@ -207,6 +210,9 @@ class _Generation:
                 at = self._add_state(str(spec.target), self.named[source.arg.name], self.named[spec.arg.name], tensor, at)  # type: ignore[union-attr]
             elif spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION):
                 raise NativeError(f"the model changes what is given to it ({spec.target}); return the new value instead")
+        for number, layout in enumerate(self.states):  # cursors lie behind all numbers
+            if layout.buffer.kind == "ring":
+                self.states[number], at = layout._replace(cursor=at), at + 4
         for parameter, node, name in flat:
             if parameter not in self.program.state:
                 self._check(node, f"input '{name}'")
@@ -239,10 +245,17 @@ class _Generation:
             raise UsageError(f"state '{name}' is {tuple(old.shape)} of {old.dtype}, and its new value {tuple(made.shape)} of {made.dtype}; return one of the same shape")
         if not old.is_contiguous():
             raise NativeError(f"state '{name}' has strides {old.stride()}; carry one that is contiguous")
-        buffer = Buffer(f"s{len(self.states)}", "state", dtype_name(old.dtype), old.numel(), at)
+        window = window_of(node, new)
+        dtype = dtype_name(old.dtype)
+        name_of = f"s{len(self.states)}"
+        if window is not None and dtype == "float32":
+            buffer, view = ring(name_of, dtype, tuple(old.shape), window.dim, at)
+            self.windows[window.joined] = (window, buffer)
+        else:
+            buffer = Buffer(name_of, "state", dtype, old.numel(), at)
+            view = whole(buffer, shape_of(node))
         first = b"" if initial is None or not bool(initial.any()) else initial.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         port = Port(name=name, dtype=buffer.dtype, shape=tuple(old.shape))
-        view = whole(buffer, shape_of(node))
         self.states.append(StateLayout(port, buffer, first, view))
         self.new_states.append(new)
         self.kept[node] = view
@@ -290,14 +303,17 @@ class _Generation:
                 continue
             low.body.statements.append(Map(dst, low.expression(node, None, dst.shape), "goes out"))
         moved = []
+        turns = [Turn(layout.buffer, "a window moves on") for layout in self.states if layout.buffer.kind == "ring"]
         for layout, node in zip(self.states, self.new_states, strict=True):
+            if layout.buffer.kind == "ring":
+                continue
             expr = low.expression(node, None, layout.view.shape)
             if isinstance(expr, View) and expr.buffer.kind in ("state", "ring"):
                 if expr == layout.view:
                     continue
                 expr = low.materialised(expr)
             moved.append(Map(layout.view, expr, "is carried"))
-        low.body.statements += moved
+        low.body.statements += [*moved, *turns]
 
     def _generated(self, low: Lowering, names: dict[str, str]) -> Generated:
         inputs = [Port(name=n.name, dtype=b.dtype, shape=shape_of(n)) for n, b in self.inputs]
