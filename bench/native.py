@@ -7,8 +7,8 @@ Peers, all called from Python in one thread on one core, each carrying the state
 
   eager         PyTorch in inference mode
   compile       torch.compile, default mode
-  aoti          AOTInductor, default; aoti_tuned with freezing, autotuned C++ products and stack allocation; both through the
-                loader's own `run`. `..._copied`: the state made contiguous after each event, tried where the plain way is wrong
+  aoti          AOTInductor, default; aoti_tuned with freezing, autotuned C++ products and stack allocation; both through
+                the loader's own `run`. `..._copied`: the state made contiguous after each event, tried where the plain way is wrong
   ort           ONNX Runtime, inputs and outputs bound once, the state in two buffers in turn
   c             written by hand for five of the models (bench/native_c), as an extension of Python; c_loop: its loop in C
   flatout       Engine.step(x, out); flatout_loop: Engine.step_many
@@ -23,6 +23,8 @@ event's operations at its measured rate of multiply-adds.
 
 Other parts: million (a million events of the GRU through step_many; 256 streams beside one; are they bit for bit what single
 steps give), int8 (precision="int8" beside float32: time, and error over the output's scale).
+
+Compiling takes most of the time: about a minute a model on two idle cores. Needs `pip install 'flatout[bench]'` and a C compiler.
 """
 
 from __future__ import annotations
@@ -519,7 +521,7 @@ def times_of(row: Record, names: Sequence[str]) -> list[str]:
         return "wrong" if peer.get("wrong") else "failed" if "failed" in peer else "-"
 
     peers = row["peers"]
-    rest = [p["s"] for name, p in peers.items() if "s" in p and not name not in OURS]
+    rest = [p["s"] for name, p in peers.items() if "s" in p and name not in OURS]
     ours = peers.get("flatout", {}).get("s")
     best = f"{min(rest) / ours:.3g}" if rest and ours else "-"
     return [*(cell(peers.get(name, {})) for name in names), f"{row['floor_s'] * 1e6:.3g}", best]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.fx import Node
 
 from flatout.inference.native.demand import Box, Span, shape_of, window_of
+from flatout.inference.native.lowering import Lowering
 from flatout.inference.native.packing import Constants, by_columns, padded_bias
+from flatout.inference.native.places import note_of
+from flatout.inference.native.products import partial_sums
 from flatout.inference.native.statements import Map, Product
 from flatout.inference.native.values import (
     LANES,
@@ -26,14 +29,11 @@ from flatout.inference.native.values import (
     whole,
 )
 
-if TYPE_CHECKING:
-    from flatout.inference.native.lowering import Lowering
-
 _TAPS = 16
 """A depthwise kernel of no more is written out, a multiplication each."""
 
 
-def lowered(low: Lowering, node: Node, box: Box) -> Value:
+def lowered(low: Lowering, node: Any, box: Box) -> Value:
     """The part `box` of a convolution of any number of dimensions. Raises NotImplementedError for what is not supported."""
     args: Any = node.args
     source, weight, bias, stride, pad, dilation, transposed, _, groups = args
@@ -87,7 +87,7 @@ def _padded(low: Lowering, view: View, pads: list[tuple[int, int]]) -> View:
     return dst
 
 
-def _by_taps(low: Lowering, node: Node, seen: View, weight: Node, bias: Any, sizes: tuple[int, int, int]) -> Value:
+def _by_taps(low: Lowering, node: Any, seen: View, weight: Node, bias: Any, sizes: tuple[int, int, int]) -> Value:
     """Depthwise: a channel of its own for each output channel."""
     channels, rank, taps = sizes
     shape = (seen.shape[0], *seen.shape[1 : 1 + rank], channels)
@@ -123,10 +123,8 @@ def _at(seen: View, rank: int, tap: int) -> View:
     return seen
 
 
-def _by_products(low: Lowering, node: Node, seen: View, weight: Node, bias: Any, sizes: tuple[int, int, int]) -> View:
+def _by_products(low: Lowering, node: Any, seen: View, weight: Node, bias: Any, sizes: tuple[int, int, int]) -> View:
     """A product for each group of channels."""
-    from flatout.inference.native.lowering import note_of, partial_sums
-
     channels, inner, groups = sizes
     rank = (len(seen.shape) - 2) // 2
     outer, kernel = seen.shape[: 1 + rank], seen.shape[1 + rank : -1]

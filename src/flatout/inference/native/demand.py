@@ -22,28 +22,28 @@ Box: TypeAlias = tuple[Span, ...]
 Rule: TypeAlias = Callable[[Node, Box], Iterator[tuple[Node, Box]]]
 
 
-def shape_of(node: Node) -> tuple[int, ...]:
+def shape_of(node: Any) -> tuple[int, ...]:
     """Of a node that gives one tensor; of the first, where there are several (all of a split's, as its input lies)."""
     value = node.meta["val"]
     if node.target in _SPLITS:
-        return shape_of(node.args[0])  # type: ignore[arg-type]
+        return shape_of(node.args[0])
     return tuple(value[0].shape) if isinstance(value, (tuple, list)) else tuple(value.shape)
 
 
-def full(node: Node) -> Box:
+def full(node: Any) -> Box:
     """All of it."""
     return tuple(Span(0, n) for n in shape_of(node))
 
 
-def dim_of(node: Node, dim: int) -> int:
+def dim_of(node: Any, dim: int) -> int:
     """Counted from the first."""
     rank = len(shape_of(node))
     return dim + rank if dim < 0 else dim
 
 
-def inputs_of(node: Node, box: Box) -> dict[Node, Box]:
+def inputs_of(node: Any, box: Box) -> dict[Node, Box]:
     """What a node reads to give the part `box` of itself."""
-    rule = _RULES.get(node.target)  # type: ignore[arg-type]
+    rule = _RULES.get(node.target)
     wanted: dict[Node, Box] = {}
     told = dict.fromkeys(node.all_input_nodes)
     for source, part in rule(node, box) if rule else ():
@@ -60,9 +60,26 @@ def demands(nodes: list[Node], outputs: list[Node]) -> dict[Node, Box]:
     for node in reversed(nodes):
         if node not in needed or node.op != "call_function":
             continue
+        needed[node] = _widened(node, needed[node])
         for source, box in inputs_of(node, needed[node]).items():
             needed[source] = union(needed[source], box) if source in needed else box
     return needed
+
+
+def _widened(node: Any, box: Box) -> Box:
+    """With all of the dimensions that code cannot give a part of: readers see their part of what it gives."""
+    if node.target in (aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default):
+        dims = {dim_of(node, node.args[1])}
+    elif node.target == aten.native_layer_norm.default:
+        dims = set(range(len(box) - len(node.args[1]), len(box)))
+    elif node.target == aten.embedding.default:
+        dims = {len(box) - 1}
+    elif node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+        new = shape_of(node)
+        dims = {d for olds, news in groups(shape_of(node.args[0]), new) if not _is_kept(olds, news, node) for d in news}
+    else:
+        return box
+    return tuple(Span(0, n) if d in dims else span for d, (n, span) in enumerate(zip(shape_of(node), box, strict=True)))
 
 
 def union(a: Box, b: Box) -> Box:
@@ -73,7 +90,7 @@ def union(a: Box, b: Box) -> Box:
 # ---------------------------------------------------------------------------------------------------------------- rules
 
 
-def by_element(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
+def by_element(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     """Each element needs those that broadcast to it."""
     for source in node.all_input_nodes:
         shape = shape_of(source)
@@ -83,21 +100,21 @@ def by_element(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
         yield source, tuple(Span(0, 1) if n == 1 else span for n, span in zip(shape, tail, strict=True))
 
 
-def _permute(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
+def _permute(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     source, dims = node.args[0], node.args[1]
     rank = len(box)
-    at = {d % rank: span for d, span in zip(dims, box, strict=True)}  # type: ignore[arg-type, operator]
-    yield source, tuple(at[d] for d in range(rank))  # type: ignore[misc]
+    at = {d % rank: span for d, span in zip(dims, box, strict=True)}
+    yield source, tuple(at[d] for d in range(rank))
 
 
-def _select(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
+def _select(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     source: Any = node.args[0]
-    dim, index = dim_of(source, node.args[1]), node.args[2]  # type: ignore[arg-type]
-    index = index + shape_of(source)[dim] if index < 0 else index  # type: ignore[operator]
-    yield source, (*box[:dim], Span(index, index + 1), *box[dim:])  # type: ignore[arg-type, operator]
+    dim, index = dim_of(source, node.args[1]), node.args[2]
+    index = index + shape_of(source)[dim] if index < 0 else index
+    yield source, (*box[:dim], Span(index, index + 1), *box[dim:])
 
 
-def slice_of(node: Node) -> tuple[int, int, int, int]:
+def slice_of(node: Any) -> tuple[int, int, int, int]:
     """Dimension, start, stop and step of a slice."""
     args: Any = [*node.args[1:], *[None] * 5]
     source: Any = node.args[0]
@@ -109,42 +126,48 @@ def slice_of(node: Node) -> tuple[int, int, int, int]:
     return dim, start, stop, args[3] or 1
 
 
-def _slice(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
+def _slice(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     dim, start, _, step = slice_of(node)
     span = box[dim]
     new = Span(start + span.start * step, start + (span.stop - 1) * step + 1)
-    yield node.args[0], (*box[:dim], new, *box[dim + 1 :])  # type: ignore[misc]
+    yield node.args[0], (*box[:dim], new, *box[dim + 1 :])
 
 
-def _unsqueeze(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
-    dim = node.args[1] % len(box)  # type: ignore[operator]
-    yield node.args[0], (*box[:dim], *box[dim + 1 :])  # type: ignore[misc]
+def _unsqueeze(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
+    dim = node.args[1] % len(box)
+    yield node.args[0], (*box[:dim], *box[dim + 1 :])
 
 
-def _squeeze(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
+def _squeeze(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     gone = squeezed_dims(node)
     rest = iter(box)
-    yield node.args[0], tuple(Span(0, 1) if d in gone else next(rest) for d in range(len(shape_of(node.args[0]))))  # type: ignore[misc, arg-type]
+    yield node.args[0], tuple(Span(0, 1) if d in gone else next(rest) for d in range(len(shape_of(node.args[0]))))
 
 
-def squeezed_dims(node: Node) -> set[int]:
+def squeezed_dims(node: Any) -> set[int]:
     """That a squeeze takes out."""
     source: Any = node.args[0]
     shape, dims = shape_of(source), node.args[1] if len(node.args) > 1 else range(len(shape_of(source)))
-    listed = [dims] if isinstance(dims, int) else list(dims)  # type: ignore[arg-type]
+    listed = [dims] if isinstance(dims, int) else list(dims)
     return {dim_of(source, d) for d in listed if shape[d] == 1}
 
 
-def _view(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
+def _view(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     """Parts pass through dimensions that a reshape keeps."""
     source: Any = node.args[0]
     old, new = shape_of(source), shape_of(node)
     part = [Span(0, n) for n in old]
     for olds, news in groups(old, new):
-        wide_old, wide_new = [d for d in olds if old[d] != 1], [d for d in news if new[d] != 1]
-        if len(wide_old) == 1 == len(wide_new):
-            part[wide_old[0]] = box[wide_new[0]]
+        if _is_kept(olds, news, node):
+            wide = next(d for d in news if new[d] != 1)
+            part[next(d for d in olds if old[d] != 1)] = box[wide]
     yield source, tuple(part)
+
+
+def _is_kept(olds: list[int], news: list[int], node: Any) -> bool:
+    """Whether a run of a view's dimensions is one dimension before and after, besides those of one element."""
+    old, new = shape_of(node.args[0]), shape_of(node)
+    return sum(old[d] != 1 for d in olds) == 1 == sum(new[d] != 1 for d in news)
 
 
 def groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
@@ -174,18 +197,18 @@ def groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[list[in
         yield olds, news
 
 
-def _rows(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
+def _rows(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     """Rows of what is normalised over the last dimensions: softmax, layer norm, reductions that keep the dimension."""
     source: Any = node.args[0]
     if node.target in (aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default):
-        over = {dim_of(source, node.args[1])}  # type: ignore[arg-type]
+        over = {dim_of(source, node.args[1])}
     else:
         rank = len(shape_of(source))
-        over = set(range(rank - len(node.args[1]), rank))  # type: ignore[arg-type]
+        over = set(range(rank - len(node.args[1]), rank))
     yield source, tuple(Span(0, n) if d in over else box[d] for d, n in enumerate(shape_of(source)))
 
 
-def _mm(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
+def _mm(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     args: Any = node.args
     if node.target == aten.addmm.default:
         bias, a, b = args
@@ -204,9 +227,9 @@ def by_element_of(source: Node, box: Box) -> Iterator[tuple[Node, Box]]:
     yield source, tuple(Span(0, 1) if n == 1 else span for n, span in zip(shape, tail, strict=True))
 
 
-def _cat(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
+def _cat(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     parts: Any = node.args[0]
-    dim = dim_of(node, node.args[1] if len(node.args) > 1 else 0)  # type: ignore[arg-type]
+    dim = dim_of(node, node.args[1] if len(node.args) > 1 else 0)
     for source, span, start in cat_parts(parts, dim, box[dim]):
         yield source, (*box[:dim], Span(span.start - start, span.stop - start), *box[dim + 1 :])
 
@@ -225,19 +248,19 @@ def cat_parts(parts: list[Node], dim: int, span: Span) -> Iterator[tuple[Node, S
         start = stop
 
 
-def _getitem(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
+def _getitem(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     source: Any = node.args[0]
     if source.target in _SPLITS:
-        dim, start, _ = split_of(source, node.args[1])  # type: ignore[arg-type]
+        dim, start, _ = split_of(source, node.args[1])
         span = box[dim]
         box = (*box[:dim], Span(span.start + start, span.stop + start), *box[dim + 1 :])
     yield source, box
 
 
-def split_of(node: Node, index: int) -> tuple[int, int, int]:
+def split_of(node: Any, index: int) -> tuple[int, int, int]:
     """Dimension, start and stop of one part of a split."""
     source: Any = node.args[0]
-    dim = dim_of(source, node.args[2] if len(node.args) > 2 else 0)  # type: ignore[arg-type]
+    dim = dim_of(source, node.args[2] if len(node.args) > 2 else 0)
     sizes = [v.shape[dim] for v in node.meta["val"]]
     return dim, sum(sizes[:index]), sum(sizes[: index + 1])
 
@@ -247,12 +270,12 @@ def window_of(span: Span, length: int, kernel: int, stride: int, pad: int, dilat
     start = span.start * stride - pad
     stop = (span.stop - 1) * stride - pad + (kernel - 1) * dilation + 1
     inside = Span(min(max(start, 0), length), max(min(stop, length), 0))
-    if inside.start >= inside.stop:  # nothing but zeros: one number is taken all the same
-        inside = Span(0, 1) if start >= length else Span(length - 1, length)
+    if inside.start >= inside.stop:  # nothing but zeros: one number is taken all the same, and lies behind them
+        return Span(0, 1), stop - start, 0
     return inside, max(0, -start), max(0, stop - length)
 
 
-def _convolution(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
+def _convolution(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     args: Any = node.args
     source, weight, stride, pad, dilation, transposed = args[0], args[1], *args[3:7]
     if transposed:
@@ -262,12 +285,12 @@ def _convolution(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
     yield source, (box[0], Span(0, shape_of(source)[1]), *spans)
 
 
-def _passed(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
-    yield node.args[0], box  # type: ignore[misc]
+def _passed(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
+    yield node.args[0], box
 
 
-def _embedding(node: Node, box: Box) -> Iterator[tuple[Node, Box]]:
-    yield node.args[1], box[:-1]  # type: ignore[misc]
+def _embedding(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
+    yield node.args[1], box[:-1]
 
 
 _SPLITS: Final = (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default)

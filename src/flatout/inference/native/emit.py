@@ -10,7 +10,18 @@ from typing import Final, NamedTuple
 from flatout.inference.native import plan, tiles
 from flatout.inference.native.loops import lines_of, together
 from flatout.inference.native.pointwise import C_TYPES
-from flatout.inference.native.statements import Body, Gather, Map, Product, Push, RowWise, Statement, Turn, reads, writes
+from flatout.inference.native.statements import (
+    Body,
+    Gather,
+    Map,
+    Product,
+    Push,
+    RowWise,
+    Statement,
+    Turn,
+    reads,
+    writes,
+)
 from flatout.inference.native.values import LANES, Buffer, View
 from flatout.records.native import Port
 
@@ -39,7 +50,9 @@ class Source(NamedTuple):
 
 
 class _Writer:
-    def __init__(self, name: str, body: Body, inputs: list[Buffer], outputs: list[Buffer], states: list[StateLayout]) -> None:
+    def __init__(
+        self, name: str, body: Body, inputs: list[Buffer], outputs: list[Buffer], states: list[StateLayout]
+    ) -> None:
         self.name, self.body, self.inputs, self.outputs, self.states = name, body, inputs, outputs, states
         self.state_bytes = _aligned(max((s.buffer.offset + plan.num_bytes(s.buffer) for s in states), default=0), states)  # fmt: skip
         self.groups = list(together(body.statements))
@@ -51,7 +64,10 @@ class _Writer:
     def event(self) -> Iterator[str]:
         """All statements."""
         yield "/* One event of each of B streams. */"
-        ports = [*(f"const {_type(b)} *{b.name}" for b in self.inputs), *(f"{_type(b)} *{b.name}" for b in self.outputs)]
+        ports = [
+            *(f"const {_type(b)} *{b.name}" for b in self.inputs),
+            *(f"{_type(b)} *{b.name}" for b in self.outputs),
+        ]
         yield f"static FO_HOT void fo_event(const uint8_t *weights, uint8_t *state, uint8_t *work, {', '.join(ports)}, const int B) {{"
         for buffer in self.body.buffers:
             yield f"  {_type(buffer)} *const {buffer.name} = ({_type(buffer)} *)(work + {buffer.offset}L * B); /* {buffer.size} */"
@@ -66,7 +82,9 @@ class _Writer:
             yield f"/* {'; '.join(notes).replace('*/', '* /')} */"
         first = group[0]
         if isinstance(first, Map):
-            yield from self.by_stream(group, lambda p: lines_of([s for s in group if isinstance(s, Map)], p, self.passing))
+            yield from self.by_stream(
+                group, lambda p: lines_of([s for s in group if isinstance(s, Map)], p, self.passing)
+            )
         elif isinstance(first, Product) and self.is_flat(first):
             rows = f"{first.dst.shape[0]} * B" if first.dst.shape[0] != 1 else "B"
             yield from self.product(first, rows, self.flat(first.dst), self.flat(first.x), self.row_strides(first))
@@ -89,7 +107,8 @@ class _Writer:
         if rows == 1:
             return True
         return all(
-            v.buffer.kind != "state" and v.strides[0] * rows == v.buffer.size and not v.offset for v in (product.x, product.dst)
+            v.buffer.kind != "state" and v.strides[0] * rows == v.buffer.size and not v.offset
+            for v in (product.x, product.dst)
         )
 
     def row_strides(self, product: Product) -> tuple[int | str, int | str]:
@@ -266,7 +285,11 @@ def _sizes(upper: str, w: _Writer, weights_bytes: int) -> str:
 
 def _header(name: str, w: _Writer, weights_bytes: int, ports: tuple[list[Port], list[Port]]) -> str:
     upper = name.upper()
-    told = [f"   {kind} {p.name}: {p.dtype} {list(p.shape)}" for kind, group in zip(("in ", "out"), ports, strict=True) for p in group]
+    told = [
+        f"   {kind} {p.name}: {p.dtype} {list(p.shape)}"
+        for kind, group in zip(("in ", "out"), ports, strict=True)
+        for p in group
+    ]
     args = ", ".join(_parameters(w, ports))
     return f"""/* {name}: made by flatout from a PyTorch model. One event takes and gives
 {chr(10).join(told)}
@@ -344,7 +367,11 @@ def _named(name: str, w: _Writer, ports: tuple[list[Port], list[Port]]) -> Itera
     ins, outs = (", ".join(b.name for b in group) for group in (w.inputs, w.outputs))
     body = f"  const void *const in[] = {{{ins}}};\n  void *const out[] = {{{outs}}};"
     yield f"FO_SHOWN void {name}_reset(void *state);\nvoid {name}_reset(void *state) {{ flatout_native_model()->reset(state); }}"
-    for kind, last, extra in (("step", "", ""), ("step_many", ", int64_t n", ", n"), ("step_streams", ", int64_t n", ", n")):
+    for kind, last, extra in (
+        ("step", "", ""),
+        ("step_many", ", int64_t n", ", n"),
+        ("step_streams", ", int64_t n", ", n"),
+    ):
         head = f"void {name}_{kind}(const void *weights, void *state, void *work, {args}{last})"
         yield f"FO_SHOWN {head};\n{head} {{\n{body}\n  flatout_native_model()->{kind}(weights, state, work, in, out{extra});\n}}"
 
@@ -361,7 +388,9 @@ def _states(w: _Writer) -> Iterator[str]:
         kind = _type(s.buffer)
         if s.cursor >= 0:
             yield f"  memset(state + {s.cursor}, 0, 4);"
-        yield from _copied(s, f"(({kind} *)(state + {s.buffer.offset}))[{{state}}] = ((const {kind} *)(plain + {at}))[{{plain}}];")
+        yield from _copied(
+            s, f"(({kind} *)(state + {s.buffer.offset}))[{{state}}] = ((const {kind} *)(plain + {at}))[{{plain}}];"
+        )
         at += -(-s.port.num_bytes // 8) * 8
     yield "}\nstatic void fo_snapshot(const void *from, void *to) {"
     yield "  const uint8_t *const state = (const uint8_t *)from;\n  uint8_t *const plain = (uint8_t *)to;\n  (void)state, (void)plain;"
@@ -369,7 +398,10 @@ def _states(w: _Writer) -> Iterator[str]:
     for s in w.states:
         kind = _type(s.buffer)
         shift = f" + {s.buffer.row} * *(const int32_t *)(state + {s.cursor})" if s.cursor >= 0 else ""
-        yield from _copied(s, f"((({kind} *)(plain + {at})))[{{plain}}] = ((const {kind} *)(state + {s.buffer.offset}){shift})[{{state}}];")
+        yield from _copied(
+            s,
+            f"((({kind} *)(plain + {at})))[{{plain}}] = ((const {kind} *)(state + {s.buffer.offset}){shift})[{{state}}];",
+        )
         at += -(-s.port.num_bytes // 8) * 8
     yield "}\nstatic void fo_reset(void *to) {\n  uint8_t *const state = (uint8_t *)to;\n  (void)state;"
     if w.state_bytes:

@@ -159,7 +159,11 @@ def _timed(library: ctypes.CDLL, number: int, p: Product) -> tuple[float, float]
     """The least of interleaved rounds: whatever else the machine does only adds."""
     rows, width = p.dst.shape[0], -(-p.n // LANES) * LANES
     generator = torch.Generator().manual_seed(number)
-    x, y, b = torch.randn(rows * p.k, generator=generator), torch.empty(rows * width), torch.randn(width, generator=generator)
+    x, y, b = (
+        torch.randn(rows * p.k, generator=generator),
+        torch.empty(rows * width),
+        torch.randn(width, generator=generator),
+    )
     sums = torch.zeros(width, dtype=torch.int32)
     plain_w = torch.randn(p.k * width, generator=generator)
     coarse_w = torch.randint(-127, 128, (-(-p.k // 4) * 4 * width,), dtype=torch.int8, generator=generator)

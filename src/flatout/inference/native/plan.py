@@ -36,7 +36,11 @@ def passing(groups: list[list[Statement]]) -> set[Buffer]:
         maps = [s for s in group if isinstance(s, Map)]
         for number, one in enumerate(maps):
             buffer = one.dst.buffer
-            if buffer.kind != "work" or alive[buffer][0] != alive[buffer][1] or sum(m.dst.buffer is buffer for m in maps) > 1:
+            if (
+                buffer.kind != "work"
+                or alive[buffer][0] != alive[buffer][1]
+                or sum(m.dst.buffer is buffer for m in maps) > 1
+            ):
                 continue
             readers = [v for m in maps[number + 1 :] for v in leaves(m.expr) if v.buffer is buffer]
             if readers and all(v == one.dst for v in readers):

@@ -73,6 +73,8 @@ def _arithmetic(sign: str) -> Callable[..., Expr]:
         x, y = cast(x, dtype), cast(y, dtype)
         if alpha != 1:
             y = Call("({0} * {1})", (y, cast(Scalar(alpha), dtype)), dtype)
+        if dtype == "bool":  # true and true make true, not 2
+            return Call({"+": "({0} | {1})", "*": "({0} & {1})"}[sign], (x, y), dtype)
         return Call(f"({{0}} {sign} {{1}})", (x, y), dtype)
 
     return made

@@ -24,8 +24,10 @@ from flatout.inference.native import emit, plan
 from flatout.inference.native.demand import shape_of
 from flatout.inference.native.emit import StateLayout
 from flatout.inference.native.generated import Generated
-from flatout.inference.native.lowering import Lowering, dtype_name, told_at
+from flatout.inference.native.lowering import Lowering
+from flatout.inference.native.places import dtype_name, told_at
 from flatout.inference.native.rings import Window, ring, window_of
+from flatout.inference.native.shelf import SHELF
 from flatout.inference.native.statements import Map, Product, Turn
 from flatout.inference.native.values import Buffer, Const, View, whole
 from flatout.records.native import NativeLayer, Port
@@ -46,13 +48,17 @@ class Program:
         self._signature = exported.graph_signature
 
     @classmethod
-    def of(cls, model: nn.Module, example_inputs: Sequence[Any], state: str | Sequence[str] = (), name: str = "model") -> Program:
+    def of(
+        cls, model: nn.Module, example_inputs: Sequence[Any], state: str | Sequence[str] = (), name: str = "model"
+    ) -> Program:
         """Export a model in eval mode. Raises NativeError when torch.export cannot, UsageError when the state does not fit."""
         names = (state,) if isinstance(state, str) else tuple(state)
         known = list(inspect.signature(model.forward).parameters)
         for one in names:
             if one not in known[: len(example_inputs)]:
-                raise UsageError(f"state '{one}' is no parameter of forward, which takes {', '.join(known)}; name one of these")
+                raise UsageError(
+                    f"state '{one}' is no parameter of forward, which takes {', '.join(known)}; name one of these"
+                )
         was = {module: module.training for module in model.modules()}
         model.eval()
         try:
@@ -60,8 +66,10 @@ class Program:
                 warnings.simplefilter("ignore")
                 exported = torch.export.export(model, tuple(example_inputs), strict=False)
                 exported = exported.run_decompositions(_decompositions())
-        except Exception as e:  # noqa: BLE001 torch.export raises what the model's code raises
-            raise NativeError(f"torch.export cannot take this model: {str(e)[:1500]}; what it needs is in torch's guide to export") from e
+        except Exception as e:
+            raise NativeError(
+                f"torch.export cannot take this model: {str(e)[:1500]}; what it needs is in torch's guide to export"
+            ) from e
         finally:
             for module, training in was.items():
                 module.training = training
@@ -93,10 +101,14 @@ class Program:
         known = self.tensors()
         unknown, missing = sorted(set(state_dict) - set(known)), sorted(set(known) - set(state_dict))
         if unknown or missing:
-            raise UsageError(f"the state dict {f'has {unknown}, which the model has not' if unknown else f'lacks {missing}'}; give the model's own names")
+            raise UsageError(
+                f"the state dict {f'has {unknown}, which the model has not' if unknown else f'lacks {missing}'}; give the model's own names"
+            )
         for name, tensor in state_dict.items():
             if tensor.shape != known[name].shape or tensor.dtype != known[name].dtype:
-                raise UsageError(f"'{name}' is {tuple(tensor.shape)} of {tensor.dtype}, the model's {tuple(known[name].shape)} of {known[name].dtype}; give one of that shape")
+                raise UsageError(
+                    f"'{name}' is {tuple(tensor.shape)} of {tensor.dtype}, the model's {tuple(known[name].shape)} of {known[name].dtype}; give one of that shape"
+                )
         generation = _Generation(self, _int8(precision))
         generation.run()
         return generation.low.block.packed(generation.folded({**self.constants(), **state_dict}))
@@ -123,7 +135,9 @@ class Program:
     def flat_inputs(self) -> list[tuple[str, Node, str]]:
         """(forward parameter, placeholder, its own name) of each tensor that goes in, in order."""
         nodes = {n.name: n for n in self._graph.nodes if n.op == "placeholder"}
-        given = [s.arg.name for s in self._signature.input_specs if s.kind is InputKind.USER_INPUT and hasattr(s.arg, "name")]
+        given = [
+            s.arg.name for s in self._signature.input_specs if s.kind is InputKind.USER_INPUT and hasattr(s.arg, "name")
+        ]
         spec = self.exported.call_spec.in_spec
         args, _ = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
         parameters = self._parameters(len(args))
@@ -169,7 +183,7 @@ class _Generation:
         plain = self._without_weights(tensors)
         constants |= {node: Const(tensors[node], False) for node in plain}
         ends = [node for node, _ in self.outputs] + self.new_states
-        self.low = low = Lowering(self.nodes, ends, constants, self.kept)
+        self.low = low = Lowering(self.nodes, ends, constants, self.kept, SHELF)
         low.windows = self.windows
         names = {node.name: name for node, name in self._names().items()}
         low.int8 = frozenset(n.name for n in tensors if self._weight_name(n.name, names) in self.int8)
@@ -189,15 +203,23 @@ class _Generation:
             value = node.meta.get("val")
             for tensor in value if isinstance(value, (tuple, list)) else [value]:
                 if isinstance(tensor, Tensor) and not all(isinstance(n, int) for n in tensor.shape):
-                    raise NativeError(f"'{node.name}' has the shape {tuple(tensor.shape)}, which changes{told_at(node)}; native code has fixed sizes: pad")
+                    raise NativeError(
+                        f"'{node.name}' has the shape {tuple(tensor.shape)}, which changes{told_at(node)}; native code has fixed sizes: pad"
+                    )
 
     def _ports(self) -> None:
         flat = self.program.flat_inputs()
         carried = [(name, node) for parameter, node, name in flat if parameter in self.program.state]
         outs = self.program._signature.output_specs
-        users = [self.named[s.arg.name] for s in outs if s.kind is OutputKind.USER_OUTPUT and getattr(s.arg, "name", None) in self.named]
+        users = [
+            self.named[s.arg.name]
+            for s in outs
+            if s.kind is OutputKind.USER_OUTPUT and getattr(s.arg, "name", None) in self.named
+        ]
         if len(users) < len(carried) + (0 if self.program.carried_buffers() else 1):
-            raise UsageError(f"the model gives {len(users)} tensors, and {len(carried)} are carried; return what goes out, then each new state in the order of the parameters")
+            raise UsageError(
+                f"the model gives {len(users)} tensors, and {len(carried)} are carried; return what goes out, then each new state in the order of the parameters"
+            )
         given, new = users[: len(users) - len(carried)], users[len(users) - len(carried) :]
         examples = self._examples()
         at = 0
@@ -206,22 +228,32 @@ class _Generation:
         for spec in outs:
             if spec.kind is OutputKind.BUFFER_MUTATION:
                 source = next(s for s in self.program._signature.input_specs if s.target == spec.target)
-                tensor = self.program.exported.state_dict.get(spec.target, self.program.exported.constants.get(spec.target))
-                at = self._add_state(str(spec.target), self.named[source.arg.name], self.named[spec.arg.name], tensor, at)  # type: ignore[union-attr]
+                tensor = self.program.exported.state_dict.get(
+                    spec.target, self.program.exported.constants.get(spec.target)
+                )
+                at = self._add_state(
+                    str(spec.target), self.named[source.arg.name], self.named[spec.arg.name], tensor, at
+                )  # type: ignore[union-attr]
             elif spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION):
-                raise NativeError(f"the model changes what is given to it ({spec.target}); return the new value instead")
+                raise NativeError(
+                    f"the model changes what is given to it ({spec.target}); return the new value instead"
+                )
         for number, layout in enumerate(self.states):  # cursors lie behind all numbers
             if layout.buffer.kind == "ring":
                 self.states[number], at = layout._replace(cursor=at), at + 4
         for parameter, node, name in flat:
             if parameter not in self.program.state:
                 self._check(node, f"input '{name}'")
-                buffer = Buffer(f"x{len(self.inputs)}", "in", dtype_name(node.meta["val"].dtype), node.meta["val"].numel())
+                buffer = Buffer(
+                    f"x{len(self.inputs)}", "in", dtype_name(node.meta["val"].dtype), node.meta["val"].numel()
+                )
                 self.inputs.append((node, buffer))
                 self.kept[node] = whole(buffer, shape_of(node))
         for node in given:
             self._check(node, "an output")
-            buffer = Buffer(f"y{len(self.outputs)}", "out", dtype_name(node.meta["val"].dtype), node.meta["val"].numel())
+            buffer = Buffer(
+                f"y{len(self.outputs)}", "out", dtype_name(node.meta["val"].dtype), node.meta["val"].numel()
+            )
             self.outputs.append((node, buffer))
 
     def _check(self, node: Node, what: str) -> None:
@@ -242,7 +274,9 @@ class _Generation:
         self._check(node, f"state '{name}'")
         old, made = node.meta["val"], new.meta["val"]
         if old.shape != made.shape or old.dtype != made.dtype:
-            raise UsageError(f"state '{name}' is {tuple(old.shape)} of {old.dtype}, and its new value {tuple(made.shape)} of {made.dtype}; return one of the same shape")
+            raise UsageError(
+                f"state '{name}' is {tuple(old.shape)} of {old.dtype}, and its new value {tuple(made.shape)} of {made.dtype}; return one of the same shape"
+            )
         if not old.is_contiguous():
             raise NativeError(f"state '{name}' has strides {old.stride()}; carry one that is contiguous")
         window = window_of(node, new)
@@ -254,7 +288,11 @@ class _Generation:
         else:
             buffer = Buffer(name_of, "state", dtype, old.numel(), at)
             view = whole(buffer, shape_of(node))
-        first = b"" if initial is None or not bool(initial.any()) else initial.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        first = (
+            b""
+            if initial is None or not bool(initial.any())
+            else initial.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
         port = Port(name=name, dtype=buffer.dtype, shape=tuple(old.shape))
         self.states.append(StateLayout(port, buffer, first, view))
         self.new_states.append(new)
@@ -267,7 +305,11 @@ class _Generation:
         """Of placeholders that hold parameters, buffers and constants: what they are called in the state dict."""
         kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
         specs = self.program._signature.input_specs
-        return {self.named[s.arg.name]: str(s.target) for s in specs if s.kind in kinds and str(s.target) not in self.program.carried_buffers()}
+        return {
+            self.named[s.arg.name]: str(s.target)
+            for s in specs
+            if s.kind in kinds and str(s.target) not in self.program.carried_buffers()
+        }
 
     def folded(self, tensors: Mapping[str, Tensor]) -> dict[Node, Tensor]:
         """All that follows from weights alone, computed."""
@@ -317,7 +359,10 @@ class _Generation:
 
     def _generated(self, low: Lowering, names: dict[str, str]) -> Generated:
         inputs = [Port(name=n.name, dtype=b.dtype, shape=shape_of(n)) for n, b in self.inputs]
-        outputs = [Port(name=f"y{i}" if len(self.outputs) > 1 else "y", dtype=b.dtype, shape=shape_of(n)) for i, (n, b) in enumerate(self.outputs)]
+        outputs = [
+            Port(name=f"y{i}" if len(self.outputs) > 1 else "y", dtype=b.dtype, shape=shape_of(n))
+            for i, (n, b) in enumerate(self.outputs)
+        ]
         weights = low.block.packed(low.block._constants)
         made = emit.source(self.program.name, low.body, [b for _, b in self.inputs], [b for _, b in self.outputs], self.states, len(weights), (inputs, outputs), hashlib.sha256(weights).digest()[:16])  # fmt: skip
         layers = [
@@ -343,5 +388,3 @@ def _int8(precision: Mapping[str, str] | None) -> frozenset[str]:
 
 def _is_random(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-

@@ -27,7 +27,13 @@ def window_of(old: Node, new: Node) -> Window | None:
         joined: Any = new.args[0]
         dim, start, stop, step = slice_of(new)
         parts = _parts(joined, dim)
-        if parts and parts[0] is old and (start, step) == (1, 1) and stop == shape_of(joined)[dim] and _is_one(parts, dim):
+        if (
+            parts
+            and parts[0] is old
+            and (start, step) == (1, 1)
+            and stop == shape_of(joined)[dim]
+            and _is_one(parts, dim)
+        ):
             return Window(joined, parts[1], dim, True)
     if new.target == aten.cat.default:
         for dim in range(len(shape_of(new))):
@@ -41,9 +47,9 @@ def window_of(old: Node, new: Node) -> Window | None:
 
 def _parts(node: Any, dim: int) -> list[Node]:
     """The two parts of a cat along `dim`."""
-    if not isinstance(node, Node) or node.target != aten.cat.default or len(node.args[0]) != 2:  # type: ignore[arg-type]
+    if not isinstance(node, Node) or node.target != aten.cat.default or len(node.args[0]) != 2:
         return []
-    return list(node.args[0]) if dim_of(node, node.args[1] if len(node.args) > 1 else 0) == dim else []  # type: ignore[arg-type]
+    return list(node.args[0]) if dim_of(node, node.args[1] if len(node.args) > 1 else 0) == dim else []
 
 
 def _is_one(parts: list[Node], dim: int) -> bool:

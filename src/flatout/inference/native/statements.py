@@ -115,4 +115,17 @@ def writes(statement: Statement) -> Buffer:
     return statement.ring if isinstance(statement, (Push, Turn)) else statement.dst.buffer
 
 
-__all__ = ["Body", "Call", "Gather", "Map", "Product", "Push", "RowWise", "Scalar", "Statement", "Turn", "reads", "writes"]
+__all__ = [
+    "Body",
+    "Call",
+    "Gather",
+    "Map",
+    "Product",
+    "Push",
+    "RowWise",
+    "Scalar",
+    "Statement",
+    "Turn",
+    "reads",
+    "writes",
+]

@@ -6,19 +6,27 @@ the stretches. Tiles differ in what is done side by side, so that they differ in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Final
 
-_WIDE: Final = {1: ((8, (3, 1)), (4, (4, 1)), (1, (8, 4, 1))), 2: ((4, (3, 1)), (1, (6, 4, 3, 1))), 4: ((4, (1,)), (1, (2, 1)))}
-_NARROW: Final = {1: ((3, (2, 1)), (1, (6, 3, 1))), 2: ((3, (1,)), (1, (3, 1))), 4: ((1, (1,)),)}
+_WIDE: Final = {
+    1: ((8, (3, 1)), (4, (4, 1)), (1, (8, 4, 1))),
+    2: ((4, (3, 1)), (1, (6, 4, 3, 1))),
+    4: ((4, (1,)), (1, (2, 1))),
+}
+_NARROW: Final = {1: ((6, (1,)), (2, (2, 1)), (1, (6, 3, 1))), 2: ((3, (1,)), (1, (3, 1))), 4: ((1, (1,)),)}
 """By number of parts: (rows, columns' blocks that are tried, widest first)."""
-_ARGS: Final = "const float *x, long ldx, const float *w, long row, long block, long k, const float *bias, float *y, long ldy"
+_ARGS: Final = (
+    "const float *x, long ldx, const float *w, long row, long block, long k, const float *bias, float *y, long ldy"
+)
 
 
 def text(parts: set[int]) -> str:
     """The functions that products with these numbers of parts call."""
-    tiles = {(rows, columns, p) for p in parts for rows, widths in (*_WIDE[p], *_NARROW[p], (1, (1,))) for columns in widths}
+    tiles = {
+        (rows, columns, p) for p in parts for rows, widths in (*_WIDE[p], *_NARROW[p], (1, (1,))) for columns in widths
+    }
     return "\n".join((*(_tile(*tile) for tile in sorted(tiles)), *(_product(p) for p in sorted(parts))))
 
 
@@ -26,24 +34,32 @@ def _tile(rows: int, columns: int, parts: int) -> str:
     cells = list(product(range(rows), range(columns), range(parts)))
     how = "FO_HOT" if rows == 1 else "FO_COLD"  # one row is over before a call has paid; many rows are compiled once
     lines = [f"static {how} void fo_tile_{rows}x{columns}x{parts}({_ARGS}) {{"]
-    starts = (f"a{r}_{c}_{p} = {'bias ? f16_load(bias + ' + str(16 * c) + ') : ' if not p else ''}f16_zero()" for r, c, p in cells)
+    starts = (
+        f"a{r}_{c}_{p} = {'bias ? f16_load(bias + ' + str(16 * c) + ') : ' if not p else ''}f16_zero()"
+        for r, c, p in cells
+    )
     lines += [f"  f16 {', '.join(starts)};", f"  const long part = k / {parts};"]
     lines += ["  for (long i = 0; i < part; i++) {", *_accumulated(rows, columns, range(parts)), "  }"]
     if parts > 1:
-        lines += [f"  for (long i = part; {parts - 1} * part + i < k; i++) {{", *_accumulated(rows, columns, [parts - 1]), "  }"]
+        lines += [
+            f"  for (long i = part; {parts - 1} * part + i < k; i++) {{",
+            *_accumulated(rows, columns, [parts - 1]),
+            "  }",
+        ]
     for r, c in product(range(rows), range(columns)):
         lines.append(f"  f16_store(y + {r} * ldy + {16 * c}, {_added([f'a{r}_{c}_{p}' for p in range(parts)])});")
     return "\n".join([*lines, "}"])
 
 
-def _accumulated(rows: int, columns: int, parts: Iterator[int] | range | list[int]) -> Iterator[str]:
+def _accumulated(rows: int, columns: int, parts: Iterable[int]) -> Iterator[str]:
+    """Columns stay in registers, rows pass one by one: rows * columns + columns + 1 registers are in use."""
     for p in parts:
         at = f"({p} * part + i)"
-        for r in range(rows):
-            yield f"    const f16 x{r}_{p} = f16_all(x[{r} * ldx + {at}]);"
         for c in range(columns):
             yield f"    const f16 w{c}_{p} = f16_load(w + {c} * block + {at} * row);"
-            yield "".join(f"    a{r}_{c}_{p} = f16_fma(x{r}_{p}, w{c}_{p}, a{r}_{c}_{p});" for r in range(rows))
+        for r in range(rows):
+            yield f"    const f16 x{r}_{p} = f16_all(x[{r} * ldx + {at}]);"
+            yield "   " + "".join(f" a{r}_{c}_{p} = f16_fma(x{r}_{p}, w{c}_{p}, a{r}_{c}_{p});" for c in range(columns))
 
 
 def _added(names: list[str]) -> str:

@@ -84,6 +84,8 @@ static FO_HOT void fo_layer_norm(float *y, const float *x, long n, float eps, co
     FO_EACH for (long i = 0; i < n; i++) y[i] = __builtin_fmaf((x[i] - mean) * by, w[i], b[i]);
   } else if (w) {
     FO_EACH for (long i = 0; i < n; i++) y[i] = (x[i] - mean) * by * w[i];
+  } else if (b) {
+    FO_EACH for (long i = 0; i < n; i++) y[i] = (x[i] - mean) * by + b[i];
   } else {
     FO_EACH for (long i = 0; i < n; i++) y[i] = (x[i] - mean) * by;
   }
@@ -114,3 +116,5 @@ static FO_HOT void fo_dots(long rows, const float *x, long ldx, const float *w, 
   }
 FO_GATHER(fo_gather_float32, float)
 FO_GATHER(fo_gather_int64, int64_t)
+FO_GATHER(fo_gather_int32, int32_t)
+FO_GATHER(fo_gather_bool, uint8_t)

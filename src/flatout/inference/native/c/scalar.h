@@ -7,9 +7,10 @@
  * Flags: -fno-math-errno -fno-trapping-math -ffp-contract=off, never -ffast-math.
  * Denormals: arguments below FLT_MIN may be read as 0, and results (or a factor of them) below FLT_MIN may be 0.
  * NaN, infinities and zeros give what PyTorch's float32 gives, unless a comment says otherwise.
- * "ulp" is the largest error found over every float32 against double precision, in units of the exact result's last
- * place. "own fit": a minimax polynomial found for this file by reweighted least squares (Lawson), its coefficients
- * rounded to float32 from the lowest up, each time with the rest fitted again.
+ * "ulp" is the largest error found over at least every seventh float32 (softplus and the functions of two: millions of
+ * random ones; exp, tanh, sigmoid and erf: all) against double precision, in units of the exact result's last place.
+ * "own fit": a minimax polynomial found for this file by reweighted least squares (Lawson), its coefficients rounded to
+ * float32 from the lowest up, each time with the rest fitted again.
  */
 #ifndef FLATOUT_SCALAR_H
 #define FLATOUT_SCALAR_H
@@ -71,11 +72,11 @@ FO_INLINE float fo_hardtanh(float x, float lo, float hi) {
 FO_INLINE float fo_hardsigmoid(float x) { return fo_hardtanh(x + 3.0f, 0.0f, 6.0f) / 6.0f; }
 /* x min(max(x + 3, 0), 6) / 6 in PyTorch's order of operations. */
 FO_INLINE float fo_hardswish(float x) { return x * fo_hardtanh(x + 3.0f, 0.0f, 6.0f) / 6.0f; }
-/* The processor's square root: ? ulp. */
+/* The processor's square root: 0.5 ulp. */
 FO_INLINE float fo_sqrt(float x) { return __builtin_sqrtf(x); }
-/* 1 / sqrt(x), both rounded: ? ulp. */
+/* 1 / sqrt(x), both rounded: 1.5 ulp. */
 FO_INLINE float fo_rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
-/* The processor's division: ? ulp. */
+/* The processor's division: 0.5 ulp. */
 FO_INLINE float fo_recip(float x) { return 1.0f / x; }
 
 /* ---- Exponentials. x = n ln 2 + r with |r| <= 0.3466, and exp(x) = 2^n (1 + p) with p = exp(r) - 1. ---- */
@@ -105,14 +106,14 @@ FO_INLINE float fo_expm1_core(float r) {
 /* 2^n from t = n + FO_ROUNDER(127), or from a smaller bias b 2^(n - 127 + b); its exponent bits lie within 1..254. */
 FO_INLINE float fo_power_of_two(float t) { return fo_from_bits(fo_bits(t) << 23); }
 
-/* exp(x) for x <= 0, 0 below ln FLT_MIN. NaN passes, because it passes through p. ? ulp. */
+/* exp(x) for x <= 0, 0 below ln FLT_MIN. NaN passes, because it passes through p. 1.05 ulp. */
 FO_INLINE float fo_exp_nonpos(float x) {
   float r, s = fo_power_of_two(fo_split_ln2(x, FO_ROUNDER(127), &r));
   float y = fo_fma(s, fo_expm1_core(r), s);
   return x < -87.3365402f ? 0.0f : y;
 }
 
-/* 2^n (1 + p), n added to the exponent's bits so that n = 128 works: ? ulp. */
+/* 2^n (1 + p), n added to the exponent's bits so that n = 128 works: 1.05 ulp. */
 FO_INLINE float fo_exp(float x) {
   float r, t = fo_split_ln2(x, FO_ROUNDER(0), &r);
   float y = fo_from_bits(fo_bits(1.0f + fo_expm1_core(r)) + (fo_bits(t) << 23));
@@ -120,7 +121,7 @@ FO_INLINE float fo_exp(float x) {
   return x < -87.3365402f ? 0.0f : y;
 }
 
-/* As fo_exp, with r = (x - n) ln 2 in two parts: ? ulp. */
+/* As fo_exp, with r = (x - n) ln 2 in two parts: 1.05 ulp. */
 FO_INLINE float fo_exp2(float x) {
   float t = x + FO_ROUNDER(0), f = x - (t - FO_ROUNDER(0));
   float p = fo_expm1_core(fo_fma(f, FO_LN2_HI, f * FO_LN2_LO));
@@ -129,7 +130,7 @@ FO_INLINE float fo_exp2(float x) {
   return x < -126.0f ? 0.0f : y;
 }
 
-/* 2^n p + (2^n - 1), halved until the end so that n = 128 works: ? ulp. */
+/* 2^n p + (2^n - 1), halved until the end so that n = 128 works: 1.58 ulp. */
 FO_INLINE float fo_expm1(float x) {
   float a = x < -18.0f ? -18.0f : x; /* -1 from there on */
   float r, half = fo_power_of_two(fo_split_ln2(a, FO_ROUNDER(126), &r));
@@ -137,13 +138,13 @@ FO_INLINE float fo_expm1(float x) {
   return fo_copysign(x < 88.7228394f ? y : x * FO_INF, x);
 }
 
-/* z / (1 + z), z = exp(-|x|), taken from 1 or from z by a fused multiply-add: ? ulp. */
+/* z / (1 + z), z = exp(-|x|), taken from 1 or from z by a fused multiply-add: 1.69 ulp. */
 FO_INLINE float fo_sigmoid(float x) {
   float z = fo_exp_nonpos(-fo_abs(x)), side = x < 0.0f ? z : 1.0f;
   return fo_fma(-side, z / (1.0f + z), side);
 }
 
-/* (1 - z) / (1 + z), z = exp(-2|x|), with 1 - z as an expm1: ? ulp. */
+/* (1 - z) / (1 + z), z = exp(-2|x|), with 1 - z as an expm1: 2.34 ulp. */
 FO_INLINE float fo_tanh(float x) {
   float r, a = -2.0f * fo_abs(x);
   a = a < -20.0f ? -20.0f : a; /* 1 from there on */
@@ -151,7 +152,7 @@ FO_INLINE float fo_tanh(float x) {
   return fo_copysign(fo_fma(s, p, s - 1.0f) / (1.0f + fo_fma(s, p, s)), x);
 }
 
-/* (e + e / (e + 1)) / 2, e = expm1(|x|), halved so that it overflows only with the result: ? ulp. */
+/* (e + e / (e + 1)) / 2, e = expm1(|x|), halved so that it overflows only with the result: 2.28 ulp. */
 FO_INLINE float fo_sinh(float x) {
   float r, a = fo_abs(x), quarter = fo_power_of_two(fo_split_ln2(a, FO_ROUNDER(125), &r));
   float half = 2.0f * fo_fma(quarter, fo_expm1_core(r), quarter - 0.25f);
@@ -159,27 +160,27 @@ FO_INLINE float fo_sinh(float x) {
   return fo_copysign(a <= 89.4159851f ? y : a * FO_INF, x);
 }
 
-/* h + 1 / (4 h), h = exp(|x|) / 2: ? ulp. */
+/* h + 1 / (4 h), h = exp(|x|) / 2: 1.51 ulp. */
 FO_INLINE float fo_cosh(float x) {
   float r, a = fo_abs(x), quarter = fo_power_of_two(fo_split_ln2(a, FO_ROUNDER(125), &r));
   float half = 2.0f * fo_fma(quarter, fo_expm1_core(r), quarter);
   return a <= 89.4159851f ? half + 0.25f / half : a * FO_INF;
 }
 
-/* alpha scale expm1(x input_scale) up to 0, scale x above, as aten::elu (celu and selu too). */
+/* alpha scale expm1(x input_scale) up to 0, scale x above, as aten::elu (celu and selu too): 2.5 ulp. */
 FO_INLINE float fo_elu(float x, float alpha, float scale, float input_scale) {
   return x <= 0.0f ? fo_expm1(x * input_scale) * (alpha * scale) : x * scale;
 }
 
-/* x sigmoid(x): ? ulp above -87, NaN at -inf, as PyTorch. */
+/* x sigmoid(x): 2.68 ulp above -87, NaN at -inf, as PyTorch. */
 FO_INLINE float fo_silu(float x) { return x * fo_sigmoid(x); }
 
-/* x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), which is x (1 + tanh u) / 2: ?. */
+/* x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), which is x (1 + tanh u) / 2: 2.68 ulp above -1, 4.3e-8 below. */
 FO_INLINE float fo_gelu_tanh(float x) {
   return x * fo_sigmoid(x * fo_fma(x * x, 0.0713548163f, 1.59576912f));
 }
 
-/* x ((1 + e)^2 - 1) / ((1 + e)^2 + 1), e = exp(x), both sides divided by e^2 above 0: ? ulp. */
+/* x ((1 + e)^2 - 1) / ((1 + e)^2 + 1), e = exp(x), both sides divided by e^2 above 0: 3.64 ulp above -87. */
 FO_INLINE float fo_mish(float x) {
   float z = fo_exp_nonpos(-fo_abs(x));
   float num = x < 0.0f ? fo_fma(z, z, 2.0f * z) : fo_fma(2.0f, z, 1.0f);
@@ -191,7 +192,7 @@ FO_INLINE float fo_mish(float x) {
 
 #define FO_2_SQRTPI 1.12837923f /* 2 / sqrt(pi) rounded to float32; the fits' first coefficient holds the rest */
 
-/* -expm1(-g), g an own fit of degree 8 good for erf to 3.6e-8 at least: ? ulp. */
+/* -expm1(-g), g an own fit of degree 9 that gives erf to 4e-9: 1.80 ulp. */
 FO_INLINE float fo_erf(float x) {
   float r, a = fo_abs(x);
   a = a > 3.9375f ? 3.9375f : a; /* 1 from there on */
@@ -204,7 +205,7 @@ FO_INLINE float fo_erf(float x) {
   return fo_copysign(fo_fma(s, fo_expm1_core(r), s - 1.0f), x);
 }
 
-/* max(x, 0) - |x| / 2 exp(-g(|x| / sqrt(2))), no cancellation for x < 0; own fit up to |x| = 5.8: ?. */
+/* max(x, 0) - |x| / 2 exp(-g(|x| / sqrt(2))), own fit to |x| = 5.8: 3.62 ulp above -1, 4.8e-8 below. */
 FO_INLINE float fo_gelu(float x) {
   float b = fo_abs(x);
   b = b > 32.0f ? 32.0f : b; /* exp(-g) is 0 there: inf gives inf and -inf gives 0, where PyTorch's CPU gives NaN */
@@ -248,19 +249,19 @@ FO_INLINE float fo_log_ends(float x, float y) {
   return x < FO_INF ? y : x;
 }
 
-/* k ln 2 + f + g, ln 2 in two parts: ? ulp. */
+/* k ln 2 + f + g, ln 2 in two parts: 0.83 ulp. */
 FO_INLINE float fo_log(float x) {
   float k, f = fo_split_log(x, &k);
   return fo_log_ends(x, fo_fma(k, FO_LN2_HI, f + fo_log_core(f, k * FO_LN2_LO)));
 }
 
-/* k + (f + g) / ln 2, the factor in two parts: ? ulp; powers of two are exact. */
+/* k + (f + g) / ln 2, the factor in two parts: 1.02 ulp; powers of two are exact. */
 FO_INLINE float fo_log2(float x) {
   float k, f = fo_split_log(x, &k), g = fo_log_core(f, 0.0f);
   return fo_log_ends(x, k + fo_fma(f, FO_LOG2_E, fo_fma(f, 1.92596303e-8f, g * FO_LOG2_E)));
 }
 
-/* k log10(2) + (f + g) / ln 10, both factors in two parts: ? ulp. */
+/* k log10(2) + (f + g) / ln 10, both factors in two parts: 0.95 ulp. */
 FO_INLINE float fo_log10(float x) {
   float k, f = fo_split_log(x, &k), g = fo_log_core(f, 0.0f);
   float low = fo_fma(f, -1.010305e-08f, fo_fma(g, 0.434294492f, k * -1.43209888e-08f));
@@ -274,14 +275,14 @@ FO_INLINE float fo_log1p_core(float x, float shift) {
   return fo_fma(k, FO_LN2_HI, f + fo_log_core(f, k * FO_LN2_LO));
 }
 
-/* As fo_log without the rounding of 1 + x; beyond 2^64 x is scaled by 2^-32: ? ulp. */
+/* As fo_log without the rounding of 1 + x; beyond 2^64 x is scaled by 2^-32: 1.38 ulp. */
 FO_INLINE float fo_log1p(float x) {
   float far = x > 0x1p64f ? 32.0f : 0.0f;
   float y = fo_log1p_core(x > 0x1p64f ? x * 0x1p-32f : x, far);
   return fo_copysign(fo_log_ends(1.0f + x, y), x);
 }
 
-/* (max(v, 0) + log1p(exp(-|v|))) / beta with v = beta x, x itself where v > threshold: ? ulp at beta 1. */
+/* (max(v, 0) + log1p(exp(-|v|))) / beta with v = beta x, x itself where v > threshold: 1.65 ulp. */
 FO_INLINE float fo_softplus(float x, float beta, float threshold) {
   float v = x * beta;
   float y = ((v < 0.0f ? 0.0f : v) + fo_log1p_core(fo_exp_nonpos(-fo_abs(v)), 0.0f)) / beta;
@@ -309,7 +310,7 @@ FO_INLINE float fo_exp2_wide(double t) {
   return t < -126.0 ? 0.0f : y;
 }
 
-/* 2^(y log2|x|), the exponent in double, signs and special cases as C's powf: ? ulp. */
+/* 2^(y log2|x|), the exponent in double, signs and special cases as C's powf: 1.15 ulp. */
 FO_INLINE float fo_pow(float x, float y) {
   float a = fo_abs(x), b = fo_abs(y), half = 0.5f * y;
   int whole = fo_trunc(y) == y, odd = whole & (fo_trunc(half) != half), minus = (fo_bits(x) >> 31) != 0u;
@@ -334,7 +335,7 @@ FO_INLINE float fo_split_quadrant(float x, uint32_t *n) {
   return (float)fo_fma64(whole, -6.1232339957367660e-17, fo_fma64(whole, -1.5707963267948966, d));
 }
 
-/* sin (r + n pi/2) for |r| <= pi/4, n in 0..3, with the sign bit of `sign` turned over it: own fits, 4e-9 and 1.2e-10. */
+/* sin(r + n pi/2) for |r| <= pi/4, its sign flipped by the bit in `sign`: own fits, 4e-9 and 1.2e-10. */
 FO_INLINE float fo_sin_core(float r, uint32_t n, uint32_t sign) {
   float u = r * r;
   float s = fo_fma(u * r, fo_fma(fo_fma(-0.000195182918f, u, 0.00833218917f), u, -0.166666552f), r);
@@ -343,21 +344,21 @@ FO_INLINE float fo_sin_core(float r, uint32_t n, uint32_t sign) {
   return fo_from_bits(fo_bits((n & 1u) != 0u ? c : s) ^ ((n & 2u) << 30) ^ sign);
 }
 
-/* ? ulp for |x| < 2^50, NaN beyond (there one ulp of x is more than 10^7 periods). */
+/* 1.58 ulp for |x| < 2^50, NaN beyond (there one ulp of x is more than 10^7 periods). */
 FO_INLINE float fo_sin(float x) {
   uint32_t n;
   float r = fo_split_quadrant(x, &n), y = fo_sin_core(r, n, fo_bits(x) & 0x80000000u);
   return fo_abs(x) < 0x1p50f ? y : FO_NAN;
 }
 
-/* ? ulp for |x| < 2^50, NaN beyond. */
+/* 1.57 ulp for |x| < 2^50, NaN beyond. */
 FO_INLINE float fo_cos(float x) {
   uint32_t n;
   float r = fo_split_quadrant(x, &n), y = fo_sin_core(r, n + 1u, 0u);
   return fo_abs(x) < 0x1p50f ? y : FO_NAN;
 }
 
-/* z + z^3 A(z^2) with z = |x| or 1 / |x|, own fit 2.7e-9: ? ulp. */
+/* z + z^3 A(z^2) with z = |x| or 1 / |x|, own fit 2.7e-9: 1.34 ulp. */
 FO_INLINE float fo_atan(float x) {
   float a = fo_abs(x), z = (a > 1.0f ? 1.0f : a) / (a > 1.0f ? a : 1.0f), u = z * z;
   float p = fo_fma(fo_fma(-0.00178276841f, u, 0.0108685475f), u, -0.0310968552f);
