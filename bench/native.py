@@ -8,7 +8,7 @@ Peers, all called from Python in one thread on one core, each carrying the state
   eager         PyTorch in inference mode
   compile       torch.compile, default mode
   aoti          AOTInductor, default; aoti_tuned with freezing, autotuned C++ products and stack allocation; both through
-                the loader's own `run`. `..._copied`: the state made contiguous after each event, tried where the plain way is wrong
+                the loader's own `run`. `..._copied`: the state made contiguous after each event, where the plain way is wrong
   ort           ONNX Runtime, inputs and outputs bound once, the state in two buffers in turn
   c             written by hand for five of the models (bench/native_c), as an extension of Python; c_loop: its loop in C
   flatout       Engine.step(x, out); flatout_loop: Engine.step_many
@@ -31,25 +31,24 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from native_machine import Machine, hardware, percentiles, versions
 from native_models import MODELS, Array, Case
-from native_peers import PEERS, Event, NotThere, Peer, built, compile_shared, compiler, of_engine, output_shape, quietly
+from native_peers import PEERS, Event, NotThere, Peer, built, of_engine, output_shape, quietly
+from native_table import table
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.errors import FlatoutError
@@ -60,7 +59,6 @@ Record = dict[str, Any]
 WRONG = (
     1e-4  # over the output's scale: float32 is below 1e-6 on these models, a state read in the wrong order above 1e-2
 )
-OURS = "c", "c_loop", "flatout", "flatout_loop"
 PARTS = "models", "million", "int8"
 
 
@@ -283,62 +281,6 @@ def latencies(step: Callable[[], object], num: int) -> Record:
     return {**percentiles(taken), "clock_s": quantile(alone, 0.5) * 1e-9}
 
 
-def percentiles(taken_ns: Any) -> Record:
-    p50, p99, p999 = np.quantile(np.asarray(taken_ns), [0.5, 0.99, 0.999]) * 1e-9
-    return {"p50_s": p50, "p99_s": p99, "p999_s": p999, "most_s": int(max(taken_ns)) * 1e-9, "events": len(taken_ns)}
-
-
-class Machine:
-    """What the core does, by bench/native_c/machine.c."""
-
-    def __init__(self, folder: Path) -> None:
-        compile_shared(Path(__file__).parent / "native_c" / "machine.c", folder / "machine.so")
-        self.library = ctypes.CDLL(str(folder / "machine.so"))
-        self.library.seconds_of_reading.restype = self.library.seconds_of_products.restype = ctypes.c_double
-        self.library.seconds_of_reading.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-        self.library.seconds_of_products.argtypes = [ctypes.c_int64]
-        self.library.times_of_events.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64, ctypes.c_void_p]
-
-    def bytes_per_s(self, num_bytes: int) -> float:
-        """Of reading a buffer of that many bytes again and again; the best of nine, since this is a bound."""
-        whole = max(512, num_bytes // 512 * 512)
-        buffer = np.ones(whole + 64, np.uint8)  # written to: pages of zeros would all be one page
-        at, again = -(-buffer.ctypes.data // 64) * 64, max(1, 100_000_000 // whole)
-        return max(whole * again / self.library.seconds_of_reading(at, whole, again) for _ in range(9))
-
-    def flop_per_s(self) -> float:
-        again = 200_000
-        return max(again * 12 * 32 / self.library.seconds_of_products(again) for _ in range(9))
-
-    def latencies(self, engine: Any, case: Case, num: int) -> Record:
-        """Of single events in a loop in C, through the library and the weights of the engine's folder."""
-        from flatout.inference.native.folder import read_weights
-        from flatout.inference.native.library import Table, open_library
-
-        with tempfile.TemporaryDirectory(prefix="engine-") as name:
-            engine.save(Path(name))
-            library = open_library(Path(name) / f"lib{engine.manifest.name}.so")
-            weights = aligned(read_weights(Path(name) / "weights.bin"))
-        table = Table.from_address(library.address)
-        state, work = aligned(bytes(library.state_bytes)), aligned(bytes(library.work_bytes))
-        x, y = case.events(1, seed=1)[0][0].numpy(), np.zeros(output_shape(case), np.float32)
-        ins, outs = (ctypes.c_void_p * 1)(x.ctypes.data), (ctypes.c_void_p * 1)(y.ctypes.data)
-        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(table.reset)(state.ctypes.data)
-        taken = np.zeros(num + 1, np.int64)
-        for count in (num // 20, num):  # warm, then measured
-            step = table.step, weights.ctypes.data, state.ctypes.data, work.ctypes.data
-            self.library.times_of_events(*step, ctypes.addressof(ins), ctypes.addressof(outs), count, taken.ctypes.data)
-        return {**percentiles(taken[:num]), "clock_s": int(taken[num]) * 1e-9}
-
-
-def aligned(data: bytes) -> Array:
-    """These bytes at a multiple of 64."""
-    whole = np.zeros(len(data) + 64, np.uint8)
-    at = -whole.ctypes.data % 64
-    whole[at : at + len(data)] = np.frombuffer(data, np.uint8)
-    return whole[at : at + len(data)]
-
-
 # --------------------------------------------------------------------------------------------------------------------- parts
 
 
@@ -425,116 +367,6 @@ def int8(bench: Bench) -> Iterator[Record]:
         faster = found["float32"]["s"] / found["int8"]["s"]
         layers = dict(peers[1].engine.manifest.precision)
         yield {"model": name, "error": errors, "peers": found, "faster": faster, "precision_of_layers": layers}
-
-
-# --------------------------------------------------------------------------------------------------------------------- saying
-
-
-def hardware() -> Record:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
-    caches = {}
-    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        kind = (index / "type").read_text().strip()
-        caches[f"L{(index / 'level').read_text().strip()} {kind.lower()}"] = (index / "size").read_text().strip()
-    known = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
-    return {
-        "processor": names[0] if names else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "vectors": [flag for flag in known if flag in flags],
-        "caches": caches,
-        "load": os.getloadavg()[0],
-    }
-
-
-def versions() -> Record:
-    found = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "onnx", "onnxruntime", "onnxscript", "flatout"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    said = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True).stdout
-    return {"versions": {**found, "compiler": said.splitlines()[0]}}
-
-
-def table(records: Sequence[Record]) -> str:
-    machine = records[0]
-    rows = [r for r in records if r["part"] == "models"]
-    lines = [
-        f"{machine['processor']}, {machine['cores']} cores; one thread; microseconds of an event, median of rounds"
-    ]
-    lines += [f"{name} {what}" for name, what in machine["versions"].items()]
-    if rows:
-        names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-        head = [*names, "floor", "x best"]
-        lines += ["", *columns("model", head, {r["model"]: times_of(r, names) for r in rows})]
-        lines += ["x best: the fastest of the peers that are not written by hand, over flatout"]
-        wrong = [(r["model"], name, p["error"]) for r in rows for name, p in r["peers"].items() if p.get("wrong")]
-        lines += [f"wrong: {name} of {model}, {error:.2g} of the output's scale away" for model, name, error in wrong]
-        for kind, named in (("failed", "failed"), ("not_there", "has none")):
-            said = [(r["model"], name, p[kind]) for r in rows for name, p in r["peers"].items() if kind in p]
-            lines += [f"{named}: {name} of {model}: {what}" for model, name, what in said if what != "not written"]
-        lines += ["", "largest error over 1e-7 of the output's scale, against float64"]
-        lines += columns("model", names, {r["model"]: errors_of(r, names) for r in rows})
-        lines += ["", "single events: p50 / p99 / p99.9, the clock's readings in them"]
-        for row in rows:
-            for name, peer in row["peers"].items():
-                said = {name: peer.get("event"), f"{name}, in C": peer.get("event_in_c")}
-                lines += [f"{row['model']:14} {who:14} {tails(event)}" for who, event in said.items() if event]
-    lines += [said for record in records for said in of_part(record)]
-    return "\n".join(lines)
-
-
-def of_part(record: Record) -> Iterator[str]:
-    """A record of the other parts, in words."""
-    if record["part"] in ("models", "machine"):
-        return
-    yield ""
-    same = f"bit for bit as single steps: {record.get('bitwise_as_single_steps')}"
-    if "flatout" in record:
-        yield f"{record['part']}: flatout: {record['flatout']}"
-    elif "events" in record:
-        yield f"{record['events']} events of the GRU through step_many: {record['many_s']:.3g} s; {same}"
-    elif "streams" in record:
-        rates = ", ".join(f"{name} {1e-6 / peer['s']:.3g}" for name, peer in record["peers"].items())
-        yield f"{record['streams']} streams of the GRU beside one, million events a second: {rates}; {same}"
-    else:
-        times = ", ".join(f"{name} {peer['s'] * 1e6:.3g} us" for name, peer in record["peers"].items())
-        errors = ", ".join(f"{error:.2g}" for error in record["error"].values())
-        yield f"{record['model']}: {times}: {record['faster']:.3g}x; errors over the output's scale: {errors}"
-
-
-def columns(head: str, names: Sequence[str], rows: dict[str, list[str]]) -> list[str]:
-    widths = [max(len(name), 7) + 2 for name in names]
-    lines = [f"{head:14}" + "".join(f"{name:>{w}}" for name, w in zip(names, widths, strict=True))]
-    for name, cells in rows.items():
-        lines.append(f"{name:14}" + "".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True)))
-    return lines
-
-
-def times_of(row: Record, names: Sequence[str]) -> list[str]:
-    def cell(peer: Record) -> str:
-        if "s" in peer:
-            return f"{peer['s'] * 1e6:.3g}"
-        return "wrong" if peer.get("wrong") else "failed" if "failed" in peer else "-"
-
-    peers = row["peers"]
-    rest = [p["s"] for name, p in peers.items() if "s" in p and name not in OURS]
-    ours = peers.get("flatout", {}).get("s")
-    best = f"{min(rest) / ours:.3g}" if rest and ours else "-"
-    return [*(cell(peers.get(name, {})) for name in names), f"{row['floor_s'] * 1e6:.3g}", best]
-
-
-def errors_of(row: Record, names: Sequence[str]) -> list[str]:
-    found = [row["peers"].get(name, {}).get("error") for name in names]
-    return ["-" if error is None else f"{error * 1e7:.2g}" for error in found]
-
-
-def tails(event: Record) -> str:
-    shown = " / ".join(f"{event[key] * 1e6:.3g}" for key in ("p50_s", "p99_s", "p999_s"))
-    return f"{shown}, of which the clock {event['clock_s'] * 1e6:.2g}"
 
 
 def alone() -> None:

@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch.fx import Node
 
+from flatout.inference.native.pointwise import is_pointwise
+
 aten = torch.ops.aten
 
 
