@@ -346,5 +346,5 @@ def quietly(make: Callable[[Case, Path], list[Peer]], case: Case, folder: Path) 
             logger.setLevel(level)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:]:
     package(*sys.argv[1:])

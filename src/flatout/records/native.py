@@ -5,7 +5,7 @@ from __future__ import annotations
 from flatout.records.record import Record
 
 
-class Port(Record):
+class Port(Record, frozen=True, kw_only=True):
     """An input, an output or a carried state of one event, its numbers one after the other in C order."""
 
     name: str
@@ -22,7 +22,7 @@ class Port(Record):
         return size
 
 
-class NativeLayer(Record):
+class NativeLayer(Record, frozen=True, kw_only=True):
     """A product of the model with one of its weights."""
 
     name: str
@@ -37,7 +37,7 @@ class NativeLayer(Record):
     """Why this precision."""
 
 
-class Latency(Record):
+class Latency(Record, frozen=True, kw_only=True):
     """Of one event, in seconds."""
 
     p50_s: float
@@ -46,7 +46,7 @@ class Latency(Record):
     num_events: int
 
 
-class NativeReport(Record):
+class NativeReport(Record, frozen=True, kw_only=True):
     """What was measured of an engine on the machine that built it."""
 
     hardware: str
@@ -70,7 +70,7 @@ class NativeReport(Record):
     """Why a field could not be measured, by its name."""
 
 
-class NativeManifest(Record):
+class NativeManifest(Record, frozen=True, kw_only=True):
     """What an engine's folder holds: `engine.json`."""
 
     name: str

@@ -110,7 +110,7 @@ class Bare:
         self._call(function, self.weights.ctypes.data, states.ctypes.data, work.ctypes.data, *pointers, *n)
         assert all(is_whole(memory) for memory in (states, work, *outs)), "something was written behind its end"
         return [
-            memory[:size].view(np.dtype(port.dtype)).reshape(*lead, *port.shape)
+            memory[:size].view(np.dtype(port.dtype)).reshape((*lead, *port.shape))
             for memory, size, port in zip(outs, sizes, self.generated.outputs, strict=True)
         ]
 

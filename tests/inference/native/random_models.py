@@ -32,8 +32,11 @@ class Step(nn.Module):
 class Drawn(nn.Module):
     """A model: forward(inputs, states) gives outputs and new states."""
 
-    def __init__(self, steps: list[tuple[Step, list[int]]], ends: list[int], news: list[tuple[Step, list[int]]]) -> None:
+    def __init__(
+        self, steps: list[tuple[Step, list[int]]], ends: list[int], news: list[tuple[Step, list[int]]], has_count: bool
+    ) -> None:
         super().__init__()
+        self.has_count = has_count
         self.steps, self.news = nn.ModuleList(s for s, _ in steps), nn.ModuleList(s for s, _ in news)
         self.args, self.new_args, self.ends = [a for _, a in steps], [a for _, a in news], ends
         self.register_buffer("count", torch.tensor([1.0, 2.0]))
@@ -47,7 +50,11 @@ class Drawn(nn.Module):
     def forward(self, inputs: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         found = self.pool(inputs, states)
         news = [step(*(found[i] for i in args)) for step, args in zip(self.news, self.new_args, strict=True)]
-        return [found[i] for i in self.ends], news
+        outs = [found[i] for i in self.ends]
+        if self.has_count:
+            self.count.mul_(0.5).add_(1.0)  # type: ignore[operator]
+            outs.append(self.count * 2)  # type: ignore[operator]
+        return outs, news
 
 
 class Model(NamedTuple):
@@ -353,7 +360,7 @@ def _added(draw: Random, pool: list[Tensor], is_odd: bool) -> tuple[Step, list[i
     last = range(max(0, len(pool) - 3), len(pool))
     at = draw.choice(last) if draw.random() < 0.7 else draw.randrange(len(pool))
     if pool[at].dtype != torch.float32:
-        step, args = Step("to float", lambda x: x.float() * 0.1), [at]
+        step, args = Step("to float", lambda x: x.to(torch.get_default_dtype()) * 0.1), [at]
     elif draw.random() < 0.2:
         other = draw.choice([i for i, t in enumerate(pool) if t.dtype == torch.float32])
         name = draw.choice(list(_BINARY))
@@ -365,7 +372,10 @@ def _added(draw: Random, pool: list[Tensor], is_odd: bool) -> tuple[Step, list[i
         x = pool[at] if pool[at].dim() else pool[at].reshape(1)
         inner = draw.choice(_RARE if is_odd else _COMMON)(draw, x)
         step, args = Step(inner.label, lambda m, x: m(x if x.dim() else x.reshape(1)), inner), [at]
-    made = step.eval()(*(pool[i] for i in args))
+    try:
+        made = step.eval()(*(pool[i] for i in args))
+    except (RuntimeError, ValueError):  # torch itself does not take it
+        return None
     if made.numel() == 0 or made.numel() > _MOST or not bool(torch.isfinite(made).all()):
         return None
     if made.dtype == torch.float32 and made.abs().max() > 8:
@@ -431,8 +441,8 @@ def drawn(seed: int) -> Model:
         ends = [len(pool) - 1, *draw.sample(range(len(pool)), draw.choice((0, 0, 1, 2)) if len(pool) > 2 else 0)]
         if draw.random() < 0.1:
             ends.append(ends[0])
-        news = _carried(draw, states, len(inputs), pool)
-    return Model(seed, Drawn(steps, ends, news).eval(), inputs, states, len(ends))
+        news, has_count = _carried(draw, states, len(inputs), pool), draw.random() < 0.1
+    return Model(seed, Drawn(steps, ends, news, has_count).eval(), inputs, states, len(ends) + has_count)
 
 
 def fresh(model: Model, seed: int) -> list[Tensor]:

@@ -77,9 +77,17 @@ def build(
     if events:
         layers = [structs.replace(layer, why=chosen.why.get(layer.name, "")) for layer in generated.layers]
         report = measured(
-            engine, model, examples, state=state, layers=layers, compiler=compiled.compiler, build_s=build_s,
-            library=engine._library, packed=generated.weights, num_events=events,
-        )  # fmt: skip
+            engine,
+            model,
+            examples,
+            state=state,
+            layers=layers,
+            compiler=compiled.compiler,
+            build_s=build_s,
+            library=engine._library,
+            packed=generated.weights,
+            num_events=events,
+        )
         engine.attach(report)
     return engine
 

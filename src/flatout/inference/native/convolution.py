@@ -5,11 +5,12 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Node
 
 from flatout.inference.native.demand import Box, Span, shape_of, window_of
 from flatout.inference.native.lowering import Lowering
-from flatout.inference.native.packing import Constants, by_columns, padded_bias
+from flatout.inference.native.packing import GROUP, Constants, by_columns, padded_bias
 from flatout.inference.native.places import note_of
 from flatout.inference.native.products import partial_sums
 from flatout.inference.native.statements import Map, Product
@@ -87,7 +88,7 @@ def _padded(low: Lowering, view: View, pads: list[tuple[int, int]]) -> View:
     return dst
 
 
-def _by_taps(low: Lowering, node: Any, seen: View, weight: Node, bias: Any, sizes: tuple[int, int, int]) -> Value:
+def _by_taps(low: Lowering, node: Any, seen: View, weight: Node, bias: Any, sizes: tuple[int, int, int]) -> View | Lazy:
     """Depthwise: a channel of its own for each output channel."""
     channels, rank, taps = sizes
     shape = (seen.shape[0], *seen.shape[1 : 1 + rank], channels)
@@ -138,19 +139,22 @@ def _by_products(low: Lowering, node: Any, seen: View, weight: Node, bias: Any, 
             x = reshaped(low.materialised(part, note="what the kernel sees"), (rows, depth))
         assert x is not None
 
-        def packed(c: Constants, g: int = g) -> Any:
+        def packed(c: Constants, g: int = g) -> Tensor:
             own = c[weight][g * each : (g + 1) * each]
             return by_columns(own.permute(*range(2, own.dim()), 1, 0).reshape(depth, each))
 
         w = low.block.add(f"{weight.name} group {g}", packed)
+
+        def padded(c: Constants, g: int = g) -> Tensor:
+            return padded_bias(c[bias][g * each : (g + 1) * each])
+
         b = None
         if bias is not None:
-            held = low.block.add(
-                f"{bias.name} group {g}", lambda c, g=g: padded_bias(c[bias][g * each : (g + 1) * each])
-            )
+            held = low.block.add(f"{bias.name} group {g}", padded)
             b = whole(held, (held.size,))
         dst = View(buffer, g * each, (rows, each), (width, 1))
-        made = Product(dst, x, whole(w, (w.size,)), each, depth, LANES, depth * LANES, partial_sums(each, depth), b, note=note_of(node))  # fmt: skip
+        step, parts = depth * GROUP * LANES, partial_sums(each, depth)
+        made = Product(dst, x, whole(w, (w.size,)), each, depth, 0, step, parts, b, note=note_of(node))
         low.body.statements.append(made)
         low.layers.append((weight.name, made))
     seen_out = reshaped(View(buffer, 0, (rows, channels), (width, 1)), (*outer, channels))

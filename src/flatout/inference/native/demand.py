@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.fx import Node
-
-from flatout.inference.native.pointwise import is_pointwise
 
 aten = torch.ops.aten
 
@@ -27,7 +26,7 @@ Rule: TypeAlias = Callable[[Node, Box], Iterator[tuple[Node, Box]]]
 def shape_of(node: Any) -> tuple[int, ...]:
     """Of a node that gives one tensor; of the first, where there are several (all of a split's, as its input lies)."""
     value = node.meta["val"]
-    if node.target in _SPLITS:
+    if node.target in SPLITS:
         return shape_of(node.args[0])
     return tuple(value[0].shape) if isinstance(value, (tuple, list)) else tuple(value.shape)
 
@@ -45,7 +44,7 @@ def dim_of(node: Any, dim: int) -> int:
 
 def inputs_of(node: Any, box: Box) -> dict[Node, Box]:
     """What a node reads to give the part `box` of itself."""
-    rule = _RULES.get(node.target)
+    rule = RULES.get(node.target)
     wanted: dict[Node, Box] = {}
     told = dict.fromkeys(node.all_input_nodes)
     for source, part in rule(node, box) if rule else ():
@@ -252,7 +251,7 @@ def cat_parts(parts: list[Node], dim: int, span: Span) -> Iterator[tuple[Node, S
 
 def _getitem(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     source: Any = node.args[0]
-    if source.target in _SPLITS:
+    if source.target in SPLITS:
         dim, start, _ = split_of(source, node.args[1])
         span = box[dim]
         box = (*box[:dim], Span(span.start + start, span.stop + start), *box[dim + 1 :])
@@ -279,7 +278,7 @@ def window_of(span: Span, length: int, kernel: int, stride: int, pad: int, dilat
 
 def _convolution(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     args: Any = node.args
-    source, weight, stride, pad, dilation, transposed = args[0], args[1], *args[3:7]
+    source, weight, _, stride, pad, dilation, transposed, *_ = args
     if transposed:
         return
     lengths, kernel = shape_of(source)[2:], shape_of(weight)[2:]
@@ -295,8 +294,8 @@ def _embedding(node: Any, box: Box) -> Iterator[tuple[Node, Box]]:
     yield node.args[1], box[:-1]
 
 
-_SPLITS: Final = (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default)
-_RULES: dict[object, Rule] = {
+SPLITS: Final = (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default)
+RULES: dict[object, Rule] = {
     aten.permute.default: _permute,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
@@ -323,14 +322,10 @@ _RULES: dict[object, Rule] = {
     aten._native_batch_norm_legit_no_training.default: _passed,
     aten.clone.default: _passed,
     aten.alias.default: _passed,
+    operator.getitem: _getitem,
 }
 
 
 def add_rule(target: object, rule: Rule) -> None:
     """How the parts of one operator's inputs follow from a part of its output."""
-    _RULES[target] = rule
-
-
-import operator  # noqa: E402
-
-_RULES[operator.getitem] = _getitem
+    RULES[target] = rule

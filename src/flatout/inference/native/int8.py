@@ -19,7 +19,7 @@ from flatout.inference.native.caller import default_cache, make_cache
 from flatout.inference.native.compiler import compile_trial, own_isa
 from flatout.inference.native.engine import Engine
 from flatout.inference.native.measuring import rollout_errors
-from flatout.inference.native.packing import rounded
+from flatout.inference.native.packing import GROUP, rounded
 from flatout.inference.native.program import Program
 from flatout.inference.native.rollout import places, tensors_of
 from flatout.inference.native.statements import Product
@@ -80,7 +80,9 @@ def chosen(
     return Choice(taken, why)
 
 
-def _error(program: Program, model: nn.Module, examples: Any, state: Any, how: Mapping[str, Any], taken: dict[str, str]) -> float:  # fmt: skip
+def _error(
+    program: Program, model: nn.Module, examples: Any, state: Any, how: Mapping[str, Any], taken: dict[str, str]
+) -> float:
     generated = program.generated(precision=taken)
     engine, _ = Engine.compiled(generated, precision=taken, isas=_own(), **how)
     errors, _ = rollout_errors(engine, model, tensors_of(examples), places(model, examples, state), seed=1)
@@ -143,15 +145,18 @@ def _source(products: list[Product]) -> str:
     most = max(-(-p.k // 64) * 64 for p in products)
     lines = ["#include <math.h>\n#include <stdint.h>\n#include <string.h>", f"#define FO_MOST_INT8 {most}"]
     lines += [(here / name).read_text() for name in ("vectors.h", "scalar.h", "rows.h", "int8.h")]
-    lines.append(tiles.text({p.parts for p in products}))
+    lines += [tiles.text({p.parts for p in products}), tiles.int8_text()]
     head = '__attribute__((visibility("default"))) void'
     for i, p in enumerate(products):
         rows, blocks = p.dst.shape[0], -(-p.n // LANES)
         args = "(long n, const float *x, const void *w, const float *b, const int32_t *sums, float *y)"
         loop = 'for (long t = 0; t < n; t++) { __asm__ volatile("" : : "r"(x), "r"(y) : "memory");'
         lines.append(f"{head} plain_{i}{args};\n{head} coarse_{i}{args};")
-        lines.append(f"{head} plain_{i}{args} {{ (void)sums; {loop} fo_product_{p.parts}({rows}, x, {p.k}, (const float *)w, 16, {p.k * LANES}, {blocks}, {p.k}, b, y, {blocks * LANES}); }} }}")  # fmt: skip
-        lines.append(f"{head} coarse_{i}{args} {{ {loop} fo_product_int8({rows}, x, {p.k}, (const int8_t *)w, {blocks}, {p.k}, b, sums, b, y, {blocks * LANES}); }} }}")  # fmt: skip
+        x, y, step = f"{rows}, x, {p.k}", f"y, {blocks * LANES}", p.k * GROUP * LANES
+        plain = f"fo_product_{p.parts}({x}, (const float *)w, 0, {step}, {blocks}, {p.k}, b, {y});"
+        coarse = f"fo_product_int8({x}, (const int8_t *)w, {blocks}, {p.k}, b, sums, b, {y});"
+        lines.append(f"{head} plain_{i}{args} {{ (void)sums; {loop} {plain} }} }}")
+        lines.append(f"{head} coarse_{i}{args} {{ {loop} {coarse} }} }}")
     return "\n".join(lines) + "\n"
 
 

@@ -56,7 +56,10 @@ def collapsed(views: Sequence[View], shape: tuple[int, ...]) -> tuple[list[int],
 
 
 def lines_of(maps: list[Map], pointer: dict[Buffer, str], passing: set[Buffer]) -> list[str]:
-    """The loops of Maps over one shape, within the loop over streams; `pointer` names each buffer's memory, which `passing` have not."""
+    """The loops of Maps over one shape, within the loop over streams.
+
+    `pointer` names each buffer's memory, which `passing` have not.
+    """
     shape = maps[0].dst.shape
     views = list(dict.fromkeys(v for m in maps for v in (m.dst, *leaves(m.expr))))
     lengths, strides = collapsed(views, shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,6 +21,7 @@ from flatout.inference.native.values import (
     LANES,
     Buffer,
     Const,
+    Expr,
     Lazy,
     Scalar,
     Value,
@@ -47,7 +49,7 @@ class Lowering:
         outputs: list[Node],
         constants: dict[Node, Const],
         kept: dict[Node, View],
-        shelf: Mapping[object, Any],
+        shelf: Mapping[object, Callable[[Lowering, Any, Box, tuple[int, ...]], Value]],
     ) -> None:
         self.nodes, self.constants, self._shelf = nodes, constants, shelf
         self.boxes = demand.demands(nodes, outputs)
@@ -90,11 +92,11 @@ class Lowering:
         for dim, (span, outer) in enumerate(zip(box, have, strict=True)):
             if span != outer:
                 value = mapped(
-                    value, lambda v, d=dim, s=span, o=outer: sliced(v, d, s.start - o.start, s.stop - o.start)
+                    value, partial(sliced, dim=dim, start=span.start - outer.start, stop=span.stop - outer.start)
                 )
         return value
 
-    def expression(self, source: Any, box: Box | None, shape: tuple[int, ...]) -> Any:
+    def expression(self, source: Any, box: Box | None, shape: tuple[int, ...]) -> Expr:
         """A part as an expression over `shape`, to which it is repeated."""
         if not isinstance(source, Node):
             return Scalar(source)
@@ -205,7 +207,7 @@ class Lowering:
         self.body.statements.append(Push(ring, row, note_of(node)))
         return rings.seen(ring, shape_of(node), window.dim, 0 if window.is_longer else 1)
 
-    def viewed(self, value: Value, source: Any, box: Box | None) -> Any:
+    def viewed(self, value: Value, source: Any, box: Box | None) -> View | Lazy:
         """A part, a constant as it lies in memory."""
         return self.constant_view(source, box) if isinstance(value, Const) else value
 
@@ -218,14 +220,14 @@ class Lowering:
 
         dtype = dtype_name(node.meta["val"].dtype)
         options = {k: v for k, v in node.kwargs.items() if k in ("alpha", "rounding_mode", "approximate")}
-        if pointwise.name_of(node.target) not in pointwise._SAME and set(node.kwargs) - set(options):
+        if pointwise.name_of(node.target) not in pointwise.SAME and set(node.kwargs) - set(options):
             raise NotImplementedError(f"{node.target} with {', '.join(sorted(set(node.kwargs) - set(options)))}")
-        args = node.args[:1] if pointwise.name_of(node.target) in pointwise._SAME else node.args
+        args = node.args[:1] if pointwise.name_of(node.target) in pointwise.SAME else node.args
         return Lazy(pointwise.expression(node, [one(a) for a in args], options, dtype), shape, dtype)
 
-    def seen(self, node: Any, box: Box) -> Value:
+    def seen(self, node: Any, box: Box) -> View | Lazy:
         """The part of a view's source."""
-        source, part = next(demand._RULES[node.target](node, box))
+        source, part = next(demand.RULES[node.target](node, box))
         value = self.part(source, part)
         if isinstance(value, Const):
             return self.constant_view(source, part)

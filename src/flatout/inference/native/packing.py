@@ -13,9 +13,17 @@ from flatout.inference.native.values import LANES, Buffer, View, contiguous_stri
 
 Constants: TypeAlias = Mapping[Node, Tensor]
 Maker: TypeAlias = Callable[[Constants], Tensor]
-_DTYPES = {torch.float32: "float32", torch.int64: "int64", torch.int32: "int32", torch.bool: "bool", torch.int8: "int8",
-           torch.uint8: "uint8"}  # fmt: skip
+_DTYPES = {
+    torch.float32: "float32",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.bool: "bool",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+}
 _ALIGNMENT = 64
+GROUP = 8
+"""Blocks that lie side by side."""
 
 
 class Piece(NamedTuple):
@@ -48,7 +56,8 @@ class Block:
     def view(self, source: Node) -> View:
         """A constant as it is, without what it repeats."""
         tensor = self._constants[source]
-        small = tuple(slice(0, 1) if not stride and size > 1 else slice(None) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))  # fmt: skip
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        small = tuple(slice(0, 1) if not stride and size > 1 else slice(None) for size, stride in sizes)
         compact = tuple(tensor[small].shape)
         buffer = self.add(f"{source.name} as it is", lambda constants: constants[source][small].contiguous())
         strides = contiguous_strides(compact)
@@ -59,18 +68,18 @@ class Block:
         """The block with these constants."""
         block = bytearray(self.size)
         for buffer, make in self.pieces:
-            data = make(constants).contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            data = make(constants).detach().numpy().tobytes()
             block[buffer.offset : buffer.offset + len(data)] = data
         return bytes(block)
 
 
 def by_columns(weight: Tensor) -> Tensor:
-    """(k, n) in blocks of 16 columns, one row of a block after the other; zeros fill the last."""
+    """(k, n) in groups of 8 blocks of 16 columns, one row of a group after the other; zeros fill the last block."""
     k, n = weight.shape
     blocks = -(-n // LANES)
     padded = torch.zeros(k, blocks * LANES, dtype=weight.dtype)
     padded[:, :n] = weight
-    return padded.view(k, blocks, LANES).permute(1, 0, 2).contiguous()
+    return torch.cat([part.flatten() for part in padded.split(GROUP * LANES, 1)])
 
 
 def by_rows(weight: Tensor) -> Tensor:
@@ -96,12 +105,13 @@ def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_quads(weight: Tensor) -> Tensor:
-    """Whole numbers (k, n) in blocks of 16 columns; of each block 4 rows at a time, a column's 4 numbers side by side."""
+    """Whole numbers (k, n) in groups of 8 blocks of 16 columns; 4 rows at a time, a column's 4 numbers side by side."""
     k, n = weight.shape
     quads, blocks = -(-k // 4), -(-n // LANES)
     padded = torch.zeros(4 * quads, blocks * LANES, dtype=torch.int8)
     padded[:k, :n] = weight
-    return padded.view(quads, 4, blocks, LANES).permute(2, 0, 3, 1).contiguous()
+    quadruple = padded.view(quads, 4, blocks, LANES).permute(0, 2, 3, 1).reshape(quads, blocks * LANES * 4)
+    return torch.cat([part.flatten() for part in quadruple.split(GROUP * LANES * 4, 1)])
 
 
 def shifted_sums(weight: Tensor) -> Tensor:

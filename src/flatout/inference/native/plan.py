@@ -18,7 +18,10 @@ def num_bytes(buffer: Buffer) -> int:
 
 
 def lives(groups: list[list[Statement]]) -> dict[Buffer, tuple[int, int]]:
-    """The first and the last group of statements that touches each work buffer. A group shares a loop: all in it is alive at once."""
+    """The first and the last group of statements that touches each work buffer.
+
+    A group shares a loop: all in it is alive at once.
+    """
     found: dict[Buffer, tuple[int, int]] = {}
     for at, group in enumerate(groups):
         for statement in group:

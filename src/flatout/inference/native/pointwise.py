@@ -12,7 +12,14 @@ from torch.fx import Node
 from flatout.inference.native.values import Call, Expr, Scalar, View
 
 aten = torch.ops.aten
-C_TYPES: Final = {"float32": "float", "int32": "int32_t", "int64": "int64_t", "bool": "uint8_t", "int8": "int8_t", "uint8": "uint8_t"}  # fmt: skip
+C_TYPES: Final = {
+    "float32": "float",
+    "int32": "int32_t",
+    "int64": "int64_t",
+    "bool": "uint8_t",
+    "int8": "int8_t",
+    "uint8": "uint8_t",
+}
 
 
 def dtype_of(expr: Expr) -> str:
@@ -191,7 +198,7 @@ def _absolute(x: Expr, *, dtype: str = "float32") -> Expr:
     return Call("({0} < 0 ? -{0} : {0})", (cast(x, dtype),), dtype)
 
 
-_MADE: Final[dict[str, Callable[..., Expr]]] = {
+MADE: Final[dict[str, Callable[..., Expr]]] = {
     **{name: _unary(function) for name, function in _UNARY.items()},
     **{name: _compared(sign) for name, sign in _COMPARED.items()},
     "add": _arithmetic("+"), "sub": _arithmetic("-"), "mul": _arithmetic("*"), "rsub": _rsub, "div": _divided, "pow": _power,
@@ -206,7 +213,7 @@ _MADE: Final[dict[str, Callable[..., Expr]]] = {
 }  # fmt: skip
 _TAKES_DTYPE: Final = {"add", "sub", "mul", "rsub", "div", "pow", "minimum", "maximum", "fmod", "remainder", "clamp", "where",
                        "masked_fill", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "neg", "abs"}  # fmt: skip
-_SAME: Final = {"clone", "alias", "lift_fresh_copy", "detach", "contiguous", "_to_copy", "to", "positive", "dropout"}
+SAME: Final = {"clone", "alias", "lift_fresh_copy", "detach", "contiguous", "_to_copy", "to", "positive", "dropout"}
 
 
 def name_of(target: object) -> str:
@@ -217,21 +224,20 @@ def name_of(target: object) -> str:
 
 def is_pointwise(node: Node) -> bool:
     """Whether this module knows the node's operator."""
-    return name_of(node.target) in _MADE or name_of(node.target) in _SAME
+    return name_of(node.target) in MADE or name_of(node.target) in SAME
 
 
 def expression(node: Node, args: list[Expr | None], options: dict[str, Any], dtype: str) -> Expr:
     """What a node computes of its arguments; `dtype` is what it gives. Raises NotImplementedError with what is missing."""
     name = name_of(node.target)
-    if name in _SAME:
+    if name in SAME:
         assert args[0] is not None
         return cast(args[0], dtype)
-    if name in _UNARY and dtype != "float32":
-        if name in ("floor", "ceil", "round", "trunc", "relu", "sign"):
-            raise NotImplementedError(f"{name} of whole numbers")
+    if dtype != "float32" and name in ("floor", "ceil", "round", "trunc", "relu", "sign"):
+        raise NotImplementedError(f"{name} of whole numbers")
     if name in _TAKES_DTYPE:
         options = {**options, "dtype": dtype}
-    made = _MADE[name](*args, **options)
+    made = MADE[name](*args, **options)
     return made if dtype_of(made) == dtype else cast(made, dtype)
 
 

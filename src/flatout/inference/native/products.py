@@ -9,7 +9,7 @@ from torch.fx import Node
 from flatout.inference.native import demand, pointwise
 from flatout.inference.native.demand import Box, Span, aten, shape_of
 from flatout.inference.native.lowering import Lowering
-from flatout.inference.native.packing import by_columns, by_quads, by_rows, padded_bias, rounded, shifted_sums
+from flatout.inference.native.packing import GROUP, by_columns, by_quads, by_rows, padded_bias, rounded, shifted_sums
 from flatout.inference.native.places import note_of
 from flatout.inference.native.statements import Map, Product
 from flatout.inference.native.values import LANES, Const, Lazy, Scalar, Value, View, sliced, whole, without
@@ -43,7 +43,7 @@ def low_product(low: Lowering, node: Any, a: tuple[Node, Box], b: tuple[Node, Bo
     if bias is None:
         return made
     part = next(demand.by_element_of(bias, box))[1]
-    added = pointwise._MADE["add"](made, low.expression(bias, part, made.shape))
+    added = pointwise.MADE["add"](made, low.expression(bias, part, made.shape))
     return low.materialised(Lazy(added, made.shape, "float32"))
 
 
@@ -67,13 +67,14 @@ def constant_product(
         bias_view = whole(bias_buffer, (bias_buffer.size,))
     width = n if is_dot else -(-n // LANES) * LANES
     dst = View(low.buffer(m * width), 0, (m, n), (width, 1))
-    row, block = (-(-k // LANES) * LANES, 0) if is_dot else (LANES, k * LANES)
+    row, group = (-(-k // LANES) * LANES, 0) if is_dot else (0, k * GROUP * LANES)
     if is_int8:
         product = int8_product(low, node, source, (rows, cols), x, dst, (n, k), bias_view)
         low.body.statements.append(product)
         low.layers.append((source.name, product))
         return dst
-    product = Product(dst, x, whole(packed, (packed.size,)), n, k, row, block, partial_sums(n, k), bias_view, is_dot, note=note_of(node))  # fmt: skip
+    w, parts = whole(packed, (packed.size,)), partial_sums(n, k)
+    product = Product(dst, x, w, n, k, row, group, parts, bias_view, is_dot, note=note_of(node))
     low.body.statements.append(product)
     low.layers.append((source.name, product))
     return dst
@@ -106,7 +107,7 @@ def partial_sums(n: int, k: int) -> int:
     return parts if k >= 8 * parts else 1
 
 
-def dynamic_product(low: Lowering, node: Any, x: View, value: Value, sizes: tuple[int, int, int]) -> View:
+def dynamic_product(low: Lowering, node: Any, x: View, value: View | Lazy, sizes: tuple[int, int, int]) -> View:
     """rows (m, k) times what is computed (k, n)."""
     m, n, k = sizes
     width = -(-n // LANES) * LANES
@@ -118,7 +119,9 @@ def dynamic_product(low: Lowering, node: Any, x: View, value: Value, sizes: tupl
         dst = View(buffer, 0, (k, n), (width, 1))
         w = low.materialised(value, dst)
     dst = View(low.buffer(m * width), 0, (m, n), (width, 1))
-    low.body.statements.append(Product(dst, x, w, n, k, w.strides[0], LANES, partial_sums(n, k), note=note_of(node)))
+    low.body.statements.append(
+        Product(dst, x, w, n, k, w.strides[0], GROUP * LANES, partial_sums(n, k), note=note_of(node))
+    )
     return dst
 
 
@@ -145,6 +148,6 @@ def bmm(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value:
         into = without(sliced(dst, 0, i, i + 1), [0])
         row = columns.strides[0]
         low.body.statements.append(
-            Product(into, rows, columns, n, k, row, LANES, partial_sums(n, k), note=note_of(node))
+            Product(into, rows, columns, n, k, row, GROUP * LANES, partial_sums(n, k), note=note_of(node))
         )
     return dst

@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from flatout.errors import NativeError, UsageError
-from flatout.inference.native import emit, plan
+from flatout.inference.native import decompositions, emit, plan
 from flatout.inference.native.demand import shape_of
 from flatout.inference.native.emit import StateLayout
 from flatout.inference.native.generated import Generated
@@ -32,8 +32,6 @@ from flatout.inference.native.statements import Map, Product, Turn
 from flatout.inference.native.values import Buffer, Const, View, whole
 from flatout.records.native import NativeLayer, Port
 
-_KEPT: Final = ("_safe_softmax",)
-"""Operators that torch would take apart, and that have code here."""
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,40}\Z")
 
 
@@ -65,7 +63,7 @@ class Program:
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
                 exported = torch.export.export(model, tuple(example_inputs), strict=False)
-                exported = exported.run_decompositions(_decompositions())
+                exported = exported.run_decompositions(decompositions.table())
         except Exception as e:
             raise NativeError(
                 f"torch.export cannot take this model: {str(e)[:1500]}; what it needs is in torch's guide to export"
@@ -101,13 +99,14 @@ class Program:
         known = self.tensors()
         unknown, missing = sorted(set(state_dict) - set(known)), sorted(set(known) - set(state_dict))
         if unknown or missing:
-            raise UsageError(
-                f"the state dict {f'has {unknown}, which the model has not' if unknown else f'lacks {missing}'}; give the model's own names"
-            )
+            told = f"has {unknown}, which the model has not" if unknown else f"lacks {missing}"
+            raise UsageError(f"the state dict {told}; give the model's own names")
         for name, tensor in state_dict.items():
-            if tensor.shape != known[name].shape or tensor.dtype != known[name].dtype:
+            own = known[name]
+            if tensor.shape != own.shape or tensor.dtype != own.dtype:
                 raise UsageError(
-                    f"'{name}' is {tuple(tensor.shape)} of {tensor.dtype}, the model's {tuple(known[name].shape)} of {known[name].dtype}; give one of that shape"
+                    f"'{name}' is {tuple(tensor.shape)} of {tensor.dtype}, the model's {tuple(own.shape)} of {own.dtype};"
+                    " give one of that shape"
                 )
         generation = _Generation(self, _int8(precision))
         generation.run()
@@ -152,14 +151,6 @@ class Program:
         return found[:count] if len(found) >= count else [f"arg{i}" for i in range(count)]
 
 
-def _decompositions() -> Any:
-    table = torch.export.default_decompositions()
-    for target in list(table):
-        if getattr(target, "overloadpacket", None) is not None and target.overloadpacket.__name__ in _KEPT:
-            del table[target]
-    return table
-
-
 class _Generation:
     """One lowering of a program."""
 
@@ -202,9 +193,15 @@ class _Generation:
                 continue
             value = node.meta.get("val")
             for tensor in value if isinstance(value, (tuple, list)) else [value]:
+                if isinstance(tensor, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                    raise NativeError(
+                        f"operator {node.target} takes a number out of a tensor{told_at(node)}, and what it decides must"
+                        " be known when the model is built; index by a tensor of one dimension instead"
+                    )
                 if isinstance(tensor, Tensor) and not all(isinstance(n, int) for n in tensor.shape):
                     raise NativeError(
-                        f"'{node.name}' has the shape {tuple(tensor.shape)}, which changes{told_at(node)}; native code has fixed sizes: pad"
+                        f"'{node.name}' has the shape {tuple(tensor.shape)}, which changes{told_at(node)};"
+                        " native code has fixed sizes: pad"
                     )
 
     def _ports(self) -> None:
@@ -218,7 +215,8 @@ class _Generation:
         ]
         if len(users) < len(carried) + (0 if self.program.carried_buffers() else 1):
             raise UsageError(
-                f"the model gives {len(users)} tensors, and {len(carried)} are carried; return what goes out, then each new state in the order of the parameters"
+                f"the model gives {len(users)} tensors, and {len(carried)} are carried; return what goes out, then each"
+                " new state in the order of the parameters"
             )
         given, new = users[: len(users) - len(carried)], users[len(users) - len(carried) :]
         examples = self._examples()
@@ -227,13 +225,12 @@ class _Generation:
             at = self._add_state(name, node, new[len(self.new_states)], examples.get(name), at)
         for spec in outs:
             if spec.kind is OutputKind.BUFFER_MUTATION:
-                source = next(s for s in self.program._signature.input_specs if s.target == spec.target)
+                source: Any = next(s for s in self.program._signature.input_specs if s.target == spec.target)
                 tensor = self.program.exported.state_dict.get(
                     spec.target, self.program.exported.constants.get(spec.target)
                 )
-                at = self._add_state(
-                    str(spec.target), self.named[source.arg.name], self.named[spec.arg.name], tensor, at
-                )  # type: ignore[union-attr]
+                old, new_value = self.named[source.arg.name], self.named[spec.arg.name]
+                at = self._add_state(str(spec.target), old, new_value, tensor, at)
             elif spec.kind not in (OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION):
                 raise NativeError(
                     f"the model changes what is given to it ({spec.target}); return the new value instead"
@@ -275,7 +272,8 @@ class _Generation:
         old, made = node.meta["val"], new.meta["val"]
         if old.shape != made.shape or old.dtype != made.dtype:
             raise UsageError(
-                f"state '{name}' is {tuple(old.shape)} of {old.dtype}, and its new value {tuple(made.shape)} of {made.dtype}; return one of the same shape"
+                f"state '{name}' is {tuple(old.shape)} of {old.dtype}, and its new value {tuple(made.shape)} of"
+                f" {made.dtype}; return one of the same shape"
             )
         if not old.is_contiguous():
             raise NativeError(f"state '{name}' has strides {old.stride()}; carry one that is contiguous")
@@ -288,11 +286,7 @@ class _Generation:
         else:
             buffer = Buffer(name_of, "state", dtype, old.numel(), at)
             view = whole(buffer, shape_of(node))
-        first = (
-            b""
-            if initial is None or not bool(initial.any())
-            else initial.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        )
+        first = b"" if initial is None or not bool(initial.any()) else initial.detach().numpy().tobytes()
         port = Port(name=name, dtype=buffer.dtype, shape=tuple(old.shape))
         self.states.append(StateLayout(port, buffer, first, view))
         self.new_states.append(new)
@@ -364,15 +358,37 @@ class _Generation:
             for i, (n, b) in enumerate(self.outputs)
         ]
         weights = low.block.packed(low.block._constants)
-        made = emit.source(self.program.name, low.body, [b for _, b in self.inputs], [b for _, b in self.outputs], self.states, len(weights), (inputs, outputs), hashlib.sha256(weights).digest()[:16])  # fmt: skip
+        made = emit.source(
+            self.program.name,
+            low.body,
+            [b for _, b in self.inputs],
+            [b for _, b in self.outputs],
+            self.states,
+            len(weights),
+            (inputs, outputs),
+            hashlib.sha256(weights).digest()[:16],
+        )
         layers = [
             NativeLayer(
-                name=self._weight_name(source, names), rows=p.dst.shape[0], inputs=p.k, outputs=p.n,
-                weight_bytes=plan.num_bytes(p.w.buffer), precision="int8" if p.scales is not None else "float32",
+                name=self._weight_name(source, names),
+                rows=p.dst.shape[0],
+                inputs=p.k,
+                outputs=p.n,
+                weight_bytes=plan.num_bytes(p.w.buffer),
+                precision="int8" if p.scales is not None else "float32",
             )
             for source, p in low.layers
-        ]  # fmt: skip
-        return Generated(self.program.name, made.code, made.header, weights, tuple(inputs), tuple(outputs), tuple(s.port for s in self.states), tuple(layers))  # fmt: skip
+        ]
+        return Generated(
+            self.program.name,
+            made.code,
+            made.header,
+            weights,
+            tuple(inputs),
+            tuple(outputs),
+            tuple(s.port for s in self.states),
+            tuple(layers),
+        )
 
     def _weight_name(self, source: str, names: dict[str, str]) -> str:
         """The parameter that a folded constant comes from."""

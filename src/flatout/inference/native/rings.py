@@ -12,7 +12,10 @@ from flatout.inference.native.values import Buffer, View
 
 
 class Window(NamedTuple):
-    """A state that is shifted by one along `dim`: `joined` is the window with the new row, or the one that has lost its oldest."""
+    """A state that is shifted by one along `dim`.
+
+    `joined` is the window with the new row, or the one that has lost its oldest.
+    """
 
     joined: Node
     newest: Node
@@ -47,9 +50,11 @@ def window_of(old: Node, new: Node) -> Window | None:
 
 def _parts(node: Any, dim: int) -> list[Node]:
     """The two parts of a cat along `dim`."""
-    if not isinstance(node, Node) or node.target != aten.cat.default or len(node.args[0]) != 2:
+    if not isinstance(node, Node) or node.target != aten.cat.default:
         return []
-    return list(node.args[0]) if dim_of(node, node.args[1] if len(node.args) > 1 else 0) == dim else []
+    args: Any = node.args
+    joined_along = dim_of(node, args[1] if len(args) > 1 else 0)
+    return list(args[0]) if len(args[0]) == 2 and joined_along == dim else []
 
 
 def _is_one(parts: list[Node], dim: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from flatout.inference.native.demand import Box, Span, aten, shape_of
 from flatout.inference.native.lowering import Lowering
 from flatout.inference.native.packing import Constants
 from flatout.inference.native.places import dtype_name, note_of
-from flatout.inference.native.statements import Gather, Map, RowWise
+from flatout.inference.native.statements import Gather, Map, RowKind, RowWise
 from flatout.inference.native.values import (
     Call,
     Const,
@@ -61,7 +61,6 @@ def _squeeze(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Valu
 
 
 def _expand(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value:
-    source: Any = node.args[0]
     value = low.seen(node, box)
     if isinstance(value, Lazy) and num_operations(value.expr) and prod(value.shape) < prod(shape):
         value = low.materialised(value)
@@ -71,7 +70,7 @@ def _expand(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value
 def _view(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value:
     value = low.seen(node, box)
     views = list(leaves(value.expr)) if isinstance(value, Lazy) else [value]
-    if isinstance(value, Const) or any(reshaped(v, shape) is None for v in views):
+    if any(reshaped(v, shape) is None for v in views):
         value = low.materialised(value)
     if isinstance(value, Lazy) and not views:
         return value._replace(shape=shape)
@@ -85,7 +84,7 @@ def _view(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value:
 
 def _getitem(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value:
     source: Any = node.args[0]
-    if source.target not in demand._SPLITS and node.args[1] != 0:
+    if source.target not in demand.SPLITS and node.args[1] != 0:
         raise NotImplementedError(f"the {node.args[1]}th result of {source.target}")
     return low.seen(node, box)
 
@@ -114,15 +113,21 @@ def _cat(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value:
     return dst
 
 
+_SOFTMAX: Final[dict[object, RowKind]] = {
+    aten._softmax.default: "softmax",
+    aten._safe_softmax.default: "safe_softmax",
+    aten._log_softmax.default: "log_softmax",
+}
+
+
 def _softmax(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value:
     source, dim = node.args[0], demand.dim_of(node, node.args[1])
-    kinds = {aten._softmax.default: "softmax", aten._safe_softmax.default: "safe_softmax"}
     value = low.viewed(low.seen(node, box), source, box)
     last = [d for d in range(len(shape)) if d != dim] + [dim]
     moved = mapped(value, lambda v: permuted(v, last))
     src = low.rows_of(moved, source, None, shape[dim])
     dst = whole(low.buffer(prod(shape)), (src.shape[0], shape[dim]))
-    low.body.statements.append(RowWise(kinds.get(node.target, "log_softmax"), dst, src, note=note_of(node)))
+    low.body.statements.append(RowWise(_SOFTMAX[node.target], dst, src, note=note_of(node)))
     seen = reshaped(dst, tuple(shape[d] for d in last))
     assert seen is not None
     return permuted(seen, [last.index(d) for d in range(len(shape))])
@@ -137,11 +142,25 @@ def _layer_norm(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> V
     dst = whole(low.buffer(prod(shape)), (src.shape[0], width))
     sides = [View(s.buffer, s.offset, (width,), (1,)) if s is not None else None for s in sides]
     low.body.statements.append(RowWise("layer_norm", dst, src, float(eps), sides[0], sides[1], note_of(node)))
-    return reshaped(dst, shape)
+    seen = reshaped(dst, shape)
+    assert seen is not None
+    return seen
 
 
-_REDUCED = {"sum": "sum", "mean": "mean", "amax": "max", "amin": "min", "var": "var", "prod": "prod", "any": "any",
-            "all": "all", "argmax": "argmax", "argmin": "argmin", "max": "max", "min": "min"}  # fmt: skip
+_REDUCED: Final[dict[str, RowKind]] = {
+    "sum": "sum",
+    "mean": "mean",
+    "amax": "max",
+    "amin": "min",
+    "var": "var",
+    "prod": "prod",
+    "any": "any",
+    "all": "all",
+    "argmax": "argmax",
+    "argmin": "argmin",
+    "max": "max",
+    "min": "min",
+}
 
 
 def _reduce(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value:
@@ -151,7 +170,7 @@ def _reduce(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value
     given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     listed = list(range(rank)) if given is None or given == [] else [given] if isinstance(given, int) else list(given)
     over = sorted(d % rank for d in listed)
-    kind: Any = _REDUCED[pointwise.name_of(node.target)]
+    kind = _REDUCED[pointwise.name_of(node.target)]
     stay = [d for d in range(rank) if d not in over]
     value = low.viewed(low.part(source), source, demand.full(source))
     want = "bool" if kind in ("any", "all") else "float32"
@@ -190,7 +209,9 @@ def _gathered(low: Lowering, node: Any, table: View, index: View, shape: tuple[i
     assert flat is not None
     dst = whole(low.buffer(prod(shape), table.dtype), (flat.shape[0], table.shape[1]))
     low.body.statements.append(Gather(dst, table, flat, note_of(node)))
-    return reshaped(dst, shape)
+    seen = reshaped(dst, shape)
+    assert seen is not None
+    return seen
 
 
 def _index(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value:

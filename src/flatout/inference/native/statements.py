@@ -8,6 +8,23 @@ from typing import Literal, TypeAlias
 
 from flatout.inference.native.values import Buffer, Call, Expr, Scalar, View, leaves
 
+RowKind: TypeAlias = Literal[
+    "softmax",
+    "safe_softmax",
+    "log_softmax",
+    "layer_norm",
+    "sum",
+    "mean",
+    "max",
+    "min",
+    "var",
+    "prod",
+    "any",
+    "all",
+    "argmax",
+    "argmin",
+]
+
 
 @dataclass(eq=False)
 class Map:
@@ -22,8 +39,7 @@ class Map:
 class RowWise:
     """Over rows of n numbers that lie one after the other: src (rows, n) to dst (rows, n), or (rows,) for a reduction."""
 
-    kind: Literal["softmax", "safe_softmax", "log_softmax", "layer_norm", "sum", "mean", "max", "min", "var", "prod", "any",
-                  "all", "argmax", "argmin"]  # fmt: skip
+    kind: RowKind
     dst: View
     src: View
     number: float = 0.0
@@ -35,7 +51,11 @@ class RowWise:
 
 @dataclass(eq=False)
 class Product:
-    """dst (rows, n) = bias + x (rows, k) @ w. w lies in blocks of 16 columns, `block` numbers apart, k rows each `row` apart."""
+    """dst (rows, n) = bias + x (rows, k) @ w.
+
+    w lies in groups of 8 blocks of 16 columns, `group` numbers apart; the rows of a group are `row` apart, or one after the
+    other where that is 0.
+    """
 
     dst: View
     x: View
@@ -43,7 +63,7 @@ class Product:
     n: int
     k: int
     row: int
-    block: int
+    group: int
     parts: int = 1
     """Partial sums of each output, which are added at the end: what hides the time of one addition."""
     bias: View | None = None
@@ -122,6 +142,7 @@ __all__ = [
     "Map",
     "Product",
     "Push",
+    "RowKind",
     "RowWise",
     "Scalar",
     "Statement",

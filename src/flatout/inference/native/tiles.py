@@ -1,7 +1,10 @@
-"""Products of rows with packed columns, in C: accumulators that stay in registers, for 32 wide registers and for 16 narrower ones.
+"""Products of rows with packed columns, in C: accumulators that stay in registers, of which there are 32 wide or 16 narrow ones.
 
-Every output is summed in one order, whatever the tile: `parts` stretches of the depth, each from its beginning to its end, and then
-the stretches. Tiles differ in what is done side by side, so that they differ in speed, never in a bit.
+Every output is summed in one order, whatever the tile: `parts` stretches of the depth, each from its beginning to its end, and
+then the stretches. Tiles differ in what is done side by side, so that they differ in speed, never in a bit.
+
+Weights lie in groups of 8 blocks of 16 columns (the last group may have fewer), one row of a group after the other: a tile reads
+them from the first byte to the last.
 """
 
 from __future__ import annotations
@@ -11,15 +14,16 @@ from itertools import product
 from typing import Final
 
 _WIDE: Final = {
-    1: ((8, (3, 1)), (4, (4, 1)), (1, (8, 4, 1))),
-    2: ((4, (3, 1)), (1, (6, 4, 3, 1))),
+    1: ((4, (4, 2, 1)), (1, (8, 4, 2, 1))),
+    2: ((4, (2, 1)), (1, (4, 2, 1))),
     4: ((4, (1,)), (1, (2, 1))),
 }
-_NARROW: Final = {1: ((6, (1,)), (2, (2, 1)), (1, (6, 3, 1))), 2: ((3, (1,)), (1, (3, 1))), 4: ((1, (1,)),)}
-"""By number of parts: (rows, columns' blocks that are tried, widest first)."""
-_ARGS: Final = (
-    "const float *x, long ldx, const float *w, long row, long block, long k, const float *bias, float *y, long ldy"
-)
+_NARROW: Final = {1: ((2, (2, 1)), (1, (4, 2, 1))), 2: ((2, (1,)), (1, (2, 1))), 4: ((1, (1,)),)}
+"""By number of parts: (rows, columns' blocks that are tried, widest first); these divide a group."""
+_ARGS: Final = "const float *x, long ldx, const float *w, long row, long k, const float *bias, float *y, long ldy"
+
+
+_ROW: Final = "#define FO_ROW_OF(c) (row ? row : 16 * (blocks - (c) / 8 * 8 < 8 ? blocks - (c) / 8 * 8 : 8))"
 
 
 def text(parts: set[int]) -> str:
@@ -27,7 +31,7 @@ def text(parts: set[int]) -> str:
     tiles = {
         (rows, columns, p) for p in parts for rows, widths in (*_WIDE[p], *_NARROW[p], (1, (1,))) for columns in widths
     }
-    return "\n".join((*(_tile(*tile) for tile in sorted(tiles)), *(_product(p) for p in sorted(parts))))
+    return "\n".join((_ROW, *(_tile(*tile) for tile in sorted(tiles)), *(_product(p) for p in sorted(parts))))
 
 
 def _tile(rows: int, columns: int, parts: int) -> str:
@@ -56,7 +60,7 @@ def _accumulated(rows: int, columns: int, parts: Iterable[int]) -> Iterator[str]
     for p in parts:
         at = f"({p} * part + i)"
         for c in range(columns):
-            yield f"    const f16 w{c}_{p} = f16_load(w + {c} * block + {at} * row);"
+            yield f"    const f16 w{c}_{p} = f16_load(w + {16 * c} + {at} * row);"
         for r in range(rows):
             yield f"    const f16 x{r}_{p} = f16_all(x[{r} * ldx + {at}]);"
             yield "   " + "".join(f" a{r}_{c}_{p} = f16_fma(x{r}_{p}, w{c}_{p}, a{r}_{c}_{p});" for c in range(columns))
@@ -69,9 +73,10 @@ def _added(names: list[str]) -> str:
 
 
 def _product(parts: int) -> str:
-    head = _ARGS.replace("long k,", "long blocks, long k,")
+    head = _ARGS.replace("long k,", "long group, long blocks, long k,")
     lines = [
-        "/* y (rows, 16 blocks) = bias + x (rows, k) times w: blocks of 16 columns, `block` apart, rows of them `row` apart. */",
+        "/* y (rows, 16 blocks) = bias + x (rows, k) times w: groups of 8 blocks of 16 columns, `group` apart,",
+        "   and rows of them `row` apart; one after the other where `row` is 0. */",
         f"static FO_HOT void fo_product_{parts}(long rows, {head}) {{",
         "#if FO_WIDE",
         *_loops(_WIDE[parts], parts),
@@ -94,7 +99,63 @@ def _loops(tiles: tuple[tuple[int, tuple[int, ...]], ...], parts: int) -> Iterat
         for columns in widths:
             yield f"    const long c{columns} = {at} + (blocks - {at}) / {columns} * {columns};"
             yield f"    for (long c = {at}; c < c{columns}; c += {columns})"
-            yield f"      fo_tile_{rows}x{columns}x{parts}(x + r * ldx, ldx, w + c * block, row, block, k, bias ? bias + 16 * c : 0, y + r * ldy + 16 * c, ldy);"
+            yield (
+                f"      fo_tile_{rows}x{columns}x{parts}(x + r * ldx, ldx, w + c / 8 * group + c % 8 * 16, FO_ROW_OF(c), k,"
+                " bias ? bias + 16 * c : 0, y + r * ldy + 16 * c, ldy);"
+            )
             at = f"c{columns}"
         yield "  }"
         done = f"r{rows}"
+
+
+# --------------------------------------------------------------------------------------------------------------- 8 bits
+
+_INT8_WIDTHS: Final = (8, 4, 2, 1)
+_INT8_ARGS: Final = (
+    "const float *x, long ldx, const int8_t *w, long blocks, long k, const float *scale, const int32_t *sums,"
+    " const float *bias, float *y, long ldy"
+)
+
+
+def int8_text() -> str:
+    """The functions of products in 8 bits. Weights lie as above, four rows of them interleaved."""
+    return "\n".join((*(_int8_tile(columns) for columns in _INT8_WIDTHS), _int8_product()))
+
+
+def _int8_tile(columns: int) -> str:
+    each = range(columns)
+    lines = [
+        f"static FO_HOT void fo_int8_tile_{columns}(const uint8_t *q, const uint8_t *fine, const int8_t *w, long row,"
+        " long quads, float step, const float *scale, const int32_t *sums, const float *bias, float *y) {",
+        *(f"  i16 s{c} = i16_load(sums + {16 * c}), t{c} = s{c};" for c in each),
+        "  for (long i = 0; i < quads; i++) {",
+        *(f"    const b64 w{c} = b64_load(w + i * row + {64 * c});" for c in each),
+        *(f"    s{c} = i16_dot(s{c}, q + 4 * i, w{c}), t{c} = i16_dot(t{c}, fine + 4 * i, w{c});" for c in each),
+        "  }",
+        *(f"  i16_out(y + {16 * c}, s{c}, t{c}, step, scale + {16 * c}, bias ? bias + {16 * c} : 0);" for c in each),
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+def _int8_product() -> str:
+    lines = [
+        "/* y (rows, 16 blocks) = bias + x (rows, k) times w. */",
+        f"static FO_HOT void fo_product_int8(long rows, {_INT8_ARGS}) {{",
+        "  const long quads = (k + 3) / 4;",
+        "  uint8_t q[FO_MOST_INT8] __attribute__((aligned(64))), fine[FO_MOST_INT8] __attribute__((aligned(64)));",
+        "  for (long r = 0; r < rows; r++) {",
+        "    const float step = fo_quantise(q, fine, x + r * ldx, k, quads);",
+    ]
+    at = "0"
+    for columns in _INT8_WIDTHS:
+        lines += [
+            f"    const long c{columns} = {at} + (blocks - {at}) / {columns} * {columns};",
+            f"    for (long c = {at}; c < c{columns}; c += {columns}) {{",
+            "      const long row = 64 * (blocks - c / 8 * 8 < 8 ? blocks - c / 8 * 8 : 8);",
+            f"      fo_int8_tile_{columns}(q, fine, w + c / 8 * quads * 512 + c % 8 * 64, row, quads, step, scale + 16 * c,"
+            " sums + 16 * c, bias ? bias + 16 * c : 0, y + r * ldy + 16 * c);",
+            "    }",
+        ]
+        at = f"c{columns}"
+    return "\n".join([*lines, "  }", "}"])

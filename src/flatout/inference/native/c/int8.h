@@ -1,44 +1,40 @@
 /* Products in 8 bits: a row of numbers is rounded to steps of its largest / 127, weights to steps of each column's. Sums of
  * whole numbers are exact, so that their order is free, and every set of instructions gives the same bits. */
 
-/* x = step * (q + fine / 254) for 4 * quads numbers, each 128 more than it is, 128 behind the k-th; returns the step. Two terms,
- * as a product in 8 bits waits for its weights, which both share, and one term loses more than the weights do. A row that
- * holds NaN or infinity gives NaN everywhere, by its step (and so does one whose sum is too large for float32). */
-static FO_HOT float fo_quantise(uint8_t *q, uint8_t *fine, const float *x, long k, long quads) {
-  float lane[16], top = 0.0f;
-  for (int l = 0; l < 16; l++) lane[l] = 0.0f;
-  const long whole = k / 16 * 16;
-  for (long i = 0; i < whole; i += 16)
-    for (int l = 0; l < 16; l++) {
-      const float a = fo_abs(x[i + l]);
-      lane[l] = a > lane[l] ? a : lane[l];
-    }
-  for (long i = whole; i < k; i++) {
-    const float a = fo_abs(x[i]);
-    lane[i - whole] = a > lane[i - whole] ? a : lane[i - whole];
-  }
-  for (int l = 0; l < 16; l++) top = lane[l] > top ? lane[l] : top;
-  const float step = top / 127.0f, by = 127.0f / (top > 1e-30f ? top : 1e-30f);
-  const float odd = fo_row_sum(x, k) * 0.0f; /* 0, or NaN where a number is not finite */
-  FO_EACH for (long i = 0; i < k; i++) {
-    const float v = x[i] * by, held = v > -127.0f ? (v < 127.0f ? v : 127.0f) : -127.0f;
-    const float n = (held + 12582912.0f) - 12582912.0f; /* 1.5 * 2^23: to the nearest whole number */
-    q[i] = (uint8_t)((int32_t)n + 128);
-    fine[i] = (uint8_t)((int32_t)(((held - n) * 254.0f + 12582912.0f) - 12582912.0f) + 128);
-  }
-  for (long i = k; i < 4 * quads; i++) q[i] = fine[i] = 128;
-  return step + odd;
-}
-
 #if defined(__AVX512VNNI__)
 typedef struct { __m512i v; } i16;
 typedef struct { __m512i v; } b64;
+/* x = step * (q + fine / 254) for 4 * quads numbers, each 128 more than it is, 128 behind the k-th; returns the step. Two terms,
+ * as a product in 8 bits waits for its weights, which both share, and one term loses more than the weights do. A row that
+ * holds NaN or infinity gives NaN everywhere, by its step. q and fine have room for whole vectors. */
+static FO_HOT float fo_quantise(uint8_t *q, uint8_t *fine, const float *x, long k, long quads) {
+  __m512 top = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
+  (void)quads;
+  for (long i = 0; i < k; i += 16) {
+    const __m512 v = _mm512_maskz_loadu_ps((__mmask16)(k - i < 16 ? (1u << (k - i)) - 1 : 0xffffu), x + i);
+    top = _mm512_max_ps(_mm512_abs_ps(v), top);
+    odd = _mm512_fmadd_ps(v, _mm512_setzero_ps(), odd); /* 0, or NaN where a number is not finite */
+  }
+  const float most = _mm512_reduce_max_ps(top), step = most / 127.0f, by = 127.0f / (most > 1e-30f ? most : 1e-30f);
+  for (long i = 0; i < k; i += 16) {
+    const __m512 v = _mm512_maskz_loadu_ps((__mmask16)(k - i < 16 ? (1u << (k - i)) - 1 : 0xffffu), x + i);
+    const __m512 wide = _mm512_mul_ps(v, _mm512_set1_ps(by)), low = _mm512_max_ps(wide, _mm512_set1_ps(-127.0f));
+    const __m512 held = _mm512_min_ps(low, _mm512_set1_ps(127.0f));
+    const __m512i n = _mm512_cvtps_epi32(held), shift = _mm512_set1_epi32(128);
+    const __m512 rest = _mm512_mul_ps(_mm512_sub_ps(held, _mm512_cvtepi32_ps(n)), _mm512_set1_ps(254.0f));
+    _mm_storeu_si128((__m128i *)(void *)(q + i), _mm512_cvtepi32_epi8(_mm512_add_epi32(n, shift)));
+    _mm_storeu_si128((__m128i *)(void *)(fine + i), _mm512_cvtepi32_epi8(_mm512_add_epi32(_mm512_cvtps_epi32(rest), shift)));
+  }
+  return step + _mm512_reduce_add_ps(odd);
+}
 static FO_HOT i16 i16_load(const int32_t *p) { return (i16){_mm512_loadu_si512((const void *)p)}; }
 static FO_HOT b64 b64_load(const int8_t *p) { return (b64){_mm512_loadu_si512((const void *)p)}; }
 static FO_HOT i16 i16_dot(i16 s, const uint8_t *four, b64 w) {
   int32_t x;
   memcpy(&x, four, 4);
-  return (i16){_mm512_dpbusd_epi32(s.v, _mm512_set1_epi32(x), w.v)};
+  /* as text, since gcc 12 copies the sum to and fro around the intrinsic */
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(s.v) : "v"(_mm512_set1_epi32(x)), "v"(w.v));
+  return s;
 }
 static FO_HOT void i16_out(float *y, i16 s, i16 fine, float step, const float *scale, const float *bias) {
   const __m512 n = _mm512_fmadd_ps(_mm512_cvtepi32_ps(fine.v), _mm512_set1_ps(1.0f / 254.0f), _mm512_cvtepi32_ps(s.v));
@@ -48,6 +44,26 @@ static FO_HOT void i16_out(float *y, i16 s, i16 fine, float step, const float *s
 #else
 typedef struct { int32_t v[16]; } i16;
 typedef const int8_t *b64;
+/* x = step * (q + fine / 254) for 4 * quads numbers, each 128 more than it is, 128 behind the k-th; returns the step. Two terms,
+ * as a product in 8 bits waits for its weights, which both share, and one term loses more than the weights do. A row that
+ * holds NaN or infinity gives NaN everywhere, by its step. q and fine have room for whole vectors. */
+static FO_HOT float fo_quantise(uint8_t *q, uint8_t *fine, const float *x, long k, long quads) {
+  float top = 0.0f, odd = 0.0f; /* 0, or NaN where a number is not finite */
+  for (long i = 0; i < k; i++) {
+    const float a = fo_abs(x[i]);
+    top = a > top ? a : top;
+    odd += x[i] * 0.0f;
+  }
+  const float step = top / 127.0f, by = 127.0f / (top > 1e-30f ? top : 1e-30f);
+  FO_EACH for (long i = 0; i < k; i++) {
+    const float v = x[i] * by, held = v > -127.0f ? (v < 127.0f ? v : 127.0f) : -127.0f;
+    const float n = (held + 12582912.0f) - 12582912.0f; /* 1.5 * 2^23: to the nearest whole number */
+    q[i] = (uint8_t)((int32_t)n + 128);
+    fine[i] = (uint8_t)((int32_t)(((held - n) * 254.0f + 12582912.0f) - 12582912.0f) + 128);
+  }
+  for (long i = k; i < 4 * quads; i++) q[i] = fine[i] = 128;
+  return step + odd;
+}
 static FO_HOT i16 i16_load(const int32_t *p) { i16 r; memcpy(&r, p, sizeof r); return r; }
 static FO_HOT b64 b64_load(const int8_t *p) { return p; }
 static FO_HOT i16 i16_dot(i16 s, const uint8_t *four, b64 w) {
@@ -62,40 +78,3 @@ static FO_HOT void i16_out(float *y, i16 s, i16 fine, float step, const float *s
   }
 }
 #endif
-
-/* y (rows, 16 blocks) = bias + x (rows, k) times w: blocks of 16 columns, 4 rows of them interleaved. */
-static FO_HOT void fo_product_int8(long rows, const float *x, long ldx, const int8_t *w, long blocks, long k,
-                                   const float *scale, const int32_t *sums, const float *bias, float *y, long ldy) {
-  const long quads = (k + 3) / 4;
-  uint8_t q[FO_MOST_INT8] __attribute__((aligned(64))), fine[FO_MOST_INT8] __attribute__((aligned(64)));
-  for (long r = 0; r < rows; r++) {
-    const float step = fo_quantise(q, fine, x + r * ldx, k, quads);
-    const long c4 = blocks / 4 * 4;
-    for (long c = 0; c < c4; c += 4) {
-      const int8_t *const a = w + c * quads * 64;
-      i16 s0 = i16_load(sums + 16 * c), s1 = i16_load(sums + 16 * c + 16), t0 = s0, t1 = s1;
-      i16 s2 = i16_load(sums + 16 * c + 32), s3 = i16_load(sums + 16 * c + 48), t2 = s2, t3 = s3;
-      for (long i = 0; i < quads; i++) {
-        const b64 w0 = b64_load(a + i * 64), w1 = b64_load(a + (quads + i) * 64);
-        const b64 w2 = b64_load(a + (2 * quads + i) * 64), w3 = b64_load(a + (3 * quads + i) * 64);
-        s0 = i16_dot(s0, q + 4 * i, w0), t0 = i16_dot(t0, fine + 4 * i, w0);
-        s1 = i16_dot(s1, q + 4 * i, w1), t1 = i16_dot(t1, fine + 4 * i, w1);
-        s2 = i16_dot(s2, q + 4 * i, w2), t2 = i16_dot(t2, fine + 4 * i, w2);
-        s3 = i16_dot(s3, q + 4 * i, w3), t3 = i16_dot(t3, fine + 4 * i, w3);
-      }
-      float *const to = y + r * ldy + 16 * c;
-      i16_out(to, s0, t0, step, scale + 16 * c, bias ? bias + 16 * c : 0);
-      i16_out(to + 16, s1, t1, step, scale + 16 * c + 16, bias ? bias + 16 * c + 16 : 0);
-      i16_out(to + 32, s2, t2, step, scale + 16 * c + 32, bias ? bias + 16 * c + 32 : 0);
-      i16_out(to + 48, s3, t3, step, scale + 16 * c + 48, bias ? bias + 16 * c + 48 : 0);
-    }
-    for (long c = c4; c < blocks; c++) {
-      i16 s = i16_load(sums + 16 * c), t = s;
-      for (long i = 0; i < quads; i++) {
-        const b64 one = b64_load(w + (c * quads + i) * 64);
-        s = i16_dot(s, q + 4 * i, one), t = i16_dot(t, fine + 4 * i, one);
-      }
-      i16_out(y + r * ldy + 16 * c, s, t, step, scale + 16 * c, bias ? bias + 16 * c : 0);
-    }
-  }
-}
