@@ -2,9 +2,9 @@
 
 A windowed encoder sees the last W events anew at every step: each event's keys and values are recomputed from what its window
 holds now. `RollingEncoder` keeps every layer's keys and values of the last W events as they were when the event came, so that
-an event costs one row instead of W. In the first layer both agree; further up an old event was computed with events that have left the
-window since, and without those that came after it. With equal weights the results therefore differ, by how much `difference`
-measures; a model that is trained in this form needs no excuse.
+an event costs one row instead of W. In the first layer both agree; further up an old event was computed with events that have
+left the window since, and without those that came after it. With equal weights the results therefore differ, by how much
+`difference` measures; a model that is trained in this form needs no excuse.
 """
 
 from __future__ import annotations

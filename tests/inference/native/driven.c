@@ -1,5 +1,6 @@
-/* Steps a model outside Python: driven EVENTS INPUTS OUTPUTS. INPUTS holds events' inputs, taken in turn; the last outputs and a
- * snapshot go to OUTPUTS. Memory begins uninitialised, and the control register is looked at after each call. */
+/* Steps a model outside Python: driven EVENTS INPUTS WEIGHTS OUTPUTS [modes]. INPUTS holds events' inputs, taken in turn; the last
+ * outputs and a snapshot go to OUTPUTS. Memory begins uninitialised. With `modes`, the control register has other values before
+ * each call, and is looked at after it (valgrind does not keep all of it). */
 #include <immintrin.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -8,7 +9,11 @@
 #include "table.h"
 const flatout_native *flatout_native_model(void);
 
-static void *memory(uint64_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64 + (bytes ? 0 : 64)); }
+static void *kept[300]; /* so that nothing counts as leaked */
+static void *memory(uint64_t bytes) {
+  static int at;
+  return kept[at++] = aligned_alloc(64, (bytes + 63) / 64 * 64 + (bytes ? 0 : 64));
+}
 
 static void *whole(const char *path, uint64_t *bytes) {
   FILE *file = fopen(path, "rb");
@@ -22,7 +27,7 @@ static void *whole(const char *path, uint64_t *bytes) {
 }
 
 int main(int argc, char **argv) {
-  if (argc != 5) return 2;
+  if (argc < 5) return 2;
   const flatout_native *t = flatout_native_model();
   const long events = atol(argv[1]);
   uint64_t bytes, weights_bytes, each = 0;
@@ -39,11 +44,10 @@ int main(int argc, char **argv) {
     const char *from = inputs + (uint64_t)e % kept * each;
     for (uint32_t i = 0; i < t->num_inputs; from += t->input_bytes[i++]) memcpy(in[i], from, t->input_bytes[i]);
     const unsigned modes[] = {0x1f80u, 0x9f80u, 0x1fc0u, 0x1fbfu}; /* the default, flushing on, zeros in, all flags raised */
-    _mm_setcsr(modes[e % 4]);
+    if (argc > 5) _mm_setcsr(modes[e % 4]);
     t->step(weights, state, work, (const void *const *)in, out);
-    if (_mm_getcsr() != modes[e % 4]) return 4;
+    if (argc > 5 && _mm_getcsr() != modes[e % 4]) return 4;
   }
-  _mm_setcsr(0x1f80u);
   t->snapshot(state, plain);
   FILE *file = fopen(argv[4], "wb");
   unsigned sum = 0; /* branches on every byte of what came out, for memcheck to see what was never written */

@@ -73,7 +73,8 @@ def _repeat(x: Tensor, repeats: list[int]) -> Tensor:
     apart = [n for size in sizes for n in (1, size)]
     wide = [n for pair in zip(repeats, sizes, strict=True) for n in pair]
     y = aten.clone.default(aten.expand.default(aten.view.default(x.contiguous(), apart), wide))
-    return aten.view.default(y, [a * b for a, b in zip(repeats, sizes, strict=True)])
+    made: Tensor = aten.view.default(y, [a * b for a, b in zip(repeats, sizes, strict=True)])
+    return made
 
 
 _OWN: Final[dict[Any, Any]] = {

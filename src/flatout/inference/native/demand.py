@@ -9,6 +9,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch.fx import Node
 
+from flatout.inference.native.pointwise import is_pointwise
+
 aten = torch.ops.aten
 
 
@@ -44,7 +46,7 @@ def dim_of(node: Any, dim: int) -> int:
 
 def inputs_of(node: Any, box: Box) -> dict[Node, Box]:
     """What a node reads to give the part `box` of itself."""
-    rule = RULES.get(node.target)
+    rule = RULES.get(node.target) or (by_element if is_pointwise(node) else None)
     wanted: dict[Node, Box] = {}
     told = dict.fromkeys(node.all_input_nodes)
     for source, part in rule(node, box) if rule else ():

@@ -208,7 +208,8 @@ def _row_wise(s: RowWise, p: dict[Buffer, str]) -> Iterator[str]:
         yield f"for (long r = 0; r < {rows}; r++)"
     if s.kind == "layer_norm":
         sides = [_at(p, v) if v is not None else "0" for v in (s.weight, s.bias)]
-        yield f"  fo_layer_norm({dst}, {src}, {n}, {s.number!r}f, {sides[0]}, {sides[1]});"
+        kind = "".join(c for c, v in (("w", s.weight), ("b", s.bias)) if v is not None)
+        yield f"  fo_layer_norm{kind and '_'}{kind}({dst}, {src}, {n}, {s.number!r}f, {sides[0]}, {sides[1]});"
     elif s.kind in ("softmax", "safe_softmax"):
         yield f"  fo_softmax({dst}, {src}, {n}, {int(s.kind == 'safe_softmax')});"
     elif s.kind == "log_softmax":

@@ -358,16 +358,9 @@ class _Generation:
             for i, (n, b) in enumerate(self.outputs)
         ]
         weights = low.block.packed(low.block._constants)
-        made = emit.source(
-            self.program.name,
-            low.body,
-            [b for _, b in self.inputs],
-            [b for _, b in self.outputs],
-            self.states,
-            len(weights),
-            (inputs, outputs),
-            hashlib.sha256(weights).digest()[:16],
-        )
+        given, out = [b for _, b in self.inputs], [b for _, b in self.outputs]
+        ports, identity = (inputs, outputs), hashlib.sha256(weights).digest()[:16]
+        made = emit.source(self.program.name, low.body, given, out, self.states, len(weights), ports, identity)
         layers = [
             NativeLayer(
                 name=self._weight_name(source, names),
@@ -379,16 +372,8 @@ class _Generation:
             )
             for source, p in low.layers
         ]
-        return Generated(
-            self.program.name,
-            made.code,
-            made.header,
-            weights,
-            tuple(inputs),
-            tuple(outputs),
-            tuple(s.port for s in self.states),
-            tuple(layers),
-        )
+        taken = tuple(inputs), tuple(outputs), tuple(s.port for s in self.states)
+        return Generated(self.program.name, made.code, made.header, weights, *taken, tuple(layers))
 
     def _weight_name(self, source: str, names: dict[str, str]) -> str:
         """The parameter that a folded constant comes from."""
