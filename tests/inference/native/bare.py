@@ -104,9 +104,7 @@ class Bare:
             assert (x.dtype, x.shape) == (np.dtype(port.dtype), (*lead, *port.shape))
         sizes = [port.num_bytes * (lead[0] if lead else 1) for port in self.generated.outputs]
         outs, work = [guarded(size) for size in sizes], guarded(work_bytes)
-        pointers = [
-            (ctypes.c_void_p * max(1, len(group)))(*(a.ctypes.data for a in group)) for group in (given, outs)
-        ]
+        pointers = [(ctypes.c_void_p * max(1, len(group)))(*(a.ctypes.data for a in group)) for group in (given, outs)]
         self._call(function, self.weights.ctypes.data, states.ctypes.data, work.ctypes.data, *pointers, *n)
         assert all(is_whole(memory) for memory in (states, work, *outs)), "something was written behind its end"
         return [

@@ -53,7 +53,10 @@ class Windowed(nn.Module):
         super().__init__()
         self.into = nn.Linear(5, width)
         self.place = nn.Parameter(torch.randn(length, width))
-        layers = [nn.TransformerEncoderLayer(width, 2, 40, 0.0, F.gelu, batch_first=True, norm_first=True) for _ in range(blocks)]
+        layers = [
+            nn.TransformerEncoderLayer(width, 2, 40, 0.0, F.gelu, batch_first=True, norm_first=True)
+            for _ in range(blocks)
+        ]
         self.layers, self.head = nn.ModuleList(layers), nn.Linear(width, 2)
 
     def forward(self, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,9 +103,31 @@ class Everything(nn.Module):
                      lambda x: x**1.7, lambda x: torch.fmod(x, 0.7), lambda x: torch.remainder(x, -0.7), F.leaky_relu,
                      lambda x: F.gelu(x, approximate="tanh"), lambda x: x.clamp(-1, 1), lambda x: torch.where(x > 0, x, -x))  # fmt: skip
         each = torch.stack([f(x) for f in functions])
-        rows = torch.cat((torch.softmax(x, 1), torch.log_softmax(x, 1), x.amax(1, True), x.amin(1, True), x.var(1, keepdim=True), x.prod(1, keepdim=True)), 1)
+        rows = torch.cat(
+            (
+                torch.softmax(x, 1),
+                torch.log_softmax(x, 1),
+                x.amax(1, True),
+                x.amin(1, True),
+                x.var(1, keepdim=True),
+                x.prod(1, keepdim=True),
+            ),
+            1,
+        )
         mixed = F.scaled_dot_product_attention(y, y, y, attn_mask=torch.ones(3, 3).tril() > 0)
-        return each, rows, mixed, self.conv(y), self.deep(y), self.few(x), self.wide(x), self.table(at), x.argmax(1), x[0][at], h
+        return (
+            each,
+            rows,
+            mixed,
+            self.conv(y),
+            self.deep(y),
+            self.few(x),
+            self.wide(x),
+            self.table(at),
+            x.argmax(1),
+            x[0][at],
+            h,
+        )
 
 
 def made(kind: str) -> tuple[nn.Module, tuple[Tensor, ...], tuple[str, ...]]:

@@ -180,7 +180,11 @@ def _einsum(draw: Random, x: Tensor) -> Step:
 
 def _bmm(draw: Random, x: Tensor) -> Step:
     kind = draw.choice((0, 1, 2))
-    calls = (lambda x: torch.bmm(x, x.transpose(1, 2)), lambda x: x.transpose(1, 2) @ x, lambda x: torch.baddbmm(x @ x.mT, x, x.mT))
+    calls = (
+        lambda x: torch.bmm(x, x.transpose(1, 2)),
+        lambda x: x.transpose(1, 2) @ x,
+        lambda x: torch.baddbmm(x @ x.mT, x, x.mT),
+    )
     return Step(f"bmm {kind}", lambda x: calls[kind](ranked(x, 3)) * 0.3)
 
 
@@ -234,7 +238,9 @@ def _norm(draw: Random, x: Tensor) -> Step:
 
 def _group_norm(draw: Random, x: Tensor) -> Step:
     c = ranked(x, 3).shape[1]
-    return Step("group_norm", lambda m, x: m(ranked(x, 3)), nn.GroupNorm(draw.choice([g for g in (1, c) if c % g == 0]), c, 0.1))
+    return Step(
+        "group_norm", lambda m, x: m(ranked(x, 3)), nn.GroupNorm(draw.choice([g for g in (1, c) if c % g == 0]), c, 0.1)
+    )
 
 
 def _cell(draw: Random, x: Tensor) -> Step:
@@ -263,15 +269,25 @@ def _attention(draw: Random, x: Tensor) -> Step:
     heads = draw.choice([h for h in (1, 2, 4) if shape[2] % h == 0])
     kind = draw.choice(("sdpa", "causal", "mha", "layer", "masked"))
     if kind in ("sdpa", "causal"):
-        return Step(kind, lambda x: F.scaled_dot_product_attention(ranked(x, 3), ranked(x, 3) * 0.5, ranked(x, 3), is_causal=kind == "causal"))
+        return Step(
+            kind,
+            lambda x: F.scaled_dot_product_attention(
+                ranked(x, 3), ranked(x, 3) * 0.5, ranked(x, 3), is_causal=kind == "causal"
+            ),
+        )
     if kind == "masked":
         mask = torch.ones(shape[1], shape[1]).tril() > 0
-        return Step(kind, lambda x: F.scaled_dot_product_attention(ranked(x, 3), ranked(x, 3) * 0.5, ranked(x, 3), attn_mask=mask))
+        return Step(
+            kind,
+            lambda x: F.scaled_dot_product_attention(ranked(x, 3), ranked(x, 3) * 0.5, ranked(x, 3), attn_mask=mask),
+        )
     if kind == "mha":
         m = nn.MultiheadAttention(shape[2], heads, batch_first=True)
         return Step("mha", lambda m, x: m(ranked(x, 3), ranked(x, 3), ranked(x, 3), need_weights=False)[0], m)
     first = draw.random() < 0.5
-    layer = nn.TransformerEncoderLayer(shape[2], heads, 17, 0.0, draw.choice((F.relu, F.gelu)), batch_first=True, norm_first=first, layer_norm_eps=0.1)
+    layer = nn.TransformerEncoderLayer(
+        shape[2], heads, 17, 0.0, draw.choice((F.relu, F.gelu)), batch_first=True, norm_first=first, layer_norm_eps=0.1
+    )
     return Step(f"encoder layer {heads} {first}", lambda m, x: m(ranked(x, 3)), layer)
 
 
@@ -425,7 +441,9 @@ def drawn(seed: int) -> Model:
                   for _ in range(draw.choice((1, 1, 2)))]  # fmt: skip
         if draw.random() < 0.15:
             inputs.append(torch.randint(0, 4, (draw.choice((1, 3)),)))
-        shapes = [[draw.choice((1, 2, 3, 5, 17)) for _ in range(draw.randint(1, 3))] for _ in range(draw.choice((0, 1, 1, 2)))]
+        shapes = [
+            [draw.choice((1, 2, 3, 5, 17)) for _ in range(draw.randint(1, 3))] for _ in range(draw.choice((0, 1, 1, 2)))
+        ]
         if shapes and draw.random() < 0.3:
             shapes.append(shapes[0])
         states = [torch.randn(shape) * draw.choice((0.0, 1.0)) for shape in shapes]

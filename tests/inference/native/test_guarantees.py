@@ -30,9 +30,7 @@ _PURE = {"memcpy", "memset", "memmove", "memcmp", "fmaf", "fma", "floorf", "ceil
 _BEST = own_isa() or "plain"
 _HERE = Path(__file__).parent
 _TABLE = Path(program.__file__).parent / "c"
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("gcc") and _BEST != "plain"), reason="needs gcc, and a CPU with AVX2"
-)
+pytestmark = pytest.mark.skipif(not (shutil.which("gcc") and _BEST != "plain"), reason="needs gcc, and a CPU with AVX2")
 
 
 @pytest.fixture(scope="module")
@@ -74,16 +72,28 @@ def test_compilers_have_nothing_to_say(compiler: str, texts: dict[str, Generated
 # ----------------------------------------------------------------------------------------------------------- driven from C
 
 
-def _driver(text: Generated, folder: Path, options: Sequence[str]) -> list[str]:
+def _driver(text: Generated, folder: Path, options: Sequence[str], compiler: str = "gcc") -> list[str]:
     """A program that steps the model; what it takes after its own name and the number of events."""
     (folder / "model.c").write_text(text.source)
     (folder / "weights").write_bytes(text.weights)
     out = folder / "driven"
-    run(["gcc", *FLAGS, *options, f"-I{_TABLE}", str(_HERE / "driven.c"), str(folder / "model.c"), "-o", str(out), "-lm"])
+    run(
+        [
+            compiler,
+            *FLAGS,
+            *options,
+            f"-I{_TABLE}",
+            str(_HERE / "driven.c"),
+            str(folder / "model.c"),
+            "-o",
+            str(out),
+            "-lm",
+        ]
+    )
     return [str(out)]
 
 
-def _inputs(kind: str, folder: Path, arrays: Sequence[Array], name: str = "inputs") -> list[str]:
+def _inputs(folder: Path, arrays: Sequence[Array], name: str = "inputs") -> list[str]:
     """The rest of what the driver takes."""
     path = folder / name
     path.write_bytes(b"".join(a[i].tobytes() for i in range(len(arrays[0])) for a in arrays))
@@ -103,9 +113,9 @@ def _strange(kind: str, n: int = 50) -> list[Array]:
 
 
 def test_sanitizers_find_nothing_in_ten_thousand_events(texts: dict[str, Generated], tmp_path: Path) -> None:
-    options = ["-O1", "-g", "-march=x86-64-v3", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    options = ["-O0", "-g", "-march=x86-64-v3", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     command = _driver(texts["everything"], tmp_path, options)
-    assert run([*command, "10000", *_inputs("everything", tmp_path, _strange("everything"))]) == ""
+    assert run([*command, "10000", *_inputs(tmp_path, _strange("everything"))]) == ""
 
 
 @pytest.mark.skipif(not shutil.which("valgrind"), reason="needs valgrind")
@@ -114,31 +124,39 @@ def test_memcheck_finds_nothing_in_many_events(kind: str, texts: dict[str, Gener
     """Nothing that comes out depends on memory that was not initialised; nor does anything that decides."""
     command = _driver(texts[kind], tmp_path, ["-O2", "-g", "-march=x86-64-v3"])
     count = "10000" if kind == "gru" else "500"
-    rest = _inputs(kind, tmp_path, [t.numpy() for t in events(kind, 50)])
+    rest = _inputs(tmp_path, [t.numpy() for t in events(kind, 50)])
     run(["valgrind", "--error-exitcode=9", "-q", *command, count, *rest])
 
 
 @pytest.mark.skipif(not shutil.which("valgrind"), reason="needs valgrind")
-def test_as_many_instructions_run_whatever_the_numbers_are(texts: dict[str, Generated], tmp_path: Path) -> None:
-    command = _driver(texts["everything"], tmp_path, ["-O2", "-g", "-march=x86-64-v3"])
-    counts = set()
+@pytest.mark.parametrize(
+    ("kind", "compiler"),
+    [("everything", "gcc"), ("mlp in 8 bits", "gcc"), ("windowed", "clang-14"), ("gru", "clang-14")],
+)
+def test_as_many_instructions_run_whatever_the_numbers_are(
+    kind: str, compiler: str, texts: dict[str, Generated], tmp_path: Path
+) -> None:
+    if not shutil.which(compiler):
+        pytest.skip(f"{compiler} is not here")
+    text = texts.get(kind) or generated("mlp", {"0.weight": "int8", "3.weight": "int8"})
+    command = _driver(text, tmp_path, ["-gdwarf-4", "-march=x86-64-v3"], compiler)
+    counts, usual = {}, [t.numpy() for t in events(text.name, 4)]
     for name, arrays in (
-        ("usual_", [t.numpy() for t in events("everything", 4)]),
-        ("zeros_", [0 * t.numpy() for t in events("everything", 4)]),
-        ("nan____", [np.nan * t.numpy() for t in events("everything", 4)]),
-        ("strange", _strange("everything", 4)),
+        ("usual_", usual),
+        ("zeros_", [0 * a for a in usual]),
+        ("nan____", [np.nan * a for a in usual]),
+        ("strange", _strange(text.name, 4)),
     ):
-        rest = _inputs("everything", tmp_path, arrays, name)
+        rest = _inputs(tmp_path, arrays, name)
         tool = ["valgrind", "--tool=callgrind", "--toggle-collect=fo_step", f"--callgrind-out-file={tmp_path / 'out'}"]
-        said = run([*tool, *command, "4", *rest])
-        counts.add(int(re.findall(r"Collected : (\d+)", said)[0]))
-    assert len(counts) == 1
-    assert counts.pop() > 1000
+        counts[name] = int(re.findall(r"Collected : (\d+)", run([*tool, *command, "4", *rest]))[0])
+    assert len(set(counts.values())) == 1, counts
+    assert counts["usual_"] > 1000
 
 
 def test_the_control_register_is_as_before_whatever_it_was(texts: dict[str, Generated], tmp_path: Path) -> None:
     command = _driver(texts["gru"], tmp_path, ["-O1", "-march=x86-64-v3"])
-    run([*command, "100", *_inputs("gru", tmp_path, _strange("gru")), "modes"])  # the driver ends with 4 where it is not
+    run([*command, "100", *_inputs(tmp_path, _strange("gru")), "modes"])  # the driver ends with 4 where it is not
 
 
 def test_numbers_too_small_to_be_normal_are_zeros_inside(tmp_path: Path) -> None:
@@ -162,7 +180,10 @@ def test_memory_of_inputs_and_outputs_may_begin_anywhere(texts: dict[str, Genera
     given[1:] = inputs.view(np.uint8).ravel()
     outs = [np.zeros(o.nbytes + 1, np.uint8) for o in expected]
     kinds = [ctypes.c_void_p] * 5
-    x, y = (ctypes.c_void_p * 1)(given.ctypes.data + 1), (ctypes.c_void_p * len(outs))(*(o.ctypes.data + 1 for o in outs))
+    x, y = (
+        (ctypes.c_void_p * 1)(given.ctypes.data + 1),
+        (ctypes.c_void_p * len(outs))(*(o.ctypes.data + 1 for o in outs)),
+    )
     work, states = guarded(bare.table.work_bytes), bare.states()
     ctypes.CFUNCTYPE(None, *kinds)(bare.table.step)(
         bare.weights.ctypes.data, states.ctypes.data, work.ctypes.data, ctypes.addressof(x), ctypes.addressof(y)

@@ -200,11 +200,11 @@ class Lowering:
         """The new row goes behind the window; the whole is seen in place."""
         window, ring = self.windows[node]
         self.boxes[node] = demand.full(node)
-        rank = len(shape_of(node))
-        first = [window.dim, *(d for d in range(rank) if d != window.dim)]
-        value = self.viewed(self.part(window.newest), window.newest, demand.full(window.newest))
-        row = self.rows_of(mapped(value, lambda v: permuted(v, first)), window.newest, None, ring.row)
-        self.body.statements.append(Push(ring, row, note_of(node)))
+        if not any(isinstance(s, Push) and s.ring is ring for s in self.body.statements):
+            first = [window.dim, *(d for d in range(len(shape_of(node))) if d != window.dim)]
+            value = self.viewed(self.part(window.newest), window.newest, demand.full(window.newest))
+            row = self.rows_of(mapped(value, lambda v: permuted(v, first)), window.newest, None, ring.row)
+            self.body.statements.append(Push(ring, row, note_of(node)))
         return rings.seen(ring, shape_of(node), window.dim, 0 if window.is_longer else 1)
 
     def viewed(self, value: Value, source: Any, box: Box | None) -> View | Lazy:

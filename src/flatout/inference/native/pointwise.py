@@ -104,8 +104,7 @@ def _pair(name: str) -> Callable[..., Expr]:
         if dtype == "float32":
             return Call(f"{name}({{0}}, {{1}})", (cast(x, dtype), cast(y, dtype)), dtype)
         if name in ("fo_min", "fo_max"):
-            sign = "<" if name == "fo_min" else ">"
-            return Call(f"({{0}} {sign} {{1}} ? {{0}} : {{1}})", (cast(x, dtype), cast(y, dtype)), dtype)
+            return Call(f"{name}_int64({{0}}, {{1}})", (cast(x, dtype), cast(y, dtype)), dtype)
         raise NotImplementedError(f"{name} of whole numbers")
 
     return made
@@ -139,7 +138,8 @@ def _clamp(x: Expr, low: Expr | None = None, high: Expr | None = None, *, dtype:
 
 
 def _where(condition: Expr, x: Expr, y: Expr, *, dtype: str = "float32") -> Expr:
-    return Call("({0} ? {1} : {2})", (cast(condition, "bool"), cast(x, dtype), cast(y, dtype)), dtype)
+    name = "fo_pick" if dtype == "float32" else "fo_pick_int64"
+    return Call(f"{name}({{0}} != 0, {{1}}, {{2}})", (cast(condition, "bool"), cast(x, dtype), cast(y, dtype)), dtype)
 
 
 def _filled(x: Expr, mask: Expr, value: Expr, *, dtype: str = "float32") -> Expr:
@@ -195,7 +195,7 @@ def _negated(x: Expr, *, dtype: str = "float32") -> Expr:
 def _absolute(x: Expr, *, dtype: str = "float32") -> Expr:
     if dtype == "float32":
         return Call("fo_abs({0})", (x,), dtype)
-    return Call("({0} < 0 ? -{0} : {0})", (cast(x, dtype),), dtype)
+    return Call("fo_abs_int64({0})", (cast(x, dtype),), dtype)
 
 
 MADE: Final[dict[str, Callable[..., Expr]]] = {

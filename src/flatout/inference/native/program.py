@@ -26,7 +26,7 @@ from flatout.inference.native.emit import StateLayout
 from flatout.inference.native.generated import Generated
 from flatout.inference.native.lowering import Lowering
 from flatout.inference.native.places import dtype_name, told_at
-from flatout.inference.native.rings import Window, ring, window_of
+from flatout.inference.native.rings import Window, ring, seen_again, window_of
 from flatout.inference.native.shelf import SHELF
 from flatout.inference.native.statements import Map, Product, Turn
 from flatout.inference.native.values import Buffer, Const, View, whole
@@ -282,7 +282,8 @@ class _Generation:
         name_of = f"s{len(self.states)}"
         if window is not None and dtype == "float32":
             buffer, view = ring(name_of, dtype, tuple(old.shape), window.dim, at)
-            self.windows[window.joined] = (window, buffer)
+            for each in (window, *seen_again(window, node)):
+                self.windows[each.joined] = (each, buffer)
         else:
             buffer = Buffer(name_of, "state", dtype, old.numel(), at)
             view = whole(buffer, shape_of(node))

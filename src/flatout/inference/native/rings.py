@@ -48,6 +48,27 @@ def window_of(old: Node, new: Node) -> Window | None:
     return None
 
 
+def seen_again(window: Window, old: Node) -> list[Window]:
+    """Other nodes that join the same window with the same row, or its newer part."""
+    found = []
+    for node in {*old.users, *(user for part in old.users for user in part.users)}:
+        if node is window.joined:
+            continue
+        parts = _parts(node, window.dim)
+        if parts and parts[0] is old and parts[1] is window.newest:
+            found.append(Window(node, window.newest, window.dim, True))
+        elif parts and parts[1] is window.newest and _is_newer(parts[0], old, window.dim):
+            found.append(Window(node, window.newest, window.dim, False))
+    return found
+
+
+def _is_newer(node: Any, old: Node, dim: int) -> bool:
+    """All of a window but its oldest row."""
+    if node.target != aten.slice.Tensor or node.args[0] is not old:
+        return False
+    return slice_of(node) == (dim, 1, shape_of(old)[dim], 1)
+
+
 def _parts(node: Any, dim: int) -> list[Node]:
     """The two parts of a cat along `dim`."""
     if not isinstance(node, Node) or node.target != aten.cat.default:

@@ -245,7 +245,7 @@ def _index(low: Lowering, node: Any, box: Box, shape: tuple[int, ...]) -> Value:
 
 def _from_the_start(low: Lowering, index: View, length: int) -> View:
     """Indices below 0 count from the end."""
-    expr = Call("({0} < 0 ? {0} + {1} : {0})", (index, Scalar(length)), index.dtype)
+    expr = Call("({0} + {1} * ({0} < 0))", (index, Scalar(length)), index.dtype)
     return low.materialised(Lazy(expr, index.shape, index.dtype))
 
 

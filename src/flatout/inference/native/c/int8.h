@@ -51,12 +51,12 @@ static FO_HOT float fo_quantise(uint8_t *q, uint8_t *fine, const float *x, long 
   float top = 0.0f, odd = 0.0f; /* 0, or NaN where a number is not finite */
   for (long i = 0; i < k; i++) {
     const float a = fo_abs(x[i]);
-    top = a > top ? a : top;
+    top = fo_pick(a > top, a, top);
     odd += x[i] * 0.0f;
   }
-  const float step = top / 127.0f, by = 127.0f / (top > 1e-30f ? top : 1e-30f);
+  const float step = top / 127.0f, by = 127.0f / fo_pick(top > 1e-30f, top, 1e-30f);
   FO_EACH for (long i = 0; i < k; i++) {
-    const float v = x[i] * by, held = v > -127.0f ? (v < 127.0f ? v : 127.0f) : -127.0f;
+    const float v = x[i] * by, held = fo_pick(v > -127.0f, fo_pick(v < 127.0f, v, 127.0f), -127.0f);
     const float n = (held + 12582912.0f) - 12582912.0f; /* 1.5 * 2^23: to the nearest whole number */
     q[i] = (uint8_t)((int32_t)n + 128);
     fine[i] = (uint8_t)((int32_t)(((held - n) * 254.0f + 12582912.0f) - 12582912.0f) + 128);

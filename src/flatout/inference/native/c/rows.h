@@ -49,8 +49,8 @@ static FO_HOT int64_t fo_row_argmax(const float *x, long n) {
   float best = x[0];
   for (long i = 1; i < n; i++) {
     int is_better = (x[i] > best) | ((x[i] != x[i]) & (best == best));
-    at = is_better ? i : at;
-    best = is_better ? x[i] : best;
+    at = fo_pick_int64(is_better, i, at);
+    best = x[at];
   }
   return at;
 }
@@ -59,17 +59,17 @@ static FO_HOT int64_t fo_row_argmin(const float *x, long n) {
   float best = x[0];
   for (long i = 1; i < n; i++) {
     int is_better = (x[i] < best) | ((x[i] != x[i]) & (best == best));
-    at = is_better ? i : at;
-    best = is_better ? x[i] : best;
+    at = fo_pick_int64(is_better, i, at);
+    best = x[at];
   }
   return at;
 }
 /* `is_safe`: a row of nothing but -infinity gives zeros. */
 static FO_HOT void fo_softmax(float *y, const float *x, long n, int is_safe) {
   float top = fo_row_max(x, n);
-  float from = (is_safe & (top == -INFINITY)) ? 0.0f : top;
+  float from = fo_pick(is_safe & (top == -INFINITY), 0.0f, top);
   FO_EACH for (long i = 0; i < n; i++) y[i] = fo_exp(x[i] - from);
-  float sum = fo_row_sum(y, n), by = 1.0f / ((is_safe & (sum == 0.0f)) ? 1.0f : sum);
+  float sum = fo_row_sum(y, n), by = 1.0f / (sum + (float)(is_safe & (sum == 0.0f)));
   FO_EACH for (long i = 0; i < n; i++) y[i] *= by;
 }
 static FO_HOT void fo_log_softmax(float *y, const float *x, long n) {
@@ -109,8 +109,8 @@ static FO_HOT void fo_dots(long rows, const float *x, long ldx, const float *w, 
 /* Rows of a table; an index outside of it is held at its end. */
 #define FO_GATHER(name, type) \
   static FO_HOT void name(type *y, const type *table, long ld, long count, long n, int64_t index) { \
-    index = index < 0 ? 0 : index; \
-    index = index < count ? index : count - 1; \
+    index = fo_max_int64(index, 0); \
+    index = fo_min_int64(index, count - 1); \
     memcpy(y, table + index * ld, sizeof(type) * (size_t)n); \
   }
 FO_GATHER(fo_gather_float32, float)

@@ -1,7 +1,7 @@
 /* Scalar float32 functions for generated model.c files.
  *
- * Every function is branch-free (selects only, no tables, nothing from libm), so that a compiler turns a plain loop
- * over it into vector code. Fused multiply-adds are written out and contraction must be off, so that every
+ * Every function is branch-free (fo_pick, no tables, nothing from libm), so that a compiler turns a plain loop
+ * over it into vector code, and what it leaves over takes as long whatever the numbers are. Fused multiply-adds are written out and contraction must be off, so that every
  * instruction set gives the same bits (payloads of NaN aside).
  *
  * Flags: -fno-math-errno -fno-trapping-math -ffp-contract=off, never -ffast-math.
@@ -42,6 +42,27 @@ FO_INLINE float fo_from_bits(uint32_t u) {
   return x;
 }
 
+/* One of two numbers, by a condition of 0 or 1. By masks, as compilers make jumps of "c ? a : b" wherever they do not vectorise
+ * it: then the time of a step would depend on its numbers. */
+FO_INLINE float fo_pick(int c, float yes, float no) {
+  uint32_t m = -(uint32_t)c;
+  return fo_from_bits((fo_bits(yes) & m) | (fo_bits(no) & ~m));
+}
+FO_INLINE double fo_pick64(int c, double yes, double no) {
+#if defined(__clang__) /* sees through masks, and jumps over what costs much */
+  return __builtin_unpredictable(c) ? yes : no;
+#else
+  uint64_t m = -(uint64_t)c, u = (fo_bits64(yes) & m) | (fo_bits64(no) & ~m);
+  double x;
+  memcpy(&x, &u, sizeof x);
+  return x;
+#endif
+}
+FO_INLINE int64_t fo_pick_int64(int c, int64_t yes, int64_t no) {
+  int64_t m = -(int64_t)c;
+  return (yes & m) | (no & ~m);
+}
+
 FO_INLINE float fo_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 FO_INLINE double fo_fma64(double a, double b, double c) { return __builtin_fma(a, b, c); }
 FO_INLINE float fo_copysign(float size, float sign) { return __builtin_copysignf(size, sign); }
@@ -55,18 +76,18 @@ FO_INLINE float fo_trunc(float x) { return __builtin_truncf(x); }
 /* Halves go to even, in the default rounding mode. */
 FO_INLINE float fo_round(float x) { return __builtin_rintf(x); }
 /* 0 at NaN, as torch.sign. */
-FO_INLINE float fo_sign(float x) { return x > 0.0f ? 1.0f : (x < 0.0f ? -1.0f : 0.0f); }
+FO_INLINE float fo_sign(float x) { return fo_pick(x > 0.0f, 1.0f, fo_pick(x < 0.0f, -1.0f, 0.0f)); }
 /* NaN if either is, as torch.minimum. */
-FO_INLINE float fo_min(float x, float y) { return ((x < y) | (x != x)) ? x : y; }
+FO_INLINE float fo_min(float x, float y) { return fo_pick((x < y) | (x != x), x, y); }
 /* NaN if either is, as torch.maximum. */
-FO_INLINE float fo_max(float x, float y) { return ((x > y) | (x != x)) ? x : y; }
-FO_INLINE float fo_relu(float x) { return x < 0.0f ? 0.0f : x; }
-FO_INLINE float fo_leaky_relu(float x, float slope) { return x > 0.0f ? x : x * slope; }
+FO_INLINE float fo_max(float x, float y) { return fo_pick((x > y) | (x != x), x, y); }
+FO_INLINE float fo_relu(float x) { return fo_pick(x < 0.0f, 0.0f, x); }
+FO_INLINE float fo_leaky_relu(float x, float slope) { return fo_pick(x > 0.0f, x, x * slope); }
 
 /* NaN stays NaN; hi wins where lo > hi. */
 FO_INLINE float fo_hardtanh(float x, float lo, float hi) {
-  x = x < lo ? lo : x;
-  return x > hi ? hi : x;
+  x = fo_pick(x < lo, lo, x);
+  return fo_pick(x > hi, hi, x);
 }
 
 /* min(max(x + 3, 0), 6) / 6 in PyTorch's order of operations. */
@@ -79,6 +100,19 @@ FO_INLINE float fo_sqrt(float x) { return __builtin_sqrtf(x); }
 FO_INLINE float fo_rsqrt(float x) { return 1.0f / __builtin_sqrtf(x); }
 /* The processor's division: 0.5 ulp. */
 FO_INLINE float fo_recip(float x) { return 1.0f / x; }
+
+FO_INLINE int64_t fo_min_int64(int64_t x, int64_t y) { return fo_pick_int64(x < y, x, y); }
+FO_INLINE int64_t fo_max_int64(int64_t x, int64_t y) { return fo_pick_int64(x > y, x, y); }
+FO_INLINE int64_t fo_abs_int64(int64_t x) { return (x ^ (x >> 63)) - (x >> 63); }
+/* Held at the ends of the range; NaN becomes the lower one. */
+FO_INLINE int64_t fo_to_int64(float x) {
+  float y = fo_pick(x > -9.2233720368547758e18f, x, -9.2233720368547758e18f);
+  return (int64_t)fo_pick(y < 9.2233714871e18f, y, 9.2233714871e18f);
+}
+FO_INLINE int32_t fo_to_int32(float x) {
+  float y = fo_pick(x > -2147483648.0f, x, -2147483648.0f);
+  return (int32_t)fo_pick(y < 2147483520.0f, y, 2147483520.0f);
+}
 
 /* ---- Exponentials. x = n ln 2 + r with |r| <= 0.3466, and exp(x) = 2^n (1 + p) with p = exp(r) - 1. ---- */
 
@@ -111,15 +145,15 @@ FO_INLINE float fo_power_of_two(float t) { return fo_from_bits(fo_bits(t) << 23)
 FO_INLINE float fo_exp_nonpos(float x) {
   float r, s = fo_power_of_two(fo_split_ln2(x, FO_ROUNDER(127), &r));
   float y = fo_fma(s, fo_expm1_core(r), s);
-  return x < -87.3365402f ? 0.0f : y;
+  return fo_pick(x < -87.3365402f, 0.0f, y);
 }
 
 /* 2^n (1 + p), n added to the exponent's bits so that n = 128 works: 1.05 ulp. */
 FO_INLINE float fo_exp(float x) {
   float r, t = fo_split_ln2(x, FO_ROUNDER(0), &r);
   float y = fo_from_bits(fo_bits(1.0f + fo_expm1_core(r)) + (fo_bits(t) << 23));
-  y = x < 88.7228394f ? y : x * FO_INF; /* NaN too */
-  return x < -87.3365402f ? 0.0f : y;
+  y = fo_pick(x < 88.7228394f, y, x * FO_INF); /* NaN too */
+  return fo_pick(x < -87.3365402f, 0.0f, y);
 }
 
 /* As fo_exp, with r = (x - n) ln 2 in two parts: 1.05 ulp. */
@@ -127,28 +161,28 @@ FO_INLINE float fo_exp2(float x) {
   float t = x + FO_ROUNDER(0), f = x - (t - FO_ROUNDER(0));
   float p = fo_expm1_core(fo_fma(f, FO_LN2_HI, f * FO_LN2_LO));
   float y = fo_from_bits(fo_bits(1.0f + p) + (fo_bits(t) << 23));
-  y = x < 128.0f ? y : x * FO_INF;
-  return x < -126.0f ? 0.0f : y;
+  y = fo_pick(x < 128.0f, y, x * FO_INF);
+  return fo_pick(x < -126.0f, 0.0f, y);
 }
 
 /* 2^n p + (2^n - 1), halved until the end so that n = 128 works: 1.58 ulp. */
 FO_INLINE float fo_expm1(float x) {
-  float a = x < -18.0f ? -18.0f : x; /* -1 from there on */
+  float a = fo_pick(x < -18.0f, -18.0f, x); /* -1 from there on */
   float r, half = fo_power_of_two(fo_split_ln2(a, FO_ROUNDER(126), &r));
   float y = 2.0f * fo_fma(half, fo_expm1_core(r), half - 0.5f);
-  return fo_copysign(x < 88.7228394f ? y : x * FO_INF, x);
+  return fo_copysign(fo_pick(x < 88.7228394f, y, x * FO_INF), x);
 }
 
 /* z / (1 + z), z = exp(-|x|), taken from 1 or from z by a fused multiply-add: 1.69 ulp. */
 FO_INLINE float fo_sigmoid(float x) {
-  float z = fo_exp_nonpos(-fo_abs(x)), side = x < 0.0f ? z : 1.0f;
+  float z = fo_exp_nonpos(-fo_abs(x)), side = fo_pick(x < 0.0f, z, 1.0f);
   return fo_fma(-side, z / (1.0f + z), side);
 }
 
 /* (1 - z) / (1 + z), z = exp(-2|x|), with 1 - z as an expm1: 2.34 ulp. */
 FO_INLINE float fo_tanh(float x) {
   float r, a = -2.0f * fo_abs(x);
-  a = a < -20.0f ? -20.0f : a; /* 1 from there on */
+  a = fo_pick(a < -20.0f, -20.0f, a); /* 1 from there on */
   float s = fo_power_of_two(fo_split_ln2(a, FO_ROUNDER(127), &r)), p = fo_expm1_core(r);
   return fo_copysign(fo_fma(s, p, s - 1.0f) / (1.0f + fo_fma(s, p, s)), x);
 }
@@ -158,19 +192,19 @@ FO_INLINE float fo_sinh(float x) {
   float r, a = fo_abs(x), quarter = fo_power_of_two(fo_split_ln2(a, FO_ROUNDER(125), &r));
   float half = 2.0f * fo_fma(quarter, fo_expm1_core(r), quarter - 0.25f);
   float y = half + half / fo_fma(2.0f, half, 1.0f);
-  return fo_copysign(a <= 89.4159851f ? y : a * FO_INF, x);
+  return fo_copysign(fo_pick(a <= 89.4159851f, y, a * FO_INF), x);
 }
 
 /* h + 1 / (4 h), h = exp(|x|) / 2: 1.51 ulp. */
 FO_INLINE float fo_cosh(float x) {
   float r, a = fo_abs(x), quarter = fo_power_of_two(fo_split_ln2(a, FO_ROUNDER(125), &r));
   float half = 2.0f * fo_fma(quarter, fo_expm1_core(r), quarter);
-  return a <= 89.4159851f ? half + 0.25f / half : a * FO_INF;
+  return fo_pick(a <= 89.4159851f, half + 0.25f / half, a * FO_INF);
 }
 
 /* alpha scale expm1(x input_scale) up to 0, scale x above, as aten::elu (celu and selu too): 2.5 ulp. */
 FO_INLINE float fo_elu(float x, float alpha, float scale, float input_scale) {
-  return x <= 0.0f ? fo_expm1(x * input_scale) * (alpha * scale) : x * scale;
+  return fo_pick(x <= 0.0f, fo_expm1(x * input_scale) * (alpha * scale), x * scale);
 }
 
 /* x sigmoid(x): 2.68 ulp above -87, NaN at -inf, as PyTorch. */
@@ -184,8 +218,8 @@ FO_INLINE float fo_gelu_tanh(float x) {
 /* x ((1 + e)^2 - 1) / ((1 + e)^2 + 1), e = exp(x), both sides divided by e^2 above 0: 3.64 ulp above -87. */
 FO_INLINE float fo_mish(float x) {
   float z = fo_exp_nonpos(-fo_abs(x));
-  float num = x < 0.0f ? fo_fma(z, z, 2.0f * z) : fo_fma(2.0f, z, 1.0f);
-  float den = num + (x < 0.0f ? 2.0f : 2.0f * z * z);
+  float num = fo_pick(x < 0.0f, fo_fma(z, z, 2.0f * z), fo_fma(2.0f, z, 1.0f));
+  float den = num + fo_pick(x < 0.0f, 2.0f, 2.0f * z * z);
   return x * num / den;
 }
 
@@ -196,7 +230,7 @@ FO_INLINE float fo_mish(float x) {
 /* -expm1(-g), g an own fit of degree 9 that gives erf to 4e-9: 1.83 ulp. */
 FO_INLINE float fo_erf(float x) {
   float r, a = fo_abs(x);
-  a = a > 3.9375f ? 3.9375f : a; /* 1 from there on */
+  a = fo_pick(a > 3.9375f, 3.9375f, a); /* 1 from there on */
   float q = fo_fma(-9.2638229e-06f, a, 0.000117710959f);
   q = fo_fma(fo_fma(q, a, -0.000633093354f), a, 0.00166751118f);
   q = fo_fma(fo_fma(q, a, -0.000160894357f), a, -0.0191527884f);
@@ -209,7 +243,7 @@ FO_INLINE float fo_erf(float x) {
 /* max(x, 0) - |x| / 2 exp(-g(|x| / sqrt(2))), own fit to |x| = 5.8: 3.62 ulp above -1, 4.8e-8 below. */
 FO_INLINE float fo_gelu(float x) {
   float b = fo_abs(x);
-  b = b > 32.0f ? 32.0f : b; /* exp(-g) is 0 there: inf gives inf and -inf gives 0, where PyTorch's CPU gives NaN */
+  b = fo_pick(b > 32.0f, 32.0f, b); /* exp(-g) is 0 there: inf gives inf and -inf gives 0, where PyTorch's CPU gives NaN */
   float a = 0.707106769f * b;
   float q = fo_fma(6.41424833e-07f, a, -1.349584e-05f);
   q = fo_fma(fo_fma(q, a, 0.000121800236f), a, -0.000600352534f);
@@ -246,8 +280,8 @@ FO_INLINE float fo_log_core(float f, float c) {
 
 /* y, but -inf where x is 0, NaN below, x where it is inf or NaN. */
 FO_INLINE float fo_log_ends(float x, float y) {
-  y = x < FO_TINY ? (x > -FO_TINY ? -FO_INF : FO_NAN) : y;
-  return x < FO_INF ? y : x;
+  y = fo_pick(x < FO_TINY, fo_pick(x > -FO_TINY, -FO_INF, FO_NAN), y);
+  return fo_pick(x < FO_INF, y, x);
 }
 
 /* k ln 2 + f + g, ln 2 in two parts: 0.85 ulp. */
@@ -278,16 +312,16 @@ FO_INLINE float fo_log1p_core(float x, float shift) {
 
 /* As fo_log without the rounding of 1 + x; beyond 2^64 x is scaled by 2^-32: 1.38 ulp. */
 FO_INLINE float fo_log1p(float x) {
-  float far = x > 0x1p64f ? 32.0f : 0.0f;
-  float y = fo_log1p_core(x > 0x1p64f ? x * 0x1p-32f : x, far);
+  float far = fo_pick(x > 0x1p64f, 32.0f, 0.0f);
+  float y = fo_log1p_core(fo_pick(x > 0x1p64f, x * 0x1p-32f, x), far);
   return fo_copysign(fo_log_ends(1.0f + x, y), x);
 }
 
 /* (max(v, 0) + log1p(exp(-|v|))) / beta with v = beta x, x itself where v > threshold: 1.65 ulp. */
 FO_INLINE float fo_softplus(float x, float beta, float threshold) {
   float v = x * beta;
-  float y = ((v < 0.0f ? 0.0f : v) + fo_log1p_core(fo_exp_nonpos(-fo_abs(v)), 0.0f)) / beta;
-  return v > threshold ? x : y;
+  float y = (fo_pick(v < 0.0f, 0.0f, v) + fo_log1p_core(fo_exp_nonpos(-fo_abs(v)), 0.0f)) / beta;
+  return fo_pick(v > threshold, x, y);
 }
 
 /* ---- Powers. ---- */
@@ -307,23 +341,24 @@ FO_INLINE float fo_exp2_wide(double t) {
   float n = (float)whole, f = (float)(t - whole);
   float p = fo_expm1_core(fo_fma(f, FO_LN2_HI, f * FO_LN2_LO));
   float y = fo_from_bits(fo_bits(1.0f + p) + (fo_bits(n + FO_ROUNDER(0)) << 23));
-  y = t < 128.0 ? y : FO_INF;
-  return t < -126.0 ? 0.0f : y;
+  y = fo_pick(t < 128.0, y, FO_INF);
+  return fo_pick(t < -126.0, 0.0f, y);
 }
 
 /* 2^(y log2|x|), the exponent in double, signs and special cases as C's powf: 1.15 ulp. */
 FO_INLINE float fo_pow(float x, float y) {
   float a = fo_abs(x), b = fo_abs(y), half = 0.5f * y;
   int whole = fo_trunc(y) == y, odd = whole & (fo_trunc(half) != half), minus = (fo_bits(x) >> 31) != 0u;
-  double l = a < FO_TINY ? -(double)FO_INF : (a < FO_INF ? fo_log2_wide(a) : (double)a);
+  float end = a * fo_pick(a < FO_INF, 0.0f, 1.0f); /* added, as a choice would be a jump in clang */
+  double l = fo_log2_wide(a) + (double)(end - fo_pick(a < FO_TINY, FO_INF, 0.0f));
   double t = (double)y * l;
-  t = t > 200.0 ? 200.0 : t;
-  t = t < -200.0 ? -200.0 : t;
-  float z = t == t ? fo_exp2_wide(t) : FO_NAN;
-  z = ((a == 1.0f) & (b == FO_INF)) ? 1.0f : z;
-  z = ((x < 0.0f) & (a >= FO_TINY) & (a < FO_INF) & !whole) ? FO_NAN : z;
-  z = (minus & odd) ? -z : z;
-  return ((y == 0.0f) | (x == 1.0f)) ? 1.0f : z;
+  t = fo_pick64(t > 200.0, 200.0, t);
+  t = fo_pick64(t < -200.0, -200.0, t);
+  float z = fo_pick(t == t, fo_exp2_wide(t), FO_NAN);
+  z = fo_pick((a == 1.0f) & (b == FO_INF), 1.0f, z);
+  z = fo_pick((x < 0.0f) & (a >= FO_TINY) & (a < FO_INF) & !whole, FO_NAN, z);
+  z = fo_pick(minus & odd, -z, z);
+  return fo_pick((y == 0.0f) | (x == 1.0f), 1.0f, z);
 }
 
 /* ---- Angles. ---- */
@@ -342,32 +377,32 @@ FO_INLINE float fo_sin_core(float r, uint32_t n, uint32_t sign) {
   float s = fo_fma(u * r, fo_fma(fo_fma(-0.000195182918f, u, 0.00833218917f), u, -0.166666552f), r);
   float c = fo_fma(fo_fma(2.44323273e-05f, u, -0.00138873095f), u, 0.0416666456f);
   c = fo_fma(u * u, c, fo_fma(-0.5f, u, 1.0f));
-  return fo_from_bits(fo_bits((n & 1u) != 0u ? c : s) ^ ((n & 2u) << 30) ^ sign);
+  return fo_from_bits(fo_bits(fo_pick((n & 1u) != 0u, c, s)) ^ ((n & 2u) << 30) ^ sign);
 }
 
 /* 1.58 ulp for |x| < 2^50, NaN beyond (there one ulp of x is more than 10^7 periods). */
 FO_INLINE float fo_sin(float x) {
   uint32_t n;
   float r = fo_split_quadrant(x, &n), y = fo_sin_core(r, n, fo_bits(x) & 0x80000000u);
-  return fo_abs(x) < 0x1p50f ? y : FO_NAN;
+  return fo_pick(fo_abs(x) < 0x1p50f, y, FO_NAN);
 }
 
 /* 1.57 ulp for |x| < 2^50, NaN beyond. */
 FO_INLINE float fo_cos(float x) {
   uint32_t n;
   float r = fo_split_quadrant(x, &n), y = fo_sin_core(r, n + 1u, 0u);
-  return fo_abs(x) < 0x1p50f ? y : FO_NAN;
+  return fo_pick(fo_abs(x) < 0x1p50f, y, FO_NAN);
 }
 
 /* z + z^3 A(z^2) with z = |x| or 1 / |x|, own fit 2.7e-9: 1.34 ulp. */
 FO_INLINE float fo_atan(float x) {
-  float a = fo_abs(x), z = (a > 1.0f ? 1.0f : a) / (a > 1.0f ? a : 1.0f), u = z * z;
+  float a = fo_abs(x), z = fo_pick(a > 1.0f, 1.0f, a) / fo_pick(a > 1.0f, a, 1.0f), u = z * z;
   float p = fo_fma(fo_fma(-0.00178276841f, u, 0.0108685475f), u, -0.0310968552f);
   p = fo_fma(fo_fma(p, u, 0.0578813367f), u, -0.0839930549f);
   p = fo_fma(fo_fma(p, u, 0.109508805f), u, -0.142640159f);
   p = fo_fma(fo_fma(p, u, 0.199985296f), u, -0.333332986f);
   float y = fo_fma(p, u * z, z);
-  return fo_copysign(a > 1.0f ? 1.57079637f - (y + 4.37113883e-8f) : y, x);
+  return fo_copysign(fo_pick(a > 1.0f, 1.57079637f - (y + 4.37113883e-8f), y), x);
 }
 
 /* ---- Remainders, exact for every pair of float32. ---- */
@@ -387,14 +422,14 @@ FO_INLINE double fo_nearest_remainder(double x, double y) {
 FO_INLINE float fo_fmod(float x, float y) {
   float a = fo_abs(x), size = fo_abs(y);
   double r = fo_nearest_remainder((double)a, (double)size);
-  float z = fo_copysign((float)(r < 0.0 ? r + (double)size : r), x);
-  return ((size == FO_INF) & (a < FO_INF)) ? x : z;
+  float z = fo_copysign((float)fo_pick64(r < 0.0, r + (double)size, r), x);
+  return fo_pick((size == FO_INF) & (a < FO_INF), x, z);
 }
 
 /* x - floor(x / y) y with the sign of y, from the exact fmod in one rounding; as torch.remainder. */
 FO_INLINE float fo_remainder(float x, float y) {
   float z = fo_fmod(x, y);
-  return ((z != 0.0f) & ((z < 0.0f) != (y < 0.0f))) ? z + y : z;
+  return fo_pick((z != 0.0f) & ((z < 0.0f) != (y < 0.0f)), z + y, z);
 }
 
 #endif

@@ -113,12 +113,3 @@ typedef int fo_mode;
 static FO_HOT fo_mode fo_flush(void) { return 0; }
 static FO_HOT void fo_restore(fo_mode m) { (void)m; }
 #endif
-
-static FO_HOT int64_t fo_to_int64(float x) {
-  float y = x > -9.2233720368547758e18f ? x : -9.2233720368547758e18f;
-  return (int64_t)(y < 9.2233714871e18f ? y : 9.2233714871e18f);
-}
-static FO_HOT int32_t fo_to_int32(float x) {
-  float y = x > -2147483648.0f ? x : -2147483648.0f;
-  return (int32_t)(y < 2147483520.0f ? y : 2147483520.0f);
-}
