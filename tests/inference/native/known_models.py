@@ -97,11 +97,43 @@ class Everything(nn.Module):
         h = self.gru(self.norm(x), h)
         y = x.view(1, 3, 11)
         at = (x[0, :3] * 2).long().clamp(0, 4)
-        functions = (torch.exp, torch.sigmoid, torch.tanh, torch.erf, torch.sin, torch.cos, torch.atan, F.silu, F.mish, F.gelu,
-                     F.hardsigmoid, F.hardswish, F.softplus, F.elu, torch.expm1, torch.log1p, torch.log, torch.log2, torch.log10, torch.exp2,
-                     torch.sqrt, torch.rsqrt, torch.sinh, torch.cosh, torch.floor, torch.round, torch.sign, torch.reciprocal,
-                     lambda x: x**1.7, lambda x: torch.fmod(x, 0.7), lambda x: torch.remainder(x, -0.7), F.leaky_relu,
-                     lambda x: F.gelu(x, approximate="tanh"), lambda x: x.clamp(-1, 1), lambda x: torch.where(x > 0, x, -x))  # fmt: skip
+        functions = (
+            torch.exp,
+            torch.sigmoid,
+            torch.tanh,
+            torch.erf,
+            torch.sin,
+            torch.cos,
+            torch.atan,
+            F.silu,
+            F.mish,
+            F.gelu,
+            F.hardsigmoid,
+            F.hardswish,
+            F.softplus,
+            F.elu,
+            torch.expm1,
+            torch.log1p,
+            torch.log,
+            torch.log2,
+            torch.log10,
+            torch.exp2,
+            torch.sqrt,
+            torch.rsqrt,
+            torch.sinh,
+            torch.cosh,
+            torch.floor,
+            torch.round,
+            torch.sign,
+            torch.reciprocal,
+            lambda x: x**1.7,
+            lambda x: torch.fmod(x, 0.7),
+            lambda x: torch.remainder(x, -0.7),
+            F.leaky_relu,
+            lambda x: F.gelu(x, approximate="tanh"),
+            lambda x: x.clamp(-1, 1),
+            lambda x: torch.where(x > 0, x, -x),
+        )
         each = torch.stack([f(x) for f in functions])
         rows = torch.cat(
             (
@@ -135,14 +167,18 @@ def made(kind: str) -> tuple[nn.Module, tuple[Tensor, ...], tuple[str, ...]]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         models: dict[str, Any] = {
-            "mlp": lambda: (nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 5)), (torch.zeros(1, 32),), ()),
+            "mlp": lambda: (
+                nn.Sequential(nn.Linear(32, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 5)),
+                (torch.zeros(1, 32),),
+                (),
+            ),
             "gru": lambda: (Gru(), (torch.zeros(1, 8), torch.zeros(1, 32)), ("h",)),
             "lstm": lambda: (Lstm(), (torch.zeros(1, 8), torch.zeros(1, 33), torch.zeros(1, 33)), ("h", "c")),
             "tcn": lambda: (Tcn(), (torch.zeros(1, 4, 1), torch.zeros(1, 4, 3), torch.zeros(1, 17, 5)), ("a", "b")),
             "windowed": lambda: (Windowed(), (torch.zeros(1, 5), torch.zeros(1, 9, 16)), ("window",)),
             "book": lambda: (Book(), (torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 3, 4)), ()),
             "everything": lambda: (Everything(), (torch.zeros(1, 33), torch.zeros(1, 17)), ("h",)),
-        }  # fmt: skip
+        }
         model, examples, state = models[kind]()
     return model.eval(), examples, state
 
@@ -157,5 +193,9 @@ def events(kind: str, n: int, seed: int = 0, scale: float = 1.0) -> list[Tensor]
     generator = torch.Generator().manual_seed(seed)
     _, examples, state = made(kind)
     inputs: Sequence[Tensor] = examples[: len(examples) - len(state)]
-    return [torch.randn((n, *t.shape), generator=generator) * scale if t.is_floating_point() else torch.randint(0, 11, (n, *t.shape), generator=generator)
-            for t in inputs]  # fmt: skip
+    return [
+        torch.randn((n, *t.shape), generator=generator) * scale
+        if t.is_floating_point()
+        else torch.randint(0, 11, (n, *t.shape), generator=generator)
+        for t in inputs
+    ]
