@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from flatout.errors import CheckpointError as CheckpointError
     from flatout.errors import FlatoutError as FlatoutError
     from flatout.errors import HardwareError as HardwareError
+    from flatout.errors import NativeError as NativeError
     from flatout.errors import NotFiniteError as NotFiniteError
     from flatout.errors import NotFused as NotFused
     from flatout.errors import PromiseBroken as PromiseBroken
@@ -107,6 +108,7 @@ _HOMES = {
     "Keyed": "flatout.data.keyed:Keyed",
     "Layout": "flatout.records.scale:Layout",
     "NanWatch": "flatout.training.watch:NanWatch",
+    "NativeError": "flatout.errors:NativeError",
     "NotFiniteError": "flatout.errors:NotFiniteError",
     "NotFused": "flatout.errors:NotFused",
     "Precision": "flatout.training.precision:Precision",

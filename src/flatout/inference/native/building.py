@@ -42,11 +42,11 @@ def build(
 
     `example_inputs` are those of one call of forward, with a batch of one where the model wants a batch; sizes are fixed by
     them. `state` names the parameters of forward whose values are carried from one event to the next: the model returns what
-    goes out, and then each one's new value, in the same order; the examples are the values that a stream begins with. Buffers
-    that forward changes are carried as well. `precision="int8"` rounds weights to 8 bits where that is measured to be faster
-    and the error stays below `max_error` of the output's largest number. `events` are those that latencies are taken from; 0
-    measures nothing. `isas` are the sets of instructions to compile for (all of this architecture), `compiler` a C compiler
-    (cc, gcc or clang), `cache` where compiled helpers lie (~/.cache/flatout). `backend="aoti"` wraps AOTInductor instead.
+    goes out, and then each one's new value, in the order of the parameters; the examples are the values that a stream begins
+    with. Buffers that forward changes are carried as well. `precision="int8"` rounds weights to 8 bits where that is measured
+    to be faster and the error stays below `max_error` of the output's largest number. `events` are those that latencies are
+    taken from; 0 measures nothing. `isas` are the sets of instructions to compile for (all of this architecture), `compiler` a
+    C compiler (cc, gcc or clang), `cache` where compiled helpers lie (~/.cache/flatout). `backend="aoti"` wraps AOTInductor.
 
     Raises NativeError with the operator and its line for what has no native code, or when there is no compiler; UsageError when
     the state does not fit.
