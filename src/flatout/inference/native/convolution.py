@@ -10,10 +10,9 @@ from torch.fx import Node
 
 from flatout.inference.native.demand import Box, Span, shape_of, window_of
 from flatout.inference.native.lowering import Lowering
-from flatout.inference.native.packing import GROUP, Constants, by_columns, padded_bias
-from flatout.inference.native.places import note_of
-from flatout.inference.native.products import partial_sums
-from flatout.inference.native.statements import Map, Product
+from flatout.inference.native.packing import Constants, padded_bias
+from flatout.inference.native.products import Taken, multiply
+from flatout.inference.native.statements import Map
 from flatout.inference.native.values import (
     LANES,
     Call,
@@ -139,11 +138,9 @@ def _by_products(low: Lowering, node: Any, seen: View, weight: Node, bias: Any, 
             x = reshaped(low.materialised(part, note="what the kernel sees"), (rows, depth))
         assert x is not None
 
-        def packed(c: Constants, g: int = g) -> Tensor:
+        def matrix(c: Constants, g: int = g) -> Tensor:
             own = c[weight][g * each : (g + 1) * each]
-            return by_columns(own.permute(*range(2, own.dim()), 1, 0).reshape(depth, each))
-
-        w = low.block.add(f"{weight.name} group {g}", packed)
+            return own.permute(*range(2, own.dim()), 1, 0).reshape(depth, each)
 
         def padded(c: Constants, g: int = g) -> Tensor:
             return padded_bias(c[bias][g * each : (g + 1) * each])
@@ -153,10 +150,7 @@ def _by_products(low: Lowering, node: Any, seen: View, weight: Node, bias: Any, 
             held = low.block.add(f"{bias.name} group {g}", padded)
             b = whole(held, (held.size,))
         dst = View(buffer, g * each, (rows, each), (width, 1))
-        step, parts = depth * GROUP * LANES, partial_sums(each, depth)
-        made = Product(dst, x, whole(w, (w.size,)), each, depth, 0, step, parts, b, note=note_of(node))
-        low.body.statements.append(made)
-        low.layers.append((weight.name, made))
+        multiply(low, node, Taken(weight, f"group {g}", matrix), x, dst, b)
     seen_out = reshaped(View(buffer, 0, (rows, channels), (width, 1)), (*outer, channels))
     assert seen_out is not None
     return permuted(seen_out, [0, rank + 1, *range(1, rank + 1)])

@@ -33,9 +33,8 @@ def source(
     states: list[StateLayout],
     weights_bytes: int,
     ports: tuple[list[Port], list[Port]],
-    identity: bytes,
 ) -> Source:
-    """model.c and model.h. `identity` are 16 bytes that weights of this model carry."""
+    """model.c and model.h."""
     event = Event(body, inputs, outputs, states)
     parts = {s.parts for s in body.statements if isinstance(s, Product) and not s.is_dot and s.scales is None}
     deepest_int8 = _deepest_int8(body)

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from flatout.inference.native import tiles
 from flatout.inference.native.caller import default_cache, make_cache
@@ -58,7 +59,7 @@ def chosen(
     """
     why: dict[str, str] = {}
     candidates: dict[str, float] = {}
-    for name, (plain_s, coarse_s) in _times(program, how).items():
+    for name, (plain_s, coarse_s) in _times(program, model, how).items():
         ratio = plain_s / coarse_s
         told = f"alone {plain_s * 1e6:.2f} us in float32, {coarse_s * 1e6:.2f} us in int8"
         if ratio >= _FASTER:
@@ -91,9 +92,9 @@ def _error(
 
 def _harm(model: nn.Module, examples: Any, state: Any, names: list[str]) -> dict[str, float]:
     """How much each weight's rounding alone changes the output of one call, in its largest number."""
-    tensors = tensors_of(examples)
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(t.shape, generator=generator) if t.is_floating_point() else t for t in tensors]
+    tensors, generator = tensors_of(examples), torch.Generator().manual_seed(0)
+    some = [torch.randn(t.shape, generator=generator) if t.is_floating_point() else t for t in tensors]
+    inputs = pytree.tree_unflatten(some, pytree.tree_structure(tuple(examples)))
     found = {}
     with torch.no_grad():
         plain = _first(copy.deepcopy(model).eval()(*inputs))
@@ -120,9 +121,10 @@ def _own() -> tuple[str, ...] | None:
     return (isa,) if isa else None
 
 
-def _times(program: Program, how: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+def _times(program: Program, model: nn.Module, how: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Seconds of each product in float32 and in int8, by the parameter's name."""
-    products = [(name, p) for name, p in program.products() if p.k >= _LEAST and p.n >= _LEAST]
+    parameters = {name for name, _ in model.named_parameters()}
+    products = [(n, p) for n, p in program.products() if n in parameters and min(p.k, p.n) >= _LEAST]
     if not products:
         return {}
     where = how.get("cache") or default_cache()

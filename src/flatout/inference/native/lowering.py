@@ -51,7 +51,7 @@ class Lowering:
         kept: dict[Node, View],
         shelf: Mapping[object, Callable[[Lowering, Any, Box, tuple[int, ...]], Value]],
     ) -> None:
-        self.nodes, self.constants, self._shelf = nodes, constants, shelf
+        self.nodes, self._shelf = nodes, shelf
         self.boxes = demand.demands(nodes, outputs)
         self.values: dict[Node, Value] = {**constants, **kept}
         self.boxes |= {node: demand.full(node) for node in self.values}

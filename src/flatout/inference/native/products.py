@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.fx import Node
 
 from flatout.inference.native import demand, pointwise
 from flatout.inference.native.demand import Box, Span, aten, shape_of
 from flatout.inference.native.lowering import Lowering
-from flatout.inference.native.packing import GROUP, by_columns, by_quads, by_rows, padded_bias, rounded, shifted_sums
+from flatout.inference.native.packing import (
+    GROUP,
+    Constants,
+    by_columns,
+    by_quads,
+    by_rows,
+    padded_bias,
+    rounded,
+    shifted_sums,
+)
 from flatout.inference.native.places import note_of
 from flatout.inference.native.statements import Map, Product
 from flatout.inference.native.values import LANES, Const, Lazy, Scalar, Value, View, sliced, whole, without
@@ -54,10 +65,6 @@ def constant_product(
     m, n, k = sizes
     source, part = b
     rows, cols = (slice(*span) for span in part)
-    is_int8 = source.name in low.int8
-    is_dot = n <= _DOTS and k >= LANES and not is_int8
-    make, kind = (by_rows, "rows") if is_dot else (by_columns, "columns")
-    packed = low.block.add(f"{source.name} {kind} {part}", lambda c: make(c[source][rows, cols]))
     bias_view = None
     if bias is not None:
         if not isinstance(low.values[bias], Const):
@@ -65,39 +72,45 @@ def constant_product(
         cut = slice(*columns)
         bias_buffer = low.block.add(f"{bias.name} bias {columns}", lambda c: padded_bias(c[bias].flatten()[cut]))
         bias_view = whole(bias_buffer, (bias_buffer.size,))
+    taken = Taken(source, str(part), lambda c: c[source][rows, cols])
+    is_dot = n <= _DOTS and k >= LANES and source.name not in low.int8
     width = n if is_dot else -(-n // LANES) * LANES
     dst = View(low.buffer(m * width), 0, (m, n), (width, 1))
-    row, group = (-(-k // LANES) * LANES, 0) if is_dot else (0, k * GROUP * LANES)
-    if is_int8:
-        product = int8_product(low, node, source, (rows, cols), x, dst, (n, k), bias_view)
-        low.body.statements.append(product)
-        low.layers.append((source.name, product))
-        return dst
-    w, parts = whole(packed, (packed.size,)), partial_sums(n, k)
-    product = Product(dst, x, w, n, k, row, group, parts, bias_view, is_dot, note=note_of(node))
-    low.body.statements.append(product)
-    low.layers.append((source.name, product))
+    multiply(low, node, taken, x, dst, bias_view, is_dot=is_dot)
     return dst
 
 
-def int8_product(
-    low: Lowering,
-    node: Any,
-    source: Node,
-    part: tuple[slice, slice],
-    x: View,
-    dst: View,
-    sizes: tuple[int, int],
-    bias: View | None,
-) -> Product:
-    """The same with weights and activations of 8 bits."""
-    n, k = sizes
-    name = f"{source.name} int8 {part}"
-    weights = low.block.add(f"{name} numbers", lambda c: by_quads(rounded(c[source][part])[0]))
-    scales = low.block.add(f"{name} steps", lambda c: padded_bias(rounded(c[source][part])[1]))
-    sums = low.block.add(f"{name} sums", lambda c: shifted_sums(rounded(c[source][part])[0]))
-    w, s, t = (whole(b, (b.size,)) for b in (weights, scales, sums))
-    return Product(dst, x, w, n, k, 0, 0, 1, bias, scales=s, sums=t, note=note_of(node))
+class Taken(NamedTuple):
+    """A matrix (k, n) of a constant: `part` tells it from others of the same source."""
+
+    source: Node
+    part: str
+    matrix: Callable[[Constants], Tensor]
+
+
+def multiply(
+    low: Lowering, node: Any, taken: Taken, x: View, dst: View, bias: View | None, *, is_dot: bool = False
+) -> None:
+    """dst (rows, n) = bias + x (rows, k) times a constant, in 8 bits where that was asked for of it."""
+    (source, part, matrix), n, k = taken, dst.shape[1], x.shape[1]
+
+    def packed(kind: str, make: Callable[[Tensor], Tensor]) -> View:
+        held = low.block.add(f"{source.name} {kind} {part}", lambda c: make(matrix(c)))
+        return whole(held, (held.size,))
+
+    if source.name in low.int8:
+        w = packed("int8 numbers", lambda t: by_quads(rounded(t)[0]))
+        scales = packed("int8 steps", lambda t: padded_bias(rounded(t)[1]))
+        sums = packed("int8 sums", lambda t: shifted_sums(rounded(t)[0]))
+        product = Product(dst, x, w, n, k, 0, 0, 1, bias, scales=scales, sums=sums, note=note_of(node))
+    elif is_dot:
+        row = -(-k // LANES) * LANES
+        product = Product(dst, x, packed("rows", by_rows), n, k, row, 0, 1, bias, is_dot=True, note=note_of(node))
+    else:
+        w, group = packed("columns", by_columns), k * GROUP * LANES
+        product = Product(dst, x, w, n, k, 0, group, partial_sums(n, k), bias, note=note_of(node))
+    low.body.statements.append(product)
+    low.layers.append((source.name, product))
 
 
 def partial_sums(n: int, k: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import inspect
 import io
 import json
@@ -57,20 +57,16 @@ class Program:
                 raise UsageError(
                     f"state '{one}' is no parameter of forward, which takes {', '.join(known)}; name one of these"
                 )
-        was = {module: module.training for module in model.modules()}
-        model.eval()
         try:
+            own = copy.deepcopy(model).eval()  # what becomes of the model later does not change the program
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("ignore")
-                exported = torch.export.export(model, tuple(example_inputs), strict=False)
+                exported = torch.export.export(own, tuple(example_inputs), strict=False)
                 exported = exported.run_decompositions(decompositions.table())
         except Exception as e:
             raise NativeError(
                 f"torch.export cannot take this model: {str(e)[:1500]}; what it needs is in torch's guide to export"
             ) from e
-        finally:
-            for module, training in was.items():
-                module.training = training
         return cls(exported, names, name)
 
     def save(self, path: Path) -> None:
@@ -206,6 +202,11 @@ class _Generation:
 
     def _ports(self) -> None:
         flat = self.program.flat_inputs()
+        lost = sorted(set(self.program.state) - {parameter for parameter, _, _ in flat})
+        if lost:
+            raise NativeError(
+                f"state '{lost[0]}' is no tensor that goes into the exported model; pass it as a tensor by position"
+            )
         carried = [(name, node) for parameter, node, name in flat if parameter in self.program.state]
         outs = self.program._signature.output_specs
         users = [
@@ -360,8 +361,8 @@ class _Generation:
         ]
         weights = low.block.packed(low.block._constants)
         given, out = [b for _, b in self.inputs], [b for _, b in self.outputs]
-        ports, identity = (inputs, outputs), hashlib.sha256(weights).digest()[:16]
-        made = emit.source(self.program.name, low.body, given, out, self.states, len(weights), ports, identity)
+        ports = inputs, outputs
+        made = emit.source(self.program.name, low.body, given, out, self.states, len(weights), ports)
         layers = [
             NativeLayer(
                 name=self._weight_name(source, names),
