@@ -23,6 +23,7 @@ from flatout.inference.native.compiler import compile_extension, find_compiler, 
 from flatout.records.native import Port
 
 SOURCE = Path(__file__).with_name("c") / "caller.c"
+_TABLE = SOURCE.with_name("table.h")
 _MODULE = "flatout_caller"
 Buffer: TypeAlias = Any
 """A NumPy array, a tensor on the CPU, or anything with the buffer protocol; C-contiguous."""
@@ -145,7 +146,7 @@ def extension(*, cache: Path, compiler: str | None = None) -> ModuleType:
     """
     if sys.implementation.name != "cpython":
         raise NativeError(f"the extension is for CPython, this is {sys.implementation.name}; ctypes is used")
-    stem = f"{_MODULE}-{_sum(SOURCE.read_bytes())}-"
+    stem = f"{_MODULE}-{_sum(SOURCE.read_bytes() + _TABLE.read_bytes())}-"
     suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))  # names the Python and its ABI
     try:
         found = find_compiler(compiler)
