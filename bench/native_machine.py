@@ -28,6 +28,7 @@ class Machine:
         self.library.seconds_of_reading.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         self.library.seconds_of_products.argtypes = [ctypes.c_int64]
         self.library.times_of_events.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64, ctypes.c_void_p]
+        self.library.times_of_links.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
 
     def bytes_per_s(self, num_bytes: int) -> float:
         """Of reading a buffer of that many bytes again and again; the best of nine, since this is a bound."""
@@ -58,7 +59,16 @@ class Machine:
         for count in (num // 20, num):  # warm, then measured
             step = table.step, weights.ctypes.data, state.ctypes.data, work.ctypes.data
             self.library.times_of_events(*step, ctypes.addressof(ins), ctypes.addressof(outs), count, taken.ctypes.data)
-        return {**percentiles(taken[:num]), "clock_s": int(taken[num]) * 1e-9}
+        event = percentiles(taken[:num])
+        return {**event, "clock_s": int(taken[num]) * 1e-9, "machine": self.tail(event["p50_s"], num)}
+
+    def tail(self, p50_s: float, num: int) -> Record:
+        """Of `num` times as long as `p50_s` that only add in registers: what this core does to any work of that length."""
+        taken, links = np.zeros(num, np.int64), 10_000
+        self.library.times_of_links(links, 100, taken.ctypes.data)
+        links = max(1, round(links * p50_s / (float(np.median(taken[:100])) * 1e-9)))
+        self.library.times_of_links(links, num, taken.ctypes.data)
+        return percentiles(taken)
 
 
 def aligned(data: bytes) -> Array:

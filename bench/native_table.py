@@ -33,6 +33,8 @@ def table(records: Sequence[Record]) -> str:
             for name, peer in row["peers"].items():
                 said = {name: peer.get("event"), f"{name}, in C": peer.get("event_in_c")}
                 lines += [f"{row['model']:14} {who:14} {tails(event)}" for who, event in said.items() if event]
+                alone = (peer.get("event_in_c") or {}).get("machine")
+                lines += [f"{row['model']:14} {'additions alone':14} {tails(alone)}"] if alone else []
     lines += [said for record in records for said in of_part(record)]
     return "\n".join(lines)
 
@@ -84,4 +86,4 @@ def errors_of(row: Record, names: Sequence[str]) -> list[str]:
 
 def tails(event: Record) -> str:
     shown = " / ".join(f"{event[key] * 1e6:.3g}" for key in ("p50_s", "p99_s", "p999_s"))
-    return f"{shown}, of which the clock {event['clock_s'] * 1e6:.2g}"
+    return f"{shown}, of which the clock {event['clock_s'] * 1e6:.2g}" if "clock_s" in event else shown

@@ -61,3 +61,17 @@ void times_of_events(step_of *step, const void *weights, void *state, void *work
     ns[i] = now_ns() - began;
   }
 }
+
+/* The same of nothing but `links` additions, one waiting for the other: the tail that is the machine's own. */
+void times_of_links(int64_t links, int64_t num, int64_t *ns) {
+  float sum = kept_number;
+  for (int64_t i = 0; i < num; i++) {
+    int64_t began = now_ns();
+    for (int64_t j = 0; j < links; j++) {
+      sum += 1e-30f;
+      __asm__ volatile("" : "+x"(sum)); /* one after the other */
+    }
+    ns[i] = now_ns() - began;
+  }
+  kept_number = sum;
+}

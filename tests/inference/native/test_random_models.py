@@ -18,5 +18,6 @@ def test_random_models_are_refused_or_equal_to_eager(batch: int, tmp_path: Path)
     first = _FIRST + batch * _EACH
     found = judged(range(first, first + _EACH), tmp_path)
     assert [f"{v.model}\n{v.why}" for v in found if v.kind == "wrong"] == []
-    assert all("operator aten." in v.why for v in found if v.kind == "refused")
+    refused = [v.why for v in found if v.kind == "refused"]
+    assert all("operator aten." in why or "torch.export cannot" in why for why in refused)  # torch 2.11 exports less
     assert sum(v.kind == "equal" for v in found) >= _EACH - 2
