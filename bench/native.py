@@ -342,8 +342,9 @@ def of_streams(bench: Bench, case: Case, engine: Any, num: int) -> Record:
             Peer("one", lambda: engine.step_many(*one), rollout, events=events),
         ]
         found = bench.interleaved(peers)
+        floor = bench.floor(case)
     rates = {f"{name}_events_per_s": 1 / record["s"] for name, record in found.items()}
-    return {"streams": num, **rates, "bitwise_as_single_steps": is_equal, "peers": found}
+    return {"streams": num, **rates, "bitwise_as_single_steps": is_equal, "peers": found, **floor}
 
 
 def of_precision(case: Case, precision: str) -> Peer:
@@ -377,7 +378,10 @@ def alone() -> None:
     with tempfile.TemporaryDirectory(prefix="native-cache-") as cache:
         kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": kept}
-        sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode)
+        ended = subprocess.run([sys.executable, *sys.argv], env=environment, check=False).returncode
+        sys.exit(
+            f"ended by signal {-ended}: a peer's library, most likely; leave one out (--peers)" if ended < 0 else ended
+        )
 
 
 if __name__ == "__main__":

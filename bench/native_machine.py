@@ -27,8 +27,7 @@ class Machine:
         self.library.seconds_of_reading.restype = self.library.seconds_of_products.restype = ctypes.c_double
         self.library.seconds_of_reading.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
         self.library.seconds_of_products.argtypes = [ctypes.c_int64]
-        self.library.times_of_events.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64, ctypes.c_void_p]
-        self.library.times_of_links.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        self.library.times_of_events.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64, ctypes.c_void_p] * 2
 
     def bytes_per_s(self, num_bytes: int) -> float:
         """Of reading a buffer of that many bytes again and again; the best of nine, since this is a bound."""
@@ -42,7 +41,8 @@ class Machine:
         return max(again * 12 * 32 / self.library.seconds_of_products(again) for _ in range(9))
 
     def latencies(self, engine: Any, case: Case, num: int) -> Record:
-        """Of single events in a loop in C, through the library and the weights of the engine's folder."""
+        """Of single events in a loop in C, through the library and the weights of the engine's folder; `machine`: of as long a
+        loop of additions in registers after each, whose tail is what this core does to any work of that length."""
         from flatout.inference.native.folder import read_weights
         from flatout.inference.native.library import Table, open_library
 
@@ -55,20 +55,14 @@ class Machine:
         x, y = case.events(1, seed=1)[0][0].numpy(), np.zeros(output_shape(case), np.float32)
         ins, outs = (ctypes.c_void_p * 1)(x.ctypes.data), (ctypes.c_void_p * 1)(y.ctypes.data)
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(table.reset)(state.ctypes.data)
-        taken = np.zeros(num + 1, np.int64)
+        taken, alone, links = np.zeros(num + 1, np.int64), np.zeros(num, np.int64), 1000
         for count in (num // 20, num):  # warm, then measured
             step = table.step, weights.ctypes.data, state.ctypes.data, work.ctypes.data
-            self.library.times_of_events(*step, ctypes.addressof(ins), ctypes.addressof(outs), count, taken.ctypes.data)
-        event = percentiles(taken[:num])
-        return {**event, "clock_s": int(taken[num]) * 1e-9, "machine": self.tail(event["p50_s"], num)}
-
-    def tail(self, p50_s: float, num: int) -> Record:
-        """Of `num` times as long as `p50_s` that only add in registers: what this core does to any work of that length."""
-        taken, links = np.zeros(num, np.int64), 10_000
-        self.library.times_of_links(links, 100, taken.ctypes.data)
-        links = max(1, round(links * p50_s / (float(np.median(taken[:100])) * 1e-9)))
-        self.library.times_of_links(links, num, taken.ctypes.data)
-        return percentiles(taken)
+            shown = ctypes.addressof(ins), ctypes.addressof(outs)
+            self.library.times_of_events(*step, *shown, count, taken.ctypes.data, links, alone.ctypes.data)
+            took, added = (float(np.median(one[:count])) for one in (taken, alone))
+            links = max(1, round(links * took / added))
+        return {**percentiles(taken[:num]), "clock_s": int(taken[num]) * 1e-9, "machine": percentiles(alone)}
 
 
 def aligned(data: bytes) -> Array:

@@ -52,6 +52,10 @@ def of_part(record: Record) -> Iterator[str]:
     elif "streams" in record:
         rates = ", ".join(f"{name} {1e-6 / peer['s']:.3g}" for name, peer in record["peers"].items())
         yield f"{record['streams']} streams of the GRU beside one, million events a second: {rates}; {same}"
+        floors = [record[f"floor_{kind}_s"] * 1e6 for kind in ("bytes", "flop")]
+        yield "an event's weights are read in {:.3g} us (one stream's floor), multiplied in {:.3g} us (many's)".format(
+            *floors
+        )
     else:
         times = ", ".join(f"{name} {peer['s'] * 1e6:.3g} us" for name, peer in record["peers"].items())
         errors = ", ".join(f"{error:.2g}" for error in record["error"].values())

@@ -33,7 +33,8 @@ double seconds_of_reading(const words *from, int64_t bytes, int64_t times) {
 
 /* Of `times` * 12 multiply-adds of sixteen numbers (32 operations each), in twelve chains. */
 double seconds_of_products(int64_t times) {
-  v16 sum[12] = {}, by = (v16){} + 0.999f;
+  v16 sum[12], by = (v16){} + 0.999f;
+  for (int j = 0; j < 12; j++) sum[j] = (v16){} + (kept_number + j); /* chains that start alike would be made one */
   int64_t began = now_ns();
   for (int64_t t = 0; t < times; t++) {
 #pragma GCC unroll 12
@@ -47,9 +48,20 @@ double seconds_of_products(int64_t times) {
 
 typedef void step_of(const void *weights, void *state, void *work, const void *const *in, void *const *out);
 
-/* Nanoseconds of each of `num` calls; ns[num] gets what reading the clock twice alone takes (least of a thousand). */
+/* `links` additions, one waiting for the other, in registers. */
+static float links_added(float sum, int64_t links) {
+  for (int64_t j = 0; j < links; j++) {
+    sum += 1e-30f;
+    __asm__ volatile("" : "+x"(sum));
+  }
+  return sum;
+}
+
+/* Nanoseconds of each of `num` calls, and of `links` additions after each: the tail of those is the machine's own. ns[num] gets
+   what reading the clock twice alone takes (least of a thousand). */
 void times_of_events(step_of *step, const void *weights, void *state, void *work, const void *const *in, void *const *out,
-                     int64_t num, int64_t *ns) {
+                     int64_t num, int64_t *ns, int64_t links, int64_t *links_ns) {
+  float sum = kept_number;
   ns[num] = INT64_MAX;
   for (int i = 0; i < 1000; i++) {
     int64_t began = now_ns(), took = now_ns() - began;
@@ -58,20 +70,10 @@ void times_of_events(step_of *step, const void *weights, void *state, void *work
   for (int64_t i = 0; i < num; i++) {
     int64_t began = now_ns();
     step(weights, state, work, in, out);
-    ns[i] = now_ns() - began;
-  }
-}
-
-/* The same of nothing but `links` additions, one waiting for the other: the tail that is the machine's own. */
-void times_of_links(int64_t links, int64_t num, int64_t *ns) {
-  float sum = kept_number;
-  for (int64_t i = 0; i < num; i++) {
-    int64_t began = now_ns();
-    for (int64_t j = 0; j < links; j++) {
-      sum += 1e-30f;
-      __asm__ volatile("" : "+x"(sum)); /* one after the other */
-    }
-    ns[i] = now_ns() - began;
+    int64_t between = now_ns();
+    sum = links_added(sum, links);
+    links_ns[i] = now_ns() - between;
+    ns[i] = between - began;
   }
   kept_number = sum;
 }
