@@ -9,6 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from flatout.adapting.adapted import Adapted as Adapted
+    from flatout.adapting.front import bitfit as bitfit
+    from flatout.adapting.front import bottleneck as bottleneck
+    from flatout.adapting.front import freeze as freeze
+    from flatout.adapting.front import lora as lora
+    from flatout.adapting.front import prefix as prefix
+    from flatout.adapting.front import prompt as prompt
+    from flatout.compression.distilling.distilled import distil as distil
+    from flatout.compression.pruning.blocks import drop_blocks as drop_blocks
+    from flatout.compression.pruning.cutting import apply_pruning as apply_pruning
+    from flatout.compression.pruning.pruning import prune as prune
+    from flatout.compression.pruning.sparse import sparsify as sparsify
     from flatout.cost.batching import SampleCost as SampleCost
     from flatout.cost.batching import fitted_cost as fitted_cost
     from flatout.cost.batching import transformer_cost as transformer_cost
@@ -67,6 +79,7 @@ if TYPE_CHECKING:
     from flatout.runs.run import Run as Run
     from flatout.session import apply as apply
     from flatout.session import check as check
+    from flatout.shrinking.written import load_shrunk as load_shrunk
     from flatout.surviving.sums import first_difference as first_difference
     from flatout.surviving.sums import state_sums as state_sums
     from flatout.surviving.supervisor import Job as Job
@@ -92,6 +105,7 @@ __version__ = "0.1.0"
 
 # Public name -> "module:attribute". The imports above say the same to type checkers; a test holds the two together.
 _HOMES = {
+    "Adapted": "flatout.adapting.adapted:Adapted",
     "Batches": "flatout.data.batches:Batches",
     "CaptureError": "flatout.errors:CaptureError",
     "CheckpointError": "flatout.errors:CheckpointError",
@@ -129,18 +143,24 @@ _HOMES = {
     "World": "flatout.parallel.world:World",
     "accumulating": "flatout.training.accumulation:accumulating",
     "apply": "flatout.session:apply",
+    "apply_pruning": "flatout.compression.pruning.cutting:apply_pruning",
     "attention": "flatout.kernels.attention.front:attention",
     "attention_choice": "flatout.kernels.attention.front:attention_choice",
     "auxiliary_loss": "flatout.parallel.experts:auxiliary_loss",
     "balance_experts": "flatout.parallel.experts:balance_experts",
+    "bitfit": "flatout.adapting.front:bitfit",
+    "bottleneck": "flatout.adapting.front:bottleneck",
     "check": "flatout.session:check",
     "check_layout": "flatout.parallel.agreement:check_layout",
     "clip_gradients": "flatout.parallel.clipping:clip_gradients",
     "collate_ragged": "flatout.data.ragged:collate_ragged",
     "compress": "flatout.parallel.compressed:compress",
     "copied": "flatout.training.snapshot:copied",
+    "distil": "flatout.compression.distilling.distilled:distil",
+    "drop_blocks": "flatout.compression.pruning.blocks:drop_blocks",
     "first_difference": "flatout.surviving.sums:first_difference",
     "fitted_cost": "flatout.cost.batching:fitted_cost",
+    "freeze": "flatout.adapting.front:freeze",
     "given_layout": "flatout.parallel.given:given_layout",
     "growing": "flatout.data.sizes:growing",
     "guarantee": "flatout.verification.guarantee:guarantee",
@@ -148,12 +168,17 @@ _HOMES = {
     "layer_norm": "flatout.kernels.norm.call:layer_norm",
     "layer_wise": "flatout.training.schedules:layer_wise",
     "linear_cross_entropy": "flatout.kernels.linear_cross_entropy.call:linear_cross_entropy",
+    "load_shrunk": "flatout.shrinking.written:load_shrunk",
+    "lora": "flatout.adapting.front:lora",
     "masks": "flatout.kernels.attention:masks",
     "matmul": "flatout.kernels.matmul.product:matmul",
     "measure_machine": "flatout.measure.probe:measure_machine",
     "offload_state": "flatout.training.offload:offload_state",
     "one_cycle": "flatout.training.schedules:one_cycle",
     "pack": "flatout.data.rows:pack",
+    "prefix": "flatout.adapting.front:prefix",
+    "prompt": "flatout.adapting.front:prompt",
+    "prune": "flatout.compression.pruning.pruning:prune",
     "ragged": "flatout.data.ragged:ragged",
     "recompute": "flatout.training.recompute:recompute",
     "recompute_within": "flatout.training.recompute_within:recompute_within",
@@ -162,6 +187,7 @@ _HOMES = {
     "rotary": "flatout.kernels.rotary.call:rotary",
     "scores": "flatout.kernels.attention:scores",
     "set_rate": "flatout.training.schedules:set_rate",
+    "sparsify": "flatout.compression.pruning.sparse:sparsify",
     "spread_experts": "flatout.parallel.experts:spread_experts",
     "state_sums": "flatout.surviving.sums:state_sums",
     "stream_weights": "flatout.parallel.streamed:stream_weights",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flatout.planning.search import Objective
     from flatout.profiling.running.script import Script
     from flatout.profiling.steps.schedule import Schedule
+    from flatout.records.shrinking import Order, Shrunk
     from flatout.records.verdict import Guarantee, Verdict
     from flatout.verification.process import Request
     from flatout.verification.proof import Terms
@@ -459,3 +460,37 @@ def _schedule_of_rank(observation: Observation) -> Schedule:
 
 def _propose(evidence: Evidence) -> tuple[Trial, ...]:
     return proposals(evidence, rules())
+
+
+def shrink_named(
+    order: Order,
+    command: Sequence[str],
+    *,
+    budget: str,
+    budget_s: float,
+    limit_s: float,
+    out: Path | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Shrunk:
+    """The cheapest model that keeps its metric, each composition tried in a process of its own: `command ORDER ANSWER`.
+
+    `budget` is what of the metric may be lost ('1%', or '0.01' in its own unit), `budget_s` the time to try things in, `limit_s`
+    that of one composition; what was chosen is written to `out`. Raises PlanError when the model as it is cannot be measured.
+    """
+    from flatout.shrinking.apart import Apart
+    from flatout.shrinking.shrink import Allowance, Settings, shrink
+
+    bench = Apart(order, command, limit_s=limit_s)
+    settings = Settings(
+        model=order.model,
+        objective=order.objective,
+        allowance=Allowance.of(budget),
+        is_cost=order.is_cost,
+        budget_s=budget_s,
+    )
+    found, composition = shrink(bench, levers(), settings, tell=tell)
+    if out is not None:
+        written = bench.write(composition, out)
+        if written.because:
+            raise PlanError(f"{found.chosen} could not be written: {written.because}")
+    return found

@@ -25,6 +25,7 @@ from flatout.cli.run import run as run_with_plan
 from flatout.cli.runs import runs
 from flatout.cli.scale import scale
 from flatout.cli.schema import schema
+from flatout.cli.shrink import shrink
 from flatout.cli.simulate import simulate
 from flatout.cli.survive import survive
 from flatout.cli.tune import tune
@@ -48,6 +49,7 @@ app.command()(calibrate)
 app.command()(fit)
 app.command()(simulate)
 app.command()(build)
+app.command()(shrink)
 app.command()(report)
 app.command()(compare)
 app.command()(rules)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 
-from flatout.cli.factories import named_function
+from flatout.cli.factories import given_model
 from flatout.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _PRECISIONS: Final = ("float32", "int8")
 _BACKENDS: Final = ("native", "aoti")
-_GIVES: Final = (
-    "(module, example_inputs), (module, example_inputs, state), or a module that has an attribute example_inputs"
-)
 
 
 def build(
@@ -44,7 +38,7 @@ def build(
     _check(out, precision=precision, backend=backend, events=events)
     if not max_error > 0:
         raise UsageError(f"--max-error {max_error} is no number above 0")
-    given = _given(factory)
+    given = given_model(factory)
 
     from flatout.inference.native import build as build_engine
     from flatout.reporting.native import native_lines
@@ -68,14 +62,6 @@ def build(
     console.print(f"written to {out}", markup=False)
 
 
-class _Given(NamedTuple):
-    """What the factory returned."""
-
-    module: nn.Module
-    example_inputs: tuple[Any, ...]
-    state: tuple[str, ...]
-
-
 def _check(out: Path, *, precision: str, backend: str, events: int) -> None:
     """Before anything is imported or built in vain."""
     for option, value, allowed in (("precision", precision, _PRECISIONS), ("backend", backend, _BACKENDS)):
@@ -89,30 +75,3 @@ def _check(out: Path, *, precision: str, backend: str, events: int) -> None:
         raise UsageError(f"-o {out}: there is no folder '{out.absolute().parent}'; give a path in one that exists")
     if out.is_file():
         raise UsageError(f"-o {out} is a file; give a folder")
-
-
-def _given(name: str) -> _Given:
-    """Call the factory. Raises UsageError for what it should not return."""
-    from torch import nn
-
-    made = named_function(name, gives=_GIVES)()
-    if isinstance(made, nn.Module):
-        if not hasattr(made, "example_inputs"):
-            raise UsageError(f"'{name}' returned a {type(made).__name__} without example_inputs; return {_GIVES}")
-        made = (made, made.example_inputs)
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        raise UsageError(f"'{name}' returned a {_told(made)}; return {_GIVES}")
-    module, examples, state = made if len(made) == 3 else (*made, ())
-    if not isinstance(examples, (tuple, list)):
-        examples = (examples,)
-    names = (state,) if isinstance(state, str) else tuple(state)
-    if not all(isinstance(one, str) for one in names):
-        raise UsageError(f"'{name}' returned the state {names}; give names of forward's parameters")
-    return _Given(module, tuple(examples), names)
-
-
-def _told(made: object) -> str:
-    kind = type(made).__name__
-    return (
-        f"{kind} of {len(made)} ({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else kind
-    )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.console import Console
 
+from flatout.cli.durations import seconds_of
 from flatout.cli.machine import cache_folder
 from flatout.errors import CaptureError, UsageError
 
@@ -40,7 +41,6 @@ _SIZES: Final = {
     "GB": 10**9,
     "TB": 10**12,
 }
-_UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _OBSERVED_FRACTION: Final = 0.1
 _MOST_OBSERVED_S: Final = 20.0
 _INTERRUPTED: Final = 130
@@ -104,7 +104,7 @@ def tune(
             )
     if objective not in _OBJECTIVES:
         raise UsageError(f"--objective {objective} is none of {', '.join(_OBJECTIVES)}")
-    budget_s, most_bytes = _seconds(budget), _bytes(memory)
+    budget_s, most_bytes = seconds_of(budget, name="--budget"), _bytes(memory)
     quality = None
     if metric:
         quality = checked(Metric(pattern=metric, allowed_loss=allowed_loss, is_cost=less_is_better))
@@ -219,22 +219,6 @@ def _fingerprint(evidence: Evidence, script: Path, arguments: tuple[str, ...], w
         if path.is_relative_to(root) and path.is_file():
             found.update(path.read_bytes())
     return found.hexdigest()[:12]
-
-
-def _seconds(text: str) -> float:
-    """'5m' in seconds.
-
-    >>> _seconds("5m")
-    300.0
-    """
-    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "s")
-    try:
-        seconds = float(number) * _UNITS[unit]
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"--budget {text} is no time above 0; write 300, 300s, 5m or 1h")
-    return seconds
 
 
 def _bytes(text: str) -> int:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from flatout.errors import PlanError
 from flatout.levers.seams import ScriptSeams
 from flatout.levers.syntax.source import pull
 from flatout.records.plan import Circumstances, Plan
@@ -33,6 +34,8 @@ def applied(plan: Plan, *, root: str = "", look_at: Callable[[nn.Module], None] 
             lever.apply(seams, planned.parameters)
         elif lever.edit is not None:
             pull(lever.id, seams, planned.parameters, lever.edit)
+        else:
+            raise PlanError(f"lever '{lever.id}' makes a model cheaper, not a script; `flatout shrink` pulls it")
     try:
         seams.install()
         yield seams

@@ -79,7 +79,11 @@ class Applied(Generic[Model, Optimizer]):
 
     def _pull(self, lever: Lever, parameters: dict[str, Any]) -> None:
         if lever.apply is None:
-            because = "it changes the text of the script; `flatout edit` prints the change"
+            because = (
+                "it changes the text of the script; `flatout edit` prints the change"
+                if lever.reduction is None
+                else "it makes another model of the one that is there; `flatout shrink` does"
+            )
             self.not_applied += (NotApplied(lever.id, because),)
             return
         seams = LiveSeams(self.model, self.optimizer, self.loader)

@@ -53,11 +53,11 @@ def quick_probe(*, device: torch.device | str | None = None) -> Machine:
 def identify(device: torch.device | str | None = None) -> Identity:
     """Which machine this is; needs no measurement."""
     device = _device(device)
-    cpu_model = _cpu_model()
+    processor = cpu_model()
     return Identity(
         device_kind="cuda" if device.type == "cuda" else "cpu",
-        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model,
-        cpu_model=cpu_model,
+        device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
+        cpu_model=processor,
         num_cores=_num_cores(),
         num_threads=torch.get_num_threads(),
         torch_version=str(torch.__version__),
@@ -263,7 +263,7 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from flatout.errors import PlanError
 from flatout.records.evidence import Evidence
@@ -33,6 +33,37 @@ class Refusal(Record, frozen=True, kw_only=True):
 
     lever: str
     because: str
+
+
+Kind = Literal["training", "size", "recovery", "bits", "engine"]
+KINDS: Final[tuple[Kind, ...]] = ("training", "size", "recovery", "bits", "engine")
+"""How a lever makes a model cheaper, in the order in which they come into a composition, at most one of each: fewer trained
+parameters; fewer of them in all; training that brings the metric back; fewer bits; and what runs it."""
+
+
+class Offer(Record, frozen=True, kw_only=True):
+    """One way to pull a lever on a model: its name in a table, the parameters, and why it may help.
+
+    `rung` orders offers of one lever from the mildest on: where one loses too much, those above it are not tried.
+    """
+
+    lever: str
+    name: str
+    parameters: Parameters = {}
+    because: str = ""
+    rung: int = 0
+
+
+class Reduction(Record, frozen=True, kw_only=True):
+    """How a lever makes a model cheaper, at a price in accuracy that is measured. `flatout shrink` composes these.
+
+    `offers` looks at a `flatout.levers.subjects.Subject` and yields ways to pull the lever, or why it does not apply; `apply`
+    returns another subject and leaves the one it was given as it was. It raises an error of flatout's where it cannot.
+    """
+
+    kind: Kind
+    offers: Callable[[Any], Iterator[Offer | Refusal]]
+    apply: Callable[[Any, Parameters], Any]
 
 
 class PlannedLever(Record, frozen=True, kw_only=True):
@@ -84,6 +115,11 @@ class Seams(Protocol):
         """A change has met what it is for."""
 
 
+def nothing(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate | Refusal]:
+    """What a lever that is not for scripts says to one."""
+    return iter(())
+
+
 class Lever(Record, frozen=True, kw_only=True):
     """One explicit change to a run, made from outside, that can be undone.
 
@@ -97,13 +133,16 @@ class Lever(Record, frozen=True, kw_only=True):
     lever that `is_local` is pulled at one place of the source, named by the parameters `file`, `function` and `code`, and may
     come into a plan once for each place. `effort` is how many times longer it takes to try than others do. `dtype` tells the
     coarsest precision in which the lever has numbers rounded: what BOUNDED then is measured by.
+
+    A lever with a `reduction` makes a model cheaper, not a script; it proposes nothing to scripts.
     """
 
     id: str
     title: str
     guarantee: Guarantee
     module: str
-    propose: Callable[[Evidence, Sequence[Finding]], Iterator[Candidate | Refusal]]
+    propose: Callable[[Evidence, Sequence[Finding]], Iterator[Candidate | Refusal]] = nothing
+    reduction: Reduction | None = None
     apply: Callable[[Seams, Parameters], None] | None = None
     environment: Callable[[Parameters], Mapping[str, str]] | None = None
     conflicts: tuple[str, ...] = ()

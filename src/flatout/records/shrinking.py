@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from flatout.records.lever import Parameters, PlannedLever
+from flatout.records.lever import Offer, PlannedLever
 from flatout.records.record import Record
 from flatout.records.verdict import Verdict
 
 Objective = Literal["latency", "memory", "train-cost"]
 OBJECTIVES: Final[tuple[Objective, ...]] = ("latency", "memory", "train-cost")
 
-Kind = Literal["training", "size", "recovery", "bits", "engine"]
-KINDS: Final[tuple[Kind, ...]] = ("training", "size", "recovery", "bits", "engine")
-"""In the order in which they come into a composition, at most one of each."""
-
 Range = tuple[float, float, float]
 """(median or mean, low, high): an estimate and its 95 % interval."""
-
-
-class Offer(Record, frozen=True, kw_only=True):
-    """One way to pull a lever on a model, and why it may help."""
-
-    lever: str
-    parameters: Parameters = {}
-    because: str = ""
 
 
 class Point(Record, frozen=True, kw_only=True):
@@ -33,7 +21,7 @@ class Point(Record, frozen=True, kw_only=True):
     `call_s` are seconds of one call (of one step of training where that is the objective), `faster` how many times faster than
     the given model's, in pairs run in turn. `num_bytes` are those of the weights (of weights, gradients and the optimizer's
     state where training is the objective). `metric` is the user's; `lost` what of it went, in its own unit, positive where it is
-    worse: an interval where the metric comes sample by sample, otherwise None.
+    worse, with an interval where the metric comes sample by sample.
     """
 
     name: str
@@ -59,6 +47,26 @@ class Untried(Record, frozen=True, kw_only=True):
     because: str
 
 
+class Where(Record, frozen=True, kw_only=True):
+    """What it was measured on; `device` is a GPU's name, or ''."""
+
+    processor: str = ""
+    device: str = ""
+    torch: str = ""
+    num_threads: int = 1
+
+
+class Tried(Record, frozen=True, kw_only=True):
+    """What came of a composition: a point or why there is none; and what could come next."""
+
+    point: Point | None = None
+    because: str = ""
+    offers: tuple[Offer, ...] = ()
+    refused: tuple[Untried, ...] = ()
+    """What levers said why they do not apply."""
+    where: Where = Where()
+
+
 class Shrunk(Record, frozen=True, kw_only=True):
     """All that `flatout shrink` found; the first point is the model as it was given."""
 
@@ -75,8 +83,7 @@ class Shrunk(Record, frozen=True, kw_only=True):
     chosen: str
     because: str
     verdict: Verdict
-    processor: str = ""
-    num_threads: int = 1
+    where: Where = Where()
 
     @property
     def given(self) -> Point:
@@ -87,3 +94,29 @@ class Shrunk(Record, frozen=True, kw_only=True):
     def best(self) -> Point:
         """The chosen point."""
         return next(point for point in self.points if point.name == self.chosen)
+
+
+class Order(Record, frozen=True, kw_only=True):
+    """What a process of its own is asked to make of a model and to measure.
+
+    `model`, `data`, `metric` and `loss` are names, module:function; `keep` is a folder in which processes leave trained weights
+    for one another, `out` one to write the result to ('' for none).
+    """
+
+    model: str
+    metric: str
+    data: str = ""
+    loss: str = ""
+    root: str = ""
+    composition: tuple[Offer, ...] = ()
+    objective: Objective = "latency"
+    allowed_loss: float = 0.0
+    is_cost: bool = False
+    recovery_s: float = 60.0
+    num_steps: int = 0
+    learning_rate: float = 1e-3
+    seed: int = 0
+    num_threads: int = 0
+    trial_s: float = 3.0
+    keep: str = ""
+    out: str = ""

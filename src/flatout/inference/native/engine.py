@@ -149,6 +149,11 @@ class Engine:
         return self._parts.report
 
     @property
+    def num_weight_bytes(self) -> int:
+        """Of the weights as they lie in memory, packed."""
+        return len(self._weights.packed())
+
+    @property
     def isa(self) -> str:
         """The instruction set that was chosen for this CPU: "avx512vnni", "avx512", "avx2", "neon" or "plain"."""
         return self._library.isa

@@ -18,10 +18,12 @@ from flatout.cost.compiling import draws_in_model, has_changing_shapes, repeated
 from flatout.errors import EditError, PlanError
 from flatout.records.evidence import Evidence
 from flatout.records.finding import Finding
-from flatout.records.lever import Candidate, Lever, Parameters, Refusal, Seams
+from flatout.records.lever import Candidate, Lever, Offer, Parameters, Reduction, Refusal, Seams
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from flatout.levers.subjects import Subject
 
 _SMALL_PART: Final = 0.1
 _EFFORT: Final = 5.0
@@ -164,6 +166,24 @@ def edit(text: str, parameters: Parameters) -> str:
     return behind_model(text, "".join(f"for block in model.{p}:\n    block.compile({arguments})\n" for p in paths))
 
 
+def offers(subject: Subject) -> Iterator[Offer | Refusal]:
+    """To a model that nothing else runs."""
+    if subject.call is subject.model:
+        yield Offer(lever=LEVER.id, name="compiled", because="pointwise work is fused, Python waits for nothing")
+    else:
+        yield Refusal(lever=LEVER.id, because="something else runs the model already")
+
+
+def compiled(subject: Subject, parameters: Parameters) -> Subject:
+    """Compiled in whole for the purpose's inputs, and called once. Raises torch's errors where that fails."""
+    import torch
+
+    call = torch.compile(subject.model)
+    with torch.inference_mode():
+        call(*subject.inputs)
+    return subject.called(call, "compiled by Inductor")
+
+
 LEVER = Lever(
     id="graph.compile",
     title="Compiled model",
@@ -173,4 +193,5 @@ LEVER = Lever(
     apply=apply,
     effort=_EFFORT,
     edit=edit,
+    reduction=Reduction(kind="engine", offers=offers, apply=compiled),
 )

@@ -1,0 +1,1 @@
+"""Tokens one at a time: keys and values in memory that stays where it is, and a step as one CUDA graph."""

@@ -1,0 +1,71 @@
+"""A small model runs as native code, an event at a time.
+
+What        `flatout.inference.native.build`: the module as one C file for this processor, in float32 or with 8 bits where that is
+            measured to be faster.
+Guarantee   BOUNDED in float32: errors as eager has them. In 8 bits the metric tells, the outputs' error stays within 1 % of their
+            largest number.
+Price       In float32 none was measured. In 8 bits: 0.8 % of the outputs' scale on an LSTM of 128, 0.7 % on an MLP
+            128-256-256-8 (`bench/native.py`), for half the time.
+Refuses     GPUs; models of more than 64 MB; operators without native code, by name and line; sizes are those of the example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from flatout.errors import UsageError
+from flatout.records.lever import Lever, Offer, Parameters, Reduction, Refusal, string
+
+if TYPE_CHECKING:
+    from flatout.levers.subjects import Subject
+
+_MOST_BYTES: Final = 64 << 20
+"""Above it a call is long, and torch's threads and blocked products are worth what they cost."""
+
+
+def offers(subject: Subject) -> Iterator[Offer | Refusal]:
+    """Both precisions."""
+    because = _refused(subject)
+    if because:
+        yield Refusal(lever=LEVER.id, because=because)
+        return
+    yield Offer(
+        lever=LEVER.id, name="native", parameters={"precision": "float32"}, because="no operator waits for Python"
+    )
+    told = "a quarter of the bytes are read"
+    yield Offer(lever=LEVER.id, name="native int8", parameters={"precision": "int8"}, because=told, rung=1)
+
+
+def _refused(subject: Subject) -> str:
+    tensors = [*subject.model.parameters(), *subject.model.buffers()]
+    if any(t.device.type != "cpu" for t in tensors):
+        return "native code runs on the processor, the model is elsewhere"
+    if subject.call is not subject.model:
+        return "something else runs the model already"
+    size = sum(t.numel() * t.element_size() for t in tensors)
+    return f"{size / 2**20:.0f} MB of weights are more than {_MOST_BYTES >> 20}" if size > _MOST_BYTES else ""
+
+
+def apply(subject: Subject, parameters: Parameters) -> Subject:
+    """Raises NativeError where the model has no native code, or nothing was worth 8 bits."""
+    from flatout.inference.native import Engine, build
+    from flatout.inference.native.called import Called
+
+    precision = string(parameters, "precision")
+    engine = build(subject.model, subject.inputs, precision=precision, events=0)
+    if precision == "int8" and "int8" not in engine.manifest.precision.values():
+        raise UsageError("no layer was faster in 8 bits within the error that is allowed")
+    assert isinstance(engine, Engine)
+    told = f"native code for {engine.isa}"
+    return subject.called(Called(engine, subject.inputs), told, num_bytes=engine.num_weight_bytes)
+
+
+LEVER = Lever(
+    id="graph.native-engine",
+    title="A small model as native code",
+    guarantee="quality",
+    module=__name__,
+    reduction=Reduction(kind="engine", offers=offers, apply=apply),
+    conflicts=("graph.compile",),
+)

@@ -1,0 +1,61 @@
+"""Layers take fewer bits where that is measured to be faster and the metric allows it.
+
+What        `flatout.compression.quantising.choose`: every layer in every scheme that this machine has a kernel for (8 bits with
+            scales of activations taken as they come, weights alone, bfloat16, fp8 on GPUs that have it), timed at the shapes of
+            the example beside float32; taken by gain over loss while the metric allows, and proved on the whole model.
+Guarantee   QUALITY: the metric tells.
+Price       See docs/how-to/use-fewer-bits.md: measured per model, beside torchao's.
+Refuses     Layers that are not faster; models where no layer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flatout.errors import UsageError
+from flatout.records.lever import Lever, Offer, Parameters, Reduction, Refusal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from flatout.levers.subjects import Subject
+
+
+def offers(subject: Subject) -> Iterator[Offer | Refusal]:
+    """To a model that nothing else runs."""
+    if subject.call is subject.model:
+        yield Offer(
+            lever=LEVER.id, name="fewer bits", because="weights of a quarter of the bytes are read in less time"
+        )
+    else:
+        yield Refusal(lever=LEVER.id, because="something else runs the model already")
+
+
+def apply(subject: Subject, parameters: Parameters) -> Subject:
+    """Raises UsageError where no layer is faster in fewer bits."""
+    from flatout.compression.quantising import choose
+    from flatout.levers.subjects import mean_of
+
+    sign = -1.0 if subject.purpose.is_cost else 1.0
+
+    def metric(model: nn.Module) -> float:
+        return sign * mean_of(subject.metric(model))
+
+    allowed = subject.purpose.allowed_loss
+    chosen = choose(subject.model, subject.inputs, metric=metric, budget=allowed)
+    report = chosen.report
+    taken = [layer.scheme for layer in report.layers if layer.scheme is not None]
+    if not taken:
+        raise UsageError("no layer was faster in fewer bits within what the metric allows")
+    told = f"{len(taken)} of {len(report.layers)} layers: " + ", ".join(sorted(set(taken)))
+    return subject.having(chosen.module, told, num_bytes=report.weight_bytes_after)
+
+
+LEVER = Lever(
+    id="workload.fewer-bits",
+    title="Fewer bits where they are faster",
+    guarantee="quality",
+    module=__name__,
+    reduction=Reduction(kind="bits", offers=offers, apply=apply),
+)

@@ -1,0 +1,82 @@
+"""Channels, heads and hidden units that matter least are taken out: a smaller dense model.
+
+What        `flatout.compression.pruning.prune`: a share of the units of every group that belongs together, over the exported
+            graph; the widths of carried states with them. What is left equals the model with those masked, proved each time.
+Guarantee   QUALITY: the metric tells. Without training it falls soon; `workload.distil` brings it back.
+Price       See docs/how-to/prune-a-model.md: measured with and without training again, on digits and on text.
+Refuses     Models that cannot be exported, and units that an operator pins, by name and line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from flatout.errors import PlanError
+from flatout.records.lever import Lever, Offer, Parameters, Reduction, Refusal
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from flatout.levers.subjects import Subject
+
+_FRACTIONS: Final = (0.25, 0.5, 0.75, 0.875)
+_NUM_BATCHES: Final = 8
+"""Of the data, for the importance of units."""
+
+
+def offers(subject: Subject) -> Iterator[Offer | Refusal]:
+    """Shares of the units, from a quarter on."""
+    for rung, fraction in enumerate(_FRACTIONS):
+        yield Offer(
+            lever=LEVER.id,
+            name=f"prune {fraction:.1%}".replace(".0%", "%"),
+            parameters={"fraction": fraction},
+            because="units that matter least cost as much as the others",
+            rung=rung,
+        )
+
+
+def apply(subject: Subject, parameters: Parameters) -> Subject:
+    """By the loss's gradient where there are data and a loss, else by magnitude. Raises PlanError when nothing can go."""
+    from itertools import islice
+
+    from flatout.compression.pruning import prune
+    from flatout.levers.subjects import arguments
+
+    fraction, purpose, judge = parameters.get("fraction"), subject.purpose, subject.purpose.loss
+    if not isinstance(fraction, float) or not 0 < fraction < 1:
+        raise PlanError(f"parameter 'fraction' is {fraction!r} and must be a number between 0 and 1")
+    has_loss = purpose.batches is not None and judge is not None and not purpose.num_state
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        assert judge is not None
+        return judge(model(*arguments(inputs)), targets)
+
+    pruned = prune(
+        subject.model,
+        subject.inputs,
+        fraction=fraction,
+        importance="taylor" if has_loss else "magnitude",
+        batches=[*islice(purpose.batches(), _NUM_BATCHES)] if has_loss and purpose.batches is not None else (),
+        loss=loss if has_loss else None,
+        num_state=purpose.num_state,
+        seed=purpose.seed,
+    )
+    split = len(subject.inputs) - purpose.num_state
+    inputs = (*subject.inputs[:split], *pruned.map_state(*subject.inputs[split:])) if purpose.num_state else None
+    before, after = (sum(p.numel() for p in model.parameters()) for model in (subject.model, pruned.model))
+    told = f"{after:,} of {before:,} parameters stay"
+    if pruned.report.pinned:
+        told += f"; {len(pruned.report.pinned)} groups of units are pinned"
+    return subject.having(pruned.model, told, inputs=inputs)
+
+
+LEVER = Lever(
+    id="workload.prune-units",
+    title="Fewer channels, heads and hidden units",
+    guarantee="quality",
+    module=__name__,
+    reduction=Reduction(kind="size", offers=offers, apply=apply),
+)
