@@ -3,10 +3,10 @@
     python bench/searching.py [--out bench/results/<date>-<hardware>/searching.json] [--only cnn,mlp] [--budget 120] [--quick]
 
 Given: a CNN and an MLP of many times the width that digits need, trained. Searched: widths, and depth of the CNN, under the limit
-of a third of the given model's latency, measured beside it in rounds on 32 images, one thread; by accuracy on
-300 samples that are not trained on. Candidates start from the given model's weights, cut to size, and are distilled from it. The
-search runs in a process of its own that is killed with SIGKILL after `--kill` seconds, and is started again. The winner
-is trained anew with three seeds and judged, beside the given model, by 597 samples that nobody has seen; 0.02 of accuracy is what so many
+of a third of the given model's latency, measured beside it in interleaved rounds on 32 images, one thread; by accuracy on 300
+samples that are not trained on. Candidates start from the given model's weights, cut to size, and are distilled from it. The
+search runs in a process of its own that is killed with SIGKILL after `--kill` seconds, and is begun again. The winner is trained
+anew with three seeds and judged, beside the given model, by 597 samples that nobody has seen; 0.02 of accuracy is what so many
 samples can tell apart, and what is allowed.
 
 Told: seconds of everything together (training of the given model apart), the measured ratio of latencies with its interval, the

@@ -1,12 +1,12 @@
 /* Products with weights of 8 or 4 bits, activations rounded to 8 bits as they come, sums in whole numbers.
  *
  * Weights lie in blocks of 16 outputs: for each four inputs, 16 outputs x 4 inputs, one byte each, 128 more than they are (4 bits:
- * 8 more, and a byte holds an input's number of one group of four low and that of the next group of four high). So the weights are
- * the unsigned and the activations the signed side of AVX-512 VNNI's vpdpbusd, and what the shift adds is a multiple of a row's sum.
- * Sums of whole numbers are exact: their order is free and threads do not change a bit.
+ * 8 more; a byte holds a number of one four of inputs in its low half, and of the next four in its high half). So the weights
+ * are the unsigned and the activations the signed side of AVX-512 VNNI's vpdpbusd, and what the shift adds is a multiple of a
+ * row's sum. Sums of whole numbers are exact: their order is free and threads do not change a bit.
  *
- * An activation is one or two lines of int8: x = step * (q + fine / 254). A product with one row waits for its weights, which both
- * lines share, so that the second is nearly free and leaves the weights' rounding as the only one that is seen.
+ * An activation is one or two lines of int8: x = step * (q + fine / 254). A product with one row waits for its weights, which
+ * both lines share, so that the second is nearly free and leaves the weights' rounding as the only one that is seen.
  *
  * No -fopenmp at the link: torch's own OpenMP is in the process already, and a second would bring threads of its own. */
 
@@ -19,7 +19,7 @@
 #define PUBLIC __attribute__((visibility("default")))
 enum { LANES = 16, CHUNK = 64 };
 
-/* A row is finished in its threads' own order, whatever their number. */
+/* Rows as the products take them. */
 typedef struct {
   long lines, terms, k, quads; /* lines = rows * terms; quads = inputs / 4, rounded up (4 bits: to whole groups) */
   int8_t *q;                   /* [lines][4 * quads] */
@@ -55,7 +55,8 @@ HOT sums16 sums16_zero(void) {
   return (sums16){{z, z, z, z}};
 }
 HOT bytes64 bytes64_load(const uint8_t *p) {
-  return (bytes64){{_mm256_loadu_si256((const __m256i *)(const void *)p), _mm256_loadu_si256((const __m256i *)(const void *)(p + 32))}};
+  const __m256i *at = (const __m256i *)(const void *)p;
+  return (bytes64){{_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)}};
 }
 HOT __m256i low_half(__m256i a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
 HOT bytes64 low4(bytes64 a) { return (bytes64){{low_half(a.v[0]), low_half(a.v[1])}}; }

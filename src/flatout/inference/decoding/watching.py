@@ -32,7 +32,7 @@ class Watching(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device, state: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.refusals: list[str] = []
         self._device = device
         self._own = {_memory(t) for t in state}

@@ -158,7 +158,10 @@ class StreamedLayers:
         self._source.close()
         for layer in reversed(self.layers):
             layer.undo()
-        self.layers, self._order, self._places, self._room = [], [], [], torch.empty(0)
+        self.layers, self._order = [], []
+        self._places.clear()
+        self._free.clear()
+        self._room = torch.empty(0)
 
     def __str__(self) -> str:
         gib = 2.0**30
@@ -198,7 +201,7 @@ class StreamedLayers:
         room = max((sizes[i].expanded for i in self.streamed), default=0)
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._room = torch.empty(room, dtype=torch.uint8, device=self.device)
-        self._places = [
+        self._places: list[_Place] = [
             _Place(i, torch.empty(largest, dtype=torch.uint8, device=self.device), Queue(stream)) for i in range(num)
         ]
         for layer in self._order:
@@ -208,7 +211,7 @@ class StreamedLayers:
         for place in self._places:
             place.queue.free()  # memory that torch gives anew may still be in use on the current stream
         self._flying: deque[_Flight] = deque()
-        self._free = deque(self._places)
+        self._free: deque[_Place] = deque(self._places)
         self._next = 0
 
     def enter(self, layer: Layer) -> dict[str, nn.Parameter]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
 from flatout.errors import UsageError
+from flatout.inference.streaming.layer import Layer
 from flatout.inference.streaming.placing import Timed, pass_s
+from flatout.inference.streaming.transit import Transit
 from flatout.measure.timer import HostClock, clock_for, time_call
 from flatout.records.streaming import PassMeasurement, PassPrediction
-
-if TYPE_CHECKING:
-    from flatout.inference.streaming.layer import Layer
-    from flatout.inference.streaming.layers import StreamedLayers
 
 _MOST_SENDS = 8
 """Layers that are sent to measure the link, at most."""
@@ -22,8 +22,25 @@ _CALLS = 3
 """Calls that are timed as one: a single call's time holds the wait until the device begins."""
 
 
+class Passes(Protocol):
+    """What is predicted: see `StreamedLayers`."""
+
+    layers: list[Layer]
+    streamed: tuple[int, ...]
+    device: torch.device
+    transit: Transit
+    slots: int
+    device_bytes: int
+    sent_bytes: int
+    prediction: PassPrediction | None
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    def alone(self) -> AbstractContextManager[Callable[[Sequence[int]], None]]: ...
+
+
 def predicted(
-    streamed: StreamedLayers, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, seconds: float
+    streamed: Passes, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, seconds: float
 ) -> PassPrediction:
     """See `StreamedLayers.predict`. One pass to begin with, which also shows each kind of layer its inputs."""
     if not streamed.layers:
@@ -50,9 +67,9 @@ def predicted(
     ]
     compute_s = sum(layer.compute_s for layer in timed)
     copy_s = sum(layer.send_s or 0.0 for layer in timed)
-    whole_s = max(
-        pass_s(timed, slots=streamed.slots), copy_s, compute_s
-    )  # a sum in another order may be a rounding less
+    # On a CPU copies are the processor's work, too. A sum in another order may be a rounding less than the bound.
+    overlapped_s = max(pass_s(timed, slots=streamed.slots), copy_s, compute_s)
+    whole_s = copy_s + compute_s if streamed.device.type == "cpu" else overlapped_s
     return PassPrediction(
         num_layers=len(timed),
         num_resident=len(timed) - len(streamed.streamed),
@@ -69,7 +86,7 @@ def predicted(
 
 
 def measured(
-    streamed: StreamedLayers, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, seconds: float
+    streamed: Passes, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, seconds: float
 ) -> PassMeasurement:
     """See `StreamedLayers.measured`."""
     if not streamed.layers:
@@ -98,7 +115,7 @@ def _kind(layer: Layer) -> tuple[object, ...]:
     return type(layer.module), weights, layer.is_streamed
 
 
-def _link_bytes_per_s(streamed: StreamedLayers, seconds: float) -> float:
+def _link_bytes_per_s(streamed: Passes, seconds: float) -> float:
     """Of sending some layers one after the other with nothing else to do; 0 where nothing is sent."""
     with streamed.alone() as send:
         numbers = range(min(_MOST_SENDS, len(streamed.streamed)))
@@ -111,9 +128,7 @@ def _link_bytes_per_s(streamed: StreamedLayers, seconds: float) -> float:
         return num_bytes / timing.call_s.value
 
 
-def _compute_s(
-    streamed: StreamedLayers, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float
-) -> float:
+def _compute_s(streamed: Passes, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> float:
     """Of a layer with the weights that happen to be in the ring; what is there does not change the time."""
     if not layer.is_streamed:
         return _seconds(streamed, lambda: layer.module(*args, **kwargs), seconds)
@@ -126,7 +141,7 @@ def _compute_s(
     return _seconds(streamed, compute, seconds)
 
 
-def _seconds(streamed: StreamedLayers, call: Any, seconds: float) -> float:
+def _seconds(streamed: Passes, call: Any, seconds: float) -> float:
     def calls() -> None:
         for _ in range(_CALLS):
             call()

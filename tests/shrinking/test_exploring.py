@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.shrinking.test_front import point
+
+from flatout.errors import PlanError, UsageError
+from flatout.records.lever import Kind, Lever, Offer, Reduction
+from flatout.records.shrinking import Objective, Tried, Untried
+from flatout.shrinking.exploring import Composition, Explorer, name_of
+from flatout.shrinking.shrink import Allowance, Settings, shrink
+
+KINDS: dict[str, Kind] = {"prune": "size", "distil": "recovery", "bits": "bits", "native": "engine", "lora": "training"}
+PRUNE = [Offer(lever="prune", name=f"prune {n}", rung=n) for n in (1, 2, 3)]
+DISTIL, BITS, NATIVE = (Offer(lever=name, name=name) for name in ("distil", "bits", "native"))
+
+
+class World:
+    """A bench whose figures are known: what each lever does to time and metric; trained again, a size loses a third of it."""
+
+    def __init__(self, *, lost: Callable[[int], float] = lambda rung: 0.05 * rung, broken: str = "") -> None:
+        self.asked: list[str] = []
+        self._lost, self._broken = lost, broken
+
+    def tried(self, composition: Composition, *, allowed_loss: float, times: float = 1.0) -> Tried:
+        name = name_of(composition)
+        self.asked.append(name)
+        if self._broken and self._broken in name:
+            return Tried(because="it broke")
+        s, lost, kinds = 1.0, 0.0, [KINDS[o.lever] for o in composition]
+        for offer in composition:
+            if offer.lever == "prune":
+                s, lost = s / (1 + offer.rung), self._lost(offer.rung)
+            elif offer.lever == "distil":
+                lost /= 3
+            else:
+                s /= {"bits": 1.5, "native": 4.0, "lora": 2.0}[offer.lever]
+        offers = {"size": PRUNE, "recovery": [DISTIL], "bits": [BITS], "engine": [NATIVE]}
+        later = [
+            o
+            for kind, those in offers.items()
+            if kind not in kinds
+            for o in those
+            if not kinds or order(kind) > order(kinds[-1])
+        ]
+        if not kinds:
+            later = [*PRUNE, BITS, NATIVE]
+        return Tried(point=point(name, s=s, lost=lost, num_bytes=round(100 * s)), offers=tuple(later))
+
+
+def order(kind: str) -> int:
+    return ["training", "size", "recovery", "bits", "engine"].index(kind)
+
+
+def lever(name: str) -> Lever:
+    reduction = Reduction(kind=KINDS[name], offers=lambda subject: iter(()), apply=lambda subject, parameters: subject)
+    return Lever(id=name, title=name, guarantee="quality", module=__name__, reduction=reduction)
+
+
+LEVERS = [lever(name) for name in KINDS]
+
+
+def settings(budget: str = "0.05", *, budget_s: float = 1e9, objective: Objective = "latency") -> Settings:
+    return Settings("m:f", objective, Allowance.of(budget), is_cost=False, budget_s=budget_s)
+
+
+def test_sizes_are_tried_up_to_the_first_that_loses_too_much_even_trained_again() -> None:
+    world = World()  # trained again they lose 0.017, 0.033 and 0.05
+    found, _ = shrink(world, LEVERS, settings("0.04"))
+    assert "prune 2 + distil" in world.asked
+    assert "prune 3 + distil" in world.asked
+    assert not any(name.startswith("prune 3 + distil +") for name in world.asked)
+    assert found.chosen == "prune 2 + distil + bits + native"
+
+
+def test_a_size_that_keeps_the_metric_is_not_trained_again() -> None:
+    world = World(lost=lambda rung: 0.0)
+    shrink(world, LEVERS, settings())
+    assert not any("distil" in name for name in world.asked)
+
+
+def test_what_was_chosen_is_made_and_measured_once_more() -> None:
+    world = World()
+    found, composition = shrink(world, LEVERS, settings("0.04"))
+    assert world.asked.count(found.chosen) == 2
+    assert name_of(composition) == found.chosen
+    assert found.verdict.outcome == "proved"
+
+
+def test_what_does_not_come_out_better_once_more_is_not_chosen() -> None:
+    class Fickle(World):
+        def tried(self, composition: Composition, *, allowed_loss: float, times: float = 1.0) -> Tried:
+            found = super().tried(composition, allowed_loss=allowed_loss, times=times)
+            if times > 1 and "prune" in name_of(composition):
+                return Tried(point=point(name_of(composition), s=1.1))
+            return found
+
+    found, _ = shrink(Fickle(), LEVERS, settings("0.04"))
+    assert found.chosen == "bits + native"
+    assert found.verdict.outcome == "proved"
+
+
+def test_a_composition_that_breaks_is_told_and_the_others_go_on() -> None:
+    found, _ = shrink(World(broken="native"), LEVERS, settings("0.04"))
+    assert Untried(name="native", because="it broke") in found.untried
+    assert found.chosen == "prune 2 + distil + bits"
+
+
+def test_without_time_the_model_stays_as_it_is() -> None:
+    found, composition = shrink(World(), LEVERS, settings(budget_s=-1.0))
+    assert found.chosen == "as it is"
+    assert composition == ()
+    assert {one.because for one in found.untried} == {"the time was up"}
+
+
+def test_a_model_that_cannot_be_measured_ends_it() -> None:
+    class Broken(World):
+        def tried(self, composition: Composition, *, allowed_loss: float, times: float = 1.0) -> Tried:
+            return Tried(because="no such file")
+
+    with pytest.raises(PlanError, match="as it is cannot be measured: no such file"):
+        shrink(Broken(), LEVERS, settings())
+
+
+def test_training_is_tried_alone() -> None:
+    class Training(World):
+        def tried(self, composition: Composition, *, allowed_loss: float, times: float = 1.0) -> Tried:
+            found = super().tried(composition, allowed_loss=allowed_loss, times=times)
+            return Tried(point=found.point, offers=(Offer(lever="lora", name="lora"),) if not composition else ())
+
+    world = Training()
+    found, _ = shrink(world, LEVERS, settings(objective="train-cost"))
+    assert world.asked == ["as it is", "lora", "lora"]
+    assert found.chosen == "lora"
+
+
+def test_no_composition_is_tried_twice_before_the_proof() -> None:
+    world = World()
+    explorer = Explorer(
+        lambda c: world.tried(c, allowed_loss=0),
+        KINDS,
+        objective="latency",
+        allowed_loss=lambda: 0.04,
+        is_over=lambda: False,
+    )
+    explorer.run()
+    assert len(world.asked) == len(set(world.asked))
+
+
+@pytest.mark.parametrize("text", ["", "one", "-1%", "nan", "1%%", "inf", "5 %x"])
+def test_a_loss_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="cannot be allowed"):
+        Allowance.of(text)
