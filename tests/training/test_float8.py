@@ -36,13 +36,20 @@ def test_gpus_are_refused_by_their_capability(
     [
         (nn.Conv2d(4, 4, 1), "is not Linear"),
         (nn.Linear(2048, 1000), "1000 is not a multiple of 16"),
-        (nn.Linear(4096, 512), "a side below 1024"),
-        (nn.Linear(1024, 1024), None),
+        (nn.Linear(4096, 1024), "casts cost more"),
+        (nn.Linear(1024, 2048), None),
+        (nn.Linear(8192, 1024), None),
     ],
 )
 def test_layers_are_left_with_the_reason(layer: nn.Module, told: str | None) -> None:
     found = float8.layer_refusal(layer)
     assert found is None if told is None else told in str(found)
+
+
+def test_rows_scales_need_larger_layers() -> None:
+    assert float8.layer_refusal(nn.Linear(2048, 4096, device="meta"), recipe="rowwise") is not None
+    assert float8.layer_refusal(nn.Linear(4096, 4096, device="meta"), recipe="rowwise") is None
+    assert float8.layer_refusal(nn.Linear(64, 64), recipe="rowwise", sizes="any") is None
 
 
 @pytest.fixture
@@ -58,7 +65,7 @@ def as_if(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_large_layers_are_converted_with_their_parameters_and_put_back() -> None:
     model = large()
     before = dict(model.named_parameters())
-    found = float8.convert(model, skip=("2",))
+    found = float8.convert(model, sizes="any", skip=("2",))
     assert found.converted == ("0",)
     assert found.left == {"2": "asked to stay", "3": "10 is not a multiple of 16"}
     assert type(model[0]).__name__ == "Float8Linear"
@@ -91,7 +98,7 @@ def test_a_converted_model_trains_like_bfloat16() -> None:
         for layer in (model[0], model[2]):
             layer.reset_parameters()
         if is_float8:
-            float8.convert(model)
+            float8.convert(model, sizes="any")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(20):
             optimizer.zero_grad()

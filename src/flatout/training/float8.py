@@ -23,8 +23,7 @@ FIRST: Final = (8, 9)
 """Compute capability from which on a GPU multiplies float8 (NVIDIA, CUDA programming guide: Ada, Hopper)."""
 MULTIPLE: Final = 16
 """Inner sizes of a float8 product: cuBLASLt, data types of FP8 matrix multiplication."""
-LEAST_SIDE: Final = 1024
-"""Inputs and outputs of a layer that may gain when nothing is measured: torchao's float8 README shows losses below on an H100."""
+Sizes = Literal["gaining", "any"]
 
 
 class Float8(NamedTuple):
@@ -45,27 +44,35 @@ def refusal(device: torch.device | str) -> str | None:
     return None if has >= FIRST else f"compute capability {_dotted(has)} has no float8; {_dotted(FIRST)} and later have"
 
 
-def layer_refusal(layer: nn.Module, *, least_side: int = LEAST_SIDE) -> str | None:
+def layer_refusal(layer: nn.Module, *, recipe: Recipe = "tensorwise", sizes: Sizes = "gaining") -> str | None:
     """Why a layer stays: its type, sizes that float8 does not take, or too small to gain; None when it is converted."""
     if type(layer) is not nn.Linear:
         return f"{type(layer).__name__} is not Linear"
-    sides = layer.in_features, layer.out_features
-    odd = [side for side in sides if side % MULTIPLE]
+    k, n = layer.in_features, layer.out_features
+    odd = [side for side in (k, n) if side % MULTIPLE]
     if odd:
         return f"{odd[0]} is not a multiple of {MULTIPLE}"
-    if min(sides) < least_side:
-        return f"{sides[0]} x {sides[1]}: a side below {least_side} casts for longer than it gains"
+    if sizes == "gaining" and _is_small(k, n, recipe):
+        return f"{k} inputs, {n} outputs: with {recipe} scales casts cost more than the product gains"
     return None
 
 
+def _is_small(k: int, n: int, recipe: Recipe) -> bool:
+    """As torchao 0.18 measured it on H100s (float8_linear_utils.py); another GPU may differ: `measure` tells."""
+    if recipe == "tensorwise":
+        return k <= 4096 and n <= 1024
+    return n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048)
+
+
 def convert(
-    model: nn.Module, *, recipe: Recipe = "tensorwise", least_side: int = LEAST_SIDE, skip: tuple[str, ...] = ()
+    model: nn.Module, *, recipe: Recipe = "tensorwise", sizes: Sizes = "gaining", skip: tuple[str, ...] = ()
 ) -> Float8:
     """Replace the large Linear layers of `model`, in place, by torchao's, with the same parameters under the same names.
 
-    `skip`: paths that stay (an output layer whose loss is sensitive). Compile the model afterwards: without, the casts are
-    kernels of their own and cost more than is gained. Raises UsageError on a device without float8, when no layer is left, and
-    without torchao.
+    `sizes` "any": also those that torchao measured to lose on H100s. `skip`: paths that stay (an output layer whose loss is
+    sensitive). Compile the model afterwards: without, the casts are kernels of their own and cost more than is gained. torchao
+    patches Inductor's minimum and maximum for the whole process when it converts. Raises UsageError on a device without float8,
+    when no layer is left, and without torchao.
     """
     first = next(model.parameters(), None)
     why = "the model has no parameters" if first is None else refusal(first.device)
@@ -75,7 +82,7 @@ def convert(
     wanted: list[str] = []
     for path, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
-            told = "asked to stay" if path in skip else layer_refusal(layer, least_side=least_side)
+            told = "asked to stay" if path in skip else layer_refusal(layer, recipe=recipe, sizes=sizes)
             if path == "" and told is None:
                 told = "the model itself is one layer, which cannot be replaced in place"
             left |= {path: told} if told else {}
@@ -105,13 +112,13 @@ def measure(rows: int, layer: nn.Linear, *, recipe: Recipe = "tensorwise", max_t
 
     Raises UsageError where `convert` would.
     """
-    why = refusal(layer.weight.device) or layer_refusal(layer, least_side=MULTIPLE)
+    why = refusal(layer.weight.device) or layer_refusal(layer, sizes="any")
     if why is not None:
         raise UsageError(f"cannot measure float8: {why}")
     if rows < 1 or rows % MULTIPLE:
         raise UsageError(f"{rows} rows; the gradient's product takes a multiple of {MULTIPLE}")
     plain, other = (nn.Sequential(_like(layer)) for _ in range(2))
-    convert(other, recipe=recipe, least_side=MULTIPLE)
+    convert(other, recipe=recipe, sizes="any")
     x = torch.randn(rows, layer.in_features, device=layer.weight.device, dtype=torch.bfloat16, requires_grad=True)
 
     def stepping(module: nn.Module) -> Callable[[], None]:
