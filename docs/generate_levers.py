@@ -41,6 +41,14 @@ def page(lever: Lever, rules: Iterable[Rule]) -> str:
 
 def in_plans(lever: Lever) -> str:
     """What the commands do with it."""
+    on_models = "`flatout shrink` pulls it on a model" if lever.reduction is not None else ""
+    if on_models and lever.apply is None and lever.edit is None:
+        return f"{on_models}; scripts keep theirs."
+    on_scripts = _on_scripts(lever)
+    return f"{on_scripts} {on_models}." if on_models else on_scripts
+
+
+def _on_scripts(lever: Lever) -> str:
     if lever.apply is None:
         return (
             "`flatout run --plan` changes the text in memory, before it is compiled; `flatout edit` prints the change."
@@ -55,7 +63,7 @@ def index(levers: Iterable[Lever]) -> str:
     lines = [
         "# Levers",
         "",
-        "What flatout does to a script, by branch. Each page is the docstring of the lever's module.",
+        "What flatout does to a script or a model, by branch. Each page is the docstring of the lever's module.",
     ]
     for shelf, members in groupby(sorted(levers, key=lambda one: one.id), key=lambda one: one.id.partition(".")[0]):
         lines += ["", f"## {shelf}", "", "| lever | what it does | guarantee |", "|---|---|---|"]

@@ -1,1 +1,1 @@
-"""Inference: small models as native code."""
+"""Inference: small models as native code, layers beyond the card, decoding without waits."""

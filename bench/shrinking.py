@@ -1,0 +1,170 @@
+"""The chooser of `flatout shrink` on twelve models with nothing but their outputs to keep: what it takes, and what that gains.
+
+    python bench/shrinking.py [--out bench/results/<date>-<hardware>/shrinking.json] [--only lstm_128,mlp_4096] [--seconds 2]
+
+Models: those of bench/quantising.py (a 1024-4096-1024 MLP and the ten of tests/plain_models.py in their widths), and an LSTM cell
+of 128 with its state carried; random weights, batch 1 on one thread. The metric is 1 less the largest distance of a sample's
+outputs from the model's own in float64, over the largest of them; 0.01 of it may go. There are no data to train on, so that what
+a smaller model loses stays lost.
+
+Each composition is timed in rounds with the model as it is. Told: all points, what was chosen, its speed-up proved once more;
+beside it the native engine in float32 where there is one, and torchao's weight-only int8, eager, in rounds with the model as
+well. "never slower" is broken where the interval of what was chosen lies below 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from native_machine import hardware, versions
+from quantising import FAILURES, WIDTHS, made, torchao
+from torch import Tensor, nn
+
+from flatout.levers.subjects import Purpose, Stepping, Subject
+from flatout.measure.timer import compare
+from flatout.registry import levers
+from flatout.reporting.shrinking import shrunk_lines
+from flatout.shrinking.shrink import Allowance, Settings, shrink
+from flatout.shrinking.trials import Workshop
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.plain_models import Plain
+
+NUM_SAMPLES = 32
+NAMES = ["mlp_4096", "lstm_128", *WIDTHS]
+
+
+class Lstm(nn.Module):
+    """An LSTM cell of 128 on 128, its hidden state as the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(128, 128)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h, c = self.cell(x, (h, c))
+        return h, h, c
+
+
+def given(name: str) -> Plain:
+    if name == "lstm_128":
+        torch.manual_seed(0)
+        return Plain(Lstm().eval(), (torch.randn(1, 128), torch.zeros(1, 128), torch.zeros(1, 128)), 2)
+    return made(name, 1)
+
+
+def nearness(plain: Plain) -> Callable[[Any], list[float]]:
+    """The metric: samples one after the other for a state, else as batches of one."""
+    generator = torch.Generator().manual_seed(1)
+    first = plain.inputs[0]
+    size = (NUM_SAMPLES, *first.shape[1:])
+    xs = (
+        torch.randn(size, generator=generator)
+        if first.is_floating_point()
+        else torch.randint(0, 64, size, generator=generator)
+    )
+    exact = _outputs(_stepping(_exact(plain), plain), xs)
+    scale = float(exact.abs().max())
+
+    def metric(call: Any) -> list[float]:
+        if isinstance(call, Stepping):
+            call.reset()
+        away = (_outputs(call, xs) - exact).abs().flatten(1).amax(1) / scale
+        return (1 - away).tolist()
+
+    return metric
+
+
+def _exact(plain: Plain) -> Callable[..., Any]:
+    import copy
+
+    model = copy.deepcopy(plain.module).double()
+
+    def call(*inputs: Tensor) -> Any:
+        return model(*(x.double() if x.is_floating_point() else x for x in inputs))
+
+    return call
+
+
+def _stepping(call: Callable[..., Any], plain: Plain) -> Callable[..., Any]:
+    return Stepping(call, plain.inputs[len(plain.inputs) - plain.num_state :]) if plain.num_state else call
+
+
+def _outputs(call: Callable[..., Any], xs: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return torch.cat([call(x[None]) for x in xs]).double()
+
+
+def bench(name: str, seconds: float) -> dict[str, Any]:
+    plain, began = given(name), perf_counter()
+    purpose = Purpose(inputs=plain.inputs, num_state=plain.num_state, evaluate=nearness(plain))
+    shop = Workshop(Subject.of(plain.module, purpose), levers(), "latency", seconds=seconds)
+    settings = Settings(name, "latency", Allowance.of("0.01"), is_cost=False, budget_s=600)
+    found, _ = shrink(shop, levers(), settings, tell=lambda said: print(f"{name}: {said}", file=sys.stderr, flush=True))
+    print("\n".join(shrunk_lines(found)), end="\n\n", flush=True)
+    native = next((p for p in found.points if p.name == "native"), None)
+    best = found.best
+    return {
+        "model": name,
+        "chosen": best.name,
+        "faster": best.faster,
+        "lost": best.lost,
+        "bytes": [found.given.num_bytes, best.num_bytes],
+        "over_native": native.call_s[0] / best.call_s[0] if native is not None else None,
+        "torchao_int8_faster": beside(plain, seconds),
+        "is_slower": best.faster[2] < 1,
+        "points": [{"name": p.name, "us": p.call_s[0] * 1e6, "faster": p.faster, "lost": p.lost} for p in found.points],
+        "untried": [{"name": u.name, "because": u.because} for u in found.untried],
+        "seconds": perf_counter() - began,
+    }
+
+
+def beside(plain: Plain, seconds: float) -> Any:
+    """torchao's weight-only int8 over the model; why not, where it has none."""
+    try:
+        other = torchao(plain.module, "Int8WeightOnlyConfig")
+        with torch.inference_mode():
+            timed = compare(
+                {"given": lambda: plain.module(*plain.inputs), "other": lambda: other(*plain.inputs)},
+                min_time_s=seconds / 2,
+                max_time_s=seconds,
+            )
+    except FAILURES as e:
+        return f"{type(e).__name__}: {str(e)[:120]}"
+    ratio = timed["other"].ratio
+    return None if ratio is None else (1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--only", default=",".join(NAMES))
+    parser.add_argument("--seconds", type=float, default=2.0)
+    options = parser.parse_args()
+    if unknown := [name for name in options.only.split(",") if name not in NAMES]:
+        parser.error(f"{', '.join(unknown)}: not one of {', '.join(NAMES)}")
+    torch.set_num_threads(1)
+    records: list[dict[str, Any]] = [{"part": "machine", **hardware(), **versions()}]
+    for name in options.only.split(","):
+        records.append(bench(name, options.seconds))
+        print(json.dumps(records[-1]), flush=True)
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text("".join(json.dumps(r) + "\n" for r in records))
+    print(f"\n{'model':12}{'faster':>8}{'lost':>9}{'torchao':>9}  chosen")
+    for r in records[1:]:
+        ao = r["torchao_int8_faster"]
+        told = f"{ao[0]:.2f}" if isinstance(ao, tuple) else "-"
+        print(f"{r['model']:12}{r['faster'][0]:>8.2f}{r['lost']:>9.2g}{told:>9}  {r['chosen']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
