@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from flatout.runs.run import Run as Run
     from flatout.session import apply as apply
     from flatout.session import check as check
+    from flatout.shrinking.live import shrink as shrink
     from flatout.shrinking.written import load_shrunk as load_shrunk
     from flatout.surviving.sums import first_difference as first_difference
     from flatout.surviving.sums import state_sums as state_sums
@@ -187,6 +188,7 @@ _HOMES = {
     "rotary": "flatout.kernels.rotary.call:rotary",
     "scores": "flatout.kernels.attention:scores",
     "set_rate": "flatout.training.schedules:set_rate",
+    "shrink": "flatout.shrinking.live:shrink",
     "sparsify": "flatout.compression.pruning.sparse:sparsify",
     "spread_experts": "flatout.parallel.experts:spread_experts",
     "state_sums": "flatout.surviving.sums:state_sums",

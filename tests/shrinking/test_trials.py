@@ -10,11 +10,12 @@ from tests.plain_models import plain
 from tests.shrinking import shrink_task
 from torch import Tensor, nn
 
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, UsageError
 from flatout.levers.subjects import Purpose, Stepping, Subject
 from flatout.records.lever import Offer
 from flatout.records.shrinking import Objective, Tried
 from flatout.registry import lever_of, levers
+from flatout.shrinking.live import shrink
 from flatout.shrinking.trials import Workshop
 from flatout.shrinking.written import load_shrunk, write
 
@@ -162,3 +163,22 @@ def test_a_model_in_a_function_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="cannot be pickled"):
         write(given, (), tmp_path)
     assert [f.name for f in tmp_path.iterdir() if not f.name.startswith(".")] == []
+
+
+def test_the_call_leaves_the_model_alone_and_gives_what_was_chosen(given: Subject, tmp_path: Path) -> None:
+    before = {k: v.clone() for k, v in given.model.state_dict().items()}
+    found = shrink(given.model, given.inputs, evaluate=shrink_task.score, budget_s=0.01)
+    assert found.report.chosen == "as it is"
+    assert "Keep the model as it is" in str(found)
+    x = shrink_task.TASK.held_x[:2]
+    assert torch.equal(found(x), given.model(x))
+    found.save(tmp_path / "out")
+    assert torch.equal(load_shrunk(tmp_path / "out")(x), given.model(x))
+    assert all(torch.equal(before[k], v) for k, v in given.model.state_dict().items())
+
+
+def test_the_call_refuses_what_does_not_fit(given: Subject) -> None:
+    with pytest.raises(UsageError, match="training mode"):
+        shrink(nn.Linear(2, 2), (torch.zeros(1, 2),), evaluate=lambda call: 0.0)
+    with pytest.raises(UsageError, match="give batches and loss"):
+        shrink(given.model, given.inputs, evaluate=shrink_task.score, objective="train-cost")
