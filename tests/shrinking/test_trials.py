@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,23 @@ def test_a_carried_state_is_carried_for_the_metric_and_follows_the_model_in_widt
     found = tried(given, HALF).point
     assert found is not None
     assert found.metric != 0
+
+
+@needs_compiler
+def test_native_code_carries_the_state_of_every_row_and_is_loaded_so(
+    stepping: tuple[Subject, Tensor], tmp_path: Path
+) -> None:
+    given, x = stepping
+    given = Subject.of(given.model, replace(given.purpose, inputs=tuple(i[:1] for i in given.inputs)))
+    shop = workshop(given)
+    found = shop.tried((NATIVE,), allowed_loss=0)
+    assert found.point is not None
+    assert found.point.metric == pytest.approx(Subject.of(given.model, given.purpose).metric(), rel=1e-5)
+    write(shop.delivered((NATIVE,)), (NATIVE,), tmp_path)
+    for call in (shop.subject((NATIVE,)).usable, load_shrunk(tmp_path)):
+        alone = Stepping(given.call, given.inputs[1:])
+        for event in x:
+            torch.testing.assert_close(call(event), alone(event))
 
 
 def test_a_model_in_a_function_cannot_be_written(tmp_path: Path) -> None:

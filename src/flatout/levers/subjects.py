@@ -59,6 +59,10 @@ class Subject:
     is_reduced: bool = False
     """Whether weights are others than the given model's, so that training may bring its metric back."""
     told: tuple[str, ...] = ()
+    carrying: Callable[[], Any] | None = None
+    """Makes what carries the state itself, where `call` is not to be given one: see `Stepping`."""
+    timed: Callable[[], object] | None = None
+    """One call as a user who cares for time makes it; None: `call` with `inputs`."""
 
     @classmethod
     def of(cls, model: nn.Module, purpose: Purpose) -> Subject:
@@ -84,16 +88,22 @@ class Subject:
     def called(self, call: Callable[..., Any], told: str, *, num_bytes: int | None = None) -> Subject:
         """The same model, called otherwise."""
         size = self.num_bytes if num_bytes is None else num_bytes
-        return replace(self, call=call, num_bytes=size, told=(*self.told, told))
+        return replace(self, call=call, num_bytes=size, told=(*self.told, told), carrying=None, timed=None)
+
+    @property
+    def usable(self) -> Callable[..., Any]:
+        """What a user calls: with a state, what carries it."""
+        if not self.purpose.num_state:
+            return self.call
+        if self.carrying is not None:
+            return self.carrying()  # type: ignore[no-any-return]
+        return Stepping(self.call, self.inputs[len(self.inputs) - self.purpose.num_state :])
 
     def metric(self, model: nn.Module | None = None) -> Any:
         """What the purpose's `evaluate` says: of this subject, or of another model in its place."""
-        call = self.call if model is None else model
-        num_state = self.purpose.num_state
-        if num_state:
-            call = Stepping(call, self.inputs[len(self.inputs) - num_state :])
+        subject = self if model is None else replace(self, call=model, carrying=None)
         with torch.inference_mode():
-            return self.purpose.evaluate(call)
+            return self.purpose.evaluate(subject.usable)
 
 
 class Stepping:

@@ -89,4 +89,4 @@ def shrink(
     shop = Workshop(Subject.of(model, purpose), levers(), objective)
     settings = Settings(type(model).__name__, objective, Allowance.of(budget), is_cost, budget_s)
     report, composition = search(shop, levers(), settings, tell=tell)
-    return Smaller(report, shop.subject(composition).call, shop, composition)
+    return Smaller(report, shop.subject(composition).usable, shop, composition)

@@ -40,7 +40,8 @@ def write(subject: Subject, composition: tuple[Offer, ...], folder: Path) -> Non
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".model", delete=False) as file:
             inputs = tree_map(_alone, subject.inputs)
-            torch.save({"model": subject.model, "inputs": inputs}, file)
+            held = {"model": subject.model, "inputs": inputs, "num_state": subject.purpose.num_state}
+            torch.save(held, file)
         Path(file.name).replace(folder / MODEL)
     except OSError as e:
         raise UsageError(f"cannot write '{folder}': {e.strerror or e}; give a folder that can be written") from e
@@ -51,7 +52,8 @@ def write(subject: Subject, composition: tuple[Offer, ...], folder: Path) -> Non
 
 
 def load_shrunk(folder: str | Path) -> Callable[..., Any]:
-    """What `flatout shrink -o` wrote: called as the model is; what runs it (compiled, native) is made anew here.
+    """What `flatout shrink -o` wrote: called as the model is (with a state: `Stepping`, which carries it);
+    what runs it (compiled, native) is made anew here.
 
     The folder holds a pickled module: load only what you wrote yourself. Raises CheckpointError when a file is missing or torn.
     """
@@ -64,14 +66,14 @@ def load_shrunk(folder: str | Path) -> Callable[..., Any]:
     except (RuntimeError, EOFError) as e:
         raise CheckpointError(f"'{folder / MODEL}' cannot be read: {e}; write it anew with flatout shrink") from e
     model: nn.Module = held["model"]
-    purpose = Purpose(inputs=held["inputs"], evaluate=_nothing)
+    purpose = Purpose(inputs=held["inputs"], num_state=held["num_state"], evaluate=_nothing)
     subject = Subject.of(model, purpose)
     for offer in how.composition[how.num_held :]:
         reduction = lever_of(offer.lever).reduction
         if reduction is None:
             raise CheckpointError(f"'{folder / HOW}' names lever '{offer.lever}', which makes no model cheaper")
         subject = reduction.apply(subject, offer.parameters)
-    return subject.call
+    return subject.usable
 
 
 def _alone(value: Any) -> Any:

@@ -1,7 +1,8 @@
-"""An engine in the place of the model that it was built from."""
+"""An engine in the place of the model that it was built from: tensors in, tensors out."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,57 @@ class Called:
         if isinstance(found[0], tuple):
             return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
         return torch.cat(found)
+
+
+class Carrying:
+    """An engine with a state: `y = carrying(x)` is an event of every row, each with a state of its own."""
+
+    def __init__(self, engine: Engine, inputs: tuple[Any, ...]) -> None:
+        """`inputs` are those of one event of one row that it was built with, the state left out."""
+        self.engine = engine
+        self._shapes = [tuple(x.shape) for x in inputs]
+        self._streams: Any = None
+        self._num = 0
+
+    def begun(self) -> Carrying:
+        """Itself, as before the first event."""
+        self.reset()
+        return self
+
+    def reset(self) -> None:
+        """As before the first event."""
+        self.engine.reset()
+        self._streams = None
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """The outputs but for the state. Raises UsageError when rows become more or fewer before `reset`, or have other sizes."""
+        rows = inputs[0].shape[0] // max(self._shapes[0][0], 1) if self._shapes[0] else 1
+        if [tuple(x.shape) for x in inputs] != [(rows * shape[0], *shape[1:]) for shape in self._shapes]:
+            raise UsageError(f"inputs {[tuple(x.shape) for x in inputs]} are no rows of {self._shapes}")
+        if rows == 1:
+            return _tensors(self.engine.step(*inputs))
+        if self._streams is None:
+            self._streams, self._num = self.engine.streams(rows), rows
+        if rows != self._num:
+            raise UsageError(f"{rows} rows came after {self._num}; call reset() first")
+        found = self._streams.step(
+            *(x.reshape(rows, *shape).contiguous() for x, shape in zip(inputs, self._shapes, strict=True))
+        )
+        outputs = tuple(y.flatten(0, 1) for y in map(torch.from_numpy, found if isinstance(found, tuple) else (found,)))
+        return outputs[0] if len(outputs) == 1 else outputs
+
+
+def timed(engine: Engine, inputs: tuple[Any, ...]) -> Callable[[], object]:
+    """One event as it costs least: buffers that are there, outputs written into them."""
+    arrays = tuple(x.numpy() for x in inputs)
+    found = engine.step(*arrays)
+    out = found if isinstance(found, tuple) else (found,)
+    step = engine.step
+
+    def call() -> object:
+        return step(*arrays, *out)
+
+    return call
 
 
 def _tensors(outputs: Any) -> Any:

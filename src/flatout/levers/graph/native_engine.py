@@ -12,6 +12,7 @@ Refuses     GPUs; models of more than 64 MB; operators without native code, by n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from flatout.errors import UsageError
@@ -48,17 +49,29 @@ def _refused(subject: Subject) -> str:
 
 
 def apply(subject: Subject, parameters: Parameters) -> Subject:
-    """Raises NativeError where the model has no native code, or nothing was worth 8 bits."""
-    from flatout.inference.native import Engine, build
-    from flatout.inference.native.called import Called
+    """Raises NativeError where the model has no native code, UsageError where nothing was worth 8 bits.
 
-    precision = string(parameters, "precision")
-    engine = build(subject.model, subject.inputs, precision=precision, events=0)
+    With a state the engine carries it, and `call` gets none.
+    """
+    import inspect
+
+    from flatout.inference.native import Engine, build
+    from flatout.inference.native.called import Called, Carrying, timed
+
+    precision, num_state = string(parameters, "precision"), subject.purpose.num_state
+    names = [*inspect.signature(subject.model.forward).parameters][
+        len(subject.inputs) - num_state : len(subject.inputs)
+    ]
+    state = names if num_state else ()
+    engine = build(subject.model, subject.inputs, state=state, precision=precision, events=0)
     if precision == "int8" and "int8" not in engine.manifest.precision.values():
         raise UsageError("no layer was faster in 8 bits within the error that is allowed")
     assert isinstance(engine, Engine)
-    told = f"native code for {engine.isa}"
-    return subject.called(Called(engine, subject.inputs), told, num_bytes=engine.num_weight_bytes)
+    inputs = subject.inputs[: len(subject.inputs) - num_state]
+    call = Carrying(engine, inputs) if num_state else Called(engine, inputs)
+    told = f"native code for {engine.isa}; timed as engine.step(x, out)"
+    made = subject.called(call, told, num_bytes=engine.num_weight_bytes)
+    return replace(made, carrying=call.begun if isinstance(call, Carrying) else None, timed=timed(engine, inputs))
 
 
 LEVER = Lever(
