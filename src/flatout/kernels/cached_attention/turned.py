@@ -1,0 +1,162 @@
+"""One new token's attention from the product for its query, key and value: `turned_attention`, as torch says it, and by one
+kernel that turns, writes the cache and attends.
+
+B batch, N heads of queries, G heads of keys, S places, H head dim
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from flatout.errors import UsageError
+from flatout.kernels.cached_attention.reference import cached_attention
+from flatout.kernels.matmul.launching import CAPTURING, Counters, scratch, stream_now
+from flatout.kernels.nvrtc import Function, compiled, why_not
+from flatout.kernels.opaque import composed, opaque
+from flatout.kernels.quantised_linear.laid import instructions
+
+_DIM: Final = 128
+_PLACES: Final = 64
+"""That a program takes at a time."""
+_PROGRAMS: Final = 528
+"""Four for each processor of an H200."""
+_ARGUMENTS: Final = (
+    "(Tensor qkv, Tensor cosines, Tensor sines, Tensor(a!) keys, Tensor(b!) values, Tensor position) -> Tensor"
+)
+
+
+def turned_attention(
+    qkv_BC: Tensor, cosines_SH2: Tensor, sines_SH2: Tensor, keys_BGSH: Tensor, values_BGSH: Tensor, position: Tensor
+) -> Tensor:
+    """Attention [B, N H] of one new token of each sequence, whose place is `position` (int64 [1]): keys and values are
+    written there.
+
+    `qkv_BC` holds the N heads of queries, then the G of keys, then the G of values, not turned yet. Rows of `cosines_SH2` and
+    `sines_SH2` (float32, half a head wide) are the angles of each place; the first half of a head is turned with the second (as
+    in Llama of transformers). Queries and keys are rounded to qkv's dtype once turned.
+
+    On a GPU one kernel for bfloat16 and heads of 128, launched before the launch before it has ended: that launch must
+    write neither the position nor older places of the cache. Elsewhere the reference. No gradients. Raises UsageError for
+    sizes that do not fit.
+
+    >>> keys, values = torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4, 2)
+    >>> turned_attention(torch.ones(1, 6), torch.ones(4, 1), torch.zeros(4, 1), keys, values, torch.tensor([0]))
+    tensor([[1., 1.]])
+    """
+    why = _why_unfit(qkv_BC, cosines_SH2, sines_SH2, keys_BGSH, values_BGSH)
+    if why is not None:
+        raise UsageError(why)
+    given = (qkv_BC, cosines_SH2, sines_SH2, keys_BGSH, values_BGSH, position)
+    if torch.compiler.is_compiling():
+        made: Tensor = torch.ops.flatout.turned_attention(*given)
+        return made
+    return _chosen(*given)
+
+
+@composed(f"turned_attention{_ARGUMENTS}")
+def _chosen(qkv: Tensor, cosines: Tensor, sines: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+    given = (qkv, cosines, sines, keys, values, position)
+    if why_not_fast(*given) is not None:
+        return reference(*given)
+    made: Tensor = run(*given)
+    return made
+
+
+def reference(
+    qkv_BC: Tensor, cosines_SH2: Tensor, sines_SH2: Tensor, keys_BGSH: Tensor, values_BGSH: Tensor, position: Tensor
+) -> Tensor:
+    """The specification, in qkv's dtype; angles are taken in float32, and in float64 with float64."""
+    batch, groups, _, dim = keys_BGSH.shape
+    heads = qkv_BC.shape[1] // dim - 2 * groups
+    cos, sin = cosines_SH2.index_select(0, position), sines_SH2.index_select(0, position)
+    q, k, v = qkv_BC.view(batch, -1, 1, dim).split([heads, groups, groups], 1)
+    keys_BGSH.index_copy_(2, position, turned(k, cos, sin).to(keys_BGSH.dtype))
+    values_BGSH.index_copy_(2, position, v.to(values_BGSH.dtype))
+    return cached_attention(turned(q, cos, sin), keys_BGSH, values_BGSH, position).reshape(batch, heads * dim)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of halves, rounded once."""
+    a, b = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def why_not_fast(
+    qkv: Tensor, cosines: Tensor, sines: Tensor, keys: Tensor, values: Tensor, position: Tensor
+) -> str | None:
+    """Why the reference runs and not the kernel; None when the kernel does."""
+    why = why_not(qkv.device)
+    if why is not None:
+        return why
+    if any(t.dtype != torch.bfloat16 for t in (qkv, keys, values)) or keys.shape[3] != _DIM:
+        return f"the kernel is for bfloat16 and heads of {_DIM}"
+    if any(t.dtype != torch.float32 or not t.is_contiguous() for t in (cosines, sines)):
+        return "cosines and sines must be float32, row after row"
+    if not (qkv.is_contiguous() and keys.is_contiguous() and values.is_contiguous()) or qkv.storage_offset() % 8:
+        return "qkv, keys or values do not lie one after the other"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (qkv, keys, values)):
+        return "gradients are recorded, and the kernel has none"
+    return None
+
+
+@opaque(
+    f"turned_attention_on_device{_ARGUMENTS}",
+    lambda qkv, cosines, sines, keys, values, position: qkv.new_empty(
+        (qkv.shape[0], qkv.shape[1] - 2 * keys.shape[1] * keys.shape[3])
+    ),
+)
+def run(qkv: Tensor, cosines: Tensor, sines: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+    """The kernel's result."""
+    batch, groups, places, dim = keys.shape
+    heads = qkv.shape[1] // dim - 2 * groups
+    num_parts = parts_of(batch * heads, places)
+    out = qkv.new_empty((batch, heads * dim))
+    function, counters = _function(qkv.device), _counters(batch * heads, qkv.device)
+    stream = stream_now() if qkv.is_cuda else CAPTURING
+    parts = scratch(batch * heads * num_parts * (dim + 2), qkv.device, stream)
+    function(
+        (heads, num_parts, batch), 256, 0, qkv, cosines, sines, keys, values, position, out, parts, counters.of(stream),
+        heads, heads // groups, places, num_parts, float(dim**-0.5),
+    )  # fmt: skip
+    return out
+
+
+def parts_of(heads: int, places: int) -> int:
+    """Of the places: as many as make programs enough, of 64 places at least each.
+
+    >>> parts_of(32, 1024), parts_of(32, 100), parts_of(1024, 8192)
+    (16, 1, 1)
+    """
+    return max(1, min(places // _PLACES, _PROGRAMS // heads))
+
+
+def _why_unfit(qkv: Tensor, cosines: Tensor, sines: Tensor, keys: Tensor, values: Tensor) -> str | None:
+    if keys.dim() != 4 or keys.shape != values.shape or qkv.dim() != 2 or qkv.shape[0] != keys.shape[0]:
+        return f"qkv {tuple(qkv.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)} do not meet"
+    _, groups, places, dim = keys.shape
+    heads = qkv.shape[1] // dim - 2 * groups
+    if qkv.shape[1] % dim or heads < 1 or heads % groups:
+        return f"{qkv.shape[1]} numbers are not some heads of queries for {groups} heads of keys of {dim}"
+    if any(t.dim() != 2 or t.shape[0] < places or t.shape[1] != dim // 2 for t in (cosines, sines)):
+        return f"cosines {tuple(cosines.shape)} or sines {tuple(sines.shape)} are not ({places} or more, {dim // 2})"
+    return None
+
+
+@lru_cache(maxsize=64)
+def _counters(num: int, device: torch.device) -> Counters:
+    return Counters(num, device)
+
+
+@lru_cache(maxsize=64)
+def _function(device: torch.device) -> Function:
+    return compiled(_source(), "turned_attention", {}, device)
+
+
+@cache
+def _source() -> str:
+    return instructions() + (Path(__file__).parent / "on_device" / "turned.cu").read_text(encoding="utf-8")

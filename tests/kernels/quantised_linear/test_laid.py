@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.kernels.on_host import on_host
+
+from flatout.errors import UsageError
+from flatout.kernels.quantised_linear import laid
+from flatout.kernels.quantised_linear.laid import CUTS, Cut, constants, laid_linear, reference, run_cut
+from flatout.kernels.quantised_linear.laying import Laid, lay, unlaid
+from flatout.kernels.quantised_linear.packing import Packed, pack
+
+needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+FILE = Path(laid.__file__).parent / "on_device" / "fragments.cu"
+KINDS = ("const char*", "const char*", "const word*", "const char*", *["const unsigned short*"] * 2, "unsigned short*")
+KINDS = (*KINDS, "int", "int", "int", "float")
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight_of(outputs: int, inputs: int, bits: int, *, is_gated: bool = False, device: str = "cpu") -> Laid:
+    weight = drawn(outputs, inputs).bfloat16().to(device)
+    return lay(Packed(weight, None, 16, 128) if bits == 16 else pack(weight, bits=4), is_gated=is_gated)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(24, 256), (32, 384), (50, 128)])
+def test_what_was_laid_is_had_back(outputs: int, inputs: int, bits: int, is_gated: bool) -> None:
+    weight = drawn(outputs, inputs).bfloat16()
+    packed = Packed(weight, None, 16, 128) if bits == 16 else pack(weight, bits=4)
+    back = unlaid(lay(packed, is_gated=is_gated))
+    assert torch.equal(back.codes, packed.codes)
+    assert bits == 16 or torch.equal(back.scales, packed.scales)
+
+
+def test_what_cannot_be_laid_is_said() -> None:
+    with pytest.raises(UsageError, match="it has 8 bits"):
+        lay(pack(drawn(16, 128), bits=8))
+    with pytest.raises(UsageError, match="groups are of 32"):
+        lay(pack(drawn(16, 128), bits=4, group=32))
+    with pytest.raises(UsageError, match="not bfloat16"):
+        lay(Packed(drawn(16, 128), None, 16, 128))
+    with pytest.raises(UsageError, match="200 inputs"):
+        lay(Packed(drawn(16, 200).bfloat16(), None, 16, 128))
+    with pytest.raises(UsageError, match="17 outputs"):
+        lay(Packed(drawn(17, 128).bfloat16(), None, 16, 128), is_gated=True)
+
+
+def test_sizes_that_do_not_meet_are_said() -> None:
+    weight = weight_of(16, 128, 4)
+    with pytest.raises(UsageError, match="128 inputs"):
+        laid_linear(torch.ones(2, 64), weight)
+    with pytest.raises(UsageError, match="residual"):
+        laid_linear(torch.ones(2, 128), weight, residual=torch.ones(2, 128))
+    with pytest.raises(UsageError, match="norm must be of 128"):
+        laid_linear(torch.ones(2, 128), weight, norm=torch.ones(16))
+
+
+def inputs_of(weight: Laid, rows: int, device: str = "cpu") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    width = weight.outputs // 2 if weight.is_gated else weight.outputs
+    around = {
+        "norm": 1 + 0.1 * drawn(weight.inputs, seed=2),
+        "bias": drawn(width, seed=3),
+        "residual": drawn(rows, width, seed=4),
+    }
+    return drawn(rows, weight.inputs, seed=1).bfloat16().to(device), {
+        k: t.bfloat16().to(device) for k, t in around.items()
+    }
+
+
+def assert_right(y: torch.Tensor, x: torch.Tensor, weight: Laid, around: dict[str, torch.Tensor]) -> None:
+    """No worse than twice torch's own operations in bfloat16, which round after each."""
+    exact = reference(x.double(), weight, **{k: t.double() for k, t in around.items()})
+    usual = reference(x, weight, **around)
+    error, allowed = (float((z.double() - exact).norm() / exact.norm()) for z in (y, usual))
+    assert error <= 2 * allowed + 2**-9, (error, allowed)
+
+
+@pytest.mark.parametrize(("cut", "rows", "shape"), [
+    (Cut(2, 1, 2), 1, (40, 640)),
+    (Cut(4, 2, 1), 3, (40, 384)),
+    (Cut(1, 1, 4), 8, (16, 128)),
+    (Cut(4, 1, 2), 1, (24, 256)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("form", ["alone", "all"])
+def test_the_kernel_says_what_the_reference_says(
+    cut: Cut, rows: int, shape: tuple[int, int], bits: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def function(cut: Cut, bits: int, has_norm: bool, is_gated: bool, device: torch.device) -> object:
+        return on_host(FILE, "laid_linear", tuple(constants(cut, bits, has_norm, is_gated).items()), KINDS)
+
+    monkeypatch.setattr(laid, "_function", function)
+    weight = weight_of(*shape, bits, is_gated=form == "all")
+    x, around = inputs_of(weight, rows)
+    around = around if form == "all" else {}
+    y = run_cut(cut, x, weight, **around)
+    assert torch.equal(y, run_cut(cut, x, weight, **around))
+    assert_right(y, x, weight, around)
+
+
+def test_it_compiles_whole() -> None:
+    weight = weight_of(16, 256, 4)
+    x, around = inputs_of(weight, 2)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: laid_linear(x.sin(), weight, **around), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), laid_linear(x.sin(), weight, **around))
+
+
+@needs_device
+@pytest.mark.device
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_device_says_it_too(cut: Cut, bits: int, rows: int, is_gated: bool) -> None:
+    weight = weight_of(1000, 2816, bits, is_gated=is_gated, device="cuda")
+    x, around = inputs_of(weight, rows, "cuda")
+    with torch.no_grad():
+        for some in ({}, {"norm": around["norm"]}, around):
+            y = run_cut(cut, x, weight, **some)
+            assert_right(y, x, weight, some)
+            assert all(torch.equal(y, run_cut(cut, x, weight, **some)) for _ in range(20))
+
+
+@needs_device
+@pytest.mark.device
+def test_launches_that_overlap_see_what_came_before() -> None:
+    weights = [weight_of(2048, 2048, 4, device="cuda") for _ in range(3)]
+    norm = torch.ones(2048, dtype=torch.bfloat16, device="cuda")
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for i in range(30):
+            x = laid_linear(x, weights[i % 3], norm=norm, residual=x)
+        return x
+
+    with torch.no_grad():
+        x = drawn(1, 2048).bfloat16().cuda()
+        wanted = x
+        for i in range(30):
+            wanted = laid_linear(wanted, weights[i % 3], norm=norm, residual=wanted)
+            wanted.sum().item()  # so that no launch begins before the one before it has ended
+        assert torch.equal(chain(x), wanted)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = chain(x)
+        for _ in range(50):
+            graph.replay()
+            assert torch.equal(made, wanted)
