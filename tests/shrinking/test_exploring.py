@@ -101,6 +101,17 @@ def test_what_does_not_come_out_better_once_more_is_not_chosen() -> None:
     assert found.verdict.outcome == "proved"
 
 
+def test_compositions_that_all_break_in_their_proof_leave_the_model_as_it_is() -> None:
+    class Breaking(World):
+        def tried(self, composition: Composition, *, allowed_loss: float, times: float = 1.0) -> Tried:
+            return Tried(because="it broke") if times > 1 else super().tried(composition, allowed_loss=allowed_loss)
+
+    found, composition = shrink(Breaking(), LEVERS, settings("0.04"))
+    assert found.chosen == "as it is"
+    assert composition == ()
+    assert found.verdict.speed is None
+
+
 def test_a_composition_that_breaks_is_told_and_the_others_go_on() -> None:
     found, _ = shrink(World(broken="native"), LEVERS, settings("0.04"))
     assert Untried(name="native", because="it broke") in found.untried

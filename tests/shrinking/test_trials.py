@@ -171,6 +171,8 @@ def test_native_code_carries_the_state_of_every_row_and_is_loaded_so(
         alone = Stepping(given.call, given.inputs[1:])
         for event in x:
             torch.testing.assert_close(call(event), alone(event))
+        with pytest.raises(UsageError, match=r"1 rows came after 3; call reset\(\) first"):
+            call(x[0][:1])
 
 
 def test_a_model_in_a_function_cannot_be_written(tmp_path: Path) -> None:

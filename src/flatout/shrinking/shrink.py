@@ -13,7 +13,7 @@ import msgspec
 from flatout.errors import PlanError, UsageError
 from flatout.records.lever import Kind, Lever
 from flatout.records.shrinking import Objective, Point, Shrunk, Tried, Where
-from flatout.records.verdict import FEWEST_PAIRS, Equality, Outcome, Speed, Verdict
+from flatout.records.verdict import Equality, Outcome, Speed, Verdict
 from flatout.shrinking.exploring import Composition, Explorer, name_of
 from flatout.shrinking.front import best, front, is_gain, is_within
 
@@ -105,9 +105,11 @@ def shrink(
     chosen, because = best(points, settings.objective, allowed)
     tell(f"proof of {chosen.name}")
     proved, verdict = _proved(bench, explorer, chosen, settings, allowed, where)
+    failed: set[str] = set()
     while verdict.outcome != "proved" and chosen is not points[0]:
+        failed.add(chosen.name)
         points[points.index(chosen)] = proved or chosen
-        rest = [p for p in points if p.name != chosen.name]
+        rest = [p for p in points if p.name not in failed]
         chosen, because = best(rest, settings.objective, allowed)
         proved, verdict = _proved(bench, explorer, chosen, settings, allowed, where)
     points[points.index(chosen)] = proved or chosen
@@ -152,6 +154,13 @@ def _proved(
     return point, _verdict(given, point, settings, allowed, outcome, because, where)
 
 
+def _speed(point: Point) -> Speed:
+    """As its pairs with the given model have it."""
+    ratio, low, high = point.faster
+    after_s = point.call_s[0]
+    return Speed(ratio=ratio, low=low, high=high, num_pairs=point.num_pairs, before_s=after_s * ratio, after_s=after_s)
+
+
 def _verdict(
     given: Point,
     point: Point,
@@ -167,14 +176,7 @@ def _verdict(
         before=given.name,
         after=point.name,
         equality=Equality(guarantee="quality", is_kept=is_within(point, allowed), because=told),
-        speed=Speed(
-            ratio=point.faster[0],
-            low=point.faster[1],
-            high=point.faster[2],
-            num_pairs=max(point.num_pairs, FEWEST_PAIRS if point is given else 0),
-            before_s=point.call_s[0] * point.faster[0],
-            after_s=point.call_s[0],
-        ),
+        speed=None if point is given else _speed(point),
         outcome=outcome,
         because=because or told,
         device=where.device or where.processor,

@@ -94,10 +94,10 @@ class Workshop:
             subject, measured, score = self._trained(composition, seconds)
         else:
             subject = self.subject(composition)
-            score = self._scored(subject)
+            score = score_of(subject)
             measured = of_calls(subject, self._given, seconds=seconds)
         if self._score is None:
-            self._score = score if not composition else self._scored(self._given)
+            self._score = score if not composition else score_of(self._given)
         value, interval = lost(self._score, score, is_cost=self._given.purpose.is_cost)
         point = Point(
             name=name_of(composition),
@@ -121,15 +121,12 @@ class Workshop:
             refused=tuple(Untried(name=one.lever, because=one.because) for one in said if isinstance(one, Refusal)),
         )
 
-    def _scored(self, subject: Subject) -> Score:
-        return score_of(subject)
-
     def _trained(self, composition: Composition, seconds: float) -> tuple[Subject, Measured, Score]:
         """Its steps timed beside the given model's, on copies; then trained for as many steps, on another, and judged."""
         timed, beside, subject = self._copy(composition), self._copy(()), self._copy(composition)
         measured = of_steps(Training(timed), Training(beside), seconds=seconds)
         Training(subject).run(num_steps(subject.purpose))
-        return subject, measured, self._scored(subject)
+        return subject, measured, score_of(subject)
 
     def _copy(self, composition: Composition) -> Subject:
         """The composition on weights of its own."""

@@ -59,19 +59,20 @@ class Carrying:
     def reset(self) -> None:
         """As before the first event."""
         self.engine.reset()
-        self._streams = None
+        self._streams, self._num = None, 0
 
     def __call__(self, *inputs: Tensor) -> Any:
         """The outputs but for the state. Raises UsageError when rows become more or fewer before `reset`, or have other sizes."""
         rows = inputs[0].shape[0] // max(self._shapes[0][0], 1) if self._shapes[0] else 1
         if [tuple(x.shape) for x in inputs] != [(rows * shape[0], *shape[1:]) for shape in self._shapes]:
             raise UsageError(f"inputs {[tuple(x.shape) for x in inputs]} are no rows of {self._shapes}")
+        if self._num not in (0, rows):
+            raise UsageError(f"{rows} rows came after {self._num}; call reset() first")
+        self._num = rows
         if rows == 1:
             return _tensors(self.engine.step(*inputs))
         if self._streams is None:
-            self._streams, self._num = self.engine.streams(rows), rows
-        if rows != self._num:
-            raise UsageError(f"{rows} rows came after {self._num}; call reset() first")
+            self._streams = self.engine.streams(rows)
         found = self._streams.step(
             *(x.reshape(rows, *shape).contiguous() for x, shape in zip(inputs, self._shapes, strict=True))
         )
