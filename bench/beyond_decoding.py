@@ -20,6 +20,7 @@ from flatout.inference.decoding.static_cache import StaticCache
 from flatout.kernels.cached_attention.call import cached_attention
 from flatout.kernels.cached_attention.turned import reference as attention_reference
 from flatout.kernels.cached_attention.turned import turned, turned_attention
+from flatout.kernels.chain.chain import Chain
 from flatout.kernels.quantised_linear.call import VENDOR, measure, quantised_linear
 from flatout.kernels.quantised_linear.cutting import measure_cuts
 from flatout.kernels.quantised_linear.laid import laid_linear
@@ -224,6 +225,31 @@ class LaidModel(nn.Module):
         return laid_linear(x, self.head, norm=model.norms[-1], eps=EPS)
 
 
+class ChainModel(nn.Module):
+    """The same model, weights and cache once more; all layers and the head are one launch."""
+
+    def __init__(self, laid: LaidModel) -> None:
+        super().__init__()
+        model = laid.model
+        self.model, self.cache, self.weight_bytes = model, laid.cache, laid.weight_bytes
+        self.chain = Chain(rows=1, width=model.hidden, cosines_SH2=model.cosines, sines_SH2=model.sines)
+        chain, cache, h = self.chain, self.cache, self.chain.given
+        for i, (qkv, out, gate_up, down) in enumerate(laid.layers):
+            fresh = chain.product(h, qkv, norm=model.norms[2 * i], eps=EPS)
+            y = chain.attention(fresh, cache.keys[i], cache.values[i])
+            h = chain.product(y, out, residual=h)
+            y = chain.product(h, gate_up, norm=model.norms[2 * i + 1], eps=EPS)
+            h = chain.product(y, down, residual=h)
+        chain.product(h, laid.head, norm=model.norms[-1], eps=EPS)
+
+    def forward(self, token: Tensor) -> Tensor:
+        return self.chain(F.embedding(token, self.model.embedding), self.cache.position).argmax(-1)
+
+    def logits(self, token: Tensor) -> Tensor:
+        """A copy: the next call overwrites the chain's own."""
+        return self.chain(F.embedding(token, self.model.embedding), self.cache.position).clone()
+
+
 def decode(options: argparse.Namespace) -> None:
     small, context = options.small, 64 if options.small else options.context
     bandwidth = copy_bandwidth(small)
@@ -249,7 +275,8 @@ def decode_kind(small: bool, kind: str, context: int, num: int, length: int, ban
     exact = exact_logits(model, length)
     say({"part": "decode", "kind": kind, "how": "eager", **off_by(given(model.logits, model.cache, length), exact)})
     bits = 4 if kind == "int4" else 16
-    makers: list[tuple[str, Callable[[], Model | LaidModel]]] = [
+    makers: list[tuple[str, Callable[[], Model | LaidModel | ChainModel]]] = [
+        ("chain", lambda: ChainModel(LaidModel(model))),
         ("laid", lambda: laid_of(model, bits)),
         ("as it is", lambda: model),
         ("compiled", model.compiled),
@@ -269,8 +296,8 @@ def laid_of(model: Model, bits: int) -> LaidModel:
 
 
 def decoded(
-    model: Model | LaidModel, kind: str, how: str, exact: Tensor, token: Tensor, num: int, length: int, cache_bytes: int,
-    bandwidth: float,
+    model: Model | LaidModel | ChainModel, kind: str, how: str, exact: Tensor, token: Tensor, num: int, length: int,
+    cache_bytes: int, bandwidth: float,
 ) -> None:  # fmt: skip
     """Numbers first, operator by operator and captured; then times."""
     cache = model.cache
@@ -367,7 +394,13 @@ def marginal_us(call: Callable[[], object], steps: int) -> dict[str, float]:
 
 
 def report(
-    kind: str, how: str, step_s: float, model: Model | LaidModel, cache_bytes: int, bandwidth: float, **more: Any
+    kind: str,
+    how: str,
+    step_s: float,
+    model: Model | LaidModel | ChainModel,
+    cache_bytes: int,
+    bandwidth: float,
+    **more: Any,
 ) -> None:
     rate = rate_of(
         step_s, batch=1, weight_bytes=model.weight_bytes, cache_bytes=cache_bytes, bandwidth_bytes_per_s=bandwidth

@@ -16,8 +16,9 @@ Numerics come first in each part; a part that fails is a line with its error, an
                are shared by layers 8 apart (8 x 1.7 GB, more than any cache holds), since both do not fit the host at once
 - `decode`     a 7 B-shaped model (32 layers of 4096, feed-forward 11008, 32 heads, 32000 words), one sequence, `--context` places
                in a static cache: a step compiled and captured, in bfloat16 and int4, plain eager beside it, and a layer of five
-               kernels (`laid`); bytes over the copy bandwidth are the bound. Before: logits of each against float64, with the
-               same tokens given to all. `marginal_us`: of a captured step, how much later each kernel ends than the one before
+               kernels (`laid`), and all layers in one launch (`chain`); bytes over the copy bandwidth are the
+               bound. Before: logits of each against float64, with the same tokens given to all. `marginal_us`: of a captured
+               step, how much later each kernel ends than the one before
 
 Random weights are drawn on the device. With `--small` on any machine, to see that it runs: times then mean nothing.
 """

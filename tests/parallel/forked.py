@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 HEAD = """
-    import os, signal, sys, traceback
+    import gc, os, signal, sys, traceback
     import torch
 
     torch.set_num_threads(1)  # so that no threads are there to be forked
@@ -34,6 +34,7 @@ HEAD = """
         # Call `work` in `num` processes with the environment that torchrun gives them; an error of one is told, ends the others,
         # and is raised.
         holder, port = store()
+        gc.freeze()  # what is there before the ranks is no garbage of theirs: a collection would walk, and so copy, it in each
         ranks = {}
         for rank in range(num):
             process = os.fork()

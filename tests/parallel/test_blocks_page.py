@@ -28,6 +28,7 @@ def test_an_example_runs_alone(number: int, capsys: pytest.CaptureFixture[str]) 
 
 RANKS = """
     import json
+    import flatout.parallel.layouts  # here, and not in each rank
 
     def work(text):
         scope = {}

@@ -8,6 +8,7 @@ from tests.parallel.forked import lines_of
 FREED = """
     import gc, weakref
     import flatout
+    import flatout.parallel.layouts  # here, and not in each rank
     from flatout.parallel.sized import Sized, loss_of
     from flatout.records.scale import ModelShape
 

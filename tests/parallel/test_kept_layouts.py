@@ -16,17 +16,18 @@ HALF = {"data": 2, "global_batch": 4, "shard": 3}
 ALONE = {"global_batch": 4}
 
 RUN = """
-    import json, warnings
+    import json
     import flatout
+    import flatout.parallel.layouts, flatout.training.checkpoints, torch.distributed.checkpoint  # here, and not in each rank
     from tests.parallel.networks import GPT, batch_of, loss_of
 
-    def trained(layout, folder, begin, end):
-        # Losses of the steps from `begin`, where the state is read, to `end`, where it is written.
+    def trained(layers, layout, folder, begin, end):
+        # Losses of the steps from `begin`, where the state is read, to `end`; it is written there and after the third.
         torch.manual_seed(0)
         ids, positions, target = batch_of(layout.global_batch)
         with flatout.World("cpu") as world, flatout.Checkpoints(folder, keep=9) as checkpoints:
             example = (ids[: layout.micro_batch], positions[: layout.micro_batch])
-            laid = flatout.lay_out(GPT(), layout, world, example=example)
+            laid = flatout.lay_out(GPT(layers), layout, world, example=example)
             optimizer = laid.optimizer(torch.optim.AdamW, lr=1e-2)
             if begin:
                 checkpoints.load(begin, model=laid, optimizer=laid.kept(optimizer))
@@ -36,20 +37,21 @@ RUN = """
                 optimizer.zero_grad()
                 losses.append(laid.step(*mine[:2], target=mine[2], loss=loss_of).item())
                 optimizer.step()
-                checkpoints.save(step + 1, model=laid, optimizer=laid.kept(optimizer))
+                if step + 1 in (3, end):
+                    checkpoints.save(step + 1, model=laid, optimizer=laid.kept(optimizer))
             checkpoints.wait()
             if world.is_first:
                 told(json.dumps(losses))
 
-    def on(given, *rest):
+    def on(layers, given, *rest):
         layout = flatout.Layout(**given)
-        as_ranks(layout.num_devices, lambda: trained(layout, *rest))
+        as_ranks(layout.num_devices, lambda: trained(layers, layout, *rest))
 
     folder = sys.argv[1]
-    for number, (one, others) in enumerate(json.loads(sys.argv[2])):
-        on(one, f"{folder}/{number}", 0, 5)
+    for number, (layers, one, others) in enumerate(json.loads(sys.argv[2])):
+        on(layers, one, f"{folder}/{number}", 0, 5)
         for other in others:
-            on(other, f"{folder}/{number}", 3, 5)
+            on(layers, other, f"{folder}/{number}", 3, 5)
 """
 PAIRS = [
     ("sharded", SHARDED, {"the same": SHARDED, "half as many": HALF, "stages": STAGES}),
@@ -58,12 +60,14 @@ PAIRS = [
     ("half", HALF, {"twice as many": SHARDED}),
     ("alone", ALONE, {"folded stages": FOLDED}),
 ]
+NUM_LAYERS = {"stages": 4, "alone": 4}
+"""Two blocks a stage, or folded ones; one a stage, else."""
 CASES = [(one, other) for one, _, others in PAIRS for other in others]
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[float]]:
-    given = [(one, list(others.values())) for _, one, others in PAIRS]
+    given = [(NUM_LAYERS.get(name, 2), one, list(others.values())) for name, one, others in PAIRS]
     folder: Path = tmp_path_factory.mktemp("kept")
     told = iter(json.loads(line) for line in lines_of(RUN, folder, json.dumps(given)))
     found = {}

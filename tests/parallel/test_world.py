@@ -21,6 +21,7 @@ LOOP = """
     import json
     from torch import nn
     import flatout
+    from flatout import Batches, Feed, NanWatch, Precision, World  # here, and not in each rank
 
     def trained(accumulate):
         torch.manual_seed(0)

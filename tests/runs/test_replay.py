@@ -254,7 +254,6 @@ def test_no_credential_is_kept_and_what_was_left_out_is_named(recorded: Recorded
 @pytest.mark.parametrize(
     ("file", "old", "new", "cause", "says", "step", "threads"),
     [
-        ("net.py", "Tanh", "ReLU", "code", "'net.py' changed", 0, "2"),
         ("plain.py", "loss.backward()", "(loss if step < 5 else 2 * loss).backward()", "code", "'plain.py' changed", 5, "1"),
         ("data/order.txt", "37\n", "111\n", "data order", "of the samples", 0, "2"),
     ],

@@ -1,4 +1,7 @@
-"""Other people's loops with a cause planted in the user's own code: steps, phases and lines must be the user's."""
+"""Other people's loops with a cause planted in the user's own code: steps, phases and lines must be the user's.
+
+Loops of the user's own, under Python alone, are in test_check_script.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,6 @@ def prepared(x):
 """
 
 NET = "nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))"
-
-PLAIN = f"""
-net = {NET}
-optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
-for x in DataLoader(Rows(), batch_size=256):
-    loss = net(prepared(x)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-"""
 
 ACCELERATE = f"""
 from accelerate import Accelerator
@@ -108,7 +101,6 @@ print("steps done", trainer.state.global_step)
 """
 
 FRAMEWORKS = {
-    "plain": PLAIN,
     "accelerate": ACCELERATE,
     "fabric": FABRIC,
     "lightning": LIGHTNING,

@@ -19,13 +19,17 @@ _OLDEST: Final = (8, 0)
 _EARLY: Final = (9, 0)
 """The first on which a launch may begin before the end of the one before it."""
 _SHARED_BYTES: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, cuda.h
+_COOPERATIVE: Final = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE, cuda.h
+_CLUSTER: Final = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, cuda.h
 _OVERLAPPING: Final = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, cuda.h
 _UNASKED_BYTES: Final = 32 * 1024
 """Of 48 KiB of shared memory that a program may have unasked on every device; the rest is for what a kernel declares."""
 
 
 class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+    """CUlaunchAttribute of cuda.h."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 3), ("rest", ctypes.c_char * 52)]
 
 
 class _Config(ctypes.Structure):
@@ -43,17 +47,24 @@ class Function:
     """A compiled kernel on one device. A call launches it on the current stream; on Hopper and later it may begin early, so it
     must wait for the launch before it by itself (griddepcontrol.wait).
 
+    `is_side_by_side`: all programs run at once, or the launch is refused. `cluster`: so many programs each way run side
+    by side and see each other's shared memory (Hopper and later).
     Arguments are tensors (their address; None: no address), integers (32 bits) and floats (32 bits), as the kernel declares.
     """
 
     def __init__(self, handle: ctypes.c_void_p, device: torch.device) -> None:
         self._handle, self._device = handle, device
         self._allowed_bytes = _UNASKED_BYTES
-        self._attribute = _Attribute(_OVERLAPPING, 0, 1)
-        self._num_attributes = int(torch.cuda.get_device_capability(device) >= _EARLY)
+        self._is_early = has_early_launches(device)
 
     def __call__(
-        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, *args: Tensor | int | float | None
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        *args: Tensor | int | float | None,
+        cluster: tuple[int, int, int] = (1, 1, 1),
+        is_side_by_side: bool = False,
     ) -> None:
         if shared_bytes > self._allowed_bytes:
             _told(_driver().cuFuncSetAttribute(self._handle, _SHARED_BYTES, shared_bytes), "shared memory")
@@ -61,9 +72,16 @@ class Function:
         kept = [_as_c(a) for a in args]
         pointers = (ctypes.c_void_p * len(kept))(*(ctypes.addressof(a) for a in kept))
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        attribute = ctypes.pointer(self._attribute)
-        config = _Config(*grid, threads, 1, 1, shared_bytes, stream, attribute, self._num_attributes)
+        attributes = self._attributes(cluster, is_side_by_side)
+        config = _Config(*grid, threads, 1, 1, shared_bytes, stream, attributes, len(attributes))
         _told(_driver().cuLaunchKernelEx(ctypes.byref(config), self._handle, pointers, None), "a launch")
+
+    def _attributes(self, cluster: tuple[int, int, int], is_side_by_side: bool) -> ctypes.Array[_Attribute]:
+        if is_side_by_side:  # waits for room for all programs at once, so it cannot begin early
+            return (_Attribute * 1)(_Attribute(_COOPERATIVE, 0, (1, 0, 0)))
+        early = [_Attribute(_OVERLAPPING, 0, (1, 0, 0))] if self._is_early else []
+        clustered = [_Attribute(_CLUSTER, 0, cluster)] if cluster != (1, 1, 1) else []
+        return (_Attribute * (len(early) + len(clustered)))(*early, *clustered)
 
 
 def compiled(source: str, name: str, constants: Mapping[str, int], device: torch.device) -> Function:
@@ -85,6 +103,11 @@ def why_not(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < _OLDEST:
         return "the device is older than Ampere and has no bfloat16 on its matrix units"
     return None if _library() is not None else "NVRTC is not found; install nvidia-cuda-nvrtc of torch's CUDA version"
+
+
+def has_early_launches(device: torch.device) -> bool:
+    """Whether a launch may begin before the one before it has ended, and programs may be clusters: Hopper and later."""
+    return torch.cuda.get_device_capability(device) >= _EARLY
 
 
 @lru_cache(maxsize=512)

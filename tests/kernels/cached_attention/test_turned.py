@@ -11,7 +11,7 @@ from flatout.kernels.cached_attention import turned
 from flatout.kernels.cached_attention.turned import reference, run, turned_attention
 
 needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-FILE = Path(turned.__file__).parent / "on_device" / "turned.cu"
+FILES = tuple(Path(turned.__file__).parent / "on_device" / name for name in ("heads.cu", "turned.cu"))
 KINDS = ("const char*", "const float*", "const float*", "char*", "char*", "const long long*", "char*", "float*")
 KINDS = (*KINDS, "unsigned int*", *["int"] * 4, "float")
 # batch, heads, heads of keys, places, position
@@ -55,7 +55,13 @@ def assert_right(given: list[torch.Tensor], kernel: object) -> None:
 def test_the_kernel_says_what_the_reference_says(
     case: tuple[int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turned, "_function", lambda device: on_host(FILE, "turned_attention", (), KINDS))
+    monkeypatch.setattr(
+        turned,
+        "_function",
+        lambda is_cluster, stages, device: on_host(
+            FILES, "turned_attention", (("CLUSTERS", 0), ("STAGES", stages)), KINDS
+        ),
+    )
     given = drawn(case)
     assert_right(given, run)
     assert torch.equal(run(*copied(given)), run(*copied(given)))

@@ -13,8 +13,8 @@ from flatout.kernels.quantised_linear.laying import Laid, lay, unlaid
 from flatout.kernels.quantised_linear.packing import Packed, pack
 
 needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
-FILE = Path(laid.__file__).parent / "on_device" / "fragments.cu"
-KINDS = ("const char*", "const char*", "const word*", "const char*", *["const unsigned short*"] * 2, "unsigned short*")
+FILES = tuple(Path(laid.__file__).parent / "on_device" / name for name in ("steps.cu", "streamed.cu"))
+KINDS = ("const char*", "const char*", "const char*", "const char*", *["const unsigned short*"] * 2, "unsigned short*")
 KINDS = (*KINDS, "int", "int", "int", "float")
 
 
@@ -82,18 +82,18 @@ def assert_right(y: torch.Tensor, x: torch.Tensor, weight: Laid, around: dict[st
 
 
 @pytest.mark.parametrize(("cut", "rows", "shape"), [
-    (Cut(2, 1, 2), 1, (40, 640)),
-    (Cut(4, 2, 1), 3, (40, 384)),
-    (Cut(1, 1, 4), 8, (16, 128)),
-    (Cut(4, 1, 2), 1, (24, 256)),
+    (Cut(2, 2, 1), 1, (140, 640)),
+    (Cut(4, 1, 1), 3, (100, 384)),
+    (Cut(1, 4, 1), 8, (16, 128)),
+    (Cut(4, 2, 2), 1, (24, 256)),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("bits", [4, 16])
 @pytest.mark.parametrize("form", ["alone", "all"])
 def test_the_kernel_says_what_the_reference_says(
     cut: Cut, rows: int, shape: tuple[int, int], bits: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def function(cut: Cut, bits: int, has_norm: bool, is_gated: bool, device: torch.device) -> object:
-        return on_host(FILE, "laid_linear", tuple(constants(cut, bits, has_norm, is_gated).items()), KINDS)
+    def function(cut: Cut, bits: int, is_gated: bool, device: torch.device) -> object:
+        return on_host(FILES, "laid_linear", tuple(constants(cut, bits, is_gated).items()), KINDS)
 
     monkeypatch.setattr(laid, "_function", function)
     weight = weight_of(*shape, bits, is_gated=form == "all")

@@ -16,15 +16,20 @@ from torch import Tensor
 from flatout.errors import UsageError
 from flatout.kernels.cached_attention.reference import cached_attention
 from flatout.kernels.matmul.launching import CAPTURING, Counters, scratch, stream_now
-from flatout.kernels.nvrtc import Function, compiled, why_not
+from flatout.kernels.nvrtc import Function, compiled, has_early_launches, why_not
 from flatout.kernels.opaque import composed, opaque
-from flatout.kernels.quantised_linear.laid import instructions
+from flatout.kernels.quantised_linear.laid import instructions, processors
 
+_FOLDER: Final = Path(__file__).parent / "on_device"
 _DIM: Final = 128
 _PLACES: Final = 64
 """That a program takes at a time."""
-_PROGRAMS: Final = 528
-"""Four for each processor of an H200."""
+_STAGES: Final = 2
+"""Of 64 places' keys and values, 32 KiB, which are on their way to a program at a time."""
+_PROGRAMS: Final = 2
+"""Side by side on a processor."""
+_MOST_OF_CLUSTER: Final = 8
+"""Programs, on every device that has clusters."""
 _ARGUMENTS: Final = (
     "(Tensor qkv, Tensor cosines, Tensor sines, Tensor(a!) keys, Tensor(b!) values, Tensor position) -> Tensor"
 )
@@ -114,25 +119,39 @@ def run(qkv: Tensor, cosines: Tensor, sines: Tensor, keys: Tensor, values: Tenso
     """The kernel's result."""
     batch, groups, places, dim = keys.shape
     heads = qkv.shape[1] // dim - 2 * groups
-    num_parts = parts_of(batch * heads, places)
+    num = batch * heads
+    is_cluster, num_parts = parts_of(
+        num, places, processors(qkv.device), has_clusters=qkv.is_cuda and has_early_launches(qkv.device)
+    )
     out = qkv.new_empty((batch, heads * dim))
-    function, counters = _function(qkv.device), _counters(batch * heads, qkv.device)
-    stream = stream_now() if qkv.is_cuda else CAPTURING
-    parts = scratch(batch * heads * num_parts * (dim + 2), qkv.device, stream)
+    function = _function(is_cluster, _STAGES, qkv.device)
+    parts, counters = None, None
+    if not is_cluster:
+        stream = stream_now() if qkv.is_cuda else CAPTURING
+        parts, counters = (
+            scratch(num * num_parts * (dim + 2), qkv.device, stream),
+            _counters(num, qkv.device).of(stream),
+        )
     function(
-        (heads, num_parts, batch), 256, 0, qkv, cosines, sines, keys, values, position, out, parts, counters.of(stream),
-        heads, heads // groups, places, num_parts, float(dim**-0.5),
+        (heads, num_parts, batch), 256, _STAGES * 4 * _PLACES * _DIM,
+        qkv, cosines, sines, keys, values, position, out, parts, counters, heads, heads // groups, places, num_parts,
+        float(dim**-0.5), cluster=(1, num_parts if is_cluster else 1, 1),
     )  # fmt: skip
     return out
 
 
-def parts_of(heads: int, places: int) -> int:
-    """Of the places: as many as make programs enough, of 64 places at least each.
+def parts_of(heads: int, places: int, num_processors: int, *, has_clusters: bool) -> tuple[bool, int]:
+    """Whether the parts of a head are a cluster, and into how many the places are cut: as many as make programs enough, of 64
+    places at least each. A cluster that is too small to keep the device busy is none.
 
-    >>> parts_of(32, 1024), parts_of(32, 100), parts_of(1024, 8192)
-    (16, 1, 1)
+    >>> parts_of(32, 1024, 132, has_clusters=True), parts_of(32, 100, 132, has_clusters=True)
+    ((True, 8), (True, 1))
+    >>> parts_of(8, 4096, 132, has_clusters=True), parts_of(1024, 8192, 132, has_clusters=False)
+    ((False, 33), (False, 1))
     """
-    return max(1, min(places // _PLACES, _PROGRAMS // heads))
+    wanted = max(1, min(places // _PLACES, _PROGRAMS * num_processors // heads))
+    is_cluster = has_clusters and wanted <= 2 * _MOST_OF_CLUSTER
+    return is_cluster, min(wanted, _MOST_OF_CLUSTER) if is_cluster else wanted
 
 
 def _why_unfit(qkv: Tensor, cosines: Tensor, sines: Tensor, keys: Tensor, values: Tensor) -> str | None:
@@ -153,10 +172,16 @@ def _counters(num: int, device: torch.device) -> Counters:
 
 
 @lru_cache(maxsize=64)
-def _function(device: torch.device) -> Function:
-    return compiled(_source(), "turned_attention", {}, device)
+def _function(is_cluster: bool, stages: int, device: torch.device) -> Function:
+    return compiled(_source(), "turned_attention", {"CLUSTERS": int(is_cluster), "STAGES": stages}, device)
 
 
 @cache
 def _source() -> str:
-    return instructions() + (Path(__file__).parent / "on_device" / "turned.cu").read_text(encoding="utf-8")
+    return instructions() + instructions_of_heads() + (_FOLDER / "turned.cu").read_text(encoding="utf-8")
+
+
+@cache
+def instructions_of_heads() -> str:
+    """What kernels in CUDA C do with a head's numbers; the device's instructions go before it."""
+    return (_FOLDER / "heads.cu").read_text(encoding="utf-8")

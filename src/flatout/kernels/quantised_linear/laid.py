@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,26 +19,28 @@ from flatout.kernels.opaque import composed, opaque
 from flatout.kernels.quantised_linear.laying import ROWS, Laid, unlaid
 from flatout.kernels.quantised_linear.packing import expanded
 
+_FOLDER: Final = Path(__file__).parent / "on_device"
 MOST_ROWS: Final = 8
 """The columns of one product of the matrix units."""
-_MOST_SHARED_BYTES: Final = 80 * 1024
-"""What two programs of a processor can have side by side on an A100, beside what they declare."""
+_MOST_SUMS_BYTES: Final = 24 * 1024
+_DECLARED_BYTES: Final = 2 * 1024
+"""At most, of shared memory that the kernel declares for itself and the system keeps."""
 
 
 class Cut(NamedTuple):
-    """How a product is cut up: `warps` of a program, which share the inputs of its `tiles` of 16 outputs; `depth` KiB of
-    each tile are on their way to a warp at a time."""
+    """How a product is cut up: `programs` to a processor share the tiles of 16 outputs; the `warps` of a program share the
+    inputs, and each has `depth` KiB on their way at a time."""
 
     warps: int
-    tiles: int
     depth: int
+    programs: int
 
     def __str__(self) -> str:
-        return f"{self.warps} warps, {self.tiles} tiles, {self.depth} deep"
+        return f"{self.warps} warps, {self.depth} deep, {self.programs} a processor"
 
 
-CUTS: Final = (Cut(8, 1, 4), Cut(4, 1, 4), Cut(16, 1, 2), Cut(8, 2, 2), Cut(4, 2, 4), Cut(8, 1, 2), Cut(4, 1, 8))
-"""What is worth a measurement; the first is taken where nothing was measured."""
+CUTS: Final = (Cut(16, 5, 1), Cut(16, 6, 1), Cut(16, 4, 1), Cut(8, 10, 1), Cut(8, 5, 2), Cut(8, 3, 2), Cut(8, 2, 1))
+"""What is worth a measurement; where nothing was measured the first is taken that fits the processor's shared memory."""
 _ARGUMENTS: Final = (
     "(Tensor x, Tensor words, Tensor? scales, int outputs, int inputs, int bits, bool is_gated, Tensor? bias, "
     "Tensor? norm, float eps, Tensor? residual) -> Tensor"
@@ -128,7 +130,7 @@ def why_not_fast(x: Tensor, weight: Laid, *others: Tensor | None) -> str | None:
     rows = x.numel() // weight.inputs
     if not 1 <= rows <= MOST_ROWS:
         return f"there are {rows} rows; the kernel is for 1 to {MOST_ROWS}"
-    if _shared_bytes(rows, weight.inputs) > _MOST_SHARED_BYTES:
+    if first_fitting(rows, weight, x.device) is None:
         return f"{rows} rows of {weight.inputs} numbers do not fit shared memory"
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
         return "gradients are recorded, and the kernel has none"
@@ -141,17 +143,67 @@ def run_cut(
 ) -> Tensor:  # fmt: skip
     """The kernel's result by a cut that is named."""
     rows, width = x.numel() // weight.inputs, weight.outputs // 2 if weight.is_gated else weight.outputs
-    x = _dense(x)
-    norm, bias, residual = (t if t is None else _dense(t) for t in (norm, bias, residual))
+    x = dense(x)
+    norm, bias, residual = (t if t is None else dense(t) for t in (norm, bias, residual))
     y = x.new_empty((*x.shape[:-1], width))
-    tiles = weight.words.shape[0]
-    function = _function(cut, weight.bits, norm is not None, weight.is_gated, x.device)
+    function = _function(cut, weight.bits, weight.is_gated, x.device)
     scales = None if weight.scales is None else weight.scales.view(torch.int32)
+    programs = num_programs(cut, rows, weight.words.shape[0], processors(x.device))
     function(
-        (-(-tiles // cut.tiles), 1, 1), 32 * cut.warps, _shared_bytes(rows, weight.inputs),
-        x, weight.words, scales, norm, bias, residual, y, rows, weight.outputs, weight.inputs, float(eps),
+        (programs, 1, 1), 32 * cut.warps, max(shared_bytes(cut, rows, weight, programs), _alone(cut, x.device)),
+        x, weight.words, scales, norm, bias, residual, y,
+        rows, weight.outputs, weight.inputs, float(eps),
     )  # fmt: skip
     return y
+
+
+def fits(cut: Cut, rows: int, weight: Laid, device: torch.device) -> bool:
+    """Whether a processor has the shared memory for one of its programs."""
+    programs = num_programs(cut, rows, weight.words.shape[0], processors(device))
+    return shared_bytes(cut, rows, weight, programs) + _DECLARED_BYTES <= most_shared_bytes(device)
+
+
+def first_fitting(rows: int, weight: Laid, device: torch.device) -> Cut | None:
+    """Of the cuts; None where there is none."""
+    return next((cut for cut in CUTS if fits(cut, rows, weight, device)), None)
+
+
+def num_programs(cut: Cut, rows: int, tiles: int, num_processors: int) -> int:
+    """Among which the tiles are shared out: as many as run side by side, or so many that their sums fit.
+
+    >>> num_programs(Cut(16, 4, 1), 1, 768, 132), num_programs(Cut(16, 4, 1), 8, 768, 132)
+    (132, 256)
+    """
+    most = max(1, _MOST_SUMS_BYTES // (cut.warps * rows * ROWS * 4))
+    return min(tiles, max(cut.programs * num_processors, -(-tiles // most)))
+
+
+def shared_bytes(cut: Cut, rows: int, weight: Laid, programs: int) -> int:
+    """Of a program: what is on its way, the rows (16 bytes longer each, so that they begin in other banks), their sums, and the
+    warps'."""
+    sums = cut.warps * -(-weight.words.shape[0] // programs) * rows * ROWS * 4
+    sums += weight.inputs // 4 if weight.bits == 4 else 0
+    return cut.warps * cut.depth * (1024 + (128 if weight.bits == 4 else 0)) + rows * (2 * weight.inputs + ROWS) + sums
+
+
+def _alone(cut: Cut, device: torch.device) -> int:
+    """So many bytes that no processor takes more programs than `cut` says: one with more would be the last to end."""
+    return most_shared_bytes(device) // (cut.programs + 1) + 512
+
+
+@lru_cache(maxsize=64)
+def most_shared_bytes(device: torch.device) -> int:
+    """That a program may have."""
+    if device.type != "cuda":
+        return 1 << 17
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack this one
+    return int(properties.shared_memory_per_block_optin)
+
+
+@lru_cache(maxsize=64)
+def processors(device: torch.device) -> int:
+    """Of a GPU; elsewhere, where kernels are only tried, 4."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
 @opaque(
@@ -165,39 +217,43 @@ def _on_device(
     bias: Tensor | None, norm: Tensor | None, eps: float, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
     weight = Laid(words, scales, outputs, inputs, bits, is_gated)
-    cut = _CHOSEN.get((outputs, inputs, bits), CUTS[0])
+    cut = _CHOSEN.get((outputs, inputs, bits))
+    rows = x.numel() // inputs
+    if cut is None or not fits(cut, rows, weight, x.device):
+        cut = first_fitting(rows, weight, x.device)
+        assert cut is not None  # what calls this has asked
     return run_cut(cut, x, weight, bias, norm=norm, eps=eps, residual=residual)
 
 
-def _dense(t: Tensor) -> Tensor:
+def dense(t: Tensor) -> Tensor:
     """Beginning at a multiple of 16 bytes, as the kernel reads."""
     t = t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
-def _shared_bytes(rows: int, inputs: int) -> int:
-    """A row is 16 bytes longer, so that rows begin in other banks."""
-    return rows * (2 * inputs + ROWS)
-
-
 @lru_cache(maxsize=512)
-def _function(cut: Cut, bits: int, has_norm: bool, is_gated: bool, device: torch.device) -> Function:
-    return compiled(source("fragments.cu"), "laid_linear", constants(cut, bits, has_norm, is_gated), device)
+def _function(cut: Cut, bits: int, is_gated: bool, device: torch.device) -> Function:
+    return compiled(_source(), "laid_linear", constants(cut, bits, is_gated), device)
 
 
-def constants(cut: Cut, bits: int, has_norm: bool, is_gated: bool) -> dict[str, int]:
+def constants(cut: Cut, bits: int, is_gated: bool) -> dict[str, int]:
     """Of the compiled kernel."""
-    sizes = {"WARPS": cut.warps, "TILES": cut.tiles, "DEPTH": cut.depth}
-    return {"BITS": bits, "NORM": int(has_norm), "GATED": int(is_gated), **sizes}
+    sizes = {"WARPS": cut.warps, "DEPTH": cut.depth, "RESIDENT": max(1, 32 // cut.warps)}
+    return {"BITS": bits, "GATED": int(is_gated), **sizes}
 
 
 @cache
-def source(name: str) -> str:
-    """Of a kernel in this folder, with the device's instructions before it."""
-    return instructions() + (Path(__file__).parent / "on_device" / name).read_text(encoding="utf-8")
+def _source() -> str:
+    return instructions_of_steps() + (_FOLDER / "streamed.cu").read_text(encoding="utf-8")
+
+
+@cache
+def instructions_of_steps() -> str:
+    """The device's instructions as functions, and what a kernel in CUDA C does with laid weights."""
+    return instructions() + (_FOLDER / "steps.cu").read_text(encoding="utf-8")
 
 
 @cache
 def instructions() -> str:
     """The device's instructions as functions, for kernels in CUDA C of other folders too."""
-    return (Path(__file__).parent / "on_device" / "words.cu").read_text(encoding="utf-8")
+    return (_FOLDER / "words.cu").read_text(encoding="utf-8")

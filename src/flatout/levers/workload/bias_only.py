@@ -2,7 +2,12 @@
 
 What        `flatout.adapting.bitfit`: biases of layers and norms (Ben Zaken et al. 2022), nothing else.
 Guarantee   QUALITY: the metric tells. The outputs before the first step are the model's.
-Price       See docs/how-to/adapt-a-model.md.
+Price       After as many steps as full training, 3 seeds, 95 % intervals (`bench/adapting_quality.py`): 33 points of accuracy
+            with an MLP of 256 (31 to 36), 65 with a CNN of 32 (63 to 67), digits turned by a quarter; 0.45 bits a character (0.43
+            to 0.47) with a transformer of 64, from prose to code. Gains (`bench/adapting.py`): 0.3 to 1 % of gradients and
+            moments stay; a step takes 0.49 of full training's with an MLP of 1024, 0.63 with a transformer of 256, 0.79 to 0.92
+            with a GRU, a CNN and a U-Net. One thread of a Xeon. Not worth it on models as small as these: `workload.last-layers`
+            was faster and lost less on all three.
 Refuses     Models without biases.
 """
 

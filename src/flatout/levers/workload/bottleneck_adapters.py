@@ -2,7 +2,12 @@
 
 What        `flatout.adapting.bottleneck`: down, ReLU, up, added to what a module gives (Houlsby et al. 2019).
 Guarantee   QUALITY: the metric tells. Before the first step the outputs are the model's, bit for bit.
-Price       See docs/how-to/adapt-a-model.md. The bottlenecks stay in the model: calls get longer.
+Price       After as many steps as full training, 3 seeds, 95 % intervals (`bench/adapting_quality.py`): 1.3 points of accuracy
+            with an MLP of 256 (0.5 to 2.2), 3.9 with a CNN of 32 (2.9 to 5.0), digits turned by a quarter; 0.22 bits a character
+            (0.21 to 0.23) with a transformer of 64, from prose to code. They stay in the model: calls took 1.7 times as long.
+            Gains (`bench/adapting.py`): 3 to 11 % of gradients and moments stay; a step takes 0.28 of full training's with a GRU
+            of 128, 0.60 with an MLP of 1024, 0.89 with a transformer of 256. One thread of a Xeon. Not worth it in convolutions
+            (0.99 and 1.23), nor for new classes: the head stays frozen (CNN: 38 % right, 0 to 88 by seed, of 98 %).
 Refuses     Models without modules to put them behind.
 """
 

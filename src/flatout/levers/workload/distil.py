@@ -3,7 +3,11 @@
 What        `flatout.compression.distilling.distil`: AdamW with a cosine schedule for a stated time, after the given model's
             outputs and, where there are, the targets.
 Guarantee   QUALITY: the metric tells.
-Price       Time: a minute by default. What of the metric stays lost is measured; see docs/how-to/distil-a-model.md.
+Price       Time, a minute by default. What stays lost by models with half of their units, one seed, 95 % intervals paired by
+            sample (`bench/distilling.py`, one thread of a Xeon): 0.3 points of accuracy on digits with an MLP of 128 (-0.6 to
+            1.3), 0.2 with a CNN of 32 (-0.7 to 1.1), 0.003 bits a character of 1.780 with a transformer of 64 (-0.006 to 0.013),
+            after 1.3, 4.9 and 57 seconds. By the targets alone: 0.3 points, 0.5 points, 0.025 bits, in 0.6 to 0.7 of the time.
+            Not worth it where the targets bring as much back, as with the MLP.
 Refuses     Runs without data; models whose weights are those that were given.
 """
 

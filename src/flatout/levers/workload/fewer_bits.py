@@ -4,7 +4,12 @@ What        `flatout.compression.quantising.choose`: every layer in every scheme
             scales of activations taken as they come, weights alone, bfloat16, fp8 on GPUs that have it), timed at the shapes of
             the example beside float32; taken by gain over loss while the metric allows, and proved on the whole model.
 Guarantee   QUALITY: the metric tells.
-Price       See docs/how-to/use-fewer-bits.md: measured per model, beside torchao's.
+Price       All layers in 8 bits, 3 seeds, 95 % intervals (`bench/quantising_quality.py`): no accuracy on digits that could be
+            told, with an MLP of 512 (-0.3 to 0.3 points) and a CNN of 32 (-0.2 to 0.3); 0.0003 bits a character of 2.142 (0.0000
+            to 0.0005) with a transformer of 64. 4 bits in its linear layers: 0.019 (0.017 to 0.021). What was taken of models of
+            random weights (`bench/shrinking.py`): 0.2 to 0.8 % of the outputs' scale, for 1.2 (LSTM cells of 128) to 3.8 times
+            the speed (GRU), 3.0 with an MLP 1024-4096-1024, 2.0 with a transformer. One thread of a Xeon with 8-bit products. Not
+            worth it, and not taken, in six of twelve: small layers, convolutions, torch's own encoder.
 Refuses     Layers that are not faster; models where no layer is.
 """
 

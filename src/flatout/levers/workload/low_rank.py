@@ -3,7 +3,12 @@
 What        `flatout.adapting.lora`: a product of two small matrices added to the weights of linear layers, convolutions,
             recurrent layers and attention (Hu et al. 2021); with a learned length of each row, too (DoRA, Liu et al. 2024).
 Guarantee   QUALITY: the metric tells. Before the first step the outputs are the model's, bit for bit.
-Price       See docs/how-to/adapt-a-model.md: the metric after as many steps as full training took.
+Price       After as many steps as full training, rank 16, 3 seeds, 95 % intervals (`bench/adapting_quality.py`): 0.8 points of
+            accuracy with an MLP of 256 (0.0 to 1.6), 8.4 with a CNN of 32 (7.1 to 9.9), digits turned by a quarter; 0.17 bits a
+            character (0.16 to 0.18) with a transformer of 64, from prose to code. Gains, rank 8 (`bench/adapting.py`): 2 to 12 %
+            of gradients and moments stay; a step takes 0.55 of full training's with an MLP of 1024, 0.79 with a transformer of
+            256. One thread of a Xeon. Not worth it in convolutions and GRUs (0.86 to 1.09), nor DoRA for speed (0.69 to 1.13),
+            nor for new classes where the head is too small for a pair and stays frozen (CNN: 7 % right, of 98 %).
 Refuses     Models without such layers.
 """
 

@@ -2,7 +2,11 @@
 
 What        `flatout.adapting.prompt`: vectors in front of an embedding (Lester et al. 2021); their outputs are cut off.
 Guarantee   QUALITY: the metric tells.
-Price       See docs/how-to/adapt-a-model.md. Every call works on more tokens.
+Price       Nearly all that training would bring: after 180 steps from prose to code a transformer of 64 was 0.70 bits a character
+            behind full training (3 seeds, 95 % interval 0.67 to 0.73), 8 % of the way (`bench/adapting_quality.py`). Every call
+            works on more tokens: 1.7 times as long with 8 vectors before 32. Gains (`bench/adapting.py`, transformer of 256):
+            0.1 % of gradients and moments stay; a step takes 0.71 of full training's. One thread of a Xeon. Not worth it on
+            models as small as these: `workload.last-layers` loses half as much and takes less than half of the time.
 Refuses     Models without exactly one place where tokens become vectors.
 """
 

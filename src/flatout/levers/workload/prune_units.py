@@ -3,7 +3,12 @@
 What        `flatout.compression.pruning.prune`: a share of the units of every group that belongs together, over the exported
             graph; the widths of carried states with them. What is left equals the model with those masked, proved each time.
 Guarantee   QUALITY: the metric tells. Without training it falls soon; `workload.distil` brings it back.
-Price       See docs/how-to/prune-a-model.md: measured with and without training again, on digits and on text.
+Price       Half of all units, one seed (`bench/distilling.py`): without training accuracy on digits falls from 97.8 to 90.3 %
+            (MLP of 128) and from 99.5 to 37.7 % (CNN of 32), a transformer of 64, half of its heads and hidden units, from 1.78
+            to 5.40 bits a character. After `workload.distil`: 97.5 %, 99.3 %, 1.78. A quarter without training moves outputs by
+            12 to 44 % of their scale, for 1.1 to 1.5 times the speed (`bench/shrinking.py`, eleven models of random weights).
+            Half gains 1.4 times (U-Net) to 3.4 (GRU cell of 512), and 25 to 28 % of the weights stay (`bench/pruning.py`). One
+            thread of a Xeon. Not worth it without data to train on again.
 Refuses     Models that cannot be exported, and units that an operator pins, by name and line.
 """
 

@@ -2,85 +2,81 @@
 // attends to all places up to the position.
 //
 // N heads of queries, G heads of keys, S places, H = 128 numbers of a head. A program is a head of queries and a part of the
-// places, 64 at a time: 16 lanes take a place, eight numbers each. Keys and values of older places are asked for before the launch
-// before this one has ended: it must not write them, nor the position.
+// places, 64 at a time: 16 lanes take a place, eight numbers each. Keys and values of STAGES times 64 places are on their way into
+// shared memory, the first of them from before the launch before this one has ended: it must not write older places than the
+// position, nor the position. A lane reads only what it has copied itself. The parts of a head are joined in a fixed order: by the
+// programs of a cluster, each some of the numbers (CLUSTERS), or by the last program of a head.
 
-constexpr int H = 128, PLACES = 64, TEAMS = 16, EACH = PLACES / TEAMS;
-constexpr float NONE = -1e38f;
+constexpr int PLACES = 64, TEAMS = 16, EACH = PLACES / TEAMS, STAGE = 2 * PLACES * H * 2;
 
-__device__ __forceinline__ void widen(float (&to)[8], const Four& from) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) to[2 * i] = low(from.at[i]), to[2 * i + 1] = high(from.at[i]);
-}
-
-__device__ __forceinline__ Four narrowed(const float (&from)[8]) {
-    Four made;
-#pragma unroll
-    for (int i = 0; i < 4; i++) made.at[i] = rounded(from[2 * i], from[2 * i + 1]);
-    return made;
-}
-
-// This lane's eight numbers of a head, turned by the angles of the position: those of a half with those of the other.
-__device__ __forceinline__ void turned(float (&made)[8], const char* head, const float* cosines, const float* sines, int lane) {
-    float here[8], there[8];
-    widen(here, read_shared_result(head + lane * 16));
-    widen(there, read_shared_result(head + (lane ^ 8) * 16));
-    float sign = lane < 8 ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        int at = lane % 8 * 8 + i;
-        made[i] = here[i] * cosines[at] + sign * there[i] * sines[at];
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(256, 3) turned_attention(
+extern "C" __global__ void __launch_bounds__(256, 4) turned_attention(
     const char* qkv, const float* cosines, const float* sines, char* keys, char* values, const long long* position, char* out,
     float* parts, unsigned int* counters, int heads, int shared, int S, int P, float scale) {
-    __shared__ float tops[TEAMS], totals[TEAMS], accs[TEAMS][H];
+    extern __shared__ __align__(16) char kept[];
+    __shared__ float tops[TEAMS], totals[TEAMS], accs[TEAMS][H], part_of_head[H + 2];
+    __shared__ Four newest[2][TEAMS];
     __shared__ unsigned int order;
     int head = blockIdx.x, part = blockIdx.y, batch = blockIdx.z, thread = threadIdx.x, team = thread / 16, lane = thread % 16;
     int groups = heads / shared, group = head / shared;
 
     let_the_next_begin();
     int place = (int)*position, num = place + 1;  // `place` is the new one's
-    int stretch = ((num + P - 1) / P + PLACES - 1) / PLACES * PLACES, first = part * stretch, end = min(first + stretch, num);
+    int stretch = ((num + P - 1) / P + TEAMS - 1) / TEAMS * TEAMS, first = part * stretch, end = min(first + stretch, num);
     long row = ((long)batch * groups + group) * S * H;
     const char *my_keys = keys + row * 2 + lane * 16, *my_values = values + row * 2 + lane * 16;
-    Four k[EACH], v[EACH];
+    char* mine = kept + thread * 16;  // a place of each team is 4 KiB further
+    auto ask = [&](int stage, int start) {
+        char* to = mine + stage * STAGE;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        int at = first + team * EACH + i;
-        if (at < min(end, place)) {
-            k[i] = read_once(my_keys + (long)at * H * 2);
-            v[i] = read_once(my_values + (long)at * H * 2);
+        for (int i = 0; i < EACH; i++) {
+            int at = start + i * TEAMS + team;
+            if (at < min(end, place)) {
+                begin_copy(to + i * 4096, my_keys + (long)at * H * 2);
+                begin_copy(to + STAGE / 2 + i * 4096, my_values + (long)at * H * 2);
+            }
+        }
+        copies_begun();
+    };
+    for (int s = 0; s < STAGES; s++) ask(s, first + s * PLACES);
+
+    wait_for_the_launch_before();
+    const char* fresh = qkv + (long)batch * (heads + 2 * groups) * H * 2;
+    const float *my_cosines = cosines + (long)place * (H / 2), *my_sines = sines + (long)place * (H / 2);
+    float query[8];
+    auto turn = [&](float(&made)[8], const char* head) {
+        Four here = read_shared_result(head + lane * 16), there = read_shared_result(head + (lane ^ 8) * 16);
+        turned(made, here, there, my_cosines, my_sines, lane);
+    };
+    turn(query, fresh + head * H * 2);
+    widen(query, narrowed(query));  // rounded as what a tensor would hold
+#pragma unroll
+    for (int i = 0; i < 8; i++) query[i] *= scale * 1.4426950408889634f;  // in base 2: exp2 is what the device has
+    if (first <= place && place < end && (place - first) % TEAMS == team) {
+        float fresh_key[8];
+        turn(fresh_key, fresh + (heads + group) * H * 2);
+        Four new_key = narrowed(fresh_key), new_value = read_shared_result(fresh + (heads + groups + group) * H * 2 + lane * 16);
+        newest[0][lane] = new_key, newest[1][lane] = new_value;
+        if (head % shared == 0) {
+            *(Four*)(keys + (row + (long)place * H) * 2 + lane * 16) = new_key;
+            *(Four*)(values + (row + (long)place * H) * 2 + lane * 16) = new_value;
         }
     }
 
-    wait_for_the_launch_before();
-    const char* mine = qkv + (long)batch * (heads + 2 * groups) * H * 2;
-    const float *my_cosines = cosines + (long)place * (H / 2), *my_sines = sines + (long)place * (H / 2);
-    float query[8], fresh_key[8];
-    turned(query, mine + head * H * 2, my_cosines, my_sines, lane);
-    turned(fresh_key, mine + (heads + group) * H * 2, my_cosines, my_sines, lane);
-    Four new_query = narrowed(query), new_key = narrowed(fresh_key);
-    Four new_value = read_shared_result(mine + (heads + groups + group) * H * 2 + lane * 16);
-    widen(query, new_query);  // rounded as what a tensor would hold
-#pragma unroll
-    for (int i = 0; i < 8; i++) query[i] *= scale * 1.4426950408889634f;  // in base 2: exp2 is what the device has
-    if (head % shared == 0 && first <= place && place < end && team == 0) {
-        *(Four*)(keys + (row + (long)place * H) * 2 + lane * 16) = new_key;
-        *(Four*)(values + (row + (long)place * H) * 2 + lane * 16) = new_value;
-    }
-
     float top = NONE, total = 0, acc[8] = {};
+    int stage = 0;
     for (int start = first; start < end; start += PLACES) {
+        wait_for_copies<STAGES - 1>();
+        char* from = mine + stage * STAGE;
         float scores[EACH], above = top;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            int at = start + team * EACH + i;
-            if (at == place) k[i] = new_key, v[i] = new_value;
+            int at = start + i * TEAMS + team;
+            if (at == place) {  // this lane's part of the new one, where an older one's would be
+                *(Four*)(from + i * 4096) = newest[0][lane];
+                *(Four*)(from + STAGE / 2 + i * 4096) = newest[1][lane];
+            }
             float wide[8], score = 0;
-            widen(wide, k[i]);
+            widen(wide, *(Four*)(from + i * 4096));
 #pragma unroll
             for (int j = 0; j < 8; j++) score += query[j] * wide[j];
 #pragma unroll
@@ -93,31 +89,26 @@ extern "C" __global__ void __launch_bounds__(256, 3) turned_attention(
 #pragma unroll
         for (int j = 0; j < 8; j++) acc[j] *= shrink;
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            int at = start + team * EACH + i;
-            if (at < end) {
+        for (int i = 0; i < EACH; i++)
+            if (start + i * TEAMS + team < end) {
                 float weight = exp2_of(scores[i] - above), wide[8];
-                widen(wide, v[i]);
+                widen(wide, *(Four*)(from + STAGE / 2 + i * 4096));
                 total += weight;
 #pragma unroll
                 for (int j = 0; j < 8; j++) acc[j] += weight * wide[j];
             }
-            at += PLACES;
-            if (at < min(end, place)) {
-                k[i] = read_once(my_keys + (long)at * H * 2);
-                v[i] = read_once(my_values + (long)at * H * 2);
-            }
-        }
+        ask(stage, start + STAGES * PLACES);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
         top = above;
     }
 
-    // The teams of this program, then the programs of this head: always in the same order.
+    // The teams of this program, then the programs of this head.
 #pragma unroll
     for (int j = 0; j < 8; j++) accs[team][lane * 8 + j] = acc[j];
     if (lane == 0) tops[team] = top, totals[team] = total;
     __syncthreads();
     long whole = (long)batch * heads + head;
-    float *my_parts = parts + (whole * P + part) * (H + 2), joined = 0, all = 0, highest = NONE;
+    float joined = 0, all = 0, highest = NONE;
     if (thread < H) {
         for (int i = 0; i < TEAMS; i++) highest = fmaxf(highest, tops[i]);
         for (int i = 0; i < TEAMS; i++) {
@@ -125,6 +116,27 @@ extern "C" __global__ void __launch_bounds__(256, 3) turned_attention(
             joined += accs[i][thread] * by;
             all += totals[i] * by;
         }
+    }
+    unsigned short* result = (unsigned short*)out + whole * H + thread;
+    if (CLUSTERS) {
+        if (thread < H) part_of_head[thread] = joined;
+        if (thread == 0) part_of_head[H] = highest, part_of_head[H + 1] = all;
+        meet_cluster();
+        if (thread < H && thread * P / H == part) {
+            highest = NONE, joined = 0, all = 0;
+            for (int p = 0; p < P; p++) highest = fmaxf(highest, read_of_program(part_of_head + H, p));
+            for (int p = 0; p < P; p++) {
+                float by = exp2_of(read_of_program(part_of_head + H, p) - highest);
+                joined += read_of_program(part_of_head + thread, p) * by;
+                all += read_of_program(part_of_head + H + 1, p) * by;
+            }
+            *result = (unsigned short)rounded(joined / all, 0);
+        }
+        meet_cluster();  // what others read must stay until they have
+        return;
+    }
+    float* my_parts = parts + (whole * P + part) * (H + 2);
+    if (thread < H) {
         my_parts[thread] = joined;
         if (thread == 0) my_parts[H] = highest, my_parts[H + 1] = all;
         __threadfence();
@@ -143,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) turned_attention(
             joined += every[p * (H + 2) + thread] * by;
             all += every[p * (H + 2) + H + 1] * by;
         }
-        ((unsigned short*)out)[whole * H + thread] = (unsigned short)rounded(joined / all, 0);
+        *result = (unsigned short)rounded(joined / all, 0);
     }
     if (thread == 0) counters[whole] = 0;
 }

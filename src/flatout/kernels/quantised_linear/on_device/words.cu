@@ -20,10 +20,74 @@ __device__ __forceinline__ word read_word_once(const void* at) {
 // Sixteen bytes that another launch, or another program of this one, has written.
 __device__ __forceinline__ Four read_shared_result(const void* at) {
     Four made;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(made.at[0]), "=r"(made.at[1]), "=r"(made.at[2]), "=r"(made.at[3]) : "l"(at) : "memory");
     return made;
 }
+
+__device__ __forceinline__ unsigned short read_shared_half(const void* at) {
+    unsigned short made;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(made) : "l"(at) : "memory");
+    return made;
+}
+
+__device__ __forceinline__ word shared_address(const void* at) { return (word)__cvta_generic_to_shared(at); }
+
+// Sixteen bytes to shared memory, there after a wait of this thread.
+__device__ __forceinline__ void begin_copy(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void begin_word_copy(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// Those since the last call are a group.
+__device__ __forceinline__ void copies_begun() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all groups but the last MOST are there.
+template <int MOST> __device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(MOST) : "memory");
+}
+
+// The first NUM threads of a program meet.
+template <int NUM> __device__ __forceinline__ void meet_threads() { asm volatile("bar.sync 1, %0;" ::"n"(NUM) : "memory"); }
+
+#if __CUDA_ARCH__ >= 900
+// Programs meet in shared memory on a gate, which opens once for each time that all have come and all bytes are there; who waits
+// says how many times it has waited before, modulo 2.
+struct Gate { unsigned long long state; };
+
+__device__ __forceinline__ void make_gate(Gate& gate, int num) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&gate)), "r"(num) : "memory");
+}
+
+__device__ __forceinline__ void gates_are_made() {
+    asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+}
+
+__device__ __forceinline__ void come(Gate& gate) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&gate)) : "memory");
+}
+
+__device__ __forceinline__ void come_and_expect(Gate& gate, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&gate)), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void wait_at(Gate& gate, int round) {
+    asm volatile(
+        "{\n.reg .pred open;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 open, [%0], %1;\n@open bra done;\nbra again;\n"
+        "done:\n}" ::"r"(shared_address(&gate)), "r"(round) : "memory");
+}
+
+// Bytes to shared memory, counted at the gate; addresses and number are multiples of 16.
+__device__ __forceinline__ void begin_bulk_copy(void* to, const void* from, int bytes, Gate& gate) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(&gate)) : "memory");
+}
+#endif
+
+__device__ __forceinline__ void meet_warp() { __syncwarp(); }
 
 // Until here the launch before may still run: what it writes is seen from here on.
 __device__ __forceinline__ void wait_for_the_launch_before() {
@@ -39,17 +103,38 @@ __device__ __forceinline__ void let_the_next_begin() {
 #endif
 }
 
-// (code & 15) + 128 in each half: a code under the upper byte of 128 in bfloat16.
-__device__ __forceinline__ word over_128(word codes) {
+// In each half of the word 256 + code, the code in bits 2 to 5: under the upper bits of 256 in half precision.
+__device__ __forceinline__ word over_256(word codes) {
     word made;
-    asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(made) : "r"(codes));
+    asm("lop3.b32 %0, %1, 0x003c003c, 0x5c005c00, 0xea;" : "=r"(made) : "r"(codes));
     return made;
 }
 
-// Less 136, exactly.
-__device__ __forceinline__ word less_136(word pair) {
+// 16 + code, the code in bits 6 to 9.
+__device__ __forceinline__ word over_16(word codes) {
     word made;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(made) : "r"(pair), "r"(0x3f803f80u), "r"(0xc308c308u));
+    asm("lop3.b32 %0, %1, 0x03c003c0, 0x4c004c00, 0xea;" : "=r"(made) : "r"(codes));
+    return made;
+}
+
+// The bytes of each half of the word the other way round.
+__device__ __forceinline__ word swapped(word codes) {
+    word made;
+    asm("prmt.b32 %0, %1, 0, 0x2301;" : "=r"(made) : "r"(codes));
+    return made;
+}
+
+// Two numbers in half precision.
+__device__ __forceinline__ word halves(float low, float high) {
+    word made;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(made) : "f"(high), "f"(low));
+    return made;
+}
+
+// The largest of a warp's words.
+__device__ __forceinline__ word most_of_warp(word mine) {
+    word made;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(made) : "r"(mine));
     return made;
 }
 
@@ -75,8 +160,57 @@ __device__ __forceinline__ void multiply(float (&c)[4], const word (&a)[4], word
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same in half precision.
+__device__ __forceinline__ void multiply_halves(float (&c)[4], const word (&a)[4], word b0, word b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 __device__ __forceinline__ float exp2_of(float x) {
     float made;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(made) : "f"(x));
     return made;
 }
+
+// Programs of a cluster: each sees the others' shared memory.
+__device__ __forceinline__ void meet_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float read_of_program(const float* at, int rank) {
+    float made = 0;
+#if __CUDA_ARCH__ >= 900
+    word there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(at)), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(made) : "r"(there) : "memory");
+#endif
+    return made;
+}
+
+// Four bytes and a stamp, which arrive together: who reads the stamp that is expected has the bytes too, whatever else was written
+// before or after. No fence is needed, which would wait for all that is on its way.
+struct __align__(8) Pair { word data, stamp; };
+
+__device__ __forceinline__ Pair read_pair(const void* at) {
+    unsigned long long made;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(made) : "l"(at) : "memory");
+    return {(word)made, (word)(made >> 32)};
+}
+
+__device__ __forceinline__ void read_two_pairs(Pair* to, const void* at) {
+    unsigned long long one, two;
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(one), "=l"(two) : "l"(at) : "memory");
+    to[0] = {(word)one, (word)(one >> 32)}, to[1] = {(word)two, (word)(two >> 32)};
+}
+
+__device__ __forceinline__ void write_pair(void* at, word data, word stamp) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"((unsigned long long)stamp << 32 | data) : "memory");
+}
+
+__device__ __forceinline__ word lanes_where(bool is_so) { return __ballot_sync(0xffffffffu, is_so); }
+__device__ __forceinline__ void look_again() {}
+
+// What the next launch reads; gives the number before.
+__device__ __forceinline__ word count_up(word* counter) { return atomicAdd(counter, 1u); }

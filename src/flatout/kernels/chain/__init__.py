@@ -1,0 +1,1 @@
+"""Products and attentions of one new token in one launch."""

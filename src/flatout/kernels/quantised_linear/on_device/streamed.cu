@@ -1,0 +1,71 @@
+// A product of up to 8 rows with a laid weight, after steps.cu.
+//
+// M rows, N outputs, K inputs. A program takes some tiles, and its WARPS warps take their steps in turn. Each warp has DEPTH steps on
+// their way into shared memory, the first of them from before the launch before this one has ended: it must not write weights. A
+// lane reads only what it has copied itself.
+
+constexpr int SLOT = 1024 + 4 * SCALES;
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) laid_linear(
+    const char* x, const char* codes, const char* scales, const char* norm, const unsigned short* bias,
+    const unsigned short* residual, unsigned short* y, int M, int N, int K, float eps) {
+    extern __shared__ __align__(16) char kept[];
+    __shared__ Staging shared;
+    int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    int steps = K / STEP, tiles = (N + 15) / 16, P = gridDim.x, p = blockIdx.x;
+    int first_tile = tiles / P * p + min(p, tiles % P), num = tiles / P + (p < tiles % P), stride = 2 * K + 16;  // 16: other banks
+    char *rows = kept + WARPS * DEPTH * SLOT, *mine = kept + warp * DEPTH * SLOT + lane * 16;
+    float *of_x = (float*)(rows + M * stride), *sums = of_x + (BITS == 4 ? K / 16 : 0);
+
+    let_the_next_begin();
+    const char *one = codes + ((long)first_tile * steps + warp) * 1024 + lane * 16;
+    const char *two = scales + ((long)first_tile * steps + warp) * 32 + lane / 4 * 4;
+    int left = num * steps - warp;
+    auto ask = [&](char* slot) {
+        if (left > 0) {
+            begin_copy(slot, one);
+            begin_copy(slot + 512, one + 512);
+            if (BITS == 4) begin_word_copy(slot + 1024 - lane * 12, two);
+            left -= WARPS, one += WARPS * 1024, two += WARPS * 32;
+        }
+        copies_begun();
+    };
+    for (int d = 0; d < DEPTH; d++) ask(mine + d * SLOT);
+    Four first_norm = {};
+    if (norm && thread < K / 8) first_norm = read_once(norm + thread * 16);
+    int made = GATED ? 8 : 16, width = GATED ? N / 2 : N, first = first_tile * made, results = min(num * made, width - first);
+
+    wait_for_the_launch_before();
+    unsigned short first_residual = residual && thread < results ? read_shared_half(residual + first + thread) : 0;
+    stage(rows, of_x, shared, norm, first_norm, M, K, stride, eps, [&](Four(&eights)[AT_ONCE], int m, int from) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+            if (from + i * THREADS < K / 8) eights[i] = read_shared_result(x + ((long)m * K + (from + i * THREADS) * 8) * 2);
+    });
+
+    const char* my_x = rows + lane / 4 * stride + lane % 4 * 16;
+    int d = 0, in = warp;
+    for (int tile = 0; tile < num; tile++) {
+        float c[4] = {};
+        for (; in < steps; in += WARPS) {
+            wait_for_copies<DEPTH - 1>();
+            char* slot = mine + d * SLOT;
+            d = d + 1 == DEPTH ? 0 : d + 1;
+            Codes step[1];
+            step[0].half[0] = *(const Four*)slot, step[0].half[1] = *(const Four*)(slot + 512);
+            if (BITS == 4) step[0].scales = *(const word*)(slot + 1024 - lane * 12);
+            ask(slot);
+            take<1>(c, step, my_x + in * STEP * 2, of_x + in * 8 + lane % 4 * 2, lane / 4 < M);
+        }
+        in -= steps;
+        keep_part(sums, num, warp, tile, lane, M, c);
+    }
+    meet_threads<THREADS>();
+    finish(sums, shared.factors, num, GATED, results, M, [&](int m, int at, float value, bool is_real) {
+        if (!is_real) return;
+        long to = (long)m * width + first + at;
+        if (bias) value += low(bias[first + at]);
+        if (residual) value += low(m || at != thread ? read_shared_half(residual + to) : first_residual);
+        y[to] = (unsigned short)rounded(value, 0);
+    });
+}
