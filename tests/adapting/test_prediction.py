@@ -8,7 +8,7 @@ from tests.plain_models import PLAIN, plain
 from torch import Tensor, nn
 
 from flatout.adapting.adapted import adapt
-from flatout.adapting.ledger import recorded, squares
+from flatout.adapting.ledger import recorded, squares, without_graph
 from flatout.adapting.prediction import predicted
 from flatout.errors import UsageError
 from flatout.measure.timer import HostClock
@@ -91,6 +91,15 @@ def test_a_frozen_front_has_no_backward() -> None:
     assert head.forward == whole.forward
     assert sum(head.backward.values()) < sum(whole.backward.values()) / 5
     assert not any("attention" in str(call.operator) for call in head.backward)
+
+
+def test_a_frozen_recurrent_layer_runs_other_operators_than_a_trained_one() -> None:
+    model, inputs = plain("gru", width=8).module, (torch.randn(2, 5, 16),)
+    bare = without_graph(model, inputs, squares)
+    trained = recorded(model, inputs, squares).forward
+    frozen = recorded(model, inputs, squares, lambda copied: adapt(copied, Freeze(last=1))).forward
+    assert sum(bare.values()) == sum(frozen.values()) < sum(trained.values())
+    assert bare == frozen
 
 
 def test_models_that_look_at_values_are_refused() -> None:

@@ -104,6 +104,20 @@ def recorded(
     return Ledger(forward.calls, backward.calls, saved, trained)
 
 
+def without_graph(model: nn.Module, inputs: tuple[Any, ...], loss: Loss) -> Counter[Call]:
+    """Operators of the forward of a copy without data, in which nothing is trained: some run others then (a GRU copies less).
+
+    For a model of which `recorded` has told that it can be run without data.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    bare = _without_data(model, mode).requires_grad_(False)
+    given = tree_map(lambda v: mode.from_tensor(v) if isinstance(v, Tensor) else v, inputs)
+    forward = _Recorder()
+    with mode, forward:
+        loss(bare(*given))
+    return forward.calls
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -4,7 +4,8 @@ The plain model's step is timed on a copy: forward with and without a graph for 
 without data tells which operators the plain and the adapted step run (flatout.adapting.ledger); each different one is timed
 alone, all in the same rounds as the plain step. The sums of these times say how much longer each part gets:
 
-    forward     as the sums over forward's operators; what the graph adds to it, as the number of backward's operators
+    forward     without a graph, as the sums over forward's operators, beginning with those that run when nothing is trained;
+                what the graph adds to it, as the number of backward's operators
     backward    as the sums over backward's operators
     optimizer   timed on parameters of the trained shapes
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.adapting.adapted import adapt
-from flatout.adapting.ledger import Call, Ledger, Like, Loss, recorded, squares
+from flatout.adapting.ledger import Call, Ledger, Like, Loss, recorded, squares, without_graph
 from flatout.errors import UsageError
 from flatout.measure.stats import median, median_estimate
 from flatout.measure.timer import Clock, clock_for, compare
@@ -59,8 +60,11 @@ def predicted(
     given = tuple(inputs)
     plain = recorded(model, given, loss)
     ledgers = [recorded(model, given, loss, lambda bare, m=method: adapt(bare, m)) for method in methods]  # type: ignore[misc]
+    bare = without_graph(model, given, loss)
     steps = [_stand_in(make, ledger.trained) for ledger in (plain, *ledgers)]
-    calls = list({call: None for ledger in (plain, *ledgers) for call in (*ledger.forward, *ledger.backward)})
+    every = [set(ledger.forward) | set(ledger.backward) for ledger in (plain, *ledgers)]
+    counted = [part for ledger in (plain, *ledgers) for part in (ledger.forward, ledger.backward)]
+    calls = list(dict.fromkeys(call for part in (*counted, bare) for call in part))
     device = next(model.parameters()).device
     devices = [device] if device.type != "cpu" else []
     with torch.random.fork_rng(devices=devices):
@@ -76,10 +80,9 @@ def predicted(
         )
     rounds = _Rounds({name: timing.samples_s for name, timing in timings.items()}, calls)
     costs = [
-        _cost(rounds, ledger, plain, step, number)
+        _cost(rounds, ledger, plain, bare, step, number)
         for number, (ledger, step) in enumerate(zip((plain, *ledgers), steps, strict=True))
     ]
-    every = [set(ledger.forward) | set(ledger.backward) for ledger in (plain, *ledgers)]
     return tuple(
         _prediction(rounds, method, costs, number, len(every[0] | every[number]))
         for number, method in enumerate(methods, start=1)
@@ -127,17 +130,18 @@ class _Cost(NamedTuple):
     steps_s: list[float]
 
 
-def _cost(rounds: _Rounds, ledger: Ledger, plain: Ledger, step: _StandIn, number: int) -> _Cost:
+def _cost(rounds: _Rounds, ledger: Ledger, plain: Ledger, bare: Counter[Call], step: _StandIn, number: int) -> _Cost:
     whole, forward, first = (rounds.samples_s[name] for name in (_STEP, _FORWARD, "optimizer 0"))
     update = rounds.samples_s[f"optimizer {number}"]
-    sums = [rounds.sums_s(counted) for counted in (ledger.forward, plain.forward, ledger.backward, plain.backward)]
+    ours, theirs, without = (rounds.sums_s(counted) for counted in (ledger.forward, plain.forward, bare))
     graph = sum(ledger.backward.values()) / sum(plain.backward.values())
     forwards = [
-        b * a / p + max(f - b, 0.0) * graph
-        for f, b, a, p in zip(forward, rounds.samples_s[_BARE], sums[0], sums[1], strict=True)
+        b * a / n + max(f - b * p / n, 0.0) * graph
+        for f, b, a, p, n in zip(forward, rounds.samples_s[_BARE], ours, theirs, without, strict=True)
     ]
     behind = [max(w - f - o, 0.0) for w, f, o in zip(whole, forward, first, strict=True)]
-    backwards = [b * a / p for b, a, p in zip(behind, sums[2], sums[3], strict=True)]
+    pairs = zip(behind, rounds.sums_s(ledger.backward), rounds.sums_s(plain.backward), strict=True)
+    backwards = [b * a / p for b, a, p in pairs]
     steps = [sum(parts) for parts in zip(forwards, backwards, update, strict=True)]
     cost = StepCost(
         trained_parameters=step.num_parameters,
