@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from native_machine import hardware, versions
+from native_machine import hardware, versions, write_results
 from torch import Tensor, nn
 
 from flatout.adapting.front import prompt
@@ -307,11 +306,7 @@ def main() -> int:
         rows += of_case(name, seeds, share=share, rate=options.rate, seconds=options.seconds)
     machine: Record = {"part": "machine", **hardware(), **versions(), "threads": 1, "is_quick": options.quick}
     text = f"{machine['processor']}, one thread; torch {machine['versions']['torch']}\n\n{table(rows)}"
-    print(text)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("".join(json.dumps(row) + "\n" for row in (machine, *rows)))
-        options.out.with_suffix(".txt").write_text(text + "\n")
+    write_results(options.out, [machine, *rows], text)
     return 0
 
 

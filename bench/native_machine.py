@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import subprocess
@@ -23,22 +24,22 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         compile_shared(Path(__file__).parent / "native_c" / "machine.c", folder / "machine.so")
-        self.library = ctypes.CDLL(str(folder / "machine.so"))
-        self.library.seconds_of_reading.restype = self.library.seconds_of_products.restype = ctypes.c_double
-        self.library.seconds_of_reading.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-        self.library.seconds_of_products.argtypes = [ctypes.c_int64]
-        self.library.times_of_events.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64, ctypes.c_void_p] * 2
+        self.compiled = ctypes.CDLL(str(folder / "machine.so"))
+        self.compiled.seconds_of_reading.restype = self.compiled.seconds_of_products.restype = ctypes.c_double
+        self.compiled.seconds_of_reading.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        self.compiled.seconds_of_products.argtypes = [ctypes.c_int64]
+        self.compiled.times_of_events.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_int64, ctypes.c_void_p] * 2
 
     def bytes_per_s(self, num_bytes: int) -> float:
         """Of reading a buffer of that many bytes again and again; the best of nine, since this is a bound."""
         whole = max(512, num_bytes // 512 * 512)
         buffer = np.ones(whole + 64, np.uint8)  # written to: pages of zeros would all be one page
         at, again = -(-buffer.ctypes.data // 64) * 64, max(1, 100_000_000 // whole)
-        return max(whole * again / self.library.seconds_of_reading(at, whole, again) for _ in range(9))
+        return max(whole * again / self.compiled.seconds_of_reading(at, whole, again) for _ in range(9))
 
     def flop_per_s(self) -> float:
         again = 200_000
-        return max(again * 12 * 32 / self.library.seconds_of_products(again) for _ in range(9))
+        return max(again * 12 * 32 / self.compiled.seconds_of_products(again) for _ in range(9))
 
     def latencies(self, engine: Any, case: Case, num: int) -> Record:
         """Of single events in a loop in C, through the library and the weights of the engine's folder; `machine`: of as long a
@@ -59,7 +60,7 @@ class Machine:
         for count in (num // 20, num):  # warm, then measured
             step = table.step, weights.ctypes.data, state.ctypes.data, work.ctypes.data
             shown = ctypes.addressof(ins), ctypes.addressof(outs)
-            self.library.times_of_events(*step, *shown, count, taken.ctypes.data, links, alone.ctypes.data)
+            self.compiled.times_of_events(*step, *shown, count, taken.ctypes.data, links, alone.ctypes.data)
             took, added = (float(np.median(one[:count])) for one in (taken, alone))
             links = max(1, round(links * took / added))
         return {**percentiles(taken[:num]), "clock_s": int(taken[num]) * 1e-9, "machine": percentiles(alone)}
@@ -94,6 +95,15 @@ def hardware() -> Record:
         "caches": caches,
         "load": os.getloadavg()[0],
     }
+
+
+def write_results(out: Path | None, rows: list[Record], text: str) -> None:
+    """Say the table; the rows as lines of JSON to `out`, and the table beside them, if anywhere."""
+    print(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        out.with_suffix(".txt").write_text(text + "\n")
 
 
 def versions() -> Record:

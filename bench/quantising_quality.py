@@ -16,7 +16,6 @@ What gains time is in bench/shrinking.py.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 from adapting_quality import Case, Record, purpose_of
-from native_machine import hardware, versions
+from native_machine import hardware, versions, write_results
 from torch import Tensor, nn
 
 from flatout.compression.distilling.scoring import Score, accuracy, negative_bits, scores_of
@@ -142,11 +141,7 @@ def main() -> int:
     rows = [row for name in options.only.split(",") for row in of_case(name, seeds, 10 if options.quick else 1)]
     machine: Record = {"part": "machine", **hardware(), **versions(), "threads": 1, "is_quick": options.quick}
     text = f"{machine['processor']}, one thread; torch {machine['versions']['torch']}\n\n{table(rows)}"
-    print(text)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("".join(json.dumps(row) + "\n" for row in (machine, *rows)))
-        options.out.with_suffix(".txt").write_text(text + "\n")
+    write_results(options.out, [machine, *rows], text)
     return 0
 
 

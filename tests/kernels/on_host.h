@@ -150,7 +150,6 @@ static unsigned short read_shared_half(const void* at) { return *(const unsigned
 
 static Four read_once(const void* at) { return *(const Four*)at; }
 static Four read_shared_result(const void* at) { return *(const Four*)at; }
-static word read_word_once(const void* at) { return *(const word*)at; }
 static void wait_for_the_launch_before() {}
 static void let_the_next_begin() {}
 static float low(word pair) { return __uint_as_float(pair << 16); }

@@ -171,6 +171,8 @@ def test_what_does_not_fit_is_said() -> None:
         Chain(rows=0, width=8)
     with pytest.raises(UsageError, match="needs the position"):
         chain(shape.x)
+    with pytest.raises(UsageError, match="needs the position, int64"):
+        chain(shape.x, shape.position.int())
     with pytest.raises(UsageError, match="is not \\(1, 256\\)"):
         chain(shape.x[:, :3], shape.position)
     other = Chain(rows=1, width=256)
@@ -197,6 +199,32 @@ def test_an_attention_is_read_by_the_next_product_alone() -> None:
     chain.product(y, out)
     with pytest.raises(UsageError, match="by the product behind it alone"):
         chain.product(chain.given, out, residual=y)
+
+
+def test_why_steps_are_not_one_launch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "why_not", lambda device: None)
+    monkeypatch.setattr(launching, "has_early_launches", lambda device: True)
+    shape = Shape(4)
+    chain, _ = shape.chain()
+    assert chain.why_not_one_launch(shape.x) is None
+    assert chain.why_not_one_launch(shape.x.float()) == "x is torch.float32, not bfloat16"
+    assert "gradients" in str(chain.why_not_one_launch(shape.x.float().bfloat16().requires_grad_()))
+    wide = Chain(rows=9, width=256)
+    wide.product(wide.given, shape.head)
+    assert "9 rows" in str(wide.why_not_one_launch(shape.x))
+    odd = Chain(rows=2, width=256)
+    first = odd.product(odd.given, shape.weight(33, 256, 4))
+    odd.product(odd.given, shape.weight(33, 256, 4), residual=first)
+    assert odd.why_not_one_launch(shape.x) == "step 1: an odd number of results; programs hand on two at a time"
+    mixed = Chain(rows=1, width=256)
+    mixed.product(mixed.product(mixed.given, shape.weight(256, 256, 16)), shape.head)
+    assert mixed.why_not_one_launch(shape.x) == "weights have different bits"
+    strided = Chain(rows=1, width=256)
+    strided.product(strided.given, shape.head, norm=torch.ones(512, dtype=torch.bfloat16)[::2])
+    assert "not contiguous" in str(strided.why_not_one_launch(shape.x))
+    direct = Chain(rows=1, width=768, cosines_SH2=shape.cosines, sines_SH2=shape.sines)
+    direct.product(direct.attention(direct.given, shape.cache[0], shape.cache[1]), shape.head)
+    assert "an attention of what the chain is given" in str(direct.why_not_one_launch(shape.x))
 
 
 @needs_device

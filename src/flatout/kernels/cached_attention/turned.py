@@ -100,6 +100,8 @@ def why_not_fast(
         return why
     if any(t.dtype != torch.bfloat16 for t in (qkv, keys, values)) or keys.shape[3] != _DIM:
         return f"the kernel is for bfloat16 and heads of {_DIM}"
+    if position.dtype != torch.int64 or position.device != qkv.device:
+        return "position must be int64, on the device of qkv"
     if any(t.dtype != torch.float32 or not t.is_contiguous() for t in (cosines, sines)):
         return "cosines and sines must be float32, row after row"
     if not (qkv.is_contiguous() and keys.is_contiguous() and values.is_contiguous()) or qkv.storage_offset() % 8:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flatout.errors import UsageError
@@ -15,10 +16,10 @@ from flatout.kernels.quantised_linear.laying import Laid
 class Chain:
     """Steps that are said once and run at each call, M rows at a time; the last one's result is the chain's.
 
-    On a GPU of bfloat16 with up to 8 rows all steps are one launch of as many programs as there are processors. They meet behind
-    each step, and meanwhile the weights, keys and values of the next ones are on their way; there is no launch to wait for.
-    Elsewhere, and where `why_not_one_launch` says why, each step is `laid_linear` or `turned_attention`. Results of the two
-    differ by the order of sums. No gradients.
+    On a GPU of Hopper or later, in bfloat16 with up to 8 rows, all steps are one launch of as many programs as there are
+    processors. They hand on numbers as soon as they have them, and meanwhile weights, keys and values of the next steps are on
+    their way; it needs the device for itself. Elsewhere, and where `why_not_one_launch` says why, each step is `laid_linear` or
+    `turned_attention`. Results of the two differ by the order of sums. No gradients.
 
     `cosines_SH2` and `sines_SH2` (float32, half a head wide) are the angles of each place, for the attentions.
 
@@ -41,6 +42,7 @@ class Chain:
         self.rows, self.given = rows, Value(0, width)
         self.angles = None if cosines_SH2 is None or sines_SH2 is None else (cosines_SH2, sines_SH2)
         self.steps: list[Step] = []
+        self._attends = False
         self._launched: Launched | None = None
 
     def product(
@@ -66,6 +68,7 @@ class Chain:
             t.dim() != 2 or t.shape[0] < keys_MGSH.shape[2] or t.shape[1] != step.dim // 2 for t in self.angles
         ):
             raise UsageError(f"a chain with attention needs cosines and sines, ({keys_MGSH.shape[2]}, {step.dim // 2})")
+        self._attends = True
         return self._with(step)
 
     def __call__(self, x: Tensor, position: Tensor | None = None) -> Tensor:
@@ -78,12 +81,15 @@ class Chain:
             raise UsageError("a chain ends with a product")
         if x.shape != (self.rows, self.given.width):
             raise UsageError(f"x {tuple(x.shape)} is not {(self.rows, self.given.width)}")
-        if position is None and any(isinstance(step, Attention) for step in self.steps):
-            raise UsageError("a chain with attention needs the position")
+        if self._attends and (
+            position is None or position.dtype != torch.int64 or position.shape != (1,) or position.device != x.device
+        ):
+            raise UsageError("a chain with attention needs the position, int64 [1], on x's device")
+        if self._launched is not None and self._launched.takes(x):
+            return self._launched(x, position)
         if self.why_not_one_launch(x) is not None:
             return self.one_by_one(x, position)
-        if self._launched is None:
-            self._launched = Launched(self.steps, self.rows, self.angles, x.device)
+        self._launched = Launched(self.steps, self.rows, self.angles, x.device)
         return self._launched(x, position)
 
     def why_not_one_launch(self, x: Tensor) -> str | None:

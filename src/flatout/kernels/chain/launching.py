@@ -38,7 +38,7 @@ _LEAST_DEPTH: Final = 2
 """Stages with which a launch still makes sense."""
 _MOST_DEPTH: Final = 16
 _BEGUN: Final = {4: 1, 16: 2}
-"""Stages on their way at a time, by bits: measured on an H200 (bench/results, beyond_chain.json)."""
+"""Stages on their way at a time, by bits: the fastest of 1, 2, 3 and 4 on an H200."""
 
 
 class Launched:
@@ -61,6 +61,11 @@ class Launched:
         self._counters = torch.zeros(2, dtype=torch.int32, device=device)
         records = b"".join(self._record(i) for i in range(len(steps)))
         self._records = torch.frombuffer(bytearray(records), dtype=torch.uint8).to(device)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether x is of the kind for which this was made."""
+        is_plain = not (torch.is_grad_enabled() and x.requires_grad)
+        return x.device == self._device and x.dtype == torch.bfloat16 and is_plain
 
     def __call__(self, x: Tensor, position: Tensor | None) -> Tensor:
         x = dense(x)
@@ -109,6 +114,9 @@ def why_not_one(steps: Sequence[Step], rows: int, angles: tuple[Tensor, Tensor] 
         return "gradients are recorded, and the kernel has none"
     if x.dtype != torch.bfloat16:
         return f"x is {x.dtype}, not bfloat16"
+    odd = next((i for i, step in enumerate(steps[:-1], 1) if step.width % 2), None)
+    if odd is not None:
+        return f"step {odd}: an odd number of results; programs hand on two at a time"
     for i, step in enumerate(steps, 1):
         why = _why_not_attention(step) if isinstance(step, Attention) else _why_not_product(step)
         why = why or next((_why_unready(t, x.device) for t in _tensors(step) if _why_unready(t, x.device)), None)

@@ -2,10 +2,10 @@
 // attends to all places up to the position.
 //
 // N heads of queries, G heads of keys, S places, H = 128 numbers of a head. A program is a head of queries and a part of the
-// places, 64 at a time: 16 lanes take a place, eight numbers each. Keys and values of STAGES times 64 places are on their way into
-// shared memory, the first of them from before the launch before this one has ended: it must not write older places than the
-// position, nor the position. A lane reads only what it has copied itself. The parts of a head are joined in a fixed order: by the
-// programs of a cluster, each some of the numbers (CLUSTERS), or by the last program of a head.
+// places, 64 at a time: 16 lanes take a place, eight numbers each. Keys and values of STAGES times 64 places are on their way
+// into shared memory, the first of them from before the launch before this one has ended: it must not write older places than
+// the position, nor the position. A lane reads only what it has copied itself. The parts of a head are joined in a fixed order:
+// by the programs of a cluster, each some of the numbers (CLUSTERS), or by the last program of a head.
 
 constexpr int PLACES = 64, TEAMS = 16, EACH = PLACES / TEAMS, STAGE = 2 * PLACES * H * 2;
 

@@ -1,17 +1,17 @@
 // Products and attentions of one new token, one after the other in one launch, after steps.cu and heads.cu.
 //
-// M rows; an operation's own sizes are in its record. All programs run side by side, one to a processor. What one gives others read
-// as soon as it is there: numbers lie in pairs with a stamp, another one for each operation of each launch, and who finds another
-// stamp looks again. Programs never meet.
+// M rows; an operation's own sizes are in its record. All programs run side by side, one to a processor. What one gives others
+// read as soon as it is there: numbers lie in pairs with a stamp, another one for each operation of each launch, and who finds
+// another stamp looks again. Programs never meet.
 //
 // WARPS warps of a program compute. One thread more does nothing but ask for what they will read, DEPTH stages ahead of them, of
-// this operation and of the next ones: weights, and keys and values of older places, which nothing in this launch writes. So memory
-// goes on while programs wait for each other. No more than BEGUN stages are on their way at a time: with more, what programs tell
-// each other would wait behind them.
+// this operation and of the next ones: weights, and keys and values of older places, which nothing in this launch writes. So
+// memory goes on while programs wait for each other. No more than BEGUN stages are on their way at a time: with more, what
+// programs tell each other would wait behind them.
 //
-// A product's tiles are shared out among programs; a stage is EACH steps for each warp, one after the other as they lie. Sums are
-// added up in a fixed order. Attention is cut into units, a part of the places of a head of a row; a stage is EACH places for each
-// half of a warp. The program of a head's first part joins all.
+// A product's tiles are shared out among programs; a stage is EACH steps for each warp, one after the other as they lie. Sums
+// are added up in a fixed order. Attention is cut into units, a part of the places of a head of a row; a stage is EACH places
+// for each half of a warp. The program of a head's first part joins all.
 
 constexpr int STEPS = EACH * WARPS, PLACES = 2 * STEPS, AHEAD = 4, SLOT = STEPS * (1024 + SCALES);
 
@@ -53,7 +53,8 @@ __device__ __forceinline__ Unit unit_of(const Op& op, int unit, int num_places) 
 // Pieces of eight numbers that others write in this launch: those from `at` that are wanted, once they are there. All lanes of a
 // warp come here. Who waits longest looks alone until his is there: all lanes of all programs at once would be too much traffic.
 template <int NUM>
-__device__ __forceinline__ void read_when_there(Four (&eights)[NUM], const char* const (&at)[NUM], const bool (&wanted)[NUM], word stamp) {
+__device__ __forceinline__ void read_when_there(Four (&eights)[NUM], const char* const (&at)[NUM], const bool (&wanted)[NUM],
+                                                word stamp) {
     Pair pairs[NUM][4];
     auto look = [&]() {
         bool are_there = true;
@@ -178,8 +179,8 @@ __device__ __forceinline__ void take_places(Softmax& made, const char* slot, con
 }
 
 // A program's part of one operation of attention; `parts` are pairs.
-__device__ __forceinline__ void attend(Ring& ring, const Op& op, const Share& mine, int M, int place, const float* angles, char* parts,
-                                       float* accs, word stamp, word before) {
+__device__ __forceinline__ void attend(Ring& ring, const Op& op, const Share& mine, int M, int place, const float* angles,
+                                       char* parts, float* accs, word stamp, word before) {
     int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, lane16 = lane % 16, groups = op.heads / op.shared;
     float *tops = accs + WARPS * H, *alls = tops + WARPS;
     for (int u = 0; u < mine.num; u++) {
@@ -324,12 +325,13 @@ __device__ __forceinline__ void multiply_all(Ring& ring, const Op& op, const Sha
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) chain(
-    const char* ops, const char* given, const long long* position, const float* cosines, const float* sines, char* parts, word* counters, int num_ops,
-    int M, int most_in, int most_sums) {
+    const char* ops, const char* given, const long long* position, const float* cosines, const float* sines, char* parts,
+    word* counters, int num_ops, int M, int most_in, int most_sums) {
     extern __shared__ __align__(16) char kept[];
     int thread = threadIdx.x;
     char* rows = kept + DEPTH * SLOT;
-    float *of_x = (float*)(rows + M * (2 * most_in + 16)), *sums = of_x + (BITS == 4 ? most_in / 16 : 0), *angles = sums + most_sums;
+    float *of_x = (float*)(rows + M * (2 * most_in + 16)), *sums = of_x + (BITS == 4 ? most_in / 16 : 0);
+    float* angles = sums + most_sums;
     Op* table = (Op*)(angles + H);
     Staging& shared = *(Staging*)(table + AHEAD);
     Gate* gates = (Gate*)(&shared + 1);
@@ -381,7 +383,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) chain(
             finish(sums, shared.factors, mine.num, op.is_gated, results, M, [&](int m, int at, float value, bool is_real) {
                 long to = (long)m * width + first + at;
                 if (op.bias && is_real) value += low(((const unsigned short*)op.bias)[first + at]);
-                if (op.residual_from >= 0 && is_real) value += residual_of(op, given, to, m || at != thread ? Pair() : first_residual, before);
+                Pair seen = m || at != thread ? Pair() : first_residual;
+                if (op.residual_from >= 0 && is_real) value += residual_of(op, given, to, seen, before);
                 if (!op.is_last) write_stamped(op.y, to, value, is_real, stamp);
                 else if (is_real) ((unsigned short*)op.y)[to] = (unsigned short)rounded(value, 0);
             });

@@ -2,9 +2,10 @@
 //
 // A tile is 16 outputs; a step is 1 KiB of codes of a tile, 128 inputs with 4 bits and 32 with 16. M rows of x, K inputs.
 //
-// With 16 bits all is bfloat16. With 4 bits the matrix units see codes + 256 or + 16 in half precision, which take one instruction
-// for two; what this is too much is known from the sum of x. Rows of x become half precision too, times a power of two that brings
-// the largest to 2^14: bfloat16 has fewer bits, so that only numbers 2^28 times smaller than the row's largest lose any.
+// With 16 bits all is bfloat16. With 4 bits the matrix units see codes + 256 or + 16 in half precision, which take one
+// instruction for two; what this is too much is known from the sum of x. Rows of x become half precision too, times a power of
+// two that brings the largest to 2^14: bfloat16 has fewer bits, so that only numbers 2^28 times smaller than the row's largest
+// lose any.
 
 constexpr int STEP = BITS == 4 ? 128 : 32;
 constexpr int THREADS = 32 * WARPS;
@@ -21,9 +22,10 @@ __device__ __forceinline__ Codes step_of(const char* codes, const char* scales, 
     return step;
 }
 
-// c += NUM steps of the weight, one behind the other in a tile, times those of x: `x` is where this lane's sixteen bytes of the first
-// begin, and `sums` those of this lane's two columns. Column m of what the matrix units multiply is row m of x, which four lanes
-// hold; `has_row` says whether this lane's column is a row. Steps go side by side, since each product waits for the one before it.
+// c += NUM steps of the weight, one behind the other in a tile, times those of x: `x` is where this lane's sixteen bytes of the
+// first begin, and `sums` those of this lane's two columns. Column m of what the matrix units multiply is row m of x, which four
+// lanes hold; `has_row` says whether this lane's column is a row. Steps go side by side, since each product waits for the one
+// before it.
 template <int NUM>
 __device__ __forceinline__ void take(float (&c)[4], const Codes (&steps)[NUM], const char* x, const float* sums, bool has_row) {
     float even[NUM][4], odd[NUM][4];
@@ -74,11 +76,11 @@ struct Staging { float squares[8 * WARPS]; word tops[8 * WARPS]; float factors[8
 
 // x into shared memory as `take` wants it, times `norm` where there is one. What a product gives is then to be multiplied by
 // `factors` of its row, which are there after the next time that all threads meet; with 4 bits `sums` gets those of each step of
-// each row, [steps, 8]. `first_norm`: what this thread needs of `norm` at first. `read(eights, m, from)`: the eight numbers of row m from 8 (from + i THREADS) on, for each i that is in the row; all
-// threads call it.
+// each row, [steps, 8]. `first_norm`: what this thread needs of `norm` at first. `read(eights, m, from)`: the eight numbers of
+// row m from 8 (from + i THREADS) on, for each i that is in the row; all threads call it.
 template <class Read>
-__device__ __forceinline__ void stage(char* rows, float* sums, Staging& shared, const char* norm, const Four& first_norm, int M, int K, int stride,
-                                      float eps, Read read) {
+__device__ __forceinline__ void stage(char* rows, float* sums, Staging& shared, const char* norm, const Four& first_norm, int M,
+                                      int K, int stride, float eps, Read read) {
     int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     for (int m = 0; m < M; m++) {
         float square = 0;
@@ -102,7 +104,8 @@ __device__ __forceinline__ void stage(char* rows, float* sums, Staging& shared, 
                 }
                 *(Four*)(rows + (long)m * stride + at * 16) = eight;
 #pragma unroll
-                for (int j = 0; BITS == 4 && j < 4; j++) top = max(top, max(eight.at[j] & 0x7fff0000, eight.at[j] << 16 & 0x7fff0000));
+                for (int j = 0; BITS == 4 && j < 4; j++)
+                    top = max(top, max(eight.at[j] & 0x7fff0000, eight.at[j] << 16 & 0x7fff0000));
             }
         }
         if (norm) {
@@ -162,7 +165,8 @@ __device__ __forceinline__ void keep_part(float* sums, int num, int warp, int ti
 
 // The results of a program's tiles, `results` of each row, once `sums` are there: `write(m, at, value, is_real)` by all threads.
 template <class Write>
-__device__ __forceinline__ void finish(const float* sums, const float* factors, int num, bool is_gated, int results, int M, Write write) {
+__device__ __forceinline__ void finish(const float* sums, const float* factors, int num, bool is_gated, int results, int M,
+                                       Write write) {
     for (int m = 0; m < M; m++)
         for (int at = threadIdx.x; at - (int)threadIdx.x < results; at += THREADS) {
             int tile = is_gated ? at >> 3 : at >> 4, row = at & (is_gated ? 7 : 15);

@@ -1,8 +1,8 @@
 // A product of up to 8 rows with a laid weight, after steps.cu.
 //
-// M rows, N outputs, K inputs. A program takes some tiles, and its WARPS warps take their steps in turn. Each warp has DEPTH steps on
-// their way into shared memory, the first of them from before the launch before this one has ended: it must not write weights. A
-// lane reads only what it has copied itself.
+// M rows, N outputs, K inputs. A program takes some tiles, and its WARPS warps take their steps in turn. Each warp has DEPTH
+// steps on their way into shared memory, the first of them from before the launch before this one has ended: it must not write
+// weights. A lane reads only what it has copied itself.
 
 constexpr int SLOT = 1024 + 4 * SCALES;
 
@@ -13,7 +13,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) laid_linear(
     __shared__ Staging shared;
     int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     int steps = K / STEP, tiles = (N + 15) / 16, P = gridDim.x, p = blockIdx.x;
-    int first_tile = tiles / P * p + min(p, tiles % P), num = tiles / P + (p < tiles % P), stride = 2 * K + 16;  // 16: other banks
+    int first_tile = tiles / P * p + min(p, tiles % P), num = tiles / P + (p < tiles % P);
+    int stride = 2 * K + 16;  // 16 more, so that rows begin in other banks
     char *rows = kept + WARPS * DEPTH * SLOT, *mine = kept + warp * DEPTH * SLOT + lane * 16;
     float *of_x = (float*)(rows + M * stride), *sums = of_x + (BITS == 4 ? K / 16 : 0);
 

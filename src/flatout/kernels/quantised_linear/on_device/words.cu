@@ -11,12 +11,6 @@ __device__ __forceinline__ Four read_once(const void* at) {
     return made;
 }
 
-__device__ __forceinline__ word read_word_once(const void* at) {
-    word made;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(made) : "l"(at));
-    return made;
-}
-
 // Sixteen bytes that another launch, or another program of this one, has written.
 __device__ __forceinline__ Four read_shared_result(const void* at) {
     Four made;
@@ -189,8 +183,8 @@ __device__ __forceinline__ float read_of_program(const float* at, int rank) {
     return made;
 }
 
-// Four bytes and a stamp, which arrive together: who reads the stamp that is expected has the bytes too, whatever else was written
-// before or after. No fence is needed, which would wait for all that is on its way.
+// Four bytes and a stamp, which arrive together: who reads the stamp that is expected has the bytes too, whatever else was
+// written before or after. No fence is needed, which would wait for all that is on its way.
 struct __align__(8) Pair { word data, stamp; };
 
 __device__ __forceinline__ Pair read_pair(const void* at) {
