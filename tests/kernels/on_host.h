@@ -16,6 +16,7 @@
 
 typedef unsigned int word;
 struct __align__(16) Four { word at[4]; };
+struct __align__(8) Two { word at[2]; };
 struct Index { int x, y, z; };
 static Index threadIdx, blockIdx, gridDim;
 
@@ -148,20 +149,33 @@ static void meet_cluster() {}
 static float read_of_program(const float* at, int) { return *at; }
 static unsigned short read_shared_half(const void* at) { return *(const unsigned short*)at; }
 
+static int this_thread() { return threadIdx.x; }
 static Four read_once(const void* at) { return *(const Four*)at; }
 static Four read_shared_result(const void* at) { return *(const Four*)at; }
 static void wait_for_the_launch_before() {}
 static void let_the_next_begin() {}
 static float low(word pair) { return __uint_as_float(pair << 16); }
 static float high(word pair) { return __uint_as_float(pair & 0xffff0000u); }
-static word narrow(float f) { word x = __float_as_uint(f); return (x + 0x7fff + (x >> 16 & 1)) >> 16; }
+static word narrow(float f) { word x = __float_as_uint(f); return f != f ? 0x7fff : (x + 0x7fff + (x >> 16 & 1)) >> 16; }
 static word rounded(float low, float high) { return narrow(low) | narrow(high) << 16; }
-static float from_half(word half) { _Float16 x; unsigned short bits = half; memcpy(&x, &bits, 2); return x; }
-static word to_half(float f) { _Float16 x = f; unsigned short bits; memcpy(&bits, &x, 2); return bits; }
-static word halves(float low, float high) { return to_half(low) | to_half(high) << 16; }
-static word over_256(word codes) { return (codes & 0x003c003c) | 0x5c005c00; }
-static word over_16(word codes) { return (codes & 0x03c003c0) | 0x4c004c00; }
-static word swapped(word codes) { return (codes >> 8 & 0x00ff00ff) | (codes << 8 & 0xff00ff00); }
+static int __float2int_rn(float x) { return (int)std::nearbyint(x); }
+static word __byte_perm(word a, word b, word which) {
+    uint64_t both = (uint64_t)b << 32 | a;
+    word made = 0;
+    for (int i = 0; i < 4; i++) made |= (word)(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+    return made;
+}
+static word upper_codes(word codes) { return codes & 0xf0f0f0f0u; }
+static word lower_codes(word codes) { return codes << 4 & 0xf0f0f0f0u; }
+static word digits(float x) {
+    long left = __float2int_rn(x);
+    word made = 0;
+    for (int i = 0; i < 4; i++) {
+        int digit = (int)((left + 128) & 255) - 128;
+        made |= (word)(digit & 255) << 8 * i, left = (left - digit) / 256;
+    }
+    return made;
+}
 static word most_of_warp(word mine) {
     host::table[host::now][0] = mine;
     host::meet_warp();
@@ -173,8 +187,8 @@ static word most_of_warp(word mine) {
 static word times(word a, word b) { return rounded(low(a) * low(b), high(a) * high(b)); }
 static float exp2_of(float x) { return std::exp2(x); }
 
-// Fragments of mma.m16n8k16, as the PTX manual draws them.
-static void multiply_as(float (&c)[4], const word (&a)[4], word b0, word b1, float (*first)(word), float (*second)(word)) {
+// Fragments of mma.m16n8k16 and m16n8k32, as the PTX manual draws them; NUM numbers of a kind are a word.
+template <class Sum, int NUM> static void multiply_as(Sum (&c)[4], const word (&a)[4], word b0, word b1, Sum (*number)(word, int)) {
     word* mine = host::table[host::now];
     memcpy(mine, a, 16);
     mine[4] = b0, mine[5] = b1;
@@ -186,13 +200,15 @@ static void multiply_as(float (&c)[4], const word (&a)[4], word b0, word b1, flo
         for (int t = 0; t < 4; t++)
             for (int half = 0; half < 2; half++) {
                 word x = host::table[from + lane / 4 * 4 + t][row + 2 * half], y = host::table[from + n * 4 + t][4 + half];
-                sum += (double)first(x) * first(y) + (double)second(x) * second(y);
+                for (int k = 0; k < NUM; k++) sum += (double)number(x, k) * number(y, k);
             }
-        c[i] = (float)sum;
+        c[i] = (Sum)sum;
     }
     host::meet_warp();
 }
-static void multiply(float (&c)[4], const word (&a)[4], word b0, word b1) { multiply_as(c, a, b0, b1, low, high); }
-static void multiply_halves(float (&c)[4], const word (&a)[4], word b0, word b1) {
-    multiply_as(c, a, b0, b1, from_half, [](word pair) { return from_half(pair >> 16); });
+static void multiply(float (&c)[4], const word (&a)[4], word b0, word b1) {
+    multiply_as<float, 2>(c, a, b0, b1, [](word x, int k) { return k ? high(x) : low(x); });
+}
+static void multiply_bytes(int (&c)[4], const word (&a)[4], word b0, word b1) {
+    multiply_as<int, 4>(c, a, b0, b1, [](word x, int k) { return (int)(signed char)(x >> 8 * k); });
 }

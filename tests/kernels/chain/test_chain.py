@@ -115,22 +115,17 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize(("programs", "warps", "each"), [(1, 4, 2), (3, 4, 4), (2, 2, 1)])
 @pytest.mark.parametrize("given", SHAPES, ids=str)
 def test_one_launch_says_what_the_steps_say(
-    given: dict[str, int], programs: int, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, int], programs: int, warps: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def function(bits: int, depth: int, device: torch.device) -> object:
-        return on_host(
-            FILES,
-            "chain",
-            (("BITS", bits), ("DEPTH", min(depth, 3)), ("WARPS", 4), ("BEGUN", 2), ("EACH", each)),
-            KINDS,
-        )
+    def function(bits: int, num_passes: int, depth: int, device: torch.device) -> object:
+        return on_host(FILES, "chain", tuple(launching.constants(bits, num_passes, min(depth, 3)).items()), KINDS)
 
-    each = 2 if programs == 1 else 4
-    monkeypatch.setattr(launching, "_WARPS", 4)
+    monkeypatch.setattr(launching, "_WARPS", warps)
     monkeypatch.setattr(launching, "_EACH", each)
+    monkeypatch.setattr(launching, "_BEGUN", {4: 2, 16: 2})
     monkeypatch.setattr(launching, "_function", function)
     monkeypatch.setattr(launching, "processors", lambda device: programs)
     shape = Shape(**given)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.kernels.on_host import on_host
+from tests.kernels.on_host import OnHost, on_host
 
 from flatout.errors import UsageError
 from flatout.kernels.quantised_linear import laid
@@ -81,6 +81,10 @@ def assert_right(y: torch.Tensor, x: torch.Tensor, weight: Laid, around: dict[st
     assert error <= 2 * allowed + 2**-9, (error, allowed)
 
 
+def function_on_host(cut: Cut, num_passes: int, bits: int, is_gated: bool, device: torch.device) -> OnHost:
+    return on_host(FILES, "laid_linear", tuple(constants(cut, num_passes, bits, is_gated).items()), KINDS)
+
+
 @pytest.mark.parametrize(("cut", "rows", "shape"), [
     (Cut(2, 2, 1), 1, (140, 640)),
     (Cut(4, 1, 1), 3, (100, 384)),
@@ -92,16 +96,49 @@ def assert_right(y: torch.Tensor, x: torch.Tensor, weight: Laid, around: dict[st
 def test_the_kernel_says_what_the_reference_says(
     cut: Cut, rows: int, shape: tuple[int, int], bits: int, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def function(cut: Cut, bits: int, is_gated: bool, device: torch.device) -> object:
-        return on_host(FILES, "laid_linear", tuple(constants(cut, bits, is_gated).items()), KINDS)
-
-    monkeypatch.setattr(laid, "_function", function)
+    monkeypatch.setattr(laid, "_function", function_on_host)
     weight = weight_of(*shape, bits, is_gated=form == "all")
     x, around = inputs_of(weight, rows)
     around = around if form == "all" else {}
     y = run_cut(cut, x, weight, **around)
     assert torch.equal(y, run_cut(cut, x, weight, **around))
     assert_right(y, x, weight, around)
+
+
+def test_numbers_far_below_the_largest_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laid, "_function", function_on_host)
+    wide = drawn(16, 256)
+    wide[:, 7] = 0
+    weight = lay(pack(wide, bits=4))
+    x = drawn(1, 256).bfloat16()
+    y = run_cut(Cut(2, 2, 1), x, weight)
+    x[0, 7] = 2.0**13
+    assert torch.equal(run_cut(Cut(2, 2, 1), x, weight), y)
+    exact = reference(x.double(), weight)
+    assert float((y.double() - exact).norm() / exact.norm()) < 2**-8
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_not_hidden(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laid, "_function", function_on_host)
+    weight = weight_of(16, 256, 4)
+    x = drawn(3, 256).bfloat16()
+    x[1, 5] = value
+    y = run_cut(Cut(2, 2, 1), x, weight)
+    assert y[1].isnan().all()
+    assert_right(y[::2], x[::2], weight, {})
+
+
+def test_rows_that_do_not_fit_at_once_come_in_two_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laid, "_function", function_on_host)
+    weight = weight_of(16, 4096, 4)
+    x, around = inputs_of(weight, 8)
+    assert laid.first_fitting(8, weight, x.device) is None
+    y = laid._on_device(x, *weight, around["bias"], around["norm"], 1e-5, around["residual"])
+    assert_right(y, x, weight, around)
+    halves = [laid._on_device(x[i : i + 4], *weight, around["bias"], around["norm"], 1e-5, around["residual"][i : i + 4])
+              for i in (0, 4)]  # fmt: skip
+    assert torch.equal(y, torch.cat(halves))
 
 
 def test_it_compiles_whole() -> None:

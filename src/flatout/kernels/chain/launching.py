@@ -22,7 +22,9 @@ from flatout.kernels.quantised_linear.laid import (
     dense,
     instructions_of_steps,
     most_shared_bytes,
+    passes,
     processors,
+    row_bytes,
 )
 
 _DIM: Final = 128
@@ -51,7 +53,7 @@ class Launched:
         self._programs = processors(device)
         self._sizes, depth = _sizes(steps, rows, self._programs), _depth(steps, rows, self._programs, device)
         self._shared = _fixed_bytes(steps, rows, self._programs) + depth * _stage_bytes(steps)
-        self._function = _function(_bits(steps), depth, device)
+        self._function = _function(_bits(steps), passes(rows, _bits(steps)), depth, device)
         # What is had at last are numbers; in between they lie in pairs with a stamp.
         self._last = torch.empty((rows, steps[-1].width), dtype=torch.bfloat16, device=device)
         between = [torch.zeros((rows, step.width), dtype=torch.int32, device=device) for step in steps[:-1]]
@@ -177,15 +179,15 @@ def _sizes(steps: Sequence[Step], rows: int, programs: int) -> tuple[int, int]:
     products = [step for step in steps if isinstance(step, Product)]
     most_in = max(step.weight.inputs for step in products)
     tiles = max(-(-step.weight.words.shape[0] // programs) for step in products)
-    attention = _WARPS * (_DIM + 2) - rows * most_in // 2
+    attention = _WARPS * (_DIM + 2) - rows * row_bytes(most_in, _bits(steps)) // 4
     return most_in, max(_WARPS * tiles * 16 * rows, -(-attention // 4) * 4)
 
 
 def _fixed_bytes(steps: Sequence[Step], rows: int, programs: int) -> int:
     """Of shared memory, besides stages: as chain.cu lays it out."""
     most_in, most_sums = _sizes(steps, rows, programs)
-    of_x = most_in // 4 if _bits(steps) == 4 else 0
-    return rows * (2 * most_in + 16) + of_x + 4 * (most_sums + _DIM + 16 * _WARPS + 8) + _AHEAD * _RECORD.size
+    of_x = rows * row_bytes(most_in, _bits(steps))
+    return of_x + 4 * (most_sums + _DIM + 16 * _WARPS + 8) + _AHEAD * _RECORD.size
 
 
 def _stage_bytes(steps: Sequence[Step]) -> int:
@@ -200,13 +202,14 @@ def _depth(steps: Sequence[Step], rows: int, programs: int, device: torch.device
 
 
 @lru_cache(maxsize=64)
-def _function(bits: int, depth: int, device: torch.device) -> Function:
-    return compiled(
-        _source(),
-        "chain",
-        {"BITS": bits, "DEPTH": depth, "WARPS": _WARPS, "EACH": _EACH, "BEGUN": min(_BEGUN[bits], depth)},
-        device,
-    )
+def _function(bits: int, num_passes: int, depth: int, device: torch.device) -> Function:
+    return compiled(_source(), "chain", constants(bits, num_passes, depth), device)
+
+
+def constants(bits: int, num_passes: int, depth: int) -> dict[str, int]:
+    """Of the compiled kernel."""
+    sizes = {"WARPS": _WARPS, "EACH": _EACH, "DEPTH": depth, "BEGUN": min(_BEGUN[bits], depth)}
+    return {"BITS": bits, "PASSES": num_passes, **sizes}
 
 
 @cache

@@ -66,7 +66,8 @@ def laid_linear(
 
     `gated`, for weights that were laid so: silu(first half of the outputs) * second half, [..., N / 2]. On a GPU of bfloat16 and
     up to 8 rows one kernel, which is launched before the launch before it has ended and reads the weight while it waits:
-    that launch must not write the weight. Elsewhere the reference. No gradients. Raises UsageError for sizes that do not fit.
+    that launch must not write the weight. With 4 bits, numbers 2^22 times smaller than the largest of their row lose bits, and a
+    row with one that is not finite gives NaN. Elsewhere the reference. No gradients. Raises UsageError for sizes that do not fit.
 
     >>> from flatout.kernels.quantised_linear.laying import lay
     >>> from flatout.kernels.quantised_linear.packing import pack
@@ -130,8 +131,8 @@ def why_not_fast(x: Tensor, weight: Laid, *others: Tensor | None) -> str | None:
     rows = x.numel() // weight.inputs
     if not 1 <= rows <= MOST_ROWS:
         return f"there are {rows} rows; the kernel is for 1 to {MOST_ROWS}"
-    if first_fitting(rows, weight, x.device) is None:
-        return f"{rows} rows of {weight.inputs} numbers do not fit shared memory"
+    if first_fitting(1, weight, x.device) is None:
+        return f"a row of {weight.inputs} numbers does not fit shared memory"
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
         return "gradients are recorded, and the kernel has none"
     return None
@@ -146,7 +147,7 @@ def run_cut(
     x = dense(x)
     norm, bias, residual = (t if t is None else dense(t) for t in (norm, bias, residual))
     y = x.new_empty((*x.shape[:-1], width))
-    function = _function(cut, weight.bits, weight.is_gated, x.device)
+    function = _function(cut, passes(rows, weight.bits), weight.bits, weight.is_gated, x.device)
     scales = None if weight.scales is None else weight.scales.view(torch.int32)
     programs = num_programs(cut, rows, weight.words.shape[0], processors(x.device))
     function(
@@ -179,11 +180,23 @@ def num_programs(cut: Cut, rows: int, tiles: int, num_processors: int) -> int:
 
 
 def shared_bytes(cut: Cut, rows: int, weight: Laid, programs: int) -> int:
-    """Of a program: what is on its way, the rows (16 bytes longer each, so that they begin in other banks), their sums, and the
-    warps'."""
+    """Of a program: what is on its way, the rows, and the sums of each warp."""
     sums = cut.warps * -(-weight.words.shape[0] // programs) * rows * ROWS * 4
-    sums += weight.inputs // 4 if weight.bits == 4 else 0
-    return cut.warps * cut.depth * (1024 + (128 if weight.bits == 4 else 0)) + rows * (2 * weight.inputs + ROWS) + sums
+    return (
+        cut.warps * cut.depth * (1024 + (128 if weight.bits == 4 else 0))
+        + rows * row_bytes(weight.inputs, weight.bits)
+        + sums
+    )
+
+
+def row_bytes(inputs: int, bits: int) -> int:
+    """Of a row of x in shared memory: with 4 bits the four digits of each number, else as they are, and 16 bytes."""
+    return 4 * inputs if bits == 4 else 2 * inputs + 16
+
+
+def passes(rows: int, bits: int) -> int:
+    """Of the matrix units over a weight: they take eight columns, a row with 4 bits is four of them, and else one."""
+    return -(-rows // 2) if bits == 4 else 1
 
 
 def _alone(cut: Cut, device: torch.device) -> int:
@@ -221,8 +234,15 @@ def _on_device(
     rows = x.numel() // inputs
     if cut is None or not fits(cut, rows, weight, x.device):
         cut = first_fitting(rows, weight, x.device)
-        assert cut is not None  # what calls this has asked
-    return run_cut(cut, x, weight, bias, norm=norm, eps=eps, residual=residual)
+    if cut is not None:
+        return run_cut(cut, x, weight, bias, norm=norm, eps=eps, residual=residual)
+    assert rows > 1  # what calls this has asked
+    flat, added = x.reshape(rows, inputs), None if residual is None else residual.reshape(rows, -1)
+    some = [
+        _on_device(flat[part], *weight, bias, norm, eps, None if added is None else added[part])
+        for part in (slice(rows // 2), slice(rows // 2, None))
+    ]
+    return torch.cat(some).view(*x.shape[:-1], -1)
 
 
 def dense(t: Tensor) -> Tensor:
@@ -232,14 +252,14 @@ def dense(t: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=512)
-def _function(cut: Cut, bits: int, is_gated: bool, device: torch.device) -> Function:
-    return compiled(_source(), "laid_linear", constants(cut, bits, is_gated), device)
+def _function(cut: Cut, num_passes: int, bits: int, is_gated: bool, device: torch.device) -> Function:
+    return compiled(_source(), "laid_linear", constants(cut, num_passes, bits, is_gated), device)
 
 
-def constants(cut: Cut, bits: int, is_gated: bool) -> dict[str, int]:
+def constants(cut: Cut, num_passes: int, bits: int, is_gated: bool) -> dict[str, int]:
     """Of the compiled kernel."""
     sizes = {"WARPS": cut.warps, "DEPTH": cut.depth, "RESIDENT": max(1, 32 // cut.warps)}
-    return {"BITS": bits, "GATED": int(is_gated), **sizes}
+    return {"BITS": bits, "PASSES": num_passes, "GATED": int(is_gated), **sizes}
 
 
 @cache

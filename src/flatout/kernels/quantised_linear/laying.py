@@ -3,11 +3,10 @@
 O outputs, I inputs. A tile is 16 outputs; a step is 1 KiB of a tile's codes: 128 inputs with 4 bits, 32 with 16. 32-bit words,
 [tiles, steps, 2, 32 lanes, 4 words]. Lane 4 g + t has the rows g and g + 8 of a tile. With 16 bits the two halves of a step are
 these rows, and a lane's eight inputs are 8 t to 8 t + 7 of the step's 32. With 4 bits a half has 64 inputs; word 2 j + h of
-a lane has the four inputs from 32 j + 8 t + 4 h on: nibbles 0 and 4 are the first two of row g, 1 and 5 those of row g + 8, 2 and
-6 the other two of row g, 3 and 7 those of row g + 8; then each half of the word is turned left by two bits, so that two of four
-nibbles lie in the mantissa of a number in half precision, and the other two do when bytes are swapped. Scales are bfloat16
-[tiles, steps, 8, 2]: of the rows g and g + 8.
-The fragments are those of mma.m16n8k16 in the PTX manual, with the inputs in another order, which the sum does not see.
+a lane has the four inputs from 32 j + 8 t + 4 h on, a byte each: its lower half is of row g and its upper half of row g + 8, both
+8 less than what was packed, as numbers with a sign. Scales are bfloat16 [tiles, steps, 8, 2]: of the rows g and g + 8.
+The fragments are those of mma.m16n8k16 in the PTX manual, with 4 bits those of m16n8k32, with the inputs in another order, which
+the sum does not see.
 """
 
 from __future__ import annotations
@@ -87,11 +86,10 @@ def unlaid(weight: Laid) -> Packed:
         return Packed(_back(codes.permute(0, 2, 3, 1, 4, 5), weight), None, 16, DEPTH)
     assert weight.scales is not None
     shifts = torch.arange(0, 32, 4, device=weight.words.device, dtype=torch.int32)
-    words = ((weight.words >> 2) & 0x3FFF3FFF) | ((weight.words << 14) & _signed(0xC000C000))
-    nibbles = (words[..., None] >> shifts) & 15
-    # [tiles, steps, half, g, t, j, h, pair's place, pair's rows' half, pair's half of inputs]: the inverse of _laid_4
-    shape = (-1, weight.inputs // DEPTH, 2, 8, 4, 2, 2, 2, 2, 2)
-    codes = nibbles.view(shape).permute(0, 9, 3, 1, 2, 5, 4, 6, 8, 7).reshape(-1, weight.inputs)
+    nibbles = ((weight.words[..., None] >> shifts) & 15) ^ 8
+    # [tiles, steps, half, g, t, j, h, input, row's half]: the inverse of _laid_4
+    shape = (-1, weight.inputs // DEPTH, 2, 8, 4, 2, 2, 4, 2)
+    codes = nibbles.view(shape).permute(0, 8, 3, 1, 2, 5, 4, 6, 7).reshape(-1, weight.inputs)
     groups = codes.view(codes.shape[0], -1, 2, DEPTH // 2).to(torch.uint8)
     packed = _back(groups[:, :, 0] | groups[:, :, 1] << 4, weight)
     return Packed(packed, _back(weight.scales.permute(0, 3, 2, 1), weight), 4, DEPTH)
@@ -128,16 +126,11 @@ def _laid_4(packed: Tensor) -> Tensor:
     """Of `packing`'s bytes, whose groups are apart in halves."""
     groups = packed.view(packed.shape[0], -1, DEPTH // 2)
     nibbles = torch.stack((groups & 15, groups >> 4), 2).to(torch.int32)
-    # [tile, row's half, g, step, half of the step, j, t, h, pair, place in the pair]
-    lines = nibbles.view(-1, 2, 8, groups.shape[1], 2, 2, 4, 2, 2, 2)
-    # to [tile, step, half, g, t, j, h, place in the pair, pair, row's half]: a nibble is place * 4 + pair * 2 + row's half
-    lines = lines.permute(0, 3, 4, 2, 6, 5, 7, 9, 8, 1).reshape(lines.shape[0], lines.shape[3], 2, 32, 4, 8)
+    # [tile, row's half, g, step, half of the step, j, t, h, input]
+    lines = (nibbles ^ 8).view(-1, 2, 8, groups.shape[1], 2, 2, 4, 2, 4)
+    # to [tile, step, half, g, t, j, h, input, row's half]
+    lines = lines.permute(0, 3, 4, 2, 6, 5, 7, 8, 1).reshape(lines.shape[0], lines.shape[3], 2, 32, 4, 8)
     words = lines[..., 0]
     for i in range(1, 8):
         words = words | lines[..., i] << 4 * i
-    return ((words << 2) & _signed(0xFFFCFFFC)) | ((words >> 14) & 0x00030003)
-
-
-def _signed(word: int) -> int:
-    """As a 32-bit number of torch."""
-    return word - (1 << 32) if word >> 31 else word
+    return words

@@ -69,7 +69,7 @@ __device__ __forceinline__ void read_when_there(Four (&eights)[NUM], const char*
     };
     bool are_there = look();
     while (word missing = lanes_where(!are_there)) {
-        if (threadIdx.x % 32 == __ffs(missing) - 1)
+        if (this_thread() % 32 == __ffs(missing) - 1)
             while (!are_there) look_again(), are_there = look();
         meet_warp();
         if (!are_there) are_there = look();
@@ -140,7 +140,7 @@ struct Softmax { float top, all, acc[8]; };  // of some places: the largest scor
 // A stage more: this half of a warp has EACH places of it, of which the first is place `first`, `of_half` places on in the stage.
 __device__ __forceinline__ void take_places(Softmax& made, const char* slot, const float (&query)[8], const Four& key_then,
                                             const Four& value_then, int of_half, int first, int end, int place) {
-    const char* from = slot + of_half * H * 2 + threadIdx.x % 16 * 16;
+    const char* from = slot + of_half * H * 2 + this_thread() % 16 * 16;
     float scores[EACH], above = made.top;
 #pragma unroll
     for (int n = 0; n < EACH; n++) {
@@ -181,7 +181,7 @@ __device__ __forceinline__ void take_places(Softmax& made, const char* slot, con
 // A program's part of one operation of attention; `parts` are pairs.
 __device__ __forceinline__ void attend(Ring& ring, const Op& op, const Share& mine, int M, int place, const float* angles,
                                        char* parts, float* accs, word stamp, word before) {
-    int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, lane16 = lane % 16, groups = op.heads / op.shared;
+    int thread = this_thread(), warp = thread / 32, lane = thread % 32, lane16 = lane % 16, groups = op.heads / op.shared;
     float *tops = accs + WARPS * H, *alls = tops + WARPS;
     for (int u = 0; u < mine.num; u++) {
         int number = mine.first + u * (int)gridDim.x;
@@ -286,40 +286,58 @@ __device__ __forceinline__ float residual_of(const Op& op, const char* given, lo
     return number % 2 ? high(pair.data) : low(pair.data);
 }
 
-// A program's part of one product, of staged rows.
-__device__ __forceinline__ void multiply_all(Ring& ring, const Op& op, const Share& mine, int M, const char* rows, int stride,
-                                             const float* of_x, float* sums) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, steps = op.K / STEP, num = mine.num * steps;
-    const char* my_x = rows + lane / 4 * stride + lane % 4 * 16;
-    const float* my_sums = of_x + lane % 4 * 2;
-    bool has_row = lane / 4 < M;
-    float c[4] = {};
-    int tile = 0, in = EACH * warp;  // the step in the tile
-    auto tile_done = [&]() {
-        keep_part(sums, mine.num, warp, tile, lane, M, c);
+// What a warp has of a stage.
+__device__ __forceinline__ void read_stage(Codes (&all)[EACH], const char* slot, int warp, int lane) {
 #pragma unroll
-        for (int n = 0; n < 4; n++) c[n] = 0;
-        tile++, in -= steps;
+    for (int s = 0; s < EACH; s++) {
+        int step = warp * EACH + s;
+        all[s] = step_of(slot + step * 1024, slot + STEPS * 1024 + step * 32, lane);
+    }
+}
+
+// A program's part of one product, of staged rows.
+__device__ __forceinline__ void multiply_all(Ring& ring, const Op& op, const Share& mine, int M, const char* rows, float* sums) {
+    int thread = this_thread(), warp = thread / 32, lane = thread % 32, steps = op.K / STEP, num = mine.num * steps;
+    float c[PASSES][4] = {};
+    auto stage_done = [&]() {
+        meet_warp();
+        if (lane == 0) come(ring.empty[ring.at]);
+        ring.next();
     };
-    for (int left = num - EACH * warp; left > -EACH * warp; left -= STEPS, in += STEPS, ring.next()) {
+    if (PASSES == 1 && steps == STEPS) {  // a stage is a tile, and a warp has the same inputs of each
+        Columns columns[EACH];
+#pragma unroll
+        for (int s = 0; s < EACH; s++) columns[s] = columns_of(rows, M, op.K, 0, warp * EACH + s, lane);
+        for (int tile = 0; tile < mine.num; tile++) {
+            Codes all[EACH];
+            wait_at(ring.full[ring.at], ring.round);
+            read_stage(all, ring.slot(), warp, lane);
+            stage_done();
+            take<EACH>(c[0], all, columns);
+            keep_part(sums, mine.num, warp, tile, lane, M, c);
+        }
+        return;
+    }
+    int tile = 0, in = EACH * warp;  // the step in the tile
+    auto tile_done = [&]() { keep_part(sums, mine.num, warp, tile, lane, M, c), tile++, in -= steps; };
+    for (int left = num - EACH * warp; left > -EACH * warp; left -= STEPS, in += STEPS) {
         wait_at(ring.full[ring.at], ring.round);
-        const char *codes = ring.slot() + warp * EACH * 1024, *scales = ring.slot() + STEPS * 1024 + warp * EACH * 32;
         while (in >= steps && tile < mine.num) tile_done();
         if (left >= EACH && in + EACH <= steps) {  // all of one tile, as mostly
             Codes all[EACH];
-#pragma unroll
-            for (int s = 0; s < EACH; s++) all[s] = step_of(codes + s * 1024, scales + s * 32, lane);
-            take<EACH>(c, all, my_x + in * STEP * 2, my_sums + in * 8, has_row);
+            read_stage(all, ring.slot(), warp, lane);
+            stage_done();
+            take_all<EACH>(c, all, rows, M, op.K, in, lane);
         } else {
+            const char *codes = ring.slot() + warp * EACH * 1024, *scales = ring.slot() + STEPS * 1024 + warp * EACH * 32;
             for (int s = 0; s < min(left, EACH); s++, in++) {
                 if (in >= steps) tile_done();
                 Codes one[1] = {step_of(codes + s * 1024, scales + s * 32, lane)};
-                take<1>(c, one, my_x + in * STEP * 2, my_sums + in * 8, has_row);
+                take_all<1>(c, one, rows, M, op.K, in, lane);
             }
             in -= max(min(left, EACH), 0);
+            stage_done();
         }
-        meet_warp();
-        if (lane == 0) come(ring.empty[ring.at]);
     }
     while (tile < mine.num) tile_done();
 }
@@ -330,8 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) chain(
     extern __shared__ __align__(16) char kept[];
     int thread = threadIdx.x;
     char* rows = kept + DEPTH * SLOT;
-    float *of_x = (float*)(rows + M * (2 * most_in + 16)), *sums = of_x + (BITS == 4 ? most_in / 16 : 0);
-    float* angles = sums + most_sums;
+    float *sums = (float*)(rows + M * row_bytes(most_in)), *angles = sums + most_sums;
     Op* table = (Op*)(angles + H);
     Staging& shared = *(Staging*)(table + AHEAD);
     Gate* gates = (Gate*)(&shared + 1);
@@ -362,12 +379,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) chain(
         if (op.is_attention) {
             attend(ring, op, mine, M, place, angles, parts, (float*)rows, stamp, before);
         } else {
-            int K = op.K, stride = 2 * K + 16;  // 16 more, so that rows begin in other banks
+            int K = op.K;
             int made = op.is_gated ? 8 : 16, width = op.is_gated ? op.N / 2 : op.N;
             int first = mine.first * made, results = min(mine.num * made, width - first);
             Pair first_residual = {};  // looked at before it is waited for
             if (op.residual_from > 0 && thread < results) first_residual = read_pair(op.residual + (first + thread & ~1) * 4);
-            stage(rows, of_x, shared, op.norm, first_norm, M, K, stride, op.eps, [&](Four(&eights)[AT_ONCE], int m, int from) {
+            stage(rows, shared, op.norm, first_norm, M, K, op.eps, [&](Four(&eights)[AT_ONCE], int m, int from) {
                 const char* at[AT_ONCE];
                 bool wanted[AT_ONCE];
 #pragma unroll
@@ -378,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) chain(
                 }
                 if (op.x_from) read_when_there<AT_ONCE>(eights, at, wanted, before + op.x_from);
             });
-            multiply_all(ring, op, mine, M, rows, stride, of_x, sums);
+            multiply_all(ring, op, mine, M, rows, sums);
             meet_threads<THREADS>();
             finish(sums, shared.factors, mine.num, op.is_gated, results, M, [&](int m, int at, float value, bool is_real) {
                 long to = (long)m * width + first + at;

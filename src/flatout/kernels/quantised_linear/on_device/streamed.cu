@@ -14,9 +14,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) laid_linear(
     int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     int steps = K / STEP, tiles = (N + 15) / 16, P = gridDim.x, p = blockIdx.x;
     int first_tile = tiles / P * p + min(p, tiles % P), num = tiles / P + (p < tiles % P);
-    int stride = 2 * K + 16;  // 16 more, so that rows begin in other banks
     char *rows = kept + WARPS * DEPTH * SLOT, *mine = kept + warp * DEPTH * SLOT + lane * 16;
-    float *of_x = (float*)(rows + M * stride), *sums = of_x + (BITS == 4 ? K / 16 : 0);
+    float* sums = (float*)(rows + M * row_bytes(K));
 
     let_the_next_begin();
     const char *one = codes + ((long)first_tile * steps + warp) * 1024 + lane * 16;
@@ -38,16 +37,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) laid_linear(
 
     wait_for_the_launch_before();
     unsigned short first_residual = residual && thread < results ? read_shared_half(residual + first + thread) : 0;
-    stage(rows, of_x, shared, norm, first_norm, M, K, stride, eps, [&](Four(&eights)[AT_ONCE], int m, int from) {
+    stage(rows, shared, norm, first_norm, M, K, eps, [&](Four(&eights)[AT_ONCE], int m, int from) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
             if (from + i * THREADS < K / 8) eights[i] = read_shared_result(x + ((long)m * K + (from + i * THREADS) * 8) * 2);
     });
 
-    const char* my_x = rows + lane / 4 * stride + lane % 4 * 16;
+    float c[PASSES][4] = {};
     int d = 0, in = warp;
     for (int tile = 0; tile < num; tile++) {
-        float c[4] = {};
         for (; in < steps; in += WARPS) {
             wait_for_copies<DEPTH - 1>();
             char* slot = mine + d * SLOT;
@@ -56,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) laid_linear(
             step[0].half[0] = *(const Four*)slot, step[0].half[1] = *(const Four*)(slot + 512);
             if (BITS == 4) step[0].scales = *(const word*)(slot + 1024 - lane * 12);
             ask(slot);
-            take<1>(c, step, my_x + in * STEP * 2, of_x + in * 8 + lane % 4 * 2, lane / 4 < M);
+            take_all<1>(c, step, rows, M, K, in, lane);
         }
         in -= steps;
         keep_part(sums, num, warp, tile, lane, M, c);

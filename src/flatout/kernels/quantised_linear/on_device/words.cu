@@ -2,6 +2,7 @@
 
 typedef unsigned int word;  // two bfloat16, or eight codes of 4 bits
 struct __align__(16) Four { word at[4]; };
+struct __align__(8) Two { word at[2]; };
 
 // Sixteen bytes that are read once: past the nearest cache.
 __device__ __forceinline__ Four read_once(const void* at) {
@@ -22,6 +23,13 @@ __device__ __forceinline__ Four read_shared_result(const void* at) {
 __device__ __forceinline__ unsigned short read_shared_half(const void* at) {
     unsigned short made;
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(made) : "l"(at) : "memory");
+    return made;
+}
+
+// The number of this thread, each time anew: what follows from it is not kept in registers from one step of a kernel to the next.
+__device__ __forceinline__ int this_thread() {
+    int made;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(made));
     return made;
 }
 
@@ -97,33 +105,12 @@ __device__ __forceinline__ void let_the_next_begin() {
 #endif
 }
 
-// In each half of the word 256 + code, the code in bits 2 to 5: under the upper bits of 256 in half precision.
-__device__ __forceinline__ word over_256(word codes) {
-    word made;
-    asm("lop3.b32 %0, %1, 0x003c003c, 0x5c005c00, 0xea;" : "=r"(made) : "r"(codes));
-    return made;
-}
+// A code of 4 bits, with its sign, in the upper half of each byte, which is 16 times as much.
+__device__ __forceinline__ word upper_codes(word codes) { return codes & 0xf0f0f0f0u; }
+__device__ __forceinline__ word lower_codes(word codes) { return codes << 4 & 0xf0f0f0f0u; }
 
-// 16 + code, the code in bits 6 to 9.
-__device__ __forceinline__ word over_16(word codes) {
-    word made;
-    asm("lop3.b32 %0, %1, 0x03c003c0, 0x4c004c00, 0xea;" : "=r"(made) : "r"(codes));
-    return made;
-}
-
-// The bytes of each half of the word the other way round.
-__device__ __forceinline__ word swapped(word codes) {
-    word made;
-    asm("prmt.b32 %0, %1, 0, 0x2301;" : "=r"(made) : "r"(codes));
-    return made;
-}
-
-// Two numbers in half precision.
-__device__ __forceinline__ word halves(float low, float high) {
-    word made;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(made) : "f"(high), "f"(low));
-    return made;
-}
+// A whole number to which x rounds, as four bytes from - 128 to 127: its digits to the base 256.
+__device__ __forceinline__ word digits(float x) { return (word)(__float2int_rn(x) + 0x00808080) ^ 0x00808080u; }
 
 // The largest of a warp's words.
 __device__ __forceinline__ word most_of_warp(word mine) {
@@ -154,10 +141,10 @@ __device__ __forceinline__ void multiply(float (&c)[4], const word (&a)[4], word
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same in half precision.
-__device__ __forceinline__ void multiply_halves(float (&c)[4], const word (&a)[4], word b0, word b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// c += a b of bytes with signs: 16 rows of a, 32 numbers deep, 8 columns of b, in the fragments of mma.m16n8k32.
+__device__ __forceinline__ void multiply_bytes(int (&c)[4], const word (&a)[4], word b0, word b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ float exp2_of(float x) {
