@@ -130,10 +130,11 @@ static void wait_at(Gate& gate, int round) {
         if (gate.rounds % 2 == round) host::yield();
     }
 }
-struct __align__(8) Pair { word data, stamp; };
-static Pair read_pair(const void* at) { return *(const Pair*)at; }
-static void read_two_pairs(Pair* to, const void* at) { memcpy(to, at, 16); }
-static void write_pair(void* at, word data, word stamp) { *(Pair*)at = {data, stamp}; }
+const word ABSENT = 0xffffffffu;
+static word read_word(const void* at) { return *(const word*)at; }
+static Two read_two_words(const void* at) { return *(const Two*)at; }
+static Four read_four_words(const void* at) { return *(const Four*)at; }
+static void write_word(void* at, word data) { *(word*)at = data; }
 static word lanes_where(bool is_so) {
     host::table[host::now][0] = is_so;
     host::meet_warp();
@@ -176,6 +177,8 @@ static word digits(float x) {
     }
     return made;
 }
+static word larger_halves(word a, word b) { return max(a >> 16, b >> 16) << 16 | max(a & 0xffff, b & 0xffff); }
+static float __fdividef(float a, float b) { return a / b; }
 static word most_of_warp(word mine) {
     host::table[host::now][0] = mine;
     host::meet_warp();
@@ -188,7 +191,8 @@ static word times(word a, word b) { return rounded(low(a) * low(b), high(a) * hi
 static float exp2_of(float x) { return std::exp2(x); }
 
 // Fragments of mma.m16n8k16 and m16n8k32, as the PTX manual draws them; NUM numbers of a kind are a word.
-template <class Sum, int NUM> static void multiply_as(Sum (&c)[4], const word (&a)[4], word b0, word b1, Sum (*number)(word, int)) {
+template <class Sum, int NUM>
+static void multiply_as(Sum (&c)[4], const word (&a)[4], word b0, word b1, Sum (*number)(word, int)) {
     word* mine = host::table[host::now];
     memcpy(mine, a, 16);
     mine[4] = b0, mine[5] = b1;

@@ -26,7 +26,6 @@ KINDS = (
     "const long long*",
     "const float*",
     "const float*",
-    "char*",
     "word*",
     *["int"] * 4,
 )
@@ -115,11 +114,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("programs", "warps", "each"), [(1, 4, 2), (3, 4, 4), (2, 2, 1)])
-@pytest.mark.parametrize("given", SHAPES, ids=str)
-def test_one_launch_says_what_the_steps_say(
-    given: dict[str, int], programs: int, warps: int, each: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def run_on_host(monkeypatch: pytest.MonkeyPatch, programs: int, warps: int, each: int) -> None:
     def function(bits: int, num_passes: int, depth: int, device: torch.device) -> object:
         return on_host(FILES, "chain", tuple(launching.constants(bits, num_passes, min(depth, 3)).items()), KINDS)
 
@@ -128,12 +123,35 @@ def test_one_launch_says_what_the_steps_say(
     monkeypatch.setattr(launching, "_BEGUN", {4: 2, 16: 2})
     monkeypatch.setattr(launching, "_function", function)
     monkeypatch.setattr(launching, "processors", lambda device: programs)
+
+
+@pytest.mark.parametrize(("programs", "warps", "each"), [(1, 4, 2), (3, 4, 4), (2, 2, 1)])
+@pytest.mark.parametrize("given", SHAPES, ids=str)
+def test_one_launch_says_what_the_steps_say(
+    given: dict[str, int], programs: int, warps: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_on_host(monkeypatch, programs, warps, each)
     shape = Shape(**given)
     chain, cache = shape.chain()
     launched = launching.Launched(chain.steps, shape.rows, chain.angles, shape.x.device)
     y = launched(shape.x, shape.position).clone()
     assert_right(shape, y, cache)
-    assert torch.equal(launched(shape.x, shape.position), y)
+    for _ in range(2):  # two sets of words take turns
+        assert torch.equal(launched(shape.x, shape.position), y)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_what_is_no_number_is_handed_on_and_gone_in_the_next_launch(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on_host(monkeypatch, 3, 4, 4)
+    shape = Shape(bits, heads=1, groups=1, places=40, position=20)
+    chain, cache = shape.chain()
+    launched = launching.Launched(chain.steps, 1, chain.angles, shape.x.device)
+    wrong = shape.x.clone()
+    wrong.view(torch.int16)[0, 6:8] = -1  # not a number, all bits set
+    assert launched(wrong, shape.position).isnan().all()
+    for ours, before in zip(cache, shape.cache, strict=True):
+        ours.copy_(before)
+    assert_right(shape, launched(shape.x, shape.position), cache)
 
 
 def test_on_a_cpu_the_steps_run_one_by_one() -> None:
@@ -220,6 +238,10 @@ def test_why_steps_are_not_one_launch_is_said(monkeypatch: pytest.MonkeyPatch) -
     direct = Chain(rows=1, width=768, cosines_SH2=shape.cosines, sines_SH2=shape.sines)
     direct.product(direct.attention(direct.given, shape.cache[0], shape.cache[1]), shape.head)
     assert "an attention of what the chain is given" in str(direct.why_not_one_launch(shape.x))
+    far = Shape(4, heads=1, groups=1, places=64)
+    far.cache = [torch.empty((1, 1, 2**20 + 1, 128), dtype=torch.bfloat16, device="meta") for _ in far.cache]
+    far.cosines = far.sines = torch.empty((2**20 + 1, 64), device="meta")
+    assert "1048577 places; the kernel is for up to 1048576" in str(far.chain()[0].why_not_one_launch(far.x))
 
 
 @needs_device
@@ -229,6 +251,7 @@ def test_why_steps_are_not_one_launch_is_said(monkeypatch: pytest.MonkeyPatch) -
     {"bits": 4, "heads": 32, "groups": 32, "inner": 11008, "places": 1024, "position": 900},
     {"bits": 16, "heads": 32, "groups": 8, "inner": 4096, "places": 2048, "position": 2047},
     {"bits": 4, "rows": 4, "heads": 16, "groups": 4, "inner": 2048, "places": 512, "position": 300},
+    {"bits": 4, "rows": 8, "heads": 8, "groups": 8, "inner": 1024, "places": 128, "position": 77},
 ], ids=str)  # fmt: skip
 def test_a_device_says_it_too(given: dict[str, int]) -> None:
     shape = Shape(**given, device="cuda")
@@ -246,3 +269,19 @@ def test_a_device_says_it_too(given: dict[str, int]) -> None:
             captured.zero_()
             graph.replay()
             assert torch.equal(captured, y)
+
+
+@needs_device
+@pytest.mark.device
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_device_hands_on_what_is_no_number(bits: int) -> None:
+    shape = Shape(bits, heads=8, groups=8, device="cuda")
+    chain, cache = shape.chain()
+    wrong = shape.x.clone()
+    wrong.view(torch.int16)[0, 6:8] = -1  # not a number, all bits set
+    with torch.no_grad():
+        assert chain(wrong, shape.position).isnan().all()
+        for ours, before in zip(cache, shape.cache, strict=True):
+            ours.copy_(before)
+        assert_right(shape, chain(shape.x, shape.position), cache)

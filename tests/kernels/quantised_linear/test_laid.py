@@ -133,7 +133,8 @@ def test_rows_that_do_not_fit_at_once_come_in_two_halves(monkeypatch: pytest.Mon
     monkeypatch.setattr(laid, "_function", function_on_host)
     weight = weight_of(16, 4096, 4)
     x, around = inputs_of(weight, 8)
-    assert laid.first_fitting(8, weight, x.device) is None
+    assert not laid.fitting(8, weight, x.device)
+    assert laid.fitting(1, weight, x.device)[0] == CUTS[0]
     y = laid._on_device(x, *weight, around["bias"], around["norm"], 1e-5, around["residual"])
     assert_right(y, x, weight, around)
     halves = [laid._on_device(x[i : i + 4], *weight, around["bias"], around["norm"], 1e-5, around["residual"][i : i + 4])
@@ -163,6 +164,16 @@ def test_a_device_says_it_too(cut: Cut, bits: int, rows: int, is_gated: bool) ->
             y = run_cut(cut, x, weight, **some)
             assert_right(y, x, weight, some)
             assert all(torch.equal(y, run_cut(cut, x, weight, **some)) for _ in range(20))
+
+
+@needs_device
+@pytest.mark.device
+def test_a_device_takes_rows_that_do_not_fit_at_once_in_halves() -> None:
+    weight = weight_of(256, 11008, 4, device="cuda")
+    x, around = inputs_of(weight, 8, "cuda")
+    assert not laid.fitting(8, weight, x.device)
+    with torch.no_grad():
+        assert_right(laid_linear(x, weight, **around), x, weight, around)
 
 
 @needs_device

@@ -5,7 +5,7 @@ M rows, P programs, one to a processor
 
 from __future__ import annotations
 
-import struct
+import ctypes
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -32,8 +32,10 @@ _WARPS: Final = 8
 """Of a program, which has a processor for itself."""
 _EACH: Final = 4
 """Steps of a stage for each warp, which go side by side."""
-_RECORD: Final = struct.Struct("<9Q8i2f4i")
-"""`Op` of chain.cu."""
+_ABSENT: Final = -1
+"""As chain.cu has it, in 32 bits."""
+_MOST_PLACES: Final = 1 << 20
+"""Up to which chain.cu divides places rightly."""
 _AHEAD: Final = 4
 """Records that a program has at hand (chain.cu)."""
 _LEAST_DEPTH: Final = 2
@@ -41,6 +43,19 @@ _LEAST_DEPTH: Final = 2
 _MOST_DEPTH: Final = 16
 _BEGUN: Final = {4: 1, 16: 2}
 """Stages on their way at a time, by bits: the fastest of 1, 2, 3 and 4 on an H200."""
+
+
+class _Op(ctypes.Structure):
+    """`Op` of chain.cu; what is not said is 0."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales", "norm", "bias", "residual")),
+        *((name, ctypes.c_void_p) for name in ("y", "keys", "values", "parts")),
+        *((name, ctypes.c_int) for name in ("is_attention", "N", "K", "is_gated", "heads", "groups", "shared", "places")),
+        *((name, ctypes.c_int) for name in ("num_parts", "each", "more", "has_residual", "is_last")),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "per_heads", "per_shared", "per_part")),
+        ("rest", ctypes.c_char * 8),
+    ]  # fmt: skip
 
 
 class Launched:
@@ -54,12 +69,12 @@ class Launched:
         self._sizes, depth = _sizes(steps, rows, self._programs), _depth(steps, rows, self._programs, device)
         self._shared = _fixed_bytes(steps, rows, self._programs) + depth * _stage_bytes(steps)
         self._function = _function(_bits(steps), passes(rows, _bits(steps)), depth, device)
-        # What is had at last are numbers; in between they lie in pairs with a stamp.
         self._last = torch.empty((rows, steps[-1].width), dtype=torch.bfloat16, device=device)
-        between = [torch.zeros((rows, step.width), dtype=torch.int32, device=device) for step in steps[:-1]]
+        between = [_two_sets((rows, step.width // 2), device) for step in steps[:-1]]
         self._values = [*between, self._last]
         self._kept = list(steps)  # tensors whose addresses stand in the records
-        self._parts = torch.zeros(_num_parts(steps, rows, self._programs), dtype=torch.int64, device=device)
+        self._parts = {i: _two_sets((_num_units(step, rows, self._programs), _DIM + 2), device)
+                       for i, step in enumerate(steps) if isinstance(step, Attention)}  # fmt: skip
         self._counters = torch.zeros(2, dtype=torch.int32, device=device)
         records = b"".join(self._record(i) for i in range(len(steps)))
         self._records = torch.frombuffer(bytearray(records), dtype=torch.uint8).to(device)
@@ -73,32 +88,38 @@ class Launched:
         x = dense(x)
         cosines, sines = (None, None) if self._angles is None else self._angles
         self._function(
-            (self._programs, 1, 1), 32 * _WARPS + 32, self._shared, self._records, x, position, cosines, sines, self._parts,
-            self._counters, len(self._kept), self._rows, *self._sizes, is_side_by_side=True,
+            (self._programs, 1, 1), 32 * _WARPS + 32, self._shared, self._records, x, position, cosines, sines, self._counters,
+            len(self._kept), self._rows, *self._sizes, is_side_by_side=True,
         )  # fmt: skip
         return self._last
 
     def _record(self, i: int) -> bytes:
-        step, y = self._kept[i], self._values[i].data_ptr()
-        if isinstance(step, Attention):
-            parts = _parts_of(step, self._rows, self._programs)
-            x, scale, shared = self._address(step.qkv), step.dim**-0.5, step.heads // step.groups
-            pointers = (x, 0, 0, 0, 0, 0, y, step.keys.data_ptr(), step.values.data_ptr())
-            of_heads = (1, 0, 0, 0, step.heads, shared, step.keys.shape[2], parts)
-            return _RECORD.pack(*pointers, *of_heads, 0, scale, step.qkv.number, 0, 0, 0)
-        weight = step.weight
-        given = (weight.words, weight.scales, step.norm, step.bias)
-        addresses = [0 if t is None else t.data_ptr() for t in given]
-        residual = 0 if step.residual is None else self._address(step.residual)
-        sizes = (0, weight.outputs, weight.inputs, int(weight.is_gated), 0, 0, 0, 0)
-        residual_from = -1 if step.residual is None else step.residual.number
-        is_last = i == len(self._kept) - 1
-        numbers = (step.x.number, residual_from, int(is_last), 0)
-        return _RECORD.pack(self._address(step.x), *addresses, residual, y, 0, 0, *sizes, step.eps, 0, *numbers)
+        step = self._kept[i]
+        return bytes(self._of_attention(i, step) if isinstance(step, Attention) else self._of_product(i, step))
 
-    def _address(self, value: Value) -> int:
-        """0 for what the chain is given, whose address comes with each call."""
-        return self._values[value.number - 1].data_ptr() if value.number else 0
+    def _of_product(self, i: int, step: Product) -> _Op:
+        weight = step.weight
+        each, more = divmod(weight.words.shape[0], self._programs)
+        return _Op(
+            x=self._address(step.x), codes=_at(weight.words), scales=_at(weight.scales), norm=_at(step.norm), bias=_at(step.bias),
+            residual=self._address(step.residual), y=_at(self._values[i]), N=weight.outputs, K=weight.inputs,
+            is_gated=weight.is_gated, each=each, more=more, has_residual=step.residual is not None,
+            is_last=i == len(self._kept) - 1, eps=step.eps,
+        )  # fmt: skip
+
+    def _of_attention(self, i: int, step: Attention) -> _Op:
+        parts, shared = _parts_of(step, self._rows, self._programs), step.heads // step.groups
+        each, more = divmod(_num_units(step, self._rows, self._programs), self._programs)
+        return _Op(
+            x=self._address(step.qkv), y=_at(self._values[i]), keys=_at(step.keys), values=_at(step.values),
+            parts=_at(self._parts[i]), is_attention=True, heads=step.heads, groups=step.groups, shared=shared,
+            places=step.keys.shape[2], num_parts=parts, each=each, more=more, scale=step.dim**-0.5,
+            per_heads=1 / step.heads, per_shared=1 / shared, per_part=1 / parts,
+        )  # fmt: skip
+
+    def _address(self, value: Value | None) -> int | None:
+        """None for what the chain is given, whose address comes with each call."""
+        return _at(self._values[value.number - 1]) if value is not None and value.number else None
 
 
 def why_not_one(steps: Sequence[Step], rows: int, angles: tuple[Tensor, Tensor] | None, x: Tensor) -> str | None:
@@ -139,6 +160,8 @@ def _why_not_product(step: Product) -> str | None:
 def _why_not_attention(step: Attention) -> str | None:
     if step.dim != _DIM or step.keys.dtype != torch.bfloat16 or step.values.dtype != torch.bfloat16:
         return f"the kernel is for bfloat16 and heads of {_DIM}"
+    if step.keys.shape[2] > _MOST_PLACES:
+        return f"there are {step.keys.shape[2]} places; the kernel is for up to {_MOST_PLACES}"
     return None if step.qkv.number else "an attention of what the chain is given; the kernel is for that of a product"
 
 
@@ -167,10 +190,17 @@ def _parts_of(step: Attention, rows: int, programs: int) -> int:
     return max(1, programs // (rows * step.heads))
 
 
-def _num_parts(steps: Sequence[Step], rows: int, programs: int) -> int:
-    """Pairs of the largest attention's parts: a head and two of its softmax each."""
-    units = [rows * s.heads * _parts_of(s, rows, programs) for s in steps if isinstance(s, Attention)]
-    return max(units, default=0) * (_DIM + 2) or 1
+def _num_units(step: Attention, rows: int, programs: int) -> int:
+    return rows * step.heads * _parts_of(step, rows, programs)
+
+
+def _at(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _two_sets(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Words of a launch, and those of the next one."""
+    return torch.full((2, *shape), _ABSENT, dtype=torch.int32, device=device)
 
 
 def _sizes(steps: Sequence[Step], rows: int, programs: int) -> tuple[int, int]:
@@ -187,7 +217,7 @@ def _fixed_bytes(steps: Sequence[Step], rows: int, programs: int) -> int:
     """Of shared memory, besides stages: as chain.cu lays it out."""
     most_in, most_sums = _sizes(steps, rows, programs)
     of_x = rows * row_bytes(most_in, _bits(steps))
-    return of_x + 4 * (most_sums + _DIM + 16 * _WARPS + 8) + _AHEAD * _RECORD.size
+    return of_x + 4 * (most_sums + _DIM + 16 * _WARPS + 8) + _AHEAD * ctypes.sizeof(_Op)
 
 
 def _stage_bytes(steps: Sequence[Step]) -> int:

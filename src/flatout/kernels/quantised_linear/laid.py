@@ -131,7 +131,7 @@ def why_not_fast(x: Tensor, weight: Laid, *others: Tensor | None) -> str | None:
     rows = x.numel() // weight.inputs
     if not 1 <= rows <= MOST_ROWS:
         return f"there are {rows} rows; the kernel is for 1 to {MOST_ROWS}"
-    if first_fitting(1, weight, x.device) is None:
+    if not fitting(1, weight, x.device):
         return f"a row of {weight.inputs} numbers does not fit shared memory"
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
         return "gradients are recorded, and the kernel has none"
@@ -164,9 +164,9 @@ def fits(cut: Cut, rows: int, weight: Laid, device: torch.device) -> bool:
     return shared_bytes(cut, rows, weight, programs) + _DECLARED_BYTES <= most_shared_bytes(device)
 
 
-def first_fitting(rows: int, weight: Laid, device: torch.device) -> Cut | None:
-    """Of the cuts; None where there is none."""
-    return next((cut for cut in CUTS if fits(cut, rows, weight, device)), None)
+def fitting(rows: int, weight: Laid, device: torch.device) -> list[Cut]:
+    """Of the cuts, in their order; many rows are too many for any, and come in halves."""
+    return [cut for cut in CUTS if fits(cut, rows, weight, device)]
 
 
 def num_programs(cut: Cut, rows: int, tiles: int, num_processors: int) -> int:
@@ -233,7 +233,7 @@ def _on_device(
     cut = _CHOSEN.get((outputs, inputs, bits))
     rows = x.numel() // inputs
     if cut is None or not fits(cut, rows, weight, x.device):
-        cut = first_fitting(rows, weight, x.device)
+        cut = next(iter(fitting(rows, weight, x.device)), None)
     if cut is not None:
         return run_cut(cut, x, weight, bias, norm=norm, eps=eps, residual=residual)
     assert rows > 1  # what calls this has asked

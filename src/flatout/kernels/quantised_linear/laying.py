@@ -25,6 +25,8 @@ STEP: Final = {4: 128, 16: 32}
 """Inputs of a step, by bits."""
 DEPTH: Final = 128
 """Inputs come in multiples of this."""
+_SIGNS: Final = 0x88888888 - (1 << 32)
+"""Of the eight codes of a word, which change with 8 more or less."""
 
 
 class Laid(NamedTuple):
@@ -86,7 +88,7 @@ def unlaid(weight: Laid) -> Packed:
         return Packed(_back(codes.permute(0, 2, 3, 1, 4, 5), weight), None, 16, DEPTH)
     assert weight.scales is not None
     shifts = torch.arange(0, 32, 4, device=weight.words.device, dtype=torch.int32)
-    nibbles = ((weight.words[..., None] >> shifts) & 15) ^ 8
+    nibbles = ((weight.words ^ _SIGNS)[..., None] >> shifts) & 15
     # [tiles, steps, half, g, t, j, h, input, row's half]: the inverse of _laid_4
     shape = (-1, weight.inputs // DEPTH, 2, 8, 4, 2, 2, 4, 2)
     codes = nibbles.view(shape).permute(0, 8, 3, 1, 2, 5, 4, 6, 7).reshape(-1, weight.inputs)
@@ -127,10 +129,10 @@ def _laid_4(packed: Tensor) -> Tensor:
     groups = packed.view(packed.shape[0], -1, DEPTH // 2)
     nibbles = torch.stack((groups & 15, groups >> 4), 2).to(torch.int32)
     # [tile, row's half, g, step, half of the step, j, t, h, input]
-    lines = (nibbles ^ 8).view(-1, 2, 8, groups.shape[1], 2, 2, 4, 2, 4)
+    lines = nibbles.view(-1, 2, 8, groups.shape[1], 2, 2, 4, 2, 4)
     # to [tile, step, half, g, t, j, h, input, row's half]
     lines = lines.permute(0, 3, 4, 2, 6, 5, 7, 8, 1).reshape(lines.shape[0], lines.shape[3], 2, 32, 4, 8)
     words = lines[..., 0]
     for i in range(1, 8):
         words = words | lines[..., i] << 4 * i
-    return words
+    return words ^ _SIGNS

@@ -1,8 +1,8 @@
 // Products and attentions of one new token, one after the other in one launch, after steps.cu and heads.cu.
 //
 // M rows; an operation's own sizes are in its record. All programs run side by side, one to a processor. What one gives others
-// read as soon as it is there: numbers lie in pairs with a stamp, another one for each operation of each launch, and who finds
-// another stamp looks again. Programs never meet.
+// read as soon as it is there: before that it is ABSENT, and who finds that looks again. There are two sets of such words, one
+// behind the other: a launch writes one and makes the other ABSENT for the next launch. Programs never meet.
 //
 // WARPS warps of a program compute. One thread more does nothing but ask for what they will read, DEPTH stages ahead of them, of
 // this operation and of the next ones: weights, and keys and values of older places, which nothing in this launch writes. So
@@ -15,75 +15,69 @@
 
 constexpr int STEPS = EACH * WARPS, PLACES = 2 * STEPS, AHEAD = 4, SLOT = STEPS * (1024 + SCALES);
 
-struct Op {
-    const char *x, *codes, *scales, *norm, *bias, *residual;
-    char *y, *keys, *values;
-    int is_attention, N, K, is_gated;  // of a product; N with gates and what they gate
-    int heads, shared, places, parts;  // of attention
+struct __align__(16) Op {
+    const char *x, *codes, *scales, *norm, *bias, *residual;  // of x and residual none: what the launch is given
+    char *y, *keys, *values, *parts;
+    int is_attention;
+    int N, K, is_gated;                            // of a product; N with gates and what they gate
+    int heads, groups, shared, places, num_parts;  // of attention
+    int each, more;                                // tiles or units of a program, and how many programs have one more
+    int has_residual, is_last;                     // what is last is not read in this launch
     float eps, scale;
-    int x_from, residual_from;  // the operations that give them, counted from 1; 0: what the launch is given; - 1: there is none
-    int is_last;                // its result has no stamps
-    int unused;
+    float per_heads, per_shared, per_part;         // 1 over them
 };
-static_assert(sizeof(Op) == 128, "eight lanes copy a record");
+static_assert(sizeof(Op) == 160, "launching.py packs it, and lanes copy sixteen bytes each");
+constexpr int LANES = sizeof(Op) / 16;
+
+// The whole part of n / by, for n below 2^21, with 1 / by.
+__device__ __forceinline__ int quotient(int n, float per) { return (int)((n + 0.5f) * per); }
 
 struct Share { int first, num; };  // tiles or units from `first` on; units are P apart
 
-__device__ __forceinline__ int stretch_of(const Op& op, int num_places) {
-    return ((num_places + op.parts - 1) / op.parts + PLACES - 1) / PLACES * PLACES;
+__device__ __forceinline__ Share share_of(const Op& op) {
+    int p = blockIdx.x;
+    return {op.is_attention ? p : op.each * p + min(p, op.more), op.each + (p < op.more)};
 }
 
-__device__ __forceinline__ Share share_of(const Op& op, int M) {
-    int P = gridDim.x, p = blockIdx.x;
-    if (op.is_attention) {
-        int units = M * op.heads * op.parts;
-        return {p, p < units ? (units - p - 1) / P + 1 : 0};
-    }
-    int tiles = (op.N + 15) / 16, first = tiles / P * p + min(p, tiles % P);
-    return {first, tiles / P + (p < tiles % P)};
-}
-
-struct Unit { int row, head, first, end; };
+struct Unit { int row, head, part, first, end; };
 
 __device__ __forceinline__ Unit unit_of(const Op& op, int unit, int num_places) {
-    int stretch = stretch_of(op, num_places), first = unit % op.parts * stretch;
-    return {unit / op.parts / op.heads, unit / op.parts % op.heads, first, min(first + stretch, num_places)};
+    int stretch = (quotient(num_places + op.num_parts - 1, op.per_part) + PLACES - 1) / PLACES * PLACES;
+    int whole = quotient(unit, op.per_part), row = quotient(whole, op.per_heads), part = unit - whole * op.num_parts;
+    return {row, whole - row * op.heads, part, part * stretch, min(part * stretch + stretch, num_places)};
 }
 
-// Pieces of eight numbers that others write in this launch: those from `at` that are wanted, once they are there. All lanes of a
-// warp come here. Who waits longest looks alone until his is there: all lanes of all programs at once would be too much traffic.
+// Pieces of eight numbers: those from `at` that are wanted, once they are there if others write them in this launch. All lanes
+// of a warp come here.
 template <int NUM>
 __device__ __forceinline__ void read_when_there(Four (&eights)[NUM], const char* const (&at)[NUM], const bool (&wanted)[NUM],
-                                                word stamp) {
-    Pair pairs[NUM][4];
+                                                bool is_written) {
     auto look = [&]() {
         bool are_there = true;
 #pragma unroll
         for (int i = 0; i < NUM; i++)
-            if (wanted[i]) read_two_pairs(pairs[i], at[i]), read_two_pairs(pairs[i] + 2, at[i] + 16);
+            if (wanted[i]) eights[i] = read_four_words(at[i]);
 #pragma unroll
         for (int i = 0; i < NUM; i++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) are_there &= !wanted[i] || pairs[i][j].stamp == stamp;
-        return are_there;
+            for (int j = 0; j < 4; j++) are_there &= !wanted[i] || eights[i].at[j] != ABSENT;
+        return are_there || !is_written;
     };
-    bool are_there = look();
-    while (word missing = lanes_where(!are_there)) {
-        if (this_thread() % 32 == __ffs(missing) - 1)
-            while (!are_there) look_again(), are_there = look();
-        meet_warp();
-        if (!are_there) are_there = look();
-    }
-#pragma unroll
-    for (int i = 0; i < NUM; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) eights[i].at[j] = pairs[i][j].data;
+    while (!look()) look_again();
+    meet_warp();
 }
 
 // A lane's number and that of its neighbour; all lanes of a warp come here, with numbers that are real in twos.
-__device__ __forceinline__ void write_stamped(char* y, long number, float value, bool is_real, word stamp) {
+__device__ __forceinline__ void write_numbers(char* y, int set, long bytes, long number, float value, bool is_real) {
     float next = __shfl_xor_sync(0xffffffffu, value, 1);
-    if (is_real && number % 2 == 0) write_pair(y + number * 4, rounded(value, next), stamp);
+    if (!is_real || number % 2) return;
+    write_word(y + set * bytes + number * 2, rounded(value, next));
+    *(word*)(y + (1 - set) * bytes + number * 2) = ABSENT;
+}
+
+__device__ __forceinline__ void write_part(char* part, int set, long bytes, int at, float value) {
+    write_word(part + set * bytes + at * 4, __float_as_uint(value));
+    *(word*)(part + (1 - set) * bytes + at * 4) = ABSENT;
 }
 
 // What is on its way, and where a warp or the thread that asks is in it.
@@ -108,11 +102,11 @@ __device__ __forceinline__ void ask_for_all(Ring ring, const char* ops, int num_
     };
     for (int i = 0; i < num_ops; i++) {
         const Op op = *(const Op*)(ops + (long)i * sizeof(Op));
-        Share mine = share_of(op, M);
+        Share mine = share_of(op);
         if (op.is_attention) {
             for (int u = 0; u < mine.num; u++) {
                 Unit unit = unit_of(op, mine.first + u * (int)gridDim.x, place + 1);
-                long row = ((long)unit.row * (op.heads / op.shared) + unit.head / op.shared) * op.places;
+                long row = ((long)unit.row * op.groups + quotient(unit.head, op.per_shared)) * op.places;
                 for (int first = unit.first; first < unit.end; first += PLACES, ring.next()) {
                     int bytes = max(min(min(first + PLACES, unit.end), place) - first, 0) * H * 2;
                     next_slot(2 * bytes);
@@ -178,22 +172,24 @@ __device__ __forceinline__ void take_places(Softmax& made, const char* slot, con
     }
 }
 
-// A program's part of one operation of attention; `parts` are pairs.
+// A program's part of one operation of attention.
 __device__ __forceinline__ void attend(Ring& ring, const Op& op, const Share& mine, int M, int place, const float* angles,
-                                       char* parts, float* accs, word stamp, word before) {
-    int thread = this_thread(), warp = thread / 32, lane = thread % 32, lane16 = lane % 16, groups = op.heads / op.shared;
+                                       float* accs, int set) {
+    int thread = this_thread(), warp = thread / 32, lane = thread % 32, lane16 = lane % 16;
+    long width = (op.heads + 2 * op.groups) * H, bytes = (long)M * op.heads * H * 2;
+    long part_bytes = (H + 2) * 4, parts_bytes = (long)M * op.heads * op.num_parts * part_bytes;
     float *tops = accs + WARPS * H, *alls = tops + WARPS;
     for (int u = 0; u < mine.num; u++) {
         int number = mine.first + u * (int)gridDim.x;
         Unit unit = unit_of(op, number, place + 1);
-        int group = unit.head / op.shared;
-        const char* fresh = op.x + ((long)unit.row * (op.heads + 2 * groups) * H + lane16 * 8) * 4;
-        const char *of_query = fresh + unit.head * H * 4, *of_key = fresh + (op.heads + group) * H * 4;
+        int group = quotient(unit.head, op.per_shared);
+        const char* fresh = op.x + ((set * M + unit.row) * width + lane16 * 8) * 2;
+        const char *of_query = fresh + unit.head * H * 2, *of_key = fresh + (op.heads + group) * H * 2;
         // A half of a warp has EACH places of a stage, one behind the other.
-        int of_half = thread / 16 * EACH, other_half = (lane16 ^ 8) * 32 - lane16 * 32;
+        int of_half = thread / 16 * EACH, other_half = (lane16 ^ 8) * 16 - lane16 * 16;
         bool has_new = unit.first <= place && place < unit.end && (place - unit.first) % PLACES / EACH * EACH == of_half;
         Four own[2], fresh_ones[3];
-        read_when_there<2>(own, {of_query, of_query + other_half}, {true, true}, before + op.x_from);
+        read_when_there<2>(own, {of_query, of_query + other_half}, {true, true}, true);
         float query[8];
         turned(query, own[0], own[1], angles, angles + H / 2, lane16);
         widen(query, narrowed(query));  // rounded as what a tensor would hold
@@ -201,15 +197,15 @@ __device__ __forceinline__ void attend(Ring& ring, const Op& op, const Share& mi
         for (int k = 0; k < 8; k++) query[k] *= op.scale * 1.4426950408889634f;  // in base 2: exp2 is what the device has
         Four key_then = {}, value_then = {};
         if (lanes_where(has_new)) {
-            read_when_there<3>(fresh_ones, {of_key, of_key + other_half, of_key + groups * H * 4}, {has_new, has_new, has_new},
-                               before + op.x_from);
+            const char* of_value = of_key + op.groups * H * 2;
+            read_when_there<3>(fresh_ones, {of_key, of_key + other_half, of_value}, {has_new, has_new, has_new}, true);
             float new_key[8];
             turned(new_key, fresh_ones[0], fresh_ones[1], angles, angles + H / 2, lane16);
             key_then = narrowed(new_key), value_then = fresh_ones[2];
         }
         if (has_new) {
-            if (unit.head % op.shared == 0) {
-                long to = (((long)unit.row * groups + group) * op.places + place) * H * 2 + lane16 * 16;
+            if (unit.head == group * op.shared) {
+                long to = (((long)unit.row * op.groups + group) * op.places + place) * H * 2 + lane16 * 16;
                 *(Four*)(op.keys + to) = key_then, *(Four*)(op.values + to) = value_then;
             }
         }
@@ -244,46 +240,48 @@ __device__ __forceinline__ void attend(Ring& ring, const Op& op, const Share& mi
                 float by = exp2_of(tops[w] - top);
                 sum += by * accs[w * H + n], all += by * alls[w];
             }
-            if (number % op.parts) {
-                char* to = parts + (long)number * (H + 2) * 8;
-                write_pair(to + n * 8, __float_as_uint(sum), stamp);
-                if (n < 2) write_pair(to + (H + n) * 8, __float_as_uint(n ? all : top), stamp);
+            char* part = op.parts + number * part_bytes;
+            if (unit.part) {
+                write_part(part, set, parts_bytes, n, sum);
+                if (n < 2) write_part(part, set, parts_bytes, H + n, n ? all : top);
                 continue;
             }
-            for (int from = 1; from < op.parts; from += 3) {  // three at a time are waited for
-                Pair theirs[3][3];
+            part += set * parts_bytes;
+            for (int from = 1; from < op.num_parts; from += 3) {  // three at a time are waited for
+                word theirs[3];
+                Two softmax[3];
                 bool are_there = false;
                 while (!are_there) {
                     are_there = true;
 #pragma unroll
                     for (int p = 0; p < 3; p++) {
-                        const char* part = parts + (long)(number + min(from + p, op.parts - 1)) * (H + 2) * 8;
-                        theirs[p][0] = read_pair(part + n * 8);
-                        read_two_pairs(theirs[p] + 1, part + H * 8);
+                        const char* other = part + min(from + p, op.num_parts - 1) * part_bytes;
+                        theirs[p] = read_word(other + n * 4), softmax[p] = read_two_words(other + H * 4);
                     }
 #pragma unroll
-                    for (int p = 0; p < 9; p++) are_there &= theirs[p / 3][p % 3].stamp == stamp;
+                    for (int p = 0; p < 3; p++)
+                        are_there &= theirs[p] != ABSENT && softmax[p].at[0] != ABSENT && softmax[p].at[1] != ABSENT;
                     if (!are_there) look_again();
                 }
 #pragma unroll
                 for (int p = 0; p < 3; p++) {
-                    if (from + p >= op.parts) break;
-                    float their_top = __uint_as_float(theirs[p][1].data), highest = fmaxf(top, their_top);
+                    if (from + p >= op.num_parts) break;
+                    float their_top = __uint_as_float(softmax[p].at[0]), highest = fmaxf(top, their_top);
                     float by = exp2_of(top - highest), other = exp2_of(their_top - highest);
-                    sum = sum * by + __uint_as_float(theirs[p][0].data) * other;
-                    all = all * by + __uint_as_float(theirs[p][2].data) * other, top = highest;
+                    sum = sum * by + __uint_as_float(theirs[p]) * other;
+                    all = all * by + __uint_as_float(softmax[p].at[1]) * other, top = highest;
                 }
             }
-            write_stamped(op.y, ((long)unit.row * op.heads + unit.head) * H + n, sum / all, true, stamp);
+            write_numbers(op.y, set, bytes, ((long)unit.row * op.heads + unit.head) * H + n, sum / all, true);
         }
         if (u + 1 < mine.num) meet_threads<THREADS>();
     }
 }
 
-__device__ __forceinline__ float residual_of(const Op& op, const char* given, long number, Pair pair, word before) {
-    if (!op.residual_from) return low(read_shared_half((const unsigned short*)given + number));
-    while (pair.stamp != before + op.residual_from) look_again(), pair = read_pair(op.residual + (number & ~1L) * 4);
-    return number % 2 ? high(pair.data) : low(pair.data);
+// The word of a residual that others write, or have written, in this launch; `seen` was there before.
+__device__ __forceinline__ word residual_when_there(const char* at, word seen) {
+    while (seen == ABSENT) look_again(), seen = read_word(at);
+    return seen;
 }
 
 // What a warp has of a stage.
@@ -343,8 +341,8 @@ __device__ __forceinline__ void multiply_all(Ring& ring, const Op& op, const Sha
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) chain(
-    const char* ops, const char* given, const long long* position, const float* cosines, const float* sines, char* parts,
-    word* counters, int num_ops, int M, int most_in, int most_sums) {
+    const char* ops, const char* given, const long long* position, const float* cosines, const float* sines, word* counters,
+    int num_ops, int M, int most_in, int most_sums) {
     extern __shared__ __align__(16) char kept[];
     int thread = threadIdx.x;
     char* rows = kept + DEPTH * SLOT;
@@ -358,11 +356,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) chain(
         for (int d = 0; d < DEPTH; d++) make_gate(ring.full[d], 1), make_gate(ring.empty[d], WARPS);
         gates_are_made();
     }
-    for (int at = thread; at < min(num_ops, AHEAD) * 8; at += THREADS) ((Four*)table)[at] = read_once(ops + at * 16);
+    for (int at = thread; at < min(num_ops, AHEAD) * LANES; at += THREADS) ((Four*)table)[at] = read_once(ops + at * 16);
     int place = position ? (int)*position : 0;  // the new one's
     for (int at = thread; position && at < H; at += THREADS)
         angles[at] = at < H / 2 ? cosines[(long)place * (H / 2) + at] : sines[(long)place * (H / 2) + at - H / 2];
-    word before = counters[0];  // the last launch's last stamp
+    word launch = counters[0];
+    int set = launch % 2;
     __syncthreads();
     if (thread >= THREADS) {
         if (thread == THREADS) ask_for_all(ring, ops, num_ops, M, place);
@@ -371,44 +370,51 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) chain(
 
     for (int i = 0; i < num_ops; i++) {
         const Op& op = table[i % AHEAD];
-        Share mine = share_of(op, M);
-        word stamp = before + i + 1;
-        Four first_norm = {}, entry = {};
-        if (op.norm && thread < op.K / 8) first_norm = read_once(op.norm + thread * 16);
-        if (i && i + AHEAD - 1 < num_ops && thread < 8) entry = read_once(ops + ((long)i + AHEAD - 1) * sizeof(Op) + thread * 16);
+        Share mine = share_of(op);
+        Four entry = {};
+        bool has_entry = i && i + AHEAD - 1 < num_ops && thread < LANES;
+        if (has_entry) entry = read_once(ops + ((long)i + AHEAD - 1) * sizeof(Op) + thread * 16);
         if (op.is_attention) {
-            attend(ring, op, mine, M, place, angles, parts, (float*)rows, stamp, before);
+            attend(ring, op, mine, M, place, angles, (float*)rows, set);
         } else {
-            int K = op.K;
-            int made = op.is_gated ? 8 : 16, width = op.is_gated ? op.N / 2 : op.N;
+            int K = op.K, made = op.is_gated ? 8 : 16, width = op.is_gated ? op.N / 2 : op.N;
             int first = mine.first * made, results = min(mine.num * made, width - first);
-            Pair first_residual = {};  // looked at before it is waited for
-            if (op.residual_from > 0 && thread < results) first_residual = read_pair(op.residual + (first + thread & ~1) * 4);
-            stage(rows, shared, op.norm, first_norm, M, K, op.eps, [&](Four(&eights)[AT_ONCE], int m, int from) {
+            long bytes = (long)M * width * 2;  // of a set of the results, and of the residual
+            const char* x = op.x ? op.x + (long)set * M * K * 2 : given;
+            const char* residual = op.residual ? op.residual + set * bytes : given;
+            bool is_written = op.has_residual && op.residual;
+            word first_residual = ABSENT;  // looked at before it is waited for
+            if (is_written && thread < results) first_residual = read_word(residual + (first + thread & ~1) * 2);
+            Four norms[AT_ONCE];
+            read_first_norms(norms, op.norm, thread, K);
+            stage(rows, shared, op.norm, norms, M, K, op.eps, [&](Four(&eights)[AT_ONCE], int m, int from) {
                 const char* at[AT_ONCE];
                 bool wanted[AT_ONCE];
 #pragma unroll
                 for (int j = 0; j < AT_ONCE; j++) {
                     wanted[j] = from + j * THREADS < K / 8;
-                    at[j] = (op.x_from ? op.x : given) + ((long)m * K + (from + j * THREADS) * 8) * (op.x_from ? 4 : 2);
-                    if (!op.x_from && wanted[j]) eights[j] = read_shared_result(at[j]);
+                    at[j] = x + ((long)m * K + (from + j * THREADS) * 8) * 2;
                 }
-                if (op.x_from) read_when_there<AT_ONCE>(eights, at, wanted, before + op.x_from);
+                read_when_there<AT_ONCE>(eights, at, wanted, op.x);
             });
             multiply_all(ring, op, mine, M, rows, sums);
             meet_threads<THREADS>();
             finish(sums, shared.factors, mine.num, op.is_gated, results, M, [&](int m, int at, float value, bool is_real) {
                 long to = (long)m * width + first + at;
                 if (op.bias && is_real) value += low(((const unsigned short*)op.bias)[first + at]);
-                Pair seen = m || at != thread ? Pair() : first_residual;
-                if (op.residual_from >= 0 && is_real) value += residual_of(op, given, to, seen, before);
-                if (!op.is_last) write_stamped(op.y, to, value, is_real, stamp);
+                if (is_written && is_real) {
+                    word seen = residual_when_there(residual + (to & ~1L) * 2, m || at != thread ? ABSENT : first_residual);
+                    value += to % 2 ? high(seen) : low(seen);
+                } else if (op.has_residual && is_real) {
+                    value += low(read_shared_half((const unsigned short*)residual + to));
+                }
+                if (!op.is_last) write_numbers(op.y, set, bytes, to, value, is_real);
                 else if (is_real) ((unsigned short*)op.y)[to] = (unsigned short)rounded(value, 0);
             });
         }
-        if (i && i + AHEAD - 1 < num_ops && thread < 8) ((Four*)(table + (i + AHEAD - 1) % AHEAD))[thread] = entry;
+        if (has_entry) ((Four*)(table + (i + AHEAD - 1) % AHEAD))[thread] = entry;
         meet_threads<THREADS>();
     }
-    // Whoever ends last leaves the stamp for the next launch: all have read the one of this launch.
-    if (thread == 0 && count_up(counters + 1) + 1 == gridDim.x) counters[1] = 0, counters[0] = before + num_ops;
+    // Whoever ends last says that there was a launch more: all have read how many there were.
+    if (thread == 0 && count_up(counters + 1) + 1 == gridDim.x) counters[1] = 0, counters[0] = launch + 1;
 }

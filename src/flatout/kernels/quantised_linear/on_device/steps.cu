@@ -3,17 +3,17 @@
 // A tile is 16 outputs; a step is 1 KiB of codes of a tile, 128 inputs with 4 bits and 32 with 16. M rows of x, K inputs. The
 // matrix units multiply a tile by 8 columns at a time.
 //
-// With 16 bits all is bfloat16, and a row of x is a column. With 4 bits all is bytes, whose products and sums are exact: codes
-// are the upper halves of bytes, 16 times what they stand for. A row of x, times a power of two that brings the largest to 2^29
-// or above, is rounded to whole numbers, and their four digits to the base 256, from - 128 to 127, are four columns. bfloat16
-// has eight bits, so that only numbers 2^22 times smaller than the row's largest lose any.
+// With 16 bits all is bfloat16, and a row of x is a column. With 4 bits all is bytes, whose products and sums are exact. A row of
+// x, times a power of two that brings the largest to 2^29 or above, is rounded to whole numbers, and their four digits to the
+// base 256, from - 128 to 127, are four columns. bfloat16 has eight bits, so that only numbers 2^22 times smaller than the row's
+// largest lose any. Codes are multiplied in the upper halves of bytes, as 16 times what they stand for.
 
 constexpr int STEP = BITS == 4 ? 128 : 32;
 constexpr int THREADS = 32 * WARPS;
-constexpr int AT_ONCE = 3;  // pieces of x that a thread reads at a time
+constexpr int AT_ONCE = 3;                  // pieces of x that a thread reads at a time
 constexpr int SCALES = BITS == 4 ? 32 : 0;  // bytes of a step's
-constexpr int DIGITS = BITS == 4 ? 4 : 1;  // columns of a row
-constexpr int WORDS = BITS == 4 ? 2 : 1;  // sixteen bytes that a lane has of a step of a column
+constexpr int DIGITS = BITS == 4 ? 4 : 1;   // columns of a row
+constexpr int HALVES = BITS == 4 ? 2 : 1;   // of a step, of which a lane has sixteen bytes each
 
 struct Codes { Four half[2]; word scales; };
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ Codes step_of(const char* codes, const char* scales, 
 // odd digits have changed places, so that both halves are written to other banks.
 __device__ __forceinline__ int row_bytes(int K) { return BITS == 4 ? 4 * K : 2 * K + 16; }
 
-struct Columns { Four half[WORDS]; };
+struct Columns { Four half[HALVES]; };
 
 // What a lane has of a step of x: row after row in `rows`, those from `row` on are columns.
 __device__ __forceinline__ Columns columns_of(const char* rows, int M, int K, int row, int step, int lane) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ Columns columns_of(const char* rows, int M, int K, in
     if (m >= M) return made;
     const char* x = rows + m * row_bytes(K) + step * STEP * (BITS == 4 ? 4 : 2) + lane % 4 * 16;
     made.half[0] = *(const Four*)(x + digit * 64);
-    if (BITS == 4) made.half[WORDS - 1] = *(const Four*)(x + 256 + (digit ^ 1) * 64);
+    if (BITS == 4) made.half[HALVES - 1] = *(const Four*)(x + 256 + (digit ^ 1) * 64);
     return made;
 }
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ void take(float (&c)[4], const Codes (&steps)[NUM], c
         for (int j = 0; j < 4; j++)
 #pragma unroll
             for (int n = 0; n < NUM; n++) {
-                const Four &codes = steps[n].half[j / 2], &x = columns[n].half[j / 2 % WORDS];
+                const Four &codes = steps[n].half[j / 2], &x = columns[n].half[j / 2 % HALVES];
                 word one = codes.at[j % 2 * 2], two = codes.at[j % 2 * 2 + 1];
                 word a[4] = {lower_codes(one), upper_codes(one), lower_codes(two), upper_codes(two)};
                 multiply_bytes(made[n], a, x.at[j % 2 * 2], x.at[j % 2 * 2 + 1]);
@@ -81,8 +81,8 @@ __device__ __forceinline__ void take(float (&c)[4], const Codes (&steps)[NUM], c
 
 // The same for all rows, of which PASSES times eight columns are had: x's steps from `step` on.
 template <int NUM>
-__device__ __forceinline__ void take_all(float (&c)[PASSES][4], const Codes (&steps)[NUM], const char* rows, int M, int K, int step,
-                                         int lane) {
+__device__ __forceinline__ void take_all(float (&c)[PASSES][4], const Codes (&steps)[NUM], const char* rows, int M, int K,
+                                         int step, int lane) {
 #pragma unroll
     for (int p = 0; p < PASSES; p++) {
         Columns columns[NUM];
@@ -95,47 +95,53 @@ __device__ __forceinline__ void take_all(float (&c)[PASSES][4], const Codes (&st
 // What all threads of a program share while x is staged.
 struct Staging { float squares[8 * WARPS]; word tops[8 * WARPS]; float factors[8]; };
 
-// Where the digits of eight inputs of a row lie, those of digit `digit`; `at` counts such pieces.
-__device__ __forceinline__ char* digits_at(char* row, int at, int digit) {
-    int half = at / 8 % 2;
-    return row + at / 16 * 512 + half * 256 + (digit ^ half) * 64 + at % 4 * 16 + at / 4 % 2 * 8;
-}
-
 // The digits of four numbers, as words: one of each digit.
-__device__ __forceinline__ Four digits_of(float a, float b, float c, float d) {
-    word of_number[4] = {digits(a), digits(b), digits(c), digits(d)};
-    word low[2], high[2];
+__device__ __forceinline__ Four digits_of(word one, word two) {
+    word of_number[4] = {digits(low(one)), digits(high(one)), digits(low(two)), digits(high(two))};
+    word lower[2], upper[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        low[i] = __byte_perm(of_number[2 * i], of_number[2 * i + 1], 0x5140);
-        high[i] = __byte_perm(of_number[2 * i], of_number[2 * i + 1], 0x7362);
+        lower[i] = __byte_perm(of_number[2 * i], of_number[2 * i + 1], 0x5140);
+        upper[i] = __byte_perm(of_number[2 * i], of_number[2 * i + 1], 0x7362);
     }
-    return {__byte_perm(low[0], low[1], 0x5410), __byte_perm(low[0], low[1], 0x7632), __byte_perm(high[0], high[1], 0x5410),
-            __byte_perm(high[0], high[1], 0x7632)};
+    return {__byte_perm(lower[0], lower[1], 0x5410), __byte_perm(lower[0], lower[1], 0x7632),
+            __byte_perm(upper[0], upper[1], 0x5410), __byte_perm(upper[0], upper[1], 0x7632)};
+}
+
+// The pieces of `norm` that a thread needs at first: asked for before they are waited for.
+__device__ __forceinline__ void read_first_norms(Four (&norms)[AT_ONCE], const char* norm, int thread, int K) {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+        if (norm && thread + i * THREADS < K / 8) norms[i] = read_once(norm + (thread + i * THREADS) * 16);
 }
 
 // x into shared memory as `columns_of` wants it, times `norm` where there is one. What a product gives is then to be multiplied
-// by `factors` of its row, which are there after the next time that all threads meet. `first_norm`: what this thread needs of
-// `norm` at first. `read(eights, m, from)`: the eight numbers of row m from 8 (from + i THREADS) on, for each i that is in the
-// row; all threads call it.
+// by `factors` of its row, which are there after the next time that all threads meet. `norms`: those that `read_first_norms`
+// gives. `read(eights, m, from)`: the eight numbers of row m from 8 (from + i THREADS) on, for each i that is in the row; all
+// threads call it.
 template <class Read>
-__device__ __forceinline__ void stage(char* rows, Staging& shared, const char* norm, const Four& first_norm, int M, int K, float eps,
-                                      Read read) {
+__device__ __forceinline__ void stage(char* rows, Staging& shared, const char* norm, const Four (&norms)[AT_ONCE], int M, int K,
+                                      float eps, Read read) {
+    constexpr int FAR = BITS == 4 ? THREADS / 16 * 512 : THREADS * 16;  // from a thread's piece to its next one
     int thread = this_thread(), warp = thread / 32, lane = thread % 32;
+    // Where this thread's first piece of a row lies, with 4 bits its digit 0; digit 1 is `other` on, 2 and 3 are 128 further.
+    unsigned number = thread, half = number / 8 % 2;
+    int mine = BITS == 16 ? number * 16 : number / 16 * 512 + half * 320 + number % 4 * 16 + number / 4 % 2 * 8;
+    int other = half ? -64 : 64;
     for (int m = 0; m < M; m++) {
-        char* row = rows + m * row_bytes(K);
+        char* to = rows + m * row_bytes(K) + mine;
         float square = 0;
         word top = 0;
         for (int from = 0; from < K / 8; from += AT_ONCE * THREADS) {
             Four eights[AT_ONCE];
             read(eights, m, from + thread);
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
+            for (int i = 0; i < AT_ONCE; i++, to += FAR) {
                 int at = from + i * THREADS + thread;
                 if (at >= K / 8) break;
                 Four eight = eights[i];
                 if (norm) {
-                    Four by = at == thread ? first_norm : read_once(norm + at * 16);
+                    Four by = from ? read_once(norm + at * 16) : norms[i];
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         float a = low(eight.at[j]), b = high(eight.at[j]);
@@ -144,13 +150,13 @@ __device__ __forceinline__ void stage(char* rows, Staging& shared, const char* n
                     }
                 }
                 if (BITS == 16) {
-                    *(Four*)(row + at * 16) = eight;
+                    *(Four*)to = eight;
                     continue;
                 }
                 // As they are for now, where this thread will write two of their digits.
-                *(Two*)digits_at(row, at, 0) = {eight.at[0], eight.at[1]}, *(Two*)digits_at(row, at, 1) = {eight.at[2], eight.at[3]};
+                *(Two*)to = {eight.at[0], eight.at[1]}, *(Two*)(to + other) = {eight.at[2], eight.at[3]};
 #pragma unroll
-                for (int j = 0; j < 4; j++) top = max(top, max(eight.at[j] & 0x7fff0000, eight.at[j] << 16 & 0x7fff0000));
+                for (int j = 0; j < 4; j++) top = larger_halves(top, eight.at[j] & 0x7fff7fff);
             }
         }
         if (norm) {
@@ -159,7 +165,7 @@ __device__ __forceinline__ void stage(char* rows, Staging& shared, const char* n
             if (lane == 0) shared.squares[m * WARPS + warp] = square;
         }
         if (BITS == 4) {
-            top = most_of_warp(top);
+            top = most_of_warp(max(top << 16, top));
             if (lane == 0) shared.tops[m * WARPS + warp] = top;
         }
     }
@@ -168,27 +174,31 @@ __device__ __forceinline__ void stage(char* rows, Staging& shared, const char* n
         float back = 1;
         if (BITS == 4) {
             int exponent = max((int)(most_of_warp(lane < WARPS ? shared.tops[m * WARPS + lane] : 0) >> 23), 30);
-            float by = __uint_as_float((word)(283 - exponent) << 23);  // 2^29 over the largest number's power of two
+            word by = (283 - exponent) * 0x00800080u;  // 2^29 over the largest number's power of two
             back = __uint_as_float(exponent == 255 ? 0x7fffffff : (word)(exponent - 29) << 23);
-            char* row = rows + m * row_bytes(K);
-            for (int at = thread; at < K / 8; at += THREADS) {
-                Two one = *(Two*)digits_at(row, at, 0), two = *(Two*)digits_at(row, at, 1);
-                Four first = digits_of(low(one.at[0]) * by, high(one.at[0]) * by, low(one.at[1]) * by, high(one.at[1]) * by);
-                Four second = digits_of(low(two.at[0]) * by, high(two.at[0]) * by, low(two.at[1]) * by, high(two.at[1]) * by);
+            char* to = rows + m * row_bytes(K) + mine;
+            for (int at = thread; at < K / 8; at += THREADS, to += FAR) {
+                Two one = *(Two*)to, two = *(Two*)(to + other);
+                Four first = digits_of(times(one.at[0], by), times(one.at[1], by));
+                Four second = digits_of(times(two.at[0], by), times(two.at[1], by));
 #pragma unroll
-                for (int d = 0; d < 4; d++) *(Two*)digits_at(row, at, d) = {first.at[d], second.at[d]};
+                for (int d = 0; d < 4; d++) *(Two*)(to + d % 2 * other + d / 2 * 128) = {first.at[d], second.at[d]};
             }
         }
-        if (thread == m) {
-            float square = 0;
-            for (int i = 0; norm && i < WARPS; i++) square += shared.squares[m * WARPS + i];
-            shared.factors[m] = norm ? rsqrtf(square / K + eps) * back : back;
+        if (norm) {
+            float square = lane < WARPS ? shared.squares[m * WARPS + lane] : 0;
+#pragma unroll
+            for (int far = 16; far; far /= 2) square += __shfl_xor_sync(0xffffffffu, square, far);
+            back *= rsqrtf(__fdividef(square, K) + eps);
         }
+        if (thread == m) shared.factors[m] = back;
     }
     if (BITS == 4) meet_threads<THREADS>();
 }
 
-__device__ __forceinline__ float gated(float gate, float up) { return gate / (1 + exp2_of(-1.4426950408889634f * gate)) * up; }
+__device__ __forceinline__ float gated(float gate, float up) {
+    return __fdividef(gate, 1 + exp2_of(-1.4426950408889634f * gate)) * up;
+}
 
 // The sums of what a warp has had of a tile, for `finish`, which wants them of each warp and each of the program's `num` tiles;
 // then they are 0. All lanes come here.

@@ -31,13 +31,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) laid_linear(
         copies_begun();
     };
     for (int d = 0; d < DEPTH; d++) ask(mine + d * SLOT);
-    Four first_norm = {};
-    if (norm && thread < K / 8) first_norm = read_once(norm + thread * 16);
+    Four norms[AT_ONCE];
+    read_first_norms(norms, norm, thread, K);
     int made = GATED ? 8 : 16, width = GATED ? N / 2 : N, first = first_tile * made, results = min(num * made, width - first);
 
     wait_for_the_launch_before();
     unsigned short first_residual = residual && thread < results ? read_shared_half(residual + first + thread) : 0;
-    stage(rows, shared, norm, first_norm, M, K, eps, [&](Four(&eights)[AT_ONCE], int m, int from) {
+    stage(rows, shared, norm, norms, M, K, eps, [&](Four(&eights)[AT_ONCE], int m, int from) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++)
             if (from + i * THREADS < K / 8) eights[i] = read_shared_result(x + ((long)m * K + (from + i * THREADS) * 8) * 2);

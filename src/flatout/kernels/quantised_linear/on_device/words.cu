@@ -84,8 +84,8 @@ __device__ __forceinline__ void wait_at(Gate& gate, int round) {
 
 // Bytes to shared memory, counted at the gate; addresses and number are multiples of 16.
 __device__ __forceinline__ void begin_bulk_copy(void* to, const void* from, int bytes, Gate& gate) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(&gate)) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&gate)) : "memory");
 }
 #endif
 
@@ -105,12 +105,19 @@ __device__ __forceinline__ void let_the_next_begin() {
 #endif
 }
 
-// A code of 4 bits, with its sign, in the upper half of each byte, which is 16 times as much.
+// Codes of 4 bits, with their signs, in the upper halves of bytes, where they are 16 times as much.
 __device__ __forceinline__ word upper_codes(word codes) { return codes & 0xf0f0f0f0u; }
 __device__ __forceinline__ word lower_codes(word codes) { return codes << 4 & 0xf0f0f0f0u; }
 
 // A whole number to which x rounds, as four bytes from - 128 to 127: its digits to the base 256.
-__device__ __forceinline__ word digits(float x) { return (word)(__float2int_rn(x) + 0x00808080) ^ 0x00808080u; }
+__device__ __forceinline__ word digits(float x) { return ((word)__float2int_rn(x) + 0x00808080u) ^ 0x00808080u; }
+
+// The larger of each two bfloat16, which are not negative; not a number where one is not.
+__device__ __forceinline__ word larger_halves(word a, word b) {
+    word made;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(made) : "r"(a), "r"(b));
+    return made;
+}
 
 // The largest of a warp's words.
 __device__ __forceinline__ word most_of_warp(word mine) {
@@ -170,24 +177,32 @@ __device__ __forceinline__ float read_of_program(const float* at, int rank) {
     return made;
 }
 
-// Four bytes and a stamp, which arrive together: who reads the stamp that is expected has the bytes too, whatever else was
-// written before or after. No fence is needed, which would wait for all that is on its way.
-struct __align__(8) Pair { word data, stamp; };
+// Words that other programs of this launch write, and that are ABSENT before: two bfloat16 or a float that no operation of
+// the device gives, whose NaN is 0x7fff and 0x7fffffff. A word is there or not, whatever else was written before or after, so
+// that no fence is needed, which would wait for all that is on its way.
+constexpr word ABSENT = 0xffffffffu;
 
-__device__ __forceinline__ Pair read_pair(const void* at) {
-    unsigned long long made;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(made) : "l"(at) : "memory");
-    return {(word)made, (word)(made >> 32)};
+__device__ __forceinline__ word read_word(const void* at) {
+    word made;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(made) : "l"(at) : "memory");
+    return made;
 }
 
-__device__ __forceinline__ void read_two_pairs(Pair* to, const void* at) {
-    unsigned long long one, two;
-    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(one), "=l"(two) : "l"(at) : "memory");
-    to[0] = {(word)one, (word)(one >> 32)}, to[1] = {(word)two, (word)(two >> 32)};
+__device__ __forceinline__ Two read_two_words(const void* at) {
+    Two made;
+    asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(made.at[0]), "=r"(made.at[1]) : "l"(at) : "memory");
+    return made;
 }
 
-__device__ __forceinline__ void write_pair(void* at, word data, word stamp) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"((unsigned long long)stamp << 32 | data) : "memory");
+__device__ __forceinline__ Four read_four_words(const void* at) {
+    Four made;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(made.at[0]), "=r"(made.at[1]), "=r"(made.at[2]), "=r"(made.at[3]) : "l"(at) : "memory");
+    return made;
+}
+
+__device__ __forceinline__ void write_word(void* at, word data) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(data) : "memory");
 }
 
 __device__ __forceinline__ word lanes_where(bool is_so) { return __ballot_sync(0xffffffffu, is_so); }
