@@ -261,7 +261,7 @@ def test_special_values_are_those_of_torch(name: str, built: list[Built]) -> Non
     finite = np.isfinite(wanted)
     assert np.all(same_value(got, wanted)[~finite]), (x[~finite], got[~finite])
     assert np.allclose(got[finite], wanted[finite], rtol=5e-7, atol=1e-7)
-    zero = x == 0
+    zero = (x == 0) & (name != "gelu")  # torch's gelu of - 0 is - 0 on some processors and 0 on others
     assert np.array_equal(np.signbit(got[zero]), np.signbit(wanted[zero]))
 
 

@@ -413,7 +413,8 @@ def test_attention_computes_the_same_with_one_call(case: Case) -> None:
     assert case.after in " ".join(after.split()), after
     for gone in case.gone:
         assert gone not in after.replace("self.softmax = nn.Softmax", ""), after
-    torch.testing.assert_close(_result(after, torch.float64), _result(case.text, torch.float64))
+    # One of the texts has its softmax in float32.
+    torch.testing.assert_close(_result(after, torch.float64), _result(case.text, torch.float64), rtol=1e-6, atol=1e-6)
 
 
 def test_comments_and_lines_around_stay() -> None:
