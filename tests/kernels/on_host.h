@@ -143,7 +143,6 @@ static word lanes_where(bool is_so) {
     host::meet_warp();
     return made;
 }
-static int __ffs(int x) { return __builtin_ffs(x); }
 static void look_again() { host::yield(); }
 static word count_up(word* counter) { return (*counter)++; }
 static void meet_cluster() {}

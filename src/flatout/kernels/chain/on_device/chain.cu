@@ -382,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) chain(
             long bytes = (long)M * width * 2;  // of a set of the results, and of the residual
             const char* x = op.x ? op.x + (long)set * M * K * 2 : given;
             const char* residual = op.residual ? op.residual + set * bytes : given;
-            bool is_written = op.has_residual && op.residual;
+            bool is_written = op.residual != nullptr;
             word first_residual = ABSENT;  // looked at before it is waited for
             if (is_written && thread < results) first_residual = read_word(residual + (first + thread & ~1) * 2);
             Four norms[AT_ONCE];
@@ -395,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) chain(
                     wanted[j] = from + j * THREADS < K / 8;
                     at[j] = x + ((long)m * K + (from + j * THREADS) * 8) * 2;
                 }
-                read_when_there<AT_ONCE>(eights, at, wanted, op.x);
+                read_when_there<AT_ONCE>(eights, at, wanted, op.x != nullptr);
             });
             multiply_all(ring, op, mine, M, rows, sums);
             meet_threads<THREADS>();
