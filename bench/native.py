@@ -197,7 +197,8 @@ class Bench:
         if peer.mend is not None:
             yield from self.checked(peer.mend(), events, exact, found)
 
-    def interleaved(self, peers: Sequence[Peer]) -> dict[str, Record]:
+    def interleaved(self, peers: Sequence[Peer], over: str = "flatout") -> dict[str, Record]:
+        """Times of each, and of the others over the one that is named, paired by round."""
         clock, samples = HostClock(), {peer.name: list[float]() for peer in peers}
         calls = {peer.name: calls_of(peer, clock, self.amount.block_s) for peer in peers}
         for number in range(self.amount.rounds if peers else 0):
@@ -205,8 +206,8 @@ class Bench:
             for peer in [*peers[at:], *peers[:at]]:
                 per_call = clock.elapsed_s(peer.step, calls[peer.name]) / calls[peer.name]
                 samples[peer.name].append(per_call / peer.events)
-        ours = samples.get("flatout")
-        return {name: times(taken, ours, calls[name]) for name, taken in samples.items()}
+        ours = samples.get(over)
+        return {name: times(taken, over, ours, calls[name]) for name, taken in samples.items()}
 
     def floor(self, case: Case) -> Record:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -254,11 +255,11 @@ def calls_of(peer: Peer, clock: HostClock, block_s: float) -> int:
     return max(1, round(num * block_s / took))
 
 
-def times(taken: Sequence[float], ours: Sequence[float] | None, calls: int) -> Record:
+def times(taken: Sequence[float], over: str, ours: Sequence[float] | None, calls: int) -> Record:
     record = {**spelled(median_estimate(taken)), "calls": calls}
     if ours is not None and ours is not taken:
         ratio = ratio_estimate(taken, ours)
-        record["over_flatout"] = [ratio.value, ratio.low, ratio.high]
+        record[f"over_{over}"] = [ratio.value, ratio.low, ratio.high]
     return record
 
 
@@ -365,8 +366,8 @@ def int8(bench: Bench) -> Iterator[Record]:
             continue
         with bench.pinned():
             errors = {peer.name: relative(peer.rollout(events), exact) for peer in peers}
-            found = bench.interleaved(peers)
-        faster = found["float32"]["s"] / found["int8"]["s"]
+            found = bench.interleaved(peers, over="int8")
+        faster = found["float32"]["over_int8"]
         layers = dict(peers[1].engine.manifest.precision)
         yield {"model": name, "error": errors, "peers": found, "faster": faster, "precision_of_layers": layers}
 

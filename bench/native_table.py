@@ -59,7 +59,8 @@ def of_part(record: Record) -> Iterator[str]:
     else:
         times = ", ".join(f"{name} {peer['s'] * 1e6:.3g} us" for name, peer in record["peers"].items())
         errors = ", ".join(f"{error:.2g}" for error in record["error"].values())
-        yield f"{record['model']}: {times}: {record['faster']:.3g}x; errors over the output's scale: {errors}"
+        faster, low, high = record["faster"]
+        yield f"{record['model']}: {times}: {faster:.2f}x {low:.2f}..{high:.2f}; errors over the output's scale: {errors}"
 
 
 def columns(head: str, names: Sequence[str], rows: dict[str, list[str]]) -> list[str]:

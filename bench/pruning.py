@@ -26,6 +26,8 @@ import platform
 import sys
 import warnings
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="to see that it runs; the figures mean little")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     options = parser.parse_args()
+    if find_spec("torch_pruning") is None:
+        parser.error("torch-pruning, the peer, is not installed; pip install 'flatout[bench]'")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     records: list[Record] = [{"part": "machine", **machine(), "is_quick": options.quick}]
@@ -88,8 +92,6 @@ def main() -> int:
 
 
 def machine() -> Record:
-    from importlib.metadata import version
-
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
     packages = {name: version(name) for name in ("torch", "torch-pruning")}

@@ -24,6 +24,7 @@ from flatout.errors import NativeError, UsageError
 from flatout.inference.native import program
 from flatout.inference.native.compiler import FLAGS, flags_of, own_isa
 from flatout.inference.native.generated import Generated
+from flatout.inference.native.packing import rounded
 from flatout.inference.native.program import Program
 
 KINDS = ("mlp", "gru", "lstm", "tcn", "windowed", "book")
@@ -271,6 +272,23 @@ def test_eight_bits_are_the_same_on_every_set_of_instructions_and_near_to_eager(
     with torch.no_grad():
         exact = model(torch.from_numpy(arrays[0][:8, 0])).numpy()
     assert 0 < np.abs(np.concatenate(found[0])[:, 0] - exact).max() < 0.02 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(("k", "scale"), [(1300, 1.0), (512, 0.0), (513, 0.0), (3, 1e-3)])
+def test_eight_bits_of_any_depth_are_the_product_of_the_rounded_weights(k: int, scale: float, tmp_path: Path) -> None:
+    torch.manual_seed(k)
+    model = nn.Linear(k, 37)
+    if not scale:  # the largest sum that there is: every number at its largest, and of one sign
+        nn.init.constant_(model.weight, 0.5)
+    text = Program.of(model, (torch.zeros(1, k),)).generated(precision={"weight": "int8"})
+    x = torch.randn(1, k) * scale if scale else torch.full((1, k), 3.0)
+    found = [(bare := Bare(text, tmp_path, isa=isa)).step(bare.states(), [x.numpy()])[0] for isa in _own_isas()]
+    assert all(_same(found[0], other) for other in found[1:])
+    whole, step = rounded(model.weight.detach().T)
+    held = whole.double() * step.double()
+    exact = (x.double() @ held + model.bias.detach().double()).numpy()
+    rounding = float(x.abs().max()) / 65024 * held.abs().sum(0).numpy()  # half a step of each input
+    assert (np.abs(found[0] - exact) <= rounding + 1e-6 * np.abs(exact).max()).all()
 
 
 # ------------------------------------------------------------------------------------------------------------------- as eager

@@ -50,7 +50,7 @@ def source(
             sizes,
             _replaced((here / "table.h").read_text(), marks),
             "#if !defined(FLATOUT_DISPATCH)\n",
-            f"#define FO_MOST_INT8 {deepest_int8}" if deepest_int8 else "",
+            tiles.int8_sizes(deepest_int8) if deepest_int8 else "",
             *((here / p).read_text() for p in preludes),
             tiles.text(parts),
             tiles.int8_text() if deepest_int8 else "",
@@ -70,9 +70,9 @@ def source(
 
 
 def _deepest_int8(body: Body) -> int:
-    """Inputs of the widest product in 8 bits, rounded up; 0 if there is none."""
+    """The most inputs of a product in 8 bits; 0 if there is none."""
     products = (s for s in body.statements if isinstance(s, Product) and s.scales is not None)
-    return max((-(-p.k // 64) * 64 for p in products), default=0)
+    return max((p.k for p in products), default=0)
 
 
 def _replaced(text: str, marks: dict[str, str]) -> str:

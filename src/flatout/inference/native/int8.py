@@ -20,7 +20,7 @@ from flatout.inference.native.caller import default_cache, make_cache
 from flatout.inference.native.compiler import compile_trial, own_isa
 from flatout.inference.native.engine import Engine
 from flatout.inference.native.measuring import rollout_errors
-from flatout.inference.native.packing import GROUP, rounded
+from flatout.inference.native.packing import DEEP, GROUP, rounded
 from flatout.inference.native.program import Program
 from flatout.inference.native.rollout import places, tensors_of
 from flatout.inference.native.statements import Product
@@ -144,8 +144,8 @@ def _times(program: Program, model: nn.Module, how: Mapping[str, Any]) -> dict[s
 
 def _source(products: list[Product]) -> str:
     here = files("flatout.inference.native") / "c"
-    most = max(-(-p.k // 64) * 64 for p in products)
-    lines = ["#include <math.h>\n#include <stdint.h>\n#include <string.h>", f"#define FO_MOST_INT8 {most}"]
+    sizes = tiles.int8_sizes(max(p.k for p in products))
+    lines = ["#include <math.h>\n#include <stdint.h>\n#include <string.h>", sizes]
     lines += [(here / name).read_text() for name in ("vectors.h", "scalar.h", "rows.h", "int8.h")]
     lines += [tiles.text({p.parts for p in products}), tiles.int8_text()]
     head = '__attribute__((visibility("default"))) void'
@@ -171,7 +171,7 @@ def _timed(library: ctypes.CDLL, number: int, p: Product) -> tuple[float, float]
         torch.empty(rows * width),
         torch.randn(width, generator=generator),
     )
-    sums = torch.zeros(width, dtype=torch.int32)
+    sums = torch.zeros(-(-p.k // DEEP) * width, dtype=torch.int32)
     plain_w = torch.randn(p.k * width, generator=generator)
     coarse_w = torch.randint(-127, 128, (-(-p.k // 4) * 4 * width,), dtype=torch.int8, generator=generator)
     calls = []

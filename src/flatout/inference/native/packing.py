@@ -24,6 +24,8 @@ _DTYPES = {
 _ALIGNMENT = 64
 GROUP = 8
 """Blocks that lie side by side."""
+DEEP = 512
+"""Inputs of a product in 8 bits whose sums fit in 32 bits: see int8.h."""
 
 
 class Piece(NamedTuple):
@@ -115,5 +117,6 @@ def by_quads(weight: Tensor) -> Tensor:
 
 
 def shifted_sums(weight: Tensor) -> Tensor:
-    """-128 times each column's sum: what the activations' shift by 128 adds."""
-    return padded_bias(-128 * weight.to(torch.int32).sum(0, dtype=torch.int32))
+    """-128 times each column's sum over each stretch of 512 rows (stretches, n): what a row's shift by 128 adds to its sums."""
+    stretches = weight.to(torch.int32).split(DEEP)
+    return torch.cat([padded_bias(-128 * part.sum(0, dtype=torch.int32)) for part in stretches])

@@ -70,7 +70,7 @@ class Product:
     is_dot: bool = False
     """w lies as n rows of k numbers, padded to 16: few outputs, each summed in 16 lanes."""
     scales: View | None = None
-    """Of int8 weights, one a column; then x is rounded to 8 bits by its largest number, and `sums` are -128 times w's columns."""
+    """Of int8 weights, one a column; then x is rounded to 16 bits by its largest number, and `sums` are shifted_sums."""
     sums: View | None = None
     note: str = ""
 

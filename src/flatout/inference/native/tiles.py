@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Final
 
+from flatout.inference.native.packing import DEEP
+
 _WIDE: Final = {
     1: ((4, (4, 2, 1)), (1, (8, 4, 2, 1))),
     2: ((4, (2, 1)), (1, (4, 2, 1))),
@@ -110,51 +112,66 @@ def _loops(tiles: tuple[tuple[int, tuple[int, ...]], ...], parts: int) -> Iterat
 
 # --------------------------------------------------------------------------------------------------------------- 8 bits
 
-_INT8_WIDTHS: Final = (8, 4, 2, 1)
+_INT8_WIDE: Final = (8, 4, 2, 1)
+_INT8_NARROW: Final = (2, 1)
+"""Columns' blocks that are tried, widest first."""
 _INT8_ARGS: Final = (
     "const float *x, long ldx, const int8_t *w, long blocks, long k, const float *scale, const int32_t *sums,"
     " const float *bias, float *y, long ldy"
 )
 
 
+def int8_sizes(deepest: int) -> str:
+    """What int8.h wants to know beforehand; `deepest` are the most inputs of a product."""
+    return f"#define FO_MOST_INT8 {-(-deepest // 64) * 64}\n#define FO_DEEP {DEEP}"
+
+
 def int8_text() -> str:
     """The functions of products in 8 bits. Weights lie as above, four rows of them interleaved."""
-    return "\n".join((*(_int8_tile(columns) for columns in _INT8_WIDTHS), _int8_product()))
+    wide, narrow = (
+        "\n".join((*(_int8_tile(columns) for columns in widths), _int8_product(widths)))
+        for widths in (_INT8_WIDE, _INT8_NARROW)
+    )
+    return f"#if defined(FO_INT8_WIDE)\n{wide}\n#else\n{narrow}\n#endif"
 
 
 def _int8_tile(columns: int) -> str:
     each = range(columns)
     lines = [
-        f"static FO_HOT void fo_int8_tile_{columns}(const uint8_t *q, const uint8_t *fine, const int8_t *w, long row,"
-        " long quads, float step, const float *scale, const int32_t *sums, const float *bias, float *y) {",
-        *(f"  i16 s{c} = i16_load(sums + {16 * c}), t{c} = s{c};" for c in each),
-        "  for (long i = 0; i < quads; i++) {",
+        f"static FO_HOT void fo_int8_tile_{columns}(const fo_row *q, long from, long to, const int8_t *w, long row,"
+        " float step, const float *scale, const int32_t *sums, const float *bias, float *y) {",
+        f"  i16 {', '.join(f's{c} = i16_start(sums + {16 * c})' for c in each)};",
+        "  for (long i = from; i < to; i++) {",
+        "    const fo_four x = fo_four_load(q, i);",
         *(f"    const b64 w{c} = b64_load(w + i * row + {64 * c});" for c in each),
-        *(f"    s{c} = i16_dot(s{c}, q + 4 * i, w{c}), t{c} = i16_dot(t{c}, fine + 4 * i, w{c});" for c in each),
+        f"    {' '.join(f's{c} = i16_dot(s{c}, x, w{c});' for c in each)}",
         "  }",
-        *(f"  i16_out(y + {16 * c}, s{c}, t{c}, step, scale + {16 * c}, bias ? bias + {16 * c} : 0);" for c in each),
+        *(f"  i16_out(y + {16 * c}, s{c}, step, scale + {16 * c}, bias ? bias + {16 * c} : 0);" for c in each),
         "}",
     ]
     return "\n".join(lines)
 
 
-def _int8_product() -> str:
+def _int8_product(widths: tuple[int, ...]) -> str:
     lines = [
-        "/* y (rows, 16 blocks) = bias + x (rows, k) times w. */",
+        "/* y (rows, 16 blocks) = bias + x (rows, k) times w; sums (stretches of FO_DEEP inputs, 16 blocks). */",
         f"static FO_HOT void fo_product_int8(long rows, {_INT8_ARGS}) {{",
-        "  const long quads = (k + 3) / 4;",
-        "  uint8_t q[FO_MOST_INT8] __attribute__((aligned(64))), fine[FO_MOST_INT8] __attribute__((aligned(64)));",
+        "  const long quads = (k + 3) / 4, deep = FO_DEEP / 4;",
+        "  fo_row q;",
         "  for (long r = 0; r < rows; r++) {",
-        "    const float step = fo_quantise(q, fine, x + r * ldx, k, quads);",
+        "    const float step = fo_quantise(&q, x + r * ldx, k, quads);",
     ]
     at = "0"
-    for columns in _INT8_WIDTHS:
+    for columns in widths:
         lines += [
             f"    const long c{columns} = {at} + (blocks - {at}) / {columns} * {columns};",
             f"    for (long c = {at}; c < c{columns}; c += {columns}) {{",
             "      const long row = 64 * (blocks - c / 8 * 8 < 8 ? blocks - c / 8 * 8 : 8);",
-            f"      fo_int8_tile_{columns}(q, fine, w + c / 8 * quads * 512 + c % 8 * 64, row, quads, step, scale + 16 * c,"
-            " sums + 16 * c, bias ? bias + 16 * c : 0, y + r * ldy + 16 * c);",
+            "      float *to = y + r * ldy + 16 * c;",
+            "      for (long from = 0; from < quads; from += deep)",
+            f"        fo_int8_tile_{columns}(&q, from, quads - from < deep ? quads : from + deep,"
+            " w + c / 8 * quads * 512 + c % 8 * 64, row, step, scale + 16 * c, sums + (from / deep * blocks + c) * 16,"
+            " from ? to : bias ? bias + 16 * c : 0, to);",
             "    }",
         ]
         at = f"c{columns}"
