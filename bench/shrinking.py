@@ -40,6 +40,7 @@ from flatout.shrinking.trials import Workshop
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.plain_models import Plain
 
+HERE = f"{Path(__file__).parent.parent}/"
 NUM_SAMPLES = 32
 NAMES = ["mlp_4096", "lstm_128", *WIDTHS]
 
@@ -125,7 +126,7 @@ def bench(name: str, seconds: float) -> dict[str, Any]:
         "torchao_int8_faster": beside(plain, seconds),
         "is_slower": best.faster[2] < 1,
         "points": [{"name": p.name, "us": p.call_s[0] * 1e6, "faster": p.faster, "lost": p.lost} for p in found.points],
-        "untried": [{"name": u.name, "because": u.because} for u in found.untried],
+        "untried": [{"name": u.name, "because": u.because.replace(HERE, "")} for u in found.untried],
         "seconds": perf_counter() - began,
     }
 
