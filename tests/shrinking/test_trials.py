@@ -11,12 +11,15 @@ from tests.plain_models import plain
 from tests.shrinking import shrink_task
 from torch import Tensor, nn
 
+from flatout.compression.quantising import quantise
 from flatout.errors import CheckpointError, UsageError
+from flatout.levers.graph import native_engine
 from flatout.levers.subjects import Purpose, Stepping, Subject
-from flatout.records.lever import Offer
+from flatout.records.lever import Offer, Refusal
 from flatout.records.shrinking import Objective, Tried
 from flatout.registry import lever_of, levers
 from flatout.shrinking.live import shrink
+from flatout.shrinking.training import copied
 from flatout.shrinking.trials import Workshop
 from flatout.shrinking.written import load_shrunk, write
 
@@ -78,6 +81,17 @@ def test_native_code_takes_batches_in_pieces_and_nothing_else_runs_it(given: Sub
     assert found.offers == ()
     call = shop.subject((NATIVE,)).call
     torch.testing.assert_close(call(shrink_task.TASK.held_x[:5]), given.model(shrink_task.TASK.held_x[:5]))
+
+
+@needs_compiler
+def test_layers_in_fewer_bits_are_offered_no_native_code(given: Subject) -> None:
+    few = given.having(quantise(copied(given.model), "int8").module, "all in 8 bits")
+    told = list(native_engine.offers(few))
+    assert [one.because for one in told if isinstance(one, Refusal)] == [
+        "layers in fewer bits call code of their own; native code has 8 bits of its own"
+    ]
+    assert len(told) == 1
+    assert len(list(native_engine.offers(given))) == 2
 
 
 def test_a_lever_that_cannot_says_why(given: Subject) -> None:

@@ -8,9 +8,11 @@ Price       In float32 none: errors of 1e-7 to 5e-7 of the outputs' scale, eager
             (LSTM of 128) and 0.7 % (MLP 128-256-256-8) for 2.5 and 2.1 times the speed (`bench/native.py`); 0.1 to 0.4 % on
             eleven models of random weights, 2.9 to 29 times as fast as eager (`bench/shrinking.py`). Trained models in 8 bits
             lost nothing that one seed could tell: digits with an MLP of 512 (-1.0 to 0.6 points) and a CNN of 32 (-0.7 to 0.7),
-            text with a transformer of 64 (`bench/quantising_quality.py`). One thread of a Xeon with 8-bit products. Not worth it:
-            8 bits in convolutions over images (gain 6 % or nothing); a GRU over a whole sequence took twice the bytes.
-Refuses     GPUs; models of more than 64 MB; operators without native code, by name and line; sizes are those of the example.
+            text with a transformer of 64 (`bench/quantising_quality.py`). One thread of a Xeon with AVX-512 VNNI; with AVX2 alone
+            (EPYC) the eleven were 1.2 to 3.4 times as fast as in float32. Not worth it: convolutions over images on the Xeon (6 %
+            or nothing); a GRU over a whole sequence took twice the bytes.
+Refuses     GPUs; models of more than 64 MB; layers that took fewer bits already; operators without native code, by name and line;
+            sizes are those of the example.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 _MOST_BYTES: Final = 64 << 20
 """Above it a call is long, and torch's threads and blocked products are worth what they cost."""
+_FEW_BITS: Final = "flatout.compression.quantising."
+"""Whose layers call code of their own, which cannot be exported."""
 
 
 def offers(subject: Subject) -> Iterator[Offer | Refusal]:
@@ -48,6 +52,8 @@ def _refused(subject: Subject) -> str:
         return "native code runs on the processor, the model is elsewhere"
     if subject.call is not subject.model:
         return "something else runs the model already"
+    if any(type(module).__module__.startswith(_FEW_BITS) for module in subject.model.modules()):
+        return "layers in fewer bits call code of their own; native code has 8 bits of its own"
     size = sum(t.numel() * t.element_size() for t in tensors)
     return f"{size / 2**20:.0f} MB of weights are more than {_MOST_BYTES >> 20}" if size > _MOST_BYTES else ""
 
