@@ -117,6 +117,6 @@ def by_quads(weight: Tensor) -> Tensor:
 
 
 def shifted_sums(weight: Tensor) -> Tensor:
-    """-128 times each column's sum over each stretch of 512 rows (stretches, n): what a row's shift by 128 adds to its sums."""
+    """-128 times each column's sum over each stretch of DEEP rows (stretches, n): what a row's shift by 128 adds to its sums."""
     stretches = weight.to(torch.int32).split(DEEP)
     return torch.cat([padded_bias(-128 * part.sum(0, dtype=torch.int32)) for part in stretches])

@@ -65,7 +65,7 @@ typedef __m256i fo_four;
 static FO_HOT __m256i fo_part_mask(long left) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(left < 8 ? (int)left : 8), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-/* As above. */
+/* Rounds as above. */
 static FO_HOT float fo_quantise(fo_row *row, const float *x, long k, long quads) {
   __m256 top = _mm256_setzero_ps(), odd = _mm256_setzero_ps();
   (void)quads;
@@ -117,7 +117,7 @@ static FO_HOT void i16_out(float *y, i16 s, float step, const float *scale, cons
 #else
 typedef struct { int32_t v[16]; } i16;
 typedef const int16_t *fo_four;
-/* As above. */
+/* Rounds as above. */
 static FO_HOT float fo_quantise(fo_row *row, const float *x, long k, long quads) {
   float top = 0.0f, odd = 0.0f;
   for (long i = 0; i < k; i++) {
