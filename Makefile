@@ -2,6 +2,7 @@
 #
 #   make demo     one slow script diagnosed and tuned, beside its fast twin
 #   make test     the test suite
+#   make fast     its fast part, without what is marked slow
 #   make check    style, types, arrows, doctests, documentation
 #   make format   mend what style finds, where a tool can
 #   make bench    the benchmarks behind the claims
@@ -17,11 +18,14 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
+# Tests start hundreds of processes: they compile flatout's modules once, also where the environment says not to keep that.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The theme's notice about its end of life goes to every build; docs/dependencies.md says what we do about it.
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check style types arrows doctests pages format bench docs clean
+.PHONY: help demo test fast check style types arrows doctests pages format bench docs clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -55,6 +59,9 @@ demo: $(VENV)/examples.stamp
 test: $(VENV)/tools.stamp
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
+fast: $(VENV)/tools.stamp
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow'
+
 # One target a check, so that 'make -k check' shows everything that is wrong, and 'make types' one thing.
 check: style types arrows doctests pages
 
@@ -79,7 +86,9 @@ pages: $(VENV)/tools.stamp
 	@echo "== documentation"
 	@$(BIN)/python docs/generate_rules.py --check
 	@$(BIN)/python docs/generate_levers.py --check
+	@$(BIN)/python docs/generate_reductions.py --check
 	@$(BIN)/python docs/generate_schema.py --check
+	@$(BIN)/python docs/generate_architecture.py --check
 	@$(BIN)/mkdocs build --quiet --strict
 
 format: $(VENV)/tools.stamp
@@ -93,7 +102,9 @@ bench: $(VENV)/tools.stamp
 docs: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_rules.py
 	@$(BIN)/python docs/generate_levers.py
+	@$(BIN)/python docs/generate_reductions.py
 	@$(BIN)/python docs/generate_schema.py
+	@$(BIN)/python docs/generate_architecture.py
 	@$(BIN)/mkdocs build --quiet --strict
 	@echo "the site is in site/index.html"
 

@@ -4,7 +4,7 @@
 
 MLP, CNN, GRU, transformer and U-Net of tests/plain_models.py, at widths where a step takes 10 to 80 ms on one core, random data,
 AdamW, mean of squares. Each method (low-rank pairs, DoRA, bottlenecks, a prompt where there are tokens, all but the last layers
-frozen, biases only) is first predicted by flatout.adapting from the plain model; then the model is adapted and measured:
+frozen, biases only) is first predicted by flatout.shrink.adapt, on copies; then the model is adapted and measured:
 
   parameters   numbers that the optimizer was given
   training     bytes of gradients and of the optimizer's state, as they are after a step, and of what forward keeps for backward:
@@ -30,11 +30,10 @@ from native_machine import hardware, versions
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from flatout.adapting.adapted import Adapted, adapt
-from flatout.adapting.ledger import squares
-from flatout.adapting.prediction import Settled, predicted
-from flatout.measure.timer import HostClock, compare
-from flatout.records.adapting import BitFit, Bottleneck, Freeze, Lora, Method, Prediction, Prompt
+from flatout.core.records.adapt import BitFit, Bottleneck, Freeze, Lora, Method, Prediction, Prompt
+from flatout.machine.measure.timer import HostClock, compare_times
+from flatout.shrink.adapt.adapted_model import Adapted, adapt
+from flatout.shrink.adapt.prediction import WarmedClock, mean_square_loss, predict_step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.plain_models import plain
@@ -81,7 +80,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.parameters)
 
     def forward(self) -> Tensor:
-        return squares(self.case.model(*self.case.inputs))
+        return mean_square_loss(self.case.model(*self.case.inputs))
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -118,12 +117,12 @@ def methods_for(name: str) -> dict[str, Method]:
 
 def measured(name: str, methods: dict[str, Method], seconds: float) -> list[Record]:
     case = case_of(name)
-    found = predicted(case.model, case.inputs, *methods.values(), max_time_s=seconds)
+    found = predict_step(case.model, case.inputs, *methods.values(), max_time_s=seconds)
     trainings = {"plain": Training(case_of(name), None)}
     trainings |= {key: Training(case_of(name), method) for key, method in methods.items()}
     held = {key: training.held() for key, training in trainings.items()}
     steps = {key: training.step for key, training in trainings.items()}
-    times = compare(steps, min_time_s=seconds / 2, max_time_s=seconds, clock=Settled(HostClock()))
+    times = compare_times(steps, min_time_s=seconds / 2, max_time_s=seconds, clock=WarmedClock(HostClock()))
     rows = []
     for key, prediction in zip(methods, found, strict=True):
         ratio = times[key].ratio

@@ -1,4 +1,4 @@
-"""What training less costs of the metric: each lever that trains fewer parameters beside full training, on real data.
+"""What training less costs of the metric: each reduction that trains fewer parameters beside full training, on real data.
 
     python bench/adapting_quality.py [--out bench/results/<date>-<hardware>/adapting_quality.json] [--only mlp,cnn,transformer]
                                      [--seeds 0,1,2] [--rate R] [--quick]
@@ -10,9 +10,10 @@ A model is trained on one part of the data and adapted to another, AdamW at a co
   transformer               Python's manual, then the source of Python's library: prose, then code, in the same characters. Minus
                             bits a character
 
-Each lever is pulled as `flatout shrink --objective train-cost` pulls it: its own offers, its own factor on the rate (low-rank
+Each reduction is applied as `flatout shrink --objective train-cost` pulls it: its own options, its own factor on the rate
+(low-rank
 pairs and bottlenecks 4, biases 10, prompts 30, last layers 1), as many steps as full training, on the same batches. The prompt
-is put before the blocks by hand: this model has two embeddings, and the lever refuses that. `as it is` is the model before.
+is put before the blocks by hand: this model has two embeddings, and the reduction refuses that. `as it is` is the model before.
 
   score        mean of the seeds, and the lowest and highest. A seed has its own split, first weights, and batches
   difference   to full training from the same start on the same batches, with its 95 % interval, paired by held sample over all
@@ -35,23 +36,22 @@ import torch.nn.functional as F
 from native_machine import hardware, versions, write_results
 from torch import Tensor, nn
 
-from flatout.adapting.front import prompt
-from flatout.compression.distilling.scoring import Score, accuracy, negative_bits, scores_of
-from flatout.compression.searching.intervals import paired_difference
-from flatout.levers.subjects import Purpose, Subject
-from flatout.levers.training import adapted
-from flatout.levers.workload import bias_only, bottleneck_adapters, last_layers, low_rank, prompt_tuning
-from flatout.measure.timer import HostClock, compare
-from flatout.records.lever import Offer
-from flatout.shrinking.training import Training
+from flatout.core.records.adapt import Prompt
+from flatout.core.records.reduction import Option
+from flatout.machine.measure.timer import HostClock, compare_times
+from flatout.shrink.candidate import CandidateModel, ShrinkTask
+from flatout.shrink.compose.training import Training
+from flatout.shrink.distil.scoring import Score, accuracy, negative_bits, scores_of
+from flatout.shrink.reductions.training import bias_only, bottleneck_adapters, last_layers, low_rank, prompt_tuning
+from flatout.shrink.score_intervals import paired_difference
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.plain_models import plain
 from tests.plain_tasks import Task, digits, manual
 
 Record = dict[str, Any]
-Pull = Callable[[Subject], Subject]
-LEVERS = (low_rank, bottleneck_adapters, bias_only, last_layers)
+Pull = Callable[[CandidateModel], CandidateModel]
+REDUCTIONS = (low_rank, bottleneck_adapters, bias_only, last_layers)
 FULL, BEFORE = "full training", "as it is"
 
 
@@ -119,7 +119,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
-def purpose_of(task: Task, case: Case, seed: int, rate: float) -> Purpose:
+def shrink_task_of(task: Task, case: Case, seed: int, rate: float) -> ShrinkTask:
     generator = torch.Generator()
     passes = 0
 
@@ -131,7 +131,7 @@ def purpose_of(task: Task, case: Case, seed: int, rate: float) -> Purpose:
         for at in range(0, len(order) - case.batch_size + 1, case.batch_size):
             yield task.x[order[at : at + case.batch_size]], task.y[order[at : at + case.batch_size]]
 
-    return Purpose(
+    return ShrinkTask(
         inputs=(task.x[: case.batch_size],),
         evaluate=lambda call: 0.0,
         batches=batches,
@@ -141,66 +141,71 @@ def purpose_of(task: Task, case: Case, seed: int, rate: float) -> Purpose:
     )
 
 
-def pulls(name: str, model: nn.Module, purpose: Purpose) -> dict[str, Pull]:
-    """What each lever offers for the model, and the prompt."""
+def pulls(name: str, model: nn.Module, shrink_task: ShrinkTask) -> dict[str, Pull]:
+    """What each reduction offers for the model, and the prompt."""
     found: dict[str, Pull] = {}
-    for lever in LEVERS:
-        for said in lever.offers(Subject.of(model, purpose)):
-            assert isinstance(said, Offer)
-            found[said.name] = lambda subject, lever=lever, said=said: lever.apply(subject, said.parameters)
+    for reduction in REDUCTIONS:
+        for said in reduction.options(CandidateModel.of(model, shrink_task)):
+            assert isinstance(said, Option)
+            found[said.name] = lambda candidate, reduction=reduction, said=said: reduction.apply(
+                candidate, said.parameters
+            )
     if name == "transformer":
         found["prompt of 8"] = prompted
     return found
 
 
-def prompted(subject: Subject) -> Subject:
-    made = prompt(subject.model, before="blocks", num_vectors=8, seed=subject.purpose.seed)
-    return adapted(subject, made, prompt_tuning._RATE)
+def prompted(candidate: CandidateModel) -> CandidateModel:
+    return candidate.adapted(Prompt(before="blocks", num_vectors=8), prompt_tuning._RATE)
 
 
 class Seeded(NamedTuple):
     """Of one seed: scores of the held samples, and subjects that were trained, by way."""
 
     scores: dict[str, list[float]]
-    subjects: dict[str, Subject]
+    subjects: dict[str, CandidateModel]
 
 
 def of_seed(name: str, case: Case, seed: int, *, share: int, rate: float) -> Seeded:
     before, after = tasks_of(name, seed)
     model = plain(name.partition("_")[0], seed=seed, width=case.width).module
-    Training(Subject.of(model, purpose_of(before, case, seed, case.first_rate))).run(case.first_steps // share)
-    ways: dict[str, Pull] = {FULL: lambda subject: subject}
-    ways |= pulls(name, model, purpose_of(after, case, seed, rate))
+    Training(CandidateModel.of(model, shrink_task_of(before, case, seed, case.first_rate))).run(
+        case.first_steps // share
+    )
+    ways: dict[str, Pull] = {FULL: lambda candidate: candidate}
+    ways |= pulls(name, model, shrink_task_of(after, case, seed, rate))
     scores = {BEFORE: scores_of(model, after.held_x, after.held_y, score=case.score)}
     subjects = {}
     for way, pull in ways.items():
-        subject = pull(Subject.of(copy.deepcopy(model), purpose_of(after, case, seed, rate)))
-        Training(subject).run(case.steps // share)
-        scores[way] = scores_of(subject.model, after.held_x, after.held_y, score=case.score)
-        subjects[way] = subject
+        candidate = pull(CandidateModel.of(copy.deepcopy(model), shrink_task_of(after, case, seed, rate)))
+        Training(candidate).run(case.steps // share)
+        scores[way] = scores_of(candidate.model, after.held_x, after.held_y, score=case.score)
+        subjects[way] = candidate
     return Seeded(scores, subjects)
 
 
-def ratios(subjects: dict[str, Subject], seconds: float) -> dict[str, Record]:
+def ratios(subjects: dict[str, CandidateModel], seconds: float) -> dict[str, Record]:
     """Of a training step, and of a call without gradients, to the plain model's."""
-    trainings = {way: Training(subject) for way, subject in subjects.items()}
+    trainings = {way: Training(candidate) for way, candidate in subjects.items()}
     steps = {way: training.step for way, training in trainings.items()}
-    calls = {way: calling(subject) for way, subject in subjects.items()}
+    calls = {way: calling(candidate) for way, candidate in subjects.items()}
     found: dict[str, Record] = {way: {} for way in subjects}
     for what, functions in (("step", steps), ("call", calls)):
-        for way, timed in compare(functions, min_time_s=seconds / 2, max_time_s=seconds, clock=HostClock()).items():
+        for way, timed in compare_times(
+            functions, min_time_s=seconds / 2, max_time_s=seconds, clock=HostClock()
+        ).items():
             ratio = timed.ratio
             found[way][f"{what}_s"] = timed.call_s.value
             found[way][f"{what}_ratio"] = [1.0] * 3 if ratio is None else [ratio.value, ratio.low, ratio.high]
     return found
 
 
-def calling(subject: Subject) -> Callable[[], object]:
-    model = subject.model.eval()
+def calling(candidate: CandidateModel) -> Callable[[], object]:
+    model = candidate.model.eval()
 
     def call() -> object:
         with torch.inference_mode():
-            return model(*subject.inputs)
+            return model(*candidate.inputs)
 
     return call
 
@@ -240,14 +245,14 @@ def replace_rate(case: Case, rate: float | None) -> Case:
     return case if rate is None else case._replace(rate=rate)
 
 
-def sizes(subject: Subject | None) -> Record:
-    if subject is None:
+def sizes(candidate: CandidateModel | None) -> Record:
+    if candidate is None:
         return {}
-    trained = [*subject.model.parameters()] if subject.trained is None else [*subject.trained]
+    trained = [*candidate.model.parameters()] if candidate.trained is None else [*candidate.trained]
     return {
         "trained_parameters": sum(p.numel() for p in trained),
-        "rate_factor": subject.rate_factor,
-        "training_bytes": Training(subject).num_bytes,
+        "rate_factor": candidate.rate_factor,
+        "training_bytes": Training(candidate).num_bytes,
     }
 
 

@@ -27,9 +27,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import flatout
 from flatout import masks
-from flatout.kernels.attention.blocks import block_lists
-from flatout.kernels.attention.mask import Mask
-from flatout.measure.stats import ratio_estimate
+from flatout.blocks.kernels.attention.blocks import block_lists
+from flatout.blocks.kernels.attention.mask import Mask
+from flatout.machine.measure.stats import ratio_estimate
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -39,9 +39,9 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    with flatout.guarantee() as seen:
+    with flatout.expect() as observed:
         work()
-    return seen.peak_bytes or 0
+    return observed.peak_bytes or 0
 
 
 def packed(tokens: int, shortest: int, longest: int) -> Tensor:
@@ -92,14 +92,14 @@ def of_masks(is_small: bool) -> dict[str, Any]:
 def of_attention(name: str, tokens: int, mask: Mask, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 8, tokens, 64, dtype=dtype, requires_grad=True) for _ in range(3))
-    grad, seen = torch.randn(1, 8, tokens, 64, dtype=dtype), mask.dense(tokens, tokens)
+    grad, observed = torch.randn(1, 8, tokens, 64, dtype=dtype), mask.dense(tokens, tokens)
 
     def ours() -> tuple[Tensor, ...]:
         out = flatout.attention(q, k, v, mask=mask)
         return out, *torch.autograd.grad(out, [q, k, v], grad)
 
     def dense() -> tuple[Tensor, ...]:
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=observed)
         return out, *torch.autograd.grad(out, [q, k, v], grad)
 
     taken: tuple[list[float], list[float]] = ([], [])

@@ -29,8 +29,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flatout
 from flatout import masks, scores
-from flatout.kernels.attention.mask import Mask
-from flatout.measure.stats import ratio_estimate
+from flatout.blocks.kernels.attention.api import attention_selection
+from flatout.blocks.kernels.attention.mask import Mask
+from flatout.machine.measure.stats import ratio_estimate
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -207,7 +208,7 @@ def window(sizes: Sizes, record: Record) -> None:
         if length < sizes.tokens:
             seen = mask.dense(length, length, DEVICE)[0, 0]
             what["off"] = off(variants["ours"], given, lambda b, seen=seen: seen)
-        what["kernel"] = str(flatout.attention_choice(*given[:3], mask=mask))
+        what["kernel"] = str(attention_selection(*given[:3], mask=mask))
         record.add(f"window {wide} of {length}", what)
 
 
@@ -238,8 +239,8 @@ def offsets_drawn(tokens: int, num: int, generator: torch.Generator) -> Tensor:
 
 def flash(offsets: Tensor, window: tuple[int, int] | None = None) -> Attend:
     """torch's variable-length kernel, called as torch's own wrapper calls it."""
-    from flatout.kernels.attention.flash import Spans
-    from flatout.kernels.attention.flash import attend as kernel
+    from flatout.blocks.kernels.attention.flash_varlen import Spans
+    from flatout.blocks.kernels.attention.flash_varlen import attend_by_flash as kernel
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spans = Spans(offsets.to(torch.int32).pin_memory().to(DEVICE, non_blocking=True), int(offsets.diff().max()))

@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from beyond_machine import DEVICE, ON_GPU, as_dict, copy_bandwidth, drawn, say, seconds, settled
+from beyond_machine import DEVICE, ON_GPU, copy_bandwidth, drawn, say, seconds, settled
 from torch import Tensor, nn
 
-from flatout.inference.decoding.graphed import Graphed
-from flatout.inference.decoding.loop import Decoder, rate_of
-from flatout.inference.decoding.static_cache import StaticCache
-from flatout.kernels.cached_attention.call import cached_attention
-from flatout.kernels.cached_attention.turned import reference as attention_reference
-from flatout.kernels.cached_attention.turned import turned, turned_attention
-from flatout.kernels.chain.chain import Chain
-from flatout.kernels.quantised_linear.call import VENDOR, measure, quantised_linear
-from flatout.kernels.quantised_linear.cutting import measure_cuts
-from flatout.kernels.quantised_linear.laid import laid_linear
-from flatout.kernels.quantised_linear.laying import Laid, lay
-from flatout.kernels.quantised_linear.packing import Packed, expanded, pack
+from flatout.blocks.inference.decoding.cuda_graph import Graphed
+from flatout.blocks.inference.decoding.loop import Decoder
+from flatout.blocks.inference.decoding.static_cache import StaticCache
+from flatout.blocks.kernels.cached_attention.call import cached_attention
+from flatout.blocks.kernels.cached_attention.rope import reference_rope_decode_attention as attention_reference
+from flatout.blocks.kernels.cached_attention.rope import rope_decode_attention, rotate_halves
+from flatout.blocks.kernels.decode_megakernel.megakernel import DecodeMegakernel
+from flatout.blocks.kernels.quantised_linear.call import VENDOR, measure_quantised_linear, quantised_linear
+from flatout.blocks.kernels.quantised_linear.mma import packed_linear
+from flatout.blocks.kernels.quantised_linear.mma_packing import MmaPackedWeight, pack_for_mma
+from flatout.blocks.kernels.quantised_linear.packing import PackedWeight, expanded, pack_weight
+from flatout.blocks.kernels.quantised_linear.splits import measure_cuts
 
 EPS = 1e-5
 SHAPES = ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096))
@@ -33,8 +33,8 @@ NORMED, GATED = (12288, 22016, 32000), 22016
 MEASURED: set[tuple[int, int, int]] = set()
 
 
-def of_bits(weight: Tensor, bits: int) -> Packed:
-    return Packed(weight, None, 16, 128) if bits == 16 else pack(weight, bits=bits)
+def of_bits(weight: Tensor, bits: int) -> PackedWeight:
+    return PackedWeight(weight, None, 16, 128) if bits == 16 else pack_weight(weight, bits=bits)
 
 
 def tried(part: str, what: str, call: Callable[[], Any]) -> Any:
@@ -56,13 +56,13 @@ def kernels(options: argparse.Namespace) -> None:
     shapes = ((256, 128),) if options.small else SHAPES
     for bits in (4, 16):
         if ON_GPU:
-            step_of([one_laid(bits, 1, n, k, bandwidth) for n, k in shapes], bits, "laid", bandwidth)
+            step_of([one_packed(bits, 1, n, k, bandwidth) for n, k in shapes], bits, "packed", bandwidth)
         step_of([one_product(bits, 1, n, k, bandwidth) for n, k in shapes], bits, "packed", bandwidth)
     for bits, rows_at_once in ((8, 1), (4, 8), (8, 8), (16, 8)):
         one_product(bits, rows_at_once, *shapes[min(2, len(shapes) - 1)], bandwidth)
     if ON_GPU:
         for bits in (4, 16):
-            one_laid(bits, 8, *shapes[min(2, len(shapes) - 1)], bandwidth)
+            one_packed(bits, 8, *shapes[min(2, len(shapes) - 1)], bandwidth)
 
 
 def step_of(rows: list[dict[str, Any] | None], bits: int, lies: str, bandwidth: float) -> None:
@@ -74,20 +74,21 @@ def step_of(rows: list[dict[str, Any] | None], bits: int, lies: str, bandwidth: 
     def total(name: str) -> float:
         return sum((row[name] or 0) * num for row, num in zip(rows, times, strict=True))  # type: ignore[index]
 
-    say({"part": "kernels", "lies": lies, "bits": bits, "rows": 1, "model": "all products of a step", "ms": total("us") / 1e3,
+    say({"part": "kernels", "layout": lies, "bits": bits, "rows": 1, "model": "all products of a step", "ms": total("us") / 1e3,
          "bytes": total("bytes"), "fraction_of_copy": total("bytes") / (total("us") / 1e6) / bandwidth,
          "vendor_ms": total("vendor_us") / 1e3 or None, "copy_bytes_per_s": bandwidth})  # fmt: skip
 
 
-def one_laid(bits: int, rows: int, n: int, k: int, bandwidth: float) -> dict[str, Any] | None:
+def one_packed(bits: int, rows: int, n: int, k: int, bandwidth: float) -> dict[str, Any] | None:
     """In the form in which a layer has it."""
-    weight = lay(of_bits(drawn(n, k), bits), is_gated=n == GATED)
-    times = tried("kernels", f"laid {bits} bits {n}x{k}", lambda: measured(weight, rows))
+    weight = pack_for_mma(of_bits(drawn(n, k), bits), is_gated=n == GATED)
+    times = tried("kernels", f"packed {bits} bits {n}x{k}", lambda: measured(weight, rows))
     if times is None:
         return None
     (cut, best), *others = times.items()
     moved = weight.num_bytes + rows * (n + k) * 2
-    row = {"part": "kernels", "lies": "laid", "bits": bits, "rows": rows, "n": n, "k": k, "way": str(cut), "us": best * 1e6,
+    row = {"part": "kernels", "layout": "packed",
+           "bits": bits, "rows": rows, "n": n, "k": k, "variant": str(cut), "us": best * 1e6,
            "bytes": moved, "fraction_of_copy": moved / best / bandwidth, "vendor_us": None,
            "others": {str(name): round(s * 1e6, 2) for name, s in others}}  # fmt: skip
     say(row)
@@ -95,7 +96,7 @@ def one_laid(bits: int, rows: int, n: int, k: int, bandwidth: float) -> dict[str
     return row
 
 
-def measured(weight: Laid, rows: int) -> dict[Any, float]:
+def measured(weight: MmaPackedWeight, rows: int) -> dict[Any, float]:
     if rows == 1:
         MEASURED.add((weight.outputs, weight.inputs, weight.bits))
     return measure_cuts(weight, rows=rows, has_norm=weight.outputs in NORMED, seconds=0.5)
@@ -104,13 +105,14 @@ def measured(weight: Laid, rows: int) -> dict[Any, float]:
 def one_product(bits: int, rows: int, n: int, k: int, bandwidth: float) -> dict[str, Any]:
     packed = of_bits(drawn(n, k), bits)
     if ON_GPU:
-        times = measure(packed, rows=rows, dtype=torch.bfloat16, seconds=0.5)
+        times = measure_quantised_linear(packed, rows=rows, dtype=torch.bfloat16, seconds=0.5)
         check(packed, rows, k)
     else:
         times = {"reference": seconds(lambda: quantised_linear(drawn(rows, k), packed), 3)}
-    way, best = next(iter(times.items()))
+    variant, best = next(iter(times.items()))
     moved = packed.num_bytes + rows * (n + k) * 2
-    row = {"part": "kernels", "lies": "packed", "bits": bits, "rows": rows, "n": n, "k": k, "way": way, "us": best * 1e6,
+    row = {"part": "kernels", "layout": "packed",
+           "bits": bits, "rows": rows, "n": n, "k": k, "variant": variant, "us": best * 1e6,
            "bytes": moved, "fraction_of_copy": moved / best / bandwidth, "vendor_us": times.get(VENDOR, 0) * 1e6 or None,
            "others": {name: round(s * 1e6, 2) for name, s in [*times.items()][1:4]}}  # fmt: skip
     say(row)
@@ -118,7 +120,7 @@ def one_product(bits: int, rows: int, n: int, k: int, bandwidth: float) -> dict[
     return row
 
 
-def check(packed: Packed, rows: int, k: int) -> None:
+def check(packed: PackedWeight, rows: int, k: int) -> None:
     x = drawn(rows, k)
     exact = x.double() @ wide(packed).T
     with torch.no_grad():
@@ -126,7 +128,7 @@ def check(packed: Packed, rows: int, k: int) -> None:
     assert error < 4e-3, f"a product's error is {error}"  # bfloat16 rounds by 2**-9 at most, 2e-3
 
 
-def wide(packed: Packed) -> Tensor:
+def wide(packed: PackedWeight) -> Tensor:
     scales = None if packed.scales is None else packed.scales.double()
     return expanded(packed.codes, scales, bits=packed.bits, dtype=torch.float64)
 
@@ -135,7 +137,7 @@ def wide(packed: Packed) -> Tensor:
 
 
 class Model(nn.Module):
-    """A 7 B-shaped Llama whose weights are `Packed`, in 16 bits or 4, or plain (`kind` "plain": F.linear)."""
+    """A 7 B-shaped Llama whose weights are `PackedWeight`, in 16 bits or 4, or plain (`kind` "plain": F.linear)."""
 
     def __init__(self, small: bool, kind: str, context: int) -> None:
         super().__init__()
@@ -177,16 +179,16 @@ class Model(nn.Module):
         return self
 
     def block(
-        self, x: Tensor, norm1: Tensor, norm2: Tensor, weights: tuple[Packed, ...], keys: Tensor, values: Tensor,
+        self, x: Tensor, norm1: Tensor, norm2: Tensor, weights: tuple[PackedWeight, ...], keys: Tensor, values: Tensor,
         at: Tensor, cos: Tensor, sin: Tensor,
     ) -> Tensor:  # fmt: skip
         qkv, out, gate_up, down = weights
         plain = self.is_plain
         y = F.rms_norm(x, norm1.shape, norm1, EPS)
         q, k, v = product(y, qkv, plain).view(3, 1, self.heads, 1, self.dim).unbind(0)
-        keys.index_copy_(2, at, turned(k, cos, sin))
+        keys.index_copy_(2, at, rotate_halves(k, cos, sin))
         values.index_copy_(2, at, v)
-        q = turned(q, cos, sin)
+        q = rotate_halves(q, cos, sin)
         if plain:
             y = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.cache.mask())
         else:
@@ -196,18 +198,18 @@ class Model(nn.Module):
         return x + product(F.silu(gate) * up, down, plain)
 
 
-def product(x: Tensor, weight: Packed, plain: bool) -> Tensor:
+def product(x: Tensor, weight: PackedWeight, plain: bool) -> Tensor:
     return F.linear(x, weight.codes) if plain else quantised_linear(x, weight)
 
 
-class LaidModel(nn.Module):
+class PackedModel(nn.Module):
     """The same model, weights and cache; a layer is five kernels."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model, self.cache = model, model.cache
-        self.layers = [tuple(lay(w, is_gated=i == 2) for i, w in enumerate(layer)) for layer in model.weights]
-        self.head = lay(model.head)
+        self.layers = [tuple(pack_for_mma(w, is_gated=i == 2) for i, w in enumerate(layer)) for layer in model.weights]
+        self.head = pack_for_mma(model.head)
         self.weight_bytes = model.weight_bytes
 
     def forward(self, token: Tensor) -> Tensor:
@@ -217,37 +219,37 @@ class LaidModel(nn.Module):
         model, cache = self.model, self.cache
         x = F.embedding(token, model.embedding)
         for i, (qkv, out, gate_up, down) in enumerate(self.layers):
-            fresh = laid_linear(x, qkv, norm=model.norms[2 * i], eps=EPS)
-            y = turned_attention(fresh, model.cosines, model.sines, cache.keys[i], cache.values[i], cache.position)
-            x = laid_linear(y, out, residual=x)
-            y = laid_linear(x, gate_up, norm=model.norms[2 * i + 1], eps=EPS)
-            x = laid_linear(y, down, residual=x)
-        return laid_linear(x, self.head, norm=model.norms[-1], eps=EPS)
+            fresh = packed_linear(x, qkv, norm=model.norms[2 * i], eps=EPS)
+            y = rope_decode_attention(fresh, model.cosines, model.sines, cache.keys[i], cache.values[i], cache.position)
+            x = packed_linear(y, out, residual=x)
+            y = packed_linear(x, gate_up, norm=model.norms[2 * i + 1], eps=EPS)
+            x = packed_linear(y, down, residual=x)
+        return packed_linear(x, self.head, norm=model.norms[-1], eps=EPS)
 
 
-class ChainModel(nn.Module):
+class MegakernelModel(nn.Module):
     """The same model, weights and cache once more; all layers and the head are one launch."""
 
-    def __init__(self, laid: LaidModel) -> None:
+    def __init__(self, packed: PackedModel) -> None:
         super().__init__()
-        model = laid.model
-        self.model, self.cache, self.weight_bytes = model, laid.cache, laid.weight_bytes
-        self.chain = Chain(rows=1, width=model.hidden, cosines_SH2=model.cosines, sines_SH2=model.sines)
-        chain, cache, h = self.chain, self.cache, self.chain.given
-        for i, (qkv, out, gate_up, down) in enumerate(laid.layers):
-            fresh = chain.product(h, qkv, norm=model.norms[2 * i], eps=EPS)
-            y = chain.attention(fresh, cache.keys[i], cache.values[i])
-            h = chain.product(y, out, residual=h)
-            y = chain.product(h, gate_up, norm=model.norms[2 * i + 1], eps=EPS)
-            h = chain.product(y, down, residual=h)
-        chain.product(h, laid.head, norm=model.norms[-1], eps=EPS)
+        model = packed.model
+        self.model, self.cache, self.weight_bytes = model, packed.cache, packed.weight_bytes
+        self.megakernel = DecodeMegakernel(rows=1, width=model.hidden, cosines_SH2=model.cosines, sines_SH2=model.sines)
+        megakernel, cache, h = self.megakernel, self.cache, self.megakernel.input
+        for i, (qkv, out, gate_up, down) in enumerate(packed.layers):
+            fresh = megakernel.product(h, qkv, norm=model.norms[2 * i], eps=EPS)
+            y = megakernel.attention(fresh, cache.keys[i], cache.values[i])
+            h = megakernel.product(y, out, residual=h)
+            y = megakernel.product(h, gate_up, norm=model.norms[2 * i + 1], eps=EPS)
+            h = megakernel.product(y, down, residual=h)
+        megakernel.product(h, packed.head, norm=model.norms[-1], eps=EPS)
 
     def forward(self, token: Tensor) -> Tensor:
-        return self.chain(F.embedding(token, self.model.embedding), self.cache.position).argmax(-1)
+        return self.megakernel(F.embedding(token, self.model.embedding), self.cache.position).argmax(-1)
 
     def logits(self, token: Tensor) -> Tensor:
-        """A copy: the next call overwrites the chain's own."""
-        return self.chain(F.embedding(token, self.model.embedding), self.cache.position).clone()
+        """A copy: the next call overwrites the megakernel's own."""
+        return self.megakernel(F.embedding(token, self.model.embedding), self.cache.position).clone()
 
 
 def decode(options: argparse.Namespace) -> None:
@@ -275,9 +277,9 @@ def decode_kind(small: bool, kind: str, context: int, num: int, length: int, ban
     exact = exact_logits(model, length)
     say({"part": "decode", "kind": kind, "how": "eager", **off_by(given(model.logits, model.cache, length), exact)})
     bits = 4 if kind == "int4" else 16
-    makers: list[tuple[str, Callable[[], Model | LaidModel | ChainModel]]] = [
-        ("chain", lambda: ChainModel(LaidModel(model))),
-        ("laid", lambda: laid_of(model, bits)),
+    makers: list[tuple[str, Callable[[], Model | PackedModel | MegakernelModel]]] = [
+        ("megakernel", lambda: MegakernelModel(PackedModel(model))),
+        ("packed", lambda: packed_model_of(model, bits)),
         ("as it is", lambda: model),
         ("compiled", model.compiled),
     ]
@@ -287,16 +289,16 @@ def decode_kind(small: bool, kind: str, context: int, num: int, length: int, ban
         settled()
 
 
-def laid_of(model: Model, bits: int) -> LaidModel:
+def packed_model_of(model: Model, bits: int) -> PackedModel:
     if ON_GPU:
         for n, k in SHAPES:
             if (n, k, bits) not in MEASURED and model.hidden == 4096:
-                measured(lay(of_bits(drawn(n, k), bits), is_gated=n == GATED), 1)
-    return LaidModel(model)
+                measured(pack_for_mma(of_bits(drawn(n, k), bits), is_gated=n == GATED), 1)
+    return PackedModel(model)
 
 
 def decoded(
-    model: Model | LaidModel | ChainModel, kind: str, how: str, exact: Tensor, token: Tensor, num: int, length: int,
+    model: Model | PackedModel | MegakernelModel, kind: str, how: str, exact: Tensor, token: Tensor, num: int, length: int,
     cache_bytes: int, bandwidth: float,
 ) -> None:  # fmt: skip
     """Numbers first, operator by operator and captured; then times."""
@@ -315,12 +317,12 @@ def decoded(
         }
     )
     cache.position.fill_(length)
-    first, chain = token, []
+    first, tokens = token, []
     for _ in range(num):
         first = model(first)
         cache.advance()
-        chain.append(first)
-    wanted = torch.cat(chain).tolist()
+        tokens.append(first)
+    wanted = torch.cat(tokens).tolist()
     began = perf_counter()
     decoder = Decoder(model, cache, batch=1)
     said = [decoder(token, num=num, length=length)[0].tolist() for _ in range(3)]
@@ -397,12 +399,20 @@ def report(
     kind: str,
     how: str,
     step_s: float,
-    model: Model | LaidModel | ChainModel,
+    model: Model | PackedModel | MegakernelModel,
     cache_bytes: int,
     bandwidth: float,
     **more: Any,
 ) -> None:
-    rate = rate_of(
-        step_s, batch=1, weight_bytes=model.weight_bytes, cache_bytes=cache_bytes, bandwidth_bytes_per_s=bandwidth
-    )
-    say({"part": "decode", "kind": kind, "how": how, **as_dict(rate), **more})
+    """A measured step beside its bound: weights and cache read once at the device's bandwidth of a copy."""
+    bound_s = (model.weight_bytes + cache_bytes) / bandwidth
+    rate = {
+        "tokens_per_s": 1 / step_s,
+        "step_s": step_s,
+        "weight_bytes": model.weight_bytes,
+        "cache_bytes": cache_bytes,
+        "bandwidth_bytes_per_s": bandwidth,
+        "bound_s": bound_s,
+        "bound_fraction": bound_s / step_s,
+    }
+    say({"part": "decode", "kind": kind, "how": how, **rate, **more})

@@ -7,7 +7,7 @@ Numerics come first in each part; a part that fails is a line with its error, an
 
 - `kernels`    products of one row and of 8 with the weights of a 7 B-shaped model in 4, 8 and 16 bits, each in its fastest way of
                those measured, as a fraction of the device's copy bandwidth; torch's own product beside those of 16 bits; weights
-               that are laid for the matrix units (`laid`) beside them, with the norm before them and the gate behind
+               that are packed for the matrix units (`packed`) beside them, with the norm before them and the gate behind
 - `streaming`  a 70 B-shaped stack (80 layers of 8192, feed-forward 28672, 64 heads, 8 of keys; 1.7 GB each in bfloat16, random
                weights) with `--resident-gib` of the device: seconds a pass as it is and with int4 in transit, for one token and
                for a prompt, beside max(compute, bytes over the measured link) and the prediction made before. Each streamed layer
@@ -16,7 +16,7 @@ Numerics come first in each part; a part that fails is a line with its error, an
                are shared by layers 8 apart (8 x 1.7 GB, more than any cache holds), since both do not fit the host at once
 - `decode`     a 7 B-shaped model (32 layers of 4096, feed-forward 11008, 32 heads, 32000 words), one sequence, `--context` places
                in a static cache: a step compiled and captured, in bfloat16 and int4, plain eager beside it, and a layer of five
-               kernels (`laid`), and all layers in one launch (`chain`); bytes over the copy bandwidth are the
+               kernels (`packed`), and all layers in one launch (`megakernel`); bytes over the copy bandwidth are the
                bound. Before: logits of each against float64, with the same tokens given to all. `marginal_us`: of a captured
                step, how much later each kernel ends than the one before
 
@@ -41,9 +41,9 @@ from beyond_decoding import decode, kernels
 from beyond_machine import BEGAN, DEVICE, GIB, ON_GPU, RESULTS, as_dict, drawn, say, seconds, settled
 from torch import Tensor, nn
 
-from flatout.inference.streaming.layers import stream_layers
-from flatout.inference.streaming.placing import Sizes, placed
-from flatout.inference.streaming.transit import rounded
+from flatout.blocks.inference.streaming.layers import stream_layers
+from flatout.blocks.inference.streaming.placement import LayerSizes, select_streamed_layers
+from flatout.blocks.inference.streaming.transit import rounded_in_transit
 
 # -- a stack of layers ---------------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ def streaming(options: argparse.Namespace) -> None:
     size = sum(p.nbytes for p in Layer(*SIZES[small], "meta").parameters())
     limit = int(options.resident_gib * GIB) if not small else 4 * size
     # Those that will stay are made where they stay: all of them fit neither side.
-    away = placed([Sizes(size, size, 0)] * options.layers, limit_bytes=limit, slots=2)
+    away = select_streamed_layers([LayerSizes(size, size, 0)] * options.layers, limit_bytes=limit, num_buffers=2)
     layers = [layer_on("cpu" if i in away else DEVICE, small) for i in range(options.layers)]
     say({"part": "streaming", "layers": len(layers), "layer_bytes": size, "drawn_s": perf_counter() - began})
     for transit in ("as-is", "int4"):
@@ -134,7 +134,7 @@ def checked(small: bool) -> None:
             if transit == "int4":
                 for i in away:
                     for weight in layers[i].parameters():
-                        weight.data = rounded(weight.data, "int4", group=128)
+                        weight.data = rounded_in_transit(weight.data, "int4", group=128)
                 want = x
                 for layer in layers:
                     want = layer(want)

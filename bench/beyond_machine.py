@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.measure import loads
-from flatout.measure.timer import clock_for, time_call
+from flatout.machine.measure import loads
+from flatout.machine.measure.timer import clock_for, time_call
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -42,7 +42,7 @@ def seconds(call: Callable[[], object], repeats: int, *, inner: int = 1) -> floa
 
 
 def copy_bandwidth(small: bool) -> float:
-    load = loads.copy(device=DEVICE, num_bytes=(8 if small else 2048) * loads.MIB)
+    load = loads.copy_load(device=DEVICE, num_bytes=(8 if small else 2048) * loads.MIB)
     return load.work / time_call(load.call, device=DEVICE, max_time_s=1.0).call_s.value
 
 

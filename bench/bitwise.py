@@ -36,7 +36,7 @@ def main() -> int:
             path = Path(folder) / Path(script).name
             path.write_text(AT_END.lstrip() + source if "from __future__" not in source else source + AT_END)
             plain = weights([sys.executable, str(path)])
-            checked = weights([sys.executable, "-c", "from flatout.cli import main; main()", "check", str(path)])
+            checked = weights([sys.executable, "-c", "from flatout.app.cli import main; main()", "check", str(path)])
         equal &= plain == checked
         print(f"{script:36} {'bitwise equal' if plain == checked else 'DIFFERENT'}  {plain[8:24]} {checked[8:24]}")
     return 0 if equal else 1

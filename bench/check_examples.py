@@ -147,7 +147,7 @@ def summarise(rows: list[dict[str, Any]], clean: list[dict[str, Any]]) -> dict[s
 def check(script: Path, options: argparse.Namespace, *, environment: dict[str, str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
-        command = [sys.executable, "-c", "from flatout.cli import main; main()", "check"]
+        command = [sys.executable, "-c", "from flatout.app.cli import main; main()", "check"]
         rest = ["--json", str(out), "--seconds", str(options.seconds), "--stop", str(script)]
         subprocess.run([*command, *rest], stdout=subprocess.DEVNULL, check=False, env=os.environ | (environment or {}))
         if not out.exists():

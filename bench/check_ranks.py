@@ -74,7 +74,7 @@ def judge(name: str, rule: str, *, nproc: int, rounds: int, steps: int) -> dict[
 def check(script: Path, *, nproc: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "flatout.cli", "check", "--nproc", str(nproc), "--json", str(out)]
+        command = [sys.executable, "-m", "flatout.app.cli", "check", "--nproc", str(nproc), "--json", str(out)]
         subprocess.run([*command, str(script), "--", "--steps", str(steps)], stdout=subprocess.DEVNULL, check=True)
         return dict(json.loads(out.read_text()))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-FLATOUT = [sys.executable, "-c", "from flatout.cli import main; main()"]
+FLATOUT = [sys.executable, "-c", "from flatout.app.cli import main; main()"]
 SIZES = {
     "gpt2-small": ["--steps", "80"],
     "host-bound": [

@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LOOPS = str(ROOT / "bench" / "device_loops.py")
-FLATOUT = [sys.executable, "-c", "from flatout.cli import main; main()"]
+FLATOUT = [sys.executable, "-c", "from flatout.app.cli import main; main()"]
 PROFILED = 12
 SKIPPED = 2
 """The first profiled steps start from an empty queue."""

@@ -226,10 +226,11 @@ def run(step: Step, steps: int, trace: str) -> float:
 
 def live(step: Step, steps: int, path: str, trace: str) -> None:
     """Observe the loop with flatout in this process; write what it saw of the device, and the first trace it saw it in."""
-    from flatout.profiling.capture import Capture
-    from flatout.profiling.device import kernels
-    from flatout.profiling.steps.schedule import Schedule
-    from flatout.records.record import to_json
+    from flatout.check.capture import Capture
+    from flatout.check.observe.collectors.kernels import KernelProfiling
+    from flatout.check.observe.device import kernels
+    from flatout.check.observe.steps.schedule import Schedule
+    from flatout.core.records.record import to_json
 
     read_trace = kernels.read_trace
 
@@ -245,13 +246,14 @@ def live(step: Step, steps: int, path: str, trace: str) -> None:
     for i in range(steps):
         step(i)
     evidence = capture.finish(exit="finished", exit_code=0)
-    collectives = [json.loads(to_json(c)) for c in capture.observer.kernels.collectives]
-    profiled_step = capture.observer.kernels.device_step
+    times = capture.observation.collector(KernelProfiling).times
+    collectives = [json.loads(to_json(c)) for c in times.collectives]
+    profiled_step = times.device_step
     found = {
         "evidence": json.loads(to_json(evidence)),
         "collectives": collectives,
         "profiled": profiled_step and json.loads(to_json(profiled_step)),
-        "window_us": profiled_step and [ns / 1e3 for ns in capture.observer.kernels.window],
+        "window_us": times._timed and [ns / 1e3 for ns in times._timed.window],
     }
     Path(path).write_text(json.dumps(found))
 

@@ -2,7 +2,7 @@
 
     python bench/distilling.py [--out bench/results/<date>-<hardware>/distilling.json] [--only mlp,cnn,transformer] [--quick]
 
-A teacher is trained on the real data of tests/plain_tasks.py. Half of its units are pruned (`flatout.compression.pruning`, by
+A teacher is trained on the real data of tests/plain_tasks.py. Half of its units are pruned (`flatout.shrink.prune`, by
 Taylor importance): in `transformer` half of the heads and of the hidden units, the residual stream whole (55 % of the weights
 stay), in `transformer_all` half of that, too (28 % stay). That student is trained, one core, in four ways of as many steps each:
 
@@ -36,15 +36,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.plain_models import plain
 from tests.plain_tasks import Task, digits, manual
 
-from flatout.compression.distilling.distilled import Distilled, Held, Length, Recipe, distil
-from flatout.compression.distilling.losses import hard_loss
-from flatout.compression.distilling.samples import Shuffled
-from flatout.compression.distilling.scoring import Score, accuracy, negative_bits, scores_of
-from flatout.compression.distilling.teacher_cache import write_teacher_cache
-from flatout.compression.distilling.teachers import Objective
-from flatout.compression.pruning import prune
-from flatout.compression.searching.intervals import paired_difference
-from flatout.measure.timer import HostClock
+from flatout.machine.measure.timer import HostClock
+from flatout.shrink.distil.distillation import Distilled, HeldOut, Length, Recipe, distil
+from flatout.shrink.distil.losses import hard_loss
+from flatout.shrink.distil.samples import Shuffled
+from flatout.shrink.distil.scoring import Score, accuracy, negative_bits, scores_of
+from flatout.shrink.distil.teacher_cache import write_teacher_cache
+from flatout.shrink.distil.teachers import DistilObjective
+from flatout.shrink.prune import prune
+from flatout.shrink.score_intervals import paired_difference
 
 Record = dict[str, Any]
 WITHIN = 0.01
@@ -98,7 +98,7 @@ def main() -> int:
 def of_case(name: str, case: Case, wanted: Sequence[str], *, quick: bool, seed: int) -> list[Record]:
     kind = name.partition("_")[0]
     task = {"mlp": lambda: digits(is_image=False), "cnn": digits, "transformer": manual}[kind]()
-    held = Held(task.held_x, task.held_y, case.score)
+    held_out = HeldOut(task.held_x, task.held_y, case.score)
     share = 10 if quick else 1
     teacher = plain(kind, seed=seed, width=case.width).module
     teacher_s = HostClock().elapsed_s(
@@ -110,8 +110,8 @@ def of_case(name: str, case: Case, wanted: Sequence[str], *, quick: bool, seed: 
     renew(fresh, seed)
     batches = Shuffled(task.x, task.y, batch_size=case.batch_size, seed=seed + 1)
     length, recipe = Length(steps=case.steps // share), Recipe(rate=case.rate)
-    given = {"length": length, "held": held, "seed": seed, "recipe": recipe}
-    given["objective"] = Objective(temperature=case.temperature)
+    given = {"length": length, "held_out": held_out, "seed": seed, "recipe": recipe}
+    given["objective"] = DistilObjective(temperature=case.temperature)
     with tempfile.TemporaryDirectory() as folder:
         cache: list[Any] = []
 
@@ -123,10 +123,10 @@ def of_case(name: str, case: Case, wanted: Sequence[str], *, quick: bool, seed: 
         ways = {
             "distilled": lambda: distil(copy.deepcopy(student), teacher, batches, **given),
             "cached": lambda: distil(copy.deepcopy(student), cache[0], batches, **given),
-            "targets": lambda: by_targets(copy.deepcopy(student), task, case, case.steps // share, seed, held),
-            "from_scratch": lambda: by_targets(fresh, task, case, case.steps // share, seed, held),
+            "targets": lambda: by_targets(copy.deepcopy(student), task, case, case.steps // share, seed, held_out),
+            "from_scratch": lambda: by_targets(fresh, task, case, case.steps // share, seed, held_out),
         }
-        found = [told(name, way, run(), teacher, held) for way, run in ways.items() if way in wanted]
+        found = [told(name, way, run(), teacher, held_out) for way, run in ways.items() if way in wanted]
     own = {"teacher_s": teacher_s, "cache_s": write_s, "teacher_parameters": num(teacher), "parameters": num(student)}
     return [{**record, **own} for record in found]
 
@@ -142,18 +142,25 @@ def pruned(teacher: nn.Module, task: Task, case: Case) -> nn.Module:
     return made.model.train()
 
 
-def by_targets(model: nn.Module, task: Task, case: Case, steps: int, seed: int, held: Held | None) -> Distilled:
+def by_targets(model: nn.Module, task: Task, case: Case, steps: int, seed: int, held_out: HeldOut | None) -> Distilled:
     """The same loop with no weight on the teacher: what it would say is not asked."""
 
     class Silent:
-        def loss(self, outputs: torch.Tensor, batch: object, objective: Objective) -> torch.Tensor:
+        def loss(self, outputs: torch.Tensor, batch: object, objective: DistilObjective) -> torch.Tensor:
             return outputs.new_zeros(())
 
     batches = Shuffled(task.x, task.y, batch_size=case.batch_size, seed=seed)
-    objective = Objective(soft_fraction=0.0, hard=hard_loss)
+    objective = DistilObjective(soft_fraction=0.0, hard=hard_loss)
     recipe = Recipe(rate=case.rate)
     return distil(
-        model, Silent(), batches, length=Length(steps=steps), objective=objective, held=held, seed=seed, recipe=recipe
+        model,
+        Silent(),
+        batches,
+        length=Length(steps=steps),
+        objective=objective,
+        held_out=held_out,
+        seed=seed,
+        recipe=recipe,
     )
 
 
@@ -165,10 +172,10 @@ def renew(model: nn.Module, seed: int) -> None:
             module.reset_parameters()
 
 
-def told(name: str, way: str, found: Distilled, teacher: nn.Module, held: Held) -> Record:
-    judged = held.inputs, held.targets
-    own = scores_of(found.student, *judged, score=held.score)
-    others = scores_of(teacher, *judged, score=held.score)
+def told(name: str, way: str, found: Distilled, teacher: nn.Module, held_out: HeldOut) -> Record:
+    judged = held_out.inputs, held_out.targets
+    own = scores_of(found.student, *judged, score=held_out.score)
+    others = scores_of(teacher, *judged, score=held_out.score)
     difference = paired_difference(own, others)
     base = abs(sum(others) / len(others))
     report = found.report
@@ -176,7 +183,7 @@ def told(name: str, way: str, found: Distilled, teacher: nn.Module, held: Held) 
         "part": "case",
         "model": name,
         "way": way,
-        "metric": held.score.__name__,
+        "metric": held_out.score.__name__,
         "teacher": sum(others) / len(others),
         "before": report.before.value if report.before is not None else None,
         "after": sum(own) / len(own),

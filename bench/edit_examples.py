@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from flatout.errors import FlatoutError
-from flatout.records.plan import to_toml
-from flatout.records.record import write_file
-from flatout.records.verdict import Verdict
-from flatout.session import edit_script, environment_of, precision_of_plan, read_plan, verify
-from flatout.verification.process import Request
-from flatout.verification.proof import Terms
+from flatout.app.session import environment_of, precision_of_plan, read_plan
+from flatout.core.errors import FlatoutError
+from flatout.core.records.plan import to_toml
+from flatout.core.records.record import write_whole_file
+from flatout.core.records.verdict import Verdict
+from flatout.tune.edits import edits
+from flatout.tune.verify.proof import ProofTerms, prove_script
+from flatout.tune.verify.side_process import Request
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = ROOT / "examples" / "slow"
@@ -66,20 +67,20 @@ def edited(path: Path, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(SLOW, folder, dirs_exist_ok=True)
-        edits = edit_script(plan, script)
-        edits.write(folder)
+        edited = edits(plan, script)
+        edited.write(folder)
         rest = folder / "rest.toml"
         after = Request(target=str(folder / script.name))
-        if edits.rest.lever:
-            write_file(rest, to_toml(edits.rest))
+        if edited.rest.lever:
+            write_whole_file(rest, to_toml(edited.rest))
             after = planned(folder / script.name, rest)
-        terms = Terms(budget_s=seconds, seed=SEED, at=precision_of_plan(plan))
-        proof = verify(Request(target=str(script)), after, terms)
-        race = verify(planned(script, path), after, Terms(budget_s=seconds, is_compared=False))
+        terms = ProofTerms(budget_s=seconds, seed=SEED, at=precision_of_plan(plan))
+        proof = prove_script(Request(target=str(script)), after, terms)
+        race = prove_script(planned(script, path), after, ProofTerms(budget_s=seconds, is_compared=False))
     return {
         "name": path.stem,
         "levers": [p.id for p in plan.lever],
-        "left": [p.id for p in edits.rest.lever],
+        "left": [p.id for p in edited.rest.lever],
         "outcome": proof.outcome,
         "because": proof.because,
         "over_untouched": ratio_of(proof),

@@ -30,9 +30,9 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
-from flatout.cost.batching import idle_fraction, transformer_cost, variance_inflation
-from flatout.data.batches import Batches
-from flatout.data.rows import Rows
+from flatout.blocks.data.batches import Batches
+from flatout.blocks.data.rows import Rows
+from flatout.machine.cost.batching import idle_fraction, transformer_cost, variance_inflation
 
 NUM_SAMPLES = 50_000
 NUM_RANKS = 8

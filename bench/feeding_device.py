@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 import flatout
-from flatout.measure.stats import ratio_estimate
+from flatout.machine.cost.batching import transformer_cost
+from flatout.machine.measure.stats import ratio_estimate
 
 LONGEST, VOCAB = 2048, 4096
 WARM_UP = 12
@@ -137,7 +138,7 @@ class Side(ABC):
 
 class Packed(Side):
     def __init__(self, world: flatout.World, shape: tuple[int, int, int], texts: list[Tensor], size: int) -> None:
-        cost = flatout.transformer_cost(shape[0])
+        cost = transformer_cost(shape[0])
         self.batches = flatout.Batches(map(len, texts), size, rank=world.rank, num_ranks=world.num_ranks, cost=cost)
         self.feed: flatout.Feed[flatout.Ragged] = flatout.Feed(texts, self.batches, device=world.device)
         super().__init__(world, shape)

@@ -17,7 +17,7 @@ this one's (above 1: faster), paired by round, with its 95 % interval.
                    (`held_as_trained`). A second training in bfloat16 tells what is not of the way at all
 - `errors`         one layer's output and both gradients, against float64 of the same bfloat16 numbers: relative, of all numbers
                    together; normal numbers, and such with a channel in 64 that is 30 times as large
-- `inference`      schemes of flatout.compression.quantising for one layer on this device: refused, or the time of a call and
+- `inference`      schemes of flatout.shrink.quantise for one layer on this device: refused, or the time of a call and
                    the error; those that compile are left out
 - `layers`         forward and backward of one layer by `float8.measure`, for 8192 rows
 - `step-bfloat16`  `step` once more with weights in bfloat16, without autocast
@@ -46,9 +46,9 @@ import torch.nn.functional as F
 from beyond_machine import BEGAN, DEVICE, ON_GPU, RESULTS, say, settled
 from torch import Tensor, nn
 
-from flatout.errors import FlatoutError
-from flatout.measure.timer import Timing, compare
-from flatout.training import float8
+from flatout.blocks.training import float8
+from flatout.core.errors import FlatoutError
+from flatout.machine.measure.timer import Timing, compare_times
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.plain_tasks import manual
@@ -175,7 +175,7 @@ def step(options: argparse.Namespace, *, is_autocast: bool = True) -> None:
         steps[name] = run
         say({"part": part, "way": name, "loss": loss, "first_s": round(perf_counter() - began, 2),
              "converted": len(found.converted) if found else 0, "left": found.left if found else {}})  # fmt: skip
-    timed = compare(dict(steps), device=DEVICE, min_time_s=0.1 if options.small else 4.0, max_time_s=8.0)
+    timed = compare_times(dict(steps), device=DEVICE, min_time_s=0.1 if options.small else 4.0, max_time_s=8.0)
     flop = 6 * sum(p.numel() for p in given.parameters() if p.dim() == 2) * batch * length
     for name, timing in timed.items():
         achieved = flop / timing.call_s.value / 1e12
@@ -355,7 +355,7 @@ def layers(options: argparse.Namespace) -> None:
 
 
 def inference(options: argparse.Namespace) -> None:
-    from flatout.compression.quantising import schemes
+    from flatout.shrink.quantise import schemes
 
     k, n = (64, 128) if options.small else (4096, 11008)
     torch.manual_seed(0)
@@ -393,7 +393,7 @@ def called(made: dict[str, nn.Module], x: Tensor) -> list[dict[str, Any]]:
                 runs[name] = lambda module=module: module(x)  # type: ignore[misc]
             except (FlatoutError, RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as e:
                 told.append({"scheme": name, "refused": f"{type(e).__name__}: {str(e)[:300]}"})
-        for name, timing in compare(runs, device=DEVICE, min_time_s=0.1, max_time_s=1.0).items():
+        for name, timing in compare_times(runs, device=DEVICE, min_time_s=0.1, max_time_s=1.0).items():
             told.append({"scheme": name, "error": errors_of[name], **ranges(timing)})
     return told
 

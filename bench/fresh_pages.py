@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.measure.stats import ratio_estimate
+from flatout.machine.measure.stats import ratio_estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}

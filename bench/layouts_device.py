@@ -21,17 +21,17 @@ from pathlib import Path
 import msgspec
 import torch
 
-from flatout.measure.stats import median, quantile
-from flatout.parallel.measured import measured_steps
-from flatout.parallel.world import World
-from flatout.records.record import write_file
-from flatout.records.scale import Layout, MeasuredStep, ModelShape
-from flatout.simulate.calibration import Calibrated, Run
-from flatout.simulate.candidates import layouts
-from flatout.simulate.executor import EXECUTOR
-from flatout.simulate.memory import memory_of, with_libraries
-from flatout.simulate.reading import cluster_of
-from flatout.simulate.telling import telling_layouts, thin
+from flatout.blocks.parallel.layout_measurement import measured_steps
+from flatout.blocks.parallel.world import World
+from flatout.core.records.record import write_whole_file
+from flatout.core.records.scale import Layout, MeasuredStep, ModelShape
+from flatout.machine.measure.stats import median, quantile
+from flatout.scale.calibration import Calibrated, TimedLayout
+from flatout.scale.candidates import layouts
+from flatout.scale.executor import EXECUTOR
+from flatout.scale.informative_layouts import informative_layouts, thin
+from flatout.scale.inputs import cluster_of
+from flatout.scale.memory import memory_of, with_libraries
 
 MODELS = {
     "wide": ModelShape(
@@ -91,14 +91,14 @@ def judged_again(path: Path) -> None:
     result = msgspec.json.decode(path.read_bytes())
     cluster = cluster_of(f"{result['ranks']}x{result.get('device_id', 'h200')}")
     steps = msgspec.convert(result["calibration"], list[MeasuredStep])
-    calibrated = Calibrated([Run(s.model, s.layout, s.seconds) for s in steps if s.seconds], cluster, SOFTWARE)
+    calibrated = Calibrated([TimedLayout(s.model, s.layout, s.seconds) for s in steps if s.seconds], cluster, SOFTWARE)
     result["constants"] = msgspec.to_builtins(calibrated.constants)
     for name in MODELS:
         if name in result:
             found = judged(msgspec.convert(result[name]["steps"], list[MeasuredStep]), calibrated)
             result[name] |= found
             print(name, {k: v for k, v in found.items() if k != "chosen"})
-    write_file(path, msgspec.json.format(msgspec.json.encode(result)))
+    write_whole_file(path, msgspec.json.format(msgspec.json.encode(result)))
 
 
 def main() -> None:
@@ -132,10 +132,10 @@ def main() -> None:
         calibration: list[MeasuredStep] = []
         for shape in models.values():
             few = thin(shape, ranks)
-            told = telling_layouts(few, ranks, SOFTWARE, room)
+            told = informative_layouts(few, ranks, SOFTWARE, room)
             calibration += measured_steps(few, told, world, limit_s=given.calibration / len(models), mixed=mixed)
         result["calibration_s"] = time.perf_counter() - began
-        runs = [Run(s.model, s.layout, s.seconds) for s in calibration if s.seconds is not None]
+        runs = [TimedLayout(s.model, s.layout, s.seconds) for s in calibration if s.seconds is not None]
         calibrated = Calibrated(runs, cluster_of(f"{ranks}x{given.device_id}"), SOFTWARE)
         result["constants"] = msgspec.to_builtins(calibrated.constants)
         result["calibration"] = msgspec.to_builtins(calibration)
@@ -153,7 +153,7 @@ def main() -> None:
                         lines.write(msgspec.json.encode(step) + b"\n")
             result[name] = judged(steps, calibrated) | {"of": len(found), "steps": msgspec.to_builtins(steps)}
             if world.is_first:
-                write_file(given.out, msgspec.json.format(msgspec.json.encode(result)))
+                write_whole_file(given.out, msgspec.json.format(msgspec.json.encode(result)))
                 told_of = {k: v for k, v in result[name].items() if k not in ("steps", "chosen")}  # type: ignore[attr-defined]
                 print(name, told_of, flush=True)
 

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from flatout.measure.stats import ratio_estimate
-from flatout.profiling.capture import Capture
-from flatout.profiling.steps.schedule import Schedule
+from flatout.check.capture import Capture
+from flatout.check.observe.steps.schedule import Schedule
+from flatout.machine.measure.stats import ratio_estimate
 
 LIGHT = Schedule(
     num_warm_up=1,

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flatout
-from flatout.measure.stats import median_estimate, ratio_estimate
+from flatout.core.errors import NotFiniteError
+from flatout.machine.measure.stats import median_estimate, ratio_estimate
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
@@ -183,7 +184,7 @@ def nan_watch(training: Training, pairs: int, num_steps: int) -> dict[str, Any]:
             for at in range(40):
                 loss = training.loss(training.data)
                 watch(loss * float("nan") if at == bad else loss)
-        except flatout.NotFiniteError as e:
+        except NotFiniteError as e:
             late.append(at - e.step)
     return {
         "step_s": median(one) / num_steps,

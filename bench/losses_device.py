@@ -31,9 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flatout
-from flatout.kernels.linear_cross_entropy.sizes import device_chunk
-from flatout.measure.timer import Timing, compare
-from flatout.registry import kernels
+from flatout.blocks.kernels.linear_cross_entropy.sizes import device_chunk
+from flatout.core.registry import kernels
+from flatout.machine.measure.timer import Timing, compare_times
 
 Made = Callable[..., Any]
 Record = dict[str, Any]
@@ -214,7 +214,7 @@ def bench_loss(bench: Bench, name: str, case: LossCase) -> None:
     del wanted
     gc.collect()
     with said(record):
-        for kind, timing in compare(
+        for kind, timing in compare_times(
             steps, device=bench.device, min_time_s=bench.max_time_s / 2, max_time_s=bench.max_time_s
         ).items():
             record["variants"][kind]["time"] = timing_of(timing)
@@ -401,7 +401,7 @@ def bench_rows(bench: Bench, name: str, case: RowCase, rate: float | None) -> No
         if not fns:
             continue
         with said(record):
-            for variant, timing in compare(fns, device=bench.device, min_time_s=0.3, max_time_s=4.0).items():
+            for variant, timing in compare_times(fns, device=bench.device, min_time_s=0.3, max_time_s=4.0).items():
                 of = record["variants"][variant][kind] = timing_of(timing)
                 of["share_of_memory_rate"] = must_bytes / of["call_s"] / rate if rate else None
     bench.write("rows", name, record)
@@ -436,7 +436,7 @@ def memory_rate(bench: Bench) -> float | None:
         return None
     a = torch.empty(1 << 30, dtype=torch.uint8, device=bench.device)
     b = torch.empty_like(a)
-    timing = compare({"copy": lambda: b.copy_(a)}, device=bench.device, min_time_s=0.3)["copy"]
+    timing = compare_times({"copy": lambda: b.copy_(a)}, device=bench.device, min_time_s=0.3)["copy"]
     return 2 * a.numel() / timing.call_s.value
 
 
@@ -444,8 +444,8 @@ def memory_rate(bench: Bench) -> float | None:
 
 
 def bench_tuning(bench: Bench, rate: float | None) -> None:
-    from flatout.kernels.linear_cross_entropy.triton import row_losses
-    from flatout.kernels.norm import fused
+    from flatout.blocks.kernels.linear_cross_entropy.triton import launch_row_losses
+    from flatout.blocks.kernels.norm import triton_norms as fused
 
     tokens, vocabulary = 4096, 128256
     logits = torch.randn(tokens, vocabulary, device=bench.device).to(bench.dtype)
@@ -468,12 +468,12 @@ def bench_tuning(bench: Bench, rate: float | None) -> None:
         record[name] = {}
 
         def way(block: int = block, warps: int = warps) -> None:
-            row_losses(logits, targets, scales, losses, -100, 0.0, 0.0, 0.0, True, block=block, num_warps=warps)
+            launch_row_losses(logits, targets, scales, losses, -100, 0.0, 0.0, 0.0, True, block=block, num_warps=warps)
 
         with said(record[name]):
             way()
             ways[name] = way
-    for name, timing in compare(ways, device=bench.device, min_time_s=1.0).items():
+    for name, timing in compare_times(ways, device=bench.device, min_time_s=1.0).items():
         moved = 3 * logits.numel() * logits.element_size()
         record[name] = timing_of(timing) | {"share_of_memory_rate": moved / timing.call_s.value / (rate or 1)}
     bench.write("tuning", "row_losses", record)
@@ -499,7 +499,7 @@ def bench_tuning(bench: Bench, rate: float | None) -> None:
                 fused._BACKWARD_PER_WARP, fused._THREADS = per_warp, threads  # type: ignore[misc]
                 replays[name] = captured(norm_step(x, weight, grad))
         fused._BACKWARD_PER_WARP, fused._THREADS = usual  # type: ignore[misc]
-        for name, timing in compare(replays, device=bench.device, min_time_s=0.5).items():
+        for name, timing in compare_times(replays, device=bench.device, min_time_s=0.5).items():
             moved = 5 * x.numel() * x.element_size()
             record[name] = timing_of(timing) | {"share_of_memory_rate": moved / timing.call_s.value / (rate or 1)}
         bench.write("tuning", f"rms norm, {width}", record)

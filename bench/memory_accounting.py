@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatout.profiling.capture import Capture
-from flatout.profiling.steps.schedule import Schedule
+from flatout.check.capture import Capture
+from flatout.check.observe.steps.schedule import Schedule
 
 LIMIT = 0.05
 RUNS = 3
@@ -152,8 +152,8 @@ def observed(name: str, device: str) -> dict[str, Any]:
     kinds: dict[str, int] = defaultdict(int)
     for part in memory.at_peak:
         kinds[part.kind] += part.bytes
-    watched = [s for s in capture.observer.timeline.steps if s.mode == "memory"]
-    light = [s for s in capture.observer.timeline.steps if s.mode == "light"]
+    watched = [s for s in capture.observation.timeline.steps if s.mode == "memory"]
+    light = [s for s in capture.observation.timeline.steps if s.mode == "light"]
     return {
         "named": memory.peak_bytes,
         "measured": memory.measured_peak_bytes,

@@ -51,9 +51,9 @@ from native_peers import PEERS, Event, NotThere, Peer, built, of_engine, output_
 from native_table import table
 from torch.utils.flop_counter import FlopCounterMode
 
-from flatout.errors import FlatoutError
-from flatout.measure.stats import Estimate, median_estimate, quantile, ratio_estimate
-from flatout.measure.timer import HostClock
+from flatout.core.errors import FlatoutError
+from flatout.machine.measure.stats import Estimate, median_estimate, quantile, ratio_estimate
+from flatout.machine.measure.timer import HostClock
 
 Record = dict[str, Any]
 WRONG = (
@@ -200,7 +200,7 @@ class Bench:
     def interleaved(self, peers: Sequence[Peer], over: str = "flatout") -> dict[str, Record]:
         """Times of each, and of the others over the one that is named, paired by round."""
         clock, samples = HostClock(), {peer.name: list[float]() for peer in peers}
-        calls = {peer.name: calls_of(peer, clock, self.amount.block_s) for peer in peers}
+        calls = {peer.name: layer_calls(peer, clock, self.amount.block_s) for peer in peers}
         for number in range(self.amount.rounds if peers else 0):
             at = number % len(peers)
             for peer in [*peers[at:], *peers[:at]]:
@@ -247,7 +247,7 @@ def relative(got: Array, exact: Array) -> float:
     return away if np.isfinite(away) else float("inf")
 
 
-def calls_of(peer: Peer, clock: HostClock, block_s: float) -> int:
+def layer_calls(peer: Peer, clock: HostClock, block_s: float) -> int:
     """Calls that take about `block_s`, after as long a warm-up."""
     num = 1
     while (took := clock.elapsed_s(peer.step, num)) < block_s:

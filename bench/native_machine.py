@@ -44,15 +44,14 @@ class Machine:
     def latencies(self, engine: Any, case: Case, num: int) -> Record:
         """Of single events in a loop in C, through the library and the weights of the engine's folder; `machine`: of as long a
         loop of additions in registers after each, whose tail is what this core does to any work of that length."""
-        from flatout.inference.native.folder import read_weights
-        from flatout.inference.native.library import Table, open_library
+        from flatout.blocks.inference.native.folder import read_weights
+        from flatout.blocks.inference.native.library import open_library
 
         with tempfile.TemporaryDirectory(prefix="engine-") as name:
             engine.save(Path(name))
-            library = open_library(Path(name) / f"lib{engine.manifest.name}.so")
+            table = open_library(Path(name) / f"lib{engine.manifest.name}.so")
             weights = aligned(read_weights(Path(name) / "weights.bin"))
-        table = Table.from_address(library.address)
-        state, work = aligned(bytes(library.state_bytes)), aligned(bytes(library.work_bytes))
+        state, work = aligned(bytes(table.state_bytes)), aligned(bytes(table.work_bytes))
         x, y = case.events(1, seed=1)[0][0].numpy(), np.zeros(output_shape(case), np.float32)
         ins, outs = (ctypes.c_void_p * 1)(x.ctypes.data), (ctypes.c_void_p * 1)(y.ctypes.data)
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(table.reset)(state.ctypes.data)

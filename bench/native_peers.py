@@ -291,7 +291,7 @@ def looped(case: Case, events: Sequence[Event]) -> tuple[Array, Array]:
 def built(case: Case, **more: Any) -> Any:
     """flatout's engine, measured here and not by itself; NotThere where this flatout has none."""
     try:
-        from flatout.inference.native import build
+        from flatout.blocks.inference.native import build
     except ImportError as e:
         raise NotThere("not built") from e
     return build(case.module, case.inputs, state=case.state, events=0, **more)

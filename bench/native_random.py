@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.inference.native.compared import judged
+from tests.blocks.inference.native.compared import judged
 
 
 def main() -> int:

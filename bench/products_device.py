@@ -32,18 +32,18 @@ SILENT_S = 100.0
 
 
 class Shape(NamedTuple):
-    """M x N x K; `lies`: n for rows in one piece, t for columns, of a and b; `is_kept`: b is a weight."""
+    """M x N x K; `layout`: n for contiguous rows, t for contiguous columns, of a and b; `is_constant`: b is a weight."""
 
     m: int
     n: int
     k: int
-    lies: str = "nn"
-    is_kept: bool = True
+    layout: str = "nn"
+    is_constant: bool = True
 
 
 SHAPES = {
     "3620": Shape(3620, 3620, 3620),
-    "3620-call": Shape(3620, 3620, 3620, is_kept=False),
+    "3620-call": Shape(3620, 3620, 3620, is_constant=False),
     "vocabulary": Shape(4096, 50257, 768, "nt"),
     "1000": Shape(1000, 1000, 1000),
     "17-rows": Shape(17, 5000, 3001),
@@ -64,9 +64,9 @@ EPILOGUES = {
     "gelu-residual-skinny": (Shape(64, 8192, 2048, "nt"), {"bias": True, "activation": "gelu", "residual": True}),
     "gelu-misaligned": (Shape(3620, 3620, 3620), {"bias": True, "activation": "gelu"}),
 }
-PARTS = ("correct", *SHAPES, "fp32", "fp32-large", "epilogues", "chosen")
-CHOSEN = ("3620", "vocabulary", "1000", "17-rows", "deep-64", "deep-128", "1-row", "256-rows", "16-rows", "4096")
-SMALL = {name: Shape(min(s.m, 24), min(s.n, 40), min(s.k, 72), s.lies, s.is_kept) for name, s in SHAPES.items()}
+PARTS = ("correct", *SHAPES, "fp32", "fp32-large", "epilogues", "selected")
+SELECTED = ("3620", "vocabulary", "1000", "17-rows", "deep-64", "deep-128", "1-row", "256-rows", "16-rows", "4096")
+SMALL = {name: Shape(min(s.m, 24), min(s.n, 40), min(s.k, 72), s.layout, s.is_constant) for name, s in SHAPES.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------ the worker
@@ -81,17 +81,17 @@ def work(arguments: argparse.Namespace, parts: list[str]) -> None:
 
     bench = Bench(arguments)
     for part in parts:
-        say({"part": part, "state": "begins", "at_s": time.perf_counter() - bench.started_s})
+        emit({"part": part, "state": "begins", "at_s": time.perf_counter() - bench.started_s})
         try:
             bench.run(part)
         except Exception as e:  # noqa: BLE001 a part must not lose the others
-            say({"part": part, "error": f"{type(e).__name__}: {str(e)[:1500]}"})
+            emit({"part": part, "error": f"{type(e).__name__}: {str(e)[:1500]}"})
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # noqa: TID251 a lost context ends this process here
-        say({"part": part, "state": "ended", "at_s": time.perf_counter() - bench.started_s})
+        emit({"part": part, "state": "ended", "at_s": time.perf_counter() - bench.started_s})
 
 
-def say(line: dict[str, Any]) -> None:
+def emit(line: dict[str, Any]) -> None:
     print("@" + json.dumps(line), flush=True)
 
 
@@ -122,14 +122,19 @@ class Bench:
             self.correct()
         elif part == "epilogues":
             for name, (shape, sides) in EPILOGUES.items():
-                small = Shape(24, 40, 72, shape.lies)
+                small = Shape(24, 40, 72, shape.layout)
                 self.guarded(f"epilogue {name}", self.epilogue, small if self.small else shape, sides)
-        elif part == "chosen":
-            for name in CHOSEN:
-                self.guarded(f"chosen {name}", self.chosen, (SMALL if self.small else SHAPES)[name], None)
+        elif part == "selected":
+            for name in SELECTED:
+                self.guarded(f"selected {name}", self.selected, (SMALL if self.small else SHAPES)[name], None)
             size = Shape(40, 24, 72) if self.small else Shape(4096, 4096, 4096)
-            for is_kept in (False, True):
-                self.guarded(f"chosen fp32{' kept' * is_kept}", self.chosen, size._replace(is_kept=is_kept), "float32")
+            for is_constant in (False, True):
+                self.guarded(
+                    f"selected fp32{' constant' * is_constant}",
+                    self.selected,
+                    size._replace(is_constant=is_constant),
+                    "float32",
+                )
         elif part in ("fp32", "fp32-large"):
             size = Shape(8192, 4096, 4096) if part == "fp32-large" else Shape(4096, 4096, 4096)
             self.float32(part, Shape(40, 24, 72) if self.small else size)
@@ -140,47 +145,47 @@ class Bench:
         try:
             do(name, *args)
         except Exception as e:  # noqa: BLE001
-            say({"part": name, "error": f"{type(e).__name__}: {str(e)[:1500]}"})
+            emit({"part": name, "error": f"{type(e).__name__}: {str(e)[:1500]}"})
             if self.device.type == "cuda":
                 self.torch.cuda.synchronize()
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
-    def numbers(self, rows: int, columns: int, lies: str, dtype: Any, kind: str = "normal") -> Any:
+    def numbers(self, rows: int, columns: int, layout: str, dtype: Any, kind: str = "normal") -> Any:
         torch = self.torch
-        shape = (rows, columns) if lies == "n" else (columns, rows)
+        shape = (rows, columns) if layout == "n" else (columns, rows)
         if kind == "uniform":
             x = torch.rand(shape, device=self.device)
         else:
             x = torch.randn(shape, device=self.device)
             x = x if kind == "normal" else torch.exp(8 * x) * torch.randn(shape, device=self.device).sign()
         x = x.to(dtype)
-        return x if lies == "n" else x.T
+        return x if layout == "n" else x.T
 
     def inputs(self, shape: Shape, dtype: Any, sides: dict[str, Any], kind: str = "normal") -> Inputs:
-        from flatout.kernels.matmul.packing import Packed
+        from flatout.blocks.kernels.matmul.packing import Packed
 
         torch = self.torch
-        a = self.numbers(shape.m, shape.k, shape.lies[0], dtype, kind)
-        b = self.numbers(shape.k, shape.n, shape.lies[1], dtype, kind)
+        a = self.numbers(shape.m, shape.k, shape.layout[0], dtype, kind)
+        b = self.numbers(shape.k, shape.n, shape.layout[1], dtype, kind)
         if kind == "normal" and sides:
-            b = (b.T / shape.k**0.5).contiguous().T if shape.lies[1] == "t" else b / shape.k**0.5
+            b = (b.T / shape.k**0.5).contiguous().T if shape.layout[1] == "t" else b / shape.k**0.5
         return Inputs(
             a,
-            Packed(b) if shape.is_kept else b,
+            Packed(b) if shape.is_constant else b,
             torch.randn(shape.n, device=self.device).to(dtype) if "bias" in sides else None,
             torch.randn(shape.m, shape.n, device=self.device).to(dtype) if "residual" in sides else None,
             torch.rand(shape.m, device=self.device) * 10 if "scale" in sides else None,
         )
 
     def problem(self, x: Inputs, shape: Shape, sides: dict[str, Any], **more: Any) -> Any:
-        from flatout.kernels.matmul.packing import matrix_of
-        from flatout.kernels.matmul.problem import problem_of
+        from flatout.blocks.kernels.matmul.packing import matrix_of
+        from flatout.blocks.kernels.matmul.problem import matmul_problem
 
         out = getattr(self.torch, sides["out"]) if "out" in sides else None
-        return problem_of(
+        return matmul_problem(
             x.a, matrix_of(x.b), bias=x.bias, activation=sides.get("activation"), residual=x.residual, scale=x.scale,
-            out_dtype=out, is_kept=shape.is_kept, **more,
+            out_dtype=out, is_constant=shape.is_constant, **more,
         )  # fmt: skip
 
     def num_sets(self, problem: Any) -> int:
@@ -188,23 +193,39 @@ class Bench:
             return 2
         return int(max(2, min(48, ROTATED_BYTES // problem.traffic_bytes + 1)))
 
+    def variants(self, problem: Any, most_tiles: int) -> tuple[Any, ...]:
+        """What can run, with another number of Triton's tiles than is measured by default."""
+        from flatout.blocks.kernels.matmul import tiles
+        from flatout.blocks.kernels.matmul import triton as tiled
+        from flatout.blocks.kernels.matmul.implementation import variants_of
+        from flatout.blocks.kernels.matmul.variant import Variant
+
+        found = variants_of(problem).variants
+        if tiled.refusal(problem) is not None:
+            return found
+        proposed = tiles.propose_tiles(problem, tiled.device_of(problem), most=most_tiles) if most_tiles else ()
+        return (*(v for v in found if v.name != "triton"), *(Variant(name="triton", tile=tile) for tile in proposed))
+
     def interpreted(self, problem: Any) -> tuple[Any, ...]:
-        """Ways that refuse a CPU, for Triton's interpreter to run there."""
-        from flatout.kernels.matmul import float32, tiled, tiles
-        from flatout.kernels.matmul.way import Way
+        """Variants that refuse a CPU, for Triton's interpreter to run there."""
+        from flatout.blocks.kernels.matmul import bfloat16x6, float16x3, tiles
+        from flatout.blocks.kernels.matmul import triton as tiled
+        from flatout.blocks.kernels.matmul.variant import Variant
 
         if not self.small:
             return ()
         if problem.precision is not None:
-            return float32.ways(problem._replace(k=2048))
-        return tuple(Way(name="triton", tile=t) for t in tiles.proposed(problem, tiled.device_of(problem), most=2))
+            return (*float16x3.KERNEL.variants(problem), *bfloat16x6.variants(problem))
+        return tuple(
+            Variant(name="triton", tile=t) for t in tiles.propose_tiles(problem, tiled.device_of(problem), most=2)
+        )
 
     # -- checking -----------------------------------------------------------------------------------------------------
 
     def exact(self, x: Inputs, problem: Any) -> Any:
-        """In float64; of 8 bits only the range is kept."""
-        from flatout.kernels.matmul.packing import matrix_of
-        from flatout.kernels.matmul.reference import LARGEST, finished
+        """The result in float64, clamped to the range of a result of 8 bits."""
+        from flatout.blocks.kernels.matmul.packing import matrix_of
+        from flatout.blocks.kernels.matmul.reference import LARGEST, finished
 
         wide = [None if t is None else t.double() for t in (x.bias, x.residual, x.scale)]
         exact = finished(
@@ -222,23 +243,25 @@ class Bench:
         error = float((out.double() - exact).norm() / exact.norm())
         return error if error == error else float("inf")
 
-    def checked(self, problem: Any, ways: Any, x: Inputs) -> tuple[dict[str, Any], dict[str, float], dict[str, str]]:
-        """Runners, errors and refusals, by the ways' names; the vendor's error is the measure."""
-        from flatout.kernels.matmul.ways import bound
+    def checked(
+        self, problem: Any, variants: Any, x: Inputs
+    ) -> tuple[dict[str, Any], dict[str, float], dict[str, str]]:
+        """Runners, errors and refusals, by the variants' names; the vendor's error is the measure."""
+        from flatout.blocks.kernels.matmul.implementation import bound
 
         exact, runners, errors, wrong = self.exact(x, problem), {}, {}, {}
 
-        def first(way: Any) -> tuple[str, Any, Any]:
-            runner = bound(problem, way)
+        def first(variant: Any) -> tuple[str, Any, Any]:
+            runner = bound(problem, variant)
             try:
-                return str(way), runner, runner(*x)
+                return str(variant), runner, runner(*x)
             except Exception as e:  # noqa: BLE001
-                return str(way), None, f"{type(e).__name__}: {str(e).strip()[-600:]}"
+                return str(variant), None, f"{type(e).__name__}: {str(e).strip()[-600:]}"
 
-        packs = [w for w in ways if w.tile is None]
+        packs = [w for w in variants if w.tile is None]
         torch, device = self.torch, self.device  # a new thread has no context of the device until it launches something
         with ThreadPoolExecutor(1 if self.small else 8, initializer=lambda: torch.zeros(1, device=device)) as pool:
-            done = [*map(first, packs), *pool.map(first, [w for w in ways if w.tile is not None])]
+            done = [*map(first, packs), *pool.map(first, [w for w in variants if w.tile is not None])]
         for name, runner, out in done:
             if runner is None:
                 wrong[name] = out
@@ -275,12 +298,12 @@ class Bench:
         return graph.replay, times * len(sets)
 
     def rotating(self, run: Callable[..., Any], sets: list[Inputs]) -> Callable[[], object]:
-        turn = [0]
+        last = [0]
 
         def call() -> None:
             for _ in range(self.calls):
-                turn[0] = (turn[0] + 1) % len(sets)
-                run(*sets[turn[0]])
+                last[0] = (last[0] + 1) % len(sets)
+                run(*sets[last[0]])
 
         return call
 
@@ -288,7 +311,7 @@ class Bench:
         self, fns: dict[str, Callable[..., Any]], sets: list[Inputs], *, keep: int = 5
     ) -> dict[str, dict[str, Any]]:
         """device_s of all, quickly; then both times of the best few and what is not a tile, in turn."""
-        from flatout.measure.timer import compare
+        from flatout.machine.measure.timer import compare_times
 
         seconds = 0.05 if self.quick or self.small else 0.4
         results: dict[str, dict[str, Any]] = {name: {} for name in fns}
@@ -302,14 +325,14 @@ class Bench:
             if graph is not None:
                 graphs[name] = graph
         if graphs:
-            rough = compare(
+            rough = compare_times(
                 {n: g for n, (g, _) in graphs.items()}, device=self.device, min_time_s=seconds / 4, max_time_s=6
             )
             for name, timing in rough.items():
                 results[name]["rough_s"] = timing.call_s.value / graphs[name][1]
             ranked = sorted(graphs, key=lambda n: results[n]["rough_s"])
             best = {*ranked[:keep], *(n for n in fns if not n.startswith("triton"))}
-            fine = compare(
+            fine = compare_times(
                 {n: graphs[n][0] for n in graphs if n in best}, device=self.device, min_time_s=seconds, max_time_s=8
             )
             for name, timing in fine.items():
@@ -320,7 +343,7 @@ class Bench:
             best = set(fns)
         graphs.clear()
         calls = {n: self.rotating(fns[n], sets) for n in fns if n in best}
-        for name, timing in compare(calls, device=self.device, min_time_s=seconds, max_time_s=8).items():
+        for name, timing in compare_times(calls, device=self.device, min_time_s=seconds, max_time_s=8).items():
             estimate, n = timing.call_s, self.calls
             results[name] |= {"call_s": estimate.value / n, "call_interval_s": [estimate.low / n, estimate.high / n]}
         return results
@@ -328,12 +351,11 @@ class Bench:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def correct(self) -> None:
-        from flatout.kernels.matmul.way import Tile, Way
-        from flatout.kernels.matmul.ways import ways_of
+        from flatout.blocks.kernels.matmul.variant import Tile, Variant
 
         sizes = ((200, 328, 520), (200, 328, 515), (17, 321, 777))
         cases: list[tuple[Shape, dict[str, Any]]] = [
-            (Shape(*size, lies), {}) for lies in ("nn", "nt", "tn", "tt") for size in sizes
+            (Shape(*size, layout), {}) for layout in ("nn", "nt", "tn", "tt") for size in sizes
         ]
         cases += [(Shape(130, 260, 200, "nt"), sides) for sides in (
             {"bias": True, "activation": "gelu"}, {"bias": True, "activation": "silu", "residual": True},
@@ -341,36 +363,39 @@ class Bench:
             {"scale": True, "out": "int8", "bias": True}, {"out": "float32"},
         )]  # fmt: skip
         for shape, sides in cases[:: 5 if self.small else 1]:
-            small = Shape(40, 24, 72, shape.lies) if self.small else shape
+            small = Shape(40, 24, 72, shape.layout) if self.small else shape
             x = self.inputs(small, self.half, sides)
             problem = self.problem(x, small, sides)
             tiles = [Tile(m=m, n=n, k=64, stages=3, warps=4, splits=s, loads=loads, is_persistent=p)
                      for m, n in ((64, 128), (16, 64)) for s in (1, 4) for loads in ("descriptor", "pointer")
                      for p in (False, True) if not (p and s > 1) and not (m == 16 and loads == "descriptor")]  # fmt: skip
-            ways = [*(w for w in ways_of(problem, most_tiles=0).ways), *(Way(name="triton", tile=t) for t in tiles)]
-            _, errors, wrong = self.checked(problem, ways, x)
-            say({"part": "correct", "problem": str(problem), "ways": len(ways), "worst": max(errors.values()),
+            variants = [
+                *self.variants(problem, 0),
+                *(Variant(name="triton", tile=t) for t in tiles),
+            ]
+            _, errors, wrong = self.checked(problem, variants, x)
+            emit({"part": "correct", "problem": str(problem), "variants": len(variants), "worst": max(errors.values()),
                  "vendor": errors.get("vendor"), "wrong": wrong})  # fmt: skip
         self.guarded("correct float32", lambda name: self.float32_errors(name, Shape(136, 72, 264)))
 
     def shape(self, name: str, shape: Shape) -> None:
-        from flatout.kernels.matmul.ways import ways_of
+        from flatout.blocks.kernels.matmul.implementation import variants_of
 
         x = self.inputs(shape, self.half, {})
         problem = self.problem(x, shape, {})
-        found = ways_of(problem, most_tiles=self.tiles)
-        runners, errors, wrong = self.checked(problem, (*found.ways, *self.interpreted(problem)), x)
+        variants = self.variants(problem, self.tiles)
+        runners, errors, wrong = self.checked(problem, (*variants, *self.interpreted(problem)), x)
         sets = [x, *(self.inputs(shape, self.half, {}) for _ in range(self.num_sets(problem) - 1))]
         results = self.timed(runners, sets)
         floor_s = max(problem.flop / FLOP_PER_S, problem.traffic_bytes / BYTES_PER_S)
-        say({"part": name, "problem": str(problem), "floor_s": floor_s, "flop": problem.flop, "sets": len(sets),
-             "ways": {n: {"error": errors[n], **r} for n, r in results.items()}, "wrong": wrong,
-             "refusals": dict(found.refusals)})  # fmt: skip
+        emit({"part": name, "problem": str(problem), "floor_s": floor_s, "flop": problem.flop, "sets": len(sets),
+             "variants": {n: {"error": errors[n], **r} for n, r in results.items()}, "wrong": wrong,
+             "refusals": dict(variants_of(problem).refusals)})  # fmt: skip
 
-    def float32_errors(self, name: str, shape: Shape, ways: Any = None) -> None:
+    def float32_errors(self, name: str, shape: Shape, variants: Any = None) -> None:
         """Against float64, of each distribution: normwise, and the worst of any number, relative to |a| @ |b|."""
-        from flatout.kernels.matmul.packing import matrix_of
-        from flatout.kernels.matmul.ways import bound, ways_of
+        from flatout.blocks.kernels.matmul.implementation import bound, variants_of
+        from flatout.blocks.kernels.matmul.packing import matrix_of
 
         torch = self.torch
         for kind in ("normal", "uniform", "wide"):
@@ -379,53 +404,53 @@ class Bench:
             a, b = x.a.double(), matrix_of(x.b).double()
             exact, sizes, bound_norm = a @ b, a.abs() @ b.abs(), float(a.norm() * b.norm())
             found = {}
-            for way in ways or (*ways_of(problem).ways, *self.interpreted(problem)):
+            for variant in variants or (*variants_of(problem).variants, *self.interpreted(problem)):
                 try:
-                    difference = (bound(problem, way)(*x).double() - exact).abs()
-                    found[str(way)] = [float(difference.norm()) / bound_norm, float((difference / sizes).max()),
+                    difference = (bound(problem, variant)(*x).double() - exact).abs()
+                    found[str(variant)] = [float(difference.norm()) / bound_norm, float((difference / sizes).max()),
                                        float((difference / sizes).norm()) / (problem.m * problem.n) ** 0.5]  # fmt: skip
                 except Exception as e:  # noqa: BLE001
-                    found[str(way)] = f"{type(e).__name__}: {str(e).strip()[-400:]}"
-            say({"part": name, "kind": kind, "problem": str(problem), "errors": found})
+                    found[str(variant)] = f"{type(e).__name__}: {str(e).strip()[-400:]}"
+            emit({"part": name, "kind": kind, "problem": str(problem), "errors": found})
         x.a[3, 5], x.a[7] = float("inf"), 0.0
-        outs = {str(w): bound(problem, w)(*x) for w in (ways or ways_of(problem).ways)}
+        outs = {str(w): bound(problem, w)(*x) for w in (variants or variants_of(problem).variants)}
         finite = {
             n: bool(torch.equal(o.isfinite(), outs["vendor"].isfinite())) and bool((o[7] == 0).all())
             for n, o in outs.items()
         }
-        say({"part": name, "kind": "inf and zeros", "as the vendor": finite})
+        emit({"part": name, "kind": "inf and zeros", "as the vendor": finite})
 
     def float32(self, name: str, shape: Shape) -> None:
-        from flatout.kernels.matmul.ways import ways_of
+        from flatout.blocks.kernels.matmul.implementation import variants_of
 
         torch = self.torch
         x = self.inputs(shape, torch.float32, {})
         problem = self.problem(x, shape, {}, precision="float32")
         self.guarded(name, lambda n: self.float32_errors(n, shape))
-        for is_kept in (False, True):
-            now = shape._replace(is_kept=is_kept)
+        for is_constant in (False, True):
+            now = shape._replace(is_constant=is_constant)
             sets = [self.inputs(now, torch.float32, {}) for _ in range(2)]
             problem = self.problem(sets[0], now, {}, precision="float32")
-            tried = (*ways_of(problem).ways, *self.interpreted(problem))
+            tried = (*variants_of(problem).variants, *self.interpreted(problem))
             runners, errors, wrong = self.checked(problem, tried, sets[0])
             results = self.timed(runners, sets, keep=20)
-            say({"part": name, "problem": str(problem), "floor_s": 3 * problem.flop / FLOP_PER_S, "flop": problem.flop,
-                 "ways": {n: {"error": errors[n], **r} for n, r in results.items()}, "wrong": wrong})  # fmt: skip
+            emit({"part": name, "problem": str(problem), "floor_s": 3 * problem.flop / FLOP_PER_S, "flop": problem.flop,
+                 "variants": {n: {"error": errors[n], **r} for n, r in results.items()}, "wrong": wrong})  # fmt: skip
 
-    def chosen(self, name: str, shape: Shape, precision: str | None) -> None:
+    def selected(self, name: str, shape: Shape, precision: str | None) -> None:
         """Measured into a table, then `flatout.matmul` with that table beside torch's product."""
         import tempfile
 
-        from flatout.kernels.matmul import choosing, table
-        from flatout.kernels.matmul.packing import matrix_of
-        from flatout.kernels.matmul.product import matmul
+        from flatout.blocks.kernels.matmul import dispatch, table
+        from flatout.blocks.kernels.matmul.packing import matrix_of
+        from flatout.blocks.kernels.matmul.product import matmul
 
         table.keep_in(tempfile.mkdtemp())
         dtype = self.torch.float32 if precision else self.half
         x = self.inputs(shape, dtype, {})
         problem = self.problem(x, shape, {}, precision=precision)
         begun_s = time.perf_counter()
-        choosing.measure(problem)
+        dispatch.measure_matmul(problem)
         measured_s = time.perf_counter() - begun_s
         sets = [x, *(self.inputs(shape, dtype, {}) for _ in range(self.num_sets(problem) - 1))]
         runners = {
@@ -435,22 +460,21 @@ class Bench:
         exact = self.exact(x, problem)
         errors = {n: self.error(run(*x), exact) for n, run in runners.items()}
         results = self.timed(runners, sets)
-        ways = {f"is_captured={c}": str(table.choose(problem, is_captured=c).way) for c in (False, True)}
+        variants = {
+            f"is_captured={c}": str(table.select_variant(problem, is_captured=c).variant) for c in (False, True)
+        }
         floor_s = max(problem.flop / FLOP_PER_S, problem.traffic_bytes / BYTES_PER_S) * (3 if precision else 1)
-        say({"part": name, "problem": str(problem), "floor_s": floor_s, "chosen": ways, "measured_s": measured_s,
-             "ways": {n: {"error": errors[n], **r} for n, r in results.items()}, "wrong": {}})  # fmt: skip
+        emit({"part": name, "problem": str(problem), "floor_s": floor_s, "selected": variants, "measured_s": measured_s,
+             "variants": {n: {"error": errors[n], **r} for n, r in results.items()}, "wrong": {}})  # fmt: skip
 
     def epilogue(self, name: str, shape: Shape, sides: dict[str, Any]) -> None:
-        from flatout.kernels.matmul.packing import matrix_of
-        from flatout.kernels.matmul.reference import multiplied
-        from flatout.kernels.matmul.ways import ways_of
+        from flatout.blocks.kernels.matmul.packing import matrix_of
+        from flatout.blocks.kernels.matmul.reference import multiplied
 
         torch = self.torch
         x = self.inputs(shape, self.half, sides)
         problem = self.problem(x, shape, sides)
-        runners, errors, wrong = self.checked(
-            problem, (*ways_of(problem, most_tiles=10).ways, *self.interpreted(problem)), x
-        )
+        runners, errors, wrong = self.checked(problem, (*self.variants(problem, 10), *self.interpreted(problem)), x)
         out_dtype, activation = problem.out_dtype, sides.get("activation")
 
         def plain(a: Any, b: Any, bias: Any, residual: Any, scale: Any) -> Any:
@@ -470,8 +494,8 @@ class Bench:
         sets = [x, *(self.inputs(shape, self.half, sides) for _ in range(min(3, self.num_sets(problem))))]
         results = self.timed(runners, sets)
         floor_s = max(problem.flop / FLOP_PER_S, problem.traffic_bytes / BYTES_PER_S)
-        say({"part": name, "problem": str(problem), "floor_s": floor_s, "flop": problem.flop,
-             "ways": {n: {"error": errors.get(n), **r} for n, r in results.items()}, "wrong": wrong})  # fmt: skip
+        emit({"part": name, "problem": str(problem), "floor_s": floor_s, "flop": problem.flop,
+             "variants": {n: {"error": errors.get(n), **r} for n, r in results.items()}, "wrong": wrong})  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------------- the host
@@ -556,8 +580,8 @@ def print_table(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         if "error" in line:
             print(f"{line['part']}: ERROR {line['error'][:700]}")
-        elif "ways" in line and isinstance(line["ways"], dict):
-            print_ways(line)
+        elif "variants" in line and isinstance(line["variants"], dict):
+            print_variants(line)
         elif "errors" in line:
             print(f"{line['part']} {line['kind']} (normwise, worst, rms over |a||b|)")
             for name, errors in line["errors"].items():
@@ -566,26 +590,26 @@ def print_table(lines: list[dict[str, Any]]) -> None:
             print(f"{line['part']} {line['kind']}: {line['as the vendor']}")
         elif "worst" in line:
             print(
-                f"correct {line['problem']}: {line['ways']} ways, worst {line['worst']:.1e}, vendor {line['vendor']:.1e}"
+                f"correct {line['problem']}: {line['variants']} variants, worst {line['worst']:.1e}, vendor {line['vendor']:.1e}"
             )
         for name, why in line.get("wrong", {}).items():
             print(f"    WRONG {name}: {why[:300]}")
 
 
-def print_ways(line: dict[str, Any]) -> None:
-    floor_s, vendor = line["floor_s"], line["ways"].get("vendor", {})
+def print_variants(line: dict[str, Any]) -> None:
+    floor_s, vendor = line["floor_s"], line["variants"].get("vendor", {})
     print(f"{line['part']}: {line['problem']}; floor {1e6 * floor_s:.1f} us")
-    if "chosen" in line:
-        print(f"   chosen: {line['chosen']}, measured in {line['measured_s']:.1f} s")
-    shown = [(n, w) for n, w in line["ways"].items() if "call_s" in w]
-    for name, way in sorted(shown, key=lambda item: item[1].get("device_s", item[1]["call_s"])):
-        device_s, call_s = way.get("device_s"), way["call_s"]
+    if "selected" in line:
+        print(f"   selected: {line['selected']}, measured in {line['measured_s']:.1f} s")
+    shown = [(n, w) for n, w in line["variants"].items() if "call_s" in w]
+    for name, variant in sorted(shown, key=lambda item: item[1].get("device_s", item[1]["call_s"])):
+        device_s, call_s = variant.get("device_s"), variant["call_s"]
         words = [f"{name:56s}"]
         if device_s:
             ratio = vendor.get("device_s", float("nan")) / device_s
             words.append(f"device {1e6 * device_s:8.1f} us = {ratio:5.2f} x vendor, {device_s / floor_s:5.2f} x floor")
         words.append(f"call {1e6 * call_s:8.1f} us = {vendor.get('call_s', float('nan')) / call_s:5.2f} x vendor")
-        error = way.get("error")
+        error = variant.get("error")
         print("  ", "; ".join(words), "" if error is None else f"error {error:.1e}")
 
 

@@ -39,9 +39,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from pruning_masked import disturb, error
 from tests.plain_models import PLAIN, Plain, plain
 
-from flatout.compression.pruning import map_state, prune
-from flatout.errors import FlatoutError
-from flatout.measure.timer import compare
+from flatout.core.errors import FlatoutError
+from flatout.machine.measure.timer import compare_times
+from flatout.shrink.prune import map_state, prune
 
 Record = dict[str, Any]
 WIDTHS = {
@@ -180,7 +180,7 @@ def told(error: BaseException) -> str:
 
 def timed(case: Plain, model: nn.Module, inputs: tuple[Tensor, ...], *, is_quick: bool) -> Record:
     calls = {"smaller": lambda: model(*inputs), "original": lambda: case.module(*case.inputs)}
-    times = compare(calls, min_time_s=0.05 if is_quick else 0.8, max_time_s=0.2 if is_quick else 2.5)
+    times = compare_times(calls, min_time_s=0.05 if is_quick else 0.8, max_time_s=0.2 if is_quick else 2.5)
     ratio = times["original"].ratio
     assert ratio is not None
     return {

@@ -10,7 +10,7 @@ state is carried; random weights and inputs. Peers, all in inference mode, calle
   ao_int8             torchao Int8WeightOnlyConfig, eager; ..._compiled under torch.compile (with --compiled: minutes a model)
   ao_dynamic          torchao Int8DynamicActivationInt8WeightConfig, eager; ..._compiled
   torch_dynamic       torch.ao.quantization.quantize_dynamic of Linear and recurrent layers, as long as torch has it (deprecated)
-  chosen              flatout.compression.quantising.choose(budget=...), without a metric
+  chosen              flatout.shrink.quantise.quantise_where_faster(budget=...), without a metric
 
 All are timed in interleaved rounds: peers with eager, and chosen with eager and its copy; medians, and the ratio to eager paired
 by round with its interval. Error: the largest distance to float64 among the outputs, over its norm. "never slower" is broken
@@ -33,9 +33,9 @@ import torch
 from native_machine import hardware, versions
 from torch import Tensor, nn
 
-from flatout.compression.quantising import choose, num_bytes
-from flatout.compression.quantising.calls import distance, in_float64
-from flatout.measure.timer import Timing, compare
+from flatout.machine.measure.timer import Timing, compare_times
+from flatout.shrink.float64_reference import float64_outputs, relative_norm_error
+from flatout.shrink.quantise import quantise_where_faster, stored_bytes
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.plain_models import Plain, plain
@@ -118,23 +118,23 @@ def peers(model: nn.Module, inputs: Sequence[Tensor], *, is_compiled: bool) -> t
 def rounds(there: dict[str, Any], inputs: Sequence[Tensor], seconds: float) -> dict[str, Timing]:
     """All of them in interleaved rounds; ratios are to the first."""
     runs: dict[str, Callable[[], object]] = {peer: (lambda run=run: run(*inputs)) for peer, run in there.items()}
-    return compare(runs, min_time_s=seconds, max_time_s=10 * seconds)
+    return compare_times(runs, min_time_s=seconds, max_time_s=10 * seconds)
 
 
 def bench(name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
     model, inputs, _ = made(name, batch)
-    exact = in_float64(model, inputs, {})
-    chosen = choose(model, inputs, budget=options.budget)
+    exact = float64_outputs(model, inputs)
+    selected = quantise_where_faster(model, inputs, budget=options.budget)
     with torch.inference_mode():
         there, missing = peers(model, inputs, is_compiled=options.compiled)
         # Apart from the others, whose working sets would leave every small model cold, its copy like itself.
-        near = {"eager": model, "eager_copy": copy.deepcopy(model), "chosen": chosen.module}
+        near = {"eager": model, "eager_copy": copy.deepcopy(model), "chosen": selected.module}
         timed = {**rounds(there, inputs, options.seconds), **rounds(near, inputs, options.seconds)}
         there |= near
-        errors = {peer: distance(run(*inputs), exact) for peer, run in there.items()}
+        errors = {peer: relative_norm_error(run(*inputs), exact) for peer, run in there.items()}
     found: dict[str, Any] = {"model": name, "batch": batch, "threads": torch.get_num_threads(), "missing": missing}
-    found["schemes"] = chosen.quantised.schemes
-    found["weight_bytes"] = [num_bytes(model), num_bytes(chosen.module)]
+    found["schemes"] = selected.quantised.schemes
+    found["weight_bytes"] = [stored_bytes(model), stored_bytes(selected.module)]
     found["peers"] = {
         peer: {
             "call_s": t.call_s.value,

@@ -6,11 +6,11 @@
   mlp, cnn      handwritten digits (scikit-learn, 8 x 8), accuracy on held ones
   transformer   characters of Python's manual, minus bits a character on held windows
 
-Every layer that has the scheme takes it, whether that is faster or not; `flatout.compression.quantising.choose` takes some, and
-loses less. `native int8` is what `flatout.inference.native.build(precision="int8")` gives: layers where 8 bits are faster, and
-outputs within 1 % of their largest number (of the first seed alone, for it takes half a minute). No training after rounding.
-Differences are to the float32 model, over all seeds, paired by held sample, with their 95 % interval (Newcombe for accuracies).
-What gains time is in bench/shrinking.py.
+Every layer that has the scheme takes it, whether that is faster or not; `flatout.shrink.quantise.quantise_where_faster` takes
+some, and loses less. `native int8` is what `flatout.blocks.inference.native.build(precision="int8")` gives: layers where 8 bits
+are faster, and outputs within 1 % of their largest number (of the first seed alone, for it takes half a minute).
+No training after rounding. Differences are to the float32 model, over all seeds, paired by held sample, with their 95 % interval
+(Newcombe for accuracies). What gains time is in bench/shrinking.py.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from adapting_quality import Case, Record, purpose_of
 from native_machine import hardware, versions, write_results
 from torch import Tensor, nn
 
-from flatout.compression.distilling.scoring import Score, accuracy, negative_bits, scores_of
-from flatout.compression.quantising import quantise
-from flatout.compression.searching.intervals import paired_difference
-from flatout.errors import FlatoutError
-from flatout.inference.native import build
-from flatout.levers.subjects import Subject
-from flatout.shrinking.training import Training
+from flatout.blocks.inference.native import build
+from flatout.core.errors import FlatoutError
+from flatout.shrink.candidate import CandidateModel
+from flatout.shrink.compose.training import Training
+from flatout.shrink.distil.scoring import Score, accuracy, negative_bits, scores_of
+from flatout.shrink.quantise import quantise
+from flatout.shrink.score_intervals import paired_difference
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.plain_models import plain
@@ -55,7 +55,7 @@ def of_seed(name: str, case: Case, seed: int, share: int, *, with_native: bool) 
     """Scores of the held samples by way, or why there are none."""
     task = task_of(name, seed)
     model = plain(name, seed=seed, width=case.width).module
-    Training(Subject.of(model, purpose_of(task, case, seed, case.first_rate))).run(case.first_steps // share)
+    Training(CandidateModel.of(model, purpose_of(task, case, seed, case.first_rate))).run(case.first_steps // share)
     model.eval()
     found: dict[str, list[float] | str] = {"float32": scores_of(model, task.held_x, task.held_y, score=case.score)}
     for scheme in SCHEMES:

@@ -71,7 +71,7 @@ def judge(kind: str, size: str, nproc: int, out: Path) -> dict[str, Any]:
     script = [str(Path(__file__).resolve()), "--train", kind, "--size", size]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        check = [sys.executable, "-m", "flatout.cli", "check", "--nproc", str(nproc), "--json", str(report)]
+        check = [sys.executable, "-m", "flatout.app.cli", "check", "--nproc", str(nproc), "--json", str(report)]
         text = run([*check, script[0], "--", *script[1:]])
         (out / f"{kind}.txt").write_text(text)
         seen = json.loads(report.read_text())

@@ -20,10 +20,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from flatout.measure.stats import quantile
-from flatout.records.record import to_json
-from flatout.records.scale import Cluster, Layout, ModelShape, Software, Tier
-from flatout.simulate.calibration import Calibrated, Run
+from flatout.core.records.record import to_json
+from flatout.core.records.scale import Cluster, Layout, ModelShape, Software, Tier
+from flatout.machine.measure.stats import quantile
+from flatout.scale.calibration import Calibrated, TimedLayout
 
 SHARE = 0.05
 CLUSTER = Cluster(
@@ -37,7 +37,7 @@ SOFTWARE = Software(dtype="float16", attention="megatron", has_overlap=False)
 
 class Row(NamedTuple):
     group: tuple[str, ...]
-    run: Run
+    run: TimedLayout
 
 
 def read(path: Path) -> list[Row]:
@@ -60,7 +60,7 @@ def read(path: Path) -> list[Row]:
                 recompute="full",
             )
             group = tuple(line[name] for name in ("hidden", "heads", "layers", "seq", "global_batch", "GPUs"))
-            rows.append(Row(group, Run(model, layout, float(line["iter_ms"]) * 1e-3)))
+            rows.append(Row(group, TimedLayout(model, layout, float(line["iter_ms"]) * 1e-3)))
     return rows
 
 

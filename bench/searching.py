@@ -36,15 +36,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.plain_tasks import Task, digits
 
-from flatout.compression.distilling.losses import logit_loss
-from flatout.compression.distilling.samples import Shuffled
-from flatout.compression.searching.costs import Limit
-from flatout.compression.searching.search import Found, search
-from flatout.compression.searching.space import Range, Space
-from flatout.measure.timer import HostClock
-from flatout.records.searching import Choice
-from flatout.reporting.searching import search_text
-from flatout.training.schedules import set_rate, warm_up_cosine
+from flatout.blocks.training.schedules import set_rate, warm_up_cosine
+from flatout.core.records.architecture_search import SpaceValue
+from flatout.machine.measure.timer import HostClock
+from flatout.report.parts.architecture_search import search_blocks
+from flatout.report.text import plain_lines
+from flatout.shrink.distil.losses import logit_loss
+from flatout.shrink.distil.samples import Shuffled
+from flatout.shrink.search.costs import Limit
+from flatout.shrink.search.search import SearchResult, search_architecture
+from flatout.shrink.search.space import Range, Space
 
 Record = dict[str, Any]
 NUM_JUDGED = 300
@@ -52,9 +53,9 @@ BATCH = 32
 
 
 class Case(NamedTuple):
-    build: Callable[[Mapping[str, Choice]], nn.Module]
+    build: Callable[[Mapping[str, SpaceValue]], nn.Module]
     space: Space
-    given: dict[str, Choice]
+    original: dict[str, SpaceValue]
     is_image: bool
     epochs: int
 
@@ -80,14 +81,14 @@ def residual(width: int, inner: int) -> nn.Sequential:
     return nn.Sequential(up, nn.BatchNorm2d(inner), nn.ReLU(), down, nn.BatchNorm2d(width))
 
 
-def mlp(choice: Mapping[str, Choice]) -> nn.Module:
-    first, second = int(choice["first"]), int(choice["second"])
+def mlp(architecture: Mapping[str, SpaceValue]) -> nn.Module:
+    first, second = int(architecture["first"]), int(architecture["second"])
     layers = {"into": nn.Linear(64, first), "a": nn.ReLU(), "mid": nn.Linear(first, second), "b": nn.ReLU()}
     return nn.Sequential(OrderedDict({**layers, "head": nn.Linear(second, 10)}))
 
 
-def cnn(choice: Mapping[str, Choice]) -> nn.Module:
-    return Cnn(int(choice["width"]), int(choice["inner"]), int(choice["blocks"]))
+def cnn(architecture: Mapping[str, SpaceValue]) -> nn.Module:
+    return Cnn(int(architecture["width"]), int(architecture["inner"]), int(architecture["blocks"]))
 
 
 CASES = {
@@ -142,19 +143,19 @@ def right(x: Tensor, y: Tensor) -> Callable[[nn.Module], Tensor]:
     return lambda model: (model(x).argmax(-1) == y).float()
 
 
-def searched(name: str, folder: Path, budget_s: float, epochs: int) -> Found:
+def searched(name: str, folder: Path, budget_s: float, epochs: int) -> SearchResult:
     torch.set_num_threads(1)
     case = CASES[name]
     task, x, y, judged_x, judged_y = parts(case)
-    given = case.build(case.given)
-    given.load_state_dict(torch.load(folder / "given.pt"))
-    given.eval()
-    return search(
+    original = case.build(case.original)
+    original.load_state_dict(torch.load(folder / "given.pt"))
+    original.eval()
+    return search_architecture(
         case.build,
         case.space,
-        lambda model, seed: trained(model, x, y, given, epochs=epochs, seed=seed),
+        lambda model, seed: trained(model, x, y, original, epochs=epochs, seed=seed),
         right(judged_x, judged_y),
-        given=given,
+        original=original,
         inputs=x[:BATCH],
         limit=Limit(latency_fraction=1 / 3),
         storage=folder / "search.journal",
@@ -169,11 +170,11 @@ def of_case(name: str, folder: Path, *, budget_s: float, kill_s: float, share: i
     case, clock = CASES[name], HostClock()
     _, x, y, _, _ = parts(case)
     torch.manual_seed(0)
-    given = case.build(case.given)
+    original = case.build(case.original)
     epochs = max(4, case.epochs // share)
-    given_s = clock.elapsed_s(lambda: [*trained(given, x, y, None, epochs=epochs, seed=0)], 1)
-    torch.save(given.state_dict(), folder / "given.pt")
-    found: list[Found] = []
+    given_s = clock.elapsed_s(lambda: [*trained(original, x, y, None, epochs=epochs, seed=0)], 1)
+    torch.save(original.state_dict(), folder / "given.pt")
+    found: list[SearchResult] = []
     left: list[int] = []
 
     def run() -> None:
@@ -190,7 +191,7 @@ def of_case(name: str, folder: Path, *, budget_s: float, kill_s: float, share: i
 
     total_s = clock.elapsed_s(run, 1)
     report = found[0].report
-    choices = [json.dumps(row.choice, sort_keys=True) for row in report.trials]
+    choices = [json.dumps(row.architecture, sort_keys=True) for row in report.trials]
     return {
         "part": "case",
         "model": name,
@@ -200,15 +201,15 @@ def of_case(name: str, folder: Path, *, budget_s: float, kill_s: float, share: i
         "trials_at_kill": left[1],
         "trials": len(report.trials),
         "repeated": len(choices) - len(set(choices)),
-        "choice": found[0].choice,
+        "choice": found[0].architecture,
         "faster": inverse(report.winner_cost.latency_fraction) if report.winner_cost else None,
         "report": json.loads(report_json(found[0])),
-        "text": search_text(report),
+        "text": "\n".join(plain_lines(search_blocks(report))),
     }
 
 
-def report_json(found: Found) -> bytes:
-    from flatout.records.record import to_json
+def report_json(found: SearchResult) -> bytes:
+    from flatout.core.records.record import to_json
 
     return to_json(found.report)
 

@@ -27,15 +27,16 @@ from native_machine import hardware, versions
 from quantising import FAILURES, WIDTHS, made, torchao
 from torch import Tensor, nn
 
-from flatout.levers.subjects import Purpose, Stepping, Subject
-from flatout.measure.timer import compare
-from flatout.records.lever import Offer
-from flatout.records.shrinking import Shrunk
-from flatout.registry import levers
-from flatout.reporting.shrinking import shrunk_lines
-from flatout.shrinking.exploring import Composition
-from flatout.shrinking.shrink import Allowance, Settings, shrink
-from flatout.shrinking.trials import Workshop
+from flatout.core.records.reduction import Option
+from flatout.core.records.shrink import Shrunk
+from flatout.core.registry import reductions
+from flatout.machine.measure.timer import compare_times
+from flatout.report.parts.shrink import shrunk_blocks
+from flatout.report.text import plain_lines
+from flatout.shrink.candidate import CandidateModel, ShrinkTask, StatefulModel
+from flatout.shrink.compose.explorer import Composition
+from flatout.shrink.compose.shrink import Allowance, ShrinkSettings, find_cheapest
+from flatout.shrink.compose.trials import TrialRunner
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.plain_models import Plain
@@ -57,7 +58,7 @@ class Lstm(nn.Module):
         return h, h, c
 
 
-def given(name: str) -> Plain:
+def original(name: str) -> Plain:
     if name == "lstm_128":
         torch.manual_seed(0)
         return Plain(Lstm().eval(), (torch.randn(1, 128), torch.zeros(1, 128), torch.zeros(1, 128)), 2)
@@ -98,7 +99,7 @@ def _exact(plain: Plain) -> Callable[..., Any]:
 
 
 def _stepping(call: Callable[..., Any], plain: Plain) -> Callable[..., Any]:
-    return Stepping(call, plain.inputs[len(plain.inputs) - plain.num_state :]) if plain.num_state else call
+    return StatefulModel(call, plain.inputs[len(plain.inputs) - plain.num_state :]) if plain.num_state else call
 
 
 def _outputs(call: Callable[..., Any], xs: Tensor) -> Tensor:
@@ -107,22 +108,25 @@ def _outputs(call: Callable[..., Any], xs: Tensor) -> Tensor:
 
 
 def bench(name: str, seconds: float) -> dict[str, Any]:
-    plain, began = given(name), perf_counter()
-    purpose = Purpose(inputs=plain.inputs, num_state=plain.num_state, evaluate=nearness(plain))
-    shop = Workshop(Subject.of(plain.module, purpose), levers(), "latency", seconds=seconds)
-    settings = Settings(name, "latency", Allowance.of("0.01"), is_cost=False, budget_s=600)
-    found, chosen = shrink(
-        shop, levers(), settings, tell=lambda said: print(f"{name}: {said}", file=sys.stderr, flush=True)
+    plain, began = original(name), perf_counter()
+    task = ShrinkTask(inputs=plain.inputs, num_state=plain.num_state, evaluate=nearness(plain))
+    runner = TrialRunner(CandidateModel.of(plain.module, task), reductions(), "latency", seconds=seconds)
+    settings = ShrinkSettings(name, "latency", Allowance.of("0.01"), is_cost=False, budget_s=600)
+    found, selected = find_cheapest(
+        runner,
+        reductions(),
+        settings,
+        on_progress=lambda message: print(f"{name}: {message}", file=sys.stderr, flush=True),
     )
-    print("\n".join(shrunk_lines(found)), end="\n\n", flush=True)
+    print("\n".join(plain_lines(shrunk_blocks(found))), end="\n\n", flush=True)
     best = found.best
     return {
         "model": name,
         "chosen": best.name,
         "faster": best.faster,
         "lost": best.lost,
-        "bytes": [found.given.num_bytes, best.num_bytes],
-        "over_native": over_native(shop, found, chosen, seconds),
+        "bytes": [found.original.num_bytes, best.num_bytes],
+        "over_native": over_native(runner, found, selected, seconds),
         "torchao_int8_faster": beside(plain, seconds),
         "is_slower": best.faster[2] < 1,
         "points": [{"name": p.name, "us": p.call_s[0] * 1e6, "faster": p.faster, "lost": p.lost} for p in found.points],
@@ -131,23 +135,25 @@ def bench(name: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def over_native(shop: Workshop, found: Shrunk, chosen: Composition, seconds: float) -> Any:
+def over_native(runner: TrialRunner, found: Shrunk, selected: Composition, seconds: float) -> Any:
     """What was chosen over the native engine in float32; None where that engine cannot take the model."""
     point = next((p for p in found.points if p.name == "native"), None)
     if point is None:
         return None
-    native = tuple(Offer(lever=p.id, name=point.name, parameters=p.parameters, because=p.because) for p in point.levers)
-    return faster({"given": timed_of(shop.subject(native)), "other": timed_of(shop.subject(chosen))}, seconds)
+    native = tuple(
+        Option(reduction=p.id, name=point.name, parameters=p.parameters, because=p.because) for p in point.reductions
+    )
+    return faster({"given": timed_of(runner.candidate(native)), "other": timed_of(runner.candidate(selected))}, seconds)
 
 
-def timed_of(subject: Subject) -> Callable[[], Any]:
-    return subject.timed or (lambda: subject.call(*subject.inputs))
+def timed_of(candidate: CandidateModel) -> Callable[[], Any]:
+    return candidate.timed or (lambda: candidate.call(*candidate.inputs))
 
 
 def faster(calls: dict[str, Callable[[], Any]], seconds: float) -> Any:
-    """How many times faster `other` is than `given`, with its interval, in rounds of both."""
+    """How many times faster `other` is than `original`, with its interval, in rounds of both."""
     with torch.inference_mode():
-        ratio = compare(calls, min_time_s=seconds / 2, max_time_s=seconds)["other"].ratio
+        ratio = compare_times(calls, min_time_s=seconds / 2, max_time_s=seconds)["other"].ratio
     return None if ratio is None else (1 / ratio.value, 1 / ratio.high, 1 / ratio.low)
 
 

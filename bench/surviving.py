@@ -102,7 +102,7 @@ def killed(options: argparse.Namespace, folder: Path, beside: Path) -> dict[str,
         "wall_s": account["wall_s"],
         "start_s": account["start_s"],
         "steps": last,
-        "epochs": account["num_epochs"],
+        "starts": account["num_starts"],
         **recovered(folder, lives, options.ranks),
     }
     whole = supervised(options, beside, last, 0)
@@ -114,7 +114,7 @@ def killed(options: argparse.Namespace, folder: Path, beside: Path) -> dict[str,
 
 def supervised(options: argparse.Namespace, folder: Path, steps: int, kills: int) -> Any:
     folder.mkdir()
-    command = [sys.executable, "-m", "flatout.cli", "survive", "--nproc", f"{options.ranks}"]
+    command = [sys.executable, "-m", "flatout.app.cli", "survive", "--nproc", f"{options.ranks}"]
     command += ["--memory", f"{options.memory}"]
     command += ["--json", f"{folder / 'account.json'}", *script(options, folder, steps, kills, disk_every=10)]
     with (folder / "said").open("wb") as said:
@@ -236,7 +236,7 @@ def run(options: argparse.Namespace, life: int, begin: Callable[[], None]) -> No
     from torch import nn
 
     import flatout
-    from flatout.surviving.survivor import Survivor
+    from flatout.blocks.elastic.survivor import Survivor
 
     size = SIZES[options.device]
     width = int(size["width"])

@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
-from flatout.levers.apply import circumstances
-from flatout.measure.stats import median_estimate, ratio_estimate
-from flatout.records.record import to_json
-from flatout.session import environment_of, read_plan
-from flatout.verification.process import Failed, Request, StageProcess
-from flatout.verification.proof import Terms, prove
+from flatout.app.session import environment_of, read_plan
+from flatout.core.records.record import to_json
+from flatout.machine.measure.stats import median_estimate, ratio_estimate
+from flatout.tune.apply import circumstances
+from flatout.tune.verify.proof import ProofTerms, prove_script
+from flatout.tune.verify.side_process import Failed, Request, SideProcess
 
 ROOT = Path(__file__).resolve().parents[1]
-FLATOUT = [sys.executable, "-c", "from flatout.cli import main; main()"]
+FLATOUT = [sys.executable, "-c", "from flatout.app.cli import main; main()"]
 MIXED = ("workload.mixed-precision", {"dtype": "bfloat16"})
 COMPILE = ("graph.compile", {})
 LINES = {
@@ -137,7 +137,7 @@ def raced(sides: dict[str, Request]) -> tuple[dict[str, list[float]], dict[str, 
         standing = {}
         for side, request in sides.items():
             wanted = msgspec.structs.replace(request, num_recorded=8, seed=0)
-            standing[side] = stack.enter_context(StageProcess(wanted))
+            standing[side] = stack.enter_context(SideProcess(wanted))
         for side in list(standing):
             try:
                 answer = standing[side].answer(timeout_s=240.0)
@@ -184,8 +184,8 @@ def crash(out: Path) -> str:
         plan = out / f"batch64-{name}.toml"
         plan.write_text(toml_of([MIXED, ("memory.fused-attention", place), ("graph.compile", {"mode": mode})]))
         sides.append(msgspec.structs.replace(planned(script, plan), arguments=("--batch", "64")))
-    terms = Terms(num_steps=3, budget_s=3.0, timeout_s=280.0, is_compared=False, num_processes=1)
-    found = prove(sides[0], sides[1], terms)
+    terms = ProofTerms(num_steps=3, budget_s=3.0, timeout_s=280.0, is_compared=False, num_processes=1)
+    found = prove_script(sides[0], sides[1], terms)
     (out / "crash.json").write_bytes(to_json(found))
     return f"batch 64, max-autotune-no-cudagraphs: {found.outcome}: {found.because[:800]}"
 

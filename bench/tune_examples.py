@@ -101,7 +101,7 @@ def tuned(example: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
         "is_complete": found["is_complete"],
         "budget": options.budget,
         "took_s": dict(zip(("tune", "verify", "compile"), map(round, map(sub, clock[1:], clock)), strict=True)),
-        "attempts": [attempt_of(a) for a in found["attempts"] if a["purpose"] == "add"],
+        "attempts": [attempt_of(a) for a in found["attempts"] if a["kind"] == "add"],
     }
 
 
@@ -129,7 +129,7 @@ def verdict(arguments: list[Any], folder: Path) -> dict[str, Any]:
     return {
         "outcome": found["outcome"],
         "because": found.get("because", ""),
-        "is_kept": found["equality"]["is_kept"],
+        "holds": found["equality"]["holds"],
         "guarantee": found["equality"]["guarantee"],
         "worst": found["equality"].get("worst"),
         "speed": [speed[k] for k in ("ratio", "low", "high")] if speed else None,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from generate_rules import markdown, plain, written
 
-from flatout import registry
-from flatout.records.finding import Rule
-from flatout.records.lever import Lever
+from flatout.core import registry
+from flatout.core.records.finding import Rule
+from flatout.core.records.lever import Lever
 
 FOLDER = Path(__file__).parent / "levers"
 
@@ -41,14 +41,6 @@ def page(lever: Lever, rules: Iterable[Rule]) -> str:
 
 def in_plans(lever: Lever) -> str:
     """What the commands do with it."""
-    on_models = "`flatout shrink` pulls it on a model" if lever.reduction is not None else ""
-    if on_models and lever.apply is None and lever.edit is None:
-        return f"{on_models}; scripts keep theirs."
-    on_scripts = _on_scripts(lever)
-    return f"{on_scripts} {on_models}." if on_models else on_scripts
-
-
-def _on_scripts(lever: Lever) -> str:
     if lever.apply is None:
         return (
             "`flatout run --plan` changes the text in memory, before it is compiled; `flatout edit` prints the change."
@@ -59,14 +51,14 @@ def _on_scripts(lever: Lever) -> str:
 
 
 def index(levers: Iterable[Lever]) -> str:
-    """The list of all levers, shelf by shelf."""
+    """The list of all levers, branch by branch."""
     lines = [
         "# Levers",
         "",
-        "What flatout does to a script or a model, by branch. Each page is the docstring of the lever's module.",
+        "What flatout does to a script, by branch. Each page is the docstring of the lever's module.",
     ]
-    for shelf, members in groupby(sorted(levers, key=lambda one: one.id), key=lambda one: one.id.partition(".")[0]):
-        lines += ["", f"## {shelf}", "", "| lever | what it does | guarantee |", "|---|---|---|"]
+    for branch, members in groupby(sorted(levers, key=lambda one: one.id), key=lambda one: one.id.partition(".")[0]):
+        lines += ["", f"## {branch}", "", "| lever | what it does | guarantee |", "|---|---|---|"]
         lines += [f"| [`{one.id}`]({one.id}.md) | {plain(one.title)} | {one.guarantee} |" for one in members]
     return "\n".join(lines) + "\n"
 

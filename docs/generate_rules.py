@@ -15,8 +15,8 @@ from inspect import cleandoc
 from itertools import groupby
 from pathlib import Path
 
-from flatout import registry
-from flatout.records.finding import Rule
+from flatout.core import registry
+from flatout.core.records.finding import Rule
 
 FOLDER = Path(__file__).parent / "rules"
 
@@ -79,10 +79,12 @@ def page(rule: Rule) -> str:
 
 
 def index(rules: Iterable[Rule]) -> str:
-    """The list of all rules, shelf by shelf."""
+    """The list of all rules, bottleneck by bottleneck."""
     lines = ["# Rules", "", "What flatout looks for, by bottleneck. Each page is the docstring of the rule's module."]
-    for shelf, members in groupby(sorted(rules, key=lambda rule: rule.id), key=lambda rule: rule.id.partition(".")[0]):
-        lines += ["", f"## {shelf}", ""]
+    for bottleneck, members in groupby(
+        sorted(rules, key=lambda rule: rule.id), key=lambda rule: rule.id.partition(".")[0]
+    ):
+        lines += ["", f"## {bottleneck}", ""]
         lines += [f"- [`{rule.id}`]({rule.id}.md): {plain(rule.title)}" for rule in members]
     return "\n".join(lines) + "\n"
 

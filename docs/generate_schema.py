@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from flatout.reporting.json_report import json_schema
+from flatout.report.json_report import json_schema
 
 PATH = Path(__file__).parent / "schema.json"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
-from flatout.cli import main
+from flatout.app.cli import main
 
 
 class Ended(NamedTuple):

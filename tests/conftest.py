@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # The same examples in every run, and no deadline: a verdict must not hang on chance or on a busy machine.
 settings.register_profile("flatout", derandomize=True, deadline=None)
 settings.load_profile("flatout")
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: no collection of garbage walks over it again, nor does a forked process copy it for that."""
+    gc.collect()
+    gc.freeze()
 
 
 class TorchState(NamedTuple):
@@ -78,7 +85,7 @@ def torch_state_is_left_clean() -> Iterator[None]:
 def nothing_stays_patched() -> Iterator[None]:
     """Fail a test that leaves something of torch or Python patched, which later tests would see."""
     yield
-    patching = sys.modules.get("flatout.profiling.patching")
+    patching = sys.modules.get("flatout.core.runtime.patches")
     live = list(patching.Patches._live) if patching else []
     for patches in reversed(live):
         patches.undo()

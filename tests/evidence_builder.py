@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Final, Literal, TypeVar
 
-from flatout.records.compilation import Compilation, CompileEvent
-from flatout.records.distributed import Collective, Distributed, RankLine, RankSummary, Replication
-from flatout.records.evidence import (
+from flatout.core.records.compilation import Compilation, CompileEvent
+from flatout.core.records.distributed import Collective, Distributed, RankLine, RankSummary, Replication
+from flatout.core.records.evidence import (
     Constant,
     Evidence,
     HostRead,
@@ -37,13 +37,13 @@ from flatout.records.evidence import (
     Trace,
     UnusedGradient,
 )
-from flatout.records.finding import Finding, Rule
-from flatout.records.hardware import Machine
-from flatout.records.memory import FreshPages, PagesOfLine
-from flatout.records.record import Record
-from flatout.records.trial import Trial, TrialResult
-from flatout.records.usage import CallUse, ModuleFact
-from flatout.records.workload import Setting, Source, Workload
+from flatout.core.records.finding import Finding, Rule
+from flatout.core.records.hardware import Machine
+from flatout.core.records.memory import FreshPages, PagesOfLine
+from flatout.core.records.record import Record
+from flatout.core.records.trial import Trial, TrialResult
+from flatout.core.records.usage import CallUse, ModuleFact
+from flatout.core.records.workload import Setting, Source, Workload
 
 MACHINE: Final = Machine(
     device_kind="cpu",
@@ -114,7 +114,7 @@ class EvidenceBuilder:
     ) -> None:
         self.steps = Steps(
             kind=kind,
-            num_seen=60,
+            num_observed=60,
             num_timed=50 if step_s else 0,
             step_s=step_s,
             low_s=step_s - noise_s,
@@ -248,7 +248,7 @@ class EvidenceBuilder:
                 grad_enabled=graphs_built > 0,
                 calls=calls,
                 call_s=call_s,
-                num_calls_seen=50,
+                num_calls_observed=50,
                 num_graphs_built=graphs_built,
                 num_graphs_used=graphs_used,
                 batch_size=batch_size,

@@ -7,18 +7,18 @@ from contextlib import contextmanager
 from textwrap import dedent
 from typing import Any
 
-from flatout.levers.apply import applied
-from flatout.levers.seams import ScriptSeams
-from flatout.records.finding import Finding
-from flatout.records.lever import Lever, Parameter, PlannedLever
-from flatout.records.plan import Plan
+from flatout.core.records.finding import Finding
+from flatout.core.records.lever import Lever, Parameter, PlannedLever
+from flatout.core.records.plan import Plan
+from flatout.tune.apply import applied
+from flatout.tune.script_hooks import ScriptHooks
 
 
 @contextmanager
-def pulled(lever: Lever, **parameters: Parameter) -> Iterator[ScriptSeams]:
+def pulled(lever: Lever, **parameters: Parameter) -> Iterator[ScriptHooks]:
     """The lever alone, for the time of the context."""
-    with applied(Plan(lever=(PlannedLever(id=lever.id, guarantee=lever.guarantee, parameters=parameters),))) as seams:
-        yield seams
+    with applied(Plan(lever=(PlannedLever(id=lever.id, guarantee=lever.guarantee, parameters=parameters),))) as hooks:
+        yield hooks
 
 
 def found(saved_s: float) -> Finding:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from flatout.records.record import Record
+from flatout.core.records.record import Record
 
 
 def spoiled(value: Any, text: str) -> Any:

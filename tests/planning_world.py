@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flatout.planning.search import Objective
-from flatout.records.lever import Candidate, Lever, PlannedLever
-from flatout.records.verdict import Difference, Equality, Footprint, Guarantee, Speed, Verdict
+from flatout.core.records.lever import Candidate, Lever, PlannedLever
+from flatout.core.records.verdict import Difference, Equality, Footprint, Guarantee, Speed, Verdict
+from flatout.tune.search.search import Objective
 
 STEP_S = 0.1
 PEAK_BYTES = 1000
@@ -63,17 +63,17 @@ class World:
             ratio=ratio, low=0.99 * ratio, high=1.01 * ratio, num_pairs=9, before_s=STEP_S, after_s=STEP_S / ratio
         )
         if ids & self.crashing:
-            return verdict(Equality(guarantee="bounded", is_kept=None), None, "different", "it was killed by signal 11")
+            return verdict(Equality(guarantee="bounded", holds=None), None, "different", "it was killed by signal 11")
         if not self.is_right(after):
             first = Difference(step=1, what="gradient", tensor="Net.weight", error=1.0, allowed=1e-6)
-            wrong = Equality(guarantee="bounded", is_kept=False, num_steps=8, first=first)
+            wrong = Equality(guarantee="bounded", holds=False, num_steps=8, first=first)
             return verdict(wrong, None, "different", "the steps differ")
         outcome = "proved" if speed.is_faster else "slower" if speed.is_slower else "unknown"
         one, two = self.peak_bytes(before), self.peak_bytes(after)
         if objective == "memory":
             outcome = "proved" if two < one else "slower" if two > one else "unknown"
         size = Footprint(device="cpu", before_bytes=one, after_bytes=two, fraction=(two / one, two / one))
-        return verdict(Equality(guarantee="bounded", is_kept=True, num_steps=8), speed, outcome, outcome, size)
+        return verdict(Equality(guarantee="bounded", holds=True, num_steps=8), speed, outcome, outcome, size)
 
 
 def verdict(
@@ -103,7 +103,7 @@ def lever(id: str, *, guarantee: Guarantee = "bounded", conflicts: tuple[str, ..
         guarantee=guarantee,
         module=__name__,
         propose=propose,  # type: ignore[arg-type]
-        apply=lambda seams, parameters: None,
+        apply=lambda hooks, parameters: None,
         conflicts=conflicts,
     )
 

@@ -58,7 +58,7 @@ def main():
     data = torch.tensor([known[c] for c in text])
     torch.manual_seed(0)
     with flatout.World("cpu") as world:
-        layout = flatout.given_layout(world, global_batch=8)
+        layout = flatout.layout_from_environment(world, global_batch=8)
         size = layout.global_batch
         positions = torch.arange(CONTEXT).expand(size, CONTEXT)
         random = torch.Generator().manual_seed(1)
@@ -74,14 +74,14 @@ def main():
         if world.is_first:
             print(f"{world.num_ranks} rank(s): {agreement}")
         example = (ids[: layout.micro_batch], positions[: layout.micro_batch])
-        laid = flatout.lay_out(model, layout, world, example=example)
-        optimizer = laid.optimizer(torch.optim.AdamW, lr=3e-3)
+        parallel = flatout.parallelize(model, layout, world, example=example)
+        optimizer = parallel.optimizer(torch.optim.AdamW, lr=3e-3)
         for step in range(steps):
             ids, target = batch()  # all ranks draw the same, and take their share
-            mine, where, wanted = laid.share((ids, positions, target))
+            mine, where, wanted = parallel.share((ids, positions, target))
             optimizer.zero_grad()
-            loss = laid.step(mine, where, target=wanted, loss=mean_loss)
-            laid.clip_grad_norm_(1.0)
+            loss = parallel.step(mine, where, target=wanted, loss=mean_loss)
+            parallel.clip_grad_norm_(1.0)
             optimizer.step()
             if world.is_first and (step + 1) % 5 == 0:
                 print(f"step {step + 1}: loss {loss.item():.4f}")

@@ -1,6 +1,6 @@
 """`python -m flatout` is the command `flatout`."""
 
-from flatout.cli import main
+from flatout.app.cli import main
 
 if __name__ == "__main__":
     main()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -28,21 +30,22 @@ def modules_after(code: str) -> set[str]:
     return set(json.loads(ended.stdout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [
         "flatout",
-        "flatout.errors",
-        "flatout.registry",
-        "flatout.records.evidence",
-        "flatout.hardware",
-        "flatout.cost",
-        "flatout.traces.ranks",
-        "flatout.rules",
-        "flatout.comparison",
-        "flatout.diagnosis",
-        "flatout.reporting",
-        "flatout.cli",
+        "flatout.core.errors",
+        "flatout.core.registry",
+        "flatout.core.records.evidence",
+        "flatout.machine.specs",
+        "flatout.machine.cost",
+        "flatout.check.traces.ranks",
+        "flatout.check.rules",
+        "flatout.check.compare",
+        "flatout.check.diagnosis",
+        "flatout.report",
+        "flatout.app.cli",
     ],
 )
 def test_importing_a_light_module_leaves_the_heavy_ones_out(module: str) -> None:
@@ -52,7 +55,7 @@ def test_importing_a_light_module_leaves_the_heavy_ones_out(module: str) -> None
 
 
 def test_finding_every_rule_leaves_the_heavy_ones_out() -> None:
-    loaded = modules_after("from flatout import registry\nassert registry.rules()")
+    loaded = modules_after("from flatout.core import registry\nassert registry.rules()")
 
     assert loaded.isdisjoint(HEAVY)
 
@@ -75,7 +78,28 @@ def test_every_public_name_is_at_home_where_the_root_says(name: str) -> None:
 
     value = getattr(flatout, name)
 
-    assert value is getattr(sys.modules[module], attribute)
+    assert value is (
+        import_module(f"flatout.{name}") if name in flatout._VERBS else getattr(import_module(module), attribute)
+    )
+
+
+@pytest.mark.parametrize("name", flatout._VERBS)
+def test_a_room_named_after_a_verb_is_called_as_the_verb(name: str) -> None:
+    module, attribute = flatout._HOMES[name].split(":")
+    verb = getattr(import_module(module), attribute)
+
+    room = getattr(flatout, name)
+
+    assert import_module(f"flatout.{name}") is room
+    assert inspect.signature(room) == inspect.signature(verb)
+    with pytest.raises(TypeError, match="missing"):
+        room()
+
+
+def test_a_verb_stays_callable_when_its_room_is_imported() -> None:
+    loaded = modules_after("import flatout, flatout.check.rules\nassert callable(flatout.check)")
+
+    assert "flatout.check.rules" in loaded
 
 
 def test_dir_shows_every_public_name() -> None:

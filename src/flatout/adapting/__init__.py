@@ -1,1 +1,0 @@
-"""Fewer trained parameters for any plain module: low-rank pairs, bottlenecks, prompts, prefixes, biases, chosen layers."""

@@ -1,0 +1,64 @@
+"""The command line's application: its verbs are found in this folder, and errors of ours end here, as one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatout.app.cli.command import Command
+from flatout.app.cli.terminal import open_console
+from flatout.core.errors import FlatoutError, explained
+
+app = typer.Typer(
+    name="flatout",
+    help="Makes PyTorch models run flat out, and proves it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def commands() -> Iterator[tuple[str, Command]]:
+    """The verbs by name, in the order of the help: the constants COMMAND of this folder's modules."""
+    found: list[tuple[str, Command]] = []
+    for path in Path(__file__).parent.glob("[a-z]*.py"):  # pkgutil would take 5 ms more of every start
+        command: Command | None = getattr(import_module(f"flatout.app.cli.{path.stem}"), "COMMAND", None)
+        if command is not None:
+            found.append((path.stem, command))
+    yield from sorted(found, key=lambda pair: (pair[1].order, pair[0]))
+
+
+def run() -> None:
+    """Parse and run; an error of ours is printed without a traceback and exits with 2."""
+    try:
+        app()
+    except (FlatoutError, ModuleNotFoundError) as e:
+        shown = explained(e) if isinstance(e, ModuleNotFoundError) else e
+        if not isinstance(shown, FlatoutError):
+            raise
+        console = open_console(stderr=True)
+        console.print(f"flatout: {shown}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def _root(show_version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
+    if show_version:
+        from importlib.metadata import version
+
+        print(version("flatout"))
+        raise typer.Exit
+
+
+for _name, _command in commands():
+    if isinstance(_command.run, typer.Typer):
+        app.add_typer(_command.run, name=_name)
+    else:
+        # What flatout does not know is the script's own; after `--` everything is.
+        settings = {"ignore_unknown_options": True} if _command.takes_script else None
+        app.command(name=_name, context_settings=settings)(_command.run)

@@ -1,0 +1,48 @@
+"""`flatout calibrate`: a minute of measured steps on the devices at hand, for `flatout scale --measured`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatout.app.cli.command import Command
+from flatout.app.cli.terminal import print_lines
+from flatout.core.errors import UsageError
+
+
+def calibrate(
+    model: Annotated[Path, typer.Option(help="Sizes of the model, a TOML file, as for `flatout scale`.")],
+    out: Annotated[Path, typer.Option(help="Where to write the measured steps, JSON.")],
+    ranks: Annotated[int | None, typer.Option(help="Processes. [default: the GPUs of this machine]")] = None,
+    seconds: Annotated[float, typer.Option(help="For all steps; the one under way is finished.")] = 60.0,
+    device: Annotated[str, typer.Option(help="cuda or cpu. [default: cuda where there is one]")] = "",
+) -> None:
+    """Measure steps of a few layers of the model, in layouts of every kind that fits, and write them down."""
+    import torch
+
+    from flatout.scale.inputs import read_model, read_runs
+
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    number = ranks if ranks is not None else torch.cuda.device_count() if kind == "cuda" else 2
+    if number < 1 or seconds <= 0 or not out.absolute().parent.is_dir():
+        raise UsageError(
+            f"{number} ranks, {seconds} s, --out '{out}': give one rank or more, seconds above 0, and a folder that exists"
+        )
+    read_model(model)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+    command += ["-m", "flatout.app.cli.children.calibration_rank"]
+    command += [str(model.absolute()), str(out.absolute()), f"{seconds}", kind]
+    ended = subprocess.run(command, check=False)
+    if ended.returncode:
+        raise UsageError(f"the ranks ended with {ended.returncode}; what was measured before lies in '{out}'")
+    runs = read_runs(out)
+    print_lines(
+        f"{len(runs)} steps measured on {number} x {kind}, written to {out}; use them: flatout scale --measured {out}"
+    )
+
+
+COMMAND = Command(calibrate, order=50)

@@ -1,0 +1,42 @@
+"""A rank of `flatout calibrate`.
+
+`python -m flatout.app.cli.children.calibration_rank MODEL OUT SECONDS DEVICE`. Not a command of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+
+def main() -> None:
+    """Measure, and write the file anew after each step."""
+    import torch
+
+    from flatout.blocks.parallel.layout_measurement import measured_steps
+    from flatout.blocks.parallel.world import World
+    from flatout.core.records.record import write_whole_file
+    from flatout.core.records.scale import MeasuredStep
+    from flatout.scale.executor import EXECUTOR
+    from flatout.scale.informative_layouts import informative_layouts, thin
+    from flatout.scale.inputs import read_model
+
+    model, out, seconds, kind = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+    with World(kind) as world:
+        shape = thin(read_model(model), world.num_ranks)
+        room = torch.cuda.get_device_properties(world.device).total_memory if kind == "cuda" else None
+        mixed = torch.bfloat16 if kind == "cuda" else None
+        layouts = informative_layouts(shape, world.num_ranks, EXECUTOR, room)
+        found: list[MeasuredStep] = []
+        for step in measured_steps(shape, layouts, world, limit_s=seconds, mixed=mixed):
+            found.append(step)
+            if world.is_first:
+                write_whole_file(out, msgspec.json.format(msgspec.json.encode(found)))
+                took = f"{step.seconds * 1e3:.1f} ms" if step.seconds is not None else step.why
+                print(f"tensor {step.layout.tensor} pipeline {step.layout.pipeline} data {step.layout.data}: {took}")
+
+
+if __name__ == "__main__":
+    main()

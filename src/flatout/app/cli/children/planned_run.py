@@ -1,0 +1,35 @@
+"""The process of `flatout run`.
+
+`python -m flatout.app.cli.children.planned_run PLAN KIND TARGET ARGS...`. Not a command of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Run the script with the plan; its exit code, or 2 when the plan does not fit."""
+    from flatout.app.cli.children import load_target
+    from flatout.app.session import read_plan, run_planned
+    from flatout.core.errors import FlatoutError
+    from flatout.core.runtime.script import print_to_stderr
+
+    path, kind, target, *arguments = sys.argv[1:]
+    try:
+        plan = read_plan(Path(path))
+        script = load_target(kind, target, arguments)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        return run_planned(plan, script, on_progress=lambda text: print_to_stderr(f"flatout: {text}"), world_size=ranks)
+    except FlatoutError as e:
+        print_to_stderr(f"flatout: {e}")
+        return 2
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)

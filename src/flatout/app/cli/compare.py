@@ -1,0 +1,77 @@
+"""`flatout compare`: what changed between two checked runs, and whether it is slower."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flatout.app.cli.command import Command
+from flatout.app.cli.terminal import open_console, print_report
+from flatout.core.errors import RecordError, UsageError
+
+if TYPE_CHECKING:
+    from flatout.core.records.evidence import Evidence
+
+
+def compare(
+    before: Annotated[Path, typer.Argument(help="What `flatout check --json` wrote of the run before.")],
+    after: Annotated[Path, typer.Argument(help="The same of the run after.")],
+    fail_if_slower: Annotated[
+        str | None,
+        typer.Option(metavar="FRACTION", help="Exit with 1 when the step is slower by more than this: 5% or 0.05."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the comparison to this file.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write it as Markdown to this file.")] = None,
+) -> None:
+    """Say what changed between two checked runs, line by line: step time, phases, findings, lines, memory."""
+    from flatout.app.session import compare_runs
+    from flatout.core.records.record import to_json, write_whole_file
+    from flatout.report.markdown import markdown_report
+    from flatout.report.parts.compare import comparison_blocks, decision_line
+
+    threshold = None if fail_if_slower is None else _fraction(fail_if_slower)
+    one, two = _read(before), _read(after)
+    comparison = compare_runs(one, two, fail_if_slower=threshold)
+    answer, *blocks = comparison_blocks(comparison)
+    print_report([answer, *blocks])
+    decision = [decision_line(comparison)] if comparison.decision is not None else []
+    if json is not None:
+        write_whole_file(json, to_json(comparison))
+    if markdown is not None:
+        write_whole_file(markdown, markdown_report([answer, *decision, *blocks]).encode())
+    for line in decision:
+        open_console().print(line, style="bold", markup=False, highlight=False, soft_wrap=True)
+    if comparison.decision is not None and comparison.decision.outcome == "slower":
+        raise typer.Exit(1)
+
+
+def _read(path: Path) -> Evidence:
+    from flatout.report.json_report import read_evidence
+
+    try:
+        return read_evidence(path.read_bytes())
+    except OSError as e:
+        raise RecordError(f"cannot read '{path}': {e.strerror or e}; give the file that --json wrote") from e
+    except RecordError as e:
+        raise RecordError(f"'{path}': {e}") from e
+
+
+def _fraction(text: str) -> float:
+    """The threshold as a fraction: '5%', '5 %' and '0.05' are the same."""
+    number = text.strip()
+    is_percent = number.endswith("%")
+    try:
+        value = float(number.removesuffix("%")) / (100 if is_percent else 1)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise UsageError(f"--fail-if-slower {text} is no share of 0 or more; write 5% or 0.05")
+    if value >= 1 and not is_percent:
+        raise UsageError(f"--fail-if-slower {text} would be {100 * value:g} %; write {text}% or {100 * value:g}%")
+    return value
+
+
+COMMAND = Command(compare, order=110)

@@ -1,0 +1,89 @@
+"""`flatout fit`: what a step of a model, or a layout of a large one, takes of a device, and whether that is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatout.app.cli.command import Command
+from flatout.app.cli.factories import named_function
+from flatout.app.cli.terminal import print_lines
+
+
+def fit(
+    step: Annotated[
+        str, typer.Argument(help="module:function that makes a model and returns its step, which is run without data.")
+    ] = "",
+    model: Annotated[
+        Path | None, typer.Option(help="Or the sizes of a transformer: a TOML file with hidden, layers, ...")
+    ] = None,
+    layout: Annotated[Path | None, typer.Option(help="A layout of it, as `flatout scale --out` writes it.")] = None,
+    gpus: Annotated[str, typer.Option(help="How many of which device, as 8xh100-sxm.")] = "",
+    optimizer_bytes: Annotated[
+        int, typer.Option(help="State of the optimizer for each parameter; Adam and a copy: 12.")
+    ] = 12,
+    html: Annotated[
+        Path | None, typer.Option(help="Write what each stage of the layout holds as a page there.")
+    ] = None,
+) -> None:
+    """Count the memory without a device and without allocating it; exits with 1 when it does not fit."""
+    from flatout.core.errors import UsageError
+    from flatout.machine.cost.roofline import memory_bytes
+    from flatout.machine.specs.catalog import load_spec
+    from flatout.scale.inputs import cluster_of
+
+    room = memory_bytes(load_spec(cluster_of(gpus).device)) if gpus else None
+    if bool(step) == (model is not None):
+        raise UsageError("give either module:function or --model FILE")
+    if html is not None and model is None:
+        raise UsageError("--html is of a layout's stages; give --model and --layout with it")
+    if not (_step(step, room) if model is None else _layout(model, layout, room, optimizer_bytes, html)):
+        raise typer.Exit(1)
+
+
+def _step(name: str, room: float | None) -> bool:
+    """A step of the user's own, run on tensors without data."""
+    from flatout.machine.measure.weightless import weigh
+    from flatout.report.parts.scale import footprint_lines
+    from flatout.scale.memory import with_slack
+
+    make = named_function(name, gives="a step; it makes the model, too")
+    found = weigh(make)
+    total = with_slack(found.peak_bytes)
+    print_lines(*footprint_lines(found, total))
+    if room is None:
+        return True
+    print_lines(f"of {room / 2**30:.1f} GiB: {'fits' if total <= room else 'DOES NOT FIT'}")
+    return total <= room
+
+
+def _layout(model: Path, layout: Path | None, room: float | None, optimizer_bytes: int, html: Path | None) -> bool:
+    """Each stage of a layout."""
+    from flatout.core.records.record import write_whole_file
+    from flatout.core.records.scale import Layout, Software
+    from flatout.report.html.scale import fit_page
+    from flatout.report.parts.scale import BOUND, accounting_lines, layout_text, memory_lines
+    from flatout.scale.inputs import read_layout, read_model
+    from flatout.scale.memory import memory_of
+
+    shape, parsed_layout = read_model(model), read_layout(layout) if layout is not None else Layout()
+    print_lines(f"{model.stem}, {layout_text(parsed_layout)}")
+    stages = memory_of(shape, parsed_layout, Software(state_bytes=optimizer_bytes))
+    fits = True
+    for stage, memory in enumerate(stages):
+        verdict = "" if room is None else " fits" if memory.total_bytes <= room else " DOES NOT FIT"
+        of = "" if room is None else f" of {room / 2**30:.1f} GiB"
+        print_lines(f"stage {stage}: {memory.total_bytes / 2**30:.1f} GiB{of}{verdict}")
+        fits = fits and (room is None or memory.total_bytes <= room)
+    fullest = max(range(len(stages)), key=lambda stage: stages[stage].total_bytes)
+    print_lines(f"fullest: stage {fullest}" if len(stages) > 1 else "it holds:")
+    print_lines(*memory_lines(stages[fullest]), BOUND, *accounting_lines(shape))
+    if html is not None:
+        write_whole_file(html, fit_page(stages, parsed_layout, name=model.stem, model=shape, room_bytes=room))
+        print_lines(f"written to {html}")
+    return fits
+
+
+COMMAND = Command(fit, order=60)

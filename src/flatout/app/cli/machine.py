@@ -1,0 +1,47 @@
+"""`flatout machine`: what this machine can do, measured once and kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatout.app.cli.command import Command
+from flatout.app.cli.terminal import open_console, print_report
+
+
+def machine(
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if a measurement is kept.")] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the record to this file.")] = None,
+) -> None:
+    """Measure what this machine can do, or show what is kept, beside the data sheet."""
+    # measure imports torch, which takes seconds: other commands must not pay for it.
+    from flatout.core.records.hardware import Machine
+    from flatout.core.records.record import to_json, write_whole_file
+    from flatout.core.runtime.cache_folder import default_cache_folder
+    from flatout.machine.measure import cache, probe
+    from flatout.machine.specs import catalog
+    from flatout.report.parts.machine import machine_blocks
+
+    notes = open_console(stderr=True)
+    identity = probe.identify()
+
+    def measure() -> Machine:
+        notes.print("measuring this machine, up to 30 s; it should be idle", style="dim")
+        return catalog.identified(probe.measure_machine())
+
+    if refresh:
+        measured = measure()
+        path, because = cache.write_machine(default_cache_folder(), measured), None
+    else:
+        measured, path, because = cache.read_or_measure(default_cache_folder(), identity, measure)
+    print_report(machine_blocks(measured, catalog.load_spec(measured.spec_id) if measured.spec_id else None), width=200)
+    if because is not None:
+        notes.print(f"measured now: {because}", style="dim")
+    notes.print(f"kept in {path}", style="dim")
+    if json is not None:
+        write_whole_file(json, to_json(measured))
+
+
+COMMAND = Command(machine, order=20)

@@ -1,0 +1,139 @@
+"""Options that several verbs have: one name and one meaning each, and what is checked before anything is run in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, TypeVar
+
+import typer
+
+from flatout.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from flatout.core.records.evidence import Evidence
+    from flatout.core.records.finding import Diagnosis
+    from flatout.core.records.verdict import Guarantee
+
+Name = TypeVar("Name", bound=str)
+
+Script = Annotated[str | None, typer.Argument(metavar="SCRIPT", help="The script, as you would give it to python.")]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")]
+ModuleName = Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module, like `python -m`.")]
+IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for `python -m`.")]
+EvidenceJson = Annotated[Path | None, typer.Option("--json", help="Write Evidence and findings to this file.")]
+ReportHtml = Annotated[Path | None, typer.Option("--html", help="Write the report as one HTML page to this file.")]
+ReportMarkdown = Annotated[
+    Path | None, typer.Option("--markdown", help="Write a short report for a pull request to this file.")
+]
+StepTrace = Annotated[
+    Path | None, typer.Option("--trace", help="Write one step as a trace for Perfetto; .gz packs it.")
+]
+Allow = Annotated[
+    str, typer.Option(metavar="GUARANTEE", help="exact: the same bits. bounded: rounding no worse than before.")
+]
+
+GUARANTEES: Final[tuple[Guarantee, ...]] = ("exact", "bounded")
+_TIMES: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def script_arguments(arguments: list[str] | None) -> tuple[str, ...]:
+    """The script's own arguments, without the `--` that may stand before them.
+
+    >>> script_arguments(["--", "--epochs", "3"])
+    ('--epochs', '3')
+    """
+    own = tuple(arguments or ())
+    return own[1:] if own[:1] == ("--",) else own
+
+
+class ScriptTarget(NamedTuple):
+    """What is to be run: a script's path or a module's name, and its arguments."""
+
+    name: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+    @property
+    def kind(self) -> Literal["script", "module"]:
+        """The word that processes of their own get for it."""
+        return "module" if self.is_module else "script"
+
+
+def target_of(script: str | None, module: str | None, arguments: list[str] | None, *, example: str) -> ScriptTarget:
+    """What `[-m MODULE] [SCRIPT] [ARGS]...` names. Raises UsageError with the `example` of a call where it names nothing."""
+    own = list(arguments or [])
+    if module is not None:
+        return ScriptTarget(module, True, script_arguments(([script] if script is not None else []) + own))
+    if script is None:
+        raise UsageError(f"no script given; call {example}")
+    return ScriptTarget(script, False, script_arguments(own))
+
+
+def require_file(path: Path, *, what: str) -> None:
+    """Raises UsageError when there is no such file; `what` is to be given."""
+    if not path.is_file():
+        raise UsageError(f"'{path}' is not a file; give {what}")
+
+
+def require_folders(**paths: Path | None) -> None:
+    """Raises UsageError when the folder of a file that is to be written does not exist; by the names of the options."""
+    for name, path in paths.items():
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(
+                f"--{name} {path}: there is no folder '{path.absolute().parent}'; give a path in one that exists"
+            )
+
+
+def one_of(allowed: Sequence[Name], value: str, *, name: str) -> Name:
+    """The value of an option that has one of the allowed ones. Raises UsageError for any other; `name` is the option's."""
+    if value not in allowed:
+        raise UsageError(f"{name} {value} is none of {', '.join(allowed)}")
+    return allowed[allowed.index(value)]
+
+
+def parsed_seconds(text: str, *, name: str) -> float:
+    """Seconds of a text such as '5m'. Raises UsageError for anything else, and for what is not above 0; `name` is the option's.
+
+    >>> parsed_seconds("5m", name="--budget")
+    300.0
+    """
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _TIMES else (text, "s")
+    try:
+        seconds = float(number) * _TIMES[unit]
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"{name} {text} is no time above 0; write 300, 300s, 5m or 1h")
+    return seconds
+
+
+class Outputs(NamedTuple):
+    """What to write where; None leaves it out."""
+
+    json: Path | None = None
+    html: Path | None = None
+    markdown: Path | None = None
+    trace: Path | None = None
+
+    def write(self, evidence: Evidence, diagnosis: Diagnosis) -> None:
+        """Write every file that was asked for, each whole or not at all."""
+        from flatout.core.records.record import write_whole_file
+
+        if self.json is not None:
+            from flatout.report.json_report import json_report
+
+            write_whole_file(self.json, json_report(evidence, diagnosis))
+        if self.html is not None:
+            from flatout.report.html import html_report
+
+            write_whole_file(self.html, html_report(evidence, diagnosis))
+        if self.markdown is not None:
+            from flatout.report.markdown import markdown_report
+            from flatout.report.parts.diagnosis import short_diagnosis_blocks
+
+            write_whole_file(self.markdown, markdown_report(short_diagnosis_blocks(evidence, diagnosis)).encode())
+        if self.trace is not None:
+            from flatout.report.perfetto import chrome_trace
+
+            write_whole_file(self.trace, chrome_trace(evidence, compress=self.trace.suffix == ".gz"))

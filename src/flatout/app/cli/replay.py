@@ -1,0 +1,51 @@
+"""`flatout replay`: a recorded run again, its first steps compared bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatout.app.cli.command import Command
+from flatout.app.cli.terminal import print_lines
+
+_WORDS = {
+    "inputs": "what the model is given",
+    "loss": "the loss",
+    "gradient": "the gradient of {}",
+    "weight": "the weight {}",
+    "end": "the run ends earlier",
+}
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, as runs/20261122-101500-train.")],
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare; no more than the run has recorded.")] = 8,
+    here: Annotated[bool, typer.Option("--here", help="With the code and variables as they are now.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds the script may take to come so far.")] = 600.0,
+) -> None:
+    """Run the first steps of a recorded run again, on its code rebuilt beside yours, and compare every bit.
+
+    Exits with 0 when they are equal, and with 1 when not: then the first step and tensor that differ are named, with the likely
+    cause.
+    """
+    import json as text
+
+    from flatout.blocks.recording.replay import replay as again
+
+    found = again(run, num_steps=steps, is_here=here, timeout_s=timeout)
+    if json:
+        print(text.dumps(found._asdict() | {"difference": found.difference and found.difference._asdict()}, indent=1))
+    elif found.difference is None:
+        print_lines(f"EQUAL: {found.num_steps} steps; inputs, losses, gradients and weights are the same bit by bit")
+    else:
+        step, what, name = found.difference
+        print_lines(f"DIFFERENT: step {step}: {_WORDS[what].format(name)}")
+        for number, (cause, reason) in enumerate(found.reasons):
+            print_lines(f"  {'likely' if number == 0 else 'also  '}  {cause}: {reason}")
+    raise typer.Exit(0 if found.difference is None else 1)
+
+
+COMMAND = Command(replay, order=200)

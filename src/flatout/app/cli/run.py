@@ -1,0 +1,84 @@
+"""`flatout run`: an unchanged script with a plan's levers pulled, or on as many ranks as a layout takes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatout.app.cli.children.layout_rank import ranks_of
+from flatout.app.cli.command import Command
+from flatout.app.cli.options import Arguments, ModuleName, Script, target_of
+from flatout.core.errors import UsageError
+
+
+def run(
+    target: Script = None,
+    arguments: Arguments = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="The plan that `flatout tune` wrote.")] = None,
+    module: ModuleName = None,
+    layout: Annotated[
+        Path | None, typer.Option("--layout", help="The layout that `flatout scale --out` wrote.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Machines, with --layout; the ranks are divided evenly.")] = 1,
+    coordinator: Annotated[str, typer.Option(help="HOST:PORT of the first machine, with --nodes.")] = "",
+    srun: Annotated[bool, typer.Option("--srun", help="Start on all machines of a Slurm job.")] = False,
+    only_print: Annotated[bool, typer.Option("--print", help="Print the command and start nothing.")] = False,
+) -> None:
+    """Run SCRIPT unchanged with the plan's levers pulled: models at their first call, optimizers and loaders at their making.
+
+    With --layout: print and start the torchrun (or srun) command for as many ranks as the layout takes; the script asks for it
+    with flatout.layout_from_environment(). The process becomes the script's: its output, its signals, its exit code.
+    """
+    from flatout.app.session import environment_of, read_plan
+
+    if (plan is None) == (layout is None):
+        raise UsageError(
+            "give a plan or a layout: `flatout run --plan plan.toml train.py -- --its --arguments`, or --layout layout.toml"
+        )
+    wanted = target_of(
+        target, module, arguments, example="`flatout run --plan plan.toml train.py -- --its --arguments`"
+    )
+    words = [wanted.kind, wanted.name, *wanted.arguments]
+    if layout is not None:
+        _start(_command(layout, nodes, coordinator, words, is_slurm=srun), only_print)
+        return
+    assert plan is not None
+    environment = {**os.environ, **environment_of(read_plan(plan))}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-m", "flatout.app.cli.children.planned_run", str(plan.absolute()), *words]
+    os.execve(sys.executable, command, environment)
+
+
+def _command(path: Path, nodes: int, coordinator: str, target: list[str], *, is_slurm: bool) -> list[str]:
+    """What starts the ranks of this machine, or of all."""
+    each = ranks_of(path, nodes)
+    if nodes > 1 and not coordinator:
+        raise UsageError(f"{nodes} machines meet at the first one; give --coordinator HOST:PORT")
+    meeting = (
+        ["--standalone"]
+        if nodes == 1
+        else ["--rdzv-backend=c10d", f"--rdzv-endpoint={coordinator}", "--rdzv-id=flatout"]
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={each}", *meeting]
+    command += ["-m", "flatout.app.cli.children.layout_rank", str(path.absolute()), *target]
+    return ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", *command] if is_slurm else command
+
+
+def _start(command: list[str], only_print: bool) -> None:
+    print(shlex.join(command), flush=True)
+    if only_print:
+        return
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no '{command[0]}' here; start the command above by other means")
+    sys.stderr.flush()
+    os.execvp(command[0], command)
+
+
+COMMAND = Command(run, order=150, takes_script=True)

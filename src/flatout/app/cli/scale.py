@@ -1,0 +1,208 @@
+"""`flatout scale`: which layout of a model is fastest on so many devices, and why; no device is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from flatout.app.cli.command import Command
+from flatout.app.cli.terminal import print_lines, print_unwrapped
+
+if TYPE_CHECKING:
+    from flatout.core.records.failure import Goodput
+    from flatout.core.records.scale import Cluster, Compression, Constants, ModelShape, Ranked, Software
+    from flatout.scale.search import Ranking
+
+_TRILLION = 1e12
+"""Tokens of a run, where nobody said."""
+
+
+def scale(
+    model: Annotated[
+        Path, typer.Option(help="Sizes of the model, a TOML file: hidden, layers, heads, vocab, seq, ...")
+    ],
+    gpus: Annotated[str, typer.Option(help="How many of which device, as 1024xh100-sxm.")],
+    batch: Annotated[str, typer.Option(help="Samples of a step over all devices, as 1024, or tokens, as 4M-tokens.")],
+    node: Annotated[int, typer.Option(help="Devices that are joined by their own links.")] = 8,
+    fabric: Annotated[float, typer.Option(help="Gbit/s of the network between nodes, for each device.")] = 400.0,
+    dtype: Annotated[str, typer.Option(help="Of products: bfloat16, float16, float8.")] = "bfloat16",
+    top: Annotated[int, typer.Option(help="Layouts to print.")] = 10,
+    measured: Annotated[Path | None, typer.Option(help="Measured steps to fit constants on, a JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the first layout there, as TOML.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the ranking as a page there.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Length of the run, as 300G or 15T; 1T unless given.")] = None,
+    failures: Annotated[
+        float | None, typer.Option(help="Interruptions that 1000 nodes cause in a day: say what they leave of the run.")
+    ] = None,
+    stall: Annotated[float, typer.Option(help="Seconds that a checkpoint stops the steps.")] = 60.0,
+    restart: Annotated[float, typer.Option(help="Seconds from a failure until steps go on.")] = 600.0,
+    price: Annotated[float | None, typer.Option(help="Of a GPU-hour, in whatever money.")] = None,
+    compression: Annotated[
+        str,
+        typer.Option(
+            help="Look at compressed gradients too, which change results: bfloat16, powersgd, sign, or some, as a,b."
+        ),
+    ] = "",
+    straggler: Annotated[
+        float, typer.Option(help="Deviation of a rank's own seconds, over their mean: 0.02 for two percent.")
+    ] = 0.0,
+    host_memory: Annotated[
+        float | None, typer.Option(help="GiB of a node's memory, for what is offloaded; unknown unless given.")
+    ] = None,
+    disk: Annotated[float, typer.Option(help="GB/s of the disk that each device has, reading or writing.")] = 4.0,
+) -> None:
+    """Rank the layouts that fit by the predicted seconds of a step, and say where they go."""
+    from msgspec import structs
+
+    from flatout.core.errors import UsageError
+    from flatout.core.records.scale import Constants, Software
+    from flatout.report.parts.scale import memory_lines, ranking_blocks
+    from flatout.scale.calibration import Calibrated
+    from flatout.scale.executor import EXECUTOR
+    from flatout.scale.inputs import cluster_of, read_model, read_runs, samples_of, tokens_of
+    from flatout.scale.search import ranked_layouts
+
+    if straggler < 0 or node < 1 or fabric <= 0 or disk <= 0 or (price is not None and price < 0):
+        raise UsageError("--straggler and --price are 0 or more, --node, --fabric and --disk are positive")
+    shape, kinds = read_model(model), _compressions(compression)
+    host_bytes = None if host_memory is None else host_memory * 2**30 / node
+    cluster = cluster_of(
+        gpus, node=node, fabric_bytes_per_s=fabric * 1e9 / 8, disk_bytes_per_s=disk * 1e9, host_bytes=host_bytes
+    )
+    samples = samples_of(batch, shape)
+    run_tokens = None if tokens is None else tokens_of(tokens)
+    run = _RunLength(run_tokens, failures, stall, restart, price, -(-cluster.num_devices // node))
+    runs = read_runs(measured) if measured is not None else []
+    # what was measured here are steps of our executor
+    software = structs.replace(EXECUTOR, dtype=dtype) if measured is not None else Software(dtype=dtype)
+    constants = Constants(straggler_share=straggler)
+    calibrated = Calibrated(runs, cluster, software, constants) if measured is not None else None
+    found = ranked_layouts(
+        shape, cluster, samples, software, constants, most=top, calibrated=calibrated, compressions=kinds
+    )
+    print_lines(
+        f"{model.stem} on {cluster.num_devices} x {cluster.device}, {samples} samples of {shape.seq} tokens a step: "
+        f"{found.num_layouts} layouts, {found.num_too_large} of them too large"
+    )
+    if not found.best:
+        assert found.smallest is not None
+        print_lines("none fits; the smallest takes of its fullest device:", *memory_lines(found.smallest))
+        raise typer.Exit(1)
+    best = found.best[0]
+    print_unwrapped(ranking_blocks(found.best, tokens=samples * shape.seq, num_devices=cluster.num_devices))
+    if found.widened:
+        print_lines(f"nothing fits without it: {found.widened}")
+    if best.memory.host_bytes and host_bytes is None and best.layout.offload_to == "host":
+        of_node = best.memory.host_bytes * node / 2**30
+        print_lines(f"it takes {of_node:.0f} GiB of each node's memory; give --host-memory to check that")
+    print_lines("memory of the first's fullest device:", *memory_lines(best.memory))
+    print_lines(*run.lines(best.step.total_s, samples * shape.seq, cluster.num_devices))
+    how = "predicted from data sheets; nothing was measured here, and intervals are as wide as published planners err"
+    if calibrated is not None:
+        how, constants = (
+            f"predicted with constants of {len(runs)} measured steps: {calibrated.constants}",
+            calibrated.constants,
+        )
+    if out is not None:
+        _write_layout(out, best, f"{model.stem} on {gpus}")
+    if html is not None:
+        _write_page(html, found, model.stem, _Prediction(shape, cluster, samples, software, constants), run, how)
+    print_lines(how)
+
+
+class _Prediction(NamedTuple):
+    """The model, cluster and constants that a prediction used."""
+
+    model: ModelShape
+    cluster: Cluster
+    samples: int
+    software: Software
+    constants: Constants
+
+
+class _RunLength(NamedTuple):
+    """What the user says of the whole run."""
+
+    tokens: float | None
+    failures: float | None
+    stall_s: float
+    restart_s: float
+    price: float | None
+    num_nodes: int
+
+    def goodput(self, num_nodes: int | None = None) -> Goodput | None:
+        """What failures leave of its time; None where nobody said how often they come."""
+        from flatout.core.records.failure import Failures, Recovery
+        from flatout.scale.failures import expected_goodput
+
+        if self.failures is None:
+            return None
+        many = Failures(num_nodes=num_nodes or self.num_nodes, per_thousand_node_days=self.failures)
+        return expected_goodput(many, Recovery(stall_s=self.stall_s, restart_s=self.restart_s))
+
+    def lines(self, step_s: float, tokens: int, num_devices: int) -> Iterator[str]:
+        """Nothing where nothing was asked."""
+        from flatout.report.parts.scale import run_lines
+
+        if self.tokens is None and self.failures is None and self.price is None:
+            return iter(())
+        return run_lines(
+            step_s,
+            tokens=tokens,
+            num_devices=num_devices,
+            run_tokens=self.tokens or _TRILLION,
+            expected=self.goodput(),
+            price=self.price,
+        )
+
+
+def _write_layout(path: Path, best: Ranked, what: str) -> None:
+    from flatout.core.records.record import write_whole_file
+    from flatout.scale.inputs import layout_toml
+
+    text = f"{what}, predicted {best.step.total_s:.3f} s a step, {best.memory.total_bytes / 2**30:.1f} GiB"
+    write_whole_file(path, layout_toml(best.layout, comment=text))
+    print_lines(f"written to {path}")
+
+
+def _write_page(path: Path, found: Ranking, name: str, prediction: _Prediction, run: _RunLength, how: str) -> None:
+    from flatout.core.records.record import write_whole_file
+    from flatout.machine.cost.roofline import memory_bytes
+    from flatout.machine.specs.catalog import load_spec
+    from flatout.report.html.scale import Failing, First, Question, scale_page
+    from flatout.scale.memory import memory_of
+    from flatout.scale.step import timeline
+
+    model, cluster, samples, software, constants = prediction
+    layout, goodput = found.best[0].layout, run.goodput()
+    first = First(memory_of(model, layout, software), timeline(model, layout, cluster, software, constants))
+    failing = None
+    if goodput is not None:
+        each = cluster.num_devices / run.num_nodes
+        sizes = [1 << power for power in range(8, 18)]
+        curve = [(size, g.goodput) for size in sizes if (g := run.goodput(max(1, round(size / each)))) is not None]
+        failing = Failing(
+            f"{run.failures:g} interruptions per 1000 node-days", {"as it is": goodput}, {"as it is": curve}
+        )
+    question = Question(name, model, cluster, samples, memory_bytes(load_spec(cluster.device)))
+    write_whole_file(path, scale_page(found, question, how=how, first=first, failing=failing))
+    print_lines(f"written to {path}")
+
+
+def _compressions(text: str) -> tuple[Compression, ...]:
+    from typing import get_args
+
+    from flatout.core.errors import UsageError
+    from flatout.core.records.scale import Compression
+
+    known = {name: name for name in get_args(Compression) if name != "none"}
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"--compression has '{unknown[0]}'; give some of {', '.join(known)}")
+    return tuple(known[name] for name in names)
+
+
+COMMAND = Command(scale, order=40)

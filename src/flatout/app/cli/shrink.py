@@ -1,0 +1,118 @@
+"""`flatout shrink`: the cheapest model that keeps its metric, out of what reductions make of the one that is there."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flatout.app.cli.command import Command
+from flatout.app.cli.options import one_of, parsed_seconds
+from flatout.app.cli.terminal import open_console, print_lines, print_unwrapped
+from flatout.core.errors import PlanError, UsageError
+
+if TYPE_CHECKING:
+    from flatout.core.records.shrink import Shrunk
+
+
+def shrink(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Returns the trained module, example inputs of one call, names of carried state.",
+        ),
+    ],
+    metric: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Takes what is called like the model; returns a number, or one a sample."
+        ),
+    ],
+    data: Annotated[
+        str,
+        typer.Option(metavar="MODULE:FUNCTION", help="Returns batches to train and calibrate on: (inputs, targets)."),
+    ] = "",
+    loss: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="Of (outputs, targets); without it a smaller model learns from this one."
+        ),
+    ] = "",
+    budget: Annotated[
+        str, typer.Option(help="What of the metric may be lost: '1%' of it, or '0.01' in its own unit.")
+    ] = "1%",
+    objective: Annotated[str, typer.Option(metavar="latency|memory|train-cost")] = "latency",
+    less_is_better: Annotated[bool, typer.Option("--less-is-better", help="The metric is a loss or an error.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="A folder for the chosen model, the report and a picture.")
+    ] = None,
+    time: Annotated[str, typer.Option(help="Time to try things in, as 90s, 10m or 2h.")] = "10m",
+    recovery: Annotated[str, typer.Option(help="Time to train a smaller model in.")] = "60s",
+    trial: Annotated[str, typer.Option(help="Time limit of one composition.")] = "5m",
+    steps: Annotated[int, typer.Option(help="Of training, for --objective train-cost; 0: one pass over the data.")] = 0,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW, for --objective train-cost.")] = 1e-3,
+    threads: Annotated[int, typer.Option(help="Of torch; 0 leaves them.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of all training.")] = 0,
+) -> None:
+    """Make the model cheaper at a price in accuracy that is measured: prune, distil, quantise, compile, native code."""
+    from flatout.core.records.shrink import OBJECTIVES, Order
+
+    aim = one_of(OBJECTIVES, objective, name="--objective")
+    if objective == "train-cost" and not (data and loss):
+        raise UsageError("--objective train-cost trains: give --data and --loss")
+    if out is not None and (out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / "how.json").exists())):
+        raise UsageError(f"-o {out} holds something else; give an empty folder, or one that flatout shrink wrote")
+    from flatout.app.session import shrink_named
+    from flatout.report.parts.shrink import shrunk_blocks
+
+    with (
+        tempfile.TemporaryDirectory(prefix="flatout-") as keep,
+        open_console(stderr=True).status("measuring") as status,
+    ):
+        order = Order(
+            model=model,
+            metric=metric,
+            data=data,
+            loss=loss,
+            root=str(Path.cwd()),
+            objective=aim,
+            is_cost=less_is_better,
+            recovery_s=parsed_seconds(recovery, name="--recovery"),
+            num_steps=steps,
+            learning_rate=learning_rate,
+            seed=seed,
+            num_threads=threads,
+            keep=keep,
+        )
+        found = shrink_named(
+            order,
+            [sys.executable, "-m", "flatout.app.cli.children.shrink_trial"],
+            budget=budget,
+            budget_s=parsed_seconds(time, name="--time"),
+            limit_s=parsed_seconds(trial, name="--trial"),
+            out=out,
+            on_progress=lambda name: status.update(f"measuring: {name}"),
+        )
+    print_unwrapped(shrunk_blocks(found))
+    if out is not None:
+        _write(found, out)
+        print_lines(f"written to {out}: flatout.load_shrunk('{out}') is called like the model")
+    if found.selected == found.original.name:
+        raise typer.Exit(1)
+
+
+def _write(found: Shrunk, out: Path) -> None:
+    from flatout.core.records.record import to_json, write_whole_file
+    from flatout.report.html.shrink import shrunk_page
+
+    if not out.is_dir():
+        raise PlanError(f"'{out}' was not written")
+    write_whole_file(out / "report.json", to_json(found))
+    write_whole_file(out / "report.html", shrunk_page(found))
+
+
+COMMAND = Command(shrink, order=90)

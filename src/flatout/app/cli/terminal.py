@@ -1,0 +1,41 @@
+"""Consoles of the terminal. rich is imported when a command first prints: `flatout --help` and other verbs do not pay for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flatout.report.document import Block
+
+
+def open_console(
+    *, stderr: bool = False, soft_wrap: bool = False, highlight: bool = True, markup: bool = True
+) -> Console:
+    """A rich console on stdout or stderr, with rich's settings of these names."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, soft_wrap=soft_wrap, highlight=highlight, markup=markup)
+
+
+def print_report(blocks: Iterable[Block], *, width: int = 100) -> None:
+    """Print a report on stdout, at most `width` columns wide."""
+    from flatout.report.text import terminal_report
+
+    open_console().print(terminal_report(blocks, width=width))
+
+
+def print_lines(*lines: str, stderr: bool = False) -> None:
+    """Print each line as it stands: no wrapping, no markup, no colours."""
+    console = open_console(stderr=stderr, soft_wrap=True, highlight=False, markup=False)
+    for line in lines:
+        console.print(line)
+
+
+def print_unwrapped(blocks: Iterable[Block]) -> None:
+    """Print a report whose lines are never wrapped, so that other programs can read them."""
+    from flatout.report.text import plain_lines
+
+    print_lines(*plain_lines(blocks))

@@ -1,0 +1,240 @@
+"""`flatout tune`: the fastest plan for a script that can be proved, without touching it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+import typer
+
+from flatout.app.cli.command import Command
+from flatout.app.cli.options import (
+    GUARANTEES,
+    Allow,
+    one_of,
+    parsed_seconds,
+    require_file,
+    require_folders,
+    script_arguments,
+)
+from flatout.app.cli.terminal import open_console, print_lines, print_report
+from flatout.core.errors import CaptureError, UsageError
+from flatout.core.runtime.cache_folder import default_cache_folder
+
+if TYPE_CHECKING:
+    from flatout.core.records.evidence import Evidence
+    from flatout.core.records.plan import Tuned
+    from flatout.tune.verify.side_process import Request
+
+_RACE_S: Final = 6.0
+_DECISIVE: Final = 1.3
+"""Two processes of one script rarely differ by more (bench/results): a lever beyond that needs no second pair to be judged."""
+_OBJECTIVES: Final[tuple[Literal["time", "memory"], ...]] = ("time", "memory")
+_SIZES: Final = {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+_OBSERVED_FRACTION: Final = 0.1
+_MOST_OBSERVED_S: Final = 20.0
+_INTERRUPTED: Final = 130
+
+
+def tune(
+    script: Annotated[Path, typer.Argument(help="The script, as you would give it to python.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments, after `--`.")
+    ] = None,
+    budget: Annotated[str, typer.Option(help="How long to search: 300, 300s, 5m, 1h.")] = "5m",
+    allow: Allow = "bounded",
+    metric: Annotated[
+        str,
+        typer.Option(
+            metavar="PATTERN",
+            help="What the script prints of its quality, as 'accuracy ([0-9.]+)': allows levers that change results.",
+        ),
+    ] = "",
+    allowed_loss: Annotated[float, typer.Option(help="How much of the metric a plan may lose.")] = 0.0,
+    less_is_better: Annotated[bool, typer.Option("--less-is-better", help="The metric is a loss or an error.")] = False,
+    objective: Annotated[str, typer.Option(metavar="time|memory", help="What is to become less.")] = "time",
+    memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="What a step may hold at most, of the device or else the process: 20GiB, 800MiB."
+        ),
+    ] = "",
+    out: Annotated[Path, typer.Option("--out", help="Where the plan goes.")] = Path("plan.toml"),
+    html: Annotated[Path | None, typer.Option("--html", help="Write what was found to this file, as a page.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--md", help="Write it to this file as Markdown.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write it to this file as JSON.")] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds one process may take for its start or its first steps.")
+    ] = 300.0,
+) -> None:
+    """Observe SCRIPT, try what may make it faster, each in processes of its own, and write the plan that could be proved.
+
+    Every lever is named, measured and proved equal; the plan runs with `flatout run --plan plan.toml SCRIPT`. Interrupted, the
+    same command goes on where it was.
+    """
+    from flatout.core.records.plan import to_toml
+    from flatout.core.records.record import write_whole_file
+    from flatout.core.registry import levers, rules
+    from flatout.report.parts.ladder import WIDTH, ladder_blocks
+    from flatout.tune.search.script_search import SearchSettings, search_script
+    from flatout.tune.search.search_log import SearchLog
+    from flatout.tune.verify.proof import ProofTerms
+    from flatout.tune.verify.quality import Metric, checked
+    from flatout.tune.verify.side_process import Request as Wanted
+
+    require_file(script, what="the script that you would give to python")
+    guarantee = one_of(GUARANTEES, allow, name="--allow")
+    require_folders(out=out, html=html, md=markdown, json=json)
+    aim = one_of(_OBJECTIVES, objective, name="--objective")
+    budget_s, most_bytes = parsed_seconds(budget, name="--budget"), _bytes(memory)
+    quality = None
+    if metric:
+        quality = checked(Metric(pattern=metric, allowed_loss=allowed_loss, is_cost=less_is_better))
+    terms = ProofTerms(guarantee=guarantee, budget_s=_RACE_S, timeout_s=timeout, decisive=_DECISIVE, metric=quality)
+    own = script_arguments(arguments)
+    request = Wanted(target=str(script), arguments=own)
+    aims = (allow, objective, memory, metric, str(allowed_loss), str(less_is_better))
+    console = open_console(stderr=True)
+    with _one_interrupt(), console.status("observing the script") as status:
+        try:
+            evidence = _observe(request, observe_s=min(_MOST_OBSERVED_S, _OBSERVED_FRACTION * budget_s))
+            log_path = out.with_name(f".{out.stem}.{_fingerprint(evidence, script, own, aims)}.search-log")
+            tuned = search_script(
+                request,
+                evidence,
+                rules(),
+                levers(),
+                SearchSettings(
+                    terms=terms,
+                    allow="quality" if metric else guarantee,
+                    budget_s=(1 - _OBSERVED_FRACTION) * budget_s,
+                    log=SearchLog(log_path),
+                    objective=aim,
+                    most_bytes=most_bytes,
+                ),
+                on_progress=status.update,
+            )
+        except KeyboardInterrupt:
+            console.print("interrupted; what was tried is saved, and the same command goes on from there")
+            raise typer.Exit(_INTERRUPTED) from None
+    print_report(ladder_blocks(tuned), width=WIDTH)
+    write_whole_file(out, to_toml(tuned.plan))
+    _write(tuned, html=html, markdown=markdown, json=json)
+    if tuned.is_complete:
+        log_path.unlink(missing_ok=True)
+    if tuned.plan.lever:
+        rest = " ".join(("--", *own)) if own else ""
+        print_lines("", f"flatout run --plan {out} {script} {rest}".rstrip())
+
+
+def _write(tuned: Tuned, *, html: Path | None, markdown: Path | None, json: Path | None) -> None:
+    """The files that were asked for, each whole or not at all."""
+    from flatout.core.records.record import to_json, write_whole_file
+
+    if html is not None:
+        from flatout.report.html import ladder_html
+
+        write_whole_file(html, ladder_html(tuned))
+    if markdown is not None:
+        from flatout.report.markdown import markdown_report
+        from flatout.report.parts.ladder import ladder_blocks
+
+        write_whole_file(markdown, markdown_report(ladder_blocks(tuned)).encode())
+    if json is not None:
+        write_whole_file(json, to_json(tuned))
+
+
+def _observe(request: Request, *, observe_s: float) -> Evidence:
+    """What a run of the script shows, in a process of its own, which ends when enough was observed."""
+    from flatout.app.session import Observation
+    from flatout.core.records.evidence import Evidence as EvidenceRecord
+    from flatout.core.records.record import from_json, to_json, write_whole_file
+
+    with tempfile.TemporaryDirectory(prefix="flatout-") as name:
+        folder = Path(name)
+        observation = Observation(
+            target=request.target,
+            kind="script",
+            arguments=request.arguments,
+            command=("python", request.target, *request.arguments),
+            evidence_path=str(folder / "evidence.json"),
+            machine_path=str(default_cache_folder()),
+            observe_s=observe_s,
+            stop=True,
+        )
+        write_whole_file(folder / "request.json", to_json(observation))
+        with open(folder / "output", "wb") as output:
+            command = [sys.executable, "-m", "flatout.app.cli.children.observe", str(folder / "request.json")]
+            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+        path = folder / "evidence.json"
+        if not path.exists():
+            words = (folder / "output").read_text(errors="replace").strip().splitlines()[-3:]
+            raise CaptureError(f"'{request.target}' could not be observed: {' | '.join(words) or 'it printed nothing'}")
+        return from_json(path.read_bytes(), EvidenceRecord)
+
+
+@contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """The first Ctrl-C ends the search in order; those that follow change nothing, until this process has ended too."""
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupted:
+            signal.signal(signal.SIGINT, before)
+
+
+def _fingerprint(evidence: Evidence, script: Path, arguments: tuple[str, ...], wanted: tuple[str, ...]) -> str:
+    """Changes with what a trial depends on: the text of the script and of those of its files that steps ran through, its
+    arguments, the device and torch, and what a plan is for."""
+    import hashlib
+
+    root, workload = script.resolve().parent, evidence.workload
+    files = {Path(s.file).resolve() for s in evidence.sources} | {script.resolve()}
+    found = hashlib.sha256(repr((arguments, wanted, workload.device, workload.torch)).encode())
+    for path in sorted(files):
+        if path.is_relative_to(root) and path.is_file():
+            found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def _bytes(text: str) -> int:
+    """Bytes of a size such as '20GiB'; 0 for an empty text.
+
+    >>> _bytes("20GiB") == 20 * 2**30
+    True
+    """
+    if not text:
+        return 0
+    unit = next((u for u in _SIZES if text.endswith(u)), "")
+    try:
+        size = float(text.removesuffix(unit)) * _SIZES[unit]
+    except (KeyError, ValueError):
+        size = -1.0
+    if not 0 < size < float("inf"):
+        raise UsageError(f"--memory {text} is no size above 0; write 20GiB, 800MiB or 20GB")
+    return int(size)
+
+
+COMMAND = Command(tune, order=160, takes_script=True)

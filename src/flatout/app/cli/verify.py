@@ -1,0 +1,100 @@
+"""`flatout verify`: is a changed script equal to the one before, and faster?"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatout.app.cli.command import Command
+from flatout.app.cli.options import GUARANTEES, Allow, one_of, require_file, require_folders, script_arguments
+from flatout.app.cli.terminal import open_console, print_report
+from flatout.core.errors import UsageError
+
+
+def verify(
+    before: Annotated[
+        Path, typer.Argument(help="The script as it was; or a plan (.toml) for the script that follows.")
+    ],
+    after: Annotated[Path, typer.Argument(help="The script as it is now.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of both scripts, after `--`.")
+    ] = None,
+    allow: Allow = "bounded",
+    at: Annotated[
+        str,
+        typer.Option(
+            "--at",
+            metavar="PRECISION",
+            help="Whose rounding counts: float64, float32, tf32, float16, bfloat16. Else the script's, or the plan's.",
+        ),
+    ] = "",
+    steps: Annotated[int, typer.Option(help="How many steps are compared.")] = 8,
+    seconds: Annotated[float, typer.Option(help="How long to race the two, in all.")] = 15.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds a process may take for its start or its first steps.")
+    ] = 300.0,
+    seed: Annotated[int, typer.Option(help="Moves all seeds that the scripts set.")] = 0,
+    no_speed: Annotated[bool, typer.Option("--no-speed", help="Compare only, do not race.")] = False,
+    no_equality: Annotated[
+        bool, typer.Option("--no-equality", help="Race only; what is computed is not compared, and nothing proved.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the verdict to this file.")] = None,
+) -> None:
+    """Run both scripts step by step in processes of their own, compare losses, gradients and parameters, and race them.
+
+    Exits with 0 when AFTER is proved equal and faster, with 1 when it is different or slower, with 2 when that cannot be told.
+    """
+    import msgspec
+
+    from flatout.app.session import environment_of, precision_of_plan, read_plan
+    from flatout.core.records.record import to_json, write_whole_file
+    from flatout.report.parts.verdict import verdict_blocks
+    from flatout.tune.verify.proof import ProofTerms, prove_script
+    from flatout.tune.verify.side_process import Request
+
+    _check_options(at, steps=steps, seconds=seconds, timeout=timeout)
+    terms = ProofTerms(
+        guarantee=one_of(GUARANTEES, allow, name="--allow"),
+        num_steps=steps,
+        budget_s=seconds,
+        timeout_s=timeout,
+        seed=seed,
+        at=at,
+        is_timed=not no_speed,
+        is_compared=not no_equality,
+    )
+    require_folders(json=json)
+    own = script_arguments(arguments)
+    status = open_console(stderr=True)
+    for path in (before, after):
+        require_file(path, what="two scripts that you would give to python")
+    requests = [Request(target=str(path), arguments=own) for path in (before, after)]
+    if before.suffix == ".toml":
+        plan = read_plan(before)
+        wanted = environment_of(plan)
+        terms = msgspec.structs.replace(terms, at=at or precision_of_plan(plan))
+        changed = Request(target=str(after), arguments=own, plan=str(before.absolute()), environment=wanted)
+        requests = [Request(target=str(after), arguments=own), changed]
+    with status.status("starting") as line:
+        verdict = prove_script(requests[0], requests[1], terms, on_progress=line.update)
+    print_report(verdict_blocks(verdict))
+    if json is not None:
+        write_whole_file(json, to_json(verdict))
+    sys.stdout.flush()
+    raise typer.Exit(verdict.exit_code)
+
+
+def _check_options(at: str, *, steps: int, seconds: float, timeout: float) -> None:
+    from flatout.core.records.verdict import PRECISIONS
+
+    one_of(("", *PRECISIONS), at, name="--at")
+    if steps < 1:
+        raise UsageError(f"--steps {steps} must be at least 1")
+    if seconds <= 0 or timeout <= 0:
+        raise UsageError(f"--seconds {seconds:g} and --timeout {timeout:g} must be above 0")
+
+
+COMMAND = Command(verify, order=140, takes_script=True)

@@ -1,0 +1,430 @@
+"""The verbs: each a few composed lines over the rooms."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from flatout.check.compare import ComparedRun, comparison_of
+from flatout.check.diagnosis import diagnose, proposed_trials
+from flatout.check.merge_ranks import merge
+from flatout.core.errors import CaptureError, EditError, PlanError, RecordError
+from flatout.core.records.comparison import Comparison
+from flatout.core.records.evidence import Evidence
+from flatout.core.records.finding import Diagnosis
+from flatout.core.records.hardware import Machine
+from flatout.core.records.plan import Circumstances, Plan, from_toml, mismatches, other_model
+from flatout.core.records.record import Record, to_json, write_whole_file
+from flatout.core.records.trial import Trial
+from flatout.core.registry import lever_of, reductions, rules
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from flatout.check.observe.steps.schedule import Schedule
+    from flatout.core.records.shrink import Order, Shrunk
+    from flatout.core.runtime.script import Script
+    from flatout.tune.live import Applied, Model, Optimizer
+    from flatout.tune.verify.side_process import Request
+
+Batch = TypeVar("Batch")
+
+
+class Checked(Record, frozen=True, kw_only=True):
+    """What `check` returns: the evidence and its diagnosis. Print it for the report."""
+
+    evidence: Evidence
+    diagnosis: Diagnosis
+
+    def __str__(self) -> str:
+        from flatout.report.parts.diagnosis import diagnosis_blocks
+        from flatout.report.text import plain_text
+
+        return plain_text(diagnosis_blocks(self.evidence, self.diagnosis))
+
+
+class Observation(Record, frozen=True, kw_only=True):
+    """A request to observe a script in a fresh process: what the parent tells the child, and where the Evidence goes.
+
+    The child keeps writing how far it has come to `progress_path`, unless that is empty.
+    """
+
+    target: str
+    kind: Literal["script", "module"]
+    arguments: tuple[str, ...]
+    command: tuple[str, ...]
+    evidence_path: str
+    progress_path: str = ""
+    machine_path: str
+    observe_s: float
+    stop: bool
+    rank: int = 0
+    world_size: int = 1
+    """Above 1 this process is one of several that train together: it writes its own Evidence, to be merged with the others'."""
+
+
+def check(
+    step: Callable[[Batch], object],
+    batches: Iterable[Batch],
+    *,
+    observe_s: float = 30.0,
+    machine: Machine | None = None,
+) -> Checked:
+    """Observe `step(batch)` over `batches`, and report where its time goes and what would make it faster.
+
+    What `step` computes, the random streams and global switches stay as they are.
+
+    Args:
+        step: One training or inference step.
+        batches: What `step` is called with, at least ten of them.
+        observe_s: Seconds of light observation, after which no more batches are drawn.
+        machine: What `flatout.measure_machine()` returned; without it the report has no roofline.
+
+    Returns:
+        The evidence and its diagnosis; print it for the report.
+
+    Raises:
+        CaptureError: `batches` is empty. What `step` raises passes as it is.
+    """
+    from flatout.check.capture import Capture
+    from flatout.check.observe.steps.schedule import Schedule
+
+    capture = Capture(
+        command=(f"{step.__module__}.{getattr(step, '__qualname__', type(step).__name__)}",),
+        cwd=os.getcwd(),
+        schedule=Schedule(observe_s=observe_s),
+        machine=machine,
+        propose=_propose,
+    )
+    capture.start()
+    error: BaseException | None = None
+    try:
+        for batch in batches:
+            with capture.step():
+                step(batch)
+            if capture.is_complete:
+                break
+    except BaseException as e:
+        error = e
+        raise
+    finally:
+        evidence = capture.finish(exit="finished" if error is None else repr(error), exit_code=None)
+    if not evidence.steps.num_observed:
+        raise CaptureError("`batches` gave no batch, so no step ran; pass an iterable with at least ten batches")
+    return Checked(evidence=evidence, diagnosis=diagnose(evidence, rules()))
+
+
+def evidence_in(paths: Sequence[Path]) -> Evidence:
+    """The Evidence in files that flatout wrote, or in traces of torch.profiler: one, one for each rank, or a folder of them.
+
+    Raises RecordError when a file cannot be read or is neither.
+    """
+    from flatout.check.traces.kineto import MOST_BYTES, is_trace
+    from flatout.check.traces.ranks import evidence_of_bytes, evidence_of_files, files_in
+    from flatout.report.json_report import read_evidence
+
+    first, *others = files = files_in(paths)
+    try:
+        if first.stat().st_size > MOST_BYTES:
+            return evidence_of_files(files)  # which says that it is too large
+    except OSError:
+        pass  # reading it says what is wrong
+    data = _bytes_of(first)
+    if is_trace(data):
+        return evidence_of_files(files) if others else evidence_of_bytes(data, first)
+    evidence = read_evidence(data)
+    return merge([evidence, *(read_evidence(_bytes_of(file)) for file in others)]) if others else evidence
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as e:
+        raise RecordError(
+            f"cannot read '{path}': {e.strerror or e}; give the file that --json wrote, or a trace of torch.profiler"
+        ) from e
+
+
+def diagnose_all(evidence: Evidence) -> Diagnosis:
+    """Diagnose Evidence, captured here or elsewhere, by every rule that is installed."""
+    return diagnose(evidence, rules())
+
+
+def compare_runs(before: Evidence, after: Evidence, *, fail_if_slower: float | None = None) -> Comparison:
+    """What changed from one run to another, both judged by the rules that are installed.
+
+    `fail_if_slower` is the fraction by which a step may be slower (0.05 for 5 %); the comparison then holds a decision.
+    Raises UsageError when one of the runs has no timed step.
+    """
+    one, two = (ComparedRun(evidence, diagnose_all(evidence)) for evidence in (before, after))
+    return comparison_of(one, two, threshold=fail_if_slower)
+
+
+def observe_script(observation: Observation, script: Script, machine: Machine | None) -> int:
+    """Run `script` under observation in this process, write its Evidence, and return the exit code python would give."""
+    from flatout.check.capture import Capture
+    from flatout.check.observe.steps.schedule import Schedule
+    from flatout.core.records.distributed import Place
+    from flatout.core.runtime.progress import ProgressFile
+    from flatout.core.runtime.script import TERMINATED, end_script, run_script, writing_when_terminated
+
+    path, is_alone = Path(observation.evidence_path), observation.world_size == 1
+
+    def write(evidence: Evidence) -> None:
+        write_whole_file(path, to_json(evidence))
+
+    def publish(evidence: Evidence) -> None:
+        write(evidence)
+        # one rank that ends leaves the others waiting; who started them ends them all
+        if observation.stop and is_alone:
+            end_script()
+
+    capture = Capture(
+        command=observation.command,
+        cwd=os.getcwd(),
+        schedule=Schedule(observe_s=observation.observe_s) if is_alone else _schedule_of_rank(observation),
+        machine=machine,
+        propose=_propose,
+        user_root=script.root,
+        publish=publish,
+        progress=ProgressFile(Path(observation.progress_path)) if observation.progress_path else None,
+        place=None if is_alone else Place(observation.rank, observation.world_size),
+        draft=None if is_alone else lambda evidence: write_whole_file(draft_path(path), to_json(evidence)),
+    )
+
+    def write_now() -> None:
+        write(capture.snapshot(exit="ended by SIGTERM", exit_code=TERMINATED))
+
+    with nullcontext() if is_alone else writing_when_terminated(write_now) as ending:
+        capture.start()
+        outcome = run_script(script)
+        if ending is not None:
+            ending.has_begun = True
+        write(capture.finish(exit=outcome.exit, exit_code=outcome.exit_code))
+    return outcome.exit_code
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a TOML file.
+
+    Raises PlanError when it cannot be read, is cut off, or names a lever that there is not.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as e:
+        raise PlanError(f"cannot read '{path}': {e.strerror or e}; give the file that `flatout tune` wrote") from e
+    plan = from_toml(data, name=f"'{path}'")
+    for planned in plan.lever:
+        lever_of(planned.id)
+    return plan
+
+
+def environment_of(plan: Plan) -> dict[str, str]:
+    """The variables that the plan's levers want before the process starts."""
+    found: dict[str, str] = {}
+    for planned in plan.lever:
+        lever = lever_of(planned.id)
+        if lever.environment is not None:
+            found.update(lever.environment(planned.parameters))
+    return found
+
+
+def precision_of_plan(plan: Plan) -> str:
+    """The coarsest precision that the plan's levers have numbers rounded to; '' when they leave it."""
+    from flatout.tune.search.script_search import precision_of
+
+    return precision_of(plan.lever, {planned.id: lever_of(planned.id) for planned in plan.lever})
+
+
+def run_planned(plan: Plan, script: Script, *, on_progress: Callable[[str], None], world_size: int = 1) -> int:
+    """Run `script` in this process with the plan's levers pulled; the exit code python would give.
+
+    `on_progress` hears at the end which levers met nothing to change. Raises PlanError when the plan was proved on something that
+    differs in a way that matters.
+    """
+    from flatout.core.runtime.script import end_script, run_script
+    from flatout.tune.apply import applied, circumstances
+
+    _must_fit(plan, circumstances(world_size=world_size))
+    others: list[str] = []
+
+    def look_at(module: nn.Module) -> None:
+        """Compare the first model that is called with the plan's; levers that come as source may have changed it already."""
+        if not others and not any(lever_of(p.id).apply is None for p in plan.lever):
+            others.append(other_model(plan, sum(p.numel() for p in module.parameters())))
+            if others[0]:
+                end_script()
+
+    with applied(plan, root=script.root, look_at=look_at) as hooks:
+        outcome = run_script(script.with_code(hooks.code_of(script.file)))
+        missed = [planned.id for planned in plan.lever if planned.id not in hooks.done]
+    if any(others):
+        raise _elsewhere(others)
+    if missed:
+        on_progress(f"these levers of the plan met nothing to change: {', '.join(missed)}")
+    return outcome.exit_code
+
+
+def apply(
+    plan: Plan | Path | str,
+    *,
+    model: Model = None,  # type: ignore[assignment]
+    optimizer: Optimizer = None,  # type: ignore[assignment]
+    loader: DataLoader[Any] | None = None,
+) -> Applied[Model, Optimizer]:
+    """Apply the plan's levers to objects that exist, until `undo()` or the end of a `with`.
+
+    Call it before `Accelerator.prepare` or `Trainer`.
+
+    Args:
+        plan: A plan, or the path of its file.
+        model: The module to change in place.
+        optimizer: Its optimizer, changed in place.
+        loader: The loader of its batches; use the one that is returned.
+
+    Returns:
+        The same `model` and `optimizer`, a `loader` that may be another one, and as `not_applied` the levers that cannot be
+        applied to them, with the reason.
+
+    Raises:
+        PlanError: The plan was proved on something that differs in a way that matters.
+    """
+    from flatout.tune.apply import circumstances
+    from flatout.tune.live import Applied as Pulled
+
+    plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
+    _must_fit(plan, circumstances(world_size=_world_size()))
+    other = other_model(plan, sum(p.numel() for p in model.parameters())) if model is not None else ""
+    if other:
+        raise _elsewhere([other])
+    return Pulled(plan, model, optimizer, loader)
+
+
+def _world_size() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _must_fit(plan: Plan, here: Circumstances) -> None:
+    """Raises PlanError when the plan was proved on something that differs in a way that matters."""
+    differences = mismatches(plan, here)
+    if differences:
+        raise _elsewhere(differences)
+
+
+def _elsewhere(differences: Iterable[str]) -> PlanError:
+    return PlanError(
+        f"the plan was proved elsewhere ({'; '.join(differences)}); tune again here, or empty its table [proved_on] to run "
+        "it unproved"
+    )
+
+
+def import_for_side() -> None:
+    """Import all that `run_side` needs before it comes to the script, and nothing that starts threads or a device."""
+    import numpy  # noqa: F401  # seeded with the others
+    import torch._dynamo  # noqa: F401  # a second, at the first optimizer that is made
+
+
+def run_side(request: Request, script: Script, *, orders: int, answers: int) -> int:
+    """Run `script` as one side of a proof, taking its steps on order; the exit code python would give.
+
+    `orders` and `answers` are the file descriptors of the pipes to the parent.
+    """
+    from flatout.core.runtime.patches import Patches
+    from flatout.core.runtime.script import run_script
+    from flatout.tune.apply import applied
+    from flatout.tune.verify.conditions import SidePrecision, seed_all
+    from flatout.tune.verify.recording import Recorder
+    from flatout.tune.verify.side import Orders, ProofSide
+
+    patches = Patches()
+    if request.seed is not None:
+        seed_all(request.seed, patches)
+    precision = SidePrecision(request.dtype)
+    side = ProofSide(
+        Orders.of_descriptors(orders, answers),
+        Recorder(Path(request.folder)) if request.folder else None,
+        num_recorded=request.num_recorded,
+        precision=precision,
+        user_root=script.root,
+    )
+    plan = read_plan(Path(request.plan)) if request.plan else Plan()
+    began_s = perf_counter()
+    try:
+        with applied(plan, root=script.root) as hooks, precision.surroundings():
+            script = script.with_code(hooks.code_of(script.file))
+            if not request.is_whole:
+                side.install()
+            outcome = run_script(script)
+            side.remove()
+    except EditError as e:
+        side.ended(str(e))
+        return 2
+    finally:
+        patches.undo()
+    sys.stdout.flush()
+    side.ended("" if outcome.exit_code == 0 else outcome.exit, seconds=perf_counter() - began_s)
+    return outcome.exit_code
+
+
+def draft_path(path: Path) -> Path:
+    """Where a rank writes what it has observed so far, in case it is killed before it can write `path`."""
+    return path.with_suffix(".draft")
+
+
+def _schedule_of_rank(observation: Observation) -> Schedule:
+    """Close looks at the same steps on all ranks, so by counts alone; trials on rank 0, whose findings are reported."""
+    from flatout.check.observe.steps.schedule import Schedule
+
+    usual = Schedule()
+    return Schedule(
+        observe_s=observation.observe_s,
+        deep_budget_s=float("inf"),
+        trials_budget_s=usual.trials_budget_s if observation.rank == 0 else 0.0,
+        num_settle=3,
+    )
+
+
+def _propose(evidence: Evidence) -> tuple[Trial, ...]:
+    return proposed_trials(evidence, rules())
+
+
+def shrink_named(
+    order: Order,
+    command: Sequence[str],
+    *,
+    budget: str,
+    budget_s: float,
+    limit_s: float,
+    out: Path | None = None,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Shrunk:
+    """The cheapest model that keeps its metric, each composition tried in a process of its own: `command ORDER ANSWER`.
+
+    `budget` is what of the metric may be lost ('1%', or '0.01' in its own unit), `budget_s` the time to try things in, `limit_s`
+    that of one composition; what was selected is written to `out`. Raises PlanError when the model as it is cannot be measured.
+    """
+    from flatout.shrink.compose.shrink import Allowance, ShrinkSettings, find_cheapest
+    from flatout.shrink.compose.subprocess_trials import SubprocessTrials
+
+    bench = SubprocessTrials(order, command, limit_s=limit_s)
+    settings = ShrinkSettings(
+        model=order.model,
+        objective=order.objective,
+        allowance=Allowance.of(budget),
+        is_cost=order.is_cost,
+        budget_s=budget_s,
+    )
+    found, composition = find_cheapest(bench, reductions(), settings, on_progress=on_progress)
+    if out is not None:
+        written = bench.write_shrunk(composition, out)
+        if written.because:
+            raise PlanError(f"{found.selected} could not be written: {written.because}")
+    return found

@@ -1,0 +1,1 @@
+"""Building blocks for your own training or inference loop; each works alone."""

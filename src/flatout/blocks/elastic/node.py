@@ -1,0 +1,177 @@
+"""The processes of one node: its fork server, and the folder of memory copies that outlives its ranks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, sleep
+from types import FrameType, TracebackType
+from typing import Final, NoReturn
+
+import msgspec
+
+from flatout.blocks.elastic.fork_server import environment_for, server_command
+from flatout.blocks.elastic.messages import Job, NodeWork
+from flatout.core.errors import UsageError
+
+_PREFIX: Final = "flatout-survive-"
+_LOCK: Final = "lock"
+_PATIENCE_S: Final = 20.0
+_TRY_S: Final = 0.2
+
+
+class NodeMemory:
+    """A folder of a file system in memory, owned while this is open; in a `with` it is removed at the end.
+
+    What an owner left that was killed is removed by the next one on the machine: its lock is free.
+    """
+
+    def __init__(self, within: Path) -> None:
+        if not within.is_dir() or not os.access(within, os.W_OK):
+            raise UsageError(f"'{within}' is no folder to write to; give one in memory (such as /dev/shm) as memory")
+        _tidy(within)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=within))
+        self._lock = _locked(self.path)
+
+    def __enter__(self) -> NodeMemory:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _locked(folder: Path) -> int:
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _tidy(within: Path) -> None:
+    for left in within.glob(f"{_PREFIX}*"):
+        if not (left / _LOCK).exists():
+            continue  # just being created
+        with suppress(OSError):
+            descriptor = _locked(left)
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(descriptor)
+
+
+class Node:
+    """Starts this node's fork server, again where it has died; the connection is what `start` returns or `attach` is passed."""
+
+    def __init__(self, work: NodeWork, environment: Mapping[str, str]) -> None:
+        self.work = msgspec.structs.replace(work, visible=environment.get("CUDA_VISIBLE_DEVICES"))
+        self._environment = environment_for(self.work, environment)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> socket.socket:
+        """Start a fork server, and return this side's end of the connection to it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.attach(theirs)
+        return ours
+
+    def attach(self, connection: socket.socket) -> None:
+        """Start a fork server that is connected over this socket."""
+        self.kill()
+        self._process = subprocess.Popen(
+            server_command(connection.fileno(), self.work),
+            stdin=subprocess.PIPE,  # ends when we do, however that is
+            env=self._environment,
+            pass_fds=(connection.fileno(),),
+        )
+
+    def wait(self) -> int:
+        """Wait until the fork server has ended; its exit code, or minus its signal."""
+        return self._process.wait() if self._process is not None else 0
+
+    def end(self) -> None:
+        """Have the fork server end, with its ranks, and remove the memory copies."""
+        if self._process is not None:
+            self._close_input(self._process)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_PATIENCE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the fork server at once; its ranks die with it, the memory copies stay."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            self._close_input(process)
+
+    def _close_input(self, process: subprocess.Popen[bytes]) -> None:
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+# -- a node other than the supervisor's: it connects, and connects again when its fork server has died ----------------------
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """The host and the port in 'host:port'.
+
+    >>> host_and_port("node0:29400")
+    ('node0', 29400)
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"'{text}' is no HOST:PORT")
+    return host, int(port)
+
+
+def serve_node(job: Job, node: int, coordinator: tuple[str, int], environment: Mapping[str, str]) -> int:
+    """Serve the supervisor at that address as node `node` until it lets go; the exit code.
+
+    Raises UsageError when there is none within the job's `join_s`.
+    """
+    with NodeMemory(Path(job.memory)) as memory:
+        here = Node(NodeWork(job=job, node=node, memory=str(memory.path)), environment)
+        _end_on_signals()
+        try:
+            while True:
+                with _connected(coordinator, job.join_s) as connection:
+                    here.attach(connection)
+                if here.wait() == 0:
+                    return 0
+        finally:
+            here.end()
+
+
+def _connected(address: tuple[str, int], patience_s: float) -> socket.socket:
+    deadline = monotonic() + patience_s
+    while True:
+        try:
+            return socket.create_connection(address, timeout=None)
+        except OSError as e:
+            if monotonic() > deadline:
+                raise UsageError(
+                    f"no supervisor at {address[0]}:{address[1]} within {patience_s:g} s ({e}); start node 0 there"
+                ) from e
+            sleep(_TRY_S)
+
+
+def _end_on_signals() -> None:
+    """SIGTERM and SIGINT end this node, with its ranks; the supervisor then counts it as lost."""
+
+    def handle(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, handle)

@@ -1,0 +1,1 @@
+"""Why a step is slow: observation, traces, rules, trials, diagnosis."""

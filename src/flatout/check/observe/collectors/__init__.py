@@ -1,0 +1,1 @@
+"""One module for each source of evidence, found by its constant COLLECTOR."""

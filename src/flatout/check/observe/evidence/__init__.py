@@ -1,0 +1,1 @@
+"""Turns what was observed into the records of Evidence."""

@@ -1,0 +1,1 @@
+"""The line that the interpreter is on, sampled."""

@@ -1,0 +1,90 @@
+"""The tensors that are alive, and what they serve as: parameters, buffers, gradients, optimizer state, or something else."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flatout.check.observe.memory.graphs import AutogradGraph, node_of
+from flatout.core.tensors.nests import tensors_in
+
+_ROOTS_WALKED: Final = 2_000
+"""Tensors whose graphs are followed in one census."""
+
+
+class Census:
+    """All tensors that Python holds now. One pass over the garbage collector's objects: some ten ms with torch loaded.
+
+    Keep it no longer than needed: it holds the tensors.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        for thing in gc.get_objects():
+            kind = type(thing)  # not isinstance: a lazy proxy would run the user's code
+            if issubclass(kind, Tensor):
+                self.tensors.append(thing)
+            elif issubclass(kind, nn.Module):
+                self.modules.append(thing)
+            elif issubclass(kind, Optimizer):
+                self.optimizers.append(thing)
+
+    def roles(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors whose kind is known, with it; the first kind named for a memory is the right one."""
+        for tensor in self.tensors:
+            if issubclass(type(tensor), nn.Parameter):
+                yield "parameters", tensor
+        for module in self.modules:
+            for buffer in vars(module).get("_buffers", {}).values():
+                if isinstance(buffer, Tensor):
+                    yield "buffers", buffer
+        for optimizer in self.optimizers:
+            for state in dict(vars(optimizer).get("state", {})).values():
+                for tensor in tensors_in(state):
+                    yield "optimizer state", tensor
+            for parameter in parameters_of(optimizer):
+                yield "parameters", parameter
+        for tensor in self.tensors:
+            grad = gradient_of(tensor)
+            if grad is not None:
+                yield "gradients", grad
+
+    def graph(self) -> AutogradGraph:
+        """The graphs that living tensors hold."""
+        graph = AutogradGraph()
+        nodes = [n for n in map(node_of, self.tensors) if n is not None]
+        graph.walk(nodes[:_ROOTS_WALKED])
+        return graph
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters that an optimizer trains."""
+    for group in vars(optimizer).get("param_groups", ()):
+        yield from (p for p in group["params"] if isinstance(p, Tensor))
+
+
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """The gradient of a leaf; None otherwise (asking others warns)."""
+    if not tensor.requires_grad and not issubclass(type(tensor), nn.Parameter):
+        return None
+    grad: Any = tensor.grad if _is_leaf(tensor) else None
+    return grad if isinstance(grad, Tensor) else None
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return bool(tensor.is_leaf)
+    except (RuntimeError, Warning):
+        return False
+
+
+def without_functions() -> Any:
+    """A context in which tensor subclasses are read as plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()

@@ -1,0 +1,100 @@
+"""The schedule of an observation: which steps are watched how, by counts and times alone."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from flatout.core.records.progress import Doing
+from flatout.core.records.record import Record
+
+
+class Mode(Enum):
+    """How the step that begins now is observed."""
+
+    WARM_UP = "warm-up"
+    LIGHT = "light"
+    READS = "reads"
+    KERNELS = "kernels"
+    MEMORY = "memory"
+    DEEP = "deep"
+    DONE = "done"
+
+
+class Schedule(Record, frozen=True, kw_only=True):
+    """Budgets of one observation, in steps and seconds.
+
+    A few light steps come before the deep ones, so that even a short script is observed in all modes; then light steps go on
+    until `observe_s` have passed or the script ends. Honest timing uses all light steps.
+    """
+
+    num_warm_up: int = 3
+    num_light_before: int = 3
+    num_light_on_device: int = 20
+    """More on a device: the profiler of its kernels slows launches down from then on, so honest timing must come before it."""
+    num_reads: int = 1
+    num_kernels: int = 3
+    """On a device: one to open its profiler, one that counts, one that lends its lines."""
+    num_memory: int = 1
+    num_deep: int = 3
+    num_settle: int = 0
+    """Steps after the deep ones that do not count: with several ranks, those that wait for another rank's trials."""
+    deep_budget_s: float = 15.0
+    trials_budget_s: float = 15.0
+    observe_s: float = 30.0
+    max_light: int = 20_000
+
+    def num_before_looks(self, *, is_device: bool) -> int:
+        """Whole steps before the first close look."""
+        return self.num_warm_up + (self.num_light_on_device if is_device else self.num_light_before)
+
+    def mode(
+        self,
+        *,
+        num_steps: int,
+        deep_elapsed_s: float,
+        light_elapsed_s: float,
+        deep_allowed: bool,
+        is_device: bool = False,
+    ) -> Mode:
+        """The mode of the next step, after `num_steps` whole steps."""
+        before = self.num_before_looks(is_device=is_device)
+        num_deep = self.num_deep if deep_allowed else 0
+        if num_steps < self.num_warm_up:
+            return Mode.WARM_UP
+        if num_steps < before:
+            return Mode.LIGHT
+        if num_steps < before + self.num_reads:
+            return Mode.READS
+        before += self.num_reads
+        num_kernels = self.num_kernels if is_device else 0
+        if num_steps < before + num_kernels:
+            return Mode.KERNELS
+        before += num_kernels
+        num_memory = self.num_memory if deep_allowed else 0
+        if num_steps < before + num_memory:
+            return Mode.MEMORY
+        if num_steps < before + num_memory + num_deep and deep_elapsed_s < self.deep_budget_s:
+            return Mode.DEEP
+        if before + num_memory + num_deep <= num_steps < before + num_memory + num_deep + self.num_settle:
+            return Mode.WARM_UP
+        if light_elapsed_s > self.observe_s or num_steps > self.max_light:
+            return Mode.DONE
+        return Mode.LIGHT
+
+    def room_for_block(self, *, num_steps: int, is_device: bool) -> int:
+        """The most steps that may go by unwatched after `num_steps` whole steps, all of them light, until a close look is due."""
+        before = self.num_before_looks(is_device=is_device)
+        looks = self.num_reads + self.num_memory + self.num_deep + (self.num_kernels if is_device else 0)
+        if num_steps > before + looks:
+            return self.max_light
+        is_early = is_device and num_steps >= self.num_warm_up + self.num_light_before
+        return max(0, before - num_steps - 1) if is_early else 0
+
+
+def doing_in(mode: Mode, *, has_looked: bool) -> Doing:
+    """What a mode of observation is called; `has_looked`: the close looks are over."""
+    if mode is Mode.WARM_UP:
+        return "warm-up"
+    if mode is Mode.LIGHT:
+        return "timing again" if has_looked else "timing"
+    return "done" if mode is Mode.DONE else "looking closely"

@@ -1,0 +1,68 @@
+"""Convolutions in a memory format that is slower here.
+
+Costs        A convolution in NCHW is transposed to the library's own blocked or channels-last format and back, or runs in a
+             slower kernel.
+Evidence     Convolutions on contiguous images that take a good share of the step. Trial: the module and its inputs in
+             channels_last, forward and backward.
+Levers       memory.channels-last
+False alarm  Few channels, small images, processors whose kernels prefer NCHW: the trial says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.core.parts import rule
+from flatout.core.records.evidence import Evidence, Operator
+from flatout.core.records.finding import Finding
+from flatout.core.records.trial import TimeModel
+from flatout.machine.cost.accounting import around, milliseconds, model_seconds, model_trial
+from flatout.machine.cost.suspects import SuspectRows, proposing, tried
+
+_WORTH_A_TRIAL = 0.2
+_LEAST_GAIN = 0.08
+"""The format touches the whole model: for less than this, or than the trial's own spread, nobody should change it."""
+_CONVOLUTIONS = ("convolution", "conv2d", "convolution_backward")
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding for the module."""
+    for module in tried(evidence, _convolutions):
+        if 1 - module.remaining < max(_LEAST_GAIN, module.result.spread_fraction):
+            continue
+        model = evidence.models[module.suspect.trial.model]
+        saved_s = max(0.0, model_seconds(evidence) * (1 - module.remaining))
+        yield Finding(
+            where=evidence.source_of(model.source),
+            cost_s=max(module.cost_s, saved_s),
+            saved_s=around(saved_s, 0.15),
+            because=f"convolutions on contiguous NCHW images take {milliseconds(module.cost_s)} a step; with module and images "
+            f"in channels_last forward and backward take {module.remaining:.0%} (tried)",
+            edit="model = model.to(memory_format=torch.channels_last) once, images = "
+            "images.to(memory_format=torch.channels_last) for each batch",
+            module=model.name,
+            operators=module.suspect.rows,
+            basis="trial",
+        )
+
+
+def _convolutions(evidence: Evidence) -> Iterator[SuspectRows[TimeModel]]:
+    rows = tuple(i for i, o in enumerate(evidence.operators) if _is_nchw(o))
+    trial = model_trial(evidence, "channels-last")
+    if rows and trial is not None:
+        yield SuspectRows(rows, trial)
+
+
+def _is_nchw(operator: Operator) -> bool:
+    if not operator.op.removeprefix("aten.").removeprefix("mkldnn_").removeprefix("cudnn_").startswith(_CONVOLUTIONS):
+        return False
+    images = operator.inputs[1:2] if operator.phase == "backward" else operator.inputs[:1]  # a gradient has any strides
+    return bool(images) and all(len(t.shape) == 4 and t.is_contiguous for t in images)
+
+
+RULE = rule(
+    __name__,
+    check,
+    propose=proposing(_convolutions, worth=_WORTH_A_TRIAL),
+    title="Convolutions in the slower memory format",
+)

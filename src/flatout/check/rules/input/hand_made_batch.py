@@ -1,0 +1,111 @@
+"""The batch is made by hand in Python before each forward pass.
+
+Costs        The time between the end of a step and the next forward pass: a wait for data in all but name, whether a function, a
+             generator or the loop's own lines make the batch.
+Evidence     Sampled time between the steps, on lines that the loop over steps reaches before it calls the model, and that is not
+             spent in tensor operators. Trial: the model called without a pause, for what the pauses cost it.
+Levers       communication.prepare-in-memory, graph.vectorise, graph.hoist-constant, graph.compile-loop,
+             communication.tensors-once
+False alarm  Logging and saving after the optimizer's step; on a device, Python that runs while the device is still busy; a batch
+             that one line converts from Python numbers (overhead.tensor-from-python tells it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.core.parts import rule
+from flatout.core.records.evidence import Evidence, LineTime
+from flatout.core.records.finding import Finding
+from flatout.core.records.trial import TimeModel
+from flatout.core.records.workload import Source
+from flatout.machine.cost.accounting import PYTHON_CONVERSIONS, group_by, step_loops, uses_by_line
+from flatout.machine.cost.feeding import hottest, steady_trial, with_pause
+
+_FEWEST_SAMPLES = 8
+_IN_PYTHON = 0.5
+_MOST = 0.7
+_WORTH_FRACTION = 0.1
+"""Picking a batch out of ready tensors takes some per cent of a short step too; that is no fault."""
+
+
+def propose(evidence: Evidence) -> Iterator[TimeModel]:
+    """Time the model without the pauses in which its batches are made."""
+    total_s = sum(r.seconds for r in _before_forward(evidence))
+    trial = steady_trial(evidence)
+    if trial is not None and total_s > _WORTH_FRACTION * evidence.steps.step_s:
+        yield trial
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding for all that is done before the forward pass."""
+    if evidence.steps.is_device_bound:
+        return
+    rows = _before_forward(evidence)
+    total_s = sum(r.seconds for r in rows)
+    if sum(r.num_samples for r in rows) < _FEWEST_SAMPLES or total_s < _WORTH_FRACTION * evidence.steps.step_s:
+        return
+    lines = {r.source for r in rows}
+    operators = tuple(i for i, o in enumerate(evidence.operators) if o.source in lines and o.phase == "other")
+    in_operators_s = sum(evidence.operators[i].op_s for i in operators)
+    if total_s - in_operators_s < _IN_PYTHON * total_s or _most_in_one_conversion(evidence, rows, total_s):
+        return
+    cost_s = min(total_s, evidence.steps.phases.get("other", total_s))
+    hot = hottest(evidence, rows, total_s)
+    yield Finding(
+        where=hot.where,
+        cost_s=cost_s,
+        saved_s=with_pause(evidence, (0.88 * cost_s, 0.98 * cost_s)),
+        because=f"{cost_s * 1e3:.2f} ms of each step pass in Python before the forward pass, while its batch is made; "
+        f"{hot.share:.0%} of it in this function, {in_operators_s * 1e3:.2f} ms in tensor operators",
+        edit="make all the data tensors once before the loop and index a whole batch at a time; what is random, draw and apply "
+        "for the whole batch; or move it into a Dataset and let DataLoader workers do it beside the model",
+        also=hot.also,
+        operators=operators,
+    )
+
+
+def _most_in_one_conversion(evidence: Evidence, rows: list[LineTime], total_s: float) -> bool:
+    """Whether most of the time passes on one line that makes a tensor of Python numbers."""
+    conversions = {
+        source
+        for source, uses in uses_by_line(evidence, PYTHON_CONVERSIONS).items()
+        if any(u.detail == "list" for u in uses)
+    }
+    by_line = group_by(rows, lambda r: r.source)
+    return any(sum(r.seconds for r in by_line.get(source, ())) >= _MOST * total_s for source in conversions)
+
+
+def _before_forward(evidence: Evidence) -> list[LineTime]:
+    """Lines sampled between the steps that the loop over steps reaches before the model's call."""
+    loops = step_loops(evidence)
+    skip = {r.source for r in evidence.host_reads if r.on_device} | {u.source for u in evidence.loaders}
+    skip |= {o.source for o in evidence.optimizers} | set(evidence.backward_sources)
+    calls = [
+        _entry(evidence, loops, m.source, m.callers) for m in evidence.models if m.is_training or not m.grad_enabled
+    ]
+    last: dict[tuple[str, str], int] = {}
+    for call in calls:
+        if call is not None:
+            place = (call.file, call.function)
+            last[place] = max(call.line, last.get(place, 0))
+    found = []
+    for row in evidence.lines:
+        if row.process != "main" or row.phase != "other" or row.source < 0 or row.source in skip:
+            continue
+        entry = _entry(evidence, loops, row.source, evidence.callers.get(row.source, ()))
+        if entry is not None and entry.line <= last.get((entry.file, entry.function), 0):
+            found.append(row)
+    return found
+
+
+def _entry(evidence: Evidence, loops: set[tuple[str, int]], source: int, callers: tuple[int, ...]) -> Source | None:
+    """The line in the body of a loop over steps through which this one is reached: itself or one of its callers."""
+    for index in (source, *callers):
+        line = evidence.source_of(index)
+        if line is not None and any((line.file, loop) in loops for loop in line.loops):
+            return line
+    return None
+
+
+RULE = rule(__name__, check, propose=propose, title="The batch is made by hand in Python")

@@ -1,0 +1,56 @@
+"""The step waits for its data.
+
+Costs        The whole wait: while a sample is prepared in the main process, nothing else runs.
+Evidence     Time in `next()` of the DataLoader in every step, and the function of the data set or collation it is spent in.
+             Trial: a batch fetched item by item against the same batch indexed in ready tensors; are items repeatable?
+Levers       communication.prepare-in-memory, communication.loader-workers, graph.hoist-constant, graph.compile-loop
+False alarm  A first batch that starts workers; a wait shorter than the noise. Rows of tensors in memory, random augmentation and
+             files decoded again are told by input.collate-in-ram, input.python-augmentation and input.decoded-every-epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flatout.core.parts import rule
+from flatout.core.records.evidence import Evidence, Loader
+from flatout.core.records.finding import Basis, Finding
+from flatout.machine.cost.feeding import dataset_trials, fits_memory, hot_line, slow_loader
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a finding for the loader that is waited for longest."""
+    slow = slow_loader(evidence, "other")
+    if slow is None:
+        return
+    loader, result, wait_s, gained = slow
+    saved_s, edit = (0.5 * wait_s, 0.9 * wait_s), _edit_workers(loader, evidence)
+    basis: Basis = "estimate"
+    if result is not None and result.facts.get("repeatable") and fits_memory(evidence, result):
+        saved_s, basis = (0.95 * gained, gained), "trial"
+        edit = (
+            "the items come out the same each time: prepare them once as tensors and index a whole batch at a time; or "
+            + edit
+        )
+    where, share, also = hot_line(evidence, loader)
+    place = "in the main process" if loader.num_workers == 0 else f"for {loader.num_workers} worker processes"
+    yield Finding(
+        where=where,
+        cost_s=wait_s,
+        saved_s=saved_s,
+        because=f"each step waits {wait_s * 1e3:.2f} ms {place} for a batch of {loader.dataset}"
+        + (f"; {share:.0%} of the time in the data pipeline is in this function" if share else ""),
+        edit=edit,
+        also=also,
+        phases=("data",),
+        basis=basis,
+    )
+
+
+def _edit_workers(loader: Loader, evidence: Evidence) -> str:
+    if loader.num_workers == 0:
+        return f"overlap it: DataLoader(..., num_workers={max(1, evidence.workload.num_cores - 1)}, persistent_workers=True)"
+    return "make the items cheaper (vectorise, cache), then try more workers"
+
+
+RULE = rule(__name__, check, propose=dataset_trials)

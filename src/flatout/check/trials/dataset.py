@@ -1,0 +1,197 @@
+"""One batch fetched as a loader would: its items, their collation, and what it would cost from memory."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from statistics import median
+from time import perf_counter
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatout.check.observe.collectors.loaders import LoaderUse
+from flatout.check.trials.context import Refused, Scene, TrialEntry
+from flatout.check.trials.subprocess_copy import in_copy
+from flatout.core.records.trial import TimeDataset, TrialResult
+from flatout.core.tensors.nests import tensors_in
+from flatout.machine.measure.timer import time_call
+
+_FEW: Final = 16
+_ENOUGH_S: Final = 0.3
+_MOST_TENSORS: Final = 20_000
+_FACTS: Final = ("repeatable", "views", "takes_batches", "item_by_item")
+_SEED: Final = 20_611
+
+
+def run(trial: TimeDataset, scene: Scene) -> TrialResult:
+    """`now_s`: fetching one batch as the loader does. `cured_s`: the same batch out of ready tensors.
+
+    The data set is asked in a copy of the process. Parts: seconds of one 'item' and of 'collate', 'item_bytes', 'num_items', and
+    'index' where one call with a list of indices gives the batch. Facts: 'repeatable' (the same items come out when asked again
+    with other random numbers, so they can be prepared once), 'views' (items are rows of tensors or arrays that the data set
+    holds), 'takes_batches' (a list of indices gives the collated batch), 'item_by_item' (the loader asks for single items).
+    """
+    use = scene.loaders[trial.loader]
+    if not use.is_map_style:
+        raise Refused("the dataset is an iterable and cannot be asked for an item")
+    found = in_copy(lambda: _measure(use, scene.limit_s), limit_s=scene.limit_s)
+    return TrialResult(
+        trial=trial,
+        now_s=found.pop("now"),
+        cured_s=found.pop("cured"),
+        facts={name: bool(found.pop(name)) for name in _FACTS},
+        parts=found,
+    )
+
+
+class _FetchedItems(NamedTuple):
+    """Items, the seconds they took, and which they were."""
+
+    items: list[Any]
+    seconds: float
+    indices: list[int]
+
+
+def _measure(use: LoaderUse, limit_s: float) -> dict[str, float]:
+    dataset, num = use.dataset, len(use.dataset)
+    batch = min(max(1, use.batch_size), num)
+    chance = random.Random(_SEED)
+    _fetch(dataset, chance.sample(range(num), min(2, num)), limit_s / 6)  # the first touch copies pages of the fork
+    item_s: list[float] = []
+    fetched = _FetchedItems([], 0.0, [])
+    began = perf_counter()
+    while not item_s or (perf_counter() - began < _ENOUGH_S and len(item_s) < 50):
+        start = chance.randrange(max(1, num - batch + 1))
+        indices = list(range(start, start + batch)) if "Sequential" in use.sampler else chance.sample(range(num), batch)
+        fetched = _fetch(dataset, indices, limit_s / 3)
+        item_s.append(fetched.seconds / len(fetched.items))
+    items, share = fetched.items, batch / len(fetched.items)
+    collate_s = 0.0
+    collated: Any = items
+    if use.collates:
+        collate_s = _usual_s(lambda: use.collate(list(items)), limit_s) * share
+        collated = use.collate(list(items))
+    else:
+        item_s = [_usual_s(lambda: dataset[fetched.indices], limit_s) / batch]
+        collated = dataset[fetched.indices]
+    again = _again(dataset, fetched.indices[: min(_FEW, len(items))], limit_s / 6)
+    index_s = _indexed_s(dataset, fetched.indices, collated)
+    memory_s = _from_memory_s(collated) * share
+    now_s = median(item_s) * batch + collate_s
+    if not use.collates:
+        memory_s = now_s  # it is picked with one indexing already
+    elif index_s is not None:
+        memory_s = index_s * share
+    result = {
+        "now": now_s,
+        "cured": min(memory_s, now_s),
+        "item": median(item_s),
+        "collate": collate_s,
+        "item_bytes": sum(t.numel() * t.element_size() for t in tensors_in(collated)) / len(items),
+        "num_items": num,
+        "repeatable": all(_same(a, b) for a, b in zip(items, again, strict=False)),
+        "views": _are_views(dataset, items[0]),
+        "takes_batches": index_s is not None,
+        "item_by_item": use.collates,
+    }
+    return result if index_s is None else {**result, "index": index_s * share}
+
+
+def _usual_s(call: Callable[[], object], limit_s: float) -> float:
+    return time_call(call, min_time_s=0.1, max_time_s=max(0.2, limit_s / 6)).call_s.value
+
+
+def _fetch(dataset: Any, indices: list[int], limit_s: float) -> _FetchedItems:
+    start = perf_counter()
+    whole = getattr(dataset, "__getitems__", None)
+    if callable(whole):
+        items = list(whole(indices))
+        return _FetchedItems(items, perf_counter() - start, indices)
+    items = []
+    for index in indices:
+        items.append(dataset[index])
+        if perf_counter() - start > limit_s:
+            break
+    return _FetchedItems(items, perf_counter() - start, indices[: len(items)])
+
+
+def _again(dataset: Any, indices: list[int], limit_s: float) -> list[Any]:
+    """The same items under other random numbers."""
+    random.seed(1)
+    torch.manual_seed(1)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(1)
+    return [copy.copy(item) for item in _fetch(dataset, indices, limit_s).items]
+
+
+def _indexed_s(dataset: Any, indices: list[int], collated: Any) -> float | None:
+    """Seconds of asking for all items with one list of indices; None when that does not give the collated batch."""
+    try:
+        batch = dataset[indices]
+        if not list(tensors_in(batch)) or not _same(batch, collated):
+            return None
+    except Exception:  # noqa: BLE001  # a data set that takes one index raises what it likes on a list
+        return None
+    return time_call(lambda: dataset[indices], min_time_s=0.05, max_time_s=0.3).call_s.value
+
+
+def _from_memory_s(collated: Any) -> float:
+    """Seconds to pick one batch out of tensors four times as long."""
+    tensors = [t for t in tensors_in(collated) if t.dim() > 0 and t.numel() > 0]
+    if not tensors:
+        return 0.0
+    pool = [torch.cat([t] * 4) for t in tensors]
+    indices = [torch.randperm(len(p))[: len(t)] for p, t in zip(pool, tensors, strict=True)]
+    pairs = list(zip(pool, indices, strict=True))
+    return time_call(lambda: [t[index] for t, index in pairs], min_time_s=0.05, max_time_s=0.3).call_s.value
+
+
+def _are_views(dataset: Any, item: Any) -> bool:
+    """Whether all of an item that is worth copying lies in memory that the data set holds."""
+    tensors = [t for t in tensors_in(item) if t.device.type == "cpu"]
+    largest = max((t.numel() for t in tensors), default=0)
+    spans = list(_spans(dataset))
+    worth = [t for t in tensors if t.numel() > 1 or largest <= 1]
+    return bool(worth) and all(any(start <= t.data_ptr() < end for start, end in spans) for t in worth)
+
+
+def _spans(dataset: Any) -> Iterator[tuple[int, int]]:
+    """Addresses of the tensors and arrays that a data set, or one that it wraps, holds in its attributes."""
+    numpy: Any = sys.modules.get("numpy")
+    waiting = [dataset]
+    visited: set[int] = set()
+    while waiting and len(visited) < _MOST_TENSORS:
+        value = waiting.pop()
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        if isinstance(value, Tensor):
+            start = value.untyped_storage().data_ptr()
+            yield start, start + value.untyped_storage().nbytes()
+        elif numpy is not None and isinstance(value, numpy.ndarray):
+            start = value.ctypes.data
+            yield start, start + value.nbytes
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value[:_MOST_TENSORS])
+        elif isinstance(value, dict):
+            waiting.extend(list(value.values())[:_MOST_TENSORS])
+        elif isinstance(value, torch.utils.data.Dataset):
+            waiting.extend(vars(value).values())
+
+
+def _same(a: Any, b: Any) -> bool:
+    left, right = list(tensors_in(a)), list(tensors_in(b))
+    if left or right:
+        return len(left) == len(right) and all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
+    try:
+        return bool(a == b)
+    except (ValueError, RuntimeError):  # arrays that do not compare to one bool
+        return repr(a) == repr(b)
+
+
+TRIAL: Final = TrialEntry(TimeDataset, run)

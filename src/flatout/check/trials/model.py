@@ -1,0 +1,184 @@
+"""One call of a captured root module on a deep copy of it, against a variant of the call."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from flatout.check.observe.calls import Captured, module_paths, without_replication
+from flatout.check.trials.context import Refused, Scene, TrialEntry
+from flatout.check.trials.global_flags import SWITCHES, Context, anomaly, deterministic, without_autocast
+from flatout.check.trials.module_call import call_of, copied_module, module_and_inputs
+from flatout.check.trials.timing import timed_trial
+from flatout.core.records.trial import TimeModel, TrialResult
+from flatout.core.runtime.patches import replace_forward
+from flatout.core.tensors.nests import map_tensors, tensors_in
+
+
+def run(trial: TimeModel, scene: Scene) -> TrialResult:
+    """Seconds of the call as it was and of its variant; a copy of the module runs, never the user's own."""
+    root = scene.roots[trial.model]
+    if trial.variant == "eager":
+        return _without_compile(trial, scene)
+    module, captured = module_and_inputs(root)
+    module = without_replication(module)
+    if module in scene.compiled:
+        raise Refused("the module is under torch.compile, and trying it otherwise would compile it anew")
+    if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in module.modules()):
+        raise Refused("a part of the module synchronises its gradients with other processes")
+    model = copied_module(module)
+    now = _in_a_row(
+        call_of(model, captured, captured.args, captured.kwargs, backward=trial.backward), trial.num_live_outputs
+    )
+    contexts, cured, per = _variant(trial, model, captured, scene)
+    runs = {"now": _in(contexts["now"], now), "cured": _in(contexts["cured"], cured)}
+    if trial.variant == "threads" and (slow_s := _once_s(runs["cured"])) > _HOPELESS * _once_s(runs["now"]):
+        raise Refused(f"a call with {trial.factor} threads took {slow_s:.1f} s: the cores are busy with something else")
+    result = timed_trial(trial, runs["now"], runs["cured"], scene, min_s=_MIN_S, max_s=_MAX_S)
+    return msgspec.structs.replace(result, cured_s=(result.cured_s or 0.0) / per)
+
+
+def _without_compile(trial: TimeModel, scene: Scene) -> TrialResult:
+    """A copy of the module by the code that the script has compiled already (`now`), and without it (`cured`)."""
+    module, captured = module_and_inputs(scene.roots[trial.model])
+    if module not in scene.compiled:
+        raise Refused("the module is not under torch.compile")
+    model = copied_module(getattr(module, "_orig_mod", module))
+    compiled: nn.Module = torch.compile(model, **scene.compiled[module])  # type: ignore[assignment]
+    # One compilation too many would take seconds, and counts towards the limit of the user's own code.
+    with torch.compiler.set_stance("fail_on_recompile"):
+        now = call_of(compiled, captured, captured.args, captured.kwargs, backward=trial.backward)
+        eager = call_of(model, captured, captured.args, captured.kwargs, backward=trial.backward)
+        return timed_trial(trial, now, eager, scene, min_s=_MIN_S, max_s=_MAX_S)
+
+
+_MIN_S: Final = 0.8
+_MAX_S: Final = 5.0
+_HOPELESS: Final = 4.0
+"""Threads that wait for busy cores can be a thousand times slower; there is no need to repeat that."""
+
+
+def _once_s(call: Callable[[], object]) -> float:
+    began = perf_counter()
+    call()
+    return perf_counter() - began
+
+
+def _variant(
+    trial: TimeModel, model: nn.Module, captured: Captured, scene: Scene
+) -> tuple[dict[str, Context], Callable[[], object], float]:
+    """The contexts of both calls, the cured call, and how many calls of now it stands for."""
+    plain: Context = contextlib.nullcontext
+    contexts: dict[str, Context] = {"now": plain, "cured": plain}
+    args, kwargs = captured.args, captured.kwargs
+    per = 1.0
+    backward = trial.backward
+    if trial.variant == "without-graph":
+        contexts["cured"] = torch.no_grad
+        backward = False
+    elif trial.variant == "without-anomaly":
+        contexts = {"now": lambda: anomaly(True), "cured": lambda: anomaly(False)}
+    elif trial.variant == "deterministic-off":
+        contexts = {"now": lambda: deterministic(True), "cured": lambda: deterministic(False)}
+    elif trial.variant == "cropped":
+        args, kwargs = (map_tensors(v, lambda t: _crop(t, trial)) for v in (args, kwargs))
+    elif trial.variant == "batched":
+        size = next((t.shape[0] for t in tensors_in((args, kwargs)) if t.dim() > 0), 0)
+        args, kwargs = (map_tensors(v, lambda t: _repeat(t, size, trial.factor)) for v in (args, kwargs))
+        per = float(trial.factor)
+    elif trial.variant == "unpacked":
+        model = copy.deepcopy(model)
+        _unpack(model)
+    elif trial.variant == "frozen":
+        model = copy.deepcopy(model)
+        _freeze(model, scene.roots[trial.model].name, set(trial.modules or scene.unused_modules))
+    elif trial.variant == "float32":
+        model = copy.deepcopy(model).float()
+        args, kwargs = (map_tensors(v, lambda t: t.float() if t.is_floating_point() else t) for v in (args, kwargs))
+        contexts["cured"] = without_autocast
+    elif trial.variant == "channels-last":
+        model = copy.deepcopy(model)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        args, kwargs = (map_tensors(v, _channels_last) for v in (args, kwargs))
+    elif trial.variant in SWITCHES:
+        contexts["cured"] = SWITCHES[trial.variant](trial.factor)
+    with contexts["cured"]():
+        cured = _in_a_row(call_of(model, captured, args, kwargs, backward=backward), trial.num_live_outputs)
+    return contexts, cured, per
+
+
+def _in_a_row(call: Callable[[], object], num: int) -> Callable[[], object]:
+    return call if num == 1 else lambda: [call() for _ in range(num)]
+
+
+def _in(context: Context, call: Callable[[], object]) -> Callable[[], object]:
+    def inside() -> object:
+        with context():
+            return call()
+
+    return inside
+
+
+def _crop(tensor: Tensor, trial: TimeModel) -> Tensor:
+    if tensor.dim() >= 2 and tensor.shape[1] == trial.length:
+        return tensor[:, : trial.cropped_length].contiguous()
+    if tensor.dim() == 1 and not tensor.is_floating_point():
+        return tensor.clamp(max=trial.cropped_length)
+    return tensor
+
+
+def _repeat(tensor: Tensor, size: int, factor: int) -> Tensor:
+    if tensor.dim() == 0 or tensor.shape[0] != size:
+        return tensor
+    return torch.cat([tensor] * factor)
+
+
+def _unpack(module: nn.Module) -> None:
+    """Let every recurrent layer inside run on the padded batch when it gets a packed one."""
+    layers = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+    if not layers or any(m.bidirectional or m.proj_size for m in layers):
+        raise Refused("no recurrent layer that runs in one direction; backwards, padding would come first")
+    for layer in layers:
+        replace_forward(layer, _on_padded(layer))  # of a copy, which goes with the trial
+
+
+def _on_padded(layer: nn.RNNBase) -> Callable[..., Any]:
+    original = layer.forward
+
+    def forward(x: Any, state: Any = None) -> Any:
+        if not isinstance(x, PackedSequence):
+            return original(x, state)
+        padded, lengths = pad_packed_sequence(x, batch_first=layer.batch_first)
+        out, last = original(padded, state)
+        rows = torch.arange(len(lengths), device=out.device)
+        ends = lengths.to(out.device) - 1
+        final = out[rows, ends] if layer.batch_first else out[ends, rows]
+        if isinstance(last, tuple):  # the cell state is there for its shape alone: the trial only times
+            last = (torch.cat([last[0][:-1], final[None]]), last[1])
+        else:
+            last = torch.cat([last[:-1], final[None]])
+        return pack_padded_sequence(out, lengths, batch_first=layer.batch_first, enforce_sorted=False), last
+
+    return forward
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def _freeze(module: nn.Module, top: str, paths: set[str]) -> None:
+    for path, inner in module_paths(module, top):
+        if path in paths:
+            for parameter in inner.parameters(recurse=False):
+                parameter.requires_grad_(False)
+
+
+TRIAL: Final = TrialEntry(TimeModel, run)

@@ -1,8 +1,0 @@
-"""`python -m flatout.cli`: what the `flatout` command runs, for launchers that want a module."""
-
-from __future__ import annotations
-
-from flatout.cli import main
-
-if __name__ == "__main__":
-    main()

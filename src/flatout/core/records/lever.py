@@ -1,0 +1,140 @@
+"""What a lever is, what it would do to a run, and how it stands in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from flatout.core.errors import PlanError
+from flatout.core.records.evidence import Evidence
+from flatout.core.records.finding import Finding
+from flatout.core.records.record import Record
+from flatout.core.records.verdict import Guarantee
+from flatout.core.records.workload import Source
+
+Parameter = bool | int | float | str | tuple[str, ...]
+Parameters = dict[str, Parameter]
+
+
+class Candidate(Record, frozen=True, kw_only=True):
+    """A lever with parameters that could be applied: `saved_s` is (low, high), the seconds it would save per step; `where` is
+    the source line that it changes. `core.parts.lever` fills in `lever`, the id.
+    """
+
+    lever: str = ""
+    parameters: Parameters = {}
+    saved_s: tuple[float, float]
+    saved_bytes: int = 0
+    where: Source | None = None
+    because: str
+
+
+class Refusal(Record, frozen=True, kw_only=True):
+    """The reason why a lever does not apply to a script."""
+
+    lever: str = ""
+    because: str
+
+
+class PlannedLever(Record, frozen=True, kw_only=True):
+    """A lever of a plan, with its parameters, its guarantee, and the predicted and the measured speed-up.
+
+    Both are ratios of the step with the levers before it to the step with this one too: `predicted` is (low, high), `measured` is
+    (median, low, high); None where it was not predicted or measured.
+    """
+
+    id: str
+    guarantee: Guarantee
+    parameters: Parameters = {}
+    predicted: tuple[float, float] | None = None
+    measured: tuple[float, float, float] | None = None
+    because: str = ""
+
+
+Undo = Callable[[], None]
+
+
+class Hooks(Protocol):
+    """Points of a script's run at which a lever can register a change: see `flatout.tune.script_hooks`.
+
+    `Any` stands for an `nn.Module`: this file imports no torch.
+    """
+
+    def at_start(self, change: Callable[[], Undo]) -> None:
+        """Call `change` before the script's first line; it returns how to undo what it did."""
+
+    def at_construction(self, kind: type, change: Callable[[type, dict[str, Any]], None]) -> None:
+        """Call `change` before each constructor of `kind`, with the class and its arguments by name, which it may change."""
+
+    def at_first_call(self, change: Callable[[Any], Undo | None]) -> None:
+        """Call `change` with each root module that has parameters before its first call; it may return how to undo."""
+
+    def around_calls(self, context: Callable[[Any], AbstractContextManager[object] | None]) -> None:
+        """Enter this context around every call of a root module that has parameters."""
+
+    def on_inputs(self, change: Callable[[Any, Any], Any]) -> None:
+        """Pass (args, kwargs) of every call of a root module that has parameters through `change`."""
+
+    def on_outputs(self, change: Callable[[Any, Any], Any]) -> None:
+        """Pass what every call of a root module that has parameters returns through `change`."""
+
+    def replace(self, owner: object, name: str, value: object) -> None:
+        """Replace an attribute of torch or of the script until everything is undone."""
+
+    def at_source(self, file: str, change: Callable[[str], str]) -> None:
+        """Change the text of a file before it is compiled; `file` is relative to the script's folder."""
+
+    def note(self, what: str) -> None:
+        """Record that a change has really been made, by the lever's id."""
+
+
+class Lever(Record, frozen=True, kw_only=True):
+    """One explicit change to a run, made from outside, that can be undone.
+
+    `propose` reads Evidence and the findings that name the lever as their cure, and yields candidates, the most promising first,
+    or why it does not apply. `apply` registers its changes with the hooks of a script that is about to run; the hooks undo them.
+    `environment` returns variables that must be set before the process starts. `conflicts` are ids of levers that cannot be in
+    the same plan.
+
+    `edit` is the change that a person would make: it takes the text of a file (the one that the parameter `file` names, else the
+    script) and returns the changed text, or raises EditError where that is not certain. Without `apply` the lever is this edit,
+    made in memory. A lever that `is_local` is applied at one place of the source, named by the parameters `file`, `function` and
+    `code`, and may be in a plan once for each place. `effort` is how many times longer a trial takes than that of other levers.
+    `dtype` returns the coarsest precision to which the lever rounds numbers: BOUNDED is then measured against it.
+    """
+
+    id: str
+    title: str
+    guarantee: Guarantee
+    module: str
+    propose: Callable[[Evidence, Sequence[Finding]], Iterator[Candidate | Refusal]]
+    apply: Callable[[Hooks, Parameters], None] | None = None
+    environment: Callable[[Parameters], Mapping[str, str]] | None = None
+    conflicts: tuple[str, ...] = ()
+    edit: Callable[[str, Parameters], str] | None = None
+    is_local: bool = False
+    effort: float = 1.0
+    dtype: Callable[[Parameters], str] | None = None
+
+
+def integer(parameters: Parameters, name: str) -> int:
+    """A lever's parameter that must be a whole number.
+
+    Raises PlanError when it is missing or something else: a person may have written it.
+    """
+    value = parameters.get(name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PlanError(f"parameter '{name}' is {value!r} and must be a whole number; see what `flatout tune` writes")
+    return value
+
+
+def string(parameters: Parameters, name: str) -> str:
+    """A lever's parameter that must be a text.
+
+    Raises PlanError when it is missing or something else: a person may have written it.
+    """
+    value = parameters.get(name)
+    if not isinstance(value, str):
+        raise PlanError(f"parameter '{name}' is {value!r} and must be a text; see what `flatout tune` writes")
+    return value

@@ -1,0 +1,147 @@
+"""A plan: levers in order, the measured effect of each, and what it was measured on; TOML that a person reads and writes.
+
+And what came of tuning: the plan, what each of its levers was proved to do, the proof of them all, and what was left out.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Final, Literal
+
+import msgspec
+
+from flatout.core.errors import PlanError
+from flatout.core.records.lever import PlannedLever
+from flatout.core.records.record import Record
+from flatout.core.records.verdict import Verdict
+
+VERSION: Final = 1
+AttemptKind = Literal["add", "swap", "drop", "final"]
+
+_HEAD: Final = """\
+# A plan of flatout: what makes the script below faster, lever by lever, in the order in which they are pulled.
+# Run it:    flatout run --plan THIS_FILE SCRIPT      Prove it again:    flatout verify THIS_FILE SCRIPT
+# A lever can be taken out by deleting its table.
+"""
+
+
+class Circumstances(Record, frozen=True, kw_only=True):
+    """Hardware, versions and sizes of models that a plan was proved on; empty and 0 are not compared.
+
+    `models` are the numbers of parameters of the root modules that were called.
+    """
+
+    device: str = ""
+    num_cores: int = 0
+    torch: str = ""
+    python: str = ""
+    num_parameters: int = 0
+    models: tuple[int, ...] = ()
+    world_size: int = 1
+
+
+class Plan(Record, frozen=True, kw_only=True):
+    """Levers for a script; `measured` is the speed-up of all together over the untouched script: (median, low, high)."""
+
+    version: int = VERSION
+    script: str = ""
+    arguments: tuple[str, ...] = ()
+    measured: tuple[float, float, float] | None = None
+    guarantee: str = "exact"
+    because: str = ""
+    proved_on: Circumstances = Circumstances()
+    lever: tuple[PlannedLever, ...] = ()
+
+
+class Attempt(Record, frozen=True, kw_only=True):
+    """One comparison: the levers before and after, what for, and the Verdict."""
+
+    kind: AttemptKind
+    before: tuple[PlannedLever, ...]
+    after: tuple[PlannedLever, ...]
+    lever: str
+    verdict: Verdict
+
+
+class LeftOut(Record, frozen=True, kw_only=True):
+    """A lever that is not in the plan, and why; `is_for_script`: it was proposed for it, and not refused by itself."""
+
+    lever: str
+    because: str
+    is_for_script: bool = True
+
+
+class PlanStep(Record, frozen=True, kw_only=True):
+    """A lever of the plan with the Verdict that let it in, on top of the levers of that moment; None if that is not known."""
+
+    planned: PlannedLever
+    verdict: Verdict | None = None
+
+
+class Tuned(Record, frozen=True, kw_only=True):
+    """The plan (maybe empty) with a step for each of its levers, and its proof against the untouched script."""
+
+    plan: Plan
+    steps: tuple[PlanStep, ...] = ()
+    proof: Verdict | None = None
+    left_out: tuple[LeftOut, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    """Everything that was compared, in order."""
+    is_complete: bool = True
+    """Whether everything was tried before the time was up."""
+
+
+def to_toml(plan: Plan) -> bytes:
+    """The plan as TOML, below a comment on how to use it."""
+    body = msgspec.to_builtins(plan)
+    for part in (body, *body["lever"]):
+        for name in ("measured", "predicted"):
+            if part.get(name, ()) is None:
+                del part[name]
+    return _HEAD.encode() + b"\n" + msgspec.toml.encode(body)
+
+
+def from_toml(data: bytes, *, name: str = "the plan") -> Plan:
+    """The plan that TOML holds; `name` is what error messages call it.
+
+    Raises PlanError when the text is cut off, no TOML, or no plan.
+    """
+    try:
+        plan = msgspec.convert(tomllib.loads(data.decode("utf-8")), Plan, strict=True)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise PlanError(f"{name} is no TOML: {e}; was the file cut off? Write it again with `flatout tune`") from e
+    except msgspec.ValidationError as e:
+        raise PlanError(f"{name} is no plan: {e}; docs/how-to/verify-a-change.md shows one") from e
+    if plan.version > VERSION:
+        raise PlanError(f"{name} has version {plan.version}, this flatout reads up to {VERSION}; install a newer one")
+    return plan
+
+
+def mismatches(plan: Plan, here: Circumstances) -> tuple[str, ...]:
+    """Differences that matter between here and where the plan was proved, as messages."""
+    there = plan.proved_on
+    compared: tuple[tuple[str, str | int, str | int], ...] = (
+        ("device", there.device, here.device),
+        ("cores", there.num_cores, here.num_cores),
+        ("torch", _minor(there.torch), _minor(here.torch)),
+        ("parameters of the models", there.num_parameters, here.num_parameters),
+        ("ranks", there.world_size, here.world_size),
+    )
+    return tuple(f"{label}: {one} there, {two} here" for label, one, two in compared if one and two and one != two)
+
+
+def other_model(plan: Plan, num_parameters: int) -> str:
+    """A message on how a model of this size differs from those that the plan was proved on; '' where it is one of them."""
+    known = plan.proved_on.models
+    if not known or num_parameters in known:
+        return ""
+    return f"parameters of the model: {' or '.join(f'{n:,}' for n in known)} there, {num_parameters:,} here"
+
+
+def _minor(version: str) -> str:
+    """'2.13' of '2.13.0+cpu': patch releases change no kernels on purpose.
+
+    >>> _minor("2.13.0+cpu")
+    '2.13'
+    """
+    return ".".join(version.split("+", maxsplit=1)[0].split(".")[:2])

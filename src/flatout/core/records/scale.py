@@ -1,0 +1,334 @@
+"""What a run on many devices is made of: a model's sizes, the devices and what joins them, a layout, how the software works."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from flatout.core.errors import PlanError
+from flatout.core.records.record import Record
+
+Recompute = Literal["none", "selective", "full"]
+ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+"""Schedules of torch.distributed.pipelining; zero-bubble is its interleaved one."""
+Offload = Literal["none", "state", "weights"]
+Compression = Literal["none", "bfloat16", "powersgd", "sign"]
+LOOPED = frozenset({"interleaved", "looped-bfs", "zero-bubble"})
+"""Schedules whose stages hold `chunks` parts of the model, rank 0 the first of each round."""
+SPLIT = frozenset({"zero-bubble", "zbv", "dualpipev"})
+"""Schedules whose backward is in two halves: gradients of inputs, then of weights. torch 2.11 to 2.13 loses gradients of the last
+stage in them where weights are sharded and gathered again for the backward (shard 3)."""
+FOLDED = frozenset({"zbv", "dualpipev"})
+"""Schedules whose stages hold two parts, the second in reverse order: rank 0 has the first and the last."""
+
+
+class ModelShape(Record, frozen=True, kw_only=True):
+    """A decoder-only transformer by its sizes. `ffn` None means 4 x hidden; `kv_heads` None as many as heads.
+
+    `is_gated`: the feed-forward has three matrices (SwiGLU). `num_experts` feed-forwards a layer, of which a token takes
+    `experts_per_token`. `is_tied`: the output layer is the embedding.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    vocab: int
+    seq: int
+    kv_heads: int | None = None
+    ffn: int | None = None
+    is_gated: bool = False
+    num_experts: int = 1
+    experts_per_token: int = 1
+    is_tied: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "vocab", "seq", "num_experts", "experts_per_token"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}; give a positive number")
+        if self.hidden % self.heads:
+            raise PlanError(f"hidden {self.hidden} is no multiple of heads {self.heads}")
+        if self.heads % self.key_heads:
+            raise PlanError(f"heads {self.heads} are no multiple of kv_heads {self.kv_heads}")
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def inner(self) -> int:
+        """Width between the two products of the feed-forward."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def head_width(self) -> int:
+        """Length of one head's vectors."""
+        return self.hidden // self.heads
+
+
+class Tier(Record, frozen=True, kw_only=True):
+    """What joins groups of devices: all within `reach` devices are joined by it. `bytes_per_s` out of one device, one direction;
+    `latency_s` of one message."""
+
+    name: str
+    reach: int
+    bytes_per_s: float
+    latency_s: float
+
+
+class Host(Record, frozen=True, kw_only=True):
+    """What a device has of the machine around it: `bytes_per_s` to and from the host's memory, one direction; of its disk,
+    reading or writing; the host's memory for each device, None where it is unknown."""
+
+    bytes_per_s: float
+    disk_bytes_per_s: float
+    memory_bytes: float | None = None
+
+
+class Cluster(Record, frozen=True, kw_only=True):
+    """So many devices of one kind (`device` is the id of its data sheet) and the tiers that join them, the nearest first.
+
+    `host` None: nothing can be offloaded.
+    """
+
+    device: str
+    num_devices: int
+    tiers: tuple[Tier, ...]
+    host: Host | None = None
+
+
+class Layout(Record, frozen=True, kw_only=True):
+    """How the work lies on the devices: `tensor` x `context` x `data` x `pipeline` of them.
+
+    Ranks of a tensor group are neighbours, then those of context, then those of data, then stages. `micro_batch` samples a
+    micro-batch, of which each data rank has `global_batch / (data * micro_batch)` in a step. `shard` is what data (and context)
+    ranks divide among themselves: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too (ZeRO's stages; FSDP is
+    3); groups of `shard_ranks` of the data ranks do so and hold copies of one another (HSDP; 0 is all of them).
+    `is_sequence_parallel`: tensor ranks divide what lies between their products by tokens. `context` ranks divide each sample by
+    tokens. `expert` of the data ranks divide the experts. `offload` keeps the optimizer's state, or weights too, in the host's
+    memory or on its disk (`offload_to`). `compression` of gradients between data ranks.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: int = 1
+    micro_batch: int = 1
+    global_batch: int = 1
+    schedule: ScheduleKind = "1f1b"
+    chunks: int = 1
+    recompute: Recompute = "none"
+    shard: int = 0
+    shard_ranks: int = 0
+    is_sequence_parallel: bool = False
+    offload: Offload = "none"
+    offload_to: Literal["host", "disk"] = "host"
+    compression: Compression = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "context", "pipeline", "data", "expert", "micro_batch", "global_batch", "chunks"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}; give a positive number")
+        if self.shard not in (0, 1, 2, 3):
+            raise PlanError(f"shard is {self.shard}; give 0, 1, 2 or 3")
+        if self.shard_ranks < 0 or (self.shard_ranks and self.data % self.shard_ranks):
+            raise PlanError(
+                f"shard_ranks {self.shard_ranks} does not divide data {self.data}; give a divisor, or 0 for all"
+            )
+        if self.data % self.expert:
+            raise PlanError(f"expert {self.expert} does not divide data {self.data}: experts lie on data ranks")
+        if self.global_batch % (self.data * self.micro_batch):
+            raise PlanError(
+                f"a global batch of {self.global_batch} is no multiple of {self.data} ranks x {self.micro_batch} samples"
+            )
+        if self.chunks > 1 and self.schedule not in LOOPED:
+            raise PlanError(
+                f"{self.chunks} chunks a stage need a schedule of {', '.join(sorted(LOOPED))}, not '{self.schedule}'"
+            )
+        if self.compression != "none" and (self.shard or self.data == 1):
+            raise PlanError(
+                f"compression '{self.compression}' is of gradients that data ranks reduce whole: it needs shard 0 and data > 1, "
+                f"not shard {self.shard} and data {self.data}"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the layout takes."""
+        return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that each data rank runs in a step."""
+        return self.global_batch // (self.data * self.micro_batch)
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that divide among themselves what `shard` names."""
+        return self.context * (self.shard_ranks or self.data)
+
+    @property
+    def parts_per_stage(self) -> int:
+        """Parts of the model that one pipeline rank holds."""
+        return 2 if self.schedule in FOLDED and self.pipeline > 1 else self.chunks
+
+
+class MeasuredStep(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step of a model in a layout that was measured: seconds, and the bytes that each rank's allocator gave out at most.
+
+    Without seconds, why it could not be run.
+    """
+
+    model: ModelShape
+    layout: Layout
+    seconds: float | None = None
+    peak_bytes: tuple[int, ...] | None = None
+    why: str = ""
+
+
+class Software(Record, frozen=True, kw_only=True):
+    """How the program works, by which its operators and bytes are counted.
+
+    `dtype` of products; `attention` 'fused' never writes scores, 'written' does, 'megatron' does with a fused softmax that takes
+    groups of four (samples x heads) and falls back to single operators else. Operators are those of one layer as the host starts
+    them. `optimizer_bytes` are read and written for each parameter at an update, `gradient_bytes` reduced.
+    `pads_vocabulary`: to a multiple of 128 a tensor rank, when it is divided. `has_overlap`: gradients are reduced while the
+    backward goes on. `state_bytes` are kept for each parameter by the optimizer, with a float32 copy of the weights if there is
+    one. Context ranks gather all keys and values before attention ('gathered'), or pass them round while it goes on ('ring');
+    their pieces of a sample are 'contiguous', so that under a causal mask the last rank has the most to do, or 'balanced'.
+    Tensor ranks divide a layer by what its code says, or by tensors that know how they are divided (`divided_by`). A layer's
+    sharded weights lie in one 'buffer', or each 'weight' is handled by itself. `recompute_operators` is what computing a region
+    again takes of the host besides its operators, and `end_operators` what embedding, head and loss take in each direction.
+    Dropout (`has_dropout`) keeps masks; a gate that is no one kernel (`fuses_gate`) keeps what its function gives; a loss has
+    `loss_bytes` for each logit at once, besides the logit.
+    """
+
+    dtype: str = "bfloat16"
+    attention: Literal["fused", "written", "megatron"] = "fused"
+    forward_operators: int = 20
+    backward_operators: int = 30
+    unfused_softmax_operators: int = 6
+    recompute_operators: int = 4
+    end_operators: int = 0
+    gradient_bytes: int = 2
+    optimizer_bytes: int = 30
+    state_bytes: int = 12
+    pads_vocabulary: bool = True
+    has_overlap: bool = True
+    context_exchange: Literal["gathered", "ring"] = "gathered"
+    context_pieces: Literal["contiguous", "balanced"] = "contiguous"
+    divided_by: Literal["code", "tensors"] = "code"
+    shards_by: Literal["buffer", "weight"] = "buffer"
+    has_dropout: bool = True
+    fuses_gate: bool = True
+    loss_bytes: int = 8
+
+
+class Constants(Record, frozen=True, kw_only=True):
+    """What a machine and its software reach, each with a meaning; the defaults are of an A100's size, and `calibrated` fits them.
+
+    `product_share`        of the data sheet's rate, by large products whose tiles fill the device
+    `misaligned_share`     of that, by products whose rows do not begin at multiples of 16 bytes
+    `fill_depth`           depth that a tile's product takes to fill its pipeline, in numbers
+    `memory_share`         of the data sheet's bandwidth, by operators that only read and write
+    `kernel_s`             from the end of one kernel to the start of the next, on a device that is kept busy
+    `operator_s`           of the host, to start one operator
+    `divided_operator_s`   the same on tensors that know how they are divided: DTensor works it out in Python each time
+    `collective_s`         of the host, to start one collective
+    `link_share`           of a link's bandwidth, by large collectives
+    `step_s`               of a step that belongs to nothing else: the loop, the schedule, the loader
+    `contention_share`     of the time in which arithmetic and collectives run side by side, lost by the arithmetic: 18.9 % in
+                           the mean of GPT and LLaMA models on four A100, H100, MI210 or MI250, 40 % at most (Characterizing
+                           Compute-Communication Overlap, arXiv 2507.03114, 2025)
+    `routing_imbalance`    tokens of the fullest expert rank over their mean: what Switch Transformer's capacity factor allows
+                           (Fedus et al., 2022, section 2.2); what is more it drops
+    `host_share`           of the data sheet's bandwidth to the host, by copies of pinned memory: PCIe's packets of 128 or 256
+                           bytes carry 24 to 28 bytes of heads (PCI Express base specification, transaction and link layers)
+    `straggler_share`      deviation of a rank's own seconds, over their mean. 0: the other constants come from steps of whole
+                           nodes, which have their waiting inside. GPUs of one kind differ by 8 % in the mean of five clusters
+                           (Sinha et al., Not all GPUs are created equal, SC 2022)
+    """
+
+    product_share: float = 0.8
+    misaligned_share: float = 0.3
+    fill_depth: float = 64.0
+    memory_share: float = 0.85
+    kernel_s: float = 4e-6
+    operator_s: float = 2e-5
+    divided_operator_s: float = 2e-4
+    collective_s: float = 5e-5
+    link_share: float = 0.7
+    step_s: float = 2e-3
+    contention_share: float = 0.19
+    routing_imbalance: float = 1.25
+    host_share: float = 0.85
+    straggler_share: float = 0.0
+
+
+class StepTime(Record, frozen=True, kw_only=True):
+    """Seconds of one step, and where they go: `total_s` is the sum of the others.
+
+    `host_s` the device waits for the host's operators; a layer waits for the collectives `tensor_s`, `context_s` and `expert_s`;
+    `data_s` is what data ranks send beyond what arithmetic hides, and what arithmetic loses beside it; `offload_s` what copies
+    to and from the host or disk take beyond what is hidden; `straggler_s` waits for the slowest rank.
+    """
+
+    total_s: float
+    compute_s: float
+    host_s: float
+    tensor_s: float
+    bubble_s: float
+    data_s: float
+    optimizer_s: float
+    step_s: float
+    context_s: float = 0.0
+    expert_s: float = 0.0
+    offload_s: float = 0.0
+    straggler_s: float = 0.0
+
+
+class StageMemory(Record, frozen=True, kw_only=True):
+    """Bytes on one device of a stage at its peak.
+
+    `slack_bytes` is what allocators, the driver and libraries take besides, `feedback_bytes` what compressed gradients left out
+    and bring in later. `host_bytes` lie in the host's memory or on its disk, and are none of the device's.
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    activation_bytes: int
+    logits_bytes: int
+    buffer_bytes: int
+    slack_bytes: int
+    feedback_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is on the device."""
+        return sum(int(getattr(self, name)) for name in self.__struct_fields__) - self.host_bytes
+
+
+class Ranked(Record, frozen=True, kw_only=True):
+    """A layout, how long its step takes, and its fullest stage."""
+
+    layout: Layout
+    step: StepTime
+    memory: StageMemory
+    low_s: float
+    high_s: float
+    mfu: float
+
+
+class StepFootprint(Record, frozen=True, kw_only=True):
+    """Bytes of a step that ran on tensors without data.
+
+    `weight_bytes` of parameters and `gradient_bytes` of those that are trained; `built_bytes` of all that was there before the
+    first step, `persistent_bytes` of all that stays between steps (the difference is the optimizer's state), and `peak_bytes`.
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    built_bytes: int
+    persistent_bytes: int
+    peak_bytes: int

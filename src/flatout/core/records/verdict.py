@@ -1,0 +1,134 @@
+"""What a proof found: equal or not, faster or not, smaller or not, and on what."""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal
+
+from flatout.core.records.record import Record
+
+Guarantee = Literal["exact", "bounded", "quality"]
+"""What a change promises: the same bits; rounding errors no worse than a stated factor of those before it; or only that the
+user's own metric holds."""
+
+FEWEST_PAIRS = 6
+"""The whole range of so many pairs encloses the median ratio with 97 %; of fewer with less than 95 %."""
+
+What = Literal["loss", "gradient", "parameter", "output", "step"]
+Outcome = Literal["proved", "different", "slower", "unknown"]
+
+EXIT_CODES: dict[Outcome, int] = {"proved": 0, "different": 1, "slower": 1, "unknown": 2}
+
+
+PRECISIONS: Final = ("float64", "float32", "tf32", "float16", "bfloat16")
+"""From fine to coarse."""
+
+
+class Difference(Record, frozen=True, kw_only=True):
+    """The first thing that differed: in which step (counted from 1), which tensor, by how much, and what was allowed.
+
+    `error` and `allowed` are relative to the reference's norm; None where something is missing or of another shape.
+    """
+
+    step: int
+    what: What
+    tensor: str
+    error: float | None = None
+    allowed: float | None = None
+    because: str = ""
+
+
+class Equality(Record, frozen=True, kw_only=True):
+    """Whether two runs of `num_steps` steps computed the same under a guarantee; None: it could not be told, see `because`.
+
+    `reference` says what errors were measured against: 'before' bit for bit, or the same steps in float64. `worst` is the largest
+    error over what was allowed for it (1 is the limit); `before_error` and `after_error` are the errors of all gradients together
+    (of the outputs, in inference) in the last step that was compared.
+    """
+
+    guarantee: Guarantee
+    holds: bool | None
+    num_steps: int = 0
+    num_tensors: int = 0
+    reference: Literal["before", "float64", "none"] = "none"
+    at: str = ""
+    """The precision whose rounding was allowed; '' is the script's own."""
+    factor: float = 0.0
+    """A bounded change may have so many times the error that the steps before it had."""
+    worst: float = 0.0
+    before_error: float | None = None
+    after_error: float | None = None
+    first: Difference | None = None
+    because: str = ""
+
+
+class Speed(Record, frozen=True, kw_only=True):
+    """How much faster: the median ratio of paired stretches of steps, `low`..`high` its 95 % interval.
+
+    `before_s` and `after_s` are the median seconds of a step. `num_pairs` stretches of the same steps were run in turn.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    num_pairs: int
+    before_s: float
+    after_s: float
+    num_first: int = 0
+    """So many steps were taken first, compiling and the like included; 0 where their time is not known."""
+    first_before_s: float = 0.0
+    first_after_s: float = 0.0
+    """Seconds from the script's first line to the end of these steps."""
+
+    @property
+    def break_even_steps(self) -> int | None:
+        """Steps after which the later side has made up for a longer start; 0 if it starts no later, None if it never does."""
+        later_s, saved_s = self.first_after_s - self.first_before_s, self.before_s - self.after_s
+        if later_s <= 0:
+            return 0
+        return self.num_first + math.ceil(later_s / saved_s) if saved_s > 0 else None
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the interval excludes 1 from below, and is one of 95 %."""
+        return self.low > 1 and self.num_pairs >= FEWEST_PAIRS
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the interval excludes 1 from above, and is one of 95 %."""
+        return self.high < 1 and self.num_pairs >= FEWEST_PAIRS
+
+
+class Footprint(Record, frozen=True, kw_only=True):
+    """Peak bytes of the two processes in the steps that raced: resident on a CPU, allocated on a device.
+
+    The medians over the pairs of processes that raced; `fraction` is the range of what the later side had of the earlier's.
+    """
+
+    device: str
+    before_bytes: int
+    after_bytes: int
+    fraction: tuple[float, float] = (1.0, 1.0)
+
+
+class Verdict(Record, frozen=True, kw_only=True):
+    """What was proved about `after`, compared with `before`, and where."""
+
+    before: str
+    after: str
+    equality: Equality
+    speed: Speed | None
+    footprints: tuple[Footprint, ...] = ()
+    outcome: Outcome
+    because: str
+    device: str
+    torch: str
+    python: str
+    seeds: tuple[int, ...] = ()
+    seconds: float = 0.0
+    """What the proof took."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 proved, 1 slower or different, 2 could not tell."""
+        return EXIT_CODES[self.outcome]

@@ -1,0 +1,131 @@
+"""Finds the constants RULE, LEVER, REDUCTION and KERNEL in their packages, and entry points of other distributions.
+
+Importing this does no search; asking does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from itertools import accumulate
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from flatout.core.errors import PlanError, UsageError, explained
+
+if TYPE_CHECKING:
+    from flatout.core.records.finding import Rule
+    from flatout.core.records.kernel import Kernel
+    from flatout.core.records.lever import Lever
+    from flatout.core.records.reduction import Reduction
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """Every rule, sorted by id: the constants RULE in `flatout.check.rules`, then the entry points of group 'flatout.rules'.
+
+    Raises:
+        UsageError: Two rules share an id.
+    """
+    return _sorted(_parts("rule", "flatout.check.rules"))
+
+
+@cache
+def levers() -> tuple[Lever, ...]:
+    """Every lever, sorted by id: the constants LEVER in `flatout.tune.levers`, then the entry points of group 'flatout.levers'.
+
+    Raises:
+        UsageError: Two levers share an id.
+    """
+    return _sorted(_parts("lever", "flatout.tune.levers"))
+
+
+def lever_of(id: str) -> Lever:
+    """The lever of this id.
+
+    Raises:
+        PlanError: There is none.
+    """
+    known = {lever.id: lever for lever in levers()}
+    if id not in known:
+        raise PlanError(f"there is no lever '{id}'; `flatout levers` lists those there are")
+    return known[id]
+
+
+@cache
+def reductions() -> tuple[Reduction, ...]:
+    """Every reduction, sorted by id: the constants REDUCTION in `flatout.shrink.reductions`, then the entry points of group
+    'flatout.reductions'.
+
+    Raises:
+        UsageError: Two reductions share an id.
+    """
+    return _sorted(_parts("reduction", "flatout.shrink.reductions"))
+
+
+def reduction_of(id: str) -> Reduction:
+    """The reduction of this id.
+
+    Raises:
+        PlanError: There is none.
+    """
+    known = {reduction.id: reduction for reduction in reductions()}
+    if id not in known:
+        raise PlanError(f"there is no reduction '{id}'; `flatout shrink` knows {', '.join(known)}")
+    return known[id]
+
+
+@cache
+def kernels(op: str) -> tuple[Kernel, ...]:
+    """Every implementation of an operation, the preferred one first.
+
+    They are the constants KERNEL in the operation's own package of `flatout.blocks.kernels`, then the entry points of group
+    'flatout.kernels'.
+
+    Raises:
+        UsageError: Two kernels share an id, or nothing implements `op`.
+    """
+    package = f"flatout.blocks.kernels.{op}"
+    is_there = all(find_spec(name) for name in accumulate(package.split("."), "{}.{}".format))
+    ranked = [kernel for kernel in _parts("kernel", package if is_there else "") if kernel.op == op]
+    if not ranked:
+        known = sorted({kernel.op for kernel in _parts("kernel", "flatout.blocks.kernels")})
+        raise UsageError(f"no kernel implements '{op}'; there are {', '.join(known)}")
+    return tuple(sorted(ranked, key=lambda k: (k.order, k.id)))
+
+
+def _parts(kind: str, package: str) -> list[Any]:
+    """The parts of this kind in a package, if one is named, and those of other distributions."""
+    found: dict[str, Any] = {}
+    loaded = [point.load() for point in entry_points(group=f"flatout.{kind}s")]
+    for part in [*(constants(package, kind.upper()) if package else ()), *loaded]:
+        if part.id in found:
+            raise UsageError(
+                f"{kind} id '{part.id}' is taken by {found[part.id].module}; give {part.module} an id of its own"
+            )
+        found[part.id] = part
+    return list(found.values())
+
+
+def _sorted(parts: list[Any]) -> tuple[Any, ...]:
+    return tuple(sorted(parts, key=lambda part: part.id))
+
+
+def constants(package: str, name: str) -> list[Any]:
+    """The constants of this name in the modules of a package, by the names of the modules."""
+    modules = sorted(_modules_of(package), key=lambda module: module.__name__)
+    return [getattr(module, name) for module in modules if hasattr(module, name)]
+
+
+def _modules_of(package: str) -> Iterator[ModuleType]:
+    found = importlib.import_module(package)
+    for info in pkgutil.walk_packages(found.__path__, prefix=f"{package}."):
+        try:
+            module = importlib.import_module(info.name)
+        except ModuleNotFoundError as e:
+            raise explained(e) from e
+        yield module

@@ -1,0 +1,1 @@
+"""How scripts are run, watched and patched: each mechanism exists once, here."""

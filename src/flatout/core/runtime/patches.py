@@ -1,0 +1,124 @@
+"""Replacing attributes, modules' forwards and torch's attention for a time, and putting every one back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+Undo = Callable[[], None]
+
+_ABSENT: Final = object()
+
+
+class Patches:
+    """Attributes replaced, in order. `undo` restores each, also those that were inherited and not there themselves."""
+
+    _live: ClassVar[list[Patches]] = []
+    """Those with something replaced now, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self._done: list[tuple[object, str, object]] = []
+
+    def set(self, owner: object, name: str, value: object) -> None:
+        """Replace `owner.name` by `value` until `undo`."""
+        if not self._done:
+            self._live.append(self)
+        self._done.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Restore all, last first. Calling it again does nothing."""
+        if self._done:
+            self._live.remove(self)
+        while self._done:
+            owner, name, before = self._done.pop()
+            _restore(owner, name, before)
+
+    @contextmanager
+    def _suspended(self) -> Iterator[None]:
+        now = [(owner, name, before, vars(owner).get(name, _ABSENT)) for owner, name, before in self._done]
+        for owner, name, before, _ in reversed(now):
+            _restore(owner, name, before)
+        try:
+            yield
+        finally:
+            for owner, name, _, value in now:
+                _restore(owner, name, value)
+
+
+@contextmanager
+def all_suspended() -> Iterator[None]:
+    """Everything that any Patches replaced as it was before, for the time of the context."""
+    with ExitStack() as stack:
+        for patches in reversed(Patches._live):
+            stack.enter_context(patches._suspended())
+        yield
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+    """Replace `module.forward` on this instance alone, for as long as its owner wants.
+
+    Unlike Patches this is no observation: `all_suspended` leaves it in place.
+
+    Returns:
+        What restores the forward that was there, the instance's own or the class's. It does nothing when it is called again,
+        and where something else has replaced the forward since.
+    """
+    before = vars(module).get("forward", _ABSENT)
+    module.forward = forward
+
+    def undo() -> None:
+        if vars(module).get("forward") is forward:
+            _restore(module, "forward", before)
+
+    return undo
+
+
+def set_attributes(owner: object, **values: object) -> Undo:
+    """Set attributes until the function that is returned is called; unlike with Patches, the owner may compute them."""
+    before = {name: getattr(owner, name) for name in values}
+
+    def restore(values: dict[str, object]) -> None:
+        for name, value in values.items():
+            setattr(owner, name, value)
+
+    restore(values)
+    return lambda: restore(before)
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of one call of `torch.nn.functional.scaled_dot_product_attention`, with torch's names and defaults."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def run(self, attention: Callable[..., Tensor]) -> Tensor:
+        """Call `attention`, which takes torch's arguments, with these."""
+        query, key, value, *_ = self
+        return attention(query, key, value, **{name: getattr(self, name) for name in self._fields[3:]})
+
+
+def attention_function(replacement: Callable[[AttentionCall], Tensor]) -> Callable[..., Tensor]:
+    """A function with the signature of torch's scaled_dot_product_attention that hands each call to `replacement`."""
+
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        return replacement(AttentionCall(*args, **kwargs))
+
+    return scaled_dot_product_attention
+
+
+def _restore(owner: object, name: str, before: object) -> None:
+    if before is not _ABSENT:
+        setattr(owner, name, before)
+    elif name in vars(owner):
+        delattr(owner, name)

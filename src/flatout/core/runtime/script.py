@@ -1,0 +1,200 @@
+"""Running a user's script or module as python itself would, inside this process, until its end or a signal."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType, TracebackType
+from typing import Final, NamedTuple
+
+from flatout.core.errors import ScriptError
+
+_OURS = str(Path(__file__).parents[2])
+TERMINATED: Final = 128 + signal.SIGTERM
+"""The shell's exit code for a process that SIGTERM ended."""
+
+
+class Outcome(NamedTuple):
+    """How a script ended: 'finished', or the line of its exception; and the exit code python would give."""
+
+    exit: str
+    exit_code: int
+
+
+class Enough(SystemExit):
+    """Raised in the user's loop at the border of a step when the observation is complete and the user asked to stop then."""
+
+
+class Script(NamedTuple):
+    """Code ready to run as `__main__`. `root` is the folder whose files count as the user's."""
+
+    code: CodeType
+    module: ModuleType
+    argv: tuple[str, ...]
+    search_path: str
+    root: str
+    file: str
+
+    def with_code(self, code: CodeType | None) -> Script:
+        """The same script with other code, if there is any."""
+        return self if code is None else self._replace(code=code)
+
+
+def load_script(path: str, arguments: tuple[str, ...]) -> Script:
+    """A file to run like `python path arguments`.
+
+    Raises ScriptError when there is no such file or it does not compile.
+    """
+    file = Path(path)
+    if file.is_dir() and (file / "__main__.py").is_file():
+        return _main_module((file / "__main__.py"), (path, *arguments), search_path=str(file))
+    if not file.is_file():
+        raise ScriptError(f"'{path}' is not a file; give the script that you would give to python")
+    return _main_module(file, (path, *arguments), search_path=str(file.parent.resolve()))
+
+
+def load_module(name: str, arguments: tuple[str, ...]) -> Script:
+    """A module to run like `python -m name arguments`.
+
+    Raises ScriptError when it cannot be found.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as e:
+        raise ScriptError(f"module '{name}' cannot be found: {e}; run flatout where `python -m {name}` works") from e
+    if spec is None or spec.origin is None or spec.loader is None:
+        raise ScriptError(f"module '{name}' cannot be found; run flatout where `python -m {name}` works")
+    script = _main_module(Path(spec.origin), (spec.origin, *arguments), search_path=os.getcwd())
+    script.module.__spec__ = spec
+    script.module.__package__ = spec.parent
+    return script
+
+
+def run_script(script: Script) -> Outcome:
+    """Run to the end. What the script raises is printed as python would, without our frames, and becomes the outcome."""
+    before_main, before_argv, before_path = sys.modules["__main__"], sys.argv, sys.path[:]
+    sys.modules["__main__"] = script.module
+    sys.argv = list(script.argv)
+    if script.search_path not in sys.path[:1]:
+        sys.path.insert(0, script.search_path)
+    try:
+        exec(script.code, script.module.__dict__)
+        return Outcome("finished", 0)
+    except Enough:
+        return Outcome("stopped", 0)
+    except SystemExit as e:
+        return Outcome("finished" if e.code in (None, 0) else f"SystemExit: {e.code}", _exit_code(e))
+    except BaseException as e:  # noqa: BLE001  # the script's own, whatever it is: python would print it and exit with 1
+        _print_exception(e)
+        code = 130 if isinstance(e, KeyboardInterrupt) else 1
+        return Outcome(_in_a_line(e), code)
+    finally:
+        sys.argv, sys.path[:] = before_argv, before_path
+        sys.modules["__main__"] = before_main
+
+
+def _main_module(file: Path, argv: tuple[str, ...], *, search_path: str) -> Script:
+    try:
+        code = compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    except SyntaxError as e:
+        raise ScriptError(f"'{file}' does not compile: {e}; mend it until `python {file}` starts") from e
+    module = ModuleType("__main__")
+    module.__file__ = str(file)
+    module.__dict__.update(__builtins__=__builtins__, __cached__=None, __spec__=None, __loader__=None, __package__=None)
+    return Script(
+        code=code, module=module, argv=argv, search_path=search_path, root=str(file.parent.resolve()), file=str(file)
+    )
+
+
+def _in_a_line(error: BaseException) -> str:
+    """The line of python's message that names the exception; messages of CUDA and others go on for many more."""
+    lines = [line for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()]
+    name = type(error).__name__
+    return next((line for line in lines if line.partition(":")[0].rpartition(".")[2] == name), lines[-1]).strip()
+
+
+def _exit_code(e: SystemExit) -> int:
+    if e.code is None:
+        return 0
+    if isinstance(e.code, int):
+        return e.code & 0xFF
+    print_to_stderr(str(e.code))
+    return 1
+
+
+def _print_exception(error: BaseException) -> None:
+    error.__traceback__ = _without_ours(error.__traceback__)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _without_ours(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback less the frames of this package."""
+    if tb is None:
+        return None
+    rest = _without_ours(tb.tb_next)
+    if tb.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
+        return rest
+    line: int | None = tb.tb_lineno  # None while a frame is between two lines
+    return TracebackType(rest, tb.tb_frame, tb.tb_lasti, tb.tb_frame.f_code.co_firstlineno if line is None else line)
+
+
+def print_to_stderr(text: str) -> None:
+    """What python prints for `sys.exit("text")`."""
+    sys.stderr.write(text + "\n")
+
+
+def end_script() -> None:
+    """End the running script between two steps, politely: as `sys.exit(0)` there would."""
+    raise Enough(0)
+
+
+class Ending:
+    """Whether the script is over and its Evidence is being written anyway."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
+
+
+@contextmanager
+def writing_when_terminated(write: Callable[[], None]) -> Iterator[Ending]:
+    """Call `write` when SIGTERM comes, then end the process; a signal after `has_begun` is passed over.
+
+    A launcher ends all ranks so when one has failed, and waits half a minute before it kills. A script that handles SIGTERM
+    itself keeps its own handler. Outside the main thread nothing is watched.
+    """
+    ending = Ending()
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield ending
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if ending.has_begun or os.getpid() != own:
+            if os.getpid() != own:  # a forked child inherited this handler
+                os._exit(TERMINATED)
+            return
+        ending.has_begun = True
+        try:
+            write()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(TERMINATED)
+
+    own = os.getpid()
+    signal.signal(signal.SIGTERM, handle)
+    try:
+        yield ending
+    finally:
+        if signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,1 @@
+"""What devices can do: data sheets, cost formulas, and what is measured on this machine."""

@@ -1,1 +1,0 @@
-"""What else a step tells: reads, feeding, compiling, settings, uses, modules, values, escapes."""

@@ -1,1 +1,0 @@
-"""From what was seen to the records."""

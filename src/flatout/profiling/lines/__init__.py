@@ -1,1 +1,0 @@
-"""Which line the interpreter is on, by samples."""

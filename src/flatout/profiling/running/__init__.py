@@ -1,1 +1,0 @@
-"""Starting and ending the observed script."""

@@ -1,1 +1,0 @@
-"""Which steps are watched, and when each began and ended."""

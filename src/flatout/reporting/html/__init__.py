@@ -1,6 +1,0 @@
-"""The report as one HTML file: no script, no network, drawn once for light and for dark."""
-
-from flatout.reporting.html.ladder import ladder_html
-from flatout.reporting.html.page import html_report
-
-__all__ = ["html_report", "ladder_html"]

@@ -1,0 +1,33 @@
+"""What a predicted step follows from: a model, its layout, the cluster, the software, and constants."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flatout.core.records.scale import Cluster, Constants, Layout, ModelShape, Software
+from flatout.scale.sizes import number_bytes
+
+
+class StepCase(NamedTuple):
+    """All that the seconds of one step depend on."""
+
+    model: ModelShape
+    layout: Layout
+    cluster: Cluster
+    software: Software
+    constants: Constants
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight or an activation."""
+        return number_bytes(self.software)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one context rank."""
+        return self.layout.micro_batch * self.model.seq // self.layout.context
+
+    @property
+    def product_dtype(self) -> str:
+        """The type in which products of the head, and of attention, are made: 8 bits are for weights of layers alone."""
+        return "bfloat16" if self.software.dtype == "float8" else self.software.dtype

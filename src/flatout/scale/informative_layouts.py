@@ -1,0 +1,73 @@
+"""The layouts whose steps tell most of a machine's constants in a minute: few layers, and every kind of division."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Final
+
+from msgspec import structs
+
+from flatout.core.records.scale import Layout, ModelShape, Recompute, Software
+from flatout.scale.candidates import divisors
+from flatout.scale.memory import memory_of
+
+_LAYERS_A_STAGE: Final = 2
+_ROUNDS: Final[tuple[tuple[int, Recompute, bool], ...]] = (
+    (1, "none", False),
+    (4, "none", True),
+    (4, "selective", False),
+    (1, "full", True),
+    (4, "full", False),
+    (1, "none", True),
+    (8, "none", False),
+)
+"""(samples of a micro-batch, recompute, whether something is sharded): what tells most comes first, since time may run out."""
+_SHARE_OF_ROOM: Final = 0.85
+
+
+def thin(model: ModelShape, num_devices: int) -> ModelShape:
+    """The model with as few layers as every pipeline over the devices needs, two a stage: the same layers take the same time."""
+    return structs.replace(model, layers=max(_LAYERS_A_STAGE, min(model.layers, _LAYERS_A_STAGE * num_devices)))
+
+
+def informative_layouts(
+    model: ModelShape, num_devices: int, software: Software, room_bytes: int | None
+) -> list[Layout]:
+    """Layouts of all devices at hand that fit them: each kind of division once before sizes and recomputing change.
+
+    >>> small = ModelShape(hidden=64, layers=4, heads=4, vocab=128, seq=64)
+    >>> [(x.tensor, x.pipeline, x.data, x.shard) for x in informative_layouts(small, 2, Software(), None)[:3]]
+    [(1, 1, 2, 0), (1, 2, 1, 0), (2, 1, 1, 0)]
+    """
+    kinds = [
+        (tensor, pipeline, num_devices // tensor // pipeline)
+        for tensor, pipeline in product(divisors(num_devices), divisors(num_devices))
+        if num_devices % (tensor * pipeline) == 0
+        and model.key_heads % tensor == 0
+        and model.inner % tensor == 0
+        and model.layers % pipeline == 0
+    ]
+    found = []
+    for size, recompute, is_sharded in _ROUNDS:
+        for tensor, pipeline, data in kinds:
+            shard = 0 if not is_sharded else 1 if pipeline > 1 else 3
+            if shard and data == 1:
+                continue
+            layout = Layout(
+                tensor=tensor,
+                pipeline=pipeline,
+                data=data,
+                micro_batch=size,
+                global_batch=size * data * (2 * pipeline if pipeline > 1 else 1),
+                recompute=recompute,
+                shard=shard,
+                is_sequence_parallel=tensor > 1,
+            )
+            if room_bytes is None or _fits(model, layout, software, room_bytes):
+                found.append(layout)
+    return found
+
+
+def _fits(model: ModelShape, layout: Layout, software: Software, room_bytes: int) -> bool:
+    """Whether a layout fits with some room left: an allocation that fails on one rank leaves the others waiting."""
+    return all(s.total_bytes <= _SHARE_OF_ROOM * room_bytes for s in memory_of(model, layout, software))

@@ -1,0 +1,259 @@
+"""What a layout takes of each stage's device: weights, gradients, the optimizer's state, activations, logits, buffers.
+
+Activations are counted tensor by tensor, as Korthikanti et al. (Reducing activation recomputation in large transformer models,
+2022, section 4) do; how many micro-batches a stage holds at once is read from the schedule. A micro-batch is held until its
+backward, or until its gradients of weights, where these are made apart.
+
+Under a pipeline torch keeps a stage's weights gathered and its gradients whole from the first micro-batch to the last, whatever
+is sharded between steps (pipelining/stage.py: no reshard after a backward, gradients are scattered by `perform_reduce_grad`).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from flatout.core.records.scale import Constants, Layout, ModelShape, ScheduleKind, Software, StageMemory
+from flatout.machine.cost.schedules import actions_of, chunks_of_stages, layers_of_chunks
+from flatout.machine.cost.spans import cached_table
+from flatout.scale.sharded_weights import ShardPeak, StageLoad, shard_peak
+from flatout.scale.sizes import (
+    WeightPart,
+    device_parameters,
+    layer_parameters,
+    num_parameters,
+    number_bytes,
+    sharded_parameters,
+    weight_parts,
+)
+
+_GATHERED_LAYERS: Final = 2
+"""Layers whose weights are whole at a time when they are sharded or offloaded: the one that computes, and the next, under way."""
+_LIBRARIES: Final = int(1.5 * 2**30)
+"""The driver's context, kernels, cuBLAS's and NCCL's buffers: 1 to 1.5 GiB on a data-centre GPU."""
+_FRAGMENTS: Final = 0.06
+"""Of activations and logits, which come and go in all sizes, what an allocator cannot use (measured: 2 to 6 %)."""
+_UNCOUNTED: Final = 0.03
+"""Of all tensors, norms and small ones that come and go (two H200s: of 60 layouts none took more above its count, of 30 of models
+of four layers one, by 7 %)."""
+_FULLEST: Final = Constants().routing_imbalance
+
+
+def memory_of(model: ModelShape, layout: Layout, software: Software) -> tuple[StageMemory, ...]:
+    """Bytes at the peak on one device of each stage. `slack_bytes` makes it an upper bound for what is counted here.
+
+    >>> gpt3 = ModelShape(hidden=12288, layers=96, heads=96, vocab=50257, seq=2048)
+    >>> one = memory_of(gpt3, Layout(), Software())[0]
+    >>> round((one.weight_bytes + one.gradient_bytes + one.state_bytes) / 1e12, 1)  # 16 bytes a parameter
+    2.8
+    """
+    parts = layout.parts_per_stage
+    layers = layers_of_chunks(model.layers, layout.pipeline * parts)
+    stages = chunks_of_stages(layout.schedule, stages=layout.pipeline, parts=parts)
+    flights = _flights(layout, model.layers)
+    of_layer, again = _of_layer(model, layout, software), _again(model, layout, software)
+    last = len(layers) - 1
+    return tuple(
+        _of_stage(
+            model,
+            layout,
+            software,
+            _StageShape(sum(layers[c] for c in chunks), 0 in chunks, last in chunks),
+            activations=flight * of_layer,
+            again=again,
+            are_all_in_flight=flight >= layout.num_micro_batches * sum(layers[c] for c in chunks),
+        )
+        for chunks, flight in zip(stages, flights, strict=True)
+    )
+
+
+def in_flight(layout: Layout, stage: int) -> int:
+    """Micro-batches times chunks whose activations a stage holds at once, at most, by its schedule."""
+    return _flights(layout, layout.pipeline * layout.parts_per_stage)[stage]
+
+
+def with_slack(peak_bytes: int) -> int:
+    """What a device must have for so many bytes of tensors: libraries, and what an allocator cannot use, besides."""
+    return with_libraries(peak_bytes) + int(_FRAGMENTS * peak_bytes)
+
+
+def with_libraries(peak_bytes: int) -> int:
+    """The same without what an allocator cannot use."""
+    return peak_bytes + _LIBRARIES
+
+
+# -- what a schedule holds ------------------------------------------------------------------------------------------------
+
+
+def _flights(layout: Layout, layers: int) -> tuple[int, ...]:
+    """Micro-batches times layers that each stage holds at most. A schedule's middle only repeats itself: it is cut short."""
+    micro, stages, chunks = layout.num_micro_batches, layout.pipeline, layout.chunks
+    if stages == 1 and layout.schedule not in ("gpipe", "looped-bfs"):
+        return (layers,)
+    few = min(micro, 4 * stages * chunks)
+    if layout.schedule in ("gpipe", "looped-bfs") or micro % stages:
+        few = micro
+    return _live_layers(
+        layout.schedule, stages, max(stages, few) if few < micro else micro, layout.parts_per_stage, layers
+    )
+
+
+@lru_cache(maxsize=4096)
+def _live_layers(kind: ScheduleKind, stages: int, micro_batches: int, parts: int, layers: int) -> tuple[int, ...]:
+    of_chunks = layers_of_chunks(layers, stages * parts)
+    found = []
+    for row in cached_table(kind, stages, micro_batches, parts):
+        split = {(a.chunk, a.micro_batch) for entry in row for a in actions_of(entry) if a.kind == "W"}
+        num_live = most = 0
+        for entry in row:
+            for kind_, chunk, micro_batch in actions_of(entry):
+                if kind_ == "F":
+                    num_live += of_chunks[chunk]
+                elif kind_ == "W" or (chunk, micro_batch) not in split:
+                    num_live -= of_chunks[chunk]
+                most = max(most, num_live)
+        found.append(most)
+    return tuple(found)
+
+
+# -- a stage --------------------------------------------------------------------------------------------------------------
+
+
+class _StageShape(NamedTuple):
+    layers: int
+    is_first: bool
+    is_last: bool
+
+
+def _of_stage(
+    model: ModelShape,
+    layout: Layout,
+    software: Software,
+    stage: _StageShape,
+    *,
+    activations: float,
+    again: float,
+    are_all_in_flight: bool,
+) -> StageMemory:
+    dense, experts = layer_parameters(model)
+    of_embedding = num_parameters(model)[1]
+    embeddings = int(stage.is_first) + int(stage.is_last and not (stage.is_first and model.is_tied))
+    parts = weight_parts(dense * stage.layers + of_embedding * embeddings, experts * stage.layers, layout)
+    unit = weight_parts(dense, experts, layout)
+    ends = device_parameters(weight_parts(of_embedding if embeddings else 0, 0, layout))
+    logits = _logits(model, layout, software) if stage.is_last else 0.0
+    passing = activations + again + logits
+    host = uncounted = 0.0
+    if software.shards_by == "weight" and layout.offload == "none":  # what is offloaded is counted alike for all
+        both_ends = weight_parts(of_embedding * embeddings, 0, layout)
+        load = StageLoad(parts, unit, both_ends, activations, again, logits, are_all_in_flight)
+        peak = shard_peak(layout, software, load)
+        uncounted = _UNCOUNTED * sum(peak)
+        peak = peak._replace(buffers=peak.buffers + _received(model, layout, software, stage))
+    else:
+        weights, gradients, state = _model_bytes(layout, software, parts)
+        buffers = 0.0
+        if layout.shard == 3 and layout.pipeline == 1:
+            buffers = device_parameters(unit) * (_GATHERED_LAYERS * number_bytes(software) + software.gradient_bytes)
+            buffers += ends * (number_bytes(software) + software.gradient_bytes)
+        if layout.offload == "state":  # it comes in for the update, when activations are gone
+            host, state = state, max(0.0, state - passing)
+        elif layout.offload == "weights":
+            host = weights + gradients + state
+            largest = max(device_parameters(unit), ends)
+            buffers = _GATHERED_LAYERS * largest * (number_bytes(software) + software.gradient_bytes)
+            weights = gradients = 0.0
+            share = sharded_parameters(unit, layout) / device_parameters(unit) if layout.shard else 1.0
+            state = max(0.0, largest * share * software.state_bytes - passing)
+        peak = ShardPeak(weights, gradients, state, activations + again, logits, buffers)
+    return StageMemory(
+        weight_bytes=int(peak.weights),
+        gradient_bytes=int(peak.gradients),
+        state_bytes=int(peak.state),
+        activation_bytes=int(peak.activations),
+        logits_bytes=int(peak.logits),
+        buffer_bytes=int(peak.buffers),
+        slack_bytes=_LIBRARIES + int(_FRAGMENTS * passing + uncounted),
+        feedback_bytes=int(_feedback(layout, parts)),
+        host_bytes=int(host),
+    )
+
+
+def _received(model: ModelShape, layout: Layout, software: Software, stage: _StageShape) -> float:
+    """Bytes of torch's stages, which have a tensor for what each micro-batch brings from the stage before, and from the
+    one behind.
+    """
+    tokens = layout.micro_batch * model.seq // layout.context // (layout.tensor if layout.is_sequence_parallel else 1)
+    neighbours = 2 * layout.parts_per_stage - stage.is_first - stage.is_last
+    return neighbours * layout.num_micro_batches * tokens * model.hidden * number_bytes(software)
+
+
+def _model_bytes(layout: Layout, software: Software, parts: tuple[WeightPart, ...]) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and the optimizer's state while micro-batches go through."""
+    own, share = device_parameters(parts), sharded_parameters(parts, layout)
+    is_whole = layout.pipeline > 1
+    return (
+        (share if layout.shard == 3 and not is_whole else own) * number_bytes(software),
+        (share if layout.shard >= 2 and not is_whole else own) * software.gradient_bytes,
+        (share if layout.shard else own) * software.state_bytes,
+    )
+
+
+def _feedback(layout: Layout, parts: tuple[WeightPart, ...]) -> float:
+    """What compression leaves out and adds the next time, in float32; who adds a part in half precision has its own besides."""
+    ranks = layout.data * layout.context
+    copies = {"none": 0.0, "bfloat16": 1 + 1 / ranks, "powersgd": 1.0, "sign": 1.0}[layout.compression]
+    return 4 * copies * device_parameters(parts)
+
+
+# -- activations ----------------------------------------------------------------------------------------------------------
+
+
+def _of_layer(model: ModelShape, layout: Layout, software: Software) -> float:
+    """Bytes that one layer keeps of one micro-batch for its backward."""
+    if layout.recompute == "full":
+        between = layout.tensor if layout.is_sequence_parallel else 1
+        tokens = layout.micro_batch * model.seq // layout.context
+        return tokens * model.hidden * number_bytes(software) / between
+    return _all_of_layer(model, layout, software, scores=layout.recompute == "none")
+
+
+def _all_of_layer(model: ModelShape, layout: Layout, software: Software, *, scores: bool) -> float:
+    """Bytes with nothing recomputed but, without `scores`, attention."""
+    hidden, ranks, width = model.hidden, layout.tensor, number_bytes(software)
+    tokens = layout.micro_batch * model.seq // layout.context
+    keys = model.key_heads * model.head_width
+    between = ranks if layout.is_sequence_parallel else 1
+    # inputs of the two norms, of the first products, two masks of dropout
+    around = tokens * hidden * (4 * width + 2 * software.has_dropout) / between
+    if software.divided_by == "tensors" and ranks > 1:
+        # inputs of the first products are kept as they were gathered, and attention's result is laid out anew
+        around += tokens * hidden * width * (2 * (1 - 1 / between) + 1 / ranks)
+    # keys and values that were gathered are kept whole
+    of_keys = layout.micro_batch * model.seq if software.context_exchange == "gathered" else tokens
+    attention = (tokens * 2 * hidden + of_keys * 2 * keys) * width / ranks
+    of_gate = (3 if software.fuses_gate else 4) if model.is_gated else 2
+    feed = tokens * model.inner * of_gate * width * model.experts_per_token / ranks
+    if layout.expert > 1:  # of the fullest rank, and its tokens as they came
+        feed = _FULLEST * (feed + tokens * hidden * width * model.experts_per_token / between)
+    if not scores or software.attention == "fused":
+        return around + attention + feed
+    # softmax's result, dropout's result, and its mask
+    pairs = layout.micro_batch * model.heads / ranks * (model.seq // layout.context) * model.seq
+    return around + attention + feed + pairs * (2 * width + 1)
+
+
+def _again(model: ModelShape, layout: Layout, software: Software) -> float:
+    """Bytes of the one layer that is computed again during its backward."""
+    if layout.recompute == "none":
+        return 0.0
+    return _all_of_layer(model, layout, software, scores=True)
+
+
+def _logits(model: ModelShape, layout: Layout, software: Software) -> float:
+    """Bytes of the logits, and of their float32 for the loss and its gradient."""
+    columns = -(-model.vocab // layout.tensor)
+    of_loss = software.loss_bytes
+    if layout.tensor > 1 and software.divided_by == "tensors":
+        of_loss += 4  # DTensor's loss over divided classes has one more
+    return layout.micro_batch * model.seq // layout.context * columns * (number_bytes(software) + of_loss)

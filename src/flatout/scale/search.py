@@ -1,0 +1,171 @@
+"""The layouts that fit a cluster, ranked by the seconds of their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import Final, NamedTuple
+
+from msgspec import structs
+
+from flatout.core.errors import PlanError
+from flatout.core.records.scale import (
+    Cluster,
+    Compression,
+    Constants,
+    Layout,
+    ModelShape,
+    Ranked,
+    Recompute,
+    Software,
+    StageMemory,
+    StepTime,
+)
+from flatout.machine.cost.roofline import memory_bytes, peak_flop_per_s
+from flatout.machine.specs.catalog import load_spec
+from flatout.scale.calibration import Calibrated
+from flatout.scale.candidates import LONG_TOKENS, Space, layouts
+from flatout.scale.memory import memory_of
+from flatout.scale.sizes import num_active, num_parameters
+from flatout.scale.step import quick_s, step_time
+
+_MOST_PLAYED: Final = 200
+"""Layouts whose schedules are played event by event: the best by their bubble's closed form."""
+_UNSURE: Final = 0.15
+"""Of a step's seconds, where nothing was measured: published planners err by 4 to 15 % (Calculon 2023, vTrain 2024)."""
+_LESS: Final[dict[Recompute, tuple[Recompute, ...]]] = {
+    "none": (),
+    "selective": ("none",),
+    "full": ("none", "selective"),
+}
+"""What computes less again: where that fits, it is faster."""
+
+
+class Ranking(NamedTuple):
+    """The fastest first; how many layouts were looked at, how many of them do not fit the memory, the fullest stage of the one
+    that takes the least, and what was allowed because nothing fitted without it ('' for nothing)."""
+
+    best: tuple[Ranked, ...]
+    num_layouts: int
+    num_too_large: int
+    smallest: StageMemory | None
+    widened: str = ""
+
+
+class _Fitting(NamedTuple):
+    layouts: list[tuple[Layout, StageMemory]]
+    num: int
+    smallest: StageMemory | None
+
+
+def ranked_layouts(
+    model: ModelShape,
+    cluster: Cluster,
+    global_batch: int,
+    software: Software,
+    constants: Constants,
+    *,
+    most: int = 10,
+    calibrated: Calibrated | None = None,
+    compressions: tuple[Compression, ...] = (),
+) -> Ranking:
+    """The layouts of all devices that fit, the fastest first; by constants, or by those that were `calibrated`.
+
+    `compressions` of gradients change results: they are among the layouts only when asked for. Short samples are divided by
+    tokens, and state or weights offloaded, only where nothing fits otherwise; `widened` says so.
+
+    Raises PlanError when no layout divides the model and the batch, HardwareError when the data sheet lacks a figure.
+    """
+    found, widened = _Fitting([], 0, None), ""
+    for space, reason in _spaces(model, cluster, compressions):
+        found, widened = _fitting(model, cluster, global_batch, software, space), reason
+        if not found.num:
+            raise PlanError(
+                f"no layout divides {model.heads} heads, {model.layers} layers and a batch of {global_batch} over "
+                f"{cluster.num_devices} devices; give another batch or number"
+            )
+        if found.layouts:
+            break
+    constants = calibrated.constants if calibrated is not None else constants
+    quick = [
+        (quick_s(model, layout, cluster, software, constants), layout, memory)
+        for layout, memory in _undominated(found.layouts)
+    ]
+    quick.sort(key=lambda one: one[0])
+    best = []
+    for _, layout, memory in quick[:_MOST_PLAYED]:
+        step = step_time(model, layout, cluster, software, constants)
+        best.append(_placed(model, cluster, software, layout, memory, step, calibrated))
+    best.sort(key=lambda one: one.step.total_s)
+    return Ranking(tuple(best[:most]), found.num, found.num - len(found.layouts), found.smallest, widened)
+
+
+def _spaces(model: ModelShape, cluster: Cluster, compressions: tuple[Compression, ...]) -> Iterator[tuple[Space, str]]:
+    """Further and further, each with what it allows."""
+    yield Space(compressions=compressions), ""
+    if model.seq < LONG_TOKENS:
+        yield Space(context_of_any_length=True, compressions=compressions), "samples divided by tokens"
+    if cluster.host is None:
+        return
+    for offload, reason in (
+        ("state", "the optimizer's state"),
+        ("weights", "weights, gradients and the optimizer's state"),
+    ):
+        for place in ("host", "disk"):
+            where = "in the host's memory" if place == "host" else "on its disk"
+            yield Space(offload=offload, offload_to=place), f"{reason} kept {where}"  # type: ignore[arg-type]
+
+
+def _fitting(model: ModelShape, cluster: Cluster, global_batch: int, software: Software, space: Space) -> _Fitting:
+    room = memory_bytes(load_spec(cluster.device))
+    host = cluster.host.memory_bytes if cluster.host is not None and space.offload_to == "host" else None
+    fitting, smallest, num = [], None, 0
+    for layout in layouts(model, cluster, global_batch, space):
+        num += 1
+        stages = memory_of(model, layout, software)
+        memory = max(stages, key=lambda m: m.total_bytes)
+        if smallest is None or memory.total_bytes < smallest.total_bytes:
+            smallest = memory
+        if memory.total_bytes <= room and max(m.host_bytes for m in stages) <= (inf if host is None else host):
+            fitting.append((layout, memory))
+    return _Fitting(fitting, num, smallest)
+
+
+def _undominated(fitting: list[tuple[Layout, StageMemory]]) -> Iterator[tuple[Layout, StageMemory]]:
+    """Layouts without those that compute more again than they need to fit."""
+    there = {layout for layout, _ in fitting}
+    for layout, memory in fitting:
+        if not any(structs.replace(layout, recompute=less) in there for less in _LESS[layout.recompute]):
+            yield layout, memory
+
+
+def _placed(
+    model: ModelShape,
+    cluster: Cluster,
+    software: Software,
+    layout: Layout,
+    memory: StageMemory,
+    step: StepTime,
+    calibrated: Calibrated | None,
+) -> Ranked:
+    low_s, high_s = step.total_s * (1 - _UNSURE), step.total_s * (1 + _UNSURE)
+    if calibrated is not None:
+        predicted = calibrated.predict(model, layout)
+        step, low_s, high_s = _stretched(step, predicted.seconds), predicted.low_s, predicted.high_s
+    peak = peak_flop_per_s(load_spec(cluster.device), software.dtype) * cluster.num_devices
+    mfu = model_flop(model, layout.global_batch) / (step.total_s * peak)
+    return Ranked(layout=layout, step=step, memory=memory, low_s=low_s, high_s=high_s, mfu=mfu)
+
+
+def _stretched(step: StepTime, total_s: float) -> StepTime:
+    """The same parts of another total."""
+    factor = total_s / step.total_s
+    return StepTime(**{name: factor * getattr(step, name) for name in StepTime.__struct_fields__})
+
+
+def model_flop(model: ModelShape, global_batch: int) -> float:
+    """FLOP of one step, nothing computed twice: 6 a parameter that a token meets, and attention's 6 x layers x seq x hidden
+    a token, causal (Chowdhery et al., PaLM, 2022, appendix B)."""
+    tokens = global_batch * model.seq
+    active = num_active(model) * model.layers + num_parameters(model)[1]
+    return 6.0 * tokens * active + 6.0 * model.layers * tokens * model.seq * model.hidden

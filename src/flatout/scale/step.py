@@ -1,0 +1,163 @@
+"""How long a step of a transformer takes under a layout, from the work of its layers, the links, and the pipeline's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from flatout.core.errors import PlanError
+from flatout.core.records.scale import SPLIT, Cluster, Constants, Layout, ModelShape, ScheduleKind, Software, StepTime
+from flatout.machine.cost.collectives import send_s
+from flatout.machine.cost.schedules import Done, chunks_of_stages, layers_of_chunks, simulated_schedule
+from flatout.machine.cost.spans import cached_table, table_span_s
+from flatout.machine.cost.waiting import expected_largest
+from flatout.scale.case import StepCase
+from flatout.scale.layers import NOTHING, LayerPass, works
+from flatout.scale.update import started_once_s, update_time
+
+_BUBBLES: Final[Mapping[ScheduleKind, float]] = {"zero-bubble": 1 / 3, "zbv": 0.1, "dualpipev": 0.25}
+"""Of 1F1B's bubble, where F, I and W take equally long: what is left of it (Qi et al., 2023, table 1; DeepSeek-V3, 2024, table 2,
+whose (p / 2 - 1) (FB + B - 3 W) is this much for 2 p half stages). Only to choose what is played."""
+
+
+class _Priced(NamedTuple):
+    """What each chunk takes, by kind of action, and where it lies."""
+
+    of_chunks: dict[tuple[str, int], LayerPass]
+    stages: tuple[tuple[int, ...], ...]
+
+    def passes(self, stage: int, kinds: str) -> list[LayerPass]:
+        """Passes of all chunks of a stage."""
+        return [self.of_chunks[kind, chunk] for chunk in self.stages[stage] for kind in kinds]
+
+
+def step_time(
+    model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants
+) -> StepTime:
+    """Seconds of one step and what they are made of.
+
+    Raises PlanError when the layout does not fit the model or the cluster, HardwareError when the device's data sheet lacks a
+    figure.
+    """
+    case = StepCase(model, layout, cluster, software, constants)
+    priced = _priced(case)
+    micro = layout.num_micro_batches
+    busiest = max((priced.passes(s, "FB") for s in range(layout.pipeline)), key=_taken_s)
+    pipeline_s = micro * _taken_s(busiest)
+    if layout.pipeline > 1:
+        pipeline_s = table_span_s(
+            layout.schedule,
+            {key: one.total_s for key, one in priced.of_chunks.items()},
+            stages=layout.pipeline,
+            micro_batches=micro,
+            chunks=layout.parts_per_stage,
+            send_s=_hop_s(case),
+        )
+    hidden_s = min(sum(p.own_s for p in priced.passes(s, "B")) for s in range(layout.pipeline))
+    compute_s = micro * sum(p.device_s for p in busiest)
+    bubble_s = max(0.0, pipeline_s - micro * _taken_s(busiest))
+    update = update_time(case, hidden_s=hidden_s, span_s=pipeline_s)
+    straggler_s = constants.straggler_share * expected_largest(layout.num_devices) * (compute_s + bubble_s)
+    host_s = micro * sum(p.own_s - (p.device_s + p.tensor_s + p.context_s + p.expert_s) for p in busiest)
+    if host_s > 0:  # a host that is waited for is behind with this, too
+        once_s = started_once_s(case)
+        host_s += once_s
+        pipeline_s += once_s
+    return StepTime(
+        total_s=pipeline_s + update.data_s + update.optimizer_s + update.offload_s + constants.step_s + straggler_s,
+        compute_s=compute_s,
+        host_s=host_s,
+        tensor_s=micro * sum(p.tensor_s for p in busiest),
+        bubble_s=bubble_s,
+        data_s=update.data_s + micro * sum(p.sending_s for p in busiest),
+        optimizer_s=update.optimizer_s,
+        step_s=constants.step_s,
+        context_s=micro * sum(p.context_s for p in busiest),
+        expert_s=micro * sum(p.expert_s for p in busiest),
+        offload_s=update.offload_s + micro * sum(p.copying_s for p in busiest),
+        straggler_s=straggler_s,
+    )
+
+
+def timeline(
+    model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants
+) -> tuple[tuple[Done, ...], ...]:
+    """When each stage does what, from the first forward to the last backward; () for a single stage.
+
+    Raises as `step_time` does.
+    """
+    case = StepCase(model, layout, cluster, software, constants)
+    priced = _priced(case)
+    if layout.pipeline == 1:
+        return ()
+    parts = layout.parts_per_stage
+    table = cached_table(layout.schedule, layout.pipeline, layout.num_micro_batches, parts)
+    return simulated_schedule(
+        table,
+        seconds=lambda action: priced.of_chunks[action.kind, action.chunk].total_s,
+        send_s=_hop_s(case),
+        chunks=parts,
+    )
+
+
+def quick_s(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> float:
+    """About what `step_time` says, without playing the schedule: its bubble is (p - 1) / v of a stage's micro-batch, or as much
+    less as schedules with split backwards claim.
+
+    Raises as `step_time` does.
+    """
+    case = StepCase(model, layout, cluster, software, constants)
+    priced = _priced(case)
+    most_s = max(_taken_s(priced.passes(s, "FB")) for s in range(layout.pipeline))
+    hidden_s = min(sum(p.own_s for p in priced.passes(s, "B")) for s in range(layout.pipeline))
+    hop_s = _hop_s(case)
+    bubble = (layout.pipeline - 1) / layout.chunks * _BUBBLES.get(layout.schedule, 1.0)
+    span_s = (layout.num_micro_batches + bubble) * most_s + 2 * (layout.pipeline - 1) * hop_s
+    update = update_time(case, hidden_s=hidden_s, span_s=span_s)
+    return span_s + update.data_s + update.optimizer_s + update.offload_s + constants.step_s
+
+
+def _taken_s(passes: Sequence[LayerPass]) -> float:
+    return sum(p.total_s for p in passes)
+
+
+def _priced(case: StepCase) -> _Priced:
+    """The first chunk has the embedding, the last the head. A backward in two parts takes what they take together."""
+    model, layout = case.model, case.layout
+    _check(model, layout, case.cluster)
+    found = works(case)
+    stages = chunks_of_stages(layout.schedule, stages=layout.pipeline, parts=layout.parts_per_stage)
+    layers = layers_of_chunks(model.layers, layout.pipeline * layout.parts_per_stage)
+    last = len(layers) - 1
+    of_chunks: dict[tuple[str, int], LayerPass] = {}
+    for kind in "FBIW" if layout.schedule in SPLIT else "FB":
+        each, ends = found.layer.of(kind), (found.embedding.of(kind), found.head.of(kind))
+        by_number = {number: each.times(number) for number in set(layers)}
+        for chunk, number in enumerate(layers):
+            own = by_number[number]
+            own = own + ends[1] if chunk == last else own
+            of_chunks[kind, chunk] = own + ends[0] if chunk == 0 and ends[0] != NOTHING else own
+    return _Priced(of_chunks, stages)
+
+
+def _hop_s(case: StepCase) -> float:
+    """Seconds of a micro-batch from one stage to the next."""
+    num_bytes = case.tokens * case.model.hidden * case.width
+    stride = case.layout.tensor * case.layout.context * case.layout.data
+    return send_s(num_bytes, case.cluster.tiers, stride=stride, share=case.constants.link_share)
+
+
+def _check(model: ModelShape, layout: Layout, cluster: Cluster) -> None:
+    """Raises PlanError when the layout does not fit the model or the cluster."""
+    if layout.num_devices > cluster.num_devices:
+        raise PlanError(f"the layout takes {layout.num_devices} devices, and there are {cluster.num_devices}")
+    if model.heads % layout.tensor or model.inner % layout.tensor:
+        raise PlanError(f"{model.heads} heads and a width of {model.inner} cannot be divided by tensor={layout.tensor}")
+    if model.layers < layout.pipeline * layout.parts_per_stage:
+        raise PlanError(
+            f"{model.layers} layers are fewer than {layout.pipeline} stages x {layout.parts_per_stage} chunks"
+        )
+    if model.seq % layout.context:
+        raise PlanError(f"a sample of {model.seq} tokens cannot be divided by context={layout.context}")
+    if model.num_experts % layout.expert:
+        raise PlanError(f"{model.num_experts} experts cannot be divided by expert={layout.expert}")

@@ -1,0 +1,106 @@
+"""A shrunk model written to a folder, and loaded from it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from flatout.core.errors import CheckpointError, UsageError
+from flatout.core.records.record import Record, from_json, to_json, write_whole_file
+from flatout.core.records.reduction import Option
+from flatout.core.registry import reduction_of
+from flatout.core.tensors.nests import tree_map
+from flatout.shrink.candidate import CandidateModel, ShrinkTask
+
+MODEL: Final = "model.pt"
+HOW: Final = "how.json"
+_VERSION: Final = 2
+"""1 named levers, whose ids and classes lay elsewhere."""
+
+
+class SavedComposition(Record, frozen=True, kw_only=True):
+    """What was done to a model: the first `num_in_weights` reductions are in its weights, the others are applied on loading."""
+
+    version: int = _VERSION
+    composition: tuple[Option, ...]
+    num_in_weights: int
+    torch: str
+
+
+class _Version(Record, frozen=True, kw_only=True):
+    """The one field that every format of `how.json` has."""
+
+    version: int
+
+
+def write_shrunk(candidate: CandidateModel, composition: tuple[Option, ...], folder: Path) -> None:
+    """`model.pt` (the module, pickled, with example inputs) and `how.json`, whole or not at all.
+
+    Raises UsageError when the module cannot be pickled, or the folder cannot be written.
+    """
+    num_in_weights = sum(_is_in_weights(option) for option in composition)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".model", delete=False) as file:
+            inputs = tree_map(_alone, candidate.inputs)
+            saved = {"model": candidate.model, "inputs": inputs, "num_state": candidate.task.num_state}
+            torch.save(saved, file)
+        Path(file.name).replace(folder / MODEL)
+    except OSError as e:
+        raise UsageError(f"cannot write '{folder}': {e.strerror or e}; give a folder that can be written") from e
+    except (AttributeError, TypeError) as e:  # what pickle raises for classes inside of functions
+        raise UsageError(f"the model cannot be pickled: {e}; define its classes at the top of a module") from e
+    how = SavedComposition(composition=composition, num_in_weights=num_in_weights, torch=str(torch.__version__))
+    write_whole_file(folder / HOW, to_json(how))
+
+
+def load_shrunk(folder: str | Path) -> Callable[..., Any]:
+    """Load what `flatout shrink -o` wrote; what runs the model (compiled, native) is built again here.
+
+    Args:
+        folder: The folder that was written. It holds a pickled module: load only what you wrote yourself.
+
+    Returns:
+        What is called as the model is; with a state `StatefulModel`, which carries it.
+
+    Raises:
+        CheckpointError: A file is missing, torn, or of another version.
+    """
+    folder = Path(folder)
+    try:
+        text = (folder / HOW).read_bytes()
+        version = from_json(text, _Version).version
+        if version != _VERSION:
+            raise CheckpointError(
+                f"'{folder / HOW}' has format {version}, this flatout reads {_VERSION}; write it anew with flatout shrink"
+            )
+        how = from_json(text, SavedComposition)
+        saved = torch.load(folder / MODEL, weights_only=False)
+    except OSError as e:
+        raise CheckpointError(f"'{folder}' holds no model of flatout shrink: {e.strerror or e}") from e
+    except (RuntimeError, EOFError, ImportError, AttributeError) as e:  # a class that is elsewhere now, too
+        raise CheckpointError(f"'{folder / MODEL}' cannot be read: {e}; write it anew with flatout shrink") from e
+    model: nn.Module = saved["model"]
+    task = ShrinkTask(inputs=saved["inputs"], num_state=saved["num_state"], evaluate=_nothing)
+    candidate = CandidateModel.of(model, task)
+    for option in how.composition[how.num_in_weights :]:
+        candidate = reduction_of(option.reduction).apply(candidate, option.parameters)
+    return candidate.usable
+
+
+def _alone(value: Any) -> Any:
+    """A tensor without what else lies in its storage."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _is_in_weights(option: Option) -> bool:
+    return reduction_of(option.reduction).kind != "engine"
+
+
+def _nothing(call: Callable[..., Any]) -> float:
+    return 0.0

@@ -1,0 +1,171 @@
+"""Compositions built and measured in this process."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Final
+
+import torch
+
+from flatout.core.errors import FlatoutError
+from flatout.core.records.reduction import KINDS, AppliedReduction, Option, Reduction, ReductionRefusal
+from flatout.core.records.shrink import Objective, Point, Tried, Untried, Where
+from flatout.machine.measure.probe import cpu_model
+from flatout.shrink.candidate import CandidateModel, MetricScore, ShrinkTask
+from flatout.shrink.compose.explorer import Composition, composition_name
+from flatout.shrink.compose.measurement import CandidateMeasurement, lost, of_calls, of_steps
+from flatout.shrink.compose.training import Training
+
+TRIAL_S: Final = 3.0
+"""Of one comparison of times: 11 rounds at least where a call takes less than a tenth of a second."""
+
+
+class TrialRunner:
+    """Builds candidates from the original model, and measures them beside it. Trained ones are cached for what builds on them."""
+
+    def __init__(
+        self,
+        original: CandidateModel,
+        reductions: Iterable[Reduction],
+        objective: Objective,
+        *,
+        seconds: float = TRIAL_S,
+        keep: Path | None = None,
+    ) -> None:
+        """`reductions` are all there are, `seconds` what one comparison of times takes; `keep` is a folder for trained models."""
+        self._reductions = {reduction.id: reduction for reduction in reductions}
+        self._original, self._objective, self._seconds, self._keep = original, objective, seconds, keep
+        self._score: MetricScore | None = None
+        self._built: dict[str, CandidateModel] = {}
+
+    def tried(self, composition: Composition, *, allowed_loss: float, times: float = 1.0) -> Tried:
+        """The point, and what could come next; or why there is none. Errors that are not flatout's or torch's are raised."""
+        task = replace(self._original.task, allowed_loss=allowed_loss)
+        self._original = replace(self._original, task=task)
+        try:
+            return self._tried(composition, times * self._seconds)
+        except (FlatoutError, RuntimeError) as e:  # of torch.compile, too
+            answers = str(e).strip() or type(e).__name__
+            return Tried(because=answers.splitlines()[0] if not isinstance(e, FlatoutError) else answers)
+
+    def candidate(self, composition: Composition) -> CandidateModel:
+        """The original model under these reductions, one after the other."""
+        if not composition:
+            return self._original
+        name = composition_name(composition)
+        if name not in self._built:
+            *before, last = composition
+            file = self._file(name)
+            if file is not None and file.exists():
+                model, inputs, notes = torch.load(file, weights_only=False)  # of our own folder
+                self._built[name] = replace(self._original.with_model(model, "", inputs=inputs), notes=notes)
+                return self._built[name]
+            reduction = self._reduction(last)
+            built: CandidateModel = reduction.apply(self.candidate(tuple(before)), last.parameters)
+            if reduction.kind not in ("size", "recovery"):
+                return built
+            self._built[name] = built
+            if file is not None:
+                beside = file.with_suffix(".part")
+                torch.save((built.model, built.inputs, built.notes), beside)
+                beside.replace(file)
+        return self._built[name]
+
+    def delivered(self, composition: Composition) -> CandidateModel:
+        """The candidate with everything but what runs it, as it can be written to a file."""
+        in_weights = tuple(option for option in composition if self._reduction(option).kind != "engine")
+        if self._objective != "train-cost":
+            return self.candidate(in_weights)
+        candidate = self._copy(in_weights)
+        Training(candidate).run(num_steps(candidate.task))
+        return candidate
+
+    def _file(self, name: str) -> Path | None:
+        return None if self._keep is None else self._keep / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.pt"
+
+    def _tried(self, composition: Composition, seconds: float) -> Tried:
+        began = perf_counter()
+        if self._objective == "train-cost":
+            candidate, measured, score = self._trained(composition, seconds)
+        else:
+            candidate = self.candidate(composition)
+            score = candidate.metric()
+            measured = of_calls(candidate, self._original, seconds=seconds)
+        if self._score is None:
+            self._score = score if not composition else self._original.metric()
+        value, interval = lost(self._score, score, is_cost=self._original.task.is_cost)
+        point = Point(
+            name=composition_name(composition),
+            reductions=tuple(self._applied(option) for option in composition),
+            call_s=measured.call_s,
+            faster=measured.faster if composition else (1.0, 1.0, 1.0),
+            num_pairs=measured.num_pairs,
+            num_bytes=measured.num_bytes,
+            num_parameters=sum(p.numel() for p in candidate.model.parameters()),
+            metric=score.value,
+            lost=value,
+            lost_range=interval,
+            seconds=perf_counter() - began,
+            notes=candidate.notes,
+        )
+        answers = [*self._answers(candidate, composition)]
+        return Tried(
+            point=point,
+            options=tuple(one for one in answers if isinstance(one, Option)),
+            where=where() if not composition else Where(),
+            refused=tuple(
+                Untried(name=one.reduction, because=one.because) for one in answers if isinstance(one, ReductionRefusal)
+            ),
+        )
+
+    def _trained(
+        self, composition: Composition, seconds: float
+    ) -> tuple[CandidateModel, CandidateMeasurement, MetricScore]:
+        """Its steps timed beside the original model's, on copies; then trained for as many steps, on another, and judged."""
+        timed, beside, candidate = self._copy(composition), self._copy(()), self._copy(composition)
+        measured = of_steps(Training(timed), Training(beside), seconds=seconds)
+        Training(candidate).run(num_steps(candidate.task))
+        return candidate, measured, candidate.metric()
+
+    def _copy(self, composition: Composition) -> CandidateModel:
+        """The composition on weights of its own."""
+        candidate = CandidateModel.of(copy.deepcopy(self._original.model), self._original.task)
+        for option in composition:
+            candidate = self._reduction(option).apply(candidate, option.parameters)
+        return candidate
+
+    def _applied(self, option: Option) -> AppliedReduction:
+        reduction = self._reduction(option)
+        return AppliedReduction(
+            id=reduction.id, guarantee=reduction.guarantee, parameters=option.parameters, because=option.because
+        )
+
+    def _answers(self, candidate: CandidateModel, composition: Composition) -> Iterator[Option | ReductionRefusal]:
+        """What reductions of later kinds than those that are there answer for the candidate."""
+        last = max((KINDS.index(self._reduction(option).kind) for option in composition), default=-1)
+        for reduction in self._reductions.values():
+            kind = reduction.kind
+            if KINDS.index(kind) > last and (kind == "training") == (self._objective == "train-cost"):
+                yield from reduction.options(candidate)
+
+    def _reduction(self, option: Option) -> Reduction:
+        return self._reductions[option.reduction]
+
+
+def num_steps(task: ShrinkTask) -> int:
+    """Steps that training takes: the number asked for, else one pass over the batches."""
+    assert task.batches is not None
+    return task.num_steps or sum(1 for _ in task.batches())
+
+
+def where() -> Where:
+    """Processor, GPU and torch of this process."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return Where(
+        processor=cpu_model(), device=device, torch=str(torch.__version__), num_threads=torch.get_num_threads()
+    )

@@ -1,0 +1,180 @@
+"""Linear and convolution layers with few bits on a CPU, by flatout's own kernel.
+
+Legend: N outputs, K inputs, B batch, C channels, H W height and width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatout.core.errors import UsageError
+from flatout.shrink.quantise import affine, kernel
+
+GROUP: Final = 64
+"""Inputs that share a scale in 4 bits: groups of 32 have less error and twice the scales to read, of 128 the reverse."""
+Bits = Literal[4, 8]
+Terms = Literal[1, 2]
+
+
+class FewBits(nn.Module):
+    """A matrix in 8 or 4 bits and a bias, multiplied with rows of float32 on a CPU.
+
+    `terms` 2: activations are as good as in 16 bits, so that only the weights' rounding is seen; 1: in 8 bits, for half the work.
+    `inputs`: the activations' own scale and zero, seen beforehand; without, each row's largest number gives them.
+    Inference alone: there is no gradient, and an input that asks for one is refused.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    shift: Tensor
+    activation: Tensor
+
+    def __init__(
+        self, weight_NK: Tensor, bias_N: Tensor | None, *, bits: Bits, terms: Terms, inputs: affine.Affine | None = None
+    ) -> None:
+        super().__init__()
+        self.num_outputs, self.num_inputs = weight_NK.shape
+        if self.num_inputs > kernel.MOST_INPUTS:
+            raise UsageError(f"{self.num_inputs} inputs; sums in whole numbers hold up to {kernel.MOST_INPUTS}")
+        if inputs is not None and (bits, terms) != (8, 1):
+            raise UsageError("activations with a scale seen beforehand go with weights of 8 bits and one term")
+        self.group, self.terms = (GROUP if bits == 4 else 0), terms
+        weight = weight_NK.detach().float().cpu()
+        shift = torch.zeros(self.num_outputs) if bias_N is None else bias_N.detach().float().cpu()
+        packed, scales, whole = _packed(weight, bits=bits)
+        step, zero = (0.0, 0.0) if inputs is None else (float(inputs.scale), float(inputs.zero))
+        if zero:
+            shift = shift - step * zero * scales * whole.sum(1)
+        self.register_buffer("packed", packed)
+        self.register_buffer("scales", kernel.padded_outputs(scales))
+        self.register_buffer("shift", kernel.padded_outputs(shift))
+        self.register_buffer("activation", torch.tensor([step, zero]))
+        self._call: tuple[int, kernel.FewBitsWeights] | None = None
+        self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
+
+    @property
+    def call(self) -> tuple[int, kernel.FewBitsWeights]:
+        """What the kernel is called with, by its address; built again when tensors were moved or loaded."""
+        if self._call is None:
+            tensors = (self.packed, self.scales, self.shift, self.activation)
+            if any(t.device.type != "cpu" for t in tensors) or any(t.dtype is not torch.float32 for t in tensors[1:]):
+                raise UsageError("a layer of this scheme was moved or cast; it works on a CPU, with scales in float32")
+            step, zero = self.activation.tolist()
+            sizes = {"k": self.num_inputs, "n": self.num_outputs, "group": self.group, "terms": self.terms}
+            shared = kernel.addresses(w=tensors[0], scales=tensors[1], bias=tensors[2], **sizes, step=step, zero=zero)
+            self._call = ctypes.addressof(shared), shared
+        return self._call
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs [..., N] of inputs [..., K], as nn.Linear has them."""
+        check_input(x, self.num_inputs)
+        return kernel.few_bits_product((self._call or self.call)[0], x.contiguous(), num_outputs=self.num_outputs)
+
+    def extra_repr(self) -> str:
+        """Sizes, bits and terms as text."""
+        return f"{self.num_inputs}, {self.num_outputs}, bits={4 if self.group else 8}, terms={self.terms}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_call": None}  # addresses are of this process and these tensors
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FewBits:
+        self._call = None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def check_input(x: Tensor, num_inputs: int) -> None:
+    """UsageError for what the kernel cannot take."""
+    if x.dtype is not torch.float32 or x.device.type != "cpu" or x.shape[-1] != num_inputs:
+        raise UsageError(
+            f"input of {x.dtype}, {tuple(x.shape)}, on {x.device}; a few-bit layer of flatout's kernel takes float32 "
+            f"[..., {num_inputs}] on a CPU"
+        )
+    if x.requires_grad and torch.is_grad_enabled():
+        raise UsageError(
+            "a few-bit layer has no gradient and its input asks for one; use torch.inference_mode() or prepare_qat"
+        )
+
+
+class FewBitsConv(nn.Module):
+    """A convolution over one or two dimensions, ungrouped, padded with zeros, as a product with unfolded inputs.
+
+    It writes each input as often as the kernel covers it: it can gain where weights outweigh places.
+    """
+
+    def __init__(self, conv: nn.Conv1d | nn.Conv2d, *, bits: Bits, terms: Terms) -> None:
+        super().__init__()
+        if conv.groups != 1 or conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            raise UsageError(
+                f"groups {conv.groups}, padding {conv.padding} of '{conv.padding_mode}'; ungrouped and zeros are done"
+            )
+        self.matrix = FewBits(conv.weight.flatten(1), conv.bias, bits=bits, terms=terms)
+        self._is_flat = isinstance(conv, nn.Conv1d)
+        self._kernel, self._stride = _pair(conv.kernel_size, 1), _pair(conv.stride, 1)
+        self._padding, self._dilation = _pair(conv.padding, 0), _pair(conv.dilation, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs of [B, C, H, W] or [B, C, W], or without B, as the convolution has them."""
+        if x.dim() != 4 - self._is_flat:
+            return self.forward(x[None])[0] if x.dim() == 3 - self._is_flat else _refuse(x)
+        image = x[:, :, None] if self._is_flat else x
+        if math.prod(self._kernel) * max(self._stride) == 1 and not any(self._padding):
+            columns = image.flatten(2)
+        else:
+            columns = F.unfold(image, self._kernel, self._dilation, self._padding, self._stride)
+        y: Tensor = self.matrix(columns.transpose(1, 2)).transpose(1, 2)
+        height, width = (self._length(image.shape[2 + d], d) for d in (0, 1))
+        return y.reshape(x.shape[0], -1, *((width,) if self._is_flat else (height, width)))
+
+    def _length(self, length: int, d: int) -> int:
+        covered = self._dilation[d] * (self._kernel[d] - 1) + 1
+        return (length + 2 * self._padding[d] - covered) // self._stride[d] + 1
+
+
+def _pair(sizes: tuple[int, ...], missing: int) -> tuple[int, int]:
+    """Height and width; a convolution over one dimension has `missing` as its height."""
+    return (missing, sizes[0]) if len(sizes) == 1 else (sizes[0], sizes[1])
+
+
+def _refuse(x: Tensor) -> Tensor:
+    raise UsageError(f"a convolution was given {tuple(x.shape)}; its batch, channels and places are needed")
+
+
+def _forget(module: nn.Module, _: object) -> None:
+    assert isinstance(module, FewBits)
+    module._call = None
+
+
+def weight_grid(weight_NK: Tensor, *, bits: Bits) -> affine.Affine:
+    """The transformation of a layer's weights: of [N, K] in 8 bits, of [N, groups, group] in 4.
+
+    In 4 bits each group is clipped as its squared error likes best.
+    """
+    if bits == 8:
+        return affine.per_channel(weight_NK)
+    parts, zero = affine.grouped(weight_NK, group=GROUP), torch.zeros(1, device=weight_NK.device)
+    full = torch.maximum(parts.amax(-1, keepdim=True) / 7, -parts.amin(-1, keepdim=True) / 8).clamp(min=2.0**-100)
+    best, scale = torch.full_like(full, math.inf), full
+    for part in range(20, 12, -1):
+        tried = affine.Affine(full * (part / 20), zero, -8, 7)
+        error = (tried.fake_quantise(parts) - parts).square().sum(-1, keepdim=True)
+        scale = torch.where(error < best, tried.scale, scale)
+        best = torch.minimum(best, error)
+    return affine.Affine(scale, zero, -8, 7)
+
+
+def _packed(weight_NK: Tensor, *, bits: Bits) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed weights, scales [N] or [N, groups], and whole numbers."""
+    by = weight_grid(weight_NK, bits=bits)
+    if bits == 8:
+        whole = by.quantise(weight_NK)
+        return kernel.packed8(whole), by.scale.squeeze(1), whole
+    whole = by.quantise(affine.grouped(weight_NK, group=GROUP)).flatten(1)
+    return kernel.packed4(whole, group=GROUP), by.scale.squeeze(-1), whole

@@ -1,0 +1,1 @@
+"""What makes a model cheaper at a measured price: one file a reduction, by kind."""

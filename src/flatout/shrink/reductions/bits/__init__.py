@@ -1,0 +1,1 @@
+"""Reductions that store numbers in fewer bits."""

@@ -1,0 +1,1 @@
+"""Reductions that change what runs the model."""

@@ -1,0 +1,1 @@
+"""Training that brings the metric back."""

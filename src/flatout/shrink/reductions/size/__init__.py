@@ -1,0 +1,1 @@
+"""Reductions of the number of parameters."""

@@ -1,1 +1,0 @@
-"""Levers composed until a model is as cheap as its metric allows; every composition is made and measured."""

@@ -1,0 +1,1 @@
+"""The same script, faster and proved: levers, source rewriting, search, verification."""

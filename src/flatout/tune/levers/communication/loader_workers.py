@@ -1,0 +1,193 @@
+"""Batches are made beside the step: by worker processes, or by threads where making them lets other threads run.
+
+What        `num_workers`, `prefetch_factor`, `persistent_workers` where a DataLoader is made; or, with the parameter `threads`,
+            its batches made by threads of the process. Workers that live on draw the seed that new ones would have drawn; the
+            edited script leaves that out, so that an order that comes from torch's global generator is another from epoch 2 on.
+Guarantee   EXACT: the same batches in the same order, where items hold no random numbers; items that do are refused.
+Refuses     Loaders that are not waited for; items that differ from time to time; iterable data sets, which each worker would read
+            as a whole; one core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import libcst as cst
+
+from flatout.core.errors import LeverRefused
+from flatout.core.parts import lever
+from flatout.core.records.evidence import Evidence
+from flatout.core.records.finding import Finding
+from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
+from flatout.core.records.trial import TimeWorkers
+from flatout.machine.cost.accounting import result_of
+from flatout.machine.cost.feeding import fetch_trial, main_loader, waiting_s
+from flatout.tune.rewrite.calls import LOADER, LOADER_ORDER, call_in, with_keywords
+from flatout.tune.rewrite.imports import with_import
+from flatout.tune.rewrite.source import code_of, editable_place, with_expression
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+_MOST = 8
+_CROWDED = 0.4
+"""Where compute threads hold all cores already, workers take some away: steps took up to 1.4 times as long (bench/results)."""
+_USUAL_FACTOR = 2
+"""Batches that a worker has under way, by default (documentation of torch.utils.data)."""
+
+
+def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
+    """Propose the numbers of workers that a trial found best, then others; threads last, as their gain depends on the
+    GIL.
+    """
+    index = main_loader(evidence)
+    if index is None:
+        raise LeverRefused("no loader is waited for")
+    _check_run(evidence, index)
+    loader = evidence.loaders[index]
+    place = editable_place(evidence, evidence.source_of(loader.constructed), edit, num_workers=1)
+    is_tight = evidence.workload.device == "cpu" and evidence.workload.num_threads >= evidence.workload.num_cores
+    waited = f"each step waits {waiting_s(evidence) * 1e3:.2f} ms for a batch of {loader.dataset}"
+    tried = max((f.saved_s for f in findings if f.basis == "trial"), default=(0.0, 0.0))
+    settings: list[Parameters] = [{"num_workers": number} for number in _counts(evidence, index)]
+    if loader.num_workers == 0:
+        # On a CPU the model's own threads want the cores as well.
+        settings.append(
+            {"threads": 1 if evidence.workload.device == "cpu" else min(evidence.workload.num_cores, _MOST)}
+        )
+    for setting in settings:
+        gained_s = _gained_s(evidence, index, integer(setting, next(iter(setting))))
+        yield Candidate(
+            parameters=place | setting | {"dataset": loader.dataset},
+            saved_s=(
+                -_CROWDED * evidence.steps.step_s if is_tight else min(0.3 * gained_s, tried[0]),
+                max(gained_s, tried[1]),
+            ),
+            where=evidence.source_of(loader.constructed),
+            because=f"{waited}, made by {loader.num_workers} worker process(es)",
+        )
+
+
+def _check_run(evidence: Evidence, index: int) -> None:
+    """Raise LeverRefused where workers gain nothing, or read something else."""
+    loader, result = evidence.loaders[index], fetch_trial(evidence, index)
+    if not loader.is_map_style:
+        raise LeverRefused("each worker would read the whole of an iterable data set")
+    if evidence.workload.num_cores < 2:
+        raise LeverRefused("there is one core, and the step needs it")
+    if loader.is_in_ram and not loader.has_own_collate:
+        raise LeverRefused(
+            f"the items of {loader.dataset} lie in memory already, and workers would only send them to and fro"
+        )
+    if result is not None and not result.facts.get("repeatable"):
+        raise LeverRefused(f"the items of {loader.dataset} hold random numbers, and workers draw others")
+
+
+def _counts(evidence: Evidence, index: int) -> list[int]:
+    """Numbers of workers worth trying, two at most."""
+    loader = evidence.loaders[index]
+    trials = [t.trial for t in evidence.trials if isinstance(t.trial, TimeWorkers) and t.trial.loader == index]
+    for trial in trials:
+        result = result_of(evidence, trial)
+        if result is not None and result.parts:
+            ranked = sorted(trial.counts, key=lambda c: result.parts.get(str(c), 0.0))
+            return [c for c in ranked if c != loader.num_workers][:2]
+    cores = min(evidence.workload.num_cores, _MOST)
+    return [c for c in dict.fromkeys((cores, cores // 2)) if c > 0 and c != loader.num_workers]
+
+
+def _gained_s(evidence: Evidence, index: int, number: int) -> float:
+    """What of the wait goes when so many make batches beside the step; they cannot make them faster than one core each can."""
+    loader, result, wait_s = evidence.loaders[index], fetch_trial(evidence, index), waiting_s(evidence)
+    busy_s = max(0.0, evidence.steps.step_s - wait_s)
+    batch_s = (result.now_s or 0.0) * max(1.0, loader.fetches) if result is not None else wait_s
+    return max(0.0, wait_s - max(0.0, batch_s / number - busy_s))
+
+
+def apply(hooks: Hooks, parameters: Parameters) -> None:
+    """Have loaders of this data set constructed with workers, or read by threads."""
+    if "threads" in parameters:
+        _read_by_threads(hooks, parameters)
+    else:
+        _make_with_workers(hooks, parameters)
+
+
+def _make_with_workers(hooks: Hooks, parameters: Parameters) -> None:
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset
+
+    number = integer(parameters, "num_workers")
+    factor = integer(parameters, "prefetch_factor") if "prefetch_factor" in parameters else _USUAL_FACTOR
+    begin = DataLoader.__iter__
+    lasting: set[int] = set()
+
+    def hire(kind: type, arguments: dict[str, Any]) -> None:
+        if isinstance(arguments["dataset"], IterableDataset) or not _is_wanted(arguments["dataset"], parameters):
+            return
+        if arguments.get("persistent_workers"):
+            lasting.add(id(arguments["dataset"]))
+        arguments |= {
+            "num_workers": number,
+            "persistent_workers": number > 0,
+            "prefetch_factor": factor if number else None,
+        }
+        hooks.note(LEVER.id)
+
+    def __iter__(self: DataLoader[Any]) -> Iterator[Any]:
+        is_ours = _is_wanted(self.dataset, parameters) and id(self.dataset) not in lasting
+        if is_ours and self.persistent_workers and self._iterator is not None:
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # the seed of workers that start anew
+        return begin(self)
+
+    hooks.at_construction(DataLoader, hire)
+    hooks.replace(DataLoader, "__iter__", __iter__)
+
+
+def _read_by_threads(hooks: Hooks, parameters: Parameters) -> None:
+    from torch.utils.data import DataLoader, IterableDataset
+
+    from flatout.blocks.data.prefetch import Threads
+
+    number, begin = integer(parameters, "threads"), DataLoader.__iter__
+
+    def __iter__(self: DataLoader[Any]) -> Iterator[Any]:
+        is_able = (
+            not self.num_workers and self.batch_sampler is not None and not isinstance(self.dataset, IterableDataset)
+        )
+        if not is_able or not _is_wanted(self.dataset, parameters):
+            return begin(self)
+        hooks.note(LEVER.id)
+        return iter(Threads(self, number))
+
+    hooks.replace(DataLoader, "__iter__", __iter__)
+
+
+def _is_wanted(dataset: object, parameters: Parameters) -> bool:
+    return parameters.get("dataset", type(dataset).__name__) == type(dataset).__name__
+
+
+def edit(text: str, parameters: Parameters) -> str:
+    """Write the keywords into the call of the loader, or put the call in `Threads(...)`."""
+    module, call = call_in(text, parameters, LOADER)
+    if "threads" in parameters:
+        new = cst.parse_expression(f"Threads({code_of(call)}, {integer(parameters, 'threads')})")
+        return with_import(with_expression(module, call, new), "flatout", "Threads").code
+    number = integer(parameters, "num_workers")
+    values: dict[str, str | None] = {
+        "num_workers": str(number) if number else None,
+        "persistent_workers": "True" if number else None,
+    }
+    if "prefetch_factor" in parameters:
+        values["prefetch_factor"] = str(integer(parameters, "prefetch_factor"))
+    return with_keywords(module, call, values, LOADER_ORDER).code
+
+
+LEVER = lever(
+    __name__,
+    propose,
+    apply=apply,
+    edit=edit,
+    conflicts=("communication.persistent-workers", "communication.prepare-in-memory"),
+    title="Batches made beside the step",
+)

@@ -1,0 +1,223 @@
+"""Items that come out the same each time are made once, and batches are cut from tensors.
+
+What        A DataLoader's dataset is wrapped: an item that was made is kept; when all are there, a batch is one index operation.
+            A collate function of the user's own gets the kept items. Worker processes are left out: nothing is left to do.
+Guarantee   EXACT: the same batches bit for bit.
+Refuses     Items that differ from time to time (augmentation), data that do not fit the memory, iterable datasets, loaders
+            whose time goes into a collate function of their own, loaders whose workers are set up by a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import libcst as cst
+from libcst import matchers as m
+
+from flatout.core.errors import EditError, LeverRefused
+from flatout.core.parts import lever
+from flatout.core.records.evidence import Evidence, Loader
+from flatout.core.records.finding import Finding
+from flatout.core.records.lever import Candidate, Hooks, Parameters, string
+from flatout.core.records.trial import TrialResult
+from flatout.machine.cost.feeding import fetch_trial, fits_memory
+from flatout.tune.rewrite.calls import argument, is_named, with_calls, without_argument
+from flatout.tune.rewrite.enclosing_blocks import assignment
+from flatout.tune.rewrite.imports import call_name, with_import
+from flatout.tune.rewrite.source import code_of, find, fresh_name, place_parameters, statements, with_statements
+
+_WORKERS: Final = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
+_LOADER: Final = "torch.utils.data.DataLoader"
+_ROWS: Final = "torch.utils.data.TensorDataset"
+_CACHING_COST: Final = 0.1
+"""Of the wait for items: what keeping them costs in an epoch whose items never come again."""
+_ITEMS_FRACTION: Final = 0.2
+"""With a collate function of their own, loaders must spend this share of a batch on its items, for the rest stays."""
+
+
+def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
+    """Propose it for loaders that the step waits for and whose items a trial found repeatable."""
+    able: list[tuple[Loader, float]] = []
+    why = "no loader whose items come out the same each time and fit the memory"
+    for index, loader in enumerate(evidence.loaders):
+        result = fetch_trial(evidence, index)
+        if loader.has_own_collate and result is not None and _items_fraction(loader, result) < _ITEMS_FRACTION:
+            why = f"the time of {loader.dataset}'s batches goes into a collate function of their own, not into items"
+        elif result is not None and loader.is_map_style and _is_repeatable(evidence, result):
+            able.append((loader, _items_fraction(loader, result)))
+    if not able:
+        raise LeverRefused(why)
+    loader, share = max(able, key=lambda pair: pair[0].wait_s * pair[0].fetches)
+    savings = [f.saved_s for f in findings]
+    waited_s = evidence.steps.phases.get("data", 0.0)
+    low, high = max(savings, default=(0.0, waited_s))
+    low = low if loader.num_epochs > 0 else -_CACHING_COST * waited_s  # whether items come again was not seen
+    parameters: Parameters = {"datasets": tuple(sorted({one.dataset for one, _ in able}))}
+    constructor = evidence.source_of(loader.constructed)
+    with suppress(EditError):  # a loader that is made in somebody else's file is wrapped all the same
+        parameters |= place_parameters(evidence, constructor) if constructor is not None else {}
+    yield Candidate(
+        parameters=parameters,
+        saved_s=(share * low, max(share * low, share * max(high, waited_s))),
+        where=constructor,
+        because=f"each step waits for a batch of {loader.dataset}, whose items come out the same each time",
+    )
+
+
+def _is_repeatable(evidence: Evidence, result: TrialResult) -> bool:
+    facts = result.facts
+    return bool(facts.get("repeatable") and facts.get("item_by_item", True)) and fits_memory(evidence, result)
+
+
+def _items_fraction(loader: Loader, result: TrialResult) -> float:
+    """The share of a batch's time that keeping takes away: all of it, or what is not the user's own collate function."""
+    if not loader.has_own_collate or not result.now_s:
+        return 1.0
+    return max(0.0, 1.0 - result.parts.get("collate", 0.0) / result.now_s)
+
+
+def apply(hooks: Hooks, parameters: Parameters) -> None:
+    """Wrap the data sets of loaders in a cache of their items."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    from flatout.blocks.data.item_cache import CachedBatches, CachedItems, identity_collate
+
+    names = parameters.get("datasets")
+    wanted = names if isinstance(names, tuple) else ()
+
+    def keep(kind: type, arguments: dict[str, Any]) -> None:
+        dataset = arguments["dataset"]
+        is_known = not wanted or type(dataset).__name__ in wanted
+        is_iterated = isinstance(dataset, IterableDataset) or arguments.get("batch_size", 1) is None
+        if not is_known or is_iterated or arguments.get("worker_init_fn") is not None:
+            return
+        if arguments.get("collate_fn") is None:
+            arguments["dataset"], arguments["collate_fn"] = CachedBatches(dataset), identity_collate
+        else:
+            arguments["dataset"] = CachedItems(dataset)
+        if arguments.get("persistent_workers"):
+            lasting.append(arguments["dataset"])
+        for name in _WORKERS:
+            arguments.pop(name, None)  # a worker's copy of what was kept would be lost with it
+        hooks.note(LEVER.id)
+
+    lasting: list[Any] = []
+    hooks.at_construction(DataLoader, keep)
+    hooks.replace(DataLoader, "__iter__", _once_seeded(DataLoader.__iter__, lasting))
+
+
+def _once_seeded(original: Callable[[Any], Any], lasting: list[Any]) -> Callable[[Any], Any]:
+    """`__iter__` of loaders: one whose workers would last draws a seed for them once, and not from every epoch's numbers."""
+    import torch
+
+    def __iter__(self: Any) -> Any:
+        iterator = original(self)
+        if any(dataset is self.dataset for dataset in lasting):
+            self.generator = torch.Generator()
+        return iterator
+
+    return __iter__
+
+
+def edit(text: str, parameters: Parameters) -> str:
+    """Select rows of a TensorDataset by whole batches; put other items in a list before the loop.
+
+    Raises EditError where the loader is not plainly made.
+    """
+    place = find(text, parameters)
+    pair = assignment(place.statement)
+    if pair is None or not isinstance(pair[1], cst.Call) or call_name(place.module, pair[1].func) != _LOADER:
+        raise EditError(f"'{string(parameters, 'code')}' does not make a loader alone")
+    loader = pair[1]
+    arguments = argument(loader, "dataset", 0)
+    if arguments is None:
+        raise EditError("the loader is made without a dataset")
+    if _dataset_is_read(place.module, pair[0]):
+        raise EditError("the loader's dataset is read elsewhere")
+    for word in ("worker_init_fn", "batch_sampler", "persistent_workers"):
+        if argument(loader, word) is not None:
+            raise EditError(f"the loader is made with {word}")
+    if _is_rows(place.module, place.function or place.module, arguments) and argument(loader, "collate_fn") is None:
+        return _by_batches(place.module, loader, arguments).code
+    return _from_list(place.module, place.statement, loader, arguments).code
+
+
+def _dataset_is_read(module: cst.Module, loader: cst.BaseExpression) -> bool:
+    """Whether something asks the loader for what the edit changes."""
+    names = m.Name("dataset") | m.Name("batch_size") | m.Name("collate_fn") | m.Name("num_workers")
+    found = m.findall(module, m.Attribute(attr=names))
+    return any(code_of(f.value) == code_of(loader) for f in found)  # type: ignore[attr-defined]
+
+
+def _is_rows(module: cst.Module, scope: cst.CSTNode, dataset: cst.BaseExpression) -> bool:
+    """Whether a name stands for a TensorDataset, wherever it is assigned."""
+    constructor = [a for a in m.findall(scope, m.AnnAssign() | m.Assign()) if code_of(dataset) in _targets(a)]
+    values = [a.value for a in constructor]  # type: ignore[attr-defined]
+    values = values or [dataset]
+    return all(isinstance(v, cst.Call) and call_name(module, v.func) == _ROWS for v in values)
+
+
+def _targets(assign: cst.CSTNode) -> list[str]:
+    if isinstance(assign, cst.AnnAssign):
+        return [code_of(assign.target)]
+    return [code_of(t.target) for t in cst.ensure_type(assign, cst.Assign).targets]
+
+
+def _by_batches(module: cst.Module, loader: cst.Call, dataset: cst.BaseExpression) -> cst.Module:
+    """`DataLoader(rows, sampler=BatchSampler(RandomSampler(rows), 32, drop_last=True), batch_size=None)`."""
+    if not isinstance(dataset, cst.Name):
+        raise EditError(f"'{code_of(dataset)}' has no name of its own")
+    size, drop = argument(loader, "batch_size", 1), argument(loader, "drop_last", 8)
+    shuffle, sampler = argument(loader, "shuffle", 2), argument(loader, "sampler", 3)
+    generator = argument(loader, "generator")
+    rows = code_of(dataset)
+    if sampler is not None:
+        order = code_of(sampler)
+    elif is_named(shuffle, "True"):
+        order = f"RandomSampler({rows}{f', generator={code_of(generator)}' if generator is not None else ''})"
+    elif shuffle is None or is_named(shuffle, "False"):
+        order = f"SequentialSampler({rows})"
+    else:
+        raise EditError(f"'shuffle={code_of(shuffle)}' is decided when it runs")
+    length = code_of(size) if size is not None else "1"
+    batches = f"BatchSampler({order}, {length}, drop_last={code_of(drop) if drop is not None else 'False'})"
+    named = {k.keyword.value: code_of(k.value) for k in loader.args if k.keyword is not None}
+    keywords = [f", {word}={named[word]}" for word in ("pin_memory", "generator") if word in named]
+    new = f"{code_of(loader.func)}({rows}, sampler={batches}, batch_size=None{''.join(keywords)})"
+    module = with_calls(module, [loader], lambda _: cst.ensure_type(cst.parse_expression(new), cst.Call))
+    for name in (order.split("(")[0] if sampler is None else "", "BatchSampler"):
+        if name and call_name(module, cst.Name(name)) != f"torch.utils.data.{name}":
+            module = with_import(module, "torch.utils.data", name)
+    return module
+
+
+def _from_list(
+    module: cst.Module, statement: cst.BaseStatement, loader: cst.Call, dataset: cst.BaseExpression
+) -> cst.Module:
+    """`items = [data[i] for i in range(len(data))]`, and the loader of these, without workers."""
+    items = fresh_name(module, "items")
+    new: list[cst.BaseStatement] = []
+    if not isinstance(dataset, cst.Name):
+        name = fresh_name(module, "dataset")
+        new += statements(f"{name} = {{dataset}}", dataset=dataset)
+        dataset = cst.Name(name)
+    data = dataset.value
+    new += statements(f"{items} = [{data}[i] for i in range(len({data}))]")
+
+    def changed(call: cst.Call) -> cst.Call:
+        for name in _WORKERS:
+            call = without_argument(call, name)
+        first = call.args[0]
+        if first.keyword is not None and first.keyword.value != "dataset":
+            raise EditError("the dataset is not the loader's first argument")
+        return call.with_changes(args=[first.with_changes(value=cst.Name(items)), *call.args[1:]])
+
+    line = with_calls(cst.Module(body=[statement]), [loader], changed).body[0]  # type: ignore[list-item]
+    assert isinstance(line, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
+    new.append(line.with_changes(leading_lines=()))
+    return with_statements(module, {statement: new})
+
+
+LEVER = lever(__name__, propose, apply=apply, edit=edit, title="Items made once, batches cut from tensors")

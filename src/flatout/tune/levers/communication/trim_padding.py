@@ -1,0 +1,195 @@
+"""Columns that are padding in every row of a batch are cut off before the model sees them.
+
+What        Of a batch of tokens [rows, positions], and what goes with it, the positions after the last one that is not padding in
+            all rows are left out. In the text: a batch is made as wide as its longest row.
+Guarantee   BOUNDED: padding that a model masks adds zeros; without them sums come in another order.
+Refuses     Batches that are full in their longest row. Models to which padding is not nothing are told by the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import libcst as cst
+from libcst import matchers as m
+
+from flatout.core.errors import EditError, LeverRefused
+from flatout.core.parts import lever
+from flatout.core.records.evidence import Evidence
+from flatout.core.records.finding import Finding
+from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
+from flatout.tune.rewrite.enclosing_blocks import assignment, levels, parents_of
+from flatout.tune.rewrite.imports import call_name
+from flatout.tune.rewrite.source import code_of, find, names_in, nodes_of, place_parameters, with_expression
+
+_LONGEST_FRACTION: Final = 0.97
+"""Above, so little of the width is padding in all rows that looking for it costs as much."""
+_FULL: Final = ("torch.full", "torch.zeros", "torch.ones", "numpy.full", "numpy.zeros", "numpy.ones")
+
+
+def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
+    """Propose it for tokens whose batches are wider than their longest rows."""
+    tokens = [p for p in evidence.paddings if p.dtype in ("int64", "int32") and p.signs]
+    able = [p for p in tokens if p.longest_fraction < _LONGEST_FRACTION]
+    if not findings or not able:
+        why = "each batch is as wide as its longest row" if tokens else "no padded tokens"
+        raise LeverRefused(why)
+    padding = max(able, key=lambda p: p.padding_fraction)
+    high = max(f.saved_s[1] for f in findings)
+    low = min(f.saved_s[0] for f in findings)
+    parameters: Parameters = {"pad": int(padding.pad_value)}
+    where = evidence.source_of(padding.source) or next((f.where for f in findings if f.where is not None), None)
+    if where is not None:
+        with suppress(EditError):  # where the batch is made in a library, it is cut all the same
+            parameters |= place_parameters(evidence, where)
+    yield Candidate(
+        parameters=parameters,
+        saved_s=(0.5 * low, high),
+        where=where,
+        because=f"the longest row of a batch fills {padding.longest_fraction:.0%} of '{padding.name}', {padding.shape[1]} wide",
+    )
+
+
+def apply(hooks: Hooks, parameters: Parameters) -> None:
+    """Crop the inputs of every call to the longest row of the batch."""
+    pad = integer(parameters, "pad")
+
+    def cut(module: Any, inputs: Any) -> Any:
+        args, kwargs = inputs
+        tokens = next((t for t in (*args, *kwargs.values()) if _is_tokens(t)), None)
+        if tokens is None:
+            return inputs
+        length = longest(tokens, pad)
+        if length == tokens.shape[1]:
+            return inputs
+        hooks.note(LEVER.id)
+        shape = tokens.shape[:2]
+        return tuple(cropped(a, shape, length) for a in args), {k: cropped(v, shape, length) for k, v in kwargs.items()}
+
+    hooks.on_inputs(cut)
+
+
+def _is_tokens(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and value.dtype in (torch.int64, torch.int32)
+
+
+def longest(tokens: Any, pad: int) -> int:
+    """Number of positions up to the last one that some row fills; one at least."""
+    filled = (tokens != pad).any(0).nonzero()
+    return int(filled[-1]) + 1 if len(filled) else 1
+
+
+def cropped(value: Any, shape: Sequence[int], length: int) -> Any:
+    """The first positions of a tensor whose shape begins like this one; anything else as it is."""
+    import torch
+
+    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == shape:
+        return value[:, :length].contiguous()
+    return value
+
+
+def edit(text: str, parameters: Parameters) -> str:
+    """Write `torch.full((len(rows), WIDTH), PAD)` only as wide as the longest row that is then written into it.
+
+    Raises EditError where the rows cannot be decided from the text.
+    """
+    place = find(text, parameters)
+    found = [c for c in nodes_of(cst.Call, place.function or place.statement) if _is_filled(place.module, c)]
+    if len(found) != 1:
+        raise EditError(f"{len(found)} tensors are made for rows to be written into")
+    [call] = found
+    level = next(levels(parents_of(place.module), call))
+    target, value = assignment(level.statement) or (call, None)
+    if value is not call or not isinstance(target, cst.Name):
+        raise EditError(f"'{code_of(call)}' is given no name of its own")
+    width = _width(call)
+    longest_row = _longest_row(target.value, level.block[level.at + 1 :])
+    if code_of(width).startswith("max("):
+        raise EditError("it is as wide as its longest row")
+    return with_expression(place.module, width, cst.parse_expression(longest_row)).code
+
+
+def _is_filled(module: cst.Module, call: cst.Call) -> bool:
+    if call_name(module, call.func) not in _FULL or not call.args:
+        return False
+    size = call.args[0].value
+    is_pair = isinstance(size, (cst.Tuple, cst.List)) and len(size.elements) == 2
+    return is_pair or (
+        len(call.args) >= 2
+        and all(a.keyword is None for a in call.args[:2])
+        and not code_of(call.func).endswith("full")
+    )
+
+
+def _width(call: cst.Call) -> cst.BaseExpression:
+    size = call.args[0].value
+    if isinstance(size, (cst.Tuple, cst.List)):
+        return size.elements[1].value
+    return call.args[1].value
+
+
+def _longest_row(name: str, after: Sequence[cst.CSTNode]) -> str:
+    """The greatest length of what a loop right after writes into the rows."""
+    for statement in after:
+        if name not in names_in(statement):
+            if not isinstance(statement, cst.SimpleStatementLine):
+                raise EditError(f"'{name}' is not filled right after it is made")
+            continue
+        if not isinstance(statement, cst.For):
+            break
+        return _of_loop(name, statement)
+    raise EditError(f"no loop writes rows into '{name}'")
+
+
+def _of_loop(name: str, loop: cst.For) -> str:
+    """`max(len(row) for row in rows)` of `for i, row in enumerate(rows): name[i, : len(row)] = row`."""
+    body = loop.body.body
+    line = body[0] if len(body) == 1 else None
+    small = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
+    if not isinstance(small, cst.Assign) or len(small.targets) != 1:
+        raise EditError(f"the loop that fills '{name}' does something else, too")
+    length = _length_written(name, small.targets[0].target)
+    target: cst.BaseExpression = loop.target
+    rows = loop.iter
+    is_counted = m.matches(rows, m.Call(func=m.Name("enumerate"), args=[m.DoNotCare()]))
+    if is_counted and isinstance(target, cst.Tuple) and len(target.elements) == 2:
+        counter, item = (e.value for e in target.elements)
+        if names_in(counter) & names_in(length):
+            raise EditError(f"'{code_of(length)}' depends on the row's number")
+        target, rows = item, cst.ensure_type(rows, cst.Call).args[0].value
+    if not _is_unchanged(rows):
+        raise EditError(f"'{code_of(rows)}' can perhaps be gone through only once")
+    each = code_of(target)
+    inner = length.args[0].value if isinstance(length, cst.Call) and code_of(length.func) == "len" else None
+    if inner is not None and code_of(inner) == each:
+        return f"max(map(len, {code_of(rows)}))"
+    return f"max({code_of(length)} for {each} in {code_of(rows)})"
+
+
+def _length_written(name: str, target: cst.BaseExpression) -> cst.BaseExpression:
+    """L of `name[i, :L]` or `name[i][:L]`."""
+    if isinstance(target, cst.Subscript):
+        last = target.slice[-1].slice
+        inside = code_of(target.value)
+        is_pair = len(target.slice) == 2 and inside == name
+        is_nested = len(target.slice) == 1 and isinstance(target.value, cst.Subscript) and inside.startswith(f"{name}[")
+        is_start = isinstance(last, cst.Slice) and last.lower is None and last.step is None
+        if is_start and (is_pair or is_nested) and isinstance(last, cst.Slice) and last.upper is not None:
+            return last.upper
+    raise EditError(f"'{code_of(target)}' is no row of '{name}' written from its start")
+
+
+def _is_unchanged(rows: cst.BaseExpression) -> bool:
+    """Whether rows can be gone through twice: names and attributes (a batch's), lists made anew each time."""
+    if isinstance(rows, cst.Call):
+        if isinstance(rows.func, cst.Name) and rows.func.value == "zip":
+            return all(_is_unchanged(a.value) for a in rows.args)
+        return m.matches(rows, m.Call(func=m.Attribute(attr=m.Name("tolist")), args=[]))
+    return isinstance(rows, (cst.Name, cst.Attribute, cst.Subscript))
+
+
+LEVER = lever(__name__, propose, apply=apply, edit=edit, title="Padding cut to the batch's longest row")

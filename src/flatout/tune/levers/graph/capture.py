@@ -1,0 +1,92 @@
+"""The model's kernels are launched by one CUDA graph instead of one by one.
+
+What        `how='graphs'`: forward and backward of each root module are captured after a few equal calls
+            (`torch.cuda.make_graphed_callables`) and replayed; calls of other shapes run as before. `how='compiled'`: dynamo and
+            `backend='cudagraphs'`, which finds what can be captured by itself.
+Guarantee   BOUNDED: the same kernels, but libraries may choose others of them. What a model returns is copied out of the graph.
+Refuses     Processes without a CUDA device; devices that are busy all the time; shapes that change; scripts that compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from flatout.core.errors import EditError, LeverRefused, PlanError
+from flatout.core.parts import lever
+from flatout.core.records.evidence import Evidence
+from flatout.core.records.finding import Finding
+from flatout.core.records.lever import Candidate, Hooks, Parameters
+from flatout.machine.cost.accounting import main_model, milliseconds, model_seconds
+from flatout.machine.cost.compiling import has_changing_shapes
+from flatout.tune.rewrite.models import behind_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
+    """Propose it where a CUDA device waits for launches of always the same kernels."""
+    _check_run(evidence)
+    steps = evidence.steps
+    idle_s = steps.step_s - (steps.device_s or 0.0)
+    most_s = min(idle_s, model_seconds(evidence))
+    high_s = max([most_s, *(f.saved_s[1] for f in findings)])
+    model = main_model(evidence)
+    is_called_once = model is not None and evidence.models[model].calls < 1.5
+    for share, how in ((1.0, "graphs"), (0.9, "compiled")) if is_called_once else ((1.0, "compiled"),):
+        yield Candidate(
+            parameters={"how": how},
+            saved_s=(0.2 * share * most_s, share * high_s),
+            because=f"the device idles {milliseconds(idle_s)} of a step, while the host launches kernels one by one",
+        )
+
+
+def _check_run(evidence: Evidence) -> None:
+    """Raise LeverRefused where it does not apply."""
+    if evidence.steps.device_s is None:
+        raise LeverRefused("no CUDA device")
+    if evidence.compilation is not None and evidence.compilation.num_graphs:
+        raise LeverRefused("the script compiles; there mode='reduce-overhead' captures graphs")
+    if evidence.steps.is_device_bound:
+        raise LeverRefused("the device is busy nearly all of the step")
+    if has_changing_shapes(evidence):
+        raise LeverRefused("shapes change from step to step; a graph has fixed ones")
+    if main_model(evidence) is None:
+        raise LeverRefused("no model whose calls could be captured was seen")
+
+
+def apply(hooks: Hooks, parameters: Parameters) -> None:
+    """Capture each root module that is on a CUDA device at its first call."""
+    how = parameters.get("how", "graphs")
+    if how not in ("graphs", "compiled"):
+        raise PlanError(f"how {how!r} is neither 'graphs' nor 'compiled'")
+
+    def capture(module: nn.Module) -> Callable[[], None] | None:
+        from flatout.core.runtime.patches import replace_forward
+        from flatout.tune.levers.cuda_graphs import GraphedForward, captured_on_device
+
+        if any(p.device.type != "cuda" for p in module.parameters()):
+            return None
+        if how == "graphs":
+            return replace_forward(module, GraphedForward(module, captured_on_device, lambda: hooks.note(LEVER.id)))
+        before = module._compiled_call_impl
+        module.compile(backend="cudagraphs")
+        hooks.note(LEVER.id)
+
+        def undo() -> None:
+            module._compiled_call_impl = before
+
+        return undo
+
+    hooks.at_first_call(capture)
+
+
+def edit(text: str, parameters: Parameters) -> str:
+    """Write `model.compile(backend="cudagraphs")` after the construction of the model."""
+    if parameters.get("how") != "compiled":
+        raise EditError("torch.cuda.make_graphed_callables needs sample inputs, which only a run can show")
+    return behind_model(text, 'model.compile(backend="cudagraphs")\n')
+
+
+LEVER = lever(__name__, propose, apply=apply, conflicts=("graph.compile",), edit=edit, title="Captured graphs")

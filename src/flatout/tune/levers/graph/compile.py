@@ -1,0 +1,160 @@
+"""The model compiled: its operators fused into few kernels, Python out of the way.
+
+What        `model.compile(...)` at its first call, in place; or each of its repeated blocks alone, which compiles one block for
+            all (`regions`: the paths of the containers that hold them). `mode` and `dynamic` are those of torch.compile.
+Guarantee   BOUNDED: sums in other orders, fused multiply-adds. With `fallback_random` random masks (dropout) are drawn as they
+            are without compiling, so that steps can be compared; without it they are other numbers of the same distribution.
+Refuses     Scripts that compile already; models whose calls are a small part of the step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from flatout.core.errors import EditError, LeverRefused, PlanError
+from flatout.core.parts import lever
+from flatout.core.records.evidence import Evidence
+from flatout.core.records.finding import Finding
+from flatout.core.records.lever import Candidate, Hooks, Parameters
+from flatout.machine.cost.accounting import host_seconds, model_seconds
+from flatout.machine.cost.compiling import block_containers, draws_in_model, has_changing_shapes
+from flatout.tune.rewrite.models import behind_model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_SMALL_PART: Final = 0.1
+_EFFORT: Final = 5.0
+"""A trial with compiling took 15 s where others take 5 s (small models, two cores, torch 2.13), and 80 s where others take 10 to
+25 s (a ResNet-34 and a BERT on an H200, torch 2.11)."""
+_MAY_COST: Final = 1.3
+"""Small models that were compiled took up to 2.3 times as long as before, on two cores and on an H200 (bench/results,
+tune_examples)."""
+_MOST_FASTER: Final = 20.0
+"""What a plan makes of a step at most, in our judgement: a host that takes less than this part of it is never waited for."""
+_MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
+_OPTIONS: Final = ("mode", "dynamic", "backend")
+
+
+def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
+    """Propose the ways to compile that suit this run, the most promising first."""
+    if evidence.compilation is not None and evidence.compilation.num_graphs:
+        raise LeverRefused("the script compiles already")
+    busy_s = model_seconds(evidence)
+    if busy_s < _SMALL_PART * evidence.steps.whole_s:
+        share = busy_s / evidence.steps.whole_s if evidence.steps.whole_s else 0.0
+        raise LeverRefused(f"forward and backward are {share:.0%} of a step")
+    savings = [f.saved_s for f in findings]
+    low, high = max((a for a, _ in savings), default=0.0), max((b for _, b in savings), default=0.0)
+    is_busy = evidence.steps.device_s is not None and evidence.steps.is_device_bound
+    low, high = min(low, 0.1 * busy_s) if is_busy else -_MAY_COST * busy_s, min(busy_s, max(high, 0.5 * busy_s))
+    usual: Parameters = {"fallback_random": True} if draws_in_model(evidence) else {}
+    for share, parameters, why in _options(evidence):
+        yield Candidate(
+            parameters=usual | parameters,
+            saved_s=(share * low, share * high),
+            because=f"forward and backward take {busy_s * 1e3:.2f} ms of a step{why}",
+        )
+
+
+def _options(evidence: Evidence) -> Iterator[tuple[float, Parameters, str]]:
+    """Share of the promise, parameters, and what speaks for them."""
+    is_device, is_ragged = evidence.steps.device_s is not None, has_changing_shapes(evidence)
+    if is_ragged:
+        yield 1.0, {"mode": "default", "dynamic": True}, "; shapes change from step to step"
+    elif is_device and not evidence.steps.is_device_bound:
+        yield 1.0, {"mode": "reduce-overhead"}, "; the device waits for its host"
+    share = 0.9 if is_ragged or (is_device and not evidence.steps.is_device_bound) else 1.0
+    yield share, {"mode": "default"}, ""
+    if is_device and evidence.steps.is_device_bound and not is_ragged:
+        if host_seconds(evidence) > evidence.steps.step_s / _MOST_FASTER:
+            yield 0.95, {"mode": "reduce-overhead"}, "; once the device has less to do, it waits for its host"
+        yield 0.9, {"mode": "max-autotune-no-cudagraphs"}, "; the device is busy all the time"
+    regions = block_containers(evidence)
+    if regions:
+        places = ", ".join(f"'{r}'" if r else "the model" for r in regions)
+        yield 0.85 * share, {"mode": "default", "regions": regions}, f"; the blocks of {places} are alike"
+
+
+def apply(hooks: Hooks, parameters: Parameters) -> None:
+    """Compile each root module, or its blocks, at its first call."""
+    options: dict[str, Any] = {k: v for k, v in parameters.items() if k in _OPTIONS}
+    mode = options.get("mode")
+    if mode is not None and mode not in _MODES:
+        raise PlanError(f"mode {mode!r} is none of {', '.join(_MODES)}; see torch.compile")
+    if mode == "default" or "backend" in options:
+        options.pop("mode", None)
+    if parameters.get("fallback_random"):
+        hooks.at_start(_draw_as_eager)
+
+    def compile_it(module: nn.Module) -> Callable[[], None] | None:
+        whole = _compiled(module)
+        if whole is not None:
+            return None  # the script has done it
+        modules = [module] if "regions" not in parameters else _blocks(module, _paths(parameters))
+        before = [(one, _compiled(one)) for one in modules]
+        for one in modules:
+            one.compile(**options)
+        if modules:
+            hooks.note(LEVER.id)
+
+        def undo() -> None:
+            for one, call in before:
+                one._compiled_call_impl = call
+
+        return undo
+
+    hooks.at_first_call(compile_it)
+
+
+def _compiled(module: nn.Module) -> Callable[..., Any] | None:
+    return module._compiled_call_impl
+
+
+def _paths(parameters: Parameters) -> tuple[str, ...]:
+    regions = parameters["regions"]
+    if isinstance(regions, str) or not isinstance(regions, tuple):
+        raise PlanError(f"parameter 'regions' is {regions!r} and must be a list of paths, as ['blocks']")
+    return regions
+
+
+def _blocks(root: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    """The modules in these containers whose class comes there more than once; a root module without the container has none."""
+    found = []
+    for path in paths:
+        try:
+            container = root.get_submodule(path)
+        except AttributeError:
+            continue
+        children = list(container.children())
+        classes = Counter(type(child) for child in children)
+        found += [child for child in children if classes[type(child)] > 1 and next(child.children(), None) is not None]
+    return found
+
+
+def _draw_as_eager() -> Callable[[], None]:
+    """Compiled code draws random numbers as eager code does; returns how to undo it."""
+    from torch._inductor import config
+
+    from flatout.core.runtime.patches import set_attributes
+
+    return set_attributes(config, fallback_random=True)
+
+
+def edit(text: str, parameters: Parameters) -> str:
+    """Write `model.compile(...)` after the statement that constructs the model, or a loop over its blocks."""
+    if "compile(" in text and "re.compile(" not in text:
+        raise EditError("the file compiles something already")
+    options = {k: v for k, v in parameters.items() if k in _OPTIONS and v != "default"}
+    arguments = ", ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in options.items())
+    if "regions" not in parameters:
+        return behind_model(text, f"model.compile({arguments})\n")
+    paths = _paths(parameters)
+    if "" in paths:
+        raise EditError("the blocks are the model's own children, among others")
+    return behind_model(text, "".join(f"for block in model.{p}:\n    block.compile({arguments})\n" for p in paths))
+
+
+LEVER = lever(__name__, propose, apply=apply, effort=_EFFORT, edit=edit, title="Compiled model")

@@ -1,0 +1,145 @@
+"""Calls in a text, found by the full names of what they call, and with other arguments; all other formatting stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import libcst as cst
+
+from flatout.core.errors import EditError
+from flatout.core.records.lever import Parameters
+from flatout.tune.rewrite.imports import call_name
+from flatout.tune.rewrite.source import NodeChanger, code_of, find, nodes_of, parsed, with_expression
+
+LOADER: Final = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+LOADER_ORDER: Final = (
+    "dataset",
+    "batch_size",
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+)
+"""What DataLoader takes by position, as far as anyone does (signature in torch 2.11 to 2.13)."""
+DDP: Final = (
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+)
+DDP_ORDER: Final = (
+    "module",
+    "device_ids",
+    "output_device",
+    "dim",
+    "broadcast_buffers",
+    "init_sync",
+    "process_group",
+    "bucket_cap_mb",
+)
+TRUE: Final = cst.Name("True")
+
+Change = Callable[[cst.Call], cst.Call]
+
+
+def calls_to(module: cst.Module, names: Sequence[str], *, inside: cst.CSTNode | None = None) -> list[cst.Call]:
+    """All calls of these functions or classes, by their full names ('torch.optim.Adam'), in a node or the whole file."""
+    return [call for call in nodes_of(cst.Call, inside or module) if call_name(module, call.func) in names]
+
+
+def call_in(text: str, parameters: Parameters, names: Sequence[str]) -> tuple[cst.Module, cst.Call]:
+    """The one call of these functions in the statement that the parameters name; in the text when they name none.
+
+    Raises EditError when there is none, or more than one.
+    """
+    place = find(text, parameters) if "code" in parameters else None
+    module = place.module if place is not None else parsed(text)
+    calls = calls_to(module, names, inside=place.statement if place is not None else None)
+    short = names[0].rpartition(".")[2]
+    if len(calls) != 1:
+        raise EditError(f"no {short} is made there" if not calls else f"{len(calls)} calls make a {short}")
+    return module, calls[0]
+
+
+def calls_ending(node: cst.CSTNode, name: str) -> list[cst.Call]:
+    """All calls in a node of a method of this name."""
+    return [c for c in nodes_of(cst.Call, node) if isinstance(c.func, cst.Attribute) and c.func.attr.value == name]
+
+
+def with_calls(module: cst.Module, calls: Sequence[cst.Call], change: Change) -> cst.Module:
+    """The tree with these calls (by identity) changed, also where one is inside another."""
+    return module.visit(NodeChanger(dict.fromkeys(calls, change)))
+
+
+def keyword_argument(call: cst.Call, keyword: str) -> cst.BaseExpression | None:
+    """Value of a call's keyword argument; None when it is missing, or inside `**options`."""
+    return next((a.value for a in call.args if _is_for(a, keyword)), None)
+
+
+def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
+    """Value of a call's argument, by keyword or by position; None when it is missing.
+
+    Raises EditError when it gives arguments that cannot be read from the text (`*args`, `**options`).
+    """
+    starred = next((a for a in call.args if a.star), None)
+    if starred is not None:
+        raise EditError(f"'{starred.star}{code_of(starred.value)}' may hold '{keyword}'")
+    return next((a.value for i, a in enumerate(call.args) if _is_for(a, keyword, i == position)), None)
+
+
+def _is_for(arg: cst.Arg, keyword: str, is_at_position: bool = False) -> bool:
+    return arg.keyword.value == keyword if arg.keyword is not None else is_at_position
+
+
+def with_keywords(
+    module: cst.Module, call: cst.Call, values: Mapping[str, str | None], order: Sequence[str]
+) -> cst.Module:
+    """The tree with the call's keywords set to these expressions, or taken out (None). `order` are its positional parameters.
+
+    Raises EditError where an argument is given by position or comes out of `**`.
+    """
+    if any(a.star for a in call.args):
+        raise EditError(f"arguments of {code_of(call.func)} are unpacked from elsewhere")
+    num_positional = sum(a.keyword is None for a in call.args)
+    new = call
+    for name, value in values.items():
+        if name in order[:num_positional]:
+            raise EditError(f"'{name}' is passed by position")
+        new = without_argument(new, name) if value is None else with_argument(new, name, cst.parse_expression(value))
+    return with_expression(module, call, new)
+
+
+def with_argument(call: cst.Call, keyword: str, value: cst.BaseExpression) -> cst.Call:
+    """The call with a keyword argument: in its place when it is there, else at the end, formatted as the last one is."""
+    args = list(call.args)
+    at = next((i for i, a in enumerate(args) if _is_for(a, keyword)), None)
+    if at is not None:
+        args[at] = args[at].with_changes(value=value)
+        return call.with_changes(args=args)
+    plain = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    new = cst.Arg(value, keyword=cst.Name(keyword), equal=plain)
+    if args:
+        last = args[-1]
+        before = args[-2].comma if len(args) > 1 else call.whitespace_before_args
+        space = before.whitespace_after if isinstance(before, cst.Comma) else before
+        if not isinstance(space, cst.ParenthesizedWhitespace):
+            space = cst.SimpleWhitespace(" ")
+        new = new.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
+        args[-1] = last.with_changes(
+            comma=cst.Comma(whitespace_after=space), whitespace_after_arg=cst.SimpleWhitespace("")
+        )
+    return call.with_changes(args=[*args, new])
+
+
+def without_argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.Call:
+    """The call without the argument for a parameter."""
+    args = [arg for i, arg in enumerate(call.args) if not _is_for(arg, keyword, i == position)]
+    if args and args[-1] is not (last := call.args[-1]):
+        args[-1] = args[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
+    return call.with_changes(args=args)
+
+
+def is_named(node: cst.CSTNode | None, *names: str) -> bool:
+    """Whether an expression is one of these names ('True', 'None')."""
+    return isinstance(node, cst.Name) and node.value in names

@@ -1,0 +1,226 @@
+"""Models in a text: the statements that construct them, by class, and statements added after one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import libcst as cst
+from libcst import matchers as m
+
+from flatout.core.errors import EditError
+from flatout.tune.rewrite.enclosing_blocks import assignment, only_small
+from flatout.tune.rewrite.source import (
+    code_of,
+    names_in,
+    nodes_of,
+    parsed,
+    places_in,
+    statements,
+    with_names,
+    with_statements,
+    word_set,
+)
+
+_CHAINED: Final = word_set("to cuda cpu eval train float double half bfloat16 requires_grad_ apply share_memory")
+"""Methods of nn.Module that return the module itself (documentation of torch 2.13)."""
+_SIGNS: Final = word_set("parameters named_parameters train eval state_dict load_state_dict zero_grad to cuda modules")
+"""Methods that tell a module (`to` and `cuda` with another of them, or a call)."""
+_FORWARD: Final = m.FunctionDef(name=m.Name("forward"))
+
+
+class Construction(NamedTuple):
+    """An assignment of what the call `value` constructs to `name` (maybe dotted): of class `kind`, '' where that is
+    unknown.
+
+    `statement` does so, in `block`, inside `function` (None: at the top).
+    `is_part`: by a method of a class that has a `forward`, or by a function that returns it: it becomes part of something.
+    """
+
+    name: str
+    kind: str
+    value: cst.Call
+    statement: cst.SimpleStatementLine
+    block: Sequence[cst.BaseStatement]
+    function: cst.FunctionDef | None
+    is_part: bool
+
+
+def constructions_in(module: cst.Module) -> list[Construction]:
+    """Every assignment of a newly constructed object to one name."""
+    return [one for one in _assignments(module) if one.kind]
+
+
+def behind_model(text: str, template: str) -> str:
+    """The text with statements after the construction of its model, which the template calls `model`.
+
+    Raises EditError when it is not certain which that is.
+    """
+    module = parsed(text)
+    construction = _model(module)
+    last = _last_move(construction)
+    new = [with_names(s, {"model": construction.name}) for s in statements(template)]
+    return with_statements(module, {last: [last, *new]}).code
+
+
+def _assignments(module: cst.Module) -> list[Construction]:
+    """Every assignment to one name of what a call makes."""
+    builders, found = _builders(module), []
+    for place in places_in(module):
+        small, function = only_small(place.statement), place.function
+        assigned = assignment(place.statement)
+        target, value = (small.target, small.value) if isinstance(small, cst.AnnAssign) else assigned or (None, None)
+        if not isinstance(target, (cst.Name, cst.Attribute)) or not isinstance(value, cst.Call):
+            continue
+        is_part = function is not None and function.name.value in builders
+        if place.owner is not None:
+            is_part |= m.matches(place.owner.body, m.IndentedBlock(body=[m.ZeroOrMore(), _FORWARD, m.ZeroOrMore()]))
+        line = cst.ensure_type(place.statement, cst.SimpleStatementLine)
+        kind = _constructed_class(value, builders)
+        found.append(Construction(code_of(target), kind, value, line, place.block, function, is_part))
+    return found
+
+
+def _constructed_class(value: cst.BaseExpression, builders: dict[str, str]) -> str:
+    """The class of what an expression makes, '' if unknown: `Net(8).to(device)` makes a Net."""
+    while isinstance(value, cst.Call):
+        called = value.func
+        if isinstance(called, cst.Attribute) and called.attr.value in _CHAINED and isinstance(called.value, cst.Call):
+            value = called.value
+            continue
+        last = called.attr.value if isinstance(called, cst.Attribute) else code_of(called)
+        return builders.get(last, last) if last.isidentifier() else ""
+    return ""
+
+
+def _builders(module: cst.Module) -> dict[str, str]:
+    """Functions of the file that return a new object, and its class."""
+    found: dict[str, str] = {}
+    for statement in module.body:
+        if not isinstance(statement, cst.FunctionDef):
+            continue
+        kinds = {_returned(statement, node) for node in nodes_of(cst.Return, statement.body)}
+        if len(kinds) == 1 and (kind := kinds.pop()):
+            found[statement.name.value] = kind
+    return found
+
+
+def _returned(function: cst.FunctionDef, node: cst.Return) -> str:
+    value = node.value
+    if isinstance(value, cst.Name):
+        assigned = [a.value for a in m.findall(function, m.Assign(targets=[m.AssignTarget(m.Name(value.value))]))]  # type: ignore[attr-defined]
+        value = assigned[0] if len(assigned) == 1 else None
+    return _constructed_class(value, {}) if value is not None else ""
+
+
+def module_classes(module: cst.Module) -> set[str]:
+    """Classes at the top of the file that derive from a Module, as far as their bases' names tell."""
+    bases = {
+        s.name.value: {code_of(b.value).rpartition(".")[2] for b in s.bases}
+        for s in module.body
+        if isinstance(s, cst.ClassDef)
+    }
+    found: set[str] = set()
+    while new := {
+        name for name, of in bases.items() if name not in found and any(_is_module_name(b, bases, found) for b in of)
+    }:
+        found |= new
+    return found
+
+
+def _is_module_name(name: str, bases: Mapping[str, object], found: set[str]) -> bool:
+    """Whether a base class is a module: one of the file that is, or one from elsewhere that is not `object` or the like."""
+    return name in found or (name not in bases and name[:1].isupper())
+
+
+def names_of_models(module: cst.Module) -> set[str]:
+    """Names to which an object of a module class of the file is assigned, alone or in a tuple."""
+    known, builders = module_classes(module), _builders(module)
+    found = set()
+    for node in nodes_of(cst.Assign, module):
+        for target, value in _pairs(node):
+            if _constructed_class(value, builders) in known and isinstance(target, (cst.Name, cst.Attribute)):
+                found.add(code_of(target))
+    return found
+
+
+def _pairs(node: cst.Assign) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """Target and value, one by one where tuples of the same length are assigned."""
+    target, value = node.targets[-1].target, node.value
+    if isinstance(target, cst.Tuple) and isinstance(value, cst.Tuple) and len(target.elements) == len(value.elements):
+        yield from ((t.value, v.value) for t, v in zip(target.elements, value.elements, strict=True))
+    else:
+        yield target, value
+
+
+def plain_classes(module: cst.Module) -> set[str]:
+    """Classes at the top of the file that are no modules."""
+    return {s.name.value for s in module.body if isinstance(s, cst.ClassDef)} - module_classes(module)
+
+
+def definitions_with(module: cst.Module, names: set[str]) -> set[str]:
+    """Classes and functions at the top of the file that use one of these names, directly or through each other."""
+    uses = {}
+    for s in module.body:
+        if isinstance(s, (cst.ClassDef, cst.FunctionDef)):
+            attributes = {a.attr.value for a in nodes_of(cst.Attribute, s)}
+            uses[s.name.value] = names_in(s.body) | attributes
+    found: set[str] = set()
+    while new := {name for name, used in uses.items() if name not in found and used & (names | found)}:
+        found |= new
+    return found
+
+
+def _model(module: cst.Module) -> Construction:
+    """The one model of a file, as it is made or moved last.
+
+    Raises EditError when there is none, or more than one.
+    """
+    construction: dict[str, list[Construction]] = {}
+    for one in _assignments(module):
+        construction.setdefault(one.name, []).append(one)
+    called, methods = _uses(module)
+    names = [n for n in construction if n in called and methods.get(n, set()) & _SIGNS]
+    if len(names) != 1:
+        found = f"{', '.join(names)} are" if names else "nothing that is called and has parameters is"
+        raise EditError(f"{found} made in the file; which one is the model?" if names else f"{found} made in the file")
+    [name] = names
+    first, *others = construction[name]
+    if any(not _is_move(name, other.value) for other in others):
+        raise EditError(f"'{name}' is assigned to more than once")
+    if any(other.block is not first.block for other in others):
+        raise EditError(f"'{name}' is moved to its device somewhere else")
+    return construction[name][-1]
+
+
+def _uses(module: cst.Module) -> tuple[set[str], dict[str, set[str]]]:
+    """Bare names that are called; and the methods that are called of each."""
+    called: set[str] = set()
+    methods: dict[str, set[str]] = {}
+    for call in nodes_of(cst.Call, module):
+        if isinstance(call.func, cst.Name):
+            called.add(call.func.value)
+        elif isinstance(call.func, cst.Attribute) and isinstance(call.func.value, cst.Name):
+            methods.setdefault(call.func.value.value, set()).add(call.func.attr.value)
+    return called, methods
+
+
+def _is_move(name: str, call: cst.BaseExpression) -> bool:
+    """Whether it is `name.to(...)`, or another method that returns the model itself."""
+    while isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.func.attr.value in _CHAINED:
+        call = call.func.value
+        if isinstance(call, cst.Name):
+            return call.value == name
+    return False
+
+
+def _last_move(construction: Construction) -> cst.SimpleStatementLine:
+    """The last of the statements right behind that move the model in place, `name.to(device)`; else the one that made it."""
+    last = construction.statement
+    at = next(i for i, s in enumerate(construction.block) if s is last)
+    for statement in construction.block[at + 1 :]:
+        only = only_small(statement)
+        if not isinstance(only, cst.Expr) or not _is_move(construction.name, only.value):
+            break
+        last = cst.ensure_type(statement, cst.SimpleStatementLine)
+    return last

@@ -1,0 +1,256 @@
+"""Tuning a script: levers proposed by what was observed, tried in processes of their own, adopted when proved."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from types import TracebackType
+from typing import Final, NamedTuple
+
+import msgspec
+
+from flatout.core.records.evidence import Evidence
+from flatout.core.records.finding import Rule
+from flatout.core.records.lever import Candidate, Lever, PlannedLever, Refusal
+from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, to_toml
+from flatout.core.records.record import write_whole_file
+from flatout.core.records.verdict import Guarantee, Verdict
+from flatout.machine.cost.accounting import group_by
+from flatout.tune.search.search import LeverSearchResult, Objective, SearchGoal, search_levers
+from flatout.tune.search.search_log import SearchLog, lever_key
+from flatout.tune.verify.conditions import coarsest
+from flatout.tune.verify.proof import ProofTerms, ScriptProver
+from flatout.tune.verify.side_process import Request, SideProcess
+
+_FINAL_SEED: Final = 1000
+"""The last proof runs on random numbers that no lever was chosen with."""
+_FINAL_PROCESSES: Final = 3
+_TRIAL_PROCESSES_ON_DEVICE: Final = 1
+"""Pairs for one lever where a device does the work: its kernels take as long in one process as in another (padded sizes of a
+GPT-2 small on an H200: 0.98 and 1.01 in two runs), and half a minute of compiling belongs to each start."""
+_SHORTEST_S: Final = 30.0
+"""A process may take so long for its first steps however little of the budget is left."""
+_FINAL_SHARE: Final = 2.5
+"""The final proof takes so many times as long as a comparison of one pair of processes: more processes, and other seeds."""
+_FIRST_GUESS_S: Final = 10.0
+"""What a comparison takes, before one has been made: 5 to 9 s for small models on two cores, 10 to 40 s on an H200."""
+
+
+class Proposals(NamedTuple):
+    """Candidates and refusals of all levers for one run."""
+
+    candidates: tuple[Candidate, ...]
+    refusals: tuple[Refusal, ...]
+
+
+def lever_proposals(evidence: Evidence, rules: Iterable[Rule], levers: Iterable[Lever]) -> Proposals:
+    """What each lever would do to the run that was observed, by the findings that name it as their cure."""
+    findings = [f for rule in rules for f in rule.check(evidence)] if evidence.steps.num_timed else []
+    named = group_by(((lever, f) for f in findings for lever in f.levers), lambda pair: pair[0])
+    proposals = [p for lever in levers for p in lever.propose(evidence, [f for _, f in named.get(lever.id, [])])]
+    candidates = tuple(p for p in proposals if isinstance(p, Candidate))
+    return Proposals(candidates, tuple(p for p in proposals if isinstance(p, Refusal)))
+
+
+class ScriptBench:
+    """Compares lists of levers on a script, within a budget. Use it in a `with`."""
+
+    def __init__(
+        self,
+        script: Request,
+        levers: Mapping[str, Lever],
+        terms: ProofTerms,
+        *,
+        budget_s: float,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        self._script = script
+        self._terms = terms
+        self._levers = levers
+        self._on_progress = on_progress
+        self._prover = ScriptProver(script, terms, on_progress=self._with_time_left)
+        self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
+        self._deadline_s = monotonic() + budget_s
+        self._took_s: list[float] = []
+        self._doing = ""
+        self._num_plans = 0
+
+    def __enter__(self) -> ScriptBench:
+        self._prover.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._prover.__exit__(kind, error, tb)
+        self._folder.cleanup()
+
+    def compare(
+        self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, objective: Objective, is_final: bool
+    ) -> Verdict:
+        """A Verdict on two lists of levers, as the protocol `LeverBench` has it."""
+        began = monotonic()
+        terms = msgspec.structs.replace(
+            self._terms, objective=objective, at=precision_of(after, self._levers) or self._terms.at
+        )
+        if any(planned.guarantee == "quality" for planned in after):
+            terms = msgspec.structs.replace(terms, guarantee="quality")
+        if is_final:
+            terms = msgspec.structs.replace(terms, seed=_FINAL_SEED, num_processes=_FINAL_PROCESSES, decisive=math.inf)
+        else:
+            terms = msgspec.structs.replace(terms, timeout_s=min(terms.timeout_s, max(_SHORTEST_S, self._left_s)))
+        verdict = self._prover.prove(self._request(before), self._request(after), terms)
+        if verdict.speed is not None:  # one that failed says nothing of how long others take
+            self._took_s.append(monotonic() - began)
+        return verdict
+
+    def has_time(self, *, is_final: bool) -> bool:
+        """Whether a comparison and the final proof after it should end in time."""
+        if is_final:
+            return True
+        usual_s = median(self._took_s) if self._took_s else _FIRST_GUESS_S
+        return (1 + _FINAL_SHARE / self._terms.num_processes) * usual_s < self._left_s
+
+    @property
+    def _left_s(self) -> float:
+        return self._deadline_s - monotonic()
+
+    def peak_bytes(self) -> int:
+        """What the untouched script holds at its peak in steps after the first, or in those where there are no others.
+
+        Raises VerificationError when it does not run.
+        """
+        request = msgspec.structs.replace(self._script, num_recorded=self._terms.num_steps, seed=self._terms.seed)
+        with SideProcess(request) as process:
+            answer = process.answer(timeout_s=self._terms.timeout_s)
+            if answer.what == "recorded":
+                process.order(self._terms.num_steps)
+                later = process.answer(timeout_s=self._terms.timeout_s)
+                answer = later if later.what == "ran" else answer
+        return answer.device_peak_bytes or answer.peak_bytes
+
+    def _with_time_left(self, text: str) -> None:
+        self._on_progress(f"{self._doing}: {text}; {max(0.0, self._left_s):.0f} s left")
+
+    def describe(self, doing: str) -> None:
+        """Set what the following comparisons are for, and report it."""
+        self._doing = doing
+        self._with_time_left("starting")
+
+    def _request(self, levers: Sequence[PlannedLever]) -> Request:
+        if not levers:
+            return self._script
+        self._num_plans += 1
+        path = Path(self._folder.name) / f"plan{self._num_plans}.toml"
+        write_whole_file(path, to_toml(Plan(script=self._script.target, lever=tuple(levers))))
+        environment: dict[str, str] = {}
+        for planned in levers:
+            variables = self._levers[planned.id].environment
+            environment |= variables(planned.parameters) if variables is not None else {}
+        return msgspec.structs.replace(self._script, plan=str(path), environment=environment)
+
+
+def precision_of(levers: Iterable[PlannedLever], known: Mapping[str, Lever]) -> str:
+    """The coarsest precision that the levers have numbers rounded to; '' when they leave it."""
+    selected = ((known[planned.id].dtype, planned.parameters) for planned in levers)
+    return coarsest(dtype(parameters) for dtype, parameters in selected if dtype is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """What a search for a plan is to find, and what it may take."""
+
+    terms: ProofTerms
+    """How each comparison is made; 'quality' levers need its metric."""
+    budget_s: float
+    """Seconds for everything that is tried."""
+    log: SearchLog
+    """Where attempts are written, and found when the search goes on after it was stopped."""
+    allow: Guarantee | None = None
+    """The weakest guarantee of a lever; None is that of the terms."""
+    objective: Objective = "time"
+    most_bytes: int = 0
+    """What a step may hold at its peak: of the device's memory where there is one, else of the process; 0: no limit."""
+
+
+def search_script(
+    script: Request,
+    evidence: Evidence,
+    rules: Iterable[Rule],
+    levers: Iterable[Lever],
+    settings: SearchSettings,
+    *,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> Tuned:
+    """The fastest plan (or the smallest) that could be proved for a script that was observed."""
+    known = {lever.id: lever for lever in levers}
+    terms, log = settings.terms, settings.log
+    if evidence.workload.device != "cpu":
+        terms = msgspec.structs.replace(terms, num_processes=_TRIAL_PROCESSES_ON_DEVICE)
+    proposed = lever_proposals(evidence, rules, known.values())
+    with ScriptBench(script, known, terms, budget_s=settings.budget_s, on_progress=on_progress) as bench:
+        peak_bytes = bench.peak_bytes() if settings.most_bytes else 0
+        goal = SearchGoal(
+            evidence.steps.whole_s,
+            peak_bytes,
+            settings.objective,
+            settings.most_bytes,
+            settings.allow if settings.allow is not None else settings.terms.guarantee,
+        )
+        found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)
+    refused = (LeftOut(lever=r.lever, because=r.because, is_for_script=False) for r in proposed.refusals)
+    plan = Plan(
+        script=script.target,
+        arguments=script.arguments,
+        measured=_ratio(found),
+        guarantee=found.proof.equality.guarantee if found.proof is not None else "exact",
+        because="" if found.levers else _why_empty(goal, is_untried=not found.is_complete and not log.attempts),
+        proved_on=circumstances_of(evidence),
+        lever=found.levers,
+    )
+    return Tuned(
+        plan=plan,
+        steps=tuple(PlanStep(planned=planned, verdict=_verdict_of(planned, log)) for planned in found.levers),
+        proof=found.proof,
+        left_out=(*found.left_out, *refused),
+        attempts=tuple(log.attempts),
+        is_complete=found.is_complete,
+    )
+
+
+def circumstances_of(evidence: Evidence) -> Circumstances:
+    """What a plan was proved on, as the evidence shows it."""
+    workload = evidence.workload
+    return Circumstances(
+        device=workload.device,
+        num_cores=workload.num_cores,
+        torch=workload.torch,
+        python=workload.python,
+        num_parameters=workload.num_parameters,
+        models=tuple(dict.fromkeys(m.num_parameters for m in evidence.models)),
+        world_size=workload.world_size,
+    )
+
+
+def _verdict_of(planned: PlannedLever, log: SearchLog) -> Verdict | None:
+    """The Verdict that let a lever into the plan."""
+    key = lever_key([planned])
+    attempts = (a for a in reversed(log.attempts) if a.kind in ("add", "swap") and lever_key(a.after[-1:]) == key)
+    return next((a.verdict for a in attempts if a.verdict.outcome == "proved"), None)
+
+
+def _why_empty(goal: SearchGoal, *, is_untried: bool) -> str:
+    if is_untried:
+        return "the time was up before anything could be tried; give it more with --budget"
+    if goal.must_shrink:
+        there, allowed = goal.peak_bytes / 2**30, goal.most_bytes / 2**30
+        return f"the untouched script takes {there:.2f} GiB, {allowed:.2f} GiB are allowed, and nothing that was tried fits"
+    return f"nothing that was tried is equal and {'faster' if goal.objective == 'time' else 'smaller'}"
+
+
+def _ratio(found: LeverSearchResult) -> tuple[float, float, float] | None:
+    speed = found.proof.speed if found.proof is not None else None
+    return (speed.ratio, speed.low, speed.high) if speed is not None else None

@@ -1,0 +1,363 @@
+"""The search for a plan: levers in the order of what they promise, each kept when a Verdict proves it, all proved at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, NamedTuple, Protocol
+
+import msgspec
+
+from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever
+from flatout.core.records.plan import Attempt, AttemptKind, LeftOut
+from flatout.core.records.verdict import Guarantee, Verdict
+from flatout.machine.cost.accounting import speed_up
+from flatout.tune.search.search_log import SearchLog
+
+_RANKS: Final[Mapping[Guarantee, int]] = {"exact": 0, "bounded": 1, "quality": 2}
+_STRONG: Final = 2.0
+"""A lever that gained so much is not taken out again for what others do."""
+_WORTH_DIGITS: Final = 1.1
+"""What a lever that rounds more coarsely must surely gain; our judgement of what a person would give digits up for."""
+_MOST: Final = 0.9
+"""No lever is promised to save more than this share of a step."""
+_DOING: Final[Mapping[AttemptKind, str]] = {
+    "add": "trying {}",
+    "swap": "trying {} another way",
+    "drop": "trying without {}",
+    "final": "proving all together",
+}
+_CARRIES_OVER: Final = 1.25
+"""What a trial at a line saved, the whole step saves within this factor (35 of 42 scripts, bench/results, check_examples)."""
+_SMALLEST_GAIN: Final = 1.02
+"""A lever whose best promise is below this is not tried: no interval on an ordinary machine would exclude 1."""
+
+
+Objective = Literal["time", "memory"]
+
+
+class SearchGoal(NamedTuple):
+    """What a plan is for: the least time or the least memory; and how many bytes a step may hold at most (0: no limit).
+
+    `step_s` and `peak_bytes` are of the untouched script; promises are weighed against them.
+    """
+
+    step_s: float
+    peak_bytes: int = 0
+    objective: Objective = "time"
+    most_bytes: int = 0
+    allow: Guarantee = "bounded"
+    """The weakest guarantee of a lever."""
+
+    @property
+    def must_shrink(self) -> bool:
+        """Whether the untouched script is over the limit."""
+        return 0 < self.most_bytes < self.peak_bytes
+
+
+class LeverSearchResult(NamedTuple):
+    """Where a search ended: the levers of the plan, the final proof of them all, what was left out, whether time ran out."""
+
+    levers: tuple[PlannedLever, ...]
+    proof: Verdict | None
+    left_out: tuple[LeftOut, ...]
+    is_complete: bool
+
+
+class LeverBench(Protocol):
+    """Who compares two lists of levers on the script."""
+
+    def compare(
+        self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, objective: Objective, is_final: bool
+    ) -> Verdict:
+        """Is `after` equal to the untouched script, and faster or smaller than `before`? A final comparison uses fresh seeds."""
+
+    def has_time(self, *, is_final: bool) -> bool:
+        """Whether the budget allows another comparison; the final one is always kept room for."""
+
+
+def search_levers(
+    candidates: Sequence[Candidate],
+    levers: Mapping[str, Lever],
+    bench: LeverBench,
+    log: SearchLog,
+    goal: SearchGoal,
+    *,
+    on_progress: Callable[[str], None] = lambda _: None,
+) -> LeverSearchResult:
+    """The best plan that could be proved: never slower, never wrong, never over the limit; empty where nothing helps."""
+    run = _LeverSearch(levers, bench, log, goal, on_progress)
+    allowed, refused = _allowed(candidates, levers, goal.allow)
+    run.left_out += refused
+    if goal.objective == "time" and not goal.must_shrink:
+        run.left_out += [
+            LeftOut(lever=c.lever, because="it saves memory and costs time") for c in allowed if c.saved_s[1] < 0
+        ]
+    smaller = sorted((c for c in allowed if c.saved_bytes > 0), key=lambda c: -c.saved_bytes)
+    if goal.objective == "memory" or goal.must_shrink:
+        run.shrink(smaller)
+    if goal.objective == "time":
+        run.climb(_in_order([c for c in allowed if c.saved_s[1] >= 0], levers))
+        run.prune()
+    return run.finish()
+
+
+def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever]) -> list[Candidate]:
+    """What promises most for the effort first; other ways to pull a lever behind all levers."""
+    ordered = sorted(candidates, key=lambda c: -sum(c.saved_s) / levers[c.lever].effort)
+    first: dict[str, Candidate] = {}
+    for candidate in ordered:
+        first.setdefault(candidate.lever, candidate)
+    is_other = {id(c): not levers[c.lever].is_local and first[c.lever] is not c for c in ordered}
+    return sorted(ordered, key=lambda c: is_other[id(c)])
+
+
+def _allowed(
+    candidates: Sequence[Candidate], levers: Mapping[str, Lever], allow: Guarantee
+) -> tuple[list[Candidate], list[LeftOut]]:
+    allowed, refused = [], []
+    for candidate in candidates:
+        guarantee = levers[candidate.lever].guarantee
+        if _RANKS[guarantee] <= _RANKS[allow]:
+            allowed.append(candidate)
+        else:
+            because = f"its guarantee is '{guarantee}', '{allow}' is allowed"
+            refused.append(LeftOut(lever=candidate.lever, because=because))
+    return allowed, refused
+
+
+class _LeverSearch:
+    def __init__(
+        self,
+        levers: Mapping[str, Lever],
+        bench: LeverBench,
+        log: SearchLog,
+        goal: SearchGoal,
+        on_progress: Callable[[str], None],
+    ) -> None:
+        self.left_out: list[LeftOut] = []
+        self._levers = levers
+        self._bench = bench
+        self._log = log
+        self._goal = goal
+        self._left_s = goal.step_s
+        self._on_progress = on_progress
+        self._plan: tuple[PlannedLever, ...] = ()
+        self._needed: set[str] = set()
+        """Levers without which the plan would not fit."""
+        self._is_complete = True
+
+    def shrink(self, candidates: Sequence[Candidate]) -> None:
+        """Add levers that save memory: all that do where memory is the aim, else until the limit is kept."""
+        for candidate in candidates:
+            why = self._clash(candidate, self._levers[candidate.lever])
+            if why:
+                self.left_out.append(LeftOut(lever=candidate.lever, because=why))
+                continue
+            verdict = self._add(candidate, "memory")
+            if verdict is None:
+                return
+            if verdict.outcome == "proved":
+                self._needed.add(candidate.lever)
+                if self._goal.objective == "time" and _peak(verdict) <= self._goal.most_bytes:
+                    return
+
+    def climb(self, candidates: Sequence[Candidate]) -> None:
+        """Add one lever after the other, each on top of those that were kept.
+
+        What would take the place of another lever that was kept comes behind the rest, and what was in doubt is tried again then.
+        """
+        rivals: list[Candidate] = []
+        doubtful = self._climb(candidates, rivals)
+        self._climb([*rivals, *(c for c, plan in doubtful if plan != self._plan)], None)
+
+    def _climb(
+        self, candidates: Sequence[Candidate], rivals: list[Candidate] | None
+    ) -> list[tuple[Candidate, tuple[PlannedLever, ...]]]:
+        """Candidates that could not be told from noise, with the plan they came on top of. Rivals go to that list, if any."""
+        doubtful = []
+        for candidate in candidates:
+            if rivals is not None and any(p.id != candidate.lever for p in self._displaced(candidate)):
+                rivals.append(candidate)
+                continue
+            why = self._why_not(candidate, self._levers[candidate.lever])
+            if why:
+                self._leave_out(candidate.lever, why)
+                continue
+            plan = self._plan
+            verdict = self._add(candidate, "time")
+            if verdict is None:
+                break
+            if verdict.outcome == "unknown" and verdict.speed is not None and verdict.speed.ratio > 1:
+                doubtful.append((candidate, plan))
+        return doubtful
+
+    def _add(self, candidate: Candidate, objective: Objective) -> Verdict | None:
+        """Try one more lever, or another way to pull one, and keep it if it is proved; None when the time is up."""
+        planned, others = self._planned(candidate), self._displaced(candidate)
+        rest = tuple(p for p in self._plan if p not in others)
+        verdict = self._try("swap" if others else "add", (*rest, planned), planned, objective)
+        if verdict is None:
+            self._is_complete = False
+            return None
+        if verdict.outcome != "proved":
+            as_what = f"as {_settings(planned.parameters)}: " if any(p.id == planned.id for p in others) else ""
+            self._leave_out(planned.id, as_what + _words(verdict))
+            return verdict
+        if objective == "time" and self._is_too_little(planned, verdict):
+            self._leave_out(planned.id, f"too little for coarser numbers: {_words(verdict)}")
+            return verdict
+        if objective == "time" and self._is_over(verdict):
+            self._leave_out(planned.id, f"it takes {_peak(verdict) / 2**30:.2f} GiB, more than allowed")
+            return verdict
+        speed = verdict.speed
+        if speed is not None:
+            before = _gain(others)
+            measured = (before * speed.ratio, before * speed.low, before * speed.high)
+            planned = msgspec.structs.replace(planned, measured=measured)
+            self._left_s = self._left_s / max(1.0, speed.ratio)
+        self._plan = (*rest, planned)
+        for other in others:
+            because = f"{planned.id} in its place is faster"
+            if other.id == planned.id:
+                because = f"as {_settings(other.parameters)}: another way to pull it is faster"
+            self._leave_out(other.id, because)
+        return verdict
+
+    def _displaced(self, candidate: Candidate) -> tuple[PlannedLever, ...]:
+        """What of the plan the candidate would replace: what it does not go with, and itself with other parameters.
+
+        A lever at another place is another lever.
+        """
+        lever = self._levers[candidate.lever]
+        return tuple(
+            p
+            for p in self._plan
+            if (p.id == lever.id and not lever.is_local)
+            or p.id in lever.conflicts
+            or lever.id in self._levers[p.id].conflicts
+        )
+
+    def _leave_out(self, lever: str, because: str) -> None:
+        if LeftOut(lever=lever, because=because) not in self.left_out:
+            self.left_out.append(LeftOut(lever=lever, because=because))
+
+    def _planned(self, candidate: Candidate) -> PlannedLever:
+        lever = self._levers[candidate.lever]
+        low, high = (speed_up(self._left_s, saved_s) for saved_s in self._expected_saving(candidate))
+        return PlannedLever(
+            id=lever.id,
+            guarantee=lever.guarantee,
+            parameters=candidate.parameters,
+            predicted=(low, high),
+            because=candidate.because,
+        )
+
+    def _expected_saving(self, candidate: Candidate) -> tuple[float, float]:
+        """Seconds that a lever may save of the step as it is now, when it was promised for the untouched one.
+
+        What others took may have been what this lever is for, or not at all: from what they left of it up to all it promised.
+        """
+        low, high = candidate.saved_s
+        taken_s = max(0.0, self._goal.step_s - self._left_s)
+        low = max(0.0, low / _CARRIES_OVER - taken_s) if low > 0 else low
+        return min(low, _MOST * self._left_s), min(_CARRIES_OVER * high, _MOST * self._left_s)
+
+    def _is_too_little(self, planned: PlannedLever, verdict: Verdict) -> bool:
+        """Digits are given up for a gain that a person would give them up for."""
+        dtype = self._levers[planned.id].dtype
+        return dtype is not None and verdict.speed is not None and verdict.speed.low < _WORTH_DIGITS
+
+    def _is_over(self, verdict: Verdict) -> bool:
+        return bool(self._goal.most_bytes) and _peak(verdict) > self._goal.most_bytes
+
+    def prune(self) -> None:
+        """Take out what does not pay any more since others came in, the weakest first."""
+        weak = [p for p in self._plan[:-1] if p.measured is not None and p.measured[0] < _STRONG]
+        for planned in sorted(weak, key=lambda p: p.measured or ()):
+            if planned.id in self._needed:
+                continue
+            without = tuple(p for p in self._plan if p is not planned)
+            verdict = self._try("drop", without, planned, "time")
+            if verdict is None:
+                self._is_complete = False
+                return
+            if self._is_over(verdict):
+                continue
+            if verdict.equality.holds and verdict.outcome in ("proved", "unknown") and verdict.speed is not None:
+                self._plan = without
+                self.left_out.append(LeftOut(lever=planned.id, because="the others leave it nothing to gain"))
+
+    def finish(self) -> LeverSearchResult:
+        """Prove all together against the untouched script, with fresh seeds; what cannot be proved loses its last lever."""
+        objective: Objective = "memory" if self._needed else "time"
+        while self._plan:
+            verdict = self._try("final", self._plan, self._plan[-1], objective)
+            if verdict is not None and verdict.outcome == "proved" and not self._is_over(verdict):
+                return LeverSearchResult(self._plan, verdict, tuple(dict.fromkeys(self.left_out)), self._is_complete)
+            why = _words(verdict) if verdict is not None else "there was no time left to prove it"
+            self.left_out.append(LeftOut(lever=self._plan[-1].id, because=f"all together: {why}"))
+            self._plan = self._plan[:-1]
+        return LeverSearchResult((), None, tuple(dict.fromkeys(self.left_out)), self._is_complete)
+
+    def _why_not(self, candidate: Candidate, lever: Lever) -> str:
+        most = speed_up(self._left_s, self._expected_saving(candidate)[1])
+        return f"it promises {most:.2f}x at most" if most < _SMALLEST_GAIN else self._clash(candidate, lever)
+
+    def _clash(self, candidate: Candidate, lever: Lever) -> str:
+        same = next((p for p in self._plan if p.id == lever.id and p.parameters == candidate.parameters), None)
+        if same is not None:
+            return "it is in the plan"
+        others = self._displaced(candidate)
+        if not others:
+            return ""
+        if self._needed & {p.id for p in others}:
+            return f"it does not go with {others[0].id}, without which the plan would not fit"
+        without_s = self._left_s * _gain(others)
+        if speed_up(without_s, min(candidate.saved_s[1], _MOST * without_s)) > _gain(others):
+            return ""
+        if others[0].id == lever.id:
+            return f"as {_settings(candidate.parameters)}: the way that is in the plan saves more than it promises"
+        return f"it does not go with {others[0].id}, which saves more than it promises"
+
+    def _try(
+        self, kind: AttemptKind, after: tuple[PlannedLever, ...], lever: PlannedLever, objective: Objective
+    ) -> Verdict | None:
+        """The Verdict, from the log where it is known; None when the time is up."""
+        before = () if kind == "final" else self._plan
+        known = self._log.find(kind, before, after)
+        if known is not None:
+            return known.verdict
+        if not self._bench.has_time(is_final=kind == "final"):
+            return None
+        self._on_progress(f"{_DOING[kind].format(lever.id)} (best so far {self._goal.step_s / self._left_s:.2f}x)")
+        verdict = self._bench.compare(before, after, objective=objective, is_final=kind == "final")
+        self._log.add(Attempt(kind=kind, before=before, after=after, lever=lever.id, verdict=verdict))
+        return verdict
+
+
+def _words(verdict: Verdict) -> str:
+    """Why a Verdict does not let a lever in."""
+    if verdict.outcome == "different":
+        first = verdict.equality.first
+        if first is None:
+            return verdict.because
+        return f"different in step {first.step}, {first.what} {first.tensor}".rstrip()
+    if verdict.speed is None:
+        return verdict.because
+    speed = verdict.speed
+    return f"{verdict.because}: {speed.ratio:.2f}x ({speed.low:.2f} - {speed.high:.2f})"
+
+
+def _peak(verdict: Verdict) -> int:
+    """Peak bytes after the change, of the device where there is one; 0 if it is not known."""
+    return verdict.footprints[-1].after_bytes if verdict.footprints else 0
+
+
+def _gain(levers: Sequence[PlannedLever]) -> float:
+    """What they gained, one on top of the other; 1 where nothing was measured."""
+    return math.prod(max(1.0, p.measured[0]) if p.measured is not None else 1.0 for p in levers)
+
+
+def _settings(parameters: Parameters) -> str:
+    return ", ".join(f"{k}={v}" for k, v in parameters.items()) or "it is by default"

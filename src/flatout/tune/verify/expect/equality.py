@@ -1,0 +1,79 @@
+"""Equal to its eager self: the same call is run once more with compiling switched off, and what comes out is compared.
+
+Compared are results, tensors that the function writes to, and gradients: those that it leaves itself, or those of a backward
+from its results with fixed random cotangents, of one more compiled run. 'bitwise' asks for the same bits, 'bounded' for no more
+error against the same call in float64 than eager has itself, by the measure of `flatout verify` (`verification.equality`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, Final, Literal
+
+import torch
+
+from flatout.core.records.verdict import What
+from flatout.tune.verify.equality import compare_bounded, own_roundoff
+from flatout.tune.verify.expect.bits import differences
+from flatout.tune.verify.expect.cancellation import uncancelled
+from flatout.tune.verify.expect.messages import Breach
+from flatout.tune.verify.expect.rerun import CallOutcome, CallReplay
+from flatout.tune.verify.tensor_digests import TensorDigest, digest_of
+
+Measure = Literal["bitwise", "bounded"]
+_KINDS: Final[tuple[What, ...]] = ("output", "parameter", "gradient")
+
+_ADVICE: Final = (
+    "sums in another order and fused multiply-adds round differently: equal='bounded' allows that; random numbers of compiled "
+    "code are others unless torch._inductor.config.fallback_random is set"
+)
+
+
+def against_eager(
+    replay: CallReplay,
+    first: CallOutcome,
+    function: Callable[..., Any],
+    eager: Callable[..., Any] | None,
+    measure: Measure,
+) -> Iterator[Breach]:
+    """The breach of `equal=`, if there is one; `eager` is what to compare with, None for the function itself, not compiled."""
+    reference = eager or uncompiled(function)
+    has_own_backward = bool(first.gradients)
+    plain = replay.again(reference, with_gradients=not has_own_backward)
+    if plain.gradients and not has_own_backward:
+        first = first._replace(gradients=replay.again(function, with_gradients=True).gradients)
+    expectation = f"equal={measure!r}"
+    if measure == "bitwise":
+        for difference in islice(differences(first.all(), plain.all(), "eager"), 1):
+            yield Breach(expectation, f"{difference.name} differs from its eager self: {difference.text}", (), _ADVICE)
+    else:
+        exact = replay.again(reference, dtype=torch.float64, with_gradients=not has_own_backward)
+        yield from _bounded(expectation, first, plain, exact)
+
+
+def _bounded(expectation: str, first: CallOutcome, plain: CallOutcome, exact: CallOutcome) -> Iterator[Breach]:
+    ours, theirs, reference = _step(first), _step(plain), _step(exact)
+    comparison = compare_bounded([theirs], [ours], [reference], eps=own_roundoff([theirs]))
+    if comparison.holds is None:
+        yield Breach(expectation, f"cannot be told: {comparison.because}")
+    elif (worst := comparison.first) is not None:
+        why = worst.because or f"error {worst.error:.2g} of its norm, where {worst.allowed or 0:.2g} is allowed"
+        name = worst.tensor if worst.tensor != "all together" else f"all {worst.what}s together"
+        rows = tuple(f"{n} is {text}" for n, text in uncancelled(first.all(), plain.all()))
+        yield Breach(expectation, f"{name} is further from float64 than eager is: {why}", rows[:4])
+
+
+def _step(outcome: CallOutcome) -> dict[What, dict[str, TensorDigest]]:
+    parts = (outcome.outputs, outcome.afterwards, outcome.gradients)
+    return {kind: {n: digest_of(t) for n, t in part.items()} for kind, part in zip(_KINDS, parts, strict=True) if part}
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with torch.compile switched off while it runs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return function(*args, **kwargs)
+
+    return run

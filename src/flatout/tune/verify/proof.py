@@ -1,0 +1,338 @@
+"""Proving that a script is equal to another and faster: recordings compared, steps raced."""
+
+from __future__ import annotations
+
+import math
+import platform
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Final, Literal
+
+import msgspec
+import torch
+
+from flatout.core.records.record import Record
+from flatout.core.records.verdict import FEWEST_PAIRS, Equality, Footprint, Guarantee, Outcome, Speed, Verdict
+from flatout.tune.verify.conditions import roundoff
+from flatout.tune.verify.equality import (
+    compare_bounded,
+    compare_exact,
+    differ_in_losses,
+    is_close,
+    own_roundoff,
+    with_losses_added,
+    with_names_of,
+)
+from flatout.tune.verify.fork_server import fork_servers
+from flatout.tune.verify.quality import NUM_RUNS, Metric, WholeRuns
+from flatout.tune.verify.recording import Step, read_recorded_steps
+from flatout.tune.verify.side import SideAnswer
+from flatout.tune.verify.side_process import Failed, Request, SideProcess
+from flatout.tune.verify.speed import Race
+
+_WHOLE_RUN_S: Final = 3600.0
+"""What a whole run may take."""
+_SAME_SIZE: Final = 0.02
+"""Peaks of two processes that run the same differ by about this share."""
+_ROUNDS: Final = 4
+"""How often two scripts are started again because their steps ran out before the interval was there."""
+
+
+class ProofTerms(Record, frozen=True, kw_only=True):
+    """What is to be proved, and how hard to try."""
+
+    guarantee: Guarantee = "bounded"
+    num_steps: int = 8
+    """Steps that are compared."""
+    budget_s: float = 15.0
+    """For racing, both sides together."""
+    num_processes: int = 2
+    """Pairs of processes that race, one after the other: two processes of one script differ by more than their own steps do."""
+    timeout_s: float = 300.0
+    """For one answer of a process: start, recording, or a stretch of steps."""
+    seed: int = 0
+    at: str = ""
+    """The precision whose rounding counts: with 'bfloat16' the steps before the change are judged under autocast to that. ''
+    is as the script has it."""
+    is_timed: bool = True
+    is_compared: bool = True
+    """Whether what is computed is looked at; if not, nothing is proved, and only speed is told."""
+    objective: Literal["time", "memory"] = "time"
+    """What the change is for: 'memory' is proved by a smaller peak, whatever it costs in time."""
+    metric: Metric | None = None
+    """What QUALITY is judged by; whole runs are compared then, `num_runs` of each side."""
+    num_runs: int = NUM_RUNS
+    decisive: float = math.inf
+    """A ratio so far from 1 in the first pair of processes (or its inverse) needs no further pair."""
+
+
+def prove_script(
+    before: Request, after: Request, terms: ProofTerms, *, on_progress: Callable[[str], None] = lambda _: None
+) -> Verdict:
+    """A Verdict on two scripts that should do the same; each runs in processes of its own.
+
+    Raises VerificationError when the script before the change does not run to the end of its first steps.
+    """
+    with ScriptProver(before, terms, on_progress=on_progress) as prover:
+        return prover.prove(before, after)
+
+
+class ScriptProver:
+    """Proves changes of one script, `base`: what is computed is compared with it, speed with what is raced.
+
+    The base's steps are recorded once for a seed and kept until the end of the context.
+    """
+
+    def __init__(
+        self, base: Request, terms: ProofTerms, *, on_progress: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self._base = base
+        self._terms = self._usual = terms
+        self._on_progress = on_progress
+        self._device = "cpu"
+        self._folder = tempfile.TemporaryDirectory(prefix="flatout-proof-")
+        self._servers = fork_servers()
+        self._recorded: dict[tuple[int, str], list[Step]] = {}
+        self._num_folders = 0
+        self._whole: dict[Metric, WholeRuns] = {}
+        self._num_steps = 0
+        """How many steps the script has, once one has ended."""
+
+    def __enter__(self) -> ScriptProver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._servers is not None:
+            self._servers.end()
+        self._folder.cleanup()
+
+    def prove(self, before: Request, after: Request, terms: ProofTerms | None = None) -> Verdict:
+        """Is `after` equal to the base, and faster than `before`? Within these terms, or those of all.
+
+        Raises VerificationError when `before` does not run.
+        """
+        began = perf_counter()
+        self._terms = terms if terms is not None else self._usual
+        if self._terms.guarantee == "quality":
+            return self._prove_quality(before, after, began)
+        equality, race, failure = self._compare_and_race(before, after)
+        speed = race.speed() if race is not None else None
+        footprints = race.footprints() if race is not None else ()
+        if self._terms.objective == "time":
+            outcome, because = _judged(equality, speed, failure, is_timed=self._terms.is_timed)
+        else:
+            outcome, because = _judged_by_size(equality, footprints, failure)
+        return self._verdict(before, after, (equality, speed, footprints), (outcome, because), began)
+
+    def _prove_quality(self, before: Request, after: Request, began: float) -> Verdict:
+        """Whole runs on seeds that follow the terms', by the metric."""
+        terms = self._terms
+        if terms.metric is None:
+            raise Failed("quality can only be told by a metric, and none was given")
+        whole = self._whole.get(terms.metric)
+        if whole is None:
+            timeout_s = max(terms.timeout_s, _WHOLE_RUN_S)
+            whole = self._whole[terms.metric] = WholeRuns(terms.metric, self._process, timeout_s=timeout_s)
+        seeds = range(terms.seed, terms.seed + terms.num_runs)
+        self._on_progress(f"{terms.num_runs} whole runs of both sides")
+        for seed in seeds:
+            whole.run(self._base, seed)  # a script that does not run is an error; a changed one, a verdict
+        try:
+            equality, speed = whole.compare(self._base, before, after, seeds)
+            outcome, because = _judged(equality, speed, "", is_timed=True)
+        except Failed as e:
+            equality, speed = Equality(guarantee="quality", holds=None, because="no runs to compare"), None
+            outcome, because = "different", str(e)
+        return self._verdict(before, after, (equality, speed, ()), (outcome, because), began)
+
+    def _verdict(
+        self,
+        before: Request,
+        after: Request,
+        found: tuple[Equality, Speed | None, tuple[Footprint, ...]],
+        judged: tuple[Outcome, str],
+        began: float,
+    ) -> Verdict:
+        num_seeds = self._terms.num_runs if self._terms.guarantee == "quality" else 1
+        return Verdict(
+            before=before.plan or before.target,
+            after=after.plan or after.target,
+            equality=found[0],
+            speed=found[1],
+            footprints=found[2],
+            outcome=judged[0],
+            because=judged[1],
+            device=self._device,
+            torch=str(torch.__version__),
+            python=platform.python_version(),
+            seeds=tuple(range(self._terms.seed, self._terms.seed + num_seeds)),
+            seconds=perf_counter() - began,
+        )
+
+    def _compare_and_race(self, before: Request, after: Request) -> tuple[Equality, Race | None, str]:
+        """Equality, the race if there was one, and what went wrong on the changed side ('' when nothing did)."""
+        terms, seed = self._terms, self._terms.seed
+        none = Equality(guarantee=terms.guarantee, holds=None, because="nothing was compared")
+        with ExitStack() as stack:
+            self._on_progress("the first steps of both sides")
+            is_base = before == self._base and (seed, "") not in self._recorded
+            # both are recorded, whether it is read or not: it leaves its traces in allocators, which race alike then
+            one_request, two_request = self._recording(before), self._recording(after)
+            one_process, one, two_process = self._started(stack, one_request, two_request)
+            if one.what == "ended" and (one.error or not one.num_steps):
+                raise Failed(f"'{before.target}' ended after {one.num_steps} steps: {one.error or 'too few'}")
+            self._device = one.device
+            if is_base:
+                self._recorded[seed, ""] = read_recorded_steps(Path(one_request.folder))
+            try:
+                two = two_process.answer(timeout_s=terms.timeout_s)
+                if two.what == "ended" and two.error:
+                    return none, None, f"'{after.target}' ended after {two.num_steps} steps: {two.error}"
+            except Failed as e:
+                return none, None, str(e)
+            equality = self._compare(read_recorded_steps(Path(two_request.folder))) if terms.is_compared else none
+            has_more = "ended" not in (one.what, two.what)
+            is_in_order = equality.holds is True or not terms.is_compared
+            if not is_in_order or not terms.is_timed or not has_more:
+                return equality, None, ""
+            self._on_progress("racing")
+            race = Race(budget_s=terms.budget_s / terms.num_processes, timeout_s=terms.timeout_s)
+            race.started(one, two)
+            try:
+                self._race(race, one_process, two_process)
+            except Failed as e:
+                return equality, None, str(e)
+            one_process.let_go()
+            two_process.let_go()
+        return equality, race, race.leak()
+
+    def _compare(self, after: list[Step]) -> Equality:
+        terms, seed, at = self._terms, self._terms.seed, self._terms.at
+        base = self._steps(seed, "")
+        after = with_names_of(base, after)
+        exact = compare_exact(base, after)
+        if terms.guarantee == "exact" or exact.holds:
+            return exact
+        try:
+            rough = self._steps(seed, at)
+            reference = self._steps(seed, "float64")
+        except Failed as e:
+            why = f"not equal bit for bit, and no steps to measure the rounding by: {e}"
+            return Equality(guarantee=terms.guarantee, holds=None, num_steps=len(base), first=exact.first, because=why)
+        if differ_in_losses(base, after):
+            rough, after, reference = map(with_losses_added, (rough, after, reference))
+        eps = roundoff(at) if at else own_roundoff(rough)
+        equality = compare_bounded(rough, after, reference, eps=eps)
+        if equality.holds is None and self._is_reference(reference):
+            equality = compare_bounded(rough, after, reference, eps=eps, is_trusted=True)
+        return msgspec.structs.replace(equality, at=at)
+
+    def _is_reference(self, steps: list[Step]) -> bool:
+        """Whether steps in float64 are those of the script: so they are when the script in plain float32 comes close to them.
+
+        What runs by default may be far off: convolutions on a GPU round to TF32.
+        """
+        strict = "" if self._device == "cpu" else "strict"
+        try:
+            return is_close(self._steps(self._terms.seed, strict), steps)
+        except Failed:
+            return False
+
+    def _steps(self, seed: int, dtype: str) -> list[Step]:
+        """The base's steps, in this precision; run for that if they have not been.
+
+        Raises Failed when they cannot be run.
+        """
+        if (seed, dtype) not in self._recorded:
+            self._on_progress(f"the steps before the change in {dtype}" if dtype else "the steps before the change")
+            request = msgspec.structs.replace(self._recording(self._base), dtype=dtype)
+            with self._process(request) as process:
+                answer = process.answer(timeout_s=self._terms.timeout_s)
+                if answer.what == "ended" and (answer.error or not answer.num_steps):
+                    raise Failed(answer.error or f"it ended after {answer.num_steps} steps")
+            self._recorded[seed, dtype] = read_recorded_steps(Path(request.folder))
+        return self._recorded[seed, dtype]
+
+    def _started(
+        self, stack: ExitStack, first: Request, second: Request
+    ) -> tuple[SideProcess, SideAnswer, SideProcess]:
+        """Both sides, and what the first answered when it stood. They start at once where a device does the work.
+
+        On a CPU they would wait for each other's threads: the first eight steps of two digit_vae took 12 s at once on two cores,
+        and 2 s one after the other.
+        """
+        one = stack.enter_context(self._process(first))
+        if self._device != "cpu":
+            two = stack.enter_context(self._process(second))
+            return one, one.answer(timeout_s=self._terms.timeout_s), two
+        answer = one.answer(timeout_s=self._terms.timeout_s)
+        return one, answer, stack.enter_context(self._process(second))
+
+    def _process(self, request: Request) -> SideProcess:
+        return SideProcess(request, self._servers)
+
+    def _recording(self, request: Request) -> Request:
+        self._num_folders += 1
+        folder = Path(self._folder.name) / str(self._num_folders)
+        folder.mkdir()
+        terms = self._terms
+        return msgspec.structs.replace(request, folder=str(folder), num_recorded=terms.num_steps, seed=terms.seed)
+
+    def _race(self, race: Race, one: SideProcess, two: SideProcess) -> None:
+        race.run(one, two)
+        num_whole = int(not race.has_ended)
+        for _ in range(self._terms.num_processes - 1 + _ROUNDS):
+            if num_whole >= self._terms.num_processes or (num_whole and self._is_decided(race)):
+                return
+            for process in (one, two):
+                process.let_go()
+            for process in (one, two):
+                process.end()  # what it holds of a device's memory is wanted now
+            first, second = (msgspec.structs.replace(p.request, folder="") for p in (one, two))
+            with ExitStack() as stack:
+                again_one, _, again_two = self._started(stack, first, second)
+                again_two.answer(timeout_s=self._terms.timeout_s)
+                race.run(again_one, again_two)
+                num_whole += not race.has_ended
+
+    def _is_decided(self, race: Race) -> bool:
+        speed, most = race.speed(), self._terms.decisive
+        return speed is not None and speed.num_pairs >= FEWEST_PAIRS and (speed.low > most or speed.high < 1 / most)
+
+
+def _judged(equality: Equality, speed: Speed | None, failure: str, *, is_timed: bool) -> tuple[Outcome, str]:
+    if failure:
+        return "different", failure
+    if equality.holds is None:
+        return "unknown", equality.because
+    if not equality.holds:
+        return "different", equality.because or "the steps differ"
+    if not is_timed:
+        return "proved", "equal; not timed"
+    if speed is None:
+        return "unknown", "equal; too few steps to time"
+    if speed.is_faster:
+        return "proved", "equal and faster"
+    if speed.is_slower:
+        return "slower", "equal, and slower"
+    return "unknown", "equal; neither faster nor slower beyond the noise"
+
+
+def _judged_by_size(equality: Equality, footprints: tuple[Footprint, ...], failure: str) -> tuple[Outcome, str]:
+    """The device's peak where there is one, else the host's."""
+    if failure:
+        return "different", failure
+    if equality.holds is not True:
+        return _judged(equality, None, failure, is_timed=True)
+    if not footprints:
+        return "unknown", "equal; too few steps to see its memory"
+    low, high = footprints[-1].fraction
+    if high < 1 - _SAME_SIZE:
+        return "proved", "equal and smaller"
+    if low > 1 + _SAME_SIZE:
+        return "slower", "equal, and larger"
+    return "unknown", "equal; neither smaller nor larger beyond the noise"

@@ -1,0 +1,336 @@
+"""The process in which one side of a proof runs: a script that takes its steps on order.
+
+The first steps are recorded. From then on the script stands still between two steps until the parent orders some; it answers with
+the seconds they took. So two scripts take turns, and what slows the machine slows both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import get_ident
+from time import perf_counter
+from typing import IO, Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from flatout.check.observe.steps.optimizers import Optimizing
+from flatout.core.records.record import Record
+from flatout.core.runtime.patches import Patches
+from flatout.core.runtime.script import end_script
+from flatout.core.runtime.source_sites import Sites
+from flatout.tune.verify.conditions import SidePrecision
+from flatout.tune.verify.recording import Recorder
+from flatout.tune.verify.tensor_digests import forget_signs
+
+_INFERENCE_AFTER: Final = 3
+"""Root calls without a backward after which a loop counts as inference, as when observing."""
+
+_EVALUATION_AT_MOST: Final = 200
+"""So many calls may come before the first backward of a script that has created an optimizer."""
+_MANUAL_AFTER: Final = 32
+"""Backwards without an optimizer's step after which the script updates by hand; one that accumulates makes fewer."""
+
+Kind = Literal["none", "training", "manual", "inference"]
+
+
+class SideAnswer(Record, frozen=True, kw_only=True):
+    """What a side reports to its parent, one line of JSON each."""
+
+    what: Literal["recorded", "ran", "ended"]
+    num_steps: int = 0
+    """Steps since the start."""
+    seconds: float = 0.0
+    """Of the steps that were ordered; of 'recorded' since the script's first line, less what recording took."""
+    peak_bytes: int = 0
+    """Most resident memory; of 'ran' since the first steps, so that neither the start nor recording counts."""
+    device_peak_bytes: int = 0
+    device: str = "cpu"
+    kind: Kind = "none"
+    error: str = ""
+
+
+class Orders:
+    """The two pipes to the parent: orders come in (a number of steps; 0 ends the script), answers go out."""
+
+    def __init__(self, orders: IO[str], answers: IO[str]) -> None:
+        self._orders = orders
+        self._answers = answers
+
+    @classmethod
+    def of_descriptors(cls, orders: int, answers: int) -> Orders:
+        """The pipes behind two inherited file descriptors, which children of the script do not inherit."""
+        os.set_inheritable(orders, False)
+        os.set_inheritable(answers, False)
+        return cls(os.fdopen(orders, "r"), os.fdopen(answers, "w"))
+
+    def answer(self, answer: SideAnswer) -> None:
+        """Report to the parent, if there still is one."""
+        import msgspec
+
+        with suppress(BrokenPipeError, ValueError):
+            self._answers.write(msgspec.json.encode(answer).decode() + "\n")
+            self._answers.flush()
+
+    def wait(self) -> int:
+        """The next order; 0 when the parent has gone."""
+        line = self._orders.readline()
+        return int(json.loads(line)) if line.strip() else 0
+
+
+class ProofSide:
+    """Finds the borders of steps, records the first `num_recorded` of them, and takes the others on order."""
+
+    def __init__(
+        self,
+        orders: Orders,
+        recorder: Recorder | None,
+        *,
+        num_recorded: int,
+        precision: SidePrecision,
+        user_root: str | None,
+    ) -> None:
+        self.num_steps = 0
+        self.kind: Kind = "none"
+        self._orders = orders
+        self._recorder = recorder
+        self._num_recorded = num_recorded
+        self._precision = precision
+        self._optimizing = Optimizing(Sites(user_root=user_root), self)
+        self._patches = Patches()
+        self._handles: list[RemovableHandle] = []
+        self._thread_id = get_ident()
+        self._depth = 0
+        self._in_backward = False
+        self._calls_without_backward = 0
+        self._backwards_without_update = 0
+        self._leader: nn.Module | None = None
+        self._left = 0
+        self._began_s = 0.0
+        self._recording_s = 0.0
+
+    def install(self) -> None:
+        """Begin to watch calls, backwards and optimizers."""
+        self._began_s = perf_counter()
+        self._optimizing.install(self._patches)
+        self._optimizing.is_active = True
+        self._handles.append(register_optimizer_step_pre_hook(self._before_update))
+        self._patches.set(nn.Module, "__call__", self._watching_calls(nn.Module.__call__))
+        self._patches.set(torch.autograd, "backward", self._watching_backward(torch.autograd.backward))
+
+    def remove(self) -> None:
+        """Stop watching, and undo every patch."""
+        self._optimizing.is_active = False
+        self._optimizing.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._patches.undo()
+
+    def ended(self, error: str, *, seconds: float = 0.0) -> None:
+        """The script has ended, by itself or by an error; `seconds` are those of a run in one go."""
+        self._orders.answer(self._answer("ended", error=error, seconds=seconds))
+
+    # -- events -----------------------------------------------------------------------------------------------------------
+
+    def on_optimizer_start(self) -> None:
+        """Gradients are recorded by a hook of our own, which gets the optimizer."""
+
+    def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None:
+        if self.kind in ("manual", "inference"):
+            self._restart()
+        self.kind = "training"
+        if is_border:
+            self._border()
+
+    def on_closure_start(self) -> None:
+        """Forward and backward inside the optimizer's step: nothing changes."""
+
+    def on_closure_end(self) -> None:
+        """Nothing changes at the end of a closure either."""
+
+    def on_unwatched_steps(self) -> None:
+        """Nothing to do: every step is watched."""
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._precision.prepare_update(optimizer)
+        if self._recorder is not None and self._is_recording and get_ident() == self._thread_id:
+            with self._recording():
+                self._recorder.add_gradients(optimizer)
+
+    def _watching_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        def backward(tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+            if self._in_backward or get_ident() != self._thread_id:
+                return original(tensors, *args, **kwargs)
+            self._calls_without_backward = 0
+            if self.kind == "inference":
+                self._restart()
+            if self._recorder is not None and self._is_recording:
+                with self._recording():
+                    for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
+                        self._recorder.add_loss(tensor)
+            self._in_backward = True
+            try:
+                original(tensors, *args, **kwargs)
+            finally:
+                self._in_backward = False
+            if not self._optimizing.watched:
+                self._backwards_without_update += 1
+                if self._backwards_without_update > _MANUAL_AFTER:
+                    self.kind = "manual"
+                    self._border()
+
+        return backward
+
+    def _watching_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        side = self
+        is_compiling = torch.compiler.is_dynamo_compiling  # dynamo folds it, so that no guard looks at our own state
+
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or side._depth or side._in_backward or get_ident() != side._thread_id:
+                return original(self, *args, **kwargs)
+            if next(self.parameters(), None) is None:
+                return original(self, *args, **kwargs)
+            side._before_call(self)
+            args, kwargs, context = side._precision.prepare(self, args, kwargs)
+            side._depth += 1
+            try:
+                with context:
+                    output = side._precision.finish(original(self, *args, **kwargs))
+            finally:
+                side._depth -= 1
+            if side._recorder is not None and side._is_recording and not torch.is_grad_enabled():
+                with side._recording():
+                    side._recorder.add_output(output)
+            return output
+
+        return __call__
+
+    def _before_call(self, module: nn.Module) -> None:
+        if self._recorder is not None and self._is_recording:
+            self._recorder.add_module(module)
+        if self.kind in ("none", "inference"):
+            if self._leader is None and not self._optimizing.watched:
+                self._calls_without_backward += 1
+                fewest = _EVALUATION_AT_MOST if self._optimizing.has_optimizers else _INFERENCE_AFTER
+                if self._calls_without_backward > fewest:
+                    self.kind, self._leader = "inference", module
+            if self.kind == "inference" and module is self._leader:
+                self._border()
+
+    # -- steps ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_recording(self) -> bool:
+        return self.num_steps < self._num_recorded
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """What goes by inside is not the script's own time. The device first finishes what is."""
+        _settle()
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._recording_s += perf_counter() - began
+
+    def _restart(self) -> None:
+        """What counted as steps of inference was an evaluation before the training: begin again."""
+        self.kind, self._leader = "none", None
+        self.num_steps = self._left = 0
+        if self._recorder is not None:
+            self._recorder.clear()
+
+    def _border(self) -> None:
+        """A step has ended: record it, or go on until what was ordered is done."""
+        self.num_steps += 1
+        if self.num_steps <= self._num_recorded:
+            if self._recorder is not None:
+                with self._recording():
+                    self._recorder.end(self.num_steps)
+            if self.num_steps < self._num_recorded:
+                return
+            _settle()
+            since_s = perf_counter() - self._began_s - self._recording_s
+            self._orders.answer(self._answer("recorded", seconds=since_s))
+            self._end_recording()
+        elif self._left > 1:
+            self._left -= 1
+            return
+        else:
+            _settle()
+            self._orders.answer(self._answer("ran", seconds=perf_counter() - self._began_s))
+        self._left = self._orders.wait()
+        if not self._left:
+            self.remove()
+            end_script()
+        self._began_s = perf_counter()
+
+    def _end_recording(self) -> None:
+        """Release what recording holds, and start the peaks anew: those of the steps that follow are the script's own."""
+        self._recorder = None
+        forget_signs()
+        _reset_peaks()
+
+    def _answer(
+        self, what: Literal["recorded", "ran", "ended"], *, seconds: float = 0.0, error: str = ""
+    ) -> SideAnswer:
+        is_device = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return SideAnswer(
+            what=what,
+            num_steps=self.num_steps,
+            seconds=seconds,
+            peak_bytes=_resident_peak_bytes(),
+            device_peak_bytes=torch.cuda.max_memory_allocated() if is_device else 0,
+            device=torch.cuda.get_device_name() if is_device else "cpu",
+            kind=self.kind,
+            error=error,
+        )
+
+
+def _settle() -> None:
+    """Let the device finish its queue, so that no stretch of steps pays for another's."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # noqa: TID251  # between two stretches, in which nothing is measured
+
+
+def _reset_peaks() -> None:
+    """Have the peaks of resident and of device memory start from what is held now. They are those of a process of ours.
+
+    On Linux alone for resident memory: elsewhere it stays that of the whole process, on both sides alike.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc keeps memory that was freed, which still is resident
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _resident_peak_bytes() -> int:
+    """The most memory this process held resident since `_reset_peaks`.
+
+    Linux tells it as VmHWM (proc(5)). getrusage's figure is no less than what the parent held when it started this process.
+    """
+    import resource
+
+    peak = proc_bytes("/proc/self/status", "VmHWM")
+    return (
+        peak if peak is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )  # bytes on macOS (getrusage(2))
+
+
+def proc_bytes(file: str, name: str) -> int | None:
+    """A figure of memory in a file of Linux's /proc, 0 where the file lacks it; None where there is no such file."""
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)

@@ -1,0 +1,176 @@
+"""Two standing scripts take stretches of the same steps in turn: how much faster is one of them?"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from statistics import median
+from typing import Final, NamedTuple
+
+from flatout.core.records.verdict import Footprint, Speed
+from flatout.machine.measure.stats import median_estimate, ratio_estimate
+from flatout.tune.verify.side import SideAnswer
+from flatout.tune.verify.side_process import SideProcess
+
+_STRETCH_S: Final = 0.15
+"""Of the slower side: long beside a turn, short beside what changes on a machine."""
+_FEWEST_PAIRS: Final = 7
+"""Below, no interval of a median reaches 95 % with room for one outlier (n = 6: the whole range)."""
+_MOST_PAIRS: Final = 60
+_WARM_UP_PAIRS: Final = 2
+_MOST_STEPS: Final = 2000
+_LEAK_FLOOR_BYTES: Final = 32 << 20
+"""Allocators round and keep; what grows by less in a race is no leak that could be told."""
+_LEAK_FLOOR_SHARE: Final = 0.1
+"""Or of the peak at the start: the heap goes on growing by some per cent while batches of new sizes come in."""
+_LEAKING_SHARE: Final = 0.75
+"""Of the stretches in which a leak shows."""
+
+
+class PairedStretch(NamedTuple):
+    """Seconds of the same steps on both sides."""
+
+    before_s: float
+    after_s: float
+    num_steps: int
+
+
+class Race:
+    """Measures until the interval is narrow enough, the time is up, or a script has no steps left."""
+
+    def __init__(self, *, budget_s: float, timeout_s: float, precision: float = 0.01, num_steps: int = 0) -> None:
+        """`budget_s` is for one run of two processes; `precision` the relative half width of the interval that is enough.
+
+        `num_steps` is how many steps the scripts have, if that is known: stretches are so short that enough of them fit in.
+        """
+        self.stretches: list[PairedStretch] = []
+        self.has_ended = False
+        """Whether the scripts of the last run ended before there were enough pairs."""
+        self._sizes: list[tuple[SideAnswer, SideAnswer]] = []
+        self._leak = ""
+        self._first: tuple[SideAnswer, SideAnswer] | None = None
+        self._budget_s = budget_s
+        self._timeout_s = timeout_s
+        self._precision = precision
+        self.num_steps = num_steps
+
+    def started(self, before: SideAnswer, after: SideAnswer) -> None:
+        """What both answered when they had taken their first steps."""
+        self._first = (before, after)
+
+    def run(self, before: SideProcess, after: SideProcess) -> None:
+        """Order stretches in turn, the first of each pair alternating; both must have recorded, and stand."""
+        pairs = self._run(before, after)
+        if pairs:
+            self._sizes.append(pairs[-1])
+            self._leak = self._leak or _leak(pairs)
+
+    def _run(self, before: SideProcess, after: SideProcess) -> list[tuple[SideAnswer, SideAnswer]]:
+        """What both answered, pair by pair."""
+        size, spent_s, number, first = 1, 0.0, 0, len(self.stretches)
+        pairs: list[tuple[SideAnswer, SideAnswer]] = []
+        while len(self.stretches) - first < _MOST_PAIRS:
+            sides = (before, after) if number % 2 == 0 else (after, before)
+            answers = {}
+            for side in sides:
+                side.order(size)
+                answers[id(side)] = side.answer(timeout_s=self._timeout_s)
+            one, two = answers[id(before)], answers[id(after)]
+            self.has_ended = "ended" in (one.what, two.what)
+            if self.has_ended:
+                self.num_steps = min(a.num_steps for a in (one, two) if a.what == "ended")
+                self.has_ended = len(self.stretches) - first < _FEWEST_PAIRS
+                return pairs
+            pairs.append((one, two))
+            number += 1
+            spent_s += one.seconds + two.seconds
+            slower_s = max(one.seconds, two.seconds) / size
+            wanted = max(1, min(self._most_steps(one.num_steps), round(_STRETCH_S / slower_s)))
+            if number > _WARM_UP_PAIRS and size >= 0.7 * wanted:
+                self.stretches.append(PairedStretch(one.seconds, two.seconds, size))
+                num = len(self.stretches) - first
+                if num >= _FEWEST_PAIRS and (spent_s > self._budget_s or self._is_precise()):
+                    return pairs
+            elif number >= _WARM_UP_PAIRS:
+                size = wanted
+            if spent_s > 3 * self._budget_s:
+                return pairs
+        return pairs
+
+    def _most_steps(self, done: int) -> int:
+        """The most steps of a stretch when so many are done: enough stretches should fit into what the scripts have left."""
+        if not self.num_steps:
+            return _MOST_STEPS
+        return max(1, min(_MOST_STEPS, (self.num_steps - done) // (_FEWEST_PAIRS + 1)))
+
+    def speed(self) -> Speed | None:
+        """What is known so far; None before the first pair."""
+        if not self.stretches:
+            return None
+        before = [s.before_s / s.num_steps for s in self.stretches]
+        after = [s.after_s / s.num_steps for s in self.stretches]
+        ratio = ratio_estimate(before, after)
+        first_before, first_after = self._first or (SideAnswer(what="recorded"), SideAnswer(what="recorded"))
+        return Speed(
+            ratio=ratio.value,
+            low=ratio.low,
+            high=ratio.high,
+            num_pairs=len(self.stretches),
+            before_s=median_estimate(before).value,
+            after_s=median_estimate(after).value,
+            num_first=first_after.num_steps,
+            first_before_s=first_before.seconds,
+            first_after_s=first_after.seconds,
+        )
+
+    def footprints(self) -> tuple[Footprint, ...]:
+        """Peaks of the host, then of the device, as medians over the pairs of processes."""
+        found = []
+        for device, peak in (("cpu", "peak_bytes"), (self._device, "device_peak_bytes")):
+            pairs = [(getattr(one, peak), getattr(two, peak)) for one, two in self._sizes]
+            if pairs and all(before for before, _ in pairs):
+                fractions = [after / before for before, after in pairs]
+                found.append(
+                    Footprint(
+                        device=device,
+                        before_bytes=round(median(b for b, _ in pairs)),
+                        after_bytes=round(median(a for _, a in pairs)),
+                        fraction=(min(fractions), max(fractions)),
+                    )
+                )
+        return tuple(found)
+
+    def leak(self) -> str:
+        """A sentence, if the later side's memory went on growing while the earlier's did not; else ''."""
+        return self._leak
+
+    @property
+    def _device(self) -> str:
+        return self._sizes[-1][0].device if self._sizes else "cpu"
+
+    def _is_precise(self) -> bool:
+        speed = self.speed()
+        return speed is not None and speed.high - speed.low <= 2 * self._precision * speed.ratio
+
+
+def _leak(pairs: list[tuple[SideAnswer, SideAnswer]]) -> str:
+    """Whether the later side's peak grew from stretch to stretch, in both halves of a run, much more than the earlier's.
+
+    What is kept for good grows nearly every time; peaks of batches whose sizes vary, only with a batch beyond all before.
+    """
+    rest = pairs[_WARM_UP_PAIRS:]
+    if len(rest) < _FEWEST_PAIRS:
+        return ""
+    start, middle, end = rest[0], rest[len(rest) // 2], rest[-1]
+    for peak in ("peak_bytes", "device_peak_bytes"):
+        (before, after), (_, half), (before_end, after_end) = (
+            (getattr(one, peak), getattr(two, peak)) for one, two in (start, middle, end)
+        )
+        floor = max(_LEAK_FLOOR_BYTES, _LEAK_FLOOR_SHARE * after)
+        grown, allowed = after_end - after, floor + 4 * max(0, before_end - before)
+        peaks = [getattr(two, peak) for _, two in rest]
+        share = sum(b > a for a, b in pairwise(peaks)) / (len(peaks) - 1)
+        if grown > allowed and after_end - half > 0.25 * grown and share >= _LEAKING_SHARE:
+            steps = end[1].num_steps - start[1].num_steps
+            each = grown / max(1, steps)
+            return f"its memory grows by {each / 2**20:.3g} MiB a step ({grown / 2**20:.0f} MiB in {steps} steps)"
+    return ""

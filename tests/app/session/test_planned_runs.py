@@ -1,0 +1,155 @@
+"""`flatout run --plan` and `flatout verify`, as they are typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.command_line import flatout
+
+from flatout.app.cli.children import planned_run as planned
+from flatout.core.records.lever import PlannedLever
+from flatout.core.records.plan import Circumstances, Plan, to_toml
+from flatout.tune.apply import circumstances
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+    import os, sys
+    import torch
+    from torch import nn
+
+    torch.autograd.set_detect_anomaly(True)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    x = torch.randn(64, 16)
+    for step in range(60):
+        loss = net(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print("anomaly", torch.is_anomaly_enabled(), "fused", bool(optimizer.defaults["fused"]), "loss", f"{loss.item():.4f}")
+    print("kept", os.environ.get("MALLOC_TRIM_THRESHOLD_"), "given", sys.argv[1:])
+    sys.exit(int(sys.argv[1]) if sys.argv[1:] else 0)
+"""
+DEBUG_OFF = PlannedLever(id="graph.debug-off", guarantee="exact")
+FUSED = PlannedLever(id="parallelism.fused-optimizer", guarantee="bounded")
+KEPT = PlannedLever(id="memory.allocator-settings", guarantee="exact", parameters={"kept_bytes": 1 << 30})
+CHANNELS = PlannedLever(id="memory.channels-last", guarantee="bounded")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    return tmp_path
+
+
+def started(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flatout", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+
+
+def write(folder: Path, *levers: PlannedLever, proved_on: Circumstances | None = None) -> None:
+    plan = Plan(script="train.py", lever=levers, proved_on=proved_on or circumstances())
+    (folder / "plan.toml").write_bytes(to_toml(plan))
+
+
+def go_on_here(program: str, command: list[str], environment: dict[str, str]) -> None:
+    """What the process would become, in this one: `python -m MODULE ARGUMENTS`."""
+    [python, minus_m, module, *arguments] = command
+    assert (python, minus_m, module) == (program, "-m", "flatout.app.cli.children.planned_run")
+    with (
+        patch.dict(os.environ, environment),
+        patch.object(sys, "argv", [module, *arguments]),
+        patch.object(sys, "path", ["", *sys.path]),
+        torch.autograd.set_detect_anomaly(False),  # which the script switches on
+    ):
+        sys.exit(planned.main())
+
+
+def test_an_unchanged_script_runs_with_the_levers_pulled(folder: Path) -> None:
+    write(folder, DEBUG_OFF, FUSED, KEPT)
+    plain = started(folder, "run", "--plan", "plan.toml", "train.py", "--", "3", "--lr")
+    assert plain.returncode == 3
+    assert "anomaly False fused True" in plain.stdout
+    assert f"kept {1 << 30} given ['3', '--lr']" in plain.stdout
+    assert plain.stderr == ""
+
+
+def test_a_lever_that_met_nothing_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, FUSED, CHANNELS)
+    monkeypatch.setattr("os.execve", go_on_here)
+    done = flatout("run", "--plan", "plan.toml", "train.py", folder=folder)
+    assert done.code == 0
+    assert "memory.channels-last" in done.err
+    assert "fused-optimizer" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('[proved_on]\ndevice = "NVIDIA H200"', "device: NVIDIA H200 there"),
+        (
+            '[proved_on]\nmodels = [600, 9]\n[[lever]]\nid = "parallelism.fused-optimizer"\nguarantee = "bounded"',
+            "parameters of the model: 600 or 9 there, 577 here",
+        ),
+        ('[[lever]]\nid = "graph.magic"\nguarantee = "exact"', "no lever 'graph.magic'"),
+        ("[[lev", "no TOML"),
+        ('[[lever]]\nid = "parallelism.thread-count"\nguarantee = "bounded"', "num_threads"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_in_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, why: str
+) -> None:
+    (folder / "plan.toml").write_text(text)
+    monkeypatch.setattr("os.execve", go_on_here)
+    done = flatout("run", "--plan", "plan.toml", "train.py", folder=folder)
+    assert (done.code, done.out) == (2, "")
+    assert why in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_plan_is_proved_again(folder: Path) -> None:
+    write(folder, DEBUG_OFF, FUSED)
+    words = ("plan.toml", "train.py", "--no-speed", "--steps", "4", "--json", "verdict.json")
+    done = flatout("verify", *words, folder=folder)
+    assert done.code == 0, done.out + done.err
+    assert "PROVED" in done.out
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert (verdict["outcome"], verdict["equality"]["guarantee"]) == ("proved", "bounded")
+
+
+def test_a_wrong_edit_is_told_with_its_step_and_tensor(folder: Path) -> None:
+    (folder / "after.py").write_text(textwrap.dedent(SCRIPT).replace("lr=1e-2", "lr=1.01e-2"))
+    done = flatout("verify", "train.py", "after.py", "--no-speed", "--steps", "4", folder=folder)
+    assert done.code == 1
+    assert "DIFFERENT: step 1, parameter" in done.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train.py", "none.py"),
+        ("train.py", "train.py", "--allow", "most"),
+        ("train.py", "train.py", "--steps", "0"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(folder: Path, arguments: tuple[str, ...]) -> None:
+    done = flatout("verify", *arguments, folder=folder)
+    assert done.code == 2
+    assert "Traceback" not in done.err

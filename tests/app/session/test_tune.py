@@ -1,0 +1,141 @@
+"""`flatout tune`, as it is typed: a plan that is proved, or none with the reason; nothing lost when it is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+from tests.command_line import flatout
+from tests.evidence_builder import EvidenceBuilder
+
+from flatout.core.records.plan import from_toml
+
+SLOW = """
+    import torch
+    from torch import nn
+
+    torch.autograd.set_detect_anomaly(True)
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
+    x, y = torch.randn(64, 32), torch.randn(64, 1)
+    for step in range(20000):
+        loss = (net(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SLOW))
+    return tmp_path
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "flatout", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+
+
+def test_a_slow_script_gets_a_plan_that_is_proved_and_runs(folder: Path) -> None:
+    # What is left after observing is enough to begin a first comparison, whatever that then takes.
+    process = start(folder, "tune", "train.py", "--budget", "30s", "--timeout", "200")
+    out, err = process.communicate(timeout=350)
+    assert process.returncode == 0, err
+    assert "x faster" in out
+    assert "graph.debug-off" in out
+    plan = from_toml((folder / "plan.toml").read_bytes())
+    assert "graph.debug-off" in [p.id for p in plan.lever]
+    assert plan.measured is not None and plan.measured[1] > 1
+    assert plan.proved_on.torch
+    assert all(p.measured is not None and p.measured[1] > 1 for p in plan.lever)
+
+
+def test_a_budget_that_is_too_short_to_try_anything_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flatout.app.cli.tune._observe", lambda request, observe_s: EvidenceBuilder().build())
+    ended = flatout("tune", "train.py", "--budget", "6s", folder=folder)
+    assert ended.code == 0, ended.err
+    assert "No plan: the time was up before anything could be tried" in " ".join(ended.out.split())
+    assert from_toml((folder / "plan.toml").read_bytes()).lever == ()
+
+
+def test_stopped_twice_it_ends_in_order_and_keeps_what_was_tried(folder: Path) -> None:
+    process = start(folder, "tune", "train.py", "--budget", "30s")
+    assert _wait_for(lambda: any(p.stat().st_size for p in folder.glob(".plan.*.search-log")), timeout_s=150)
+    group = _members(process.pid)
+    for _ in range(2):
+        os.kill(process.pid, signal.SIGINT)
+        sleep(0.2)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    assert "goes on from there" in err
+    assert not (folder / "plan.toml").exists()
+    assert list(folder.glob(".plan.*.search-log"))
+    assert _wait_for(lambda: not any(map(_is_running, group)), timeout_s=20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("none.py",), "is not a file"),
+        (("train.py", "--budget", "soon"), "no time above 0"),
+        (("train.py", "--allow", "everything"), "exact, bounded"),
+        (("train.py", "--out", "no/such/plan.toml"), "no folder"),
+        (("train.py", "--html", "no/such/found.html"), "no folder"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(folder: Path, arguments: tuple[str, ...], why: str) -> None:
+    ended = flatout("tune", *arguments, folder=folder)
+    assert ended.code == 2
+    assert why in " ".join(ended.err.split())
+    assert "Traceback" not in ended.out + ended.err
+
+
+def _wait_for(condition: object, *, timeout_s: float) -> bool:
+    deadline = monotonic() + timeout_s
+    assert callable(condition)
+    while monotonic() < deadline:
+        if condition():
+            return True
+        sleep(0.2)
+    return False
+
+
+def _members(pid: int) -> list[int]:
+    """All descendants of a process, now."""
+    found, frontier = [], [pid]
+    while frontier:
+        parent = frontier.pop()
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rsplit(")", 1)[1].split()
+            except (OSError, IndexError):
+                continue
+            if int(fields[1]) == parent:
+                child = int(path.parent.name)
+                found.append(child)
+                frontier.append(child)
+    return found
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False

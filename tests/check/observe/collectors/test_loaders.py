@@ -1,0 +1,162 @@
+"""What is seen of loaders, and that trying a data set by hand changes nothing of it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
+
+from flatout.check.capture import Capture, Propose
+from flatout.check.observe.collectors.loaders import is_in_ram
+from flatout.check.observe.steps.schedule import Schedule
+from flatout.core.records.evidence import Evidence
+from flatout.core.records.trial import TimeDataset, TimeWorkers, TrialResult
+
+
+class Noisy(Dataset[Tensor]):
+    """Items with noise from a generator of its own, counted."""
+
+    def __init__(self, num: int = 64) -> None:
+        self.rows = torch.arange(num * 8.0).reshape(num, 8)
+        self.chance = random.Random(0)
+        self.num_asked = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.num_asked += 1
+        return self.rows[index] + self.chance.random()
+
+
+class Rows(Noisy):
+    """Views of one tensor."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index]
+
+
+def train(loader: DataLoader[Tensor], epochs: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    for _ in range(epochs):
+        for x in loader:
+            net(x).mean().backward()
+            optimizer.step()
+
+
+def observe(loop: Callable[[], object], propose: Propose = lambda _: ()) -> Evidence:
+    capture = Capture(command=("test",), cwd=".", schedule=Schedule(), machine=None, propose=propose)
+    capture.start()
+    try:
+        loop()
+    finally:
+        evidence = capture.finish(exit="finished", exit_code=0)
+    return evidence
+
+
+def fetched(dataset: Dataset[Tensor], **options: object) -> TrialResult:
+    loader: DataLoader[Tensor] = DataLoader(dataset, **(options or {"batch_size": 8}))  # type: ignore[arg-type]
+    evidence = observe(lambda: train(loader, 4), lambda _: (TimeDataset(loader=0),))
+    [result] = evidence.trials
+    assert not result.refused
+    return result
+
+
+def test_the_lines_settings_and_epochs_of_a_loader_are_observed() -> None:
+    def loop() -> None:
+        train(DataLoader(Rows(), batch_size=8, shuffle=True), epochs=5)  # created here
+
+    [loader] = observe(loop).loaders
+
+    assert loader.num_epochs == pytest.approx(4 / 39, abs=0.002)
+    assert loader.first_wait_s > 0
+    assert (loader.sampler, loader.prefetch_factor, loader.persistent_workers) == ("RandomSampler", 0, False)
+    assert not loader.is_in_ram
+
+
+def test_the_line_that_created_the_loader_is_observed() -> None:
+    def loop() -> None:
+        train(DataLoader(Rows(), batch_size=8), epochs=4)  # created here
+
+    evidence = observe(loop)
+    source = evidence.source_of(evidence.loaders[0].constructed)
+    assert source is not None
+    assert source.text.endswith("# created here")
+
+
+def test_rows_of_tensors_are_known_inside_torchs_wrappers() -> None:
+    data = TensorDataset(torch.zeros(4, 2))
+    assert is_in_ram(Subset(data, [0, 1]))
+    assert is_in_ram(torch.utils.data.ConcatDataset([data, data]))
+    assert not is_in_ram(Noisy())
+
+
+@pytest.mark.slow
+def test_trying_a_data_set_by_hand_leaves_its_own_state_alone() -> None:
+    plain, observed = Noisy(), Noisy()
+    train(DataLoader(plain, batch_size=8), 4)
+
+    fetched(observed)
+
+    assert observed.num_asked == plain.num_asked
+    assert observed.chance.random() == plain.chance.random()
+
+
+@pytest.mark.slow
+def test_random_items_and_views_are_distinguished() -> None:
+    noisy, rows = fetched(Noisy()), fetched(Rows())
+    assert (noisy.facts["repeatable"], noisy.facts["views"]) == (False, False)
+    assert (rows.facts["repeatable"], rows.facts["views"], rows.facts["takes_batches"]) == (True, True, True)
+    assert rows.parts["item_bytes"] == 32
+
+
+@pytest.mark.slow
+def test_a_loader_that_indexes_whole_batches_has_nothing_to_gain() -> None:
+    data = Rows()
+    result = fetched(data, sampler=BatchSampler(RandomSampler(data), 8, drop_last=True), batch_size=None)
+    assert not result.facts["item_by_item"]
+    assert result.now_s == result.cured_s
+
+
+def test_a_data_set_that_works_in_no_other_process_is_refused() -> None:
+    class AtHome(Noisy):
+        home = os.getpid()
+
+        def __getitem__(self, index: int) -> Tensor:
+            if os.getpid() != self.home:
+                raise OSError("away from home")
+            return super().__getitem__(index)
+
+    evidence = observe(lambda: train(DataLoader(AtHome(), batch_size=8), 4), lambda _: (TimeDataset(loader=0),))
+
+    [result] = evidence.trials
+    assert "away from home" in result.refused
+
+
+@pytest.mark.slow
+def test_a_sweep_of_workers_ends_them_and_leaves_random_streams_alone() -> None:
+    trial = TimeWorkers(loader=0, counts=(1, 2), model=0)
+    loader: DataLoader[Tensor] = DataLoader(Noisy(), batch_size=8)
+    children = len(torch.multiprocessing.active_children())
+
+    def loop() -> None:
+        train(loader, 4)
+
+    plain = DataLoader(Noisy(), batch_size=8)
+    train(plain, 4)
+    expected = torch.rand(2)
+    evidence = observe(loop, lambda _: (trial,))
+
+    assert torch.equal(torch.rand(2), expected)
+    [result] = evidence.trials
+    assert not result.refused
+    assert {"1", "2", "start", "again"} == set(result.parts)
+    assert len(torch.multiprocessing.active_children()) == children
+    assert evidence.loaders[0].num_epochs == pytest.approx(3 / 31, abs=0.01), "the trial's epochs are not the user's"

@@ -1,0 +1,31 @@
+"""What the recorder of operators knows of a call without a device at hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flatout.check.observe.operators.recorder import TensorMeta, waits_for_device
+
+
+def on(device: str) -> TensorMeta:
+    return TensorMeta((4,), torch.float32, True, device)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs", "expected"),
+    [
+        ("aten._local_scalar_dense", [on("cuda")], [], True),
+        ("aten._local_scalar_dense", [on("cpu")], [], False),
+        ("aten.nonzero", [on("cuda")], [on("cuda")], True),
+        ("aten._to_copy", [on("cuda")], [on("cpu")], True),
+        ("aten._to_copy", [on("cpu")], [on("cuda")], False),
+        ("aten.copy_", [on("cpu"), on("cuda")], [on("cpu")], True),
+        ("aten.copy_", [on("cuda"), on("cpu")], [on("cuda")], False),
+        ("aten.mm", [on("cuda"), on("cuda")], [on("cuda")], False),
+    ],
+)
+def test_a_call_that_reads_back_what_the_device_created_waits_for_it(
+    name: str, inputs: list[TensorMeta], outputs: list[TensorMeta], expected: bool
+) -> None:
+    assert waits_for_device(name, inputs, outputs) is expected

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
+
+from flatout.check.diagnosis import diagnose
+from flatout.check.rules.bandwidth.memory_format import RULE
+from flatout.core.records.evidence import TensorSpec
+from flatout.core.records.trial import TimeModel, TrialResult
+
+IMAGES = (16, 32, 32, 32)
+
+
+def convolved(*, op_s: float = 0.05, contiguous: bool = True, shape: tuple[int, ...] = IMAGES) -> EvidenceBuilder:
+    run = EvidenceBuilder()
+    run.model(run.line("train.py", 20, "out = net(x)"))
+    images = TensorSpec(shape=shape, dtype="float32", is_contiguous=contiguous)
+    run.operator("aten.convolution", run.line("model.py", 9), inputs=[images, (32, 32, 3, 3)], output=shape, op_s=op_s)
+    return run
+
+
+def test_channels_last_is_tried_and_told_where_the_module_is_called() -> None:
+    run = convolved()
+    (trial,) = proposed(RULE, run.build())
+    assert trial == TimeModel(model=0, variant="channels-last", backward=True)
+    run.tried(trial, kept=0.7)
+    finding = only_finding(RULE, run.build())
+    assert finding.where is not None
+    assert finding.where.line == 20
+
+
+def test_a_format_that_gains_nothing_is_left_alone() -> None:
+    run = convolved()
+    run.tried(*proposed(RULE, run.build()), kept=1.05)
+    assert diagnose(run.build(), [RULE]).findings == ()
+
+
+def test_channels_last_already_signals_and_cheap_convolutions_are_not_tried() -> None:
+    for run in (convolved(contiguous=False), convolved(shape=(16, 32, 100)), convolved(op_s=0.01)):
+        assert not proposed(RULE, run.build())
+
+
+def test_a_gain_within_the_spread_of_the_trial_is_no_gain() -> None:
+    run = convolved()
+    (trial,) = proposed(RULE, run.build())
+    run.trial(TrialResult(trial=trial, now_s=0.1, cured_s=0.08, spread_fraction=0.3))
+    assert not list(RULE.check(run.build()))
+
+
+def test_the_strides_of_a_gradient_do_not_matter() -> None:
+    run = EvidenceBuilder()
+    run.model(run.line("train.py", 20, "out = net(x)"))
+    gradient = TensorSpec(shape=IMAGES, dtype="float32", is_contiguous=False)
+    images = TensorSpec(shape=IMAGES, dtype="float32", is_contiguous=True)
+    run.operator(
+        "aten.convolution_backward",
+        run.line("model.py", 9),
+        inputs=[gradient, images, (32, 32, 3, 3)],
+        output=IMAGES,
+        op_s=0.05,
+        phase="backward",
+    )
+    assert proposed(RULE, run.build())

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
+
+from flatout.check.diagnosis import diagnose
+from flatout.check.rules.compute.padding import RULE
+from flatout.core.records.trial import TimeModel
+
+
+def padded(
+    *,
+    padding_fraction: float = 0.6,
+    longest_fraction: float = 0.75,
+    signs: tuple[str, ...] = ("integers", "padding_idx"),
+    has_source: bool = True,
+) -> EvidenceBuilder:
+    """Tokens 200 wide, made on line 22 of data.py and fed to a model on line 20 of train.py."""
+    run = EvidenceBuilder(forward=0.04, backward=0.05)
+    made = run.line("data.py", 22, "tokens[i, :len(row)] = row")
+    run.model(run.line("train.py", 20))
+    run.padding(
+        made if has_source else -1, padding_fraction=padding_fraction, longest_fraction=longest_fraction, signs=signs
+    )
+    return run
+
+
+def cropped(length: int) -> TimeModel:
+    return TimeModel(model=0, variant="cropped", backward=True, length=200, cropped_length=length)
+
+
+def test_the_batch_is_tried_at_its_mean_length_and_at_its_longest_row() -> None:
+    run = padded(padding_fraction=0.6, longest_fraction=0.75)
+    assert proposed(RULE, run.build()) == [cropped(80), cropped(150)]
+
+
+def test_rows_that_fill_the_width_are_tried_at_the_mean_length_alone() -> None:
+    run = padded(padding_fraction=0.6, longest_fraction=1.0)
+    assert proposed(RULE, run.build()) == [cropped(80)]
+
+
+def test_the_range_lies_between_the_longest_row_and_the_mean_length() -> None:
+    run = padded()
+    run.tried(cropped(80), kept=0.4)
+    run.tried(cropped(150), kept=0.8)
+
+    finding = only_finding(RULE, run.build())
+
+    assert finding.where is not None
+    assert (finding.where.line, finding.basis) == (22, "trial")
+    low, high = finding.saved_s
+    assert low == pytest.approx(0.2 * 0.09)
+    assert low < high < 0.6 * 0.09
+
+
+def test_one_trial_still_gives_a_range() -> None:
+    run = padded(longest_fraction=1.0)
+    run.tried(cropped(80), kept=0.4)
+    low, high = only_finding(RULE, run.build()).saved_s
+    assert 0 < low < high < 0.6 * 0.09
+
+
+def test_the_collate_function_is_named_when_the_tensor_was_not_seen_made() -> None:
+    run = padded(has_source=False)
+    run.loader(run.line("train.py", 16), collate=run.line("data.py", 40, "def pad(rows):"), has_own_collate=True)
+    run.tried(*proposed(RULE, run.build()), kept=0.5)
+
+    where = only_finding(RULE, run.build()).where
+
+    assert where is not None
+    assert where.line == 40
+
+
+def test_trailing_constants_without_a_sign_of_padding_are_left_alone() -> None:
+    run = padded(signs=())
+    assert not proposed(RULE, run.build())
+    assert not list(RULE.check(run.build()))
+
+
+def test_a_little_padding_is_left_alone() -> None:
+    assert not proposed(RULE, padded(padding_fraction=0.05, longest_fraction=1.0).build())
+
+
+def test_a_model_that_refuses_shorter_input_is_left_alone_and_the_reason_told() -> None:
+    run = padded()
+    run.refused(*proposed(RULE, run.build()), why="the positions are 200 long")
+
+    diagnosis = diagnose(run.build(), [RULE])
+
+    assert diagnosis.findings == ()
+    assert any("the positions are 200 long" in reason for reason in diagnosis.refused)
+
+
+@pytest.mark.parametrize("kept", [1.0, 1.2])
+def test_a_model_that_gets_no_faster_is_left_alone(kept: float) -> None:
+    run = padded()
+    run.tried(*proposed(RULE, run.build()), kept=kept)
+    assert diagnose(run.build(), [RULE]).findings == ()
+
+
+def test_a_batch_that_is_packed_is_no_waste() -> None:
+    run = EvidenceBuilder()
+    line = run.line("train.py", 30, "x = pad_sequence(rows, batch_first=True)")
+    run.model(line)
+    run.padding(line)
+    assert proposed(RULE, run.build())
+    run.operator("aten._pack_padded_sequence", line, inputs=[(32, 200, 16)], output=(1800, 16), op_s=0.0001)
+    assert not proposed(RULE, run.build())

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
+
+from flatout.check.diagnosis import diagnose
+from flatout.check.rules.input.hand_made_batch import RULE
+from flatout.check.rules.overhead import python_line
+from flatout.core.records.trial import TimeModel
+
+
+def making(*, at: int = 41, op_s: float = 0.0, seconds: float = 0.02, device_s: float | None = None) -> EvidenceBuilder:
+    """A loop over steps from line 40 of train.py, with the model on line 42; line `at` calls a function of three hot lines."""
+    run = EvidenceBuilder(other=3 * seconds, device_s=device_s)
+    entry = run.line("train.py", at, "x, y = next_batch(rows)", function="main", loops=(40,))
+    model = run.line("train.py", 42, "loss = criterion(model(x), y)", function="main", loops=(40,))
+    back = run.line("train.py", 44, "loss.backward()", function="main", loops=(40,))
+    run.backward_at(back)
+    run.model(model)
+    for number in (10, 11, 12):
+        line = run.line("batches.py", number, f"work({number})", function="next_batch", loops=(9,), callers=(entry,))
+        run.sampled(line, seconds * (1.1 if number == 11 else 1.0), phase="other", num_samples=20)
+        if op_s:
+            run.operator("aten.stack", line, op_s=op_s, phase="other")
+    return run
+
+
+def test_a_function_that_makes_batches_is_one_finding_at_its_hottest_line() -> None:
+    finding = only_finding(RULE, making(seconds=0.02).build())
+    assert finding.where is not None
+    assert (finding.where.line, len(finding.also)) == (11, 2)
+    assert finding.cost_s == pytest.approx(0.06)
+
+
+def test_it_takes_the_place_of_findings_for_single_lines() -> None:
+    assert [f.rule for f in diagnose(making().build(), [RULE, python_line.RULE]).findings] == [RULE.id]
+
+
+def test_what_comes_after_the_model_is_no_batch() -> None:
+    assert not list(RULE.check(making(at=47).build()))
+
+
+def test_tensor_operators_are_left_to_other_rules() -> None:
+    assert not list(RULE.check(making(op_s=0.018).build()))
+
+
+def test_picking_a_batch_in_little_time_is_left_alone() -> None:
+    assert not list(RULE.check(making(seconds=0.002).build()))
+
+
+def test_host_time_beside_a_busy_device_is_left_alone() -> None:
+    assert not list(RULE.check(making(device_s=0.098).build()))
+
+
+@pytest.mark.parametrize(("elsewhere_s", "is_told"), [(0.01, False), (0.03, True)])
+def test_one_line_that_converts_python_numbers_is_left_to_its_own_rule(elsewhere_s: float, is_told: bool) -> None:
+    run = making(seconds=elsewhere_s / 3)
+    line = run.line("train.py", 41, "x = torch.tensor(rows)", function="main", loops=(40,))
+    run.sampled(line, 0.04, phase="other", num_samples=20)
+    run.use("torch.tensor", line, 0.04, detail="list")
+    assert bool(list(RULE.check(run.build()))) is is_told
+
+
+STEADY = TimeModel(model=0, variant="steady", backward=True)
+
+
+def test_what_the_pauses_cost_the_model_is_tried() -> None:
+    assert proposed(RULE, making().build()) == [STEADY]
+    assert not proposed(RULE, making(seconds=0.002).build())
+    assert not proposed(RULE, making(device_s=0.098).build())
+
+
+def test_a_model_that_is_quicker_without_pauses_adds_to_the_gain() -> None:
+    run = making()
+    alone = only_finding(RULE, run.build())
+    phases = run.build().steps.phases
+    model_s = phases["forward"] + phases["backward"]
+    run.tried(STEADY, kept=1.0, now_s=model_s - 0.01)
+    more = only_finding(RULE, run.build())
+    assert more.saved_s == pytest.approx((alone.saved_s[0] + 0.006, alone.saved_s[1] + 0.01))
+
+
+def test_a_model_that_is_no_quicker_without_pauses_adds_nothing() -> None:
+    run = making()
+    alone = only_finding(RULE, run.build())
+    run.tried(STEADY, kept=1.0, now_s=1.0)
+    assert only_finding(RULE, run.build()).saved_s == alone.saved_s

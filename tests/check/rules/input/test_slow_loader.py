@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
+
+from flatout.check.diagnosis import diagnose
+from flatout.check.rules.input.slow_loader import RULE
+from flatout.core.records.trial import TimeDataset
+
+
+def waiting(
+    *, wait_s: float = 0.06, noise_s: float = 0.001, num_workers: int = 0, is_map_style: bool = True
+) -> EvidenceBuilder:
+    """A loop over a loader on line 16 of train.py whose data set spends its time on line 9 of data.py."""
+    run = EvidenceBuilder(noise_s=noise_s, data=wait_s)
+    loop = run.line("train.py", 16, "for x, y in loader:")
+    hot = run.line("data.py", 9, "return torch.tensor(tokenize(self.rows[i]))")
+    run.loader(loop, num_workers=num_workers, wait_s=wait_s, is_map_style=is_map_style)
+    run.sampled(hot, 0.8 * wait_s, num_samples=80, phase="data", process="worker" if num_workers else "main")
+    run.sampled(loop, 0.2 * wait_s, num_samples=20, phase="data", process="worker" if num_workers else "main")
+    return run
+
+
+def test_the_data_set_is_tried_by_hand() -> None:
+    assert proposed(RULE, waiting().build()) == [TimeDataset(loader=0)]
+
+
+def test_a_stream_is_not_tried() -> None:
+    assert not proposed(RULE, waiting(is_map_style=False).build())
+
+
+def test_the_line_of_the_data_set_is_named() -> None:
+    finding = only_finding(RULE, waiting(wait_s=0.06).build())
+    assert finding.where is not None
+    assert (finding.where.file, finding.where.line) == ("/home/ada/data.py", 9)
+    assert (finding.cost_s, finding.phases, finding.basis) == (pytest.approx(0.06), ("data",), "estimate")
+
+
+def test_without_samples_the_loop_over_the_loader_is_named() -> None:
+    run = waiting()
+    run.lines.clear()
+    where = only_finding(RULE, run.build()).where
+    assert where is not None
+    assert where.line == 16
+
+
+def test_repeatable_items_are_priced_by_the_trial() -> None:
+    run = waiting(wait_s=0.06)
+    run.tried(TimeDataset(loader=0), kept=0.1, now_s=0.06, repeatable=True)
+
+    finding = only_finding(RULE, run.build())
+
+    assert finding.basis == "trial"
+    assert finding.saved_s[0] < finding.saved_s[1] == pytest.approx(0.9 * 0.06)
+
+
+def test_random_items_without_a_line_are_not_priced_by_the_trial() -> None:
+    run = waiting()
+    run.lines.clear()
+    run.tried(TimeDataset(loader=0), kept=0.1, now_s=0.06, repeatable=False)
+    finding = only_finding(RULE, run.build())
+    assert finding.basis == "estimate"
+    assert "prepare them once" not in finding.edit
+
+
+@pytest.mark.parametrize("facts", [{"repeatable": False}, {"repeatable": True, "views": True}])
+def test_random_items_and_rows_in_memory_are_left_to_their_own_rules(facts: dict[str, bool]) -> None:
+    run = waiting()
+    run.tried(TimeDataset(loader=0), kept=0.1, now_s=0.06, **facts)
+    assert not list(RULE.check(run.build()))
+
+
+def test_a_function_of_many_lines_is_one_place() -> None:
+    run = waiting(wait_s=0.06)
+    for line, seconds in ((21, 0.03), (22, 0.025)):
+        run.sampled(run.line("data.py", line, function="tokens"), seconds, phase="data")
+    where = only_finding(RULE, run.build()).where
+    assert where is not None
+    assert where.line == 21
+
+
+def test_the_wait_for_workers_is_named_on_the_workers_line() -> None:
+    finding = only_finding(RULE, waiting(num_workers=4).build())
+    assert finding.where is not None
+    assert finding.where.line == 9
+    assert "num_workers=" not in finding.edit, "there are workers already"
+
+
+def test_a_short_wait_is_left_alone() -> None:
+    run = waiting(wait_s=0.003)
+    assert not proposed(RULE, run.build())
+    assert not list(RULE.check(run.build()))
+
+
+def test_a_wait_below_the_noise_is_not_reported() -> None:
+    run = waiting(wait_s=0.02, noise_s=0.03)
+    assert diagnose(run.build(), [RULE]).findings == ()
+
+
+def test_data_without_a_loader_are_left_alone() -> None:
+    run = EvidenceBuilder(data=0.06)
+    assert not proposed(RULE, run.build())
+    assert not list(RULE.check(run.build()))
+
+
+def test_the_edit_does_not_begin_in_the_middle_of_a_sentence() -> None:
+    assert not only_finding(RULE, waiting().build()).edit.startswith("or ")

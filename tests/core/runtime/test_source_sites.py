@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.core.runtime.source_sites import Loops, Sites
+
+
+def run_file(path: Path, text: str) -> dict[str, Any]:
+    path.write_text(textwrap.dedent(text))
+    scope: dict[str, Any] = {"sys": sys}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    return scope
+
+
+def test_a_frame_is_named_by_its_innermost_user_line(tmp_path: Path) -> None:
+    scope = run_file(
+        tmp_path / "train.py",
+        """
+        def inner():
+            return sys._getframe()
+
+        def outer():
+            return inner()
+        """,
+    )
+    frame: FrameType = scope["outer"]()
+    sites = Sites()
+
+    index = sites.of_frame(frame)
+    source = sites.table()[index]
+
+    assert (source.file, source.line, source.function) == (str(tmp_path / "train.py"), 3, "inner")
+    assert source.text == "return sys._getframe()"
+
+
+def test_a_library_below_the_user_is_kept_beside_the_users_line(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages" / "lib"
+    library.mkdir(parents=True)
+    inside = run_file(library / "core.py", "def call():\n    return sys._getframe()\n")
+    scope = run_file(tmp_path / "train.py", "def step(call):\n    return call()\n")
+    frames: list[FrameType] = [scope["step"](inside["call"])]
+    sites = Sites()
+
+    index = sites.of_frame(frames[0])
+    source = sites.table()[index]
+
+    assert source.line == 2
+    assert source.library == "lib/core.py:2"
+
+
+def test_no_user_frame_gives_minus_one() -> None:
+    assert Sites().of_frame(None) == -1
+
+
+def test_the_user_root_makes_an_installed_package_the_users(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "app"
+    package.mkdir(parents=True)
+    scope = run_file(package / "main.py", "def here():\n    return sys._getframe()\n")
+
+    assert Sites(user_root=str(package)).is_user_code(scope["here"].__code__)
+    assert not Sites().is_user_code(scope["here"].__code__)
+
+
+LOOPS = textwrap.dedent(
+    """
+    for epoch in range(3):
+        for batch in data:
+            step(batch)
+
+    def forward(x):
+        y = x
+        while y:
+            y = [f(z)
+                 for z in y]
+        return y
+    """
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"), [(2, (2,)), (4, (2, 3)), (6, ()), (7, ()), (9, (8, 9)), (10, (8, 9)), (11, ())]
+)
+def test_loops_are_those_of_the_lines_own_function(line: int, expected: tuple[int, ...]) -> None:
+    assert Loops(LOOPS).around(line) == expected
+
+
+@given(st.text(max_size=200))
+def test_text_that_is_no_python_has_no_loops(text: str) -> None:
+    assert all(Loops(text).around(line) == () for line in range(1, 4)) or "for" in text or "while" in text

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from itertools import product
+from math import exp
+from random import Random
+
+import pytest
+from msgspec import structs
+
+from flatout.core.errors import PlanError
+from flatout.core.records.scale import Cluster, Constants, Layout, ModelShape, Software, Tier
+from flatout.scale.calibration import Calibrated, TimedLayout
+from flatout.scale.step import step_time
+
+pytestmark = pytest.mark.slow
+
+NODE = Cluster(
+    device="nvidia-a100-80gb",
+    num_devices=8,
+    tiers=(Tier(name="nvswitch", reach=8, bytes_per_s=3e11, latency_s=5e-6),),
+)
+SOFTWARE = Software()
+TRUE = Constants(product_share=0.65, operator_s=4e-5, link_share=0.5, step_s=5e-3, kernel_s=6e-6)
+
+
+def model(layers: int, hidden: int) -> ModelShape:
+    return ModelShape(hidden=hidden, layers=layers, heads=16, vocab=50304, seq=1024)
+
+
+def cases() -> list[tuple[ModelShape, Layout]]:
+    found = []
+    for hidden, layers, tensor, pipeline, data, samples in product(
+        (1024, 2048), (12, 24), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8), (1, 2, 4)
+    ):
+        if tensor * pipeline * data == 8:
+            layout = Layout(tensor=tensor, pipeline=pipeline, data=data, micro_batch=samples, global_batch=64)
+            found.append((model(layers, hidden), layout))
+    return found
+
+
+def measured(
+    constants: Constants, noise: float, quirks: dict[tuple[int, int, int], float] | None = None
+) -> list[TimedLayout]:
+    rng = Random(0)
+    runs = []
+    for shape, layout in cases():
+        seconds = step_time(shape, layout, NODE, SOFTWARE, constants).total_s
+        quirk = (quirks or {}).get((shape.hidden, layout.tensor, layout.micro_batch), 0.0)
+        runs.append(TimedLayout(shape, layout, seconds * exp(rng.gauss(0, noise) + quirk)))
+    return runs
+
+
+def test_constants_come_back_from_few_noisy_steps() -> None:
+    runs = measured(TRUE, noise=0.02)
+    some = Random(1).sample(runs, 30)
+    found = Calibrated(some, NODE, SOFTWARE)
+    assert found.constants.product_share == pytest.approx(TRUE.product_share, rel=0.15)
+    assert found.constants.operator_s == pytest.approx(TRUE.operator_s, rel=0.15)
+    others = [run for run in runs if run not in some]
+    predicted = [found.predict(run.model, run.layout) for run in others]
+    errors = [abs(p.seconds / run.seconds - 1) for p, run in zip(predicted, others, strict=True)]
+    assert sum(errors) / len(errors) < 0.04
+    assert sum(p.low_s <= run.seconds <= p.high_s for p, run in zip(predicted, others, strict=True)) >= 0.9 * len(
+        others
+    )
+
+
+def test_what_formulas_miss_for_a_shape_is_learnt_where_it_was_measured_and_widens_the_interval_elsewhere() -> None:
+    quirks = {(2048, 4, 1): 0.25, (1024, 2, 2): -0.2, (2048, 2, 4): 0.2, (1024, 8, 1): 0.3}
+    runs = measured(TRUE, noise=0.005, quirks=quirks)
+    odd = [r for r in runs if (r.model.hidden, r.layout.tensor, r.layout.micro_batch) == (2048, 4, 1)]
+    like, judged = odd[:1], odd[1:]
+    rest = Random(2).sample([r for r in runs if r not in odd], 40)
+    seen, unseen = Calibrated([*rest, *like], NODE, SOFTWARE), Calibrated(rest, NODE, SOFTWARE)
+    for run in judged:
+        with_it, without = seen.predict(run.model, run.layout), unseen.predict(run.model, run.layout)
+        assert abs(with_it.seconds / run.seconds - 1) < 0.5 * abs(without.seconds / run.seconds - 1)
+        assert without.high_s / without.low_s > with_it.high_s / with_it.low_s
+
+
+def test_shares_stay_below_one_and_nothing_measured_is_refused() -> None:
+    runs = measured(structs.replace(TRUE, product_share=0.99, memory_share=0.99), noise=0.0)
+    fast = [run._replace(seconds=0.7 * run.seconds) for run in Random(3).sample(runs, 12)]
+    found = Calibrated(fast, NODE, SOFTWARE).constants
+    assert 0 < found.product_share < 1
+    assert 0 < found.memory_share < 1
+    with pytest.raises(PlanError, match="no measured step"):
+        Calibrated([], NODE, SOFTWARE)

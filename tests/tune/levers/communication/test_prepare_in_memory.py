@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.evidence_builder import EvidenceBuilder
+from tests.lever_tools import pulled
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
+
+from flatout.core.errors import EditError
+from flatout.core.records.lever import Candidate, Refusal
+from flatout.core.records.trial import TimeDataset, TrialResult
+from flatout.tune.levers.communication.prepare_in_memory import LEVER, edit
+
+
+class Windows(Dataset[Any]):
+    """Items of several kinds; counts how often each is made."""
+
+    def __init__(self) -> None:
+        self.num_made = 0
+        self.rate = 7
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.num_made += 1
+        return {
+            "x": torch.arange(4) * index,
+            "pair": (index, 0.5 * index),
+            "name": f"window {index}",
+        }
+
+
+def epochs(loader: DataLoader[Any], num: int = 3) -> list[Any]:
+    torch.manual_seed(0)
+    return [batch for _ in range(num) for batch in loader]
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, two) and one.dtype == two.dtype
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[k], two[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
+    return bool(one == two)
+
+
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"drop_last": True}, {}])
+def test_batches_are_the_same_bit_for_bit_and_items_are_made_once(options: dict[str, Any]) -> None:
+    expected = epochs(DataLoader(Windows(), 5, **options))
+    data = Windows()
+    with pulled(LEVER) as hooks:
+        loader = DataLoader(data, 5, **options)
+        found = epochs(loader)
+        assert hooks.done == [LEVER.id]
+    assert len(found) == len(expected)
+    assert all(map(same, found, expected))
+    assert data.num_made == len(data) or options.get("drop_last")
+    assert loader.dataset.rate == 7  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_batches_are_the_same_without_workers(options: dict[str, Any]) -> None:
+    expected = epochs(DataLoader(Windows(), 5, shuffle=True, **options))
+    with pulled(LEVER):
+        found = epochs(DataLoader(Windows(), 5, shuffle=True, **options))
+    assert all(map(same, found, expected))
+
+
+def test_a_collate_function_of_the_users_own_gets_kept_items() -> None:
+    def numbered(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for item in items:
+            item["number"] = len(item)  # an item that is filled up is not what is kept
+        return items
+
+    expected = epochs(DataLoader(Windows(), 5, collate_fn=numbered))
+    data = Windows()
+    with pulled(LEVER) as hooks:
+        found = epochs(DataLoader(data, 5, collate_fn=numbered))
+        assert hooks.done == [LEVER.id]
+    assert all(map(same, found, expected))
+    assert data.num_made == len(data)
+
+
+def test_rows_and_parts_of_rows_are_cut_from_their_tensors() -> None:
+    rows = TensorDataset(torch.arange(12.0).view(6, 2), torch.arange(6))
+    for data in (rows, Subset(rows, [4, 1, 0])):
+        expected = epochs(DataLoader(data, 2, shuffle=True))
+        with pulled(LEVER):
+            found = epochs(DataLoader(data, 2, shuffle=True))
+        assert all(map(same, found, expected))
+
+
+def test_batch_samplers_are_kept() -> None:
+    batches = BatchSampler(SequentialSampler(range(23)), 4, drop_last=True)
+    expected = epochs(DataLoader(Windows(), batch_sampler=batches))
+    with pulled(LEVER):
+        found = epochs(DataLoader(Windows(), batch_sampler=batches))
+    assert all(map(same, found, expected))
+
+
+def test_what_is_iterated_or_another_dataset_or_set_up_by_a_function_is_left_alone() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    with pulled(LEVER, datasets=("Other",)) as hooks:
+        assert len(list(DataLoader(Windows(), 5))) == 5
+        assert not hooks.done
+    with pulled(LEVER) as hooks:
+        assert len(list(DataLoader(Stream(), 2))) == 2
+        DataLoader(Windows(), 5, num_workers=1, worker_init_fn=print)
+        assert not hooks.done
+
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return torch.tensor(index * index), index
+
+
+def batches():
+    torch.manual_seed(0)
+    rows = TensorDataset(torch.arange(9.0), torch.arange(9))
+    {loader}
+    return [batch for _ in range(2) for batch in loader]
+"""
+LOADERS = {
+    "rows": (
+        "loader = DataLoader(rows, batch_size=2, shuffle=True, drop_last=True)",
+        "BatchSampler(RandomSampler(rows), 2",
+    ),
+    "rows in order": ("loader = DataLoader(rows, 4)", "BatchSampler(SequentialSampler(rows), 4, drop_last=False)"),
+    "items": ("loader = DataLoader(Squares(), batch_size=2, shuffle=True, num_workers=1)", "[dataset[i] for i in"),
+    "items, collated": ("loader = DataLoader(Squares(), 2, collate_fn=list)", "DataLoader(items, 2, collate_fn=list)"),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_edited_script_makes_the_same_batches(name: str) -> None:
+    code, expected = LOADERS[name]
+    text = SCRIPT.format(loader=code)
+    new = edit(text, {"file": "a.py", "function": "batches", "code": code})
+    assert expected in new
+    assert "num_workers" not in new
+    found = []
+    for one in (text, new):
+        made: dict[str, Any] = {"__name__": __name__}
+        exec(one.replace(", num_workers=1", ""), made)
+        found.append(made["batches"]())
+    assert same(*found)
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        ("loader = DataLoader(rows, 2, shuffle=bool(3))", "decided when it runs"),
+        ("loader = DataLoader(rows, 2); print(len(loader.dataset))", "read elsewhere|alone"),
+        ("loader = DataLoader(rows, batch_sampler=[[1], [2]])", "batch_sampler"),
+        ("loader = list(DataLoader(rows, 2))", "alone"),
+    ],
+)
+def test_the_edit_is_refused(loader: str, why: str) -> None:
+    with pytest.raises(EditError, match=why):
+        edit(SCRIPT.format(loader=loader), {"file": "a.py", "function": "batches", "code": loader})
+
+
+@pytest.mark.parametrize(("collate_s", "kind"), [(0.001, Candidate), (0.0095, Refusal)])
+def test_a_collate_function_that_takes_the_time_is_refused(collate_s: float, kind: type) -> None:
+    run = EvidenceBuilder(data=0.01)
+    loader = run.loader(has_own_collate=True, wait_s=0.01)
+    facts = {"repeatable": True, "item_by_item": True}
+    run.trial(
+        TrialResult(
+            trial=TimeDataset(loader=loader), now_s=0.01, cured_s=0.0, facts=facts, parts={"collate": collate_s}
+        )
+    )
+    [said] = LEVER.propose(run.build(), [])
+    assert isinstance(said, kind)
+
+
+def test_a_run_without_such_a_loader_is_refused() -> None:
+    [refusal] = LEVER.propose(EvidenceBuilder().build(), [])
+    assert isinstance(refusal, Refusal)

@@ -1,0 +1,121 @@
+"""communication.trim-padding: what is padding in every row is cut off."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from tests.evidence_builder import EvidenceBuilder
+from tests.lever_tools import found, pulled
+from torch import Tensor, nn
+
+from flatout.core.errors import EditError
+from flatout.core.records.lever import Candidate, Refusal
+from flatout.tune.levers.communication.trim_padding import LEVER, edit
+
+PAD = 7
+
+
+class Mean(nn.Module):
+    """The mean vector of the words of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(PAD + 1, 3)
+        self.widths: list[int] = []
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        self.widths.append(tokens.shape[1])
+        assert mask.shape == tokens.shape
+        words: Tensor = self.embed(tokens) * mask[..., None]
+        return words.sum(1) / mask.sum(1, keepdim=True)
+
+
+def batch(*lengths: int, width: int = 9) -> tuple[Tensor, Tensor]:
+    tokens = torch.full((len(lengths), width), PAD)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = torch.arange(length) % PAD
+    return tokens, tokens != PAD
+
+
+@pytest.mark.parametrize(("lengths", "width"), [((2, 4), 4), ((9, 1), 9), ((0, 0), 1)])
+def test_batches_are_cut_to_their_longest_row(lengths: tuple[int, ...], width: int) -> None:
+    tokens, mask = batch(*lengths)
+    model = Mean()
+    expected = model(tokens, mask)
+    with pulled(LEVER, pad=PAD) as hooks:
+        torch.testing.assert_close(model(tokens, mask=mask), expected, equal_nan=True)
+        assert model.widths == [9, width]
+        assert bool(hooks.done) == (width < 9)
+    model(tokens, mask)
+    assert model.widths[-1] == 9
+
+
+CASES = {
+    "enumerated rows": """
+        def f(rows, width):
+            tokens = torch.full((len(rows), width), 7)
+            for i, row in enumerate(rows):
+                tokens[i, : len(row)] = row
+            return tokens
+        """,
+    "rows by number": """
+        def f(rows, width):
+            order = torch.arange(len(rows))
+            tokens = torch.full([len(rows), width], 7)
+            mask = order > 0
+            for i, at in enumerate(order.tolist()):
+                tokens[i, : len(rows[at])] = rows[at]
+            return tokens
+        """,
+    "pairs, nested subscript": """
+        def f(rows, width):
+            marks = list(range(len(rows)))
+            tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+            for i, (row, mark) in enumerate(zip(rows, marks)):
+                tokens[i][: row.shape[0]] = row
+            return tokens
+        """,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_edit_makes_the_batch_as_wide_as_its_longest_row(name: str) -> None:
+    text = "import torch\n" + dedent(CASES[name])
+    code = next(line.strip() for line in text.splitlines() if "tokens = " in line)
+    results = []
+    for one in (text, edit(text, {"pad": 7, "file": "a.py", "function": "f", "code": code})):
+        made: dict[str, Any] = {}
+        exec(one, made)
+        results.append(made["f"]([torch.arange(3), torch.arange(5)], 11))
+    assert results[1].shape == (2, 5)
+    assert torch.equal(results[0][:, :5], results[1])
+
+
+REFUSED = {
+    "something else": "for i, row in enumerate(rows):\n        tokens[i, : len(row)] = row\n        count += 1",
+    "only once": "for i, row in enumerate(map(list, rows)):\n        tokens[i, : len(row)] = row",
+    "from its start": "for i, row in enumerate(rows):\n        tokens[i, -len(row) :] = row",
+    "row's number": "for i, row in enumerate(rows):\n        tokens[i, : lengths[i]] = row",
+    "no loop": "tokens.copy_(rows)",
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_rows_that_cannot_be_told_are_left(why: str) -> None:
+    text = f"import torch\n\n\ndef f(rows, width):\n    tokens = torch.full((9, width), 7)\n    {REFUSED[why]}\n"
+    with pytest.raises(EditError, match=why):
+        edit(text, {"pad": 7, "file": "a.py", "function": "f", "code": "tokens = torch.full((9, width), 7)"})
+
+
+@pytest.mark.parametrize(("longest", "kind"), [(0.6, Candidate), (1.0, Refusal)])
+def test_it_is_offered_where_the_longest_rows_leave_room(longest: float, kind: type) -> None:
+    run = EvidenceBuilder()
+    run.padding(longest_fraction=longest)
+    [said] = LEVER.propose(run.build(), [found(0.01)])
+    assert isinstance(said, kind)
+    if isinstance(said, Candidate):
+        assert said.parameters["pad"] == 0

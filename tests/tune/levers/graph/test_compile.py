@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.evidence_builder import EvidenceBuilder
+from tests.lever_tools import pulled
+from torch import nn
+
+from flatout.core.errors import EditError, PlanError
+from flatout.core.records.lever import Candidate, Parameters, Refusal
+from flatout.tune.levers.graph.compile import LEVER, edit
+
+
+def test_a_model_that_is_most_of_the_step_is_offered() -> None:
+    run = EvidenceBuilder()
+    run.model(run.line("train.py", 5, "net(x)"))
+    [candidate] = LEVER.propose(run.build(), ())
+    assert isinstance(candidate, Candidate)
+    assert candidate.parameters == {"mode": "default"}
+    assert 0 < candidate.saved_s[1] <= run.build().steps.step_s
+
+
+def test_a_model_that_is_little_of_the_step_is_refused() -> None:
+    run = EvidenceBuilder(forward=0.001, backward=0.001, data=0.098)
+    run.model(run.line("train.py", 5, "net(x)"))
+    [refusal] = LEVER.propose(run.build(), ())
+    assert isinstance(refusal, Refusal)
+    assert "%" in refusal.because
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_a_module_is_compiled_in_place_at_its_first_call_and_afterwards_not() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), torch.randn(3, 4)
+    expected = net(x)
+    with pulled(LEVER, backend="eager") as hooks:
+        assert net._compiled_call_impl is None
+        output = net(x)
+        assert net._compiled_call_impl is not None
+        assert hooks.done == [LEVER.id]
+    assert net._compiled_call_impl is None
+    assert torch.equal(output, expected)
+
+
+def _parameters(run: EvidenceBuilder) -> list[Parameters]:
+    return [c.parameters for c in LEVER.propose(run.build(), ()) if isinstance(c, Candidate)]
+
+
+def test_blocks_that_are_alike_are_offered_to_be_compiled_alone() -> None:
+    run = EvidenceBuilder()
+    line = run.line("train.py", 5, "net(x)")
+    run.model(line)
+    for number in range(4):
+        run.operator("aten.addmm", line, module=f"Net.blocks.{number}.linear")
+        run.operator("aten.gelu", line, module=f"Net.blocks.{number}")
+    run.operator("aten.addmm", line, module="Net.head")
+    assert _parameters(run) == [{"mode": "default"}, {"mode": "default", "regions": ("blocks",)}]
+
+
+def test_blocks_that_differ_are_not() -> None:
+    run = EvidenceBuilder()
+    line = run.line("train.py", 5, "net(x)")
+    run.model(line)
+    for number in range(4):
+        run.operator("aten.addmm", line, module=f"Net.blocks.{number}.linear")
+        run.operator(f"aten.kind{number}", line, module=f"Net.blocks.{number}")
+    assert _parameters(run) == [{"mode": "default"}]
+
+
+def test_shapes_that_change_are_compiled_for_all_shapes_first() -> None:
+    run = EvidenceBuilder()
+    line = run.line("train.py", 5, "net(x)")
+    run.model(line)
+    for length in range(8, 16):
+        run.operator("aten.addmm", line, module="Net.head", inputs=[(length, 4)], calls=0.125)
+    assert _parameters(run)[0] == {"mode": "default", "dynamic": True}
+
+
+def test_a_device_that_waits_gets_graphs_first_and_a_busy_one_is_tuned() -> None:
+    waiting, busy = EvidenceBuilder(device_s=0.03), EvidenceBuilder(device_s=0.099)
+    for run in (waiting, busy):
+        run.model(run.line("train.py", 5, "net(x)"))
+    assert _parameters(waiting) == [{"mode": "reduce-overhead"}, {"mode": "default"}]
+    assert _parameters(busy) == [{"mode": "default"}, {"mode": "max-autotune-no-cudagraphs"}]
+
+
+def test_a_busy_device_that_would_wait_for_its_host_if_it_were_faster_gets_graphs_too() -> None:
+    run = EvidenceBuilder(device_s=0.099)
+    run.model(run.line("train.py", 5, "net(x)"))
+    run.operator("aten.mm", run.line("train.py", 5, "net(x)"), op_s=0.08, python_s=0.01)
+    assert _parameters(run) == [
+        {"mode": "default"},
+        {"mode": "reduce-overhead"},
+        {"mode": "max-autotune-no-cudagraphs"},
+    ]
+
+
+def test_models_that_draw_random_numbers_draw_them_as_without_compiling() -> None:
+    run = EvidenceBuilder()
+    line = run.line("train.py", 5, "net(x)")
+    run.model(line)
+    run.operator("aten.native_dropout", line, module="Net.drop")
+    assert _parameters(run) == [{"mode": "default", "fallback_random": True}]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.linear(x)
+        return y
+
+
+class _Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[_Block() for _ in range(3)], nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks(x)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_blocks_alone_are_compiled() -> None:
+    net, x = _Tower(), torch.randn(3, 4)
+    expected = net(x)
+    with pulled(LEVER, backend="eager", regions=("blocks",)) as hooks:
+        assert torch.equal(net(x), expected)
+        assert [c._compiled_call_impl is not None for c in net.blocks] == [True, True, True, False]
+        assert net._compiled_call_impl is None
+        assert hooks.done == [LEVER.id]
+    assert all(c._compiled_call_impl is None for c in net.blocks)
+
+
+def test_a_model_without_the_blocks_is_left_alone() -> None:
+    net = nn.Linear(3, 2)
+    with pulled(LEVER, backend="eager", regions=("blocks",)) as hooks:
+        net(torch.randn(4, 3))
+        assert not hooks.done
+
+
+def test_random_numbers_are_drawn_as_in_eager_code_until_the_end() -> None:
+    from torch._inductor import config
+
+    before = config.fallback_random
+    with pulled(LEVER, fallback_random=True):
+        assert config.fallback_random is True
+    assert config.fallback_random is before
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(PlanError, match="fastest"), pulled(LEVER, mode="fastest"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        ("net = make()\nprint(net)\n", 'net = make()\nnet.compile(mode="reduce-overhead")\nprint(net)\n'),
+        ("net = make()\nnet = net.to(d)\n", 'net = make()\nnet = net.to(d)\nnet.compile(mode="reduce-overhead")\n'),
+        ("net = make()\nnet.to(d).train()\n", 'net = make()\nnet.to(d).train()\nnet.compile(mode="reduce-overhead")\n'),
+    ],
+)
+def test_the_model_is_compiled_when_it_is_made_and_moved(made: str, expected: str) -> None:
+    rest = "optimizer = SGD(net.parameters())\nnet(x).sum().backward()\n"
+    assert edit(made + rest, {"mode": "reduce-overhead", "fallback_random": True}) == expected + rest
+
+
+def test_a_loop_compiles_the_blocks() -> None:
+    text = "model = make()\noptimizer = SGD(model.parameters())\nmodel(x)\n"
+    loop = "for block in model.tower.blocks:\n    block.compile(dynamic=True)\n"
+    changed = edit(text, {"mode": "default", "dynamic": True, "regions": ("tower.blocks",)})
+    assert changed == text.replace("()\noptimizer", f"()\n{loop}optimizer")
+
+
+@pytest.mark.parametrize(
+    ("text", "because"),
+    [
+        ("a = A()\nb = B()\na.train()\nb.train()\na(b(x))\n", "which one"),
+        ("a = A()\na.train()\na(x)\na = B()\n", "more than once"),
+        ("loss = F.mse_loss(x, y)\n", "nothing"),
+        ("a = torch.compile(A())\na.train()\na(x)\n", "already"),
+    ],
+)
+def test_an_edit_is_refused_where_the_model_is_not_certain(text: str, because: str) -> None:
+    with pytest.raises(EditError, match=because):
+        edit(text, {"mode": "default"})

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from tests.evidence_builder import EvidenceBuilder
+from tests.lever_tools import edited, pulled
+from torch import Tensor
+from torch.nn import functional as F
+
+from flatout import masks
+from flatout.blocks.kernels.attention import api as front
+from flatout.core.errors import EditError
+from flatout.core.records.lever import Candidate, Refusal
+from flatout.tune.levers.graph.structured_mask import LEVER
+
+Q = (2, 4, 512, 32)
+FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
+DENSE = {
+    "documents": (masks.documents([0, 100, 220, 512]) & masks.causal()).dense(512, 512)[0, 0],
+    "window": masks.window(40).dense(512, 512)[0, 0],
+    "causal": masks.causal().dense(512, 512)[0, 0],
+    "nothing hidden": torch.ones(512, 512, dtype=torch.bool),
+    "bias": torch.linspace(-1, 0, 512).expand(512, 512),
+}
+
+
+def operands(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(Q, generator=generator, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def results(mask: Tensor, **given: Any) -> list[Tensor]:
+    q, k, v = operands()
+    mask = mask if mask.dtype == torch.bool else mask.double()
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **given)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The masks that flatout.attention was called with."""
+    calls: list[str] = []
+    run = front.attention
+
+    def attention(*args: Any, mask: Any = None, **given: Any) -> Tensor:
+        calls.append(repr(mask))
+        return run(*args, mask=mask, **given)
+
+    monkeypatch.setattr(front, "attention", attention)
+    return calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DENSE)
+def test_attention_is_the_same_and_skips_what_is_hidden(kind: str, called: list[str]) -> None:
+    expected = results(DENSE[kind])
+    with pulled(LEVER) as hooks:
+        for one, other in zip(results(DENSE[kind]), expected, strict=True):
+            torch.testing.assert_close(one, other)
+        assert hooks.done == ([] if kind == "bias" else [LEVER.id])
+    assert len(called) == (kind in ("documents", "window"))
+    before = len(called)
+    results(DENSE[kind])
+    assert len(called) == before  # and torch's function is itself again
+
+
+def test_a_mask_is_looked_at_again_after_it_has_changed() -> None:
+    mask = DENSE["window"].clone()
+    with pulled(LEVER):
+        results(mask)
+        mask.copy_(DENSE["documents"])
+        changed = results(mask)
+    for one, other in zip(changed, results(DENSE["documents"]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+def test_masks_made_in_every_step_are_not_kept() -> None:
+    with pulled(LEVER):
+        mask = DENSE["documents"].clone()
+        gone = weakref.ref(mask)
+        results(mask[None, None])
+        del mask
+        gc.collect()
+        assert gone() is None
+
+
+def test_dropout_and_other_numbers_of_keys_are_left_to_torch(called: list[str]) -> None:
+    q, k, v = operands(torch.float32)
+    with pulled(LEVER) as hooks:
+        torch.manual_seed(0)
+        F.scaled_dot_product_attention(q, k, v, attn_mask=DENSE["window"], dropout_p=0.1)
+        F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(1, 512, dtype=torch.bool))
+        assert not hooks.done
+    assert not called
+
+
+def test_under_autocast_it_is_of_autocasts_type() -> None:
+    q, k, v = operands(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=DENSE["window"])
+        with pulled(LEVER):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=DENSE["window"])
+    assert out.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+def masked(kind: str, share: float) -> EvidenceBuilder:
+    run = EvidenceBuilder()
+    line = run.line("model.py", 12, "y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)")
+    run.operator(FLASH, line, inputs=[Q, Q, Q, (512, 512)], output=Q, op_s=0.02)
+    run.operator(f"{FLASH}_backward", line, inputs=[Q, Q, Q, Q], output=Q, op_s=0.03, phase="backward")
+    run.fact("attention-mask", line, kind=kind, value=share)
+    return run
+
+
+def test_it_is_proposed_where_most_pairs_are_hidden_and_promises_no_more_than_those() -> None:
+    (said,) = LEVER.propose(masked("documents", 0.1).build(), ())
+    assert isinstance(said, Candidate)
+    assert said.saved_s[0] == 0
+    assert 0.04 < said.saved_s[1] < 0.05
+    assert "hides 90% of the pairs" in said.because
+    (said,) = LEVER.propose(masked("padding", 0.1).build(), ())
+    assert isinstance(said, Refusal)
+
+
+def test_the_flag_is_written_in_place_of_the_mask() -> None:
+    text = "import torch.nn.functional as F\ny = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.1)\n"
+    causal = edited(LEVER, text, kind="causal")
+    assert causal.endswith("F.scaled_dot_product_attention(q, k, v, scale=0.1, is_causal=True)\n")
+    assert edited(LEVER, text, kind="all-true").endswith("F.scaled_dot_product_attention(q, k, v, scale=0.1)\n")
+    by_position = (
+        "from torch.nn.functional import scaled_dot_product_attention\nscaled_dot_product_attention(q, k, v, mask)\n"
+    )
+    assert edited(LEVER, by_position, kind="causal").endswith("(q, k, v, is_causal=True)\n")
+    with pytest.raises(EditError, match=r"flatout\.masks"):
+        edited(LEVER, text)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.evidence_builder import EvidenceBuilder
+from tests.lever_tools import edited, pulled, ran
+from torch import Tensor, nn
+
+from flatout.core.errors import EditError
+from flatout.core.records.lever import Candidate, Refusal
+from flatout.tune.levers.memory.channels_last import LEVER
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3)
+        self.seen: list[bool] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.seen.append(images.is_contiguous(memory_format=torch.channels_last))
+        result: Tensor = self.convolution(images)
+        return result
+
+
+def test_a_model_that_convolves_images_is_offered_and_others_refused() -> None:
+    run = EvidenceBuilder()
+    run.operator("aten.convolution", run.line("net.py", 3), inputs=[(8, 3, 32, 32), (8, 3, 3, 3)], op_s=0.02)
+    [candidate] = LEVER.propose(run.build(), ())
+    assert isinstance(candidate, Candidate)
+    [refusal] = LEVER.propose(EvidenceBuilder().build(), ())
+    assert isinstance(refusal, Refusal)
+
+
+def test_weights_and_images_are_converted_and_afterwards_as_before() -> None:
+    net, images = Net(), torch.randn(2, 3, 16, 16)
+    weight = net.convolution.weight
+    expected = net(images).detach()
+    with pulled(LEVER) as hooks:
+        output = net(images)
+        assert net.convolution.weight is weight
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+        assert hooks.done == [LEVER.id]
+    assert net.seen == [False, True]
+    assert weight.is_contiguous()
+    assert images.is_contiguous()
+    torch.testing.assert_close(output, expected)
+
+
+def test_a_model_without_convolutions_is_left_alone() -> None:
+    with pulled(LEVER) as hooks:
+        nn.Linear(4, 4)(torch.randn(2, 4))
+    assert not hooks.done
+
+
+HEAD = """
+    import torch
+    from torch import nn
+
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+
+        def forward(self, images):
+            return self.block(images)
+
+
+    def build(width):
+        net = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU())
+        return net
+
+
+    torch.manual_seed(0)
+    model = MADE
+    output = model(torch.randn(2, 3, 8, 8))
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "Net()",
+        "build(8)",
+        'Net().to("cpu")',
+        "nn.Sequential(\n    nn.Conv2d(3, 8, 3),\n).eval()",
+        "nn.Sequential(Net())",
+    ],
+)
+def test_edited_the_weights_are_channels_last_and_the_output_within_rounding(made: str) -> None:
+    text = HEAD.replace("MADE", made.replace("\n", "\n    "))
+    after = edited(LEVER, text)
+    assert after.count("memory_format=torch.channels_last") == 1
+    before, left = ran(text), ran(after)
+    weight = next(left["model"].parameters())
+    assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    torch.testing.assert_close(left["output"], before["output"])
+
+
+def test_a_move_to_a_device_takes_the_layout_along() -> None:
+    assert 'Net().to("cpu", memory_format=torch.channels_last)' in edited(
+        LEVER, HEAD.replace("MADE", 'Net().to("cpu")')
+    )
+
+
+@pytest.mark.parametrize("made", ["nn.Linear(3, 3)", "loaded", "Net().to(memory_format=torch.channels_last)"])
+def test_what_is_no_model_with_images_or_is_converted_is_not_edited(made: str) -> None:
+    with pytest.raises(EditError):
+        edited(LEVER, HEAD.replace("MADE", made))
+
+
+def test_an_object_that_is_given_a_model_is_not_taken_for_one() -> None:
+    holder = """
+
+    class Pair:
+        def __init__(self, net):
+            self.net = net
+
+        def __call__(self, x):
+            return self.net(x)
+
+"""
+    text = HEAD.replace("\n    torch.manual_seed", holder + "\n    torch.manual_seed").replace("MADE", "Pair(Net())")
+    after = edited(LEVER, text)
+    assert "Pair(Net().to(memory_format=torch.channels_last))" in after
+    torch.testing.assert_close(ran(after)["output"], ran(text)["output"])

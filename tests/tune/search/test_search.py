@@ -1,0 +1,248 @@
+"""The search, in made-up worlds whose truth is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.planning_world import PEAK_BYTES, STEP_S, World, candidate, lever
+
+from flatout.core.errors import PlanError
+from flatout.core.records.lever import Candidate, PlannedLever
+from flatout.core.records.verdict import Guarantee, Verdict
+from flatout.tune.search.search import LeverSearchResult, Objective, SearchGoal, search_levers
+from flatout.tune.search.search_log import SearchLog
+
+NAMES = ("a", "b", "c", "d", "e")
+
+
+def found(
+    world: World,
+    candidates: list[Candidate],
+    *,
+    log: SearchLog | None = None,
+    conflicts: dict[str, tuple[str, ...]] | None = None,
+    guarantees: dict[str, Guarantee] | None = None,
+    allow: Guarantee = "bounded",
+    objective: Objective = "time",
+    most_bytes: int = 0,
+) -> LeverSearchResult:
+    levers = {
+        n: lever(n, conflicts=(conflicts or {}).get(n, ()), guarantee=(guarantees or {}).get(n, "bounded"))
+        for n in NAMES
+    }
+    goal = SearchGoal(STEP_S, PEAK_BYTES, objective, most_bytes, allow)
+    return search_levers(candidates, levers, world, log or SearchLog(), goal)
+
+
+def ids(result: LeverSearchResult) -> list[str]:
+    return [p.id for p in result.levers]
+
+
+WORLDS = st.builds(
+    lambda factors, together, wrong, crashing, most: World(
+        dict(zip(NAMES, factors, strict=True)), together=together, wrong=wrong, crashing=crashing, most=most
+    ),
+    factors=st.lists(st.floats(0.3, 1.5), min_size=5, max_size=5),
+    together=st.dictionaries(st.sampled_from([("a", "b"), ("a", "c"), ("b", "d")]), st.floats(0.5, 4.0)),
+    wrong=st.sets(st.sampled_from(NAMES), max_size=2),
+    crashing=st.sets(st.sampled_from(NAMES), max_size=2),
+    most=st.integers(0, 12),
+)
+PROMISES = st.lists(st.floats(0.0, 0.09), min_size=5, max_size=5).map(
+    lambda saved: [candidate(n, s) for n, s in zip(NAMES, saved, strict=True)]
+)
+
+
+@pytest.mark.slow
+@given(WORLDS, PROMISES)
+def test_no_plan_is_slower_or_wrong(world: World, candidates: list[Candidate]) -> None:
+    result = found(world, candidates)
+    assert world.is_right(result.levers)
+    assert not {p.id for p in result.levers} & world.crashing
+    if result.levers:
+        assert world.step_s(result.levers) < STEP_S
+        assert result.proof is not None and result.proof.outcome == "proved"
+    else:
+        assert result.proof is None
+
+
+@pytest.mark.slow
+@given(WORLDS, PROMISES)
+def test_every_lever_is_in_the_plan_or_left_out_with_a_reason(world: World, candidates: list[Candidate]) -> None:
+    result = found(world, candidates)
+    named = {p.id for p in result.levers} | {t.lever for t in result.left_out}
+    assert named == set(NAMES) or not result.is_complete
+    assert all(t.because for t in result.left_out)
+
+
+def test_what_promises_most_is_tried_first_and_all_that_helps_is_kept() -> None:
+    result = found(World({"a": 0.8, "b": 0.5}), [candidate("a", 0.02), candidate("b", 0.05)])
+    assert ids(result) == ["b", "a"]
+    assert [p.measured is not None and p.measured[0] for p in result.levers] == pytest.approx([2.0, 1.25])
+    assert result.proof is not None and result.proof.speed is not None
+    assert result.proof.speed.ratio == pytest.approx(2.5)
+
+
+def test_a_lever_that_stops_paying_after_another_came_in_is_taken_out() -> None:
+    """`a` saves alone what `b` saves too, and costs a little beside it."""
+    world = World({"a": 0.6, "b": 0.5}, together={("a", "b"): 1.8})
+    result = found(world, [candidate("a", 0.06), candidate("b", 0.05)])
+    assert ids(result) == ["b"]
+
+
+def test_wrong_and_crashing_levers_cost_themselves_alone() -> None:
+    world = World({"a": 0.1, "b": 0.2, "c": 0.5}, wrong=["a"], crashing=["b"])
+    result = found(world, [candidate("a", 0.09), candidate("b", 0.08), candidate("c", 0.05)])
+    assert ids(result) == ["c"]
+    reasons = {t.lever: t.because for t in result.left_out}
+    assert "gradient Net.weight" in reasons["a"]
+    assert "signal 11" in reasons["b"]
+
+
+def test_when_the_time_is_up_what_was_proved_is_the_plan() -> None:
+    result = found(World({"a": 0.5, "b": 0.5}, most=1), [candidate("a", 0.05), candidate("b", 0.05)])
+    assert ids(result) == ["a"]
+    assert not result.is_complete
+
+
+def test_what_promises_nothing_is_not_tried() -> None:
+    world = World({"a": 0.5})
+    assert not found(world, [candidate("a", 0.001)]).levers
+    assert world.num_compared == 0
+
+
+def test_of_two_ways_to_pull_a_lever_one_is_kept() -> None:
+    result = found(World({"a": 0.5}), [candidate("a", 0.05, n=1), candidate("a", 0.04, n=2)])
+    assert [p.parameters for p in result.levers] == [{"n": 1}]
+
+
+def test_levers_that_do_not_go_together_are_not_put_together() -> None:
+    result = found(World({"a": 0.5, "b": 0.5}), [candidate("a", 0.05), candidate("b", 0.04)], conflicts={"b": ("a",)})
+    assert ids(result) == ["a"]
+
+
+def test_what_disappoints_makes_room_for_what_does_not_go_with_it() -> None:
+    world = World({"a": 0.8, "b": 0.5, "c": 0.9})
+    candidates = [candidate("a", 0.08), candidate("b", 0.06), candidate("c", 0.03)]
+    result = found(world, candidates, conflicts={"a": ("b",)})
+    assert sorted(ids(result)) == ["b", "c"]
+    assert any(t.lever == "a" and "b in its place is faster" in t.because for t in result.left_out)
+    assert next(p for p in result.levers if p.id == "b").measured == pytest.approx((2.0, 1.98, 2.02), rel=1e-2)
+
+
+def test_what_would_take_the_place_of_what_was_kept_is_tried_after_the_rest() -> None:
+    messages: list[str] = []
+    levers = {n: lever(n, conflicts={"b": ("a",)}.get(n, ())) for n in NAMES}
+    candidates = [candidate("a", 0.08), candidate("b", 0.07), candidate("c", 0.03)]
+    world = World({"a": 0.8, "b": 0.5, "c": 0.9})
+    result = search_levers(
+        candidates, levers, world, SearchLog(), SearchGoal(STEP_S, PEAK_BYTES), on_progress=messages.append
+    )
+    assert [t.split()[1] for t in messages if t.startswith("trying") and "without" not in t] == ["a", "c", "b"]
+    assert sorted(ids(result)) == ["b", "c"]
+
+
+def test_a_guarantee_that_was_not_allowed_is_not_tried() -> None:
+    world = World({"a": 0.5, "b": 0.5})
+    guarantees: dict[str, Guarantee] = {"a": "quality", "b": "exact"}
+    result = found(world, [candidate("a", 0.05), candidate("b", 0.04)], guarantees=guarantees, allow="exact")
+    assert ids(result) == ["b"]
+    assert "quality" in result.left_out[0].because
+
+
+def test_an_interrupted_search_goes_on_from_its_log(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    candidates = [candidate("a", 0.05), candidate("b", 0.04), candidate("c", 0.03)]
+    factors = {"a": 0.5, "b": 0.7, "c": 0.9}
+    first = World(factors, most=2)
+    found(first, candidates, log=SearchLog(path))
+    with open(path, "ab") as file:
+        file.write(b'{"purpose": "add", "bef')  # killed while it wrote
+    second = World(factors)
+    result = found(second, candidates, log=SearchLog(path))
+    assert ids(result) == ["a", "b", "c"]
+    whole = World(factors)
+    assert ids(found(whole, candidates)) == ids(result)
+    assert second.num_compared < whole.num_compared
+    third = World(factors)
+    found(third, candidates, log=SearchLog(path))
+    assert third.num_compared == 0
+
+
+def test_a_log_damaged_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    found(World({"a": 0.5}), [candidate("a", 0.05)], log=SearchLog(path))
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0][:20], *lines[1:]]))
+    with pytest.raises(PlanError, match="line 1"):
+        SearchLog(path)
+
+
+def test_over_the_limit_memory_is_saved_first_and_time_only_within_it() -> None:
+    """'a' saves time and takes memory, 'b' saves memory and costs time, 'c' saves time alone."""
+    world = World({"a": 0.5, "b": 1.2, "c": 0.8, "d": 1, "e": 1}, smaller={"a": -300, "b": 400})
+    promised = [candidate("a", 0.05), candidate("b", -0.01, saved_bytes=400), candidate("c", 0.02)]
+    assert ids(found(world, promised)) == ["a", "c"]
+    assert ids(found(world, promised, most_bytes=700)) == ["b", "c"]
+    assert ids(found(world, promised, most_bytes=900)) == ["b", "a", "c"]
+
+
+def test_nothing_fits_a_limit_that_is_too_low() -> None:
+    world = World({"a": 0.5, "b": 1.2, "c": 0.8, "d": 1, "e": 1}, smaller={"b": 400})
+    result = found(world, [candidate("b", -0.01, saved_bytes=400), candidate("c", 0.02)], most_bytes=100)
+    assert not result.levers
+
+
+def test_memory_as_the_aim_leaves_levers_of_time_alone() -> None:
+    world = World({"a": 0.5, "b": 1.2, "c": 1.5, "d": 1, "e": 1}, smaller={"b": 400, "c": 100})
+    promised = [candidate("a", 0.05), candidate("b", -0.01, saved_bytes=350), candidate("c", -0.02, saved_bytes=100)]
+    assert ids(found(world, promised, objective="memory")) == ["b", "c"]
+
+
+def test_another_way_to_pull_a_lever_replaces_the_first_when_it_is_faster() -> None:
+    class Modes(World):
+        def step_s(self, levers: Sequence[PlannedLever]) -> float:
+            modes = {p.parameters["mode"] for p in levers}
+            assert len(modes) <= 1
+            return STEP_S * {"slow": 0.8, "quick": 0.4, "crash": 0.1}[modes.pop()] if modes else STEP_S
+
+    ways = [candidate("a", saved, mode=mode) for mode, saved in (("slow", 0.07), ("quick", 0.06), ("slow", 0.05))]
+    result = found(Modes({}), ways)
+    assert [p.parameters for p in result.levers] == [{"mode": "quick"}]
+    assert result.levers[0].measured is not None
+    assert result.levers[0].measured[0] == pytest.approx(2.5)
+    assert any("another way" in t.because for t in result.left_out)
+
+
+def test_what_could_not_be_told_is_tried_again_when_the_plan_has_grown() -> None:
+    """`a` alone is lost in the noise; beside `b` it is not."""
+
+    class Doubtful(World):
+        def compare(
+            self,
+            before: Sequence[PlannedLever],
+            after: Sequence[PlannedLever],
+            *,
+            objective: Objective,
+            is_final: bool,
+        ) -> Verdict:
+            found = super().compare(before, after, objective=objective, is_final=is_final)
+            is_alone = not before and [p.id for p in after] == ["a"]
+            return msgspec.structs.replace(found, outcome="unknown") if is_alone else found
+
+    result = found(Doubtful({"a": 0.9, "b": 0.7}), [candidate("a", 0.05), candidate("b", 0.02)])
+    assert sorted(ids(result)) == ["a", "b"]
+
+
+def test_digits_are_not_given_up_for_a_few_percent() -> None:
+    world = World({"a": 0.93, "b": 0.6})
+    coarse = {n: msgspec.structs.replace(lever(n), dtype=lambda parameters: "bfloat16") for n in ("a", "b")}
+    goal = SearchGoal(STEP_S, PEAK_BYTES)
+    result = search_levers([candidate("b", 0.05), candidate("a", 0.02)], coarse, world, SearchLog(), goal)
+    assert ids(result) == ["b"]
+    assert any("coarser numbers" in t.because for t in result.left_out)

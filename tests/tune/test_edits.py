@@ -1,0 +1,141 @@
+"""A plan as changes of text: which files, in which order, what stays, what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from flatout.core.errors import PlanError, RecordError
+from flatout.core.records.lever import Parameter, PlannedLever
+from flatout.core.records.plan import Plan
+from flatout.tune.edits import Edits, edits
+
+SCRIPT = """\
+import torch
+from torch import nn
+
+from parts import made
+
+torch.autograd.set_detect_anomaly(True)
+net = nn.Linear(3, 2)
+optimizer = made(net)
+optimizer.zero_grad(set_to_none=False)
+"""
+PARTS = """\
+import torch
+
+
+def made(net):
+    return torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+
+
+def planned(id: str, **parameters: Parameter) -> PlannedLever:
+    return PlannedLever(id=id, guarantee="exact", parameters=parameters)
+
+
+DEBUG_OFF = planned("graph.debug-off")
+TO_NONE = planned("memory.gradients-to-none")
+FUSED = planned("parallelism.fused-optimizer")
+FUSED_IN_PARTS = planned("parallelism.fused-optimizer", file="parts.py")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path / "train.py"
+
+
+def made(script: Path, *levers: PlannedLever) -> Edits:
+    return edits(Plan(script="train.py", arguments=("--fast",), lever=levers), script)
+
+
+@pytest.mark.slow
+def test_the_diff_of_all_files_is_what_patch_takes(script: Path) -> None:
+    found = made(script, DEBUG_OFF, FUSED_IN_PARTS, TO_NONE)
+    assert not found.stayed
+    subprocess.run(
+        ["patch", "-p1"], input=found.diff().encode(), cwd=script.parent, check=True, stdout=subprocess.DEVNULL
+    )
+    assert "anomaly" not in script.read_text()
+    assert "optimizer.zero_grad()\n" in script.read_text()
+    assert "lr=0.1, fused=True)" in (script.parent / "parts.py").read_text()
+
+
+@pytest.mark.slow
+def test_what_has_no_certain_edit_stays_in_the_plan_with_its_reason(script: Path) -> None:
+    found = made(script, FUSED, DEBUG_OFF)
+    [(lever, because)] = found.stayed
+    assert lever is FUSED and "no call" in because
+    assert found.rest.lever == (FUSED,) and found.rest.arguments == ("--fast",)
+    assert [file.name for file in found.files] == ["train.py"]
+
+
+@pytest.mark.slow
+def test_written_in_place_the_files_are_as_the_diff_says_and_keep_their_mode(script: Path) -> None:
+    script.chmod(0o755)
+    found = made(script, DEBUG_OFF)
+    assert found.write() == (script,)
+    gone = ("torch.autograd.set_detect_anomaly(True)\n", "import torch\n")  # which nothing uses any more
+    assert script.read_text() == SCRIPT.replace(gone[0], "").replace(gone[1], "")
+    assert script.stat().st_mode & 0o777 == 0o755
+    assert sorted(p.name for p in script.parent.iterdir()) == ["parts.py", "train.py"]
+
+
+@pytest.mark.slow
+def test_written_elsewhere_the_originals_stay(script: Path, tmp_path: Path) -> None:
+    made(script, DEBUG_OFF).write(tmp_path / "edited" / "here")
+    assert script.read_text() == SCRIPT
+    assert "anomaly" not in (tmp_path / "edited" / "here" / "train.py").read_text()
+
+
+@pytest.mark.slow
+def test_a_plan_of_another_text_is_not_written_in_place(script: Path) -> None:
+    gone = planned("memory.gather-once", file="train.py", function="main", code="bank = torch.cat([bank, features])")
+    found = made(script, DEBUG_OFF, gone)
+    with pytest.raises(PlanError, match="another text"):
+        found.write()
+    assert script.read_text() == SCRIPT
+
+
+@pytest.mark.parametrize("name", ["../train.py", "/etc/hosts"])
+def test_a_file_outside_of_the_folder_is_refused(script: Path, name: str) -> None:
+    with pytest.raises(PlanError, match="not in the script's folder"):
+        made(script, planned("graph.debug-off", file=name))
+
+
+def test_a_file_that_is_not_there_leaves_its_lever_in_the_plan(script: Path) -> None:
+    [(_, because)] = made(script, planned("graph.debug-off", file="gone.py")).stayed
+    assert "gone.py" in because
+    with pytest.raises(RecordError, match=r"none\.py"):
+        made(script.with_name("none.py"), DEBUG_OFF)
+
+
+@pytest.mark.slow
+def test_line_ends_encoding_and_a_missing_last_one_are_kept(script: Path) -> None:
+    data = (
+        dedent("""\
+        # -*- coding: latin-1 -*-
+        import torch
+        name = "\xe9"
+        torch.autograd.set_detect_anomaly(True)
+        last = 1""")
+        .replace("\n", "\r\n")
+        .encode("latin-1")
+    )
+    script.write_bytes(data)
+    made(script, DEBUG_OFF).write()
+    gone = (b"torch.autograd.set_detect_anomaly(True)\r\n", b"import torch\r\n")
+    assert script.read_bytes() == data.replace(gone[0], b"").replace(gone[1], b"")
+
+
+@pytest.mark.slow
+def test_a_diff_at_a_last_line_without_an_end_is_one_that_patch_takes(script: Path) -> None:
+    script.write_text("import torch\nx = torch.zeros(1)\ntorch.autograd.set_detect_anomaly(True)")
+    diff = made(script, DEBUG_OFF).diff()
+    subprocess.run(["patch", "-p1"], input=diff.encode(), cwd=script.parent, check=True, stdout=subprocess.DEVNULL)
+    assert script.read_text().rstrip("\n") == "import torch\nx = torch.zeros(1)"

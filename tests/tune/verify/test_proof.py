@@ -1,0 +1,243 @@
+"""Whole proofs, of real scripts in real processes."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from flatout.core.errors import VerificationError
+from flatout.core.records.verdict import Verdict
+from flatout.tune.verify.fork_server import fork_servers
+from flatout.tune.verify.proof import ProofTerms, prove_script
+from flatout.tune.verify.side_process import Request
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
+
+TRAINING = """
+    import os, signal, subprocess, sys, time
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1))
+    {setup}
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    x, y = torch.randn(64, 16), torch.randn(64, 1)
+    for step in range({steps}):
+        loss = (net(x) - y).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        {change}
+        optimizer.step()
+"""
+
+INFERENCE = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).eval()
+    x = torch.randn(64, 16)
+    for step in range(200):
+        with torch.{mode}():
+            net({given})
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def script(folder: Path, name: str, *, setup: str = "", change: str = "pass", steps: int = 400) -> Request:
+    path = folder / name
+    path.write_text(textwrap.dedent(TRAINING).format(setup=setup, change=change, steps=steps))
+    return Request(target=str(path))
+
+
+def verdict(before: Request, after: Request, **terms: object) -> Verdict:
+    usual = {"num_steps": 4, "budget_s": 1.0, "timeout_s": 60.0, "is_timed": False}
+    return prove_script(before, after, ProofTerms(**(usual | terms)))  # type: ignore[arg-type]
+
+
+def test_a_script_is_equal_to_itself_bit_for_bit(folder: Path) -> None:
+    one, two = script(folder, "a.py"), script(folder, "b.py")
+    found = verdict(one, two, guarantee="exact")
+    assert (found.outcome, found.equality.holds, found.equality.num_steps) == ("proved", True, 4)
+    assert found.equality.num_tensors == 4 * (1 + 4 + 4)
+
+
+def test_other_rounding_is_not_exact_but_bounded(folder: Path) -> None:
+    one = script(folder, "a.py")
+    two = script(folder, "b.py", change="[p.grad.mul_(3).div_(3) for p in net.parameters()]")
+    assert verdict(one, two, guarantee="exact").outcome == "different"
+    found = verdict(one, two)
+    assert (found.outcome, found.equality.guarantee, found.equality.reference) == ("proved", "bounded", "float64")
+    assert found.equality.worst < 1
+
+
+def test_a_slower_script_is_told_as_slower(folder: Path) -> None:
+    """Twenty milliseconds more a step leave no doubt on any machine."""
+    one, two = script(folder, "a.py", steps=5000), script(folder, "b.py", change="time.sleep(0.02)", steps=5000)
+    found = verdict(one, two, is_timed=True, budget_s=2.0)
+    assert (found.outcome, found.exit_code) == ("slower", 1)
+    back = verdict(two, one, is_timed=True, num_processes=1)
+    assert (back.outcome, back.exit_code) == ("proved", 0)
+    assert back.speed is not None and back.speed.is_faster
+    assert back.footprints[0].before_bytes > 0
+
+
+def test_scripts_too_short_to_race_are_started_again(folder: Path) -> None:
+    one, two = script(folder, "a.py", change="time.sleep(0.01)", steps=12), script(folder, "b.py", steps=12)
+    found = verdict(one, two, is_timed=True)
+    assert found.equality.holds is True
+    assert found.speed is not None
+
+
+def test_what_a_change_takes_to_start_is_told(folder: Path) -> None:
+    before, after = script(folder, "a.py"), script(folder, "b.py", setup="import time; time.sleep(0.5)")
+    found = verdict(before, after, is_timed=True, num_processes=1)
+    assert found.speed is not None
+    assert found.speed.num_first == 4
+    assert found.speed.first_after_s > 0.5
+
+
+def test_one_wrong_gradient_is_named_with_its_step(folder: Path) -> None:
+    one = script(folder, "a.py")
+    two = script(folder, "b.py", change="net[3].bias.grad.mul_(1.001 if step == 0 else 1)")
+    found = verdict(one, two)
+    assert (found.outcome, found.exit_code) == ("different", 1)
+    first = found.equality.first
+    assert first is not None and (first.step, first.what) == (1, "gradient")
+    assert first.tensor in ("Sequential.3.bias", "all together")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV) if step == 2 else None", "SIGSEGV"),
+        ("sys.exit(3) if step == 2 else None", "SystemExit: 3"),
+        ("1 / 0 if step == 2 else None", "ZeroDivisionError"),
+    ],
+)
+def test_a_changed_script_that_fails_costs_itself_alone(folder: Path, change: str, why: str) -> None:
+    one, two = script(folder, "a.py"), script(folder, "b.py", change=change)
+    found = verdict(one, two)
+    assert found.outcome == "different"
+    assert why in found.because
+
+
+def test_a_script_that_fails_before_the_change_is_an_error(folder: Path) -> None:
+    one, two = script(folder, "a.py", change="1 / 0"), script(folder, "b.py")
+    with pytest.raises(VerificationError, match="ZeroDivisionError"):
+        verdict(one, two)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_changed_script_that_hangs_costs_itself_alone_and_leaves_nothing_behind(folder: Path) -> None:
+    """It has started a process that ignores polite signals."""
+    ours = folder / "pid"
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
+    setup = (
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}]); open({str(ours)!r}, 'w').write(str(child.pid))"
+    )
+    hangs = script(folder, "b.py", setup=setup, change="time.sleep(1000) if step == 2 else None")
+    found = verdict(script(folder, "a.py"), hangs, timeout_s=5.0)
+    assert found.outcome == "different"
+    assert "did not answer within 5 s" in found.because
+    assert not _is_running(int(ours.read_text()))
+
+
+def _is_running(pid: int) -> bool:
+    """A zombie whose parent has gone, and that nobody has collected yet, does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
+
+
+def test_outputs_of_an_inference_loop_are_compared(folder: Path) -> None:
+    paths = {}
+    for name, mode, given in (("a", "no_grad", "x"), ("b", "inference_mode", "x"), ("c", "no_grad", "x * 1.0001")):
+        paths[name] = Request(target=str(folder / f"{name}.py"))
+        (folder / f"{name}.py").write_text(textwrap.dedent(INFERENCE).format(mode=mode, given=given))
+    assert verdict(paths["a"], paths["b"], guarantee="exact").outcome == "proved"
+    wrong = verdict(paths["a"], paths["c"])
+    assert wrong.outcome == "different"
+    assert wrong.equality.first is not None and wrong.equality.first.what == "output"
+
+
+def test_a_change_that_keeps_memory_is_told_as_a_leak(folder: Path) -> None:
+    one = script(folder, "a.py", steps=20000)
+    two = script(folder, "b.py", setup="kept = []", change="kept.append(b'x' * (1 << 20))", steps=20000)
+    found = verdict(one, two, is_timed=True, num_processes=1)
+    assert found.outcome == "different"
+    assert "memory grows by 1" in found.because
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_change_that_takes_all_memory_is_ended(folder: Path) -> None:
+    one, two = (
+        script(folder, "a.py"),
+        script(folder, "b.py", change="kept = bytearray(os.urandom(1 << 20) * 400); time.sleep(5)"),
+    )
+    found = verdict(one, msgspec.structs.replace(two, most_bytes=1 << 29))
+    assert found.outcome == "different"
+    assert "took more than 0.5 GiB" in found.because
+
+
+def test_a_batch_in_parts_has_losses_that_add_up(folder: Path) -> None:
+    one, two, wrong = (script(folder, f"{name}.py", setup="net[2].p = 0.0") for name in "abc")
+    text = Path(one.target).read_text()
+    parts = text.replace("loss = (net(x) - y).square().mean()", "pass").replace(
+        "    loss.backward()\n",
+        """    for a, b in zip(x.split(48), y.split(48)):
+        ((net(a) - b).square().mean() * len(a) / 64).backward()
+""",
+    )
+    assert parts.count("backward") == 1
+    Path(two.target).write_text(parts)
+    Path(wrong.target).write_text(parts.replace("* len(a) / 64", "/ 2"))
+    found = verdict(one, two)
+    assert (found.outcome, found.equality.holds) == ("proved", True)
+    assert found.equality.worst < 1
+    assert verdict(one, two, guarantee="exact").outcome == "different"
+    lost = verdict(one, wrong)
+    assert lost.outcome == "different"
+    assert lost.equality.first is not None and lost.equality.first.what == "loss"
+
+
+def test_memory_may_be_what_a_change_is_for(folder: Path) -> None:
+    hoard = "kept = torch.ones(64 << 20)"
+    one, two = script(folder, "a.py", setup=hoard, steps=5000), script(folder, "b.py", steps=5000)
+    size = {"is_timed": True, "objective": "memory", "num_processes": 1, "budget_s": 0.1}
+    found = verdict(one, two, **size)
+    assert (found.outcome, found.because) == ("proved", "equal and smaller")
+    assert found.footprints[0].fraction[1] < 0.8
+    assert verdict(two, one, **size).outcome == "slower"
+    assert verdict(two, two, **size).outcome == "unknown"
+
+
+def test_float64_may_become_float32_where_that_is_what_counts(folder: Path) -> None:
+    wide = script(folder, "a.py", setup="net = net.double(); torch.set_default_dtype(torch.float64)")
+    narrow = script(folder, "b.py", setup="torch.set_default_dtype(torch.float64)")
+    for path in (wide.target, narrow.target):
+        text = Path(path).read_text().replace("nn.Dropout(0.1)", "nn.Tanh()")
+        Path(path).write_text(text.replace("net(x)", "net(x.to(net[0].weight.dtype))"))
+    assert verdict(wide, narrow).outcome == "different"
+    found = verdict(wide, narrow, at="float32")
+    assert (found.outcome, found.equality.at) == ("proved", "float32")
+
+
+def test_the_peak_is_the_scripts_own_however_large_who_starts_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a server of the proof's own, which this large process starts."""
+    monkeypatch.setattr("flatout.tune.verify.proof.fork_servers", fork_servers)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    ballast = bytearray(b"x") * (1 << 29)
+    one = script(folder, "a.py", steps=2000)
+    found = verdict(one, one, is_timed=True, num_processes=1, budget_s=0.1)
+    assert len(ballast) == 1 << 29
+    assert found.footprints[0].before_bytes < 1 << 29

@@ -1,0 +1,85 @@
+"""Changes that may cost accuracy: judged by the user's own metric over whole runs."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from flatout.core.errors import UsageError, VerificationError
+from flatout.tune.verify.proof import ProofTerms, ScriptProver, prove_script
+from flatout.tune.verify.quality import Metric, checked
+from flatout.tune.verify.side_process import Request
+
+pytestmark = pytest.mark.usefixtures("forked")
+
+SCRIPT = """
+    import time
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    x = torch.randn(256, 8)
+    y = (x.sum(1, keepdim=True) > 0).float()
+    for step in range({steps}):
+        loss = nn.functional.binary_cross_entropy_with_logits(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.002)
+        print(f"step {{step}} accuracy 0.1")
+    accuracy = ((net(x) > 0) == (y > 0.5)).float().mean().item()
+    print(f"accuracy {{accuracy:.4f}} error {{1 - accuracy:.4f}}")
+"""
+
+
+def script(folder: Path, name: str, *, steps: int) -> Request:
+    path = folder / name
+    path.write_text(textwrap.dedent(SCRIPT).format(steps=steps))
+    return Request(target=str(path))
+
+
+def terms(metric: Metric, *, num_runs: int = 6) -> ProofTerms:
+    return ProofTerms(guarantee="quality", metric=metric, num_runs=num_runs, timeout_s=60.0)
+
+
+@pytest.mark.slow
+def test_fewer_steps_are_proved_or_different_by_the_metric_and_what_it_may_lose(tmp_path: Path) -> None:
+    long, short = script(tmp_path, "a.py", steps=100), script(tmp_path, "b.py", steps=3)
+    accuracy = Metric(pattern="accuracy ([0-9.]+)", allowed_loss=0.9)
+    error = Metric(pattern="error ([0-9.]+)", allowed_loss=0.0, is_cost=True)
+    with ScriptProver(long, terms(accuracy)) as prover:
+        found = prover.prove(long, short)
+        few = prover.prove(long, short, terms(accuracy, num_runs=2))
+        strict = prover.prove(long, short, terms(error))
+    assert (found.outcome, found.equality.guarantee, len(found.seeds)) == ("proved", "quality", 6)
+    assert found.speed is not None and found.speed.ratio > 1.5
+    assert (few.outcome, few.exit_code) == ("unknown", 2)
+    assert "too few runs" in few.because
+    assert strict.outcome == "different"
+    assert "0 is allowed" in strict.because
+
+
+@pytest.mark.slow
+def test_a_metric_that_the_script_does_not_print_is_an_error(tmp_path: Path) -> None:
+    one = script(tmp_path, "a.py", steps=1)
+    with pytest.raises(VerificationError, match="is not in what"):
+        prove_script(one, one, terms(Metric(pattern="perplexity ([0-9.]+)", allowed_loss=0.1), num_runs=1))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "loss", "why"),
+    [("accuracy (", 0.1, "no regular expression"), ("accuracy", 0.1, "0 groups"), ("a (.)", -1.0, "0 or more")],
+)
+def test_what_is_no_metric_is_refused(pattern: str, loss: float, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        checked(Metric(pattern=pattern, allowed_loss=loss))
+
+
+def test_the_last_number_counts() -> None:
+    metric = Metric(pattern="accuracy ([0-9.]+)", allowed_loss=0.1)
+    assert metric.read("accuracy 0.1\nepoch\naccuracy 0.75 of all\n") == 0.75
+    assert metric.read("nothing") is None
