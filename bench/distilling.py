@@ -126,7 +126,7 @@ def of_case(name: str, case: Case, wanted: Sequence[str], *, quick: bool, seed: 
             "targets": lambda: by_targets(copy.deepcopy(student), task, case, case.steps // share, seed, held_out),
             "from_scratch": lambda: by_targets(fresh, task, case, case.steps // share, seed, held_out),
         }
-        found = [told(name, way, run(), teacher, held_out) for way, run in ways.items() if way in wanted]
+        found = [case_record(name, way, run(), teacher, held_out) for way, run in ways.items() if way in wanted]
     own = {"teacher_s": teacher_s, "cache_s": write_s, "teacher_parameters": num(teacher), "parameters": num(student)}
     return [{**record, **own} for record in found]
 
@@ -172,7 +172,7 @@ def renew(model: nn.Module, seed: int) -> None:
             module.reset_parameters()
 
 
-def told(name: str, way: str, found: Distilled, teacher: nn.Module, held_out: HeldOut) -> Record:
+def case_record(name: str, way: str, found: Distilled, teacher: nn.Module, held_out: HeldOut) -> Record:
     judged = held_out.inputs, held_out.targets
     own = scores_of(found.student, *judged, score=held_out.score)
     others = scores_of(teacher, *judged, score=held_out.score)

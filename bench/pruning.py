@@ -143,7 +143,7 @@ def row(name: str, work: Callable[[Plain], Any], *, backend: str, is_quick: bool
     try:
         model, inputs = work(case)
     except (*FAILURES, FlatoutError) as e:
-        return {"because": told(e), "forward": False, "export": False, "compile": False}
+        return {"because": first_line(e), "forward": False, "export": False, "compile": False}
     record: Record = {"parameters": sum(p.numel() for p in model.parameters()) / before}
     model.eval()
 
@@ -169,11 +169,11 @@ def asked(ask: Callable[[], object]) -> tuple[bool, str]:
     try:
         ask()
     except FAILURES as e:
-        return False, told(e)
+        return False, first_line(e)
     return True, ""
 
 
-def told(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:160]}"
 

@@ -70,7 +70,7 @@ def mlp_4096() -> Plain:
     return Plain(layers, (torch.randn(16, 1024),))
 
 
-def made(name: str, batch: int) -> Plain:
+def plain_model(name: str, batch: int) -> Plain:
     """A model and its inputs for a batch."""
     torch.manual_seed(0)
     module, inputs, num_state = mlp_4096() if name == "mlp_4096" else plain(name, width=WIDTHS[name])
@@ -122,7 +122,7 @@ def rounds(there: dict[str, Any], inputs: Sequence[Tensor], seconds: float) -> d
 
 
 def bench(name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    model, inputs, _ = made(name, batch)
+    model, inputs, _ = plain_model(name, batch)
     exact = float64_outputs(model, inputs)
     selected = quantise_where_faster(model, inputs, budget=options.budget)
     with torch.inference_mode():

@@ -59,13 +59,13 @@ def of_seed(name: str, case: Case, seed: int, share: int, *, with_native: bool) 
     model.eval()
     found: dict[str, list[float] | str] = {"float32": scores_of(model, task.held_x, task.held_y, score=case.score)}
     for scheme in SCHEMES:
-        found[scheme] = told(lambda scheme=scheme: few_bits(model, scheme, task, case.score))
+        found[scheme] = scores_or_reason(lambda scheme=scheme: few_bits(model, scheme, task, case.score))
     if with_native:
-        found[NATIVE] = told(lambda: native(model, task, case.score))
+        found[NATIVE] = scores_or_reason(lambda: native(model, task, case.score))
     return found
 
 
-def told(run: Callable[[], list[float]]) -> list[float] | str:
+def scores_or_reason(run: Callable[[], list[float]]) -> list[float] | str:
     try:
         return run()
     except FlatoutError as e:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from native_machine import hardware, versions
-from quantising import FAILURES, WIDTHS, made, torchao
+from quantising import FAILURES, WIDTHS, plain_model, torchao
 from torch import Tensor, nn
 
 from flatout.core.records.reduction import Option
@@ -62,7 +62,7 @@ def original(name: str) -> Plain:
     if name == "lstm_128":
         torch.manual_seed(0)
         return Plain(Lstm().eval(), (torch.randn(1, 128), torch.zeros(1, 128), torch.zeros(1, 128)), 2)
-    return made(name, 1)
+    return plain_model(name, 1)
 
 
 def nearness(plain: Plain) -> Callable[[Any], list[float]]:

@@ -50,13 +50,13 @@ def script(tmp_path: Path) -> Path:
     return tmp_path / "train.py"
 
 
-def made(script: Path, *levers: PlannedLever) -> Edits:
+def edits_of(script: Path, *levers: PlannedLever) -> Edits:
     return edits(Plan(script="train.py", arguments=("--fast",), lever=levers), script)
 
 
 @pytest.mark.slow
 def test_the_diff_of_all_files_is_what_patch_takes(script: Path) -> None:
-    found = made(script, DEBUG_OFF, FUSED_IN_PARTS, TO_NONE)
+    found = edits_of(script, DEBUG_OFF, FUSED_IN_PARTS, TO_NONE)
     assert not found.stayed
     subprocess.run(
         ["patch", "-p1"], input=found.diff().encode(), cwd=script.parent, check=True, stdout=subprocess.DEVNULL
@@ -68,7 +68,7 @@ def test_the_diff_of_all_files_is_what_patch_takes(script: Path) -> None:
 
 @pytest.mark.slow
 def test_what_has_no_certain_edit_stays_in_the_plan_with_its_reason(script: Path) -> None:
-    found = made(script, FUSED, DEBUG_OFF)
+    found = edits_of(script, FUSED, DEBUG_OFF)
     [(lever, because)] = found.stayed
     assert lever is FUSED and "no call" in because
     assert found.rest.lever == (FUSED,) and found.rest.arguments == ("--fast",)
@@ -78,7 +78,7 @@ def test_what_has_no_certain_edit_stays_in_the_plan_with_its_reason(script: Path
 @pytest.mark.slow
 def test_written_in_place_the_files_are_as_the_diff_says_and_keep_their_mode(script: Path) -> None:
     script.chmod(0o755)
-    found = made(script, DEBUG_OFF)
+    found = edits_of(script, DEBUG_OFF)
     assert found.write() == (script,)
     gone = ("torch.autograd.set_detect_anomaly(True)\n", "import torch\n")  # which nothing uses any more
     assert script.read_text() == SCRIPT.replace(gone[0], "").replace(gone[1], "")
@@ -88,7 +88,7 @@ def test_written_in_place_the_files_are_as_the_diff_says_and_keep_their_mode(scr
 
 @pytest.mark.slow
 def test_written_elsewhere_the_originals_stay(script: Path, tmp_path: Path) -> None:
-    made(script, DEBUG_OFF).write(tmp_path / "edited" / "here")
+    edits_of(script, DEBUG_OFF).write(tmp_path / "edited" / "here")
     assert script.read_text() == SCRIPT
     assert "anomaly" not in (tmp_path / "edited" / "here" / "train.py").read_text()
 
@@ -96,7 +96,7 @@ def test_written_elsewhere_the_originals_stay(script: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_plan_of_another_text_is_not_written_in_place(script: Path) -> None:
     gone = planned("memory.gather-once", file="train.py", function="main", code="bank = torch.cat([bank, features])")
-    found = made(script, DEBUG_OFF, gone)
+    found = edits_of(script, DEBUG_OFF, gone)
     with pytest.raises(PlanError, match="another text"):
         found.write()
     assert script.read_text() == SCRIPT
@@ -105,14 +105,14 @@ def test_a_plan_of_another_text_is_not_written_in_place(script: Path) -> None:
 @pytest.mark.parametrize("name", ["../train.py", "/etc/hosts"])
 def test_a_file_outside_of_the_folder_is_refused(script: Path, name: str) -> None:
     with pytest.raises(PlanError, match="not in the script's folder"):
-        made(script, planned("graph.debug-off", file=name))
+        edits_of(script, planned("graph.debug-off", file=name))
 
 
 def test_a_file_that_is_not_there_leaves_its_lever_in_the_plan(script: Path) -> None:
-    [(_, because)] = made(script, planned("graph.debug-off", file="gone.py")).stayed
+    [(_, because)] = edits_of(script, planned("graph.debug-off", file="gone.py")).stayed
     assert "gone.py" in because
     with pytest.raises(RecordError, match=r"none\.py"):
-        made(script.with_name("none.py"), DEBUG_OFF)
+        edits_of(script.with_name("none.py"), DEBUG_OFF)
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_line_ends_encoding_and_a_missing_last_one_are_kept(script: Path) -> Non
         .encode("latin-1")
     )
     script.write_bytes(data)
-    made(script, DEBUG_OFF).write()
+    edits_of(script, DEBUG_OFF).write()
     gone = (b"torch.autograd.set_detect_anomaly(True)\r\n", b"import torch\r\n")
     assert script.read_bytes() == data.replace(gone[0], b"").replace(gone[1], b"")
 
@@ -136,6 +136,6 @@ def test_line_ends_encoding_and_a_missing_last_one_are_kept(script: Path) -> Non
 @pytest.mark.slow
 def test_a_diff_at_a_last_line_without_an_end_is_one_that_patch_takes(script: Path) -> None:
     script.write_text("import torch\nx = torch.zeros(1)\ntorch.autograd.set_detect_anomaly(True)")
-    diff = made(script, DEBUG_OFF).diff()
+    diff = edits_of(script, DEBUG_OFF).diff()
     subprocess.run(["patch", "-p1"], input=diff.encode(), cwd=script.parent, check=True, stdout=subprocess.DEVNULL)
     assert script.read_text().rstrip("\n") == "import torch\nx = torch.zeros(1)"

@@ -111,19 +111,19 @@ RESUMED = """
             update.zero_grad()
         return torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    def made(kind, seed=0):
+    def compressed_ddp(kind, seed=0):
         model = net(seed)
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.003)
         return model, ddp, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), compress(ddp, kind, start_after=1)
 
     def work(rank, num):
         for kind in KINDS:
-            model, ddp, update, kept = made(kind)
+            model, ddp, update, kept = compressed_ddp(kind)
             trained(model, ddp, update, rank, num, range(4))
             with Checkpoints(f"{sys.argv[1]}/{kind}") as files:
                 files.save(4, net=model, update=update, kept=kept)
             wanted = trained(model, ddp, update, rank, num, range(4, 8))
-            model, ddp, update, kept = made(kind, seed=1)
+            model, ddp, update, kept = compressed_ddp(kind, seed=1)
             with Checkpoints(f"{sys.argv[1]}/{kind}") as files:
                 assert files.load(net=model, update=update, kept=kept) == 4
             found = trained(model, ddp, update, rank, num, range(4, 8))
@@ -131,7 +131,7 @@ RESUMED = """
             for other in KINDS:
                 if other != kind:
                     try:
-                        made(other)[3].load_state_dict(kept.state_dict())
+                        compressed_ddp(other)[3].load_state_dict(kept.state_dict())
                         raise AssertionError
                     except UsageError as e:
                         assert f"of '{kind}'" in str(e)

@@ -58,19 +58,19 @@ def original() -> nn.Module:
 def logging_train(log: Path, sleep_after: int = 10**9) -> Any:
     """Trains in two rounds, and tells each start and each end by the shape of the model."""
 
-    def told(what: str, model: nn.Module) -> int:
+    def log_call(what: str, model: nn.Module) -> int:
         shapes = "-".join("x".join(map(str, p.shape)) for p in model.parameters())
         with log.open("a") as file:
             file.write(f"{what} {shapes}\n")
         return log.read_text().count("start")
 
     def train(model: nn.Module, seed: int) -> Iterator[None]:
-        if told("start", model) > sleep_after:
+        if log_call("start", model) > sleep_after:
             time.sleep(600)
         for _ in range(2):
             steps(model, 10)
             yield
-        told("end", model)
+        log_call("end", model)
 
     return train
 

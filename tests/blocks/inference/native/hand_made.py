@@ -69,7 +69,7 @@ def pair() -> Generated:
     )
 
 
-def made(generated: Generated, *, cache: Path) -> Engine:
+def compiled_engine(generated: Generated, *, cache: Path) -> Engine:
     """The engine."""
     engine, _ = Engine.compiled(generated, program=Packing(), versions=("2.11.0", "0"), isas=("plain",), cache=cache)
     return engine

@@ -162,7 +162,7 @@ class Everything(nn.Module):
         )
 
 
-def made(kind: str) -> tuple[nn.Module, tuple[Tensor, ...], tuple[str, ...]]:
+def known_model(kind: str) -> tuple[nn.Module, tuple[Tensor, ...], tuple[str, ...]]:
     """A model, its examples, and the names of its state; the same numbers each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -184,14 +184,14 @@ def made(kind: str) -> tuple[nn.Module, tuple[Tensor, ...], tuple[str, ...]]:
 
 
 def generated(kind: str, precision: dict[str, str] | None = None) -> Generated:
-    model, examples, state = made(kind)
+    model, examples, state = known_model(kind)
     return Program.of(model, examples, state, kind).generated(precision=precision)
 
 
 def events(kind: str, n: int, seed: int = 0, scale: float = 1.0) -> list[Tensor]:
     """Of each input n values, one after the other."""
     generator = torch.Generator().manual_seed(seed)
-    _, examples, state = made(kind)
+    _, examples, state = known_model(kind)
     inputs: Sequence[Tensor] = examples[: len(examples) - len(state)]
     return [
         torch.randn((n, *t.shape), generator=generator) * scale

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.blocks.inference.native import hand_made
-from tests.blocks.inference.native.hand_made import average, expected, made, pair, weights
+from tests.blocks.inference.native.hand_made import average, compiled_engine, expected, pair, weights
 
 from flatout.blocks.inference.native import library
 from flatout.blocks.inference.native.engine import Engine
@@ -34,12 +34,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def averages(cache: Path) -> Engine:
-    return made(average(), cache=cache)
+    return compiled_engine(average(), cache=cache)
 
 
 @pytest.fixture(scope="module")
 def pairs(cache: Path) -> Engine:
-    return made(pair(), cache=cache)
+    return compiled_engine(pair(), cache=cache)
 
 
 @pytest.fixture
@@ -393,8 +393,8 @@ def test_rows_are_of_one_set_of_weights_while_another_thread_changes_them(averag
 def _alone(engine: Engine, value: float, x: np.ndarray) -> bytes:
     engine.load_weights(weights(value))
     engine.reset()
-    made: bytes = engine.step_many(x).tobytes()
-    return made
+    outputs: bytes = engine.step_many(x).tobytes()
+    return outputs
 
 
 def test_two_threads_in_one_engine_are_refused(averages: Engine) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.blocks.inference.native import hand_made
-from tests.blocks.inference.native.hand_made import average, made, pair, weights
+from tests.blocks.inference.native.hand_made import average, compiled_engine, pair, weights
 
 from flatout.blocks.inference.native import folder as folders
 from flatout.blocks.inference.native.engine import Engine
@@ -32,12 +32,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(cache: Path) -> Engine:
-    return made(average(), cache=cache)
+    return compiled_engine(average(), cache=cache)
 
 
 @pytest.fixture(scope="module")
 def other(cache: Path) -> Engine:
-    return made(pair(), cache=cache)
+    return compiled_engine(pair(), cache=cache)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_the_folder_holds_what_it_says(saved: Path, tmp_path: Path) -> None:
 
 
 def test_present_weights_are_saved(cache: Path, tmp_path: Path) -> None:
-    engine = made(average(), cache=cache)
+    engine = compiled_engine(average(), cache=cache)
     engine.load_weights(weights(1.0))
     engine.save(tmp_path / "model")
 

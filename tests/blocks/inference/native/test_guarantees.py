@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tests.blocks.inference.native.bare import Array, Bare, flags, guarded, run
-from tests.blocks.inference.native.known_models import events, generated, made
+from tests.blocks.inference.native.known_models import events, generated, known_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -265,7 +265,7 @@ def _same(a: Array, b: Array) -> bool:
 
 
 def test_eight_bits_are_the_same_on_every_set_of_instructions_and_near_to_eager(tmp_path: Path) -> None:
-    model, _, _ = made("mlp")
+    model, _, _ = known_model("mlp")
     text = generated("mlp", {"0.weight": "int8", "3.weight": "int8"})
     assert [layer.precision for layer in text.layers] == ["int8", "int8"]
     arrays, found = [events("mlp", 20)[0].numpy()], []
@@ -299,7 +299,7 @@ def test_eight_bits_of_any_depth_are_the_product_of_the_rounded_weights(k: int, 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 def test_the_error_stays_small_over_twenty_thousand_events(kind: str, bares: dict[str, Bare]) -> None:
-    model, _, _ = made(kind)
+    model, _, _ = known_model(kind)
     cell, n = model.cell, 20_000  # type: ignore[union-attr]
     whole = (nn.GRU if kind == "gru" else nn.LSTM)(cell.input_size, cell.hidden_size)
     whole.load_state_dict({f"{name}_l0": t for name, t in cell.state_dict().items()})
@@ -310,7 +310,7 @@ def test_the_error_stays_small_over_twenty_thousand_events(kind: str, bares: dic
 
 
 def test_the_error_of_a_tcn_stays_small_over_twenty_thousand_events(bares: dict[str, Bare]) -> None:
-    model, _, _ = made("tcn")
+    model, _, _ = known_model("tcn")
     x = events("tcn", 20_000)[0]
     with torch.no_grad():
         wide = model.double()
@@ -360,7 +360,7 @@ def test_nan_infinity_tiny_and_huge_numbers_give_what_eager_gives(kind: str, tmp
 
 
 def test_a_gru_takes_strange_numbers_as_eager_does(bares: dict[str, Bare]) -> None:
-    model, _, _ = made("gru")
+    model, _, _ = known_model("gru")
     for row in _rows_of_strange_numbers(8):
         states, h = bares["gru"].states(), torch.zeros(1, 32)
         for _ in range(2):
@@ -470,7 +470,7 @@ def test_a_refused_model_is_as_it_was() -> None:
 
 @pytest.mark.parametrize("kind", ["mlp", "gru", "tcn", "windowed", "book"])
 def test_other_weights_are_packed_as_a_new_build_would(kind: str, texts: dict[str, Generated]) -> None:
-    model, examples, state = made(kind)
+    model, examples, state = known_model(kind)
     old = Program.of(model, examples, state, kind)
     before = texts[kind].weights
     torch.manual_seed(11)
@@ -507,7 +507,7 @@ def test_weights_that_were_changed_on_the_way_are_refused(bares: dict[str, Bare]
 
 
 def test_the_last_block_computes_the_last_token_alone(bares: dict[str, Bare]) -> None:
-    model, bare = made("windowed")[0], bares["windowed"]
+    model, bare = known_model("windowed")[0], bares["windowed"]
     rows = {layer.name: layer.rows for layer in bare.generated.layers}
     assert rows["layers.0.linear1.weight"] == rows["layers.0.linear2.weight"] == 9
     assert rows["layers.1.linear1.weight"] == rows["layers.1.linear2.weight"] == 1
