@@ -10,8 +10,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.fx import Node
 
-from flatout.blocks.inference.native.nodes import Box, broadcast_box, native_dtype_name, shape_of
-from flatout.blocks.inference.native.values import CExpression, Expr, Lazy, Scalar, Value, cast
+from flatout.blocks.inference.native.nodes import Box, broadcast_box, shape_of
+from flatout.blocks.inference.native.values import Value
 from flatout.core.registry import constants
 
 _PACKAGE: Final = "flatout.blocks.inference.native.operators"
@@ -71,55 +71,3 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     for family in constants(_PACKAGE, "DECOMPOSITIONS"):
         found |= family
     return found
-
-
-# -- operators that work element by element, by the C expression that they are -----------------------------------------------
-
-
-Expression: TypeAlias = Callable[..., Expr]
-"""From the arguments' expressions, in torch's order (None where one is None), torch's options, and the result's type as `dtype`
-to the result's expression."""
-_OPTIONS: Final = {"alpha", "rounding_mode", "approximate"}
-
-
-def pointwise_operator(expression: Expression) -> NativeOperator:
-    """An operator whose arguments and result are computed by one expression for each element."""
-
-    def lower(low: Any, node: Node, box: Box, shape: tuple[int, ...]) -> Value:
-        unknown = sorted(node.kwargs.keys() - _OPTIONS)
-        if unknown:
-            raise NotImplementedError(f"{node.target} with {', '.join(unknown)}")
-        dtype = native_dtype_name(node.meta["val"].dtype)
-        args = [pointwise_argument(low, arg, box, shape) for arg in node.args]
-        return Lazy(cast(expression(*args, **node.kwargs, dtype=dtype), dtype), shape, dtype)
-
-    return NativeOperator(lower=lower, inputs=by_element)
-
-
-def float_operator(what: str, expression: Expression) -> NativeOperator:
-    """An operator of float32 numbers alone; whole numbers are refused where torch would return whole numbers."""
-
-    def of_floats(*args: Expr, dtype: str, **options: Any) -> Expr:
-        if dtype != "float32":
-            raise NotImplementedError(f"{what} of whole numbers")
-        return expression(*(cast(arg, dtype) for arg in args), **options)
-
-    return pointwise_operator(of_floats)
-
-
-def float_function(name: str) -> NativeOperator:
-    """An operator that is a C function of float32 numbers."""
-    return float_operator(name.removeprefix("fo_"), lambda *args: c_call(name, *args))
-
-
-def c_call(name: str, *args: Expr) -> CExpression:
-    """A call of a C function that returns a float."""
-    return CExpression(f"{name}({', '.join(f'{{{i}}}' for i in range(len(args)))})", args, "float32")
-
-
-def pointwise_argument(low: Any, arg: Any, box: Box, shape: tuple[int, ...]) -> Expr | None:
-    """An argument of a node as an expression over `shape`: the part of a tensor that broadcasts to it, or a number."""
-    if isinstance(arg, Node):
-        found: Expr = low.expression(arg, broadcast_box(arg, box), shape)
-        return found
-    return None if arg is None else Scalar(arg)

@@ -1,4 +1,4 @@
-"""Views: the same numbers with other dimensions, which cost nothing."""
+"""Views: the same numbers, with other dimensions or as copies, which cost nothing."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _repeat(x: Tensor, repeats: list[int]) -> Tensor:
 
 _VIEW: Final = NativeOperator(lower=_view, inputs=_view_inputs, complete_dims=_view_complete_dims)
 _SQUEEZE: Final = _of_views(lambda node, view: view_without(view, list(_squeezed_dims(node))), _squeeze_inputs)
-_SPLIT: Final = _of_views(lambda node, view: view, same_box)
+_SAME: Final = _of_views(lambda node, view: view, same_box)
 OPERATORS: Final[dict[object, NativeOperator]] = {
     aten.permute.default: _of_views(
         lambda node, view: permuted_view(view, [d % len(node.args[1]) for d in node.args[1]]), _permute_inputs
@@ -200,8 +200,10 @@ OPERATORS: Final[dict[object, NativeOperator]] = {
     aten.view.default: _VIEW,
     aten._unsafe_view.default: _VIEW,
     aten.reshape.default: _VIEW,
-    aten.split_with_sizes.default: _SPLIT,
-    aten.split.Tensor: _SPLIT,
+    aten.split_with_sizes.default: _SAME,
+    aten.split.Tensor: _SAME,
+    aten.clone.default: _SAME,
+    aten.alias.default: _SAME,
     operator.getitem: NativeOperator(lower=_item, inputs=_item_inputs),
 }
 DECOMPOSITIONS: Final = {aten.repeat.default: _repeat}
