@@ -6,17 +6,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from flatout.blocks.inference.streaming.layer import StreamedLayer, check_layers
-from flatout.blocks.inference.streaming.placement import LayerSizes, device_bytes, select_streamed_layers
-from flatout.blocks.inference.streaming.prediction import PredictedPasses
+from flatout.blocks.inference.streaming.placement import (
+    LayerSizes,
+    Timed,
+    device_bytes,
+    pass_s,
+    select_streamed_layers,
+)
+from flatout.blocks.inference.streaming.prediction import PassMeasurement, PassPrediction, compute_s, kind_of
 from flatout.blocks.inference.streaming.sources import (
     DiskSource,
-    LayerSource,
     PinnedSource,
     RingPlace,
     host_memory,
@@ -26,8 +31,11 @@ from flatout.blocks.inference.streaming.transit import BITS, Arrival, Transit, b
 from flatout.blocks.kernels.quantised_linear.packing import GROUP
 from flatout.blocks.streaming.weight_stream import WeightStream, streaming_device
 from flatout.core.errors import CheckpointError, UsageError
+from flatout.machine.measure.timer import HostClock, time_call
 
 Where = Literal["pinned", "disk"]
+_MOST_SENDS: Final = 8
+"""Layers that are sent to measure the link, at most."""
 
 
 def stream_layers(
@@ -80,7 +88,7 @@ def stream_layers(
     )
 
 
-class StreamedLayers(WeightStream["_Flight"], PredictedPasses):
+class StreamedLayers(WeightStream["_Flight"]):
     """Layers that are streamed; `undo` ends it, as leaving its `with` does."""
 
     def __init__(
@@ -111,14 +119,14 @@ class StreamedLayers(WeightStream["_Flight"], PredictedPasses):
         """Over the link in each pass."""
         self.sent_as = bytes_by_transit([plans[i] for i in self.streamed])
         """Bytes of a pass by how they travel."""
-        self.prediction = None
+        self.prediction: PassPrediction | None = None
         self._folder = folder
         self.layers = [
             StreamedLayer(i, layer, plan, device=device, bring=self._brought)
             for i, (layer, plan) in enumerate(zip(layers, plans, strict=True))
         ]
         self._modules = self._order = [self.layers[i] for i in self.streamed]
-        self._source = self._stored(group)
+        self._source = self._stored()
         self._open_ring(sizes)
 
     # -- the ways in ---------------------------------------------------------------------------------------------------------
@@ -153,7 +161,7 @@ class StreamedLayers(WeightStream["_Flight"], PredictedPasses):
 
     # -- the ring ------------------------------------------------------------------------------------------------------------
 
-    def _stored(self, group: int) -> LayerSource:
+    def _stored(self) -> PinnedSource | DiskSource:
         """The bytes of layers that are streamed where they will come from; layers that stay go to the device."""
         is_gpu = self.device.type == "cuda"
         for layer in self.layers:
@@ -195,8 +203,7 @@ class StreamedLayers(WeightStream["_Flight"], PredictedPasses):
     @contextmanager
     def _brought(self, layer: StreamedLayer) -> Iterator[dict[str, nn.Parameter]]:
         """The weights of a layer, for what is queued inside; the next ones are on their way."""
-        if not self.layers:
-            raise UsageError("these layers are no longer streamed; undo was called")
+        self._require_layers()
         self._begin_at(layer.order)
         flight = self._here[layer.order]
         try:
@@ -236,19 +243,95 @@ class StreamedLayers(WeightStream["_Flight"], PredictedPasses):
             sent.wait()
         self._unused.append(sent.place)
 
-    @contextmanager
-    def alone(self) -> Iterator[Callable[[Sequence[int]], None]]:
-        """The ring with nothing on its way, for measurements: a function that sends layers (by their number among those that are
-        streamed) and returns when they have come."""
+    # -- how long a pass takes -----------------------------------------------------------------------------------------------
+
+    def predict(self, x: Any, *args: Any, seconds: float = 2.0, **kwargs: Any) -> PassPrediction:
+        """What a pass on these inputs will take, from the link and one layer of each kind, measured alone. Also `prediction`.
+
+        One pass runs first, which also records the inputs of each kind of layer.
+        """
+        self._require_layers()
+        inputs: dict[tuple[object, ...], Any] = {}
+        kinds = [kind_of(layer) for layer in self.layers]
+        with torch.no_grad():
+            for layer, kind in zip(self.layers, kinds, strict=True):
+                inputs.setdefault(kind, x)
+                x = layer.module(x, *args, **kwargs)
+            rate = self._link_bytes_per_s(seconds / 2)
+            share_s = seconds / 2 / len(inputs)
+            computing = {
+                kind: compute_s(
+                    self.layers[kinds.index(kind)], (first, *args), kwargs, device=self.device, max_time_s=share_s
+                )
+                for kind, first in inputs.items()
+            }
+        timed = [
+            Timed(
+                computing[kind],
+                layer.plan.sent_bytes / rate if layer.is_streamed and rate else None,
+                bool(layer.plan.expanded_bytes),
+            )
+            for layer, kind in zip(self.layers, kinds, strict=True)
+        ]
+        all_compute_s = sum(layer.compute_s for layer in timed)
+        copy_s = sum(layer.send_s or 0.0 for layer in timed)
+        # On a CPU copies are the processor's work, too. A sum in another order may be a rounding less than the bound.
+        overlapped_s = max(pass_s(timed, num_buffers=self.num_buffers), copy_s, all_compute_s)
+        whole_s = copy_s + all_compute_s if self.device.type == "cpu" else overlapped_s
+        self.prediction = PassPrediction(
+            num_layers=len(timed),
+            num_resident=len(timed) - len(self.streamed),
+            transit=self.transit,
+            device_bytes=self.device_bytes,
+            sent_bytes=self.sent_bytes,
+            link_bytes_per_s=rate,
+            copy_s=copy_s,
+            compute_s=all_compute_s,
+            bound_s=max(copy_s, all_compute_s),
+            pass_s=whole_s,
+            exposed_s=whole_s - max(copy_s, all_compute_s),
+        )
+        return self.prediction
+
+    def measured(self, x: Any, *args: Any, seconds: float = 5.0, **kwargs: Any) -> PassMeasurement:
+        """What a pass takes, of passes one after the other, beside the prediction if there is one."""
+        self._require_layers()
+        timing = time_call(
+            lambda: self(x, *args, **kwargs),
+            device=self.device,
+            min_time_s=seconds / 2,
+            max_time_s=seconds,
+            warmup=1,
+        )
+        found, before = timing.call_s, self.prediction
+        return PassMeasurement(
+            pass_s=found.value,
+            low_s=found.low,
+            high_s=found.high,
+            num_passes=found.num_samples,
+            bound_fraction=None if before is None else before.bound_s / found.value,
+            error_fraction=None if before is None else found.value / before.pass_s - 1,
+        )
+
+    def _require_layers(self) -> None:
+        if not self.layers:
+            raise UsageError("these layers are no longer streamed, since undo was called; stream them anew")
+
+    def _link_bytes_per_s(self, seconds: float) -> float:
+        """Of sending some layers one after the other with nothing else to do; 0 where nothing is sent."""
+        layers = self._order[:_MOST_SENDS]
+        if not layers:
+            return 0.0
         self._drop_all()
         self.wait()
 
-        def send(numbers: Sequence[int]) -> None:
-            for i in numbers:
+        def send() -> None:
+            for i in range(len(layers)):
                 self._source.send(i, self._places[i % len(self._places)])()
             self.wait()
 
-        yield send
+        timing = time_call(send, clock=HostClock(), min_time_s=seconds / 4, max_time_s=seconds, warmup=1)
+        return sum(layer.plan.sent_bytes for layer in layers) / timing.call_s.value
 
 
 class _Flight(NamedTuple):

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -49,17 +49,6 @@ class RingPlace:
             torch.cuda.current_stream(self.stream.device).wait_event(self._arrived)
 
 
-class LayerSource(Protocol):
-    """Layers' bytes by their number.
-
-    `send` copies, by itself or from a thread; what it returns waits, on the host, until the copy has at least been queued.
-    """
-
-    def send(self, number: int, place: RingPlace) -> Callable[[], None]: ...
-
-    def close(self) -> None: ...
-
-
 def host_memory(num_bytes: int) -> Tensor:
     """Uninitialised bytes in pages of their own."""
     raw = torch.empty(num_bytes + 2 * _PAGE, dtype=torch.uint8)
@@ -81,8 +70,9 @@ class PinnedSource:
                 self._registered = list(pool.map(_register, self.stretches))
 
     def send(self, number: int, place: RingPlace) -> Callable[[], None]:
+        """Queue the copy of a layer; nothing is left to wait for."""
         place.copy(self.stretches[number])
-        return _nothing
+        return lambda: None
 
     def close(self) -> None:
         """The memory stays, no longer pinned."""
@@ -103,6 +93,7 @@ class DiskSource:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flatout-read")
 
     def send(self, number: int, place: RingPlace) -> Callable[[], None]:
+        """Have a layer read and its copy queued; what is returned waits, on the host, until it has been."""
         future: Future[None] = self._thread.submit(self._read_and_copy, number, place)
         return future.result
 
@@ -159,7 +150,3 @@ def _register(stretch: Tensor) -> int:
             f"the driver does not pin {stretch.numel()} bytes of host memory ({code}); stream less, or from disk"
         )
     return address
-
-
-def _nothing() -> None:
-    """The copy is queued already."""
