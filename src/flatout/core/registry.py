@@ -31,7 +31,7 @@ def rules() -> tuple[Rule, ...]:
     Raises:
         UsageError: Two rules share an id.
     """
-    return _sorted(_parts("rule", "flatout.check.rules"))
+    return _parts("rule", "flatout.check.rules")
 
 
 @cache
@@ -41,7 +41,7 @@ def levers() -> tuple[Lever, ...]:
     Raises:
         UsageError: Two levers share an id.
     """
-    return _sorted(_parts("lever", "flatout.tune.levers"))
+    return _parts("lever", "flatout.tune.levers")
 
 
 def lever_of(id: str) -> Lever:
@@ -64,7 +64,7 @@ def reductions() -> tuple[Reduction, ...]:
     Raises:
         UsageError: Two reductions share an id.
     """
-    return _sorted(_parts("reduction", "flatout.shrink.reductions"))
+    return _parts("reduction", "flatout.shrink.reductions")
 
 
 def reduction_of(id: str) -> Reduction:
@@ -95,11 +95,11 @@ def kernels(op: str) -> tuple[Kernel, ...]:
     if not ranked:
         known = sorted({kernel.op for kernel in _parts("kernel", "flatout.blocks.kernels")})
         raise UsageError(f"no kernel implements '{op}'; there are {', '.join(known)}")
-    return tuple(sorted(ranked, key=lambda k: (k.order, k.id)))
+    return tuple(sorted(ranked, key=lambda k: k.order))
 
 
-def _parts(kind: str, package: str) -> list[Any]:
-    """The parts of this kind in a package, if one is named, and those of other distributions."""
+def _parts(kind: str, package: str) -> tuple[Any, ...]:
+    """The parts of this kind in a package, if one is named, and those of other distributions; sorted by id."""
     found: dict[str, Any] = {}
     loaded = [point.load() for point in entry_points(group=f"flatout.{kind}s")]
     for part in [*(constants(package, kind.upper()) if package else ()), *loaded]:
@@ -108,11 +108,7 @@ def _parts(kind: str, package: str) -> list[Any]:
                 f"{kind} id '{part.id}' is taken by {found[part.id].module}; give {part.module} an id of its own"
             )
         found[part.id] = part
-    return list(found.values())
-
-
-def _sorted(parts: list[Any]) -> tuple[Any, ...]:
-    return tuple(sorted(parts, key=lambda part: part.id))
+    return tuple(found[id] for id in sorted(found))
 
 
 def constants(package: str, name: str) -> list[Any]:

@@ -13,11 +13,21 @@ from flatout.scale.sizes import WeightPart, sharded_parameters
 
 def gathered_s(parts: tuple[WeightPart, ...], each: float, case: StepCase) -> float:
     """Seconds to gather numbers of `each` bytes from those that share them, or to scatter their sum."""
-    layout, tiers, share = case.layout, case.cluster.tiers, case.constants.link_share
-    ranks = [max(1, layout.sharing // part.expert) for part in parts]
+    return _sent_s(gather_s, case.layout.sharing, parts, each, case)
+
+
+def all_reduced_s(parts: tuple[WeightPart, ...], each: float, case: StepCase) -> float:
+    """Seconds to add up numbers of `each` bytes over the ranks that hold the same."""
+    return _sent_s(all_reduce_s, case.layout.context * case.layout.data, parts, each, case)
+
+
+def _sent_s(
+    collective: Callable[..., float], ranks: int, parts: tuple[WeightPart, ...], each: float, case: StepCase
+) -> float:
+    tiers, share, stride = case.cluster.tiers, case.constants.link_share, case.layout.tensor
     return sum(
-        gather_s(part.numbers * each, num, tiers, stride=layout.tensor * part.expert, share=share)
-        for part, num in zip(parts, ranks, strict=True)
+        collective(p.numbers * each, max(1, ranks // p.expert), tiers, stride=stride * p.expert, share=share)
+        for p in parts
     )
 
 

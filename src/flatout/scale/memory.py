@@ -14,8 +14,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from flatout.core.records.scale import Constants, Layout, ModelShape, ScheduleKind, Software, StageMemory
-from flatout.machine.cost.schedules import actions_of, chunks_of_stages, layers_of_chunks
-from flatout.machine.cost.spans import cached_table
+from flatout.machine.cost.schedules import actions_of, chunks_of_stages, layers_of_chunks, schedule_table
 from flatout.scale.sharded_weights import ShardPeak, StageLoad, shard_peak
 from flatout.scale.sizes import (
     WeightPart,
@@ -102,7 +101,7 @@ def _flights(layout: Layout, layers: int) -> tuple[int, ...]:
 def _live_layers(kind: ScheduleKind, stages: int, micro_batches: int, parts: int, layers: int) -> tuple[int, ...]:
     of_chunks = layers_of_chunks(layers, stages * parts)
     found = []
-    for row in cached_table(kind, stages, micro_batches, parts):
+    for row in schedule_table(kind, stages=stages, micro_batches=micro_batches, chunks=parts):
         split = {(a.chunk, a.micro_batch) for entry in row for a in actions_of(entry) if a.kind == "W"}
         num_live = most = 0
         for entry in row:

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 from flatout.core.errors import PlanError
 from flatout.core.records.scale import SPLIT, Cluster, Constants, Layout, ModelShape, ScheduleKind, Software, StepTime
 from flatout.machine.cost.collectives import send_s
-from flatout.machine.cost.schedules import Done, chunks_of_stages, layers_of_chunks, simulated_schedule
-from flatout.machine.cost.spans import cached_table, table_span_s
+from flatout.machine.cost.schedules import Done, chunks_of_stages, layers_of_chunks, schedule_table, simulated_schedule
+from flatout.machine.cost.spans import table_span_s
 from flatout.machine.cost.waiting import expected_largest
 from flatout.scale.case import StepCase
 from flatout.scale.layers import NOTHING, LayerPass, works
@@ -91,7 +91,8 @@ def timeline(
     if layout.pipeline == 1:
         return ()
     parts = layout.parts_per_stage
-    table = cached_table(layout.schedule, layout.pipeline, layout.num_micro_batches, parts)
+    micro = layout.num_micro_batches
+    table = schedule_table(layout.schedule, stages=layout.pipeline, micro_batches=micro, chunks=parts)
     return simulated_schedule(
         table,
         seconds=lambda action: priced.of_chunks[action.kind, action.chunk].total_s,

@@ -10,7 +10,7 @@ from flatout.machine.cost.schedules import chunks_of_stages, layers_of_chunks
 from flatout.machine.cost.waves import Rates
 from flatout.scale.case import StepCase
 from flatout.scale.layers import rates_of, started_s_of
-from flatout.scale.links import copies_of, gathered_s, is_sent_by_layer, scattered_s
+from flatout.scale.links import all_reduced_s, copies_of, gathered_s, is_sent_by_layer, scattered_s
 from flatout.scale.sizes import (
     WeightPart,
     device_parameters,
@@ -87,21 +87,11 @@ def _reduced_s(parts: tuple[WeightPart, ...], case: StepCase) -> float:
     """What is sent once a step: all gradients, or their shards and the weights that come of them; among groups of shards too."""
     layout = case.layout
     if layout.shard == 0:
-        return _all_reduced_s(parts, case.software.gradient_bytes, case)
+        return all_reduced_s(parts, case.software.gradient_bytes, case)
     if layout.shard == 3 and is_sent_by_layer(layout):
         return 0.0
     weights_s = gathered_s(parts, case.width, case)
     return weights_s + (0.0 if is_sent_by_layer(layout) else scattered_s(parts, case))
-
-
-def _all_reduced_s(parts: tuple[WeightPart, ...], each: float, case: StepCase) -> float:
-    """Numbers of `each` bytes, over the ranks that hold the same."""
-    layout, tiers, share = case.layout, case.cluster.tiers, case.constants.link_share
-    ranks = [max(1, layout.context * layout.data // part.expert) for part in parts]
-    return sum(
-        all_reduce_s(part.numbers * each, num, tiers, stride=layout.tensor * part.expert, share=share)
-        for part, num in zip(parts, ranks, strict=True)
-    )
 
 
 def _compressed_s(parts: tuple[WeightPart, ...], case: StepCase, layers: int) -> float:
@@ -109,13 +99,13 @@ def _compressed_s(parts: tuple[WeightPart, ...], case: StepCase, layers: int) ->
     do not add up (EF-SignSGD, Karimireddy et al., 2019): a scale for each tensor is next to nothing."""
     model, layout = case.model, case.layout
     if layout.compression == "bfloat16":
-        return _all_reduced_s(parts, min(2, case.software.gradient_bytes), case)
+        return all_reduced_s(parts, min(2, case.software.gradient_bytes), case)
     if layout.compression == "sign":  # gathering n of them is half an all-reduce of n times as much
-        return _all_reduced_s(parts, layout.context * layout.data / 16, case)
+        return all_reduced_s(parts, layout.context * layout.data / 16, case)
     dense, experts = factor_parameters(model, layout.tensor, rank=POWER_RANK)
     ends = POWER_RANK * (model.vocab + layout.tensor * model.hidden)
     factors = weight_parts(dense * layers + ends, experts * layers, layout)
-    return _all_reduced_s(factors, _FLOAT, case)
+    return all_reduced_s(factors, _FLOAT, case)
 
 
 def _compressing_s(layout: Layout, software: Software, parts: tuple[WeightPart, ...], rates: Rates) -> float:

@@ -27,7 +27,7 @@ from flatout.blocks.recording.sinks import Sink, Sinks, resolve_sinks
 from flatout.core.errors import RecordError, UsageError
 from flatout.core.records.record import from_json, to_json, write_whole_file
 from flatout.core.records.run import FileLeftOut, RunRecord, RunSpeed, StepDigests
-from flatout.core.runtime.script import Enough
+from flatout.core.runtime.script import end_script
 from flatout.machine.measure.stats import median_estimate
 
 RECORD: Final = "run.json"
@@ -103,7 +103,7 @@ class Run:
         if self._is_writing:
             self._begin(replay)
         elif replay:  # all ranks end after the same step
-            self._fingerprint = Fingerprint(replay["steps"], lambda _: None, _end)
+            self._fingerprint = Fingerprint(replay["steps"], lambda _: None, end_script)
             self._fingerprint.install()
         Run._active = self
         if self._ticks == "optimizer":
@@ -115,7 +115,7 @@ class Run:
             self._path = Path(replay["folder"])
             if replay.get("compiled"):
                 torch.compiler.load_cache_artifacts(Path(replay["compiled"]).read_bytes())
-            self._fingerprint = Fingerprint(replay["steps"], self._write_digests, _end)
+            self._fingerprint = Fingerprint(replay["steps"], self._write_digests, end_script)
         else:
             self._path = _new_folder(self._folder, self._name or Path(sys.argv[0] or "python").stem)
         self._record = self._begun(is_replay=bool(replay))
@@ -376,7 +376,3 @@ def _keep_cells(path: Path) -> None:
     cells = [cell for cell in shell.history_manager.input_hist_parsed if cell and not is_secret_text(cell)]
     text = "".join(f"# %% cell {number}\n{cell}\n\n" for number, cell in enumerate(cells, start=1))
     write_whole_file(path / "code" / "cells.py", text.encode())
-
-
-def _end() -> None:
-    raise Enough(0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flatout.core.errors import UsageError
+from flatout.core.runtime.patches import set_attributes
 
 Kind = Literal["bfloat16", "float16", "float32"]
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -83,12 +84,8 @@ class Precision:
 @contextmanager
 def _float32_sums() -> Iterator[None]:
     """No product on a GPU adds in 16 bits inside."""
-    backend = torch.backends.cuda.matmul
-    before = [getattr(backend, name) for name in _REDUCTIONS]
-    for name in _REDUCTIONS:
-        setattr(backend, name, False)
+    undo = set_attributes(torch.backends.cuda.matmul, **dict.fromkeys(_REDUCTIONS, False))
     try:
         yield
     finally:
-        for name, value in zip(_REDUCTIONS, before, strict=True):
-            setattr(backend, name, value)
+        undo()

@@ -119,15 +119,13 @@ def main_model(evidence: Evidence) -> int | None:
     return max(used, key=lambda i: evidence.models[i].call_s * evidence.models[i].calls, default=None)
 
 
-def model_trial(
-    evidence: Evidence, variant: ModelVariant, *, factor: int = 1, modules: tuple[str, ...] = ()
-) -> TimeModel | None:
+def model_trial(evidence: Evidence, variant: ModelVariant, *, factor: int = 1) -> TimeModel | None:
     """A call of the main model as it is in the steps, against a variant; None where there is no such model."""
     index = main_model(evidence)
     if index is None:
         return None
     backward = evidence.models[index].num_graphs_used > 0
-    return TimeModel(model=index, variant=variant, backward=backward, factor=factor, modules=modules)
+    return TimeModel(model=index, variant=variant, backward=backward, factor=factor)
 
 
 def call_of_model(evidence: Evidence) -> Source | None:

@@ -120,10 +120,9 @@ def variance_inflation(batches: Sequence[Sequence[int]]) -> float:
     the variance for a gradient that follows the length, the worst case of a plan that looks at nothing else.
     """
     lengths = [n for batch in batches for n in batch]
-    size = len(lengths) / len(batches)
     mean = fmean(lengths)
     variance = fsum((n - mean) ** 2 for n in lengths) / len(lengths)
     if len(batches) < 2 or not variance:
         return 1.0
     between = fsum(len(batch) * (fmean(batch) - mean) ** 2 for batch in batches) / (len(batches) - 1)
-    return between / (variance * len(lengths) / (len(lengths) - 1)) if size < len(lengths) else 1.0
+    return between / (variance * len(lengths) / (len(lengths) - 1))

@@ -48,6 +48,7 @@ class Done(NamedTuple):
     end_s: float
 
 
+@lru_cache(maxsize=256)
 def schedule_table(kind: ScheduleKind, *, stages: int, micro_batches: int, chunks: int = 1) -> Table:
     """What each stage does, in order.
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from flatout.core.records.scale import ScheduleKind
 from flatout.machine.cost.schedules import (
     Action,
-    Table,
     actions_of,
     ended_action,
     needed_action,
@@ -60,17 +59,11 @@ def table_span_s(
 
 
 @lru_cache(maxsize=256)
-def cached_table(kind: ScheduleKind, stages: int, micro_batches: int, chunks: int) -> Table:
-    """The table of `schedule_table`, cached."""
-    return schedule_table(kind, stages=stages, micro_batches=micro_batches, chunks=chunks)
-
-
-@lru_cache(maxsize=256)
 def _ordered(
     kind: ScheduleKind, stages: int, micro_batches: int, chunks: int
 ) -> tuple[tuple[_OrderedAction, ...], int]:
     """Played with a second each, which gives an order; raises PlanError where there is none."""
-    table = cached_table(kind, stages, micro_batches, chunks)
+    table = schedule_table(kind, stages=stages, micro_batches=micro_batches, chunks=chunks)
     last = max(action.chunk for row in table for entry in row for action in actions_of(entry))
     parts = (last + 1) // stages
     begun = {d.action: d.begin_s for row in simulated_schedule(table, seconds=lambda _: 1.0, chunks=parts) for d in row}

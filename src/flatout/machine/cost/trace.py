@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from flatout.core.records.evidence import Operator, Trace
@@ -56,33 +56,30 @@ def walk_back(
     trace: Trace, operators: Sequence[Operator], start: int, through: frozenset[str], limit: int = 24
 ) -> Iterator[int]:
     """The calls that lead to `start`, nearest first, passing only through the named operators; the first other is included."""
-    frontier, visited = [start], {start}
-    while frontier and limit:
-        limit -= 1
-        call = frontier.pop(0)
-        for producer in trace.producers[call]:
-            if producer >= 0 and producer not in visited:
-                visited.add(producer)
-                yield producer
-                if operators[trace.operator[producer]].op in through:
-                    frontier.append(producer)
+    return _walk(lambda call: trace.producers[call], trace, operators, start, through, limit)
 
 
 def walk_forward(
-    readers: dict[int, list[int]],
+    readers: dict[int, list[int]], trace: Trace, operators: Sequence[Operator], start: int, through: frozenset[str]
+) -> Iterator[int]:
+    """The calls that follow from `start`, nearest first, through the named operators; the first other is included."""
+    return _walk(lambda call: readers.get(call, ()), trace, operators, start, through, 24)
+
+
+def _walk(
+    neighbours: Callable[[int], Iterable[int]],
     trace: Trace,
     operators: Sequence[Operator],
     start: int,
     through: frozenset[str],
-    limit: int = 24,
+    limit: int,
 ) -> Iterator[int]:
-    """The calls that follow from `start`, nearest first, through the named operators; the first other is included."""
-    frontier, visited = [start], {start}
+    frontier, visited = [start], {-1, start}  # -1 stands for what no call of the step made
     while frontier and limit:
         limit -= 1
-        for reader in readers.get(frontier.pop(0), ()):
-            if reader not in visited:
-                visited.add(reader)
-                yield reader
-                if operators[trace.operator[reader]].op in through:
-                    frontier.append(reader)
+        for call in neighbours(frontier.pop(0)):
+            if call not in visited:
+                visited.add(call)
+                yield call
+                if operators[trace.operator[call]].op in through:
+                    frontier.append(call)

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flatout.core.runtime.patches import set_attributes
 from flatout.machine.measure.timer import TimerClock, clock_for
 
 MIB = 2**20
@@ -136,12 +137,11 @@ def float32_precision(device: torch.device, precision: Literal["ieee", "tf32"]) 
     # torch replaces the module torch.backends.mkldnn by an object whose attributes mypy cannot see.
     mkldnn = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     backend = torch.backends.cuda.matmul if device.type == "cuda" else mkldnn
-    before = backend.fp32_precision
-    backend.fp32_precision = precision
+    undo = set_attributes(backend, fp32_precision=precision)
     try:
         yield
     finally:
-        backend.fp32_precision = before
+        undo()
 
 
 def random_bytes(num_bytes: int, *, device: torch.device) -> Tensor:

@@ -79,7 +79,7 @@ def median_estimate(values: Sequence[float], *, confidence: float = 0.95) -> Est
     )
 
 
-def ratio_estimate(numerators: Sequence[float], denominators: Sequence[float], *, confidence: float = 0.95) -> Estimate:
+def ratio_estimate(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
     """Median of the paired ratios with its interval (the sign test turned round).
 
     Pairs must have been measured next to each other: what slows the machine then slows both and cancels.
@@ -91,7 +91,7 @@ def ratio_estimate(numerators: Sequence[float], denominators: Sequence[float], *
         raise UsageError(f"{len(numerators)} numerators and {len(denominators)} denominators are not pairs")
     if any(value <= 0 for value in denominators):
         raise UsageError("a denominator is not positive; a ratio of times needs times above the clock's resolution")
-    return median_estimate([a / b for a, b in zip(numerators, denominators, strict=True)], confidence=confidence)
+    return median_estimate([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 def _enclosing_rank(num_samples: int, confidence: float) -> tuple[int, float]:
