@@ -8,14 +8,15 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep
-from types import FrameType, TracebackType
-from typing import Final, NoReturn
+from types import TracebackType
+from typing import Final
 
 import msgspec
 
@@ -138,11 +139,11 @@ def host_and_port(text: str) -> tuple[str, int]:
 def serve_node(job: Job, node: int, coordinator: tuple[str, int], environment: Mapping[str, str]) -> int:
     """Serve the supervisor at that address as node `node` until it lets go; the exit code.
 
+    SIGTERM and SIGINT end this node, with its ranks; the supervisor then counts it as lost.
     Raises UsageError when there is none within the job's `join_s`.
     """
-    with NodeMemory(Path(job.memory)) as memory:
+    with NodeMemory(Path(job.memory)) as memory, ending_signals(lambda number: sys.exit(128 + number)):
         here = Node(NodeWork(job=job, node=node, memory=str(memory.path)), environment)
-        _end_on_signals()
         try:
             while True:
                 with _connected(coordinator, job.join_s) as connection:
@@ -166,12 +167,13 @@ def _connected(address: tuple[str, int], patience_s: float) -> socket.socket:
             sleep(_TRY_S)
 
 
-def _end_on_signals() -> None:
-    """SIGTERM and SIGINT end this node, with its ranks; the supervisor then counts it as lost."""
-
-    def handle(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, handle)
+@contextmanager
+def ending_signals(end: Callable[[int], object]) -> Iterator[None]:
+    """Have SIGTERM and SIGINT call `end` with their number inside; outside the main thread nothing is changed."""
+    handled = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda number, _: end(number)) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import socket
 import sys
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from types import FrameType
 from typing import Final, Literal
 
 import msgspec
@@ -36,7 +32,7 @@ from flatout.blocks.elastic.messages import (
     StartRanks,
     StoreOpened,
 )
-from flatout.blocks.elastic.node import Node, NodeMemory
+from flatout.blocks.elastic.node import Node, NodeMemory, ending_signals
 from flatout.blocks.elastic.policy import Failure, JobAbandoned, JobReport, Policy, RankPlace, Restart
 from flatout.core.errors import UsageError
 
@@ -96,7 +92,7 @@ class Supervisor:
     def run(self) -> JobReport:
         """Run until the job is finished, abandoned or stopped. Nothing of it is left then but what the script wrote."""
         self._began_s = monotonic()
-        with NodeMemory(Path(self._job.memory)) as memory, self._signals():
+        with NodeMemory(Path(self._job.memory)) as memory, ending_signals(lambda _: self.stop()):
             self._node = Node(NodeWork(job=self._job, node=0, memory=str(memory.path)), self._environment)
             try:
                 outcome, why = self._run_restarts()
@@ -296,20 +292,3 @@ class Supervisor:
             restart.record_lost_node(node, monotonic())
         if node == 0:
             self._node.kill()
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT stop the job in order."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            self.stop()
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
