@@ -15,7 +15,6 @@ from typing import Final, NamedTuple
 
 from flatout.core.records.scale import Constants, Layout, ModelShape, ScheduleKind, Software, StageMemory
 from flatout.machine.cost.schedules import actions_of, chunks_of_stages, layers_of_chunks, schedule_table
-from flatout.scale.sharded_weights import ShardPeak, StageLoad, shard_peak
 from flatout.scale.sizes import (
     WeightPart,
     device_parameters,
@@ -145,8 +144,8 @@ def _of_stage(
     host = uncounted = 0.0
     if software.shards_by == "weight" and layout.offload == "none":  # what is offloaded is counted alike for all
         both_ends = weight_parts(of_embedding * embeddings, 0, layout)
-        load = StageLoad(parts, unit, both_ends, activations, again, logits, are_all_in_flight)
-        peak = shard_peak(layout, software, load)
+        load = _StageLoad(parts, unit, both_ends, activations, again, logits, are_all_in_flight)
+        peak = _shard_peak(layout, software, load)
         uncounted = _UNCOUNTED * sum(peak)
         peak = peak._replace(buffers=peak.buffers + _received(model, layout, software, stage))
     else:
@@ -164,7 +163,7 @@ def _of_stage(
             weights = gradients = 0.0
             share = sharded_parameters(unit, layout) / device_parameters(unit) if layout.shard else 1.0
             state = max(0.0, largest * share * software.state_bytes - passing)
-        peak = ShardPeak(weights, gradients, state, activations + again, logits, buffers)
+        peak = _Peak(weights, gradients, state, activations + again, logits, buffers)
     return StageMemory(
         weight_bytes=int(peak.weights),
         gradient_bytes=int(peak.gradients),
@@ -203,6 +202,75 @@ def _feedback(layout: Layout, parts: tuple[WeightPart, ...]) -> float:
     ranks = layout.data * layout.context
     copies = {"none": 0.0, "bfloat16": 1 + 1 / ranks, "powersgd": 1.0, "sign": 1.0}[layout.compression]
     return 4 * copies * device_parameters(parts)
+
+
+class _Peak(NamedTuple):
+    """Bytes on one device at the peak."""
+
+    weights: float
+    gradients: float
+    state: float
+    activations: float
+    logits: float
+    buffers: float
+
+
+class _StageLoad(NamedTuple):
+    """What one stage holds: all its weights `own`, of which one layer has `unit` and embedding and head `ends`; and bytes of what
+    micro-batches bring.
+
+    `again` are the activations of a layer that is recomputed. `are_all_in_flight`: all micro-batches go forward before one goes
+    backward, so that there are no gradients yet when activations take most.
+    """
+
+    own: tuple[WeightPart, ...]
+    unit: tuple[WeightPart, ...]
+    ends: tuple[WeightPart, ...]
+    activations: float
+    again: float
+    logits: float
+    are_all_in_flight: bool
+
+
+def _shard_peak(layout: Layout, software: Software, stage: _StageLoad) -> _Peak:
+    """Bytes of a stage when it holds the most, where each weight is sharded by itself, as FSDP2 does (torch.distributed.fsdp).
+
+    Between steps there are shards in float32 with the optimizer's state. A block's weights are gathered in half precision; its
+    gradients are made in half precision, put into float32, reduced, and added to the shards' gradients, while the next block's
+    are made. Weights outside of blocks (embedding, head) are one group, whose gradients are reduced last. In the last backward
+    a block lets go of its gathered weights as it gets its gradients, so that the peak is at the beginning of the last backward
+    or at its end.
+    """
+    half, full = number_bytes(software), software.gradient_bytes
+
+    def share(parts: tuple[WeightPart, ...]) -> float:
+        return sharded_parameters(parts, layout) if layout.shard else device_parameters(parts)
+
+    own, unit, ends = (device_parameters(parts) for parts in (stage.own, stage.unit, stage.ends))
+    is_staged, num = layout.pipeline > 1, layout.num_micro_batches
+    is_gathered_again = layout.shard == 3 and not is_staged
+    is_whole = layout.shard < 2 or is_staged
+    gradients = (own if is_whole else share(stage.own)) * full
+    weights = (ends if is_gathered_again else own) * half
+    # of the block that computes and of the next; none at the loss
+    gathering = 2 * unit * half if is_gathered_again else 0.0
+    # a block's gradients; as they are reduced, too, with the shards' and the next block's
+    reducing = unit * (2 * half + full) + share(stage.unit) * full
+    making = gathering + (unit * half if is_whole and num > 1 else reducing)
+    state = share(stage.own) * software.state_bytes
+    rest = max(0.0, stage.again + making - stage.logits) + ends * half
+    peaks = []
+    if num == 1 or stage.are_all_in_flight:
+        peaks.append(_Peak(weights, 0.0, state, stage.activations, stage.logits, rest))
+    if num > 1:
+        live = stage.activations * (num - 1) / num if stage.are_all_in_flight else stage.activations
+        peaks.append(_Peak(weights, gradients, state, live, stage.logits, rest))
+    else:
+        done = share(stage.own) - share(stage.ends)
+        peaks.append(_Peak(ends * half, done * full, state, 0.0, 0.0, ends * (half + full)))
+        gathered, left = ends * half + unit * half, (done - share(stage.unit)) * full
+        peaks.append(_Peak(gathered, left, state, 0.0, 0.0, ends * half + stage.again + reducing))
+    return max(peaks, key=sum)
 
 
 # -- activations ----------------------------------------------------------------------------------------------------------
