@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import accumulate
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.core.errors import PlanError, UsageError, explained
@@ -113,15 +111,12 @@ def _parts(kind: str, package: str) -> tuple[Any, ...]:
 
 def constants(package: str, name: str) -> list[Any]:
     """The constants of this name in the modules of a package, by the names of the modules."""
-    modules = sorted(_modules_of(package), key=lambda module: module.__name__)
-    return [getattr(module, name) for module in modules if hasattr(module, name)]
-
-
-def _modules_of(package: str) -> Iterator[ModuleType]:
-    found = importlib.import_module(package)
-    for info in pkgutil.walk_packages(found.__path__, prefix=f"{package}."):
+    found: dict[str, Any] = {}
+    for info in pkgutil.walk_packages(importlib.import_module(package).__path__, prefix=f"{package}."):
         try:
             module = importlib.import_module(info.name)
         except ModuleNotFoundError as e:
             raise explained(e) from e
-        yield module
+        if hasattr(module, name):
+            found[info.name] = getattr(module, name)
+    return [found[module] for module in sorted(found)]

@@ -48,7 +48,8 @@ def layouts(model: ModelShape, cluster: Cluster, global_batch: int, space: Space
         for context in _contexts(model, devices // tensor, space):
             for pipeline in divisors(devices // tensor // context):
                 data = devices // (tensor * context * pipeline)
-                if global_batch % data == 0 and _divides_layers(model, pipeline):
+                divides_layers = model.layers % pipeline == 0 or model.layers >= _UNEVEN * pipeline
+                if global_batch % data == 0 and divides_layers:
                     yield from _variants(model, cluster, (tensor, context, pipeline, data), global_batch, space)
 
 
@@ -60,10 +61,6 @@ def _contexts(model: ModelShape, most: int, space: Space) -> list[int]:
         if c == 1
         or (is_long and model.seq % c == 0 and (model.seq // c >= _PIECE_TOKENS or space.context_of_any_length))
     ]
-
-
-def _divides_layers(model: ModelShape, stages: int) -> bool:
-    return model.layers % stages == 0 or model.layers >= _UNEVEN * stages
 
 
 def _variants(

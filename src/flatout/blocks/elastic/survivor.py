@@ -29,7 +29,7 @@ from flatout.blocks.elastic.memory import (
     remove_other_copies,
     restore_plans,
 )
-from flatout.blocks.elastic.memory_slots import StateCopy, first_difference, index_of, saved_sums, sums_of
+from flatout.blocks.elastic.memory_slots import first_difference, index_of, saved_sums, sums_of
 from flatout.blocks.elastic.messages import rank_context
 from flatout.blocks.training.checkpoint_files import CheckpointIndex, Chunk, read_index
 from flatout.blocks.training.checkpoint_parts import RANDOM, LoadedState, check_saved, read_state, split_state
@@ -239,8 +239,11 @@ class Survivor:
             loads |= ranks.on_all_ranks(lambda: exchange_copies(reading, sends, ranks.rank, ranks.group))
             index = index_of(loads)
 
+            def fetch(name: str, chunk: Chunk, there: tuple[slice, ...]) -> Tensor:
+                whole = loads[int(chunk.file)].tensor(name)
+                return whole[there] if there else whole
+
             def read() -> LoadedState:
-                fetch = partial(_fetched, loads)
                 where = "the copy in memory"
                 return read_state(index, parts, where, fetch, rank=ranks.rank, num_ranks=ranks.num_ranks)
 
@@ -303,11 +306,6 @@ def _generator(name: str) -> str:
 
 _SURE: Final = 3
 """When a rank saves a state for the third time, all have saved one."""
-
-
-def _fetched(loads: Mapping[int, StateCopy], name: str, chunk: Chunk, there: tuple[slice, ...]) -> Tensor:
-    whole = loads[int(chunk.file)].tensor(name)
-    return whole[there] if there else whole
 
 
 # -- how often ---------------------------------------------------------------------------------------------------------------

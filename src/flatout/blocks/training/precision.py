@@ -35,20 +35,16 @@ class Precision:
         if kind not in _DTYPES:
             raise UsageError(f"precision '{kind}' is none of {', '.join(_DTYPES)}")
         self._device = torch.device(device).type
-        self._dtype = _DTYPES[kind]
+        self.dtype = _DTYPES[kind]
+        """In which matrix products are computed."""
         self._scaler = torch.amp.GradScaler(self._device, enabled=kind == "float16")
         self._sums = _float32_sums if self._device == "cuda" and kind != "float32" else nullcontext
         self._entered: list[ExitStack] = []
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which matrix products are computed."""
-        return self._dtype
-
     def __enter__(self) -> Precision:
         with ExitStack() as stack:
             stack.enter_context(self._sums())
-            stack.enter_context(torch.autocast(self._device, self._dtype, enabled=self._dtype is not torch.float32))
+            stack.enter_context(torch.autocast(self._device, self.dtype, enabled=self.dtype is not torch.float32))
             self._entered.append(stack.pop_all())
         return self
 

@@ -96,7 +96,8 @@ def run_script(script: Script) -> Outcome:
     except SystemExit as e:
         return Outcome("finished" if e.code in (None, 0) else f"SystemExit: {e.code}", _exit_code(e))
     except BaseException as e:  # noqa: BLE001  # the script's own, whatever it is: python would print it and exit with 1
-        _print_exception(e)
+        e.__traceback__ = _without_ours(e.__traceback__)
+        sys.excepthook(type(e), e, e.__traceback__)
         code = 130 if isinstance(e, KeyboardInterrupt) else 1
         return Outcome(_in_a_line(e), code)
     finally:
@@ -131,11 +132,6 @@ def _exit_code(e: SystemExit) -> int:
         return e.code & 0xFF
     print_to_stderr(str(e.code))
     return 1
-
-
-def _print_exception(error: BaseException) -> None:
-    error.__traceback__ = _without_ours(error.__traceback__)
-    sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _without_ours(tb: TracebackType | None) -> TracebackType | None:

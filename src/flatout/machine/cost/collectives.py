@@ -26,9 +26,9 @@ def all_reduce_s(num_bytes: float, ranks: int, tiers: Sequence[Tier], *, stride:
     near = tiers[0]
     inside = max(1, min(ranks, near.reach // stride))
     if inside == ranks or len(tiers) == 1:
-        return _ring_s(num_bytes, ranks, near, share, passes=2)
+        return _ring_s(num_bytes, ranks, near, share)
     outside = -(-ranks // inside)
-    within_s = _ring_s(num_bytes, inside, near, share, passes=2) if inside > 1 else 0.0
+    within_s = _ring_s(num_bytes, inside, near, share) if inside > 1 else 0.0
     further = max(1, stride // near.reach)
     return within_s + all_reduce_s(num_bytes / inside, outside, _beyond(tiers), stride=further, share=share)
 
@@ -64,8 +64,9 @@ def send_s(num_bytes: float, tiers: Sequence[Tier], *, stride: int = 1, share: f
     return tier.latency_s + num_bytes / (tier.bytes_per_s * share)
 
 
-def _ring_s(num_bytes: float, ranks: int, tier: Tier, share: float, *, passes: int) -> float:
-    steps = passes * (ranks - 1)
+def _ring_s(num_bytes: float, ranks: int, tier: Tier, share: float) -> float:
+    """An all-reduce in a ring within one tier."""
+    steps = 2 * (ranks - 1)
     return steps * (tier.latency_s + num_bytes / ranks / (tier.bytes_per_s * share))
 
 

@@ -151,7 +151,9 @@ def _attention(short: str, shapes: Sequence[Shape]) -> int | None:
     """
     is_backward = short.endswith("_backward")
     q, k, v = shapes[1:4] if is_backward else shapes[:3]
-    if len(q) != 4 or _is_packed(short, shapes):
+    # _efficient_attention_* gets the offsets of packed sequences, its only one-dimensional arguments
+    has_offsets = short.startswith("_efficient") and any(len(shape) == 1 for shape in shapes)
+    if len(q) != 4 or has_offsets:
         return None  # packed sequences: the lengths are data, not shapes
     if not short.startswith("_scaled"):  # the inner operators take (batch, length, heads, dim)
         q, k, v = ((b, n, t, d) for b, t, n, d in (q, k, v))
@@ -163,11 +165,6 @@ def _attention(short: str, shapes: Sequence[Shape]) -> int | None:
         raise ValueError(f"{heads} query heads are no multiple of {kv_heads} key heads")
     num_qk, num_v = (3, 2) if is_backward else (1, 1)
     return 2 * batch * heads * q_len * kv_len * (num_qk * qk_dim + num_v * v[3])
-
-
-def _is_packed(short: str, shapes: Sequence[Shape]) -> bool:
-    """Whether _efficient_attention_* got offsets of sequences, its only one-dimensional arguments."""
-    return short.startswith("_efficient") and any(len(shape) == 1 for shape in shapes)
 
 
 def _require_equal(what: str, a: int, b: int) -> None:

@@ -35,13 +35,9 @@ class StaticCache:
         shape = (batch, heads, max_len, head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self._max_len = max_len
+        self.max_len = max_len
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self._places = torch.arange(max_len, device=device)
-
-    @property
-    def max_len(self) -> int:
-        return self._max_len
 
     @property
     def num_bytes(self) -> int:

@@ -75,7 +75,6 @@ class AotiEngine:
     def __init__(self, package: Path, manifest: NativeManifest, start: Sequence[Tensor], loader: Any = None) -> None:
         self.manifest = manifest
         self._package = package
-        self._keep: _Folder | None = None
         self.report: NativeReport | None = None
         # torch's own __call__ flattens and names arguments in each call, which takes longer than a small model
         self._loader = loader or torch._inductor.aoti_load_package(str(package)).loader
@@ -110,7 +109,6 @@ class AotiEngine:
     def copy(self) -> AotiEngine:
         """Another stream of the same package, with this state."""
         copied = AotiEngine(self._package, self.manifest, self._state.start, self._loader)
-        copied._keep = self._keep
         copied.restore(self.snapshot())
         return copied
 
@@ -244,7 +242,8 @@ def build_aoti_engine(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    engine._keep = _Folder(folder)
+    # copies of the engine share its loader: the folder goes with the last of them
+    weakref.finalize(engine._loader, shutil.rmtree, folder, ignore_errors=True)
     build_s = perf_counter() - began
     if events:
         by = f"AOTInductor of torch {torch.__version__}"
@@ -306,13 +305,6 @@ def _outputs(ordered: _Ordered, inputs: Sequence[Tensor], start: Sequence[Tensor
                 "the last outputs must be the new states, in the order of the parameters"
             )
     return outputs
-
-
-class _Folder:
-    """Removed when the last engine that needs it is gone."""
-
-    def __init__(self, path: Path) -> None:
-        self._end = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
 
 
 def _compile(module: nn.Module, examples: tuple[Tensor, ...], package: Path, configs: Mapping[str, Any]) -> None:

@@ -40,7 +40,8 @@ class EventCode:
         self, body: ProgramBody, inputs: list[Buffer], outputs: list[Buffer], states: list[StateLayout]
     ) -> None:
         self.body, self.inputs, self.outputs, self.states = body, inputs, outputs, states
-        self.state_bytes = _state_bytes(states)
+        ends = [0, *(s.buffer.offset + s.buffer.num_bytes for s in states), *(s.cursor + 4 for s in states)]
+        self.state_bytes = -(-max(ends) // ALIGNMENT) * ALIGNMENT
         self.groups = list(together(body.statements))
         self.passing = unstored_buffers(self.groups)
         self.work_bytes = place_buffers(body, self.groups, self.passing)
@@ -71,7 +72,7 @@ class EventCode:
         first = group[0]
         if isinstance(first, MatrixProduct) and self._is_flat(first):
             rows = f"{first.dst.shape[0]} * B" if first.dst.shape[0] != 1 else "B"
-            yield _product(first, self._flat, rows, self._row_strides(first))
+            yield _product(first, lambda view: _plus(_begin(view.buffer), view.offset), rows, self._row_strides(first))
         else:
             yield from self._by_stream(group, lambda pointer: self._of_stream(group, pointer))
 
@@ -119,10 +120,6 @@ class EventCode:
             return self.state_bytes // buffer.item_bytes
         return buffer.size
 
-    def _flat(self, view: View) -> str:
-        """The address of a view of the first stream."""
-        return _plus(_begin(view.buffer), view.offset)
-
     # ------------------------------------------------------------------------------------------- one stream by another
 
     def _by_stream(self, group: list[Statement], body: Callable[[dict[Buffer, str]], Iterable[str]]) -> Iterator[str]:
@@ -159,11 +156,6 @@ class EventCode:
 def c_type(buffer: Buffer) -> str:
     """The C type of a buffer's numbers."""
     return C_TYPES[buffer.dtype]
-
-
-def _state_bytes(states: list[StateLayout]) -> int:
-    ends = [0, *(s.buffer.offset + s.buffer.num_bytes for s in states), *(s.cursor + 4 for s in states)]
-    return -(-max(ends) // ALIGNMENT) * ALIGNMENT
 
 
 def _begin(buffer: Buffer) -> str:

@@ -123,7 +123,7 @@ def mapped_views(value: View | Lazy, change: Callable[[View], View]) -> View | L
     """The value with each of its views seen another way, all of which get the same shape."""
     if isinstance(value, View):
         return change(value)
-    shape = change(_shaped(value.shape)).shape
+    shape = change(View(_NOWHERE, 0, value.shape, (0,) * len(value.shape))).shape
     return Lazy(_changed(value.expr, change), shape, value.dtype)
 
 
@@ -136,10 +136,6 @@ def _changed(expr: Expr, change: Callable[[View], View]) -> Expr:
 
 
 _NOWHERE = Buffer("nowhere", "work", "float32", 0)
-
-
-def _shaped(shape: tuple[int, ...]) -> View:
-    return View(_NOWHERE, 0, shape, (0,) * len(shape))
 
 
 # ------------------------------------------------------------------------------------------------- other ways to see a view
