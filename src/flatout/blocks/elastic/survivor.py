@@ -189,7 +189,7 @@ class Survivor:
             _finalize_buckets(part)
         step = self._restored(parts)
         if self._context is not None:
-            if self._nodes.index(self._nodes[self._ranks.rank]) == self._ranks.rank:  # once on each node
+            if self._is_first_of_node:
                 erase_later_copies(self._context, after=step)
             self._ranks.gathered(None)
             self._context.resume(step)
@@ -214,6 +214,10 @@ class Survivor:
             return 0
         self._check(self._index_of(found), parts)
         return found
+
+    @property
+    def _is_first_of_node(self) -> bool:
+        return self._nodes.index(self._nodes[self._ranks.rank]) == self._ranks.rank
 
     def _from_disk(self, parts: Mapping[str, Any], step: int) -> bool:
         """Whether the checkpoint of that step was whole, and is loaded."""

@@ -36,7 +36,7 @@ class Precision:
             raise UsageError(f"precision '{kind}' is none of {', '.join(_DTYPES)}")
         self._device = torch.device(device).type
         self.dtype = _DTYPES[kind]
-        """In which matrix products are computed."""
+        """The dtype in which matrix products are computed."""
         self._scaler = torch.amp.GradScaler(self._device, enabled=kind == "float16")
         self._sums = _float32_sums if self._device == "cuda" and kind != "float32" else nullcontext
         self._entered: list[ExitStack] = []

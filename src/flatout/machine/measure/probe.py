@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from operator import truediv
 from pathlib import Path
 from typing import Literal
 
@@ -83,6 +82,10 @@ class _Results:
     spread: dict[str, float] = field(default_factory=dict)
     conditions: dict[str, str] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
+
+
+def _rate(work: float, call_s: float) -> float:
+    return work / call_s
 
 
 def _cost(work: float, call_s: float) -> float:
@@ -178,13 +181,13 @@ def _cpu_probes(effort: Effort) -> list[_Probe]:
     clock = clock_for(device)
     return [
         *_products(device, free_bytes),
-        _Probe("copy_bytes_per_s", lambda _: loads.copy_load(device=device, num_bytes=copied_bytes), clock, truediv),
+        _Probe("copy_bytes_per_s", lambda _: loads.copy_load(device=device, num_bytes=copied_bytes), clock, _rate),
         _Probe(
             "cache_bytes_per_s",
             # Source and target together fill half of each thread's level-2 cache.
             lambda _: loads.copy_load(device=device, num_bytes=level2_bytes // 4 * torch.get_num_threads()),
             clock,
-            truediv,
+            _rate,
         ),
         _Probe("dispatch_s", lambda _: loads.tiny_operator(device=device), clock, _cost),
         _Probe("dispatch_grad_s", lambda _: loads.tiny_sequence(device=device), clock, _cost),
@@ -206,15 +209,13 @@ def _cuda_probes(device: torch.device, effort: Effort) -> list[_Probe]:
 
     return [
         *(replace(probe, rest_s=REST_S[effort], longest_s=BURST_S) for probe in _products(device, free_bytes)),
-        _Probe("copy_bytes_per_s", lambda _: loads.copy_load(device=device, num_bytes=large_bytes), clock, truediv),
-        _Probe(
-            "cache_bytes_per_s", lambda _: loads.captured_copy(device=device, num_bytes=cached_bytes), clock, truediv
-        ),
+        _Probe("copy_bytes_per_s", lambda _: loads.copy_load(device=device, num_bytes=large_bytes), clock, _rate),
+        _Probe("cache_bytes_per_s", lambda _: loads.captured_copy(device=device, num_bytes=cached_bytes), clock, _rate),
         _Probe("dispatch_s", lambda _: loads.tiny_operator(device=device), host, _cost),
         _Probe("dispatch_grad_s", lambda _: loads.tiny_sequence(device=device), host, _cost),
         _Probe("launch_s", lambda _: loads.tiny_operator(device=device), clock, _cost),
         _Probe("sync_s", lambda _: loads.read_back(device=device), host, _cost),
-        *(_Probe(f"h2d_{memory}_bytes_per_s", partial(make_upload, memory), clock, truediv) for memory in memories),
+        *(_Probe(f"h2d_{memory}_bytes_per_s", partial(make_upload, memory), clock, _rate) for memory in memories),
         *(_products(device, free_bytes, prefix=SUSTAINED) if effort == "full" else ()),
     ]
 
@@ -225,7 +226,7 @@ def _products(device: torch.device, free_bytes: int, *, prefix: str = PRODUCT) -
         return loads.matmul_load(name, device=device, limit_s=limit_s / 8, free_bytes=free_bytes)
 
     names = [name for name in MATMUL_DTYPES if name != "tf32" or device.type == "cuda"]
-    return [_Probe(f"{prefix}{name}", partial(make, name), clock_for(device), truediv) for name in names]
+    return [_Probe(f"{prefix}{name}", partial(make, name), clock_for(device), _rate) for name in names]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from math import prod
-from typing import Final, NamedTuple
+from typing import Final
 
 from flatout.blocks.inference.native import tiles
 from flatout.blocks.inference.native.event import EventCode, StateLayout, c_type
@@ -19,14 +19,6 @@ STREAMS: Final = 8
 """That go in step when there are that many: weights are read once for all."""
 
 
-class GeneratedSource(NamedTuple):
-    """The text, and the sizes of what its functions need."""
-
-    code: str
-    header: str
-    work_bytes: int
-
-
 def source(
     name: str,
     body: ProgramBody,
@@ -35,7 +27,7 @@ def source(
     states: list[StateLayout],
     weights_bytes: int,
     ports: tuple[list[Port], list[Port]],
-) -> GeneratedSource:
+) -> tuple[str, str]:
     """The text of model.c and of model.h."""
     event = EventCode(body, inputs, outputs, states)
     products = [s for s in body.statements if isinstance(s, MatrixProduct)]
@@ -65,7 +57,7 @@ def source(
             "#endif",
         ]
     )
-    return GeneratedSource(text + "\n", _header(name, event, sizes, ports), event.work_bytes)
+    return text + "\n", _header(name, event, sizes, ports)
 
 
 def product_functions(parts: set[int], *, deepest_int8: int) -> Iterator[str]:

@@ -338,7 +338,7 @@ class _Generation:
         weights = low.block.packed(low.block._constants)
         input_buffers, out = [b for _, b in self.inputs], [b for _, b in self.outputs]
         ports = inputs, outputs
-        text = emit.source(self.program.name, low.body, input_buffers, out, self.states, len(weights), ports)
+        code, header = emit.source(self.program.name, low.body, input_buffers, out, self.states, len(weights), ports)
         layers = [
             NativeLayer(
                 name=name,
@@ -351,7 +351,7 @@ class _Generation:
             for name, p in self.products()
         ]
         taken = tuple(inputs), tuple(outputs), tuple(s.port for s in self.states)
-        return Generated(self.program.name, text.code, text.header, weights, *taken, tuple(layers))
+        return Generated(self.program.name, code, header, weights, *taken, tuple(layers))
 
     def _weight_name(self, source: str) -> str:
         """The parameter that a folded constant comes from."""
