@@ -11,7 +11,7 @@ from flatout.core.errors import EditError, LeverRefused
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.lever import Candidate, Parameters
 from flatout.core.records.workload import Source
-from flatout.tune.rewrite.source import find, local_proposals, with_statements
+from flatout.tune.rewrite.source import find, local_proposals, with_changes
 
 _TEXT = "for i in range(3):\n    a = i\nb = 2\nc = 3\n"
 
@@ -35,7 +35,7 @@ def _without(text: str, parameters: Parameters) -> str:
     place = find(text, parameters)
     if parameters["code"] == "c = 3":
         raise EditError("'c' is wanted")
-    return with_statements(place.module, {place.statement: []}).code
+    return with_changes(place.module, {place.statement: []}).code
 
 
 @pytest.mark.parametrize(("numbers", "code"), [((2,), "a = i"), ((4, 3), "b = 2")])

@@ -10,7 +10,7 @@ import libcst as cst
 from flatout.core.errors import EditError
 from flatout.core.records.lever import Parameters
 from flatout.tune.rewrite.imports import call_name
-from flatout.tune.rewrite.source import NodeChanger, code_of, find, nodes_of, parsed, with_expression
+from flatout.tune.rewrite.source import code_of, find, nodes_of, parsed, with_changes, with_expression
 
 LOADER: Final = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 LOADER_ORDER: Final = (
@@ -69,7 +69,7 @@ def calls_ending(node: cst.CSTNode, name: str) -> list[cst.Call]:
 
 def with_calls(module: cst.Module, calls: Sequence[cst.Call], change: Change) -> cst.Module:
     """The tree with these calls (by identity) changed, also where one is inside another."""
-    return module.visit(NodeChanger(dict.fromkeys(calls, change)))
+    return with_changes(module, dict.fromkeys(calls, change))
 
 
 def keyword_argument(call: cst.Call, keyword: str) -> cst.BaseExpression | None:

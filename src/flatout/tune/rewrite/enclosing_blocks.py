@@ -10,7 +10,7 @@ from libcst import matchers as m
 from libcst.metadata import MetadataWrapper, ParentNodeProvider
 
 from flatout.core.runtime.torch_functions import is_in_place
-from flatout.tune.rewrite.source import Change, Node, NodeChanger, assigned_in, bare_names, names_in, nodes_of
+from flatout.tune.rewrite.source import assigned_in, bare_names, names_in, nodes_of
 
 Parents = Mapping[cst.CSTNode, cst.CSTNode]
 Loop = cst.For | cst.While
@@ -135,8 +135,3 @@ def _whole(scope: cst.CSTNode, holder: cst.CSTNode) -> cst.CSTNode:
         return holder
     kinds = m.ListComp() | m.SetComp() | m.GeneratorExp() | m.DictComp()
     return next(c for c in m.findall(scope, kinds) if any(n is holder for n in m.findall(c, m.CompFor())))
-
-
-def with_changes(node: Node, changes: Mapping[cst.CSTNode, Change]) -> Node:
-    """The tree with nodes (by identity) changed, the inner before the outer; comments above a statement stay there."""
-    return node.visit(NodeChanger(changes))  # type: ignore[return-value]

@@ -20,7 +20,7 @@ from flatout.core.errors import EditError
 from flatout.core.records.lever import Parameters, string
 from flatout.core.runtime.torch_functions import is_in_place
 from flatout.tune.rewrite.imports import call_name, dotted_name, full_name, imported_names, with_import
-from flatout.tune.rewrite.source import MODULE, SourcePlace, code_of, find, with_statements, word_set
+from flatout.tune.rewrite.source import MODULE, SourcePlace, code_of, find, with_changes, word_set
 
 _WIDTHS: Final = (88, 120)
 """Statements that would get longer than the file's longest line, which counts within these bounds, are put on several lines."""
@@ -219,7 +219,7 @@ class Flow:
         statement = statement.with_changes(leading_lines=getattr(first, "leading_lines", ()))
         changes: dict[cst.CSTNode, Sequence[cst.BaseStatement]] = {block[i]: () for i in removed}
         changes[block[last.at]] = [statement]
-        return with_statements(self.module, changes)
+        return with_changes(self.module, changes)
 
     def _idle(self, last: Expression, new: str, removed: set[int]) -> set[int]:
         """Statements that only made something for those which are removed."""

@@ -17,8 +17,8 @@ from flatout.tune.rewrite.source import (
     parsed,
     places_in,
     statements,
+    with_changes,
     with_names,
-    with_statements,
     word_set,
 )
 
@@ -60,7 +60,7 @@ def behind_model(text: str, template: str) -> str:
     construction = _model(module)
     last = _last_move(construction)
     new = [with_names(s, {"model": construction.name}) for s in statements(template)]
-    return with_statements(module, {last: [last, *new]}).code
+    return with_changes(module, {last: [last, *new]}).code
 
 
 def _assignments(module: cst.Module) -> list[Construction]:

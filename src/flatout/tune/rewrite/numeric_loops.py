@@ -8,9 +8,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.core.errors import EditError
-from flatout.tune.rewrite.enclosing_blocks import with_changes
 from flatout.tune.rewrite.imports import call_name
-from flatout.tune.rewrite.source import Node, assigned_in, code_of, names_in, nodes_of, word_set
+from flatout.tune.rewrite.source import Node, assigned_in, code_of, names_in, nodes_of, with_changes, word_set
 
 _BUILTINS: Final = word_set("range len int float abs min max round bool enumerate zip sum divmod reversed")
 _NUMPY: Final = word_set(

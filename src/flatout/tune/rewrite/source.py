@@ -143,27 +143,12 @@ def names_in(node: cst.CSTNode | Iterable[cst.CSTNode]) -> set[str]:
 
 def bare_names(node: cst.CSTNode | Iterable[cst.CSTNode]) -> list[cst.Name]:
     """Every bare name in a node, in order (no attributes, no keywords of calls)."""
-    collector = _NameCollector()
-    for one in [node] if isinstance(node, cst.CSTNode) else node:
-        one.visit(collector)
-    return collector.found
-
-
-class _NameCollector(cst.CSTVisitor):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[cst.Name] = []
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self.found.append(node)
+    if isinstance(node, cst.Name):
+        return [node]
+    if isinstance(node, (cst.Attribute, cst.Arg)):
+        return bare_names(node.value)
+    children = node.children if isinstance(node, cst.CSTNode) else node
+    return [name for child in children for name in bare_names(child)]
 
 
 def nodes_of(kind: type[Node], node: cst.CSTNode) -> list[Node]:
@@ -212,7 +197,7 @@ Change = Callable[[Any], cst.CSTNode | Sequence[cst.CSTNode]] | cst.CSTNode | Se
 """What replaces a node: a node, or statements; or what returns it when it is called with the node whose parts are changed."""
 
 
-class NodeChanger(cst.CSTTransformer):
+class _NodeChanger(cst.CSTTransformer):
     """Changes nodes (by identity), the inner before the outer; comments above a statement stay above what replaces it."""
 
     def __init__(self, changes: Mapping[cst.CSTNode, Change]) -> None:
@@ -241,9 +226,9 @@ def _with_lines_of(old: cst.CSTNode, new: Sequence[cst.CSTNode]) -> list[cst.CST
     return found
 
 
-def with_statements(module: cst.Module, changes: Mapping[cst.CSTNode, Sequence[cst.BaseStatement]]) -> cst.Module:
-    """The tree with statements (by identity) replaced by others; the first has the comments above the old one."""
-    return module.visit(NodeChanger(changes))
+def with_changes(node: Node, changes: Mapping[cst.CSTNode, Change]) -> Node:
+    """The tree with nodes (by identity) changed, the inner before the outer; comments above a statement stay there."""
+    return node.visit(_NodeChanger(changes))  # type: ignore[return-value]
 
 
 def spaced(statement: cst.CSTNode, number: int) -> cst.BaseStatement:
@@ -265,8 +250,7 @@ def with_names(node: Node, names: Mapping[str, str]) -> Node:
     def renamed(name: cst.CSTNode) -> cst.CSTNode:
         return name.with_changes(value=names[cst.ensure_type(name, cst.Name).value])
 
-    changes = dict.fromkeys((name for name in bare_names(node) if name.value in names), renamed)
-    return node.visit(NodeChanger(changes))  # type: ignore[return-value,arg-type]
+    return with_changes(node, dict.fromkeys((name for name in bare_names(node) if name.value in names), renamed))
 
 
 def fresh_name(module: cst.Module, wanted: str, *, taken: Collection[str] = ()) -> str:

@@ -35,8 +35,8 @@ from flatout.tune.rewrite.source import (
     names_in,
     nodes_of,
     statements,
+    with_changes,
     with_expression,
-    with_statements,
 )
 
 _WIDTH: Final = 100
@@ -113,7 +113,7 @@ def _without_loop(place: SourcePlace, loop: cst.For, torch: str, open_: Callable
     check_unread(parents_of(place.module), place, local - {code_of(r.target) for r in results})
     new, changes = _handed_over(place, opened.iteration, lifted, results, torch)
     changes[place.statement] = _after(opened.before, new)
-    return with_statements(place.module, changes)
+    return with_changes(place.module, changes)
 
 
 def _lifted(
@@ -308,7 +308,7 @@ def _without_comprehension(place: SourcePlace, torch: str, open_: Callable[[Loop
     new = _in_statement(place, statement, whole, batched.call, is_number=value.is_number, changes=changes)
     changed = [*_insert_before(place, batched.before, {}), _after_line(new)] if batched.before else [new]
     changes[statement] = _after(opened.before, changed)
-    return with_statements(place.module, changes)
+    return with_changes(place.module, changes)
 
 
 def _in_statement(

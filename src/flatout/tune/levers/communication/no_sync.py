@@ -21,7 +21,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
 from flatout.tune.rewrite.calls import DDP, call_in
 from flatout.tune.rewrite.imports import with_import
-from flatout.tune.rewrite.source import code_of, editable_place, fresh_name, names_in, nodes_of, with_statements
+from flatout.tune.rewrite.source import code_of, editable_place, fresh_name, names_in, nodes_of, with_changes
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -113,7 +113,7 @@ def edit(text: str, parameters: Parameters) -> str:
         target=cst.Name(name),
         body=loop.body.with_changes(body=[inside.with_changes(body=inside.body.with_changes(body=loop.body.body))]),
     )
-    return with_import(with_statements(module, {loop: [new]}), "contextlib", "nullcontext").code
+    return with_import(with_changes(module, {loop: [new]}), "contextlib", "nullcontext").code
 
 
 def _accumulates(loop: cst.For, model: str) -> bool:

@@ -22,7 +22,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.feeding import waiting_s
-from flatout.tune.rewrite.enclosing_blocks import assignment, with_changes
+from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import
 from flatout.tune.rewrite.source import (
     Change,
@@ -33,8 +33,8 @@ from flatout.tune.rewrite.source import (
     names_in,
     nodes_of,
     parsed,
+    with_changes,
     with_expression,
-    with_statements,
 )
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def edit(text: str, parameters: Parameters) -> str:
         raise EditError(f"'{min(again)}' is assigned to in the loop")
     wrapped = _wrapped(loop.iter, device)
     new = loop.with_changes(iter=wrapped, body=cleaned)
-    return with_import(with_statements(module, {loop: [new]}), "flatout", "Prefetch").code
+    return with_import(with_changes(module, {loop: [new]}), "flatout", "Prefetch").code
 
 
 def _loop(text: str, parameters: Parameters) -> tuple[cst.Module, cst.For]:

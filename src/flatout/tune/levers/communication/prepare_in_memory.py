@@ -26,7 +26,7 @@ from flatout.machine.cost.feeding import fetch_trial, fits_memory
 from flatout.tune.rewrite.calls import argument, is_named, with_calls, without_argument
 from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import
-from flatout.tune.rewrite.source import code_of, find, fresh_name, place_parameters, statements, with_statements
+from flatout.tune.rewrite.source import code_of, find, fresh_name, place_parameters, statements, with_changes
 
 _WORKERS: Final = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
 _LOADER: Final = "torch.utils.data.DataLoader"
@@ -217,7 +217,7 @@ def _from_list(
     line = with_calls(cst.Module(body=[statement]), [loader], changed).body[0]  # type: ignore[list-item]
     assert isinstance(line, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
     new.append(line.with_changes(leading_lines=()))
-    return with_statements(module, {statement: new})
+    return with_changes(module, {statement: new})
 
 
 LEVER = lever(__name__, propose, apply=apply, edit=edit, title="Items made once, batches cut from tensors")

@@ -30,7 +30,6 @@ from flatout.tune.rewrite.enclosing_blocks import (
     parents_of,
     root_name,
     scope_of,
-    with_changes,
 )
 from flatout.tune.rewrite.imports import call_name
 from flatout.tune.rewrite.source import (
@@ -43,6 +42,7 @@ from flatout.tune.rewrite.source import (
     names_in,
     nodes_of,
     statements,
+    with_changes,
 )
 
 _CONVERSIONS: Final = {

@@ -29,8 +29,8 @@ from flatout.tune.rewrite.source import (
     names_in,
     nodes_of,
     statements,
+    with_changes,
     with_expression,
-    with_statements,
 )
 
 _SAVED: Final = (0.3, 1.0)
@@ -83,7 +83,7 @@ def _around_loop(place: SourcePlace, loop: cst.For) -> str:
     new[1] = new[1].with_changes(body=cst.IndentedBlock(body=[loop.with_changes(leading_lines=())]))
     if module is not place.module:
         raise EditError("torch is not imported by its name")
-    return with_statements(module, {loop: new}).code
+    return with_changes(module, {loop: new}).code
 
 
 def _see_twice(place: SourcePlace, over: cst.BaseExpression) -> None:

@@ -22,15 +22,7 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Parameters
-from flatout.tune.rewrite.enclosing_blocks import (
-    Level,
-    captured,
-    levels,
-    occurrences,
-    parents_of,
-    scope_of,
-    with_changes,
-)
+from flatout.tune.rewrite.enclosing_blocks import Level, captured, levels, occurrences, parents_of, scope_of
 from flatout.tune.rewrite.imports import call_name, with_import
 from flatout.tune.rewrite.numeric_loops import (
     check_numbers,
@@ -51,6 +43,7 @@ from flatout.tune.rewrite.source import (
     names_in,
     nodes_of,
     statements,
+    with_changes,
 )
 
 _COST_FRACTION: Final = 0.98

@@ -32,10 +32,18 @@ from flatout.tune.rewrite.enclosing_blocks import (
     only_small,
     parents_of,
     scope_of,
-    with_changes,
 )
 from flatout.tune.rewrite.imports import call_name
-from flatout.tune.rewrite.source import Change, assigned_in, code_of, expression, find, nodes_of, statements
+from flatout.tune.rewrite.source import (
+    Change,
+    assigned_in,
+    code_of,
+    expression,
+    find,
+    nodes_of,
+    statements,
+    with_changes,
+)
 
 Kind = Literal["number", "list", "listed", "dict"]
 """A number; a list that is appended to; a list, or a dictionary, that a comprehension makes in every step."""

@@ -30,7 +30,6 @@ from flatout.tune.rewrite.enclosing_blocks import (
     only_small,
     parents_of,
     scope_of,
-    with_changes,
 )
 from flatout.tune.rewrite.imports import call_name
 from flatout.tune.rewrite.source import (
@@ -44,6 +43,7 @@ from flatout.tune.rewrite.source import (
     names_in,
     nodes_of,
     statements,
+    with_changes,
 )
 
 _CELLS: Final = {"torch.nn.LSTMCell": "lstm", "torch.nn.GRUCell": "gru", "torch.nn.RNNCell": "rnn_tanh"}

@@ -35,7 +35,7 @@ from flatout.tune.rewrite.constants import (
     times_bound,
     written_names,
 )
-from flatout.tune.rewrite.enclosing_blocks import levels, parents_of, with_changes
+from flatout.tune.rewrite.enclosing_blocks import levels, parents_of
 from flatout.tune.rewrite.imports import with_import
 from flatout.tune.rewrite.purity import Purity, Reads, written
 from flatout.tune.rewrite.source import (
@@ -50,9 +50,9 @@ from flatout.tune.rewrite.source import (
     names_in,
     nodes_of,
     statements,
+    with_changes,
     with_expression,
     with_names,
-    with_statements,
     word_set,
 )
 
@@ -350,7 +350,7 @@ def _out_of(loop: cst.For | cst.While, place: SourcePlace, purity: Purity, scope
         _refuse_read_before(tree, group)
         moved = [c.statement for c in group]
         bare = [s.with_changes(leading_lines=[n for n in s.leading_lines if n.comment]) for s in moved]
-        inner = with_statements(cst.Module(body=[loop]), dict.fromkeys(moved, ())).body[0]
+        inner = with_changes(cst.Module(body=[loop]), dict.fromkeys(moved, ())).body[0]
         if not inner.body.body:  # type: ignore[union-attr]
             raise EditError("nothing is left in the loop")
         return _with_loop(place.module, loop, bare, inner)
@@ -367,7 +367,7 @@ def _out_of(loop: cst.For | cst.While, place: SourcePlace, purity: Purity, scope
 def _with_loop(
     module: cst.Module, loop: cst.For | cst.While, lines: Sequence[cst.BaseStatement], new: cst.BaseStatement
 ) -> str:
-    return with_statements(module, {loop: [*lines, new.with_changes(leading_lines=())]}).code
+    return with_changes(module, {loop: [*lines, new.with_changes(leading_lines=())]}).code
 
 
 def _refuse_read_before(tree: ast.Module, group: Sequence[ConstantAssignment]) -> None:
@@ -407,7 +407,7 @@ def _cached_in_function(place: SourcePlace, purity: Purity) -> str:
         decorator, module = "memoise", with_import(place.module, "flatout", "memoise")
     [old] = [s for s in module.body if isinstance(s, cst.FunctionDef) and s.name.value == name]
     new = old.with_changes(decorators=[cst.Decorator(decorator=expression(decorator))])
-    return with_statements(module, {old: [new]}).code
+    return with_changes(module, {old: [new]}).code
 
 
 def _takes_texts(function: ast.FunctionDef) -> bool:

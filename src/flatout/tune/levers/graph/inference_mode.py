@@ -21,9 +21,17 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.tune.rewrite.calls import calls_ending
-from flatout.tune.rewrite.enclosing_blocks import with_changes
 from flatout.tune.rewrite.imports import with_torch
-from flatout.tune.rewrite.source import MODULE, code_of, expression, function_at, nodes_of, parsed, place_parameters
+from flatout.tune.rewrite.source import (
+    MODULE,
+    code_of,
+    expression,
+    function_at,
+    nodes_of,
+    parsed,
+    place_parameters,
+    with_changes,
+)
 
 if TYPE_CHECKING:
     from torch import nn

@@ -24,7 +24,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Parameters, Refusal
 from flatout.machine.cost.accounting import milliseconds
 from flatout.tune.rewrite.flow import Expression, Flow, bound_in, functional, has_bias, read_in, rewritten
-from flatout.tune.rewrite.source import fresh_name, local_proposals, statements, with_statements
+from flatout.tune.rewrite.source import fresh_name, local_proposals, statements, with_changes
 
 _ELEMENT_BYTES: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _PASSES: Final = 4
@@ -91,7 +91,7 @@ def edit(text: str, parameters: Parameters) -> str:
         raise EditError("'torch' is not imported under its name")
     lines = getattr(block[first], "leading_lines", ())
     changes[block[first]] = [merged.with_changes(leading_lines=lines), *changes[block[first]]]
-    changed = with_statements(flow.module, changes)
+    changed = with_changes(flow.module, changes)
     return (functional(changed)[0] if module is not flow.module else changed).code
 
 

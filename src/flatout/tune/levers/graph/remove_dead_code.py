@@ -25,7 +25,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
 from flatout.tune.levers.submodules import answer_calls, generator_states
 from flatout.tune.rewrite.purity import Purity, written
-from flatout.tune.rewrite.source import SourcePlace, find, local_proposals, pull, with_statements
+from flatout.tune.rewrite.source import SourcePlace, find, local_proposals, pull, with_changes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -284,7 +284,7 @@ def _without(place: SourcePlace, dead: Sequence[cst.SimpleStatementLine], reader
         changes[reader] = [reader.with_changes(body=body)]
     elif len(dead) == len(place.block):
         raise EditError("its block contains nothing else")
-    return with_statements(place.module, changes).code
+    return with_changes(place.module, changes).code
 
 
 def _targets(statement: cst.CSTNode) -> set[str]:

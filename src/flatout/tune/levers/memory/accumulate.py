@@ -31,7 +31,6 @@ from flatout.tune.rewrite.enclosing_blocks import (
     only_small,
     parents_of,
     scope_of,
-    with_changes,
 )
 from flatout.tune.rewrite.source import (
     Change,
@@ -46,7 +45,7 @@ from flatout.tune.rewrite.source import (
     place_parameters,
     statements,
     text_at,
-    with_statements,
+    with_changes,
 )
 
 _PARTS: Final = (2, 4, 8)
@@ -134,7 +133,7 @@ def edit(text: str, parameters: Parameters) -> str:
         one: [] for one in (*step.before, *step.inside, place.statement)
     }
     gone[first] = [*map(_bare, step.before), *new]
-    return with_statements(module, gone).code
+    return with_changes(module, gone).code
 
 
 def _step(place: SourcePlace, model: str) -> _AccumulatedStep:

@@ -26,7 +26,6 @@ from flatout.tune.rewrite.enclosing_blocks import (
     levels,
     occurrences,
     parents_of,
-    with_changes,
 )
 from flatout.tune.rewrite.imports import call_name
 from flatout.tune.rewrite.source import (
@@ -39,7 +38,7 @@ from flatout.tune.rewrite.source import (
     names_in,
     nodes_of,
     statements,
-    with_statements,
+    with_changes,
 )
 
 _JOINS: Final = {
@@ -218,7 +217,7 @@ def _check_writes(growth: Concatenation, loop: cst.BaseStatement, append: cst.Ba
     assert isinstance(loop, (cst.For, cst.While))
     if loop.orelse is not None:
         raise EditError("the loop has an else")
-    rest = with_statements(cst.Module(body=[loop]), {append: []})
+    rest = with_changes(cst.Module(body=[loop]), {append: []})
     if growth.name in assigned_in(rest) | changed_in_place(rest) or m.findall(rest, m.Del()):
         raise EditError(f"'{growth.name}' is also written elsewhere in the loop")
     changed = changed_in_place(loop)

@@ -20,7 +20,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.memory import bytes_at_peak, main_memory
 from flatout.tune.rewrite.imports import call_name, with_import
-from flatout.tune.rewrite.source import code_of, editable_place, find, nodes_of, parsed, statements, with_statements
+from flatout.tune.rewrite.source import code_of, editable_place, find, nodes_of, parsed, statements, with_changes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -95,7 +95,7 @@ def edit(text: str, parameters: Parameters) -> str:
     if len(constructor) != 1:
         raise EditError(f"{len(constructor) or 'no'} optimizers of torch.optim are made and named there")
     line, target = constructor[0]
-    changed = with_statements(module, {line: [line, *statements(f"offload_state({target})\n")]})
+    changed = with_changes(module, {line: [line, *statements(f"offload_state({target})\n")]})
     return with_import(changed, "flatout", "offload_state").code
 
 

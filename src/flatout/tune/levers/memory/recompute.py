@@ -31,8 +31,8 @@ from flatout.tune.rewrite.source import (
     names_in,
     nodes_of,
     parsed,
+    with_changes,
     with_expression,
-    with_statements,
 )
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _unrolled(module: cst.Module, whole: _Whole) -> cst.Module:
     new = [cst.parse_statement(text + "\n", config=module.config_for_parsing) for text in (*before, loop)]
     rest = with_expression(line, call, cst.Name(name)).with_changes(leading_lines=())
     is_same = isinstance(rest.body[0], cst.Assign) and code_of(rest) == f"{name} = {name}"
-    return with_statements(module, {line: new if is_same else [*new, rest]})
+    return with_changes(module, {line: new if is_same else [*new, rest]})
 
 
 LEVER = lever(__name__, propose, apply=apply, edit=edit, title="Activations recomputed in the backward")

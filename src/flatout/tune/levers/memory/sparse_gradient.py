@@ -23,7 +23,7 @@ from flatout.machine.cost.accounting import facts_named
 from flatout.tune.rewrite.calls import TRUE, argument, calls_to, with_argument, with_calls, without_argument
 from flatout.tune.rewrite.imports import call_name, with_torch
 from flatout.tune.rewrite.operands import last_name
-from flatout.tune.rewrite.source import code_of, nodes_of, parsed, statements, with_statements
+from flatout.tune.rewrite.source import code_of, nodes_of, parsed, statements, with_changes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,7 +149,7 @@ def edit(text: str, parameters: Parameters) -> str:
         hook = "{table}.weight.register_hook({torch}.Tensor.coalesce)"
         line = next(s for s in nodes_of(cst.SimpleStatementLine, module) if making in s.body)
         more = statements(hook, table=making.targets[0].target, torch=cst.Name(torch_))
-        module = with_statements(module, {line: [line, *more]})
+        module = with_changes(module, {line: [line, *more]})
     module = with_calls(
         module,
         [cst.ensure_type(_construction(module, name).value, cst.Call)],

@@ -20,10 +20,9 @@ from libcst import matchers as m
 from flatout.core.errors import EditError
 from flatout.core.records.lever import Parameters
 from flatout.tune.levers.proposals import source_lever
-from flatout.tune.rewrite.enclosing_blocks import with_changes
 from flatout.tune.rewrite.iterations import Iteration, iteration_of
 from flatout.tune.rewrite.loop_lifting import LiftedValue
-from flatout.tune.rewrite.source import code_of, expression, fresh_name, names_in, nodes_of
+from flatout.tune.rewrite.source import code_of, expression, fresh_name, names_in, nodes_of, with_changes
 from flatout.tune.rewrite.vmap_loops import Block, Loop, LoopInputs, batched, findings_in_loops
 
 _SAVED: Final = (0.05, 0.6)

@@ -28,7 +28,7 @@ from flatout.tune.rewrite.source import (
     fresh_name,
     names_in,
     statements,
-    with_statements,
+    with_changes,
 )
 
 _UNARY: Final = ("sqrt", "neg", "abs", "exp", "log", "reciprocal", "rsqrt", "sign", "sigmoid", "tanh", "zero")
@@ -76,7 +76,7 @@ def edit(text: str, parameters: Parameters) -> str:
     after = lists.moved(moved)
     if not lists.gathered:
         raise EditError("no tensor of the loop takes part in its arithmetic")
-    return with_statements(
+    return with_changes(
         place.module, {loop: [*_gathering(loop, selecting, lists), *_guarded(after, selecting, lists)]}
     ).code
 

@@ -20,9 +20,8 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.tune.rewrite.calls import with_calls
-from flatout.tune.rewrite.enclosing_blocks import with_changes
 from flatout.tune.rewrite.imports import call_name
-from flatout.tune.rewrite.source import find, nodes_of, place_parameters, with_statements
+from flatout.tune.rewrite.source import find, nodes_of, place_parameters, with_changes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -159,7 +158,7 @@ def _narrowed(text: str, parameters: Parameters) -> str:
     calls = nodes_of(cst.Call, statement)
     switches = [c for c in calls if call_name(module, c.func) == "torch.set_default_dtype"]
     if switches and len(calls) == len(switches):
-        return with_statements(module, {statement: []}).code
+        return with_changes(module, {statement: []}).code
     widening = [c for c in calls if _widens(module, c)]
     if widening:
         return with_changes(module, dict.fromkeys(widening, lambda call: call.func.value)).code

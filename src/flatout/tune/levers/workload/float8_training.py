@@ -35,7 +35,7 @@ from flatout.machine.specs import catalog
 from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import
 from flatout.tune.rewrite.models import behind_model, constructions_in
-from flatout.tune.rewrite.source import code_of, nodes_of, parsed, statements, with_statements
+from flatout.tune.rewrite.source import code_of, nodes_of, parsed, statements, with_changes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -250,7 +250,7 @@ def edit(text: str, parameters: Parameters) -> str:
             new.with_changes(leading_lines=lines),
             statement.with_changes(leading_lines=()),
         ]
-        module = with_statements(module, {statement: changed})
+        module = with_changes(module, {statement: changed})
     return with_import(module, "flatout.blocks.training", "float8").code
 
 

@@ -21,7 +21,7 @@ from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.tune.rewrite.calls import calls_ending
 from flatout.tune.rewrite.imports import call_name
 from flatout.tune.rewrite.models import Construction, constructions_in
-from flatout.tune.rewrite.source import code_of, nodes_of, parsed, statements, with_statements
+from flatout.tune.rewrite.source import code_of, nodes_of, parsed, statements, with_changes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,7 +99,7 @@ def edit(text: str, parameters: Parameters) -> str:
         )
         lines = [f"{_dotted(models[0].name, path)}.requires_grad_(False)\n" for path in frozen]
         changes[models[0].statement] = [models[0].statement, *statements("".join(lines))]
-    return with_statements(module, changes).code
+    return with_changes(module, changes).code
 
 
 def _trained(module: cst.Module) -> set[str]:

@@ -38,7 +38,7 @@ from flatout.tune.rewrite.source import (
     nodes_of,
     place_parameters,
     statements,
-    with_statements,
+    with_changes,
 )
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def edit(text: str, parameters: Parameters) -> str:
         bare = statement.with_changes(leading_lines=())
         changes |= {one: [] for one in inside}
         changes[statement] = [head.with_changes(body=cst.IndentedBlock(body=[bare, *inside[1:]]))]
-    return with_import(with_statements(place.module, changes), "torch").code
+    return with_import(with_changes(place.module, changes), "torch").code
 
 
 def _model_calls(
