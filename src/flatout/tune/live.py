@@ -7,6 +7,7 @@ after its construction, so that a new one replaces it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -179,11 +180,7 @@ def _wrapped_calls(model: nn.Module, levers: Sequence[LiveHooks]) -> Callable[[]
         return call_through(levers, model, call, args, kwargs)
 
     model._compiled_call_impl = wrapped
-
-    def undo() -> None:
-        model._compiled_call_impl = before
-
-    return undo
+    return partial(setattr, model, "_compiled_call_impl", before)
 
 
 def _change_optimizer(optimizer: torch.optim.Optimizer, change: ConstructorChange) -> Callable[[], None]:

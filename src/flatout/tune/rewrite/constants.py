@@ -23,8 +23,8 @@ Depends = Callable[[Reads, frozenset[str]], str]
 """Called with what an expression reads and the names known to be constant: returns why it may change, '' if it cannot."""
 
 
-class ConstantAssignment(NamedTuple):
-    """A statement that assigns a value that comes out the same every time."""
+class PlainAssignment(NamedTuple):
+    """A statement that assigns a value to plain names, and the names that the value is made of."""
 
     statement: cst.SimpleStatementLine
     targets: tuple[str, ...]
@@ -40,13 +40,13 @@ def constant_assignments(
     owner: str = "",
     me: str,
     times: Mapping[str, int] | None = None,
-) -> list[ConstantAssignment]:
+) -> list[PlainAssignment]:
     """Statements of the place's block that assign constants to names that are assigned once."""
     scope = ast.parse(cst.Module(body=[place.function]).code) if place.function is not None else purity.tree
     times = times if times is not None else times_bound(scope)
     changed = written_names(scope)
     known: set[str] = set()
-    found: list[ConstantAssignment] = []
+    found: list[PlainAssignment] = []
     for statement in place.block:
         targets, value = _assignment(statement)
         if value is None or any(times.get(t, 0) != 1 or t in changed for t in targets):
@@ -63,24 +63,22 @@ def constant_assignments(
         if not why:
             assert isinstance(statement, cst.SimpleStatementLine)
             known |= set(targets)
-            found.append(ConstantAssignment(statement, targets, value, reads.names))
+            found.append(PlainAssignment(statement, targets, value, reads.names))
     return found
 
 
-def dependent_constants(
-    constants: Sequence[ConstantAssignment], anchor: ConstantAssignment
-) -> list[ConstantAssignment]:
-    """The anchor, the constants that follow from it, and those that these need; in order."""
+def connected(assignments: Sequence[PlainAssignment], anchor: PlainAssignment) -> list[PlainAssignment]:
+    """The anchor, the assignments that follow from it, and those that these need; in order."""
     selected = {id(anchor)}
-    for constant in constants:
-        bound = {t for c in constants if id(c) in selected for t in c.targets}
-        if constant.reads & bound:
-            selected.add(id(constant))
-    for constant in reversed(constants):
-        needed = set().union(*(c.reads for c in constants if id(c) in selected))
-        if needed & set(constant.targets):
-            selected.add(id(constant))
-    return [c for c in constants if id(c) in selected]
+    for one in assignments:
+        bound = {t for a in assignments if id(a) in selected for t in a.targets}
+        if one.reads & bound:
+            selected.add(id(one))
+    for one in reversed(assignments):
+        needed = set().union(*(a.reads for a in assignments if id(a) in selected))
+        if needed & set(one.targets):
+            selected.add(id(one))
+    return [a for a in assignments if id(a) in selected]
 
 
 def _assignment(statement: cst.CSTNode) -> tuple[tuple[str, ...], cst.BaseExpression | None]:

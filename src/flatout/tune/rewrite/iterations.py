@@ -17,9 +17,11 @@ from flatout.tune.rewrite.source import (
     assigned_in,
     code_of,
     expression,
+    free_name,
     names_in,
     nodes_of,
     statements,
+    with_changes,
     word_set,
 )
 
@@ -101,17 +103,21 @@ def _zipped(target: cst.BaseExpression, over: cst.BaseExpression, torch: str, de
         parts = [a.value for a in args]
     else:
         raise EditError(f"'{code_of(over)}' is not read")
-    all_of = [iteration_of(n, p, torch=torch, device=device) for n, p in zip(names, parts, strict=True)]
+    return joined([iteration_of(n, p, torch=torch, device=device) for n, p in zip(names, parts, strict=True)])
+
+
+def joined(iterations: Sequence[Iteration]) -> Iteration:
+    """The iteration over several things at once, as `zip` has it."""
     known: dict[str, LiftedValue] = {}
-    for one in all_of:
+    for one in iterations:
         known |= one.names
     return Iteration(
-        sum((o.parameters for o in all_of), ()),
-        sum((o.inputs for o in all_of), ()),
+        sum((o.parameters for o in iterations), ()),
+        sum((o.inputs for o in iterations), ()),
         known,
-        sum((o.unpacking for o in all_of), ()),
-        next((o.counter for o in all_of if o.counter), ""),
-        next((o.length for o in all_of if o.length is not None), None),
+        sum((o.unpacking for o in iterations), ()),
+        next((o.counter for o in iterations if o.counter), ""),
+        next((o.length for o in iterations if o.length is not None), None),
     )
 
 
@@ -138,9 +144,7 @@ def _parts(target: cst.BaseExpression, over: cst.BaseExpression) -> Iteration:
     if not names or not all(isinstance(n, cst.Name) for n in names):
         raise EditError(f"'{code_of(target)}' is not read")
     known = {code_of(n): LiftedValue(n, is_batched=True, is_number=is_number) for n in names}
-    whole = "parts"
-    while whole in known:
-        whole += "_"
+    whole = free_name("parts", known)
     unpacking = statements("{target} = {whole}\n", target=target.with_changes(lpar=[], rpar=[]), whole=cst.Name(whole))
     return Iteration((whole,), (over,), known, tuple(unpacking), length=length)
 
@@ -151,12 +155,12 @@ def over_rows(iteration: Iteration, body: Sequence[cst.BaseStatement]) -> tuple[
     if iteration.parameters != (counter,) or length is None:
         return iteration, list(body)
     rows: dict[str, cst.BaseExpression] = {}
-    picks: list[cst.Subscript] = []
+    picks: dict[cst.CSTNode, str] = {}
     picked = m.Subscript(slice=[m.SubscriptElement(m.Index(m.Name(counter)))])
     for node in (n for s in body for n in nodes_of(cst.Subscript, s) if m.matches(n, picked)):
         if isinstance(node.value, (cst.Name, cst.Attribute)) and not names_in(node.value) & assigned_in(body):
-            picks.append(node)
-            rows[code_of(node.value)] = node.value
+            picks[node] = code_of(node.value)
+            rows[picks[node]] = node.value
     lengths = {f"len({r})" for r in rows} | {f"{r}.shape[0]" for r in rows} | {f"{r}.size(0)" for r in rows}
     writing = m.AssignTarget(m.Subscript()) | m.AugAssign(target=m.Subscript())
     is_written = any(m.findall(s, writing) for s in body)
@@ -165,22 +169,10 @@ def over_rows(iteration: Iteration, body: Sequence[cst.BaseStatement]) -> tuple[
     names = {code: f"{code.rpartition('.')[2]}_{counter}" for code in rows}
     if set(names.values()) & names_in(body) or len(set(names.values())) < len(names):
         return iteration, list(body)
-    renaming = _RowNames(counter, names)
     known = {n: LiftedValue(cst.Name(n), is_batched=True, is_mask=is_spelt_mask(n)) for n in names.values()}
-    changed = [s.visit(renaming) for s in body]
-    return Iteration(tuple(names.values()), tuple(rows.values()), known, length=length), changed  # type: ignore[return-value]
-
-
-class _RowNames(cst.CSTTransformer):
-    def __init__(self, counter: str, names: dict[str, str]) -> None:
-        super().__init__()
-        self._counter = counter
-        self._names = names
-
-    def leave_Subscript(self, original_node: cst.Subscript, updated_node: cst.Subscript) -> cst.BaseExpression:
-        is_pick = m.matches(original_node, m.Subscript(slice=[m.SubscriptElement(m.Index(m.Name(self._counter)))]))
-        name = self._names.get(code_of(original_node.value)) if is_pick else None
-        return cst.Name(name) if name else updated_node
+    changes = {node: cst.Name(names[code]) for node, code in picks.items()}
+    changed = [with_changes(s, changes) for s in body]
+    return Iteration(tuple(names.values()), tuple(rows.values()), known, length=length), changed
 
 
 def initial(place: SourcePlace, name: str) -> tuple[cst.BaseStatement, cst.BaseExpression] | None:

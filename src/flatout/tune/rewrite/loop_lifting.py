@@ -28,7 +28,7 @@ from flatout.tune.rewrite.operands import (
     subscripted,
     width_of,
 )
-from flatout.tune.rewrite.source import code_of, expression, names_in, nodes_of, statements, word_set
+from flatout.tune.rewrite.source import code_of, expression, free_name, names_in, nodes_of, statements, word_set
 
 _EFFECTS: Final = word_set(
     "next input open read readline print perf_counter time append extend pop insert backward step zero_grad write"
@@ -131,8 +131,7 @@ class Lifter:
         known = self._named.get(code_of(node))
         if known is not None:
             return known
-        while wanted in self._taken:
-            wanted += "_"
+        wanted = free_name(wanted, self._taken)
         self._taken.add(wanted)
         self.statements += statements("{name} = {value}\n", name=cst.Name(wanted), value=node)
         self._named[code_of(node)] = cst.Name(wanted)

@@ -74,11 +74,8 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
                 _average(module, dist)
             counts[module] = 0
 
-    def start() -> Callable[[], None]:
-        return register_optimizer_step_pre_hook(before_step).remove
-
     hooks.replace(DistributedDataParallel, "forward", forward)
-    hooks.at_start(start)
+    hooks.at_start(lambda: register_optimizer_step_pre_hook(before_step).remove)
 
 
 def _average(module: DistributedDataParallel, dist: Any) -> None:

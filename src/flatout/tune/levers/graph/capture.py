@@ -10,6 +10,7 @@ Refuses     Processes without a CUDA device; devices that are busy all the time;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flatout.core.errors import EditError, LeverRefused, PlanError
@@ -73,11 +74,7 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         before = module._compiled_call_impl
         module.compile(backend="cudagraphs")
         hooks.note(LEVER.id)
-
-        def undo() -> None:
-            module._compiled_call_impl = before
-
-        return undo
+        return partial(setattr, module, "_compiled_call_impl", before)
 
     hooks.at_first_call(capture)
 

@@ -90,11 +90,10 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         hooks.at_start(_draw_as_eager)
 
     def compile_it(module: nn.Module) -> Callable[[], None] | None:
-        whole = _compiled(module)
-        if whole is not None:
+        if module._compiled_call_impl is not None:
             return None  # the script has done it
         modules = [module] if "regions" not in parameters else _blocks(module, _paths(parameters))
-        before = [(one, _compiled(one)) for one in modules]
+        before = [(one, one._compiled_call_impl) for one in modules]
         for one in modules:
             one.compile(**options)
         if modules:
@@ -107,10 +106,6 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         return undo
 
     hooks.at_first_call(compile_it)
-
-
-def _compiled(module: nn.Module) -> Callable[..., Any] | None:
-    return module._compiled_call_impl
 
 
 def _paths(parameters: Parameters) -> tuple[str, ...]:

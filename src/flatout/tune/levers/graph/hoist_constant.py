@@ -26,9 +26,9 @@ from flatout.core.records.workload import Source
 from flatout.tune.levers.proposals import source_lever
 from flatout.tune.rewrite.calls import calls_ending
 from flatout.tune.rewrite.constants import (
-    ConstantAssignment,
+    PlainAssignment,
+    connected,
     constant_assignments,
-    dependent_constants,
     has_work,
     largest_parts,
     last_callee,
@@ -36,6 +36,7 @@ from flatout.tune.rewrite.constants import (
     written_names,
 )
 from flatout.tune.rewrite.enclosing_blocks import levels, parents_of
+from flatout.tune.rewrite.flow import read_in
 from flatout.tune.rewrite.imports import with_import
 from flatout.tune.rewrite.purity import Purity, Reads, written
 from flatout.tune.rewrite.source import (
@@ -180,15 +181,15 @@ def _in_constructor(place: SourcePlace, purity: Purity) -> str:
     constants = constant_assignments(place, purity, depends, owner=owner, me=me)
     anchor = next((c for c in constants if c.statement is place.statement), None)
     if anchor is not None and has_work(anchor.value) and place.block is function.body.body:
-        return _move_statements(method, dependent_constants(constants, anchor))
+        return _move_statements(method, connected(constants, anchor))
     changed = written_names(_as_ast([function]))
     return _move_expressions(method, largest_parts(place.statement, purity, depends, changed, owner=owner, me=me))
 
 
-def _move_statements(method: _Method, group: list[ConstantAssignment]) -> str:
+def _move_statements(method: _Method, group: list[PlainAssignment]) -> str:
     moved = {id(c.statement) for c in group if has_work(c.value)}
     rest = [s for s in method.function.body.body if id(s) not in moved]
-    read_later = _read_in(rest)
+    read_later = read_in(_as_ast(rest))
     taken = _locals(method.init)
     names = {t: free_name(t, taken) for c in group for t in c.targets}
     attributes: dict[str, str] = {}
@@ -209,7 +210,7 @@ def _move_statements(method: _Method, group: list[ConstantAssignment]) -> str:
             lines += _stored(method, attributes[target], cst.Name(names[target]))
     changes: dict[cst.CSTNode, Change] = {}
     for constant in group:
-        is_unread = not set(constant.targets) & _read_in([s for s in rest if s is not constant.statement])
+        is_unread = not set(constant.targets) & read_in(_as_ast([s for s in rest if s is not constant.statement]))
         if id(constant.statement) in moved or is_unread:
             changes[constant.statement] = ()
     stay = [s for s in method.function.body.body if s not in changes]
@@ -331,22 +332,20 @@ def _before_loop(place: SourcePlace, purity: Purity) -> str:
 
 def _out_of(loop: cst.For | cst.While, place: SourcePlace, purity: Purity, scope: ast.Module) -> str:
     tree = _as_ast([loop])
-    bound = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, (ast.Store, ast.Del))}
-    changed = written_names(tree)
+    times, changed = times_bound(tree), written_names(tree)
 
     def depends(reads: Reads, known: frozenset[str]) -> str:
         if reads.attributes:
             return "it reads attributes of an object"
         for name in sorted((reads.names | reads.globals) - known):
-            if name in bound or name in changed:
+            if name in times or name in changed:
                 return f"'{name}' changes in the loop"
         return next((f"'{name}' is written to" for name in sorted(reads.globals) if not purity.is_constant(name)), "")
 
-    times = times_bound(tree)
     constants = constant_assignments(place, purity, depends, me="", times=times)
     anchor = next((c for c in constants if c.statement is place.statement), None)
     if anchor is not None and has_work(anchor.value):
-        group = dependent_constants(constants, anchor)
+        group = connected(constants, anchor)
         _refuse_read_before(tree, group)
         moved = [c.statement for c in group]
         bare = [s.with_changes(leading_lines=[n for n in s.leading_lines if n.comment]) for s in moved]
@@ -370,7 +369,7 @@ def _with_loop(
     return with_changes(module, {loop: [*lines, new.with_changes(leading_lines=())]}).code
 
 
-def _refuse_read_before(tree: ast.Module, group: Sequence[ConstantAssignment]) -> None:
+def _refuse_read_before(tree: ast.Module, group: Sequence[PlainAssignment]) -> None:
     """A name that is read above its assignment has there the value of the round before."""
     for constant in group:
         names = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id in constant.targets]
@@ -468,11 +467,6 @@ def _locals(function: cst.FunctionDef) -> set[str]:
     tree = _as_ast([function])
     stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     return stored | {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-
-
-def _read_in(found: Sequence[cst.CSTNode]) -> set[str]:
-    names = (n for n in ast.walk(_as_ast(found)) if isinstance(n, ast.Name))
-    return {n.id for n in names if isinstance(n.ctx, ast.Load)}
 
 
 def _attribute_name(cls: cst.ClassDef, wanted: str) -> str:

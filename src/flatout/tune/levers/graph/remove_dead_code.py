@@ -24,7 +24,8 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
 from flatout.tune.levers.submodules import answer_calls, generator_states
-from flatout.tune.rewrite.purity import Purity, written
+from flatout.tune.rewrite.constants import PlainAssignment, connected, written_names
+from flatout.tune.rewrite.purity import Purity
 from flatout.tune.rewrite.source import SourcePlace, find, local_proposals, pull, with_changes
 
 if TYPE_CHECKING:
@@ -219,22 +220,24 @@ def _dead(
     end = next((i for i, s in enumerate(place.block) if s is reader), len(place.block))
     loads, stores = _counts(tree)
     inside = _counts(ast.parse(cst.Module(body=[*reader.body.body]).code))[0] if reader is not None else Counter[str]()
-    changed = {w.partition(".")[0] for w in written(tree)}
-    dead: list[cst.SimpleStatementLine] = []
+    changed = written_names(tree)
+    dead: list[PlainAssignment] = []
     after: set[str] = set()
     for statement in reversed(place.block[:end]):
         assert isinstance(statement, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
         targets = _targets(statement)
+        own_loads, own_stores = _counts(ast.parse(cst.Module(body=[statement]).code))
         if targets and not targets & (after | changed) and all(stores[t] == 1 for t in targets):
             assert isinstance(statement, cst.SimpleStatementLine)
-            by_dead = _counts(ast.parse(cst.Module(body=dead).code))[0]
+            by_dead = _counts(ast.parse(cst.Module(body=[d.statement for d in dead]).code))[0]
             is_unread = all(loads[t] == inside[t] + by_dead[t] for t in targets)
             if is_unread and _is_pure(statement, purity, after | changed | unsettled if reader is not None else set()):
-                dead.insert(0, statement)
+                value = cst.ensure_type(statement.body[0], cst.Assign).value
+                dead.insert(0, PlainAssignment(statement, tuple(targets), value, frozenset(own_loads)))
                 continue
-        bound = _counts(ast.parse(cst.Module(body=[statement]).code))[1]
-        after |= set(bound)
-    return _connected(dead, place.statement)
+        after |= set(own_stores)
+    # What is made of the anchor, and what all that is made of: what else is dead is told by other findings.
+    return [a.statement for anchor in dead if anchor.statement is place.statement for a in connected(dead, anchor)]
 
 
 def _unsettled(tree: ast.Module) -> set[str]:
@@ -258,21 +261,6 @@ def _is_pure(statement: cst.SimpleStatementLine, purity: Purity, rebound: set[st
     except EditError:
         return False
     return not reads.names & rebound and all(map(purity.is_constant, reads.globals))
-
-
-def _connected(dead: Sequence[cst.SimpleStatementLine], anchor: cst.CSTNode) -> list[cst.SimpleStatementLine]:
-    """The anchor, what is made of it, and what all that is made of; what else is dead is told by other findings."""
-    if not any(s is anchor for s in dead):
-        return []
-    facts = [(s, _targets(s), set(_counts(ast.parse(cst.Module(body=[s]).code))[0])) for s in dead]
-    selected = {id(anchor)}
-    for statement, _, read in facts:
-        if read & set().union(*(bound_names for s, bound_names, _ in facts if id(s) in selected)):
-            selected.add(id(statement))
-    for statement, bound_names, _ in reversed(facts):
-        if bound_names & set().union(*(read for s, _, read in facts if id(s) in selected)):
-            selected.add(id(statement))
-    return [s for s in dead if id(s) in selected]
 
 
 def _without(place: SourcePlace, dead: Sequence[cst.SimpleStatementLine], reader: cst.If | None) -> str:

@@ -10,7 +10,6 @@ Refuses     Modules in a chain, modules that are used for more than a call, batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -20,7 +19,7 @@ from libcst import matchers as m
 from flatout.core.errors import EditError
 from flatout.core.records.lever import Parameters
 from flatout.tune.levers.proposals import source_lever
-from flatout.tune.rewrite.iterations import Iteration, iteration_of
+from flatout.tune.rewrite.iterations import Iteration, iteration_of, joined
 from flatout.tune.rewrite.loop_lifting import LiftedValue
 from flatout.tune.rewrite.source import code_of, expression, fresh_name, names_in, nodes_of, with_changes
 from flatout.tune.rewrite.vmap_loops import Block, Loop, LoopInputs, batched, findings_in_loops
@@ -64,21 +63,8 @@ def _opened(loop: Loop) -> LoopInputs:
         if any(code_of(name) in names_in(s) for s in block):
             raise EditError(f"'{code_of(name)}' is used for more than a call")
     operands += [iteration_of(n, _as_tensor(loop.torch, x), torch=loop.torch) for n, x in others]
-    return LoopInputs(_joined(operands, called[0][1]), block, before)
-
-
-def _joined(operands: Sequence[Iteration], modules: cst.BaseExpression) -> Iteration:
-    known: dict[str, LiftedValue] = {}
-    for one in operands:
-        known |= one.names
-    return Iteration(
-        tuple(p for one in operands for p in one.parameters),
-        tuple(x for one in operands for x in one.inputs),
-        known,
-        tuple(u for one in operands for u in one.unpacking),
-        next((one.counter for one in operands if one.counter), ""),
-        expression("len({x})", x=modules),
-    )
+    length = expression("len({x})", x=called[0][1])
+    return LoopInputs(joined(operands)._replace(length=length), block, before)
 
 
 def _by_name(loop: Loop) -> tuple[cst.BaseExpression, cst.BaseExpression, Block]:
