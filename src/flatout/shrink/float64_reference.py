@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.core.tensors.nests import tree_leaves, tree_map_only
+from flatout.shrink.module_mode import in_mode
 
 N = TypeVar("N")
 
@@ -65,3 +66,20 @@ def relative_error_to_float64(outputs: Sequence[object], exact: Sequence[object]
             error = float((found.double() - whole).abs().max() / whole.abs().max().clamp(min=1e-6))
             worst = max(worst, error if error == error else float("inf"))
     return worst
+
+
+@torch.no_grad()
+def measured_error(
+    model: nn.Module, inputs: Sequence[Any], *, exact: list[Tensor] | None = None
+) -> tuple[list[Tensor], float]:
+    """The outputs of the model in float64 (or those given), and how far its own are from them, over their largest number.
+
+    Both in eval mode; the mode of every module is put back.
+    """
+    with in_mode(model, is_training=False):
+        if exact is None:
+            exact = float64_outputs(model, inputs)
+        outputs = float64_tensors(model(*inputs))
+    scale = max((float(e.abs().max()) for e in exact), default=0.0)
+    distance = max((float((o - e).abs().max()) for o, e in zip(outputs, exact, strict=True)), default=0.0)
+    return exact, distance / scale if scale else distance

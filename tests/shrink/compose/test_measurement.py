@@ -10,7 +10,7 @@ from torch import nn
 
 from flatout.core.errors import UsageError
 from flatout.shrink.candidate import CandidateModel, MetricScore, ShrinkTask
-from flatout.shrink.compose.measurement import lost
+from flatout.shrink.compose.trials import lost
 
 
 def candidate(evaluate: Callable[[Any], Any]) -> CandidateModel:

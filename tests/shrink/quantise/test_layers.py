@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from flatout.core.errors import UsageError
 from flatout.shrink.quantise import kernel
 from flatout.shrink.quantise.affine import Affine, for_range, grouped, per_channel
-from flatout.shrink.quantise.layers import GROUP, FewBits, FewBitsConv
-from flatout.shrink.quantise.recurrent import FewBitsCell, FewBitsLayers
+from flatout.shrink.quantise.layers import GROUP, FewBits, FewBitsCell, FewBitsConv, FewBitsLayers
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="the kernel is compiled here: no C compiler"

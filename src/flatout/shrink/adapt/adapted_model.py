@@ -21,7 +21,8 @@ from flatout.shrink.adapt.attachment import (
     plain_parameters,
     resolve_method,
 )
-from flatout.shrink.adapt.merging import measured_error, merge_weights
+from flatout.shrink.adapt.low_rank import merge_weights
+from flatout.shrink.float64_reference import measured_error
 
 
 class Adapted:

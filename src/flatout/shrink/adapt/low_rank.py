@@ -10,14 +10,17 @@ Legend: R rank, O rows of the weight (outputs), I its columns (inputs times kern
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from flatout.core.errors import UsageError
 
 LOW_RANK_CHILD: Final = "low_rank"
 """The name of the child that holds an adapted layer's pairs, by name of adapter."""
@@ -97,6 +100,40 @@ def pair_of(module: nn.Module, name: str = "weight") -> LowRank | None:
     """The active pair of a module's weight."""
     part = cast(AdapterParts, module._modules[LOW_RANK_CHILD]).part()
     return cast(LowRank, part[name]) if isinstance(part, nn.ModuleDict) and name in part else None
+
+
+@torch.no_grad()
+def merge_weights(model: nn.Module, hosts: Sequence[str]) -> tuple[dict[str, Tensor], float]:
+    """Write the pairs into the weights, summed in float64 and rounded once.
+
+    Returns what the weights were, by name, and the largest rounding error over a weight's largest number.
+
+    Raises UsageError, before it changes anything, where a weight is shared with another module: that would change, too.
+    """
+    for host in hosts:
+        _check_unshared(model, host)
+    replaced, worst = {}, 0.0
+    for host in hosts:
+        path, _, name = host.partition("/")
+        module = model.get_submodule(path)
+        weight, pair = cast(nn.Parameter, module._parameters[name]), pair_of(module, name)
+        assert pair is not None
+        replaced[f"{path}.{name}".lstrip(".")] = weight.detach().clone()
+        exact = copy.deepcopy(pair).double().merged_weight(weight.double())
+        weight.copy_(exact)
+        error = (weight.double() - exact).abs().max() / exact.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+        worst = max(worst, float(error))
+    return replaced, worst
+
+
+def _check_unshared(model: nn.Module, host: str) -> None:
+    path, _, name = host.partition("/")
+    weight = model.get_submodule(path)._parameters[name]
+    at = [f"{p}.{n}" for p, m in model.named_modules() for n, w in m._parameters.items() if w is weight]
+    if len(at) > 1:
+        raise UsageError(
+            f"the weight of '{path}' is also {' and '.join(at)}: merged, both would change; do not adapt it, or untie it"
+        )
 
 
 def _merged_weight(module: nn.Module, name: str) -> Tensor:

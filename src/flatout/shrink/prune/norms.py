@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flatout.shrink.prune.operator_rules import AtenCall, Shape, Value, operator_rule, pinned
 
-# What sums to the same, or is averaged over the units that stay (masked.py knows how).
+# What sums to the same, or is averaged over the units that stay (the proof knows how).
 SUMS = frozenset({"sum", "mean"})
 
 

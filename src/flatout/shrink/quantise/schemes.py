@@ -16,8 +16,7 @@ from flatout.core.errors import UsageError
 from flatout.shrink.quantise import kernel
 from flatout.shrink.quantise import torch_layers as others
 from flatout.shrink.quantise.affine import Affine
-from flatout.shrink.quantise.layers import Bits, FewBits, FewBitsConv, Terms
-from flatout.shrink.quantise.recurrent import FewBitsCell, FewBitsLayers
+from flatout.shrink.quantise.layers import Bits, FewBits, FewBitsCell, FewBitsConv, FewBitsLayers, Terms
 
 LAYERS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LSTMCell, nn.GRUCell, nn.LSTM, nn.GRU)
 """Types, not their subclasses, that some scheme knows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from time import monotonic
@@ -13,12 +14,11 @@ from torch import Tensor, nn
 
 from flatout.blocks.training.snapshot import random_state, set_random_state
 from flatout.core.errors import UsageError
-from flatout.core.records.architecture_search import ArchitectureTrial, SearchReport, SpaceValue
+from flatout.core.records.architecture_search import ArchitectureTrial, Cost, SearchReport, SpaceValue
 from flatout.core.records.record import from_json
-from flatout.shrink.score_intervals import mean_interval
+from flatout.shrink.score_intervals import mean_interval, paired_difference
 from flatout.shrink.search import storage as search_storage
 from flatout.shrink.search.costs import Limit, Runner, over
-from flatout.shrink.search.proof import Proof, prove_winner
 from flatout.shrink.search.slicing import Layout, inherit
 from flatout.shrink.search.space import Space, architecture_key, checked_space, distributions, spelled, untried
 from flatout.shrink.search.task import Build, Evaluate, SearchTask, Train, pareto_numbers, ranked_trials, scores
@@ -28,6 +28,9 @@ _ATTEMPTS: Final = "attempts"
 _MOST_ATTEMPTS: Final = 2
 _NUM_STARTING: Final = 8
 """Choices drawn at random before the sampler learns."""
+_PROOF_TIME_S: Final = 1.0
+_MOST_TIMED: Final = 5
+"""Of the best trials, until one holds the limit when it is timed longer."""
 
 
 class SearchResult(NamedTuple):
@@ -228,3 +231,64 @@ def _found(run: _SearchRun, proof: Proof | None, ended: str, *, allowed_loss: fl
     if proof is None:
         return SearchResult(None, None, report)
     return SearchResult(proof.module, dict(proof.row.architecture), proof.added_to(report))
+
+
+class Proof(NamedTuple):
+    """A candidate that holds the limit, and its scores by seed and sample."""
+
+    row: ArchitectureTrial
+    cost: Cost
+    module: nn.Module
+    scores: list[float]
+    seed_scores: list[list[float]]
+    original_scores: list[float]
+
+    def added_to(self, report: SearchReport) -> SearchReport:
+        """The report with what was proved."""
+        mean = [fmean(sample) for sample in zip(*self.seed_scores, strict=True)]
+        return msgspec.structs.replace(
+            report,
+            winner=self.row.number,
+            winner_cost=self.cost,
+            winner_score=fmean(self.scores),
+            seed_scores=tuple(map(fmean, self.seed_scores)),
+            difference=paired_difference(self.scores, self.original_scores),
+            seed_difference=paired_difference(mean, self.original_scores),
+        )
+
+
+def prove_winner(
+    rows: Sequence[ArchitectureTrial], task: SearchTask, storage: Path, prove_with: Evaluate, *, num_seeds: int
+) -> Proof | None:
+    """Proof of the best of these trials that holds the limit when it is timed again; None when none does.
+
+    A seed that was trained before a kill is read from the weights kept.
+    """
+    for row in rows[:_MOST_TIMED]:
+        cost = task.cost_of(task.create(row.architecture, task.seed), time_s=_PROOF_TIME_S)
+        if not over(cost, task.limit):
+            return _proved(row, cost, task, storage, prove_with, num_seeds)
+    return None
+
+
+def _proved(
+    row: ArchitectureTrial, cost: Cost, task: SearchTask, storage: Path, prove_with: Evaluate, num_seeds: int
+) -> Proof:
+    models = [_trained(row, task, storage, seed=task.seed + 1 + number) for number in range(num_seeds)]
+    best = max(range(num_seeds), key=lambda number: fmean(scores(task.evaluate, models[number])))
+    found = [scores(prove_with, model) for model in models]
+    return Proof(row, cost, models[best].eval(), found[best], found, scores(prove_with, task.original))
+
+
+def _trained(row: ArchitectureTrial, task: SearchTask, storage: Path, *, seed: int) -> nn.Module:
+    name = f"proof-{row.number}-seed-{seed}"
+    model = task.create(row.architecture, seed)
+    saved = search_storage.load_weights(storage, name)
+    if saved is not None:
+        model.load_state_dict(saved)
+        return model
+    inherit(model, task.original, layout=task.layout)
+    for _ in task.rounds(model, seed):
+        pass
+    search_storage.save_weights(storage, name, model.state_dict())
+    return model

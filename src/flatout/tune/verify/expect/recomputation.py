@@ -3,7 +3,7 @@
 Three things are looked at. The call is run again on copies of what it was given, with the same random numbers: results, writes
 and gradients must have the same bits. It is run under `torch.utils.checkpoint`, whose backward computes the forward again:
 gradients must have the same bits as without. And where compiled code ran, it is compared with eager code at exact cancellations
-(see `cancellation`): the two need not be equal, but what cancels in one must cancel in the other.
+(see `equality`): the two need not be equal, but what cancels in one must cancel in the other.
 
 Not seen: values inside a compiled backward that it computes again rather than keep. Only what becomes of them in gradients is.
 """
@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatout.core.runtime.source_sites import Sites
 from flatout.tune.verify.expect.bits import differences
-from flatout.tune.verify.expect.cancellation import CancellationMode, uncancelled
-from flatout.tune.verify.expect.equality import uncompiled
+from flatout.tune.verify.expect.equality import CancellationMode, uncancelled, uncompiled
 from flatout.tune.verify.expect.messages import Breach, rows_of
 from flatout.tune.verify.expect.rerun import CallOutcome, CallReplay
 
