@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -53,19 +53,14 @@ def layer_calls(model: nn.Module, paths: Sequence[str], inputs: Sequence[Any]) -
     return {path: LayerCalls(first[path], num) for path, num in counts.items() if num}
 
 
-@contextmanager
 def watched_layers(
     model: nn.Module, paths: Sequence[str], on_call: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
-) -> Iterator[None]:
+) -> ExitStack:
     """A context in which `on_call` gets path and arguments of each call of these layers; their hooks are gone afterwards."""
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(
+    hooks = ExitStack()
+    for path in paths:
+        handle = model.get_submodule(path).register_forward_pre_hook(
             lambda _, args, kwargs, path=path: on_call(path, args, kwargs), with_kwargs=True
         )
-        for path in paths
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        hooks.enter_context(handle)
+    return hooks

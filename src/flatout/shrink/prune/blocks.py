@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import msgspec
@@ -68,16 +68,12 @@ def drop_blocks(
 def droppable_blocks(model: nn.Module, inputs: Sequence[Tensor]) -> list[str]:
     """Paths of the blocks that give the shape they got, in this call."""
     fits: dict[str, bool] = {}
-    handles = []
-    for path, module in model.named_modules():
-        parent = model.get_submodule(path.rpartition(".")[0])
-        if path and isinstance(parent, (nn.Sequential, nn.ModuleList)) and any(True for _ in module.parameters()):
-            handles.append(module.register_forward_hook(_shape_check(path, fits)))
-    try:
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            parent = model.get_submodule(path.rpartition(".")[0])
+            if path and isinstance(parent, (nn.Sequential, nn.ModuleList)) and any(True for _ in module.parameters()):
+                hooks.enter_context(module.register_forward_hook(_shape_check(path, fits)))
         outputs_of(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [path for path, is_alike in fits.items() if is_alike]
 
 
@@ -90,15 +86,12 @@ def _shape_check(path: str, fits: dict[str, bool]) -> Any:
     return look
 
 
-@contextmanager
-def _skipped(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+def _skipped(model: nn.Module, paths: Sequence[str]) -> ExitStack:
     """A context in which these modules return their first input."""
-    handles = [model.get_submodule(path).register_forward_hook(lambda _, args, __: args[0]) for path in paths]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = ExitStack()
+    for path in paths:
+        hooks.enter_context(model.get_submodule(path).register_forward_hook(lambda _, args, __: args[0]))
+    return hooks
 
 
 def _loss(model: nn.Module, batches: Sequence[object], loss: Loss | None) -> float:

@@ -116,6 +116,17 @@ def occurrences(node: cst.CSTNode | Iterable[cst.CSTNode], name: str) -> list[cs
     return [found for found in bare_names(node) if found.value == name]
 
 
+def rebinds(statement: cst.CSTNode, name: str) -> bool:
+    """Whether a statement gives the name a new value, whatever it had."""
+    if isinstance(statement, cst.For):
+        return name in names_in(statement.target) and not occurrences(statement.iter, name)
+    if isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.Assign):
+        first = statement.body[0]
+        is_plain = all(isinstance(t.target, (cst.Name, cst.Tuple)) for t in first.targets)
+        return is_plain and name in assigned_in(first) and not occurrences(first.value, name)
+    return False
+
+
 def used_outside(scope: cst.CSTNode, loop: cst.For, names: Iterable[str]) -> set[str]:
     """Names, of those that a loop binds, that are used elsewhere in its scope; what other loops bind for themselves is
     left out.

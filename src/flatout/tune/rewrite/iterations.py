@@ -9,7 +9,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.core.errors import EditError
-from flatout.tune.rewrite.enclosing_blocks import Parents, assignment, captured, levels, occurrences
+from flatout.tune.rewrite.enclosing_blocks import Parents, assignment, captured, levels, occurrences, rebinds
 from flatout.tune.rewrite.loop_lifting import LiftedValue, is_spelt_mask
 from flatout.tune.rewrite.operands import atom
 from flatout.tune.rewrite.source import (
@@ -198,25 +198,13 @@ def _is_read_later(parents: Parents, loop: cst.BaseStatement, name: str) -> bool
     for level in levels(parents, loop):
         if not is_bound:
             first = next((s for s in level.block[level.at + 1 :] if occurrences(s, name)), None)
-            if first is not None and not _binds(first, name):
+            if first is not None and not rebinds(first, name):
                 return True
             is_bound = first is not None
         if isinstance(level.owner, (cst.For, cst.While)):
             if isinstance(level.owner, cst.While) and occurrences(level.owner.test, name):
                 return True
             first = next((s for s in level.block[: level.at] if occurrences(s, name)), None)
-            if first is not None and not _binds(first, name):
+            if first is not None and not rebinds(first, name):
                 return True
-    return False
-
-
-def _binds(statement: cst.BaseStatement, name: str) -> bool:
-    """Whether a statement gives the name a new value, whatever it had."""
-    if isinstance(statement, cst.For):
-        return name in names_in(statement.target) and not occurrences(statement.iter, name)
-    if isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.Assign):
-        first = statement.body[0]
-        bound = {n for t in first.targets if isinstance(t.target, (cst.Name, cst.Tuple)) for n in names_in(t.target)}
-        is_plain = all(isinstance(t.target, (cst.Name, cst.Tuple)) for t in first.targets)
-        return is_plain and name in bound and not occurrences(first.value, name)
     return False

@@ -14,6 +14,7 @@ from libcst import matchers as m
 
 from flatout.core.errors import EditError
 from flatout.core.runtime.torch_functions import is_in_place, is_pointwise, is_random
+from flatout.tune.rewrite.calls import with_argument
 from flatout.tune.rewrite.enclosing_blocks import root_name
 from flatout.tune.rewrite.imports import call_name
 from flatout.tune.rewrite.operands import (
@@ -21,7 +22,6 @@ from flatout.tune.rewrite.operands import (
     as_operand,
     atom,
     inverted,
-    keyword,
     last_name,
     reduced_where,
     reduction_dim,
@@ -497,7 +497,8 @@ class Lifter:
         keywords = {a.keyword.value for a in node.args if a.keyword is not None}
         if keywords & {"reduction", "weight"} or len(args) > 2:
             raise EditError(f"'{code_of(node)}' needs as many rows as were selected")
-        changed = node.with_changes(args=[*_with_values(node.args, args), keyword("reduction", "'none'")])
+        by_row = node.with_changes(args=_with_values(node.args, args))
+        changed = with_argument(by_row, "reduction", cst.SimpleString('"none"'))
         return self._reduced("mean", self._joined(node, changed, args), None)
 
 

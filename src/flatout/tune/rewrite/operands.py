@@ -59,12 +59,6 @@ def subscripted(node: cst.BaseExpression, slices: Sequence[cst.SubscriptElement]
     return cst.Subscript(value=atom(node), slice=parts)
 
 
-def keyword(name: str, value: str) -> cst.Arg:
-    """The argument `name=value` of a call."""
-    plain = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    return cst.Arg(cst.parse_expression(value.replace("'", '"')), keyword=cst.Name(name), equal=plain)
-
-
 def reduction_dim(name: str, args: Sequence[cst.Arg]) -> str | None:
     """The dimension that a reduction is along; None for all."""
     if not args:

@@ -227,9 +227,7 @@ def _fresh(module: cst.Module, wanted: str, taken: Mapping[str, str]) -> str:
     """A name that neither the file nor these have."""
     plural = wanted if wanted.endswith("s") else f"{wanted}s"
     name = next((n for n in (wanted, plural) if n not in names_in(module)), f"all_{plural}")
-    while name in taken.values() or name in names_in(module):
-        name += "_"
-    return name
+    return fresh_name(module, name, taken=taken.values())
 
 
 def _outs_of(result: Result, lifter: Lifter) -> list[cst.BaseExpression]:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from flatout.core.records.verdict import PRECISIONS
 from flatout.core.runtime.patches import Patches
-from flatout.core.tensors.nests import tensors_in
+from flatout.core.tensors.nests import map_tensors, tensors_in
 
 
 def seed_all(seed: int, patches: Patches) -> None:
@@ -158,12 +158,6 @@ def _drawn_narrow(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     return cast_floats(func(*narrowed[0], **narrowed[1]), torch.float64)
 
 
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+def cast_floats(nest: Any, dtype: torch.dtype) -> Any:
     """A nest with its real floating tensors in this dtype."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) in (list, tuple):
-        return type(value)(cast_floats(v, dtype) for v in value)
-    if type(value) is dict:
-        return {k: cast_floats(v, dtype) for k, v in value.items()}
-    return value
+    return map_tensors(nest, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -86,10 +86,9 @@ def compare_bounded(
     reference: list[Step],
     *,
     eps: float,
-    factor: float = FACTOR,
     is_trusted: bool = False,
 ) -> Equality:
-    """No worse against the reference than `factor` times what the steps before the change are, or the first thing that is.
+    """No worse against the reference than `FACTOR` times what the steps before the change are, or the first thing that is.
 
     The reference are the same steps in float64; `eps` is the spacing of the dtype in use: an error of a few of it is none. Errors
     are those of all losses, all gradients, all parameters of a step together (`_Allowance` tells what each may be), and of each
@@ -102,7 +101,7 @@ def compare_bounded(
     outcome = partial(Equality, guarantee="bounded", num_steps=len(before), num_tensors=num)
     structure = next((d for d in _differing(before, after) if d.error is None), None)
     if structure is not None:
-        return outcome(holds=False, factor=factor, worst=math.inf, first=structure)
+        return outcome(holds=False, factor=FACTOR, worst=math.inf, first=structure)
     pairs = list(_pairs(before, after, reference))
     broken = next((p for p in pairs if p.step == 1 and not p.tensor and p.before > closeness(p.what, eps)), None)
     if broken is not None and not is_trusted:
@@ -111,7 +110,7 @@ def compare_bounded(
             "rounding; random numbers that depend on the dtype, perhaps"
         )
         return outcome(holds=None, because=why)
-    allowance = _Allowance(pairs, eps=eps, factor=factor)
+    allowance = _Allowance(pairs, eps=eps)
     worst, first = 0.0, None
     for pair in pairs:
         limit = allowance.of(pair)
@@ -130,7 +129,7 @@ def compare_bounded(
     return outcome(
         holds=first is None,
         reference="float64",
-        factor=factor,
+        factor=FACTOR,
         worst=worst,
         before_error=last.before if last is not None else None,
         after_error=last.after if last is not None else None,
@@ -142,16 +141,15 @@ def compare_bounded(
 class _Allowance:
     """What errors may be, by what those of the steps before the change are.
 
-    - Losses and outputs: `factor` times the largest of all steps. One number's error is near zero by luck in many a step.
-    - Gradients: `factor` times the largest so far. Parameters, and single tensors: four times that.
+    - Losses and outputs: `FACTOR` times the largest of all steps. One number's error is near zero by luck in many a step.
+    - Gradients: `FACTOR` times the largest so far. Parameters, and single tensors: four times that.
     - What parameters were allowed to be off shows in the next step: in the loss at most by the gradient's norm times theirs
       (Cauchy and Schwarz), in gradients by as much as it was magnified before the change in any step (a unit that
       changes its sign).
     """
 
-    def __init__(self, pairs: list[Pair], *, eps: float, factor: float) -> None:
+    def __init__(self, pairs: list[Pair], *, eps: float) -> None:
         self._floor = 4 * eps
-        self._factor = factor
         self._together = {(p.what, p.step): p for p in pairs if not p.tensor}
         self._singles: dict[What, float] = {}
         for what in _ORDER:
@@ -165,11 +163,11 @@ class _Allowance:
         """The largest error that this may have after the change."""
         if pair.tensor:
             own = max(pair.before, self._singles[pair.what])
-            return min(_ONE_TENSOR * max(self._factor * own, self._floor), max(_MOST, _AS_LOST * own))
+            return min(_ONE_TENSOR * max(FACTOR * own, self._floor), max(_MOST, _AS_LOST * own))
         is_scalar = pair.what in ("loss", "output")
         observed_steps = self._steps if is_scalar else [s for s in self._steps if s <= pair.step]
         own = max(self._together[pair.what, s].before for s in observed_steps if (pair.what, s) in self._together)
-        limit = max(self._factor * own, self._floor)
+        limit = max(FACTOR * own, self._floor)
         most = max(_MOST, _AS_LOST * own)
         if pair.what == "parameter":
             return min(_ONE_TENSOR * limit, most)

@@ -64,12 +64,15 @@ def edit(text: str, parameters: Parameters) -> str:
     Raises EditError where the loop does something when nothing is found, or is no such search.
     """
     place = find(text, parameters)
+    module, torch_ = with_torch(place.module)
+    if module is not place.module:
+        raise EditError("torch is not imported by its name")
     if isinstance(place.statement, cst.For):
-        return _around_loop(place, place.statement)
-    return _before_question(place)
+        return _around_loop(place, place.statement, torch_)
+    return _before_question(place, torch_)
 
 
-def _around_loop(place: SourcePlace, loop: cst.For) -> str:
+def _around_loop(place: SourcePlace, loop: cst.For, torch_: str) -> str:
     search = _search_of(place.module, loop)
     bound = set(search.bound)
     _see_twice(place, loop.iter)
@@ -77,13 +80,10 @@ def _around_loop(place: SourcePlace, loop: cst.For) -> str:
     outside = used_outside(scope, loop, bound)
     if outside:
         raise EditError(f"'{sorted(outside)[0]}' is used outside the loop, too")
-    module, torch_ = with_torch(place.module)
-    name = fresh_name(module, "total_norm")
+    name = fresh_name(place.module, "total_norm")
     new = statements(f"{name} = {{norm}}\nif not {torch_}.isfinite({name}):\n    pass\n", norm=_norm(search, torch_))
     new[1] = new[1].with_changes(body=cst.IndentedBlock(body=[loop.with_changes(leading_lines=())]))
-    if module is not place.module:
-        raise EditError("torch is not imported by its name")
-    return with_changes(module, {loop: new}).code
+    return with_changes(place.module, {loop: new}).code
 
 
 def _see_twice(place: SourcePlace, over: cst.BaseExpression) -> None:
@@ -100,7 +100,7 @@ def _see_twice(place: SourcePlace, over: cst.BaseExpression) -> None:
         raise EditError(f"'{code_of(over)}' is no plain loop over tensors")
 
 
-def _before_question(place: SourcePlace) -> str:
+def _before_question(place: SourcePlace, torch_: str) -> str:
     """`any(isnan(g).any() for g in ...)` -> `not isfinite(norm) and any(...)`."""
     asked = place.statement.test if isinstance(place.statement, cst.If) else place.statement
     found = [
@@ -114,16 +114,13 @@ def _before_question(place: SourcePlace) -> str:
     [(call, search)] = found
     for _, over in search.loops:
         _see_twice(place, over)
-    module, torch_ = with_torch(place.module)
-    if module is not place.module:
-        raise EditError("torch is not imported by its name")
     template = (
         "(not {t}.isfinite({{norm}}) and {{call}})"
         if _is(call, "any")
         else "(bool({t}.isfinite({{norm}})) or {{call}})"
     )
     new = expression(template.format(t=torch_), norm=_norm(search, torch_), call=call)
-    return with_expression(module, call, new).code
+    return with_expression(place.module, call, new).code
 
 
 def _is(call: cst.Call, name: str) -> bool:

@@ -22,7 +22,7 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Parameters
-from flatout.tune.rewrite.enclosing_blocks import Level, captured, levels, occurrences, parents_of, scope_of
+from flatout.tune.rewrite.enclosing_blocks import Level, captured, levels, occurrences, parents_of, rebinds, scope_of
 from flatout.tune.rewrite.imports import call_name, with_import
 from flatout.tune.rewrite.numeric_loops import (
     check_numbers,
@@ -256,17 +256,10 @@ def _is_handed(place: SourcePlace, level: Level, name: str, bound: set[str], of_
 def _is_set_first(loop: cst.CSTNode, name: str) -> bool:
     """Whether each iteration gives the name a value before it reads it."""
     assert isinstance(loop, (cst.For, cst.While))
-    for statement in loop.body.body:
-        where = occurrences(statement, name)
-        if not where:
-            continue
-        if isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.Assign):
-            assign = statement.body[0]
-            return name in assigned_in(assign) and not occurrences(assign.value, name)
-        if isinstance(statement, cst.For):
-            return name in names_in(statement.target) or _is_set_first(statement, name)
+    first = next((s for s in loop.body.body if occurrences(s, name)), None)
+    if first is None:
         return False
-    return False
+    return rebinds(first, name) or (isinstance(first, cst.For) and _is_set_first(first, name))
 
 
 def _outside(place: SourcePlace, loop: cst.CSTNode) -> set[str]:
