@@ -43,7 +43,7 @@ def write_shrunk(candidate: CandidateModel, composition: tuple[Option, ...], fol
 
     Raises UsageError when the module cannot be pickled, or the folder cannot be written.
     """
-    num_in_weights = sum(_is_in_weights(option) for option in composition)
+    num_in_weights = sum(reduction_of(option.reduction).kind != "engine" for option in composition)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".model", delete=False) as file:
@@ -96,10 +96,6 @@ def load_shrunk(folder: str | Path) -> Callable[..., Any]:
 def _alone(value: Any) -> Any:
     """A tensor without what else lies in its storage."""
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _is_in_weights(option: Option) -> bool:
-    return reduction_of(option.reduction).kind != "engine"
 
 
 def _nothing(call: Callable[..., Any]) -> float:

@@ -22,7 +22,7 @@ from flatout.core.errors import PlanError
 from flatout.core.records.prune import PruningPlan
 from flatout.core.tensors.nests import tree_leaves
 from flatout.shrink.float64_reference import float64_copy, relative_error_to_float64, to_float64
-from flatout.shrink.prune.graph import ExportedGraph, owners_of
+from flatout.shrink.prune.graph import owners_of
 from flatout.shrink.prune.operator_rules import Shape, Value, shapes_in
 from flatout.shrink.prune.surgery import apply_pruning, named_tensors, select_units
 from flatout.shrink.prune.terms import Dim
@@ -213,7 +213,7 @@ def counted_attributes(model: nn.Module, tied: Tied, removed: frozenset[int]) ->
     return found
 
 
-def refuse_unequal(model: nn.Module, graph: ExportedGraph, inputs: Sequence[Tensor], tied: Tied) -> None:
+def refuse_unequal(model: nn.Module, inputs: Sequence[Tensor], tied: Tied) -> None:
     """The graph has to give what the model gives, or nothing found on it holds.
 
     Raises PlanError where it does not: the model draws random numbers, or depends on more than its inputs.

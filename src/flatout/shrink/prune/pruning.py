@@ -117,7 +117,7 @@ def prune(
     score = _importance(importance, model, batches, loss, seed)
     graph = exported(model, inputs)
     tied = tie(model, graph, num_state=num_state)
-    refuse_unequal(model, graph, inputs, tied)
+    refuse_unequal(model, inputs, tied)
     groups = groups_of(tied, [name for name, _ in model.named_parameters(remove_duplicate=False)])
     for pattern in (*keep, *(fraction if isinstance(fraction, Mapping) else ())):
         if not any(group.matches(pattern) for group in groups):

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from flatout.core.errors import UsageError
 from flatout.shrink.quantise import affine
 from flatout.shrink.quantise.layers import GROUP, Bits, weight_grid
-from flatout.shrink.quantise.quantised_model import Quantised, named, replaced
+from flatout.shrink.quantise.quantised_model import Quantised, layer_at, named, replace_layer, replaced
 from flatout.shrink.quantise.schemes import scheme_of
-from flatout.shrink.quantise.sites import layer_at, replace_layer
 
 _BITS: Final[dict[str, Bits]] = {"int8": 8, "int4": 4}
 _KNOWN: Final = ("int8", "int8-dynamic", "int4", "int4-dynamic")

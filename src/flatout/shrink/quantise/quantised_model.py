@@ -18,9 +18,10 @@ from flatout.core.errors import CheckpointError, UsageError
 from flatout.shrink.checkpoint_file import write_checkpoint_file
 from flatout.shrink.quantise.observers import Kind, calibrated_inputs
 from flatout.shrink.quantise.schemes import LAYERS, Scheme, refusal, scheme_of
-from flatout.shrink.quantise.sites import layer_at, read_by_parents, replace_layer
 from flatout.shrink.quantise.torch_layers import torchao_quantization
 
+_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""They hand their layers' weights to one operator instead of calling the layers, in some modes or all."""
 _FORMAT = 1
 _DAMAGED = (RuntimeError, KeyError, TypeError, ValueError, EOFError, pickle.UnpicklingError)
 
@@ -168,3 +169,33 @@ def _calibrated(model: nn.Module, paths: list[str], batches: Iterable[Any] | Non
     if batches is None:
         raise UsageError(f"layers {paths[:5]} get a scale seen beforehand; give batches to calibrate=")
     return calibrated_inputs(model, paths, batches, kind=kind)
+
+
+def layer_at(model: nn.Module, path: str) -> nn.Module:
+    """The module at a path; UsageError when there is none."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError as e:
+        raise UsageError(f"{type(model).__name__} has no layer '{path}'; look at named_modules()") from e
+
+
+def replace_layer(model: nn.Module, path: str, layer: nn.Module) -> nn.Module:
+    """Put `layer` at `path` and wherever else the same module sits; returns the model, or `layer` for the model's own path."""
+    old = layer_at(model, path)
+    if old is model:
+        return layer
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is old:
+                parent._modules[name] = layer
+    return model
+
+
+def read_by_parents(model: nn.Module) -> dict[str, str]:
+    """Why layers must stay whose parent takes their weights itself, by path."""
+    found: dict[str, str] = {}
+    for at, module in model.named_modules():
+        if isinstance(module, _READERS):
+            inside = dict(module.named_modules(prefix=at))
+            found = dict.fromkeys(inside, f"{type(module).__name__} '{at}' reads its layers' weights itself") | found
+    return found

@@ -27,9 +27,8 @@ from flatout.shrink.layer_calls import layer_calls
 from flatout.shrink.model_size import stored_bytes
 from flatout.shrink.quantise.layer_trials import LayerTrials, layer_kind, try_layer
 from flatout.shrink.quantise.observers import Kind, calibrated_inputs
-from flatout.shrink.quantise.quantised_model import Quantised, replaced
+from flatout.shrink.quantise.quantised_model import Quantised, read_by_parents, replaced
 from flatout.shrink.quantise.schemes import LAYERS, default, refusal, scheme_of
-from flatout.shrink.quantise.sites import read_by_parents
 
 _MODEL_S: Final = 0.5
 _MODEL_MOST_S: Final = 10.0

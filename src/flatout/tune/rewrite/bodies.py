@@ -9,7 +9,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.core.errors import EditError
-from flatout.tune.rewrite.enclosing_blocks import occurrences
+from flatout.tune.rewrite.enclosing_blocks import is_skip, occurrences
 from flatout.tune.rewrite.loop_lifting import LiftedValue, Lifter
 from flatout.tune.rewrite.operands import atom, inverted
 from flatout.tune.rewrite.source import assigned_in, code_of, expression, statements
@@ -59,7 +59,7 @@ class BodyLifter:
                 for small in statement.body:
                     self._small(small, condition)
             elif isinstance(statement, cst.If):
-                if self._skips(statement):
+                if is_skip(statement):
                     test = self._tested(statement.test)
                     self.lift(block[n + 1 :], _both(condition, inverted(test)))
                     return
@@ -194,11 +194,6 @@ class BodyLifter:
         if not value.is_mask:
             return expression("{x} != 0", x=atom(value.node))
         return value.node
-
-    def _skips(self, statement: cst.If) -> bool:
-        """Whether the statement is `if ...: continue`."""
-        is_skip = m.matches(statement.body, m.IndentedBlock([m.SimpleStatementLine([m.Continue()])]))
-        return is_skip and statement.orelse is None
 
     def _branches(self, statement: cst.If, condition: cst.BaseExpression | None) -> None:
         test = self._tested(statement.test)

@@ -68,6 +68,13 @@ def assignment(statement: cst.CSTNode) -> tuple[cst.BaseExpression, cst.BaseExpr
     return None
 
 
+def is_skip(statement: cst.If) -> bool:
+    """Whether the statement is `if ...: continue` and nothing else."""
+    body = statement.body.body
+    skips = len(body) == 1 and m.matches(body[0], m.SimpleStatementLine(body=[m.Continue()]) | m.Continue())
+    return skips and statement.orelse is None
+
+
 def root_name(node: cst.CSTNode) -> str:
     """The bare name that `a.b[c].d` starts with; '' when it starts with something else."""
     while isinstance(node, (cst.Attribute, cst.Subscript, cst.Call)):

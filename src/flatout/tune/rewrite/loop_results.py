@@ -52,7 +52,7 @@ def handed_over(
             first = expression("{x}[{c}]", x=first, c=argument[1])
         if not isinstance(result.target, cst.Name):
             return _extended(result.target, first, is_number=result.value.is_number)
-        return listed(place, result.target.value, first, is_number=result.value.is_number, changes=changes, torch=torch)
+        return listed(place, result.target.value, first, is_number=result.value.is_number, changes=changes)
     if how in ("add", "subtract"):
         return _summed(place, result, first, changes)
     if how == "put":
@@ -120,7 +120,7 @@ def _extended(target: cst.BaseExpression, argument: cst.BaseExpression, *, is_nu
 
 
 def listed(
-    place: SourcePlace, name: str, argument: cst.BaseExpression, *, is_number: bool, changes: Changes, torch: str
+    place: SourcePlace, name: str, argument: cst.BaseExpression, *, is_number: bool, changes: Changes
 ) -> list[cst.BaseStatement]:
     """Statements that assign a list's name: to one tensor where all its uses allow that, else to a list."""
     found = initial(place, name)
@@ -180,7 +180,7 @@ def as_tensor(module: cst.Module, call: cst.Call, name: str, *, is_number: bool)
         return cst.parse_expression(f"{x}.double().mean().item()")
     if full == "torch.tensor" and len(call.args) == 1 and is_number:
         return cst.Name(x)
-    if full not in ("torch.stack", "torch.cat", "torch.concat", "torch.vstack") or is_number or len(call.args) > 2:
+    if full not in ("torch.stack", "torch.cat", "torch.concat") or is_number or len(call.args) > 2:
         return None
     dim = "0"
     if len(call.args) == 2:
@@ -192,8 +192,6 @@ def as_tensor(module: cst.Module, call: cst.Call, name: str, *, is_number: bool)
         return None
     if full == "torch.stack":
         return cst.Name(x) if dim == "0" else cst.parse_expression(f"{x}.movedim(0, {dim})")
-    if full == "torch.vstack":
-        return None
     if dim == "0":
         return cst.parse_expression(f"{x}.flatten(0, 1)")
     if dim == "-1":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -319,18 +320,24 @@ def text_at(evidence: Evidence, parameters: Parameters) -> str:
         raise EditError(f"'{parameters['file']}' cannot be read: {e}") from e
 
 
+def readable_place(evidence: Evidence, where: Source | None, *, loop: bool = False) -> Parameters:
+    """The place at a line (`place_parameters`); nothing where there is none, as in a file of somebody else's."""
+    try:
+        return place_parameters(evidence, where, loop=loop) if where is not None else {}
+    except EditError:
+        return {}
+
+
 def editable_place(
     evidence: Evidence, where: Source | None, edit: Edit, *, loop: bool = False, **more: Parameter
 ) -> Parameters:
-    """The place at a line (`place_parameters`) where `edit` is certain of it, with `more` parameters for it; else nothing."""
-    if where is None:
-        return {}
-    try:
-        place = place_parameters(evidence, where, loop=loop)
-        edit(text_at(evidence, place), place | more)
-    except EditError:
-        return {}
-    return place
+    """The place at a line where `edit` is certain of it, with `more` parameters for it; else nothing."""
+    place = readable_place(evidence, where, loop=loop)
+    with suppress(EditError):
+        if place:
+            edit(text_at(evidence, place), place | more)
+            return place
+    return {}
 
 
 def local_proposals(

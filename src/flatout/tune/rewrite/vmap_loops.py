@@ -199,7 +199,7 @@ def _grouped(
         along = ".unsqueeze(1)" if group.is_by_row else ""
         counts = f"{{t}} / {torch}.bincount({{owner}}, minlength={{n}}){along}"
         call = expression(counts, t=cst.Name(name), owner=owner, n=length)
-    return new + listed(place, name, call, is_number=False, changes=changes, torch=torch)
+    return new + listed(place, name, call, is_number=False, changes=changes)
 
 
 def _names(place: SourcePlace, results: Sequence[Result], lifter: Lifter) -> dict[str, str]:

@@ -10,7 +10,6 @@ Refuses     Items that differ from time to time (augmentation), data that do not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 import libcst as cst
@@ -26,7 +25,7 @@ from flatout.machine.cost.feeding import fetch_trial, fits_memory
 from flatout.tune.rewrite.calls import argument, is_named, with_calls, without_argument
 from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import
-from flatout.tune.rewrite.source import code_of, find, fresh_name, place_parameters, statements, with_changes
+from flatout.tune.rewrite.source import code_of, find, fresh_name, readable_place, statements, with_changes
 
 _WORKERS: Final = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
 _LOADER: Final = "torch.utils.data.DataLoader"
@@ -54,12 +53,11 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     waited_s = evidence.steps.phases.get("data", 0.0)
     low, high = max(savings, default=(0.0, waited_s))
     low = low if loader.num_epochs > 0 else -_CACHING_COST * waited_s  # whether items come again was not seen
-    parameters: Parameters = {"datasets": tuple(sorted({one.dataset for one, _ in able}))}
     constructor = evidence.source_of(loader.constructed)
-    with suppress(EditError):  # a loader that is made in somebody else's file is wrapped all the same
-        parameters |= place_parameters(evidence, constructor) if constructor is not None else {}
+    datasets = tuple(sorted({one.dataset for one, _ in able}))
     yield Candidate(
-        parameters=parameters,
+        # a loader that is made in somebody else's file is wrapped all the same
+        parameters={"datasets": datasets} | readable_place(evidence, constructor),
         saved_s=(share * low, max(share * low, share * max(high, waited_s))),
         where=constructor,
         because=f"each step waits for a batch of {loader.dataset}, whose items come out the same each time",

@@ -9,7 +9,6 @@ Refuses     Batches that are full in their longest row. Models to which padding 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 import libcst as cst
@@ -22,7 +21,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
 from flatout.tune.rewrite.enclosing_blocks import assignment, levels, parents_of
 from flatout.tune.rewrite.imports import call_name
-from flatout.tune.rewrite.source import code_of, find, names_in, nodes_of, place_parameters, with_expression
+from flatout.tune.rewrite.source import code_of, find, names_in, nodes_of, readable_place, with_expression
 
 _LONGEST_FRACTION: Final = 0.97
 """Above, so little of the width is padding in all rows that looking for it costs as much."""
@@ -39,13 +38,10 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     padding = max(able, key=lambda p: p.padding_fraction)
     high = max(f.saved_s[1] for f in findings)
     low = min(f.saved_s[0] for f in findings)
-    parameters: Parameters = {"pad": int(padding.pad_value)}
     where = evidence.source_of(padding.source) or next((f.where for f in findings if f.where is not None), None)
-    if where is not None:
-        with suppress(EditError):  # where the batch is made in a library, it is cut all the same
-            parameters |= place_parameters(evidence, where)
     yield Candidate(
-        parameters=parameters,
+        # where the batch is made in a library, it is cut all the same
+        parameters={"pad": int(padding.pad_value)} | readable_place(evidence, where),
         saved_s=(0.5 * low, high),
         where=where,
         because=f"the longest row of a batch fills {padding.longest_fraction:.0%} of '{padding.name}', {padding.shape[1]} wide",
@@ -148,11 +144,10 @@ def _longest_row(name: str, after: Sequence[cst.CSTNode]) -> str:
 def _of_loop(name: str, loop: cst.For) -> str:
     """`max(len(row) for row in rows)` of `for i, row in enumerate(rows): name[i, : len(row)] = row`."""
     body = loop.body.body
-    line = body[0] if len(body) == 1 else None
-    small = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
-    if not isinstance(small, cst.Assign) or len(small.targets) != 1:
+    assigned = assignment(body[0]) if len(body) == 1 else None
+    if assigned is None:
         raise EditError(f"the loop that fills '{name}' does something else, too")
-    length = _length_written(name, small.targets[0].target)
+    length = _length_written(name, assigned[0])
     target: cst.BaseExpression = loop.target
     rows = loop.iter
     is_counted = m.matches(rows, m.Call(func=m.Name("enumerate"), args=[m.DoNotCare()]))

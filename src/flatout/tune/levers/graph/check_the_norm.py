@@ -17,7 +17,7 @@ from libcst import matchers as m
 from flatout.core.errors import EditError
 from flatout.core.records.lever import Parameters
 from flatout.tune.levers.proposals import source_lever
-from flatout.tune.rewrite.enclosing_blocks import used_outside
+from flatout.tune.rewrite.enclosing_blocks import is_skip, used_outside
 from flatout.tune.rewrite.imports import call_name, with_torch
 from flatout.tune.rewrite.source import (
     SourcePlace,
@@ -38,6 +38,8 @@ _SAVED: Final = (0.3, 1.0)
 _ASKS: Final = {"isnan": "any", "isinf": "any", "isposinf": "any", "isneginf": "any", "isfinite": "all"}
 """What is asked of each number, and how the answers are put together for a question of the whole tensor."""
 
+_IS_NONE: Final = m.Comparison(comparisons=[m.ComparisonTarget(m.Is(), m.Name("None"))])
+_IS_NOT_NONE: Final = m.Comparison(comparisons=[m.ComparisonTarget(m.IsNot(), m.Name("None"))])
 _PASSING: Final = ("enumerate", "zip", "list", "tuple", "reversed", "sorted", "filter", "map")
 _LISTS: Final = (
     m.List()
@@ -171,8 +173,9 @@ def _read(
     """Statements of the loop: names for what is checked, guards against None, questions."""
     for index, statement in enumerate(body):
         if isinstance(statement, cst.If) and statement.orelse is None:
-            if _is_skip(statement):
-                ifs.append(cst.parse_expression(code_of(_not_none(statement.test))))
+            if is_skip(statement) and m.matches(statement.test, _IS_NONE):
+                tested = cst.ensure_type(statement.test, cst.Comparison).left
+                ifs.append(expression("{x} is not None", x=tested))
             elif _is_not_none(statement.test) and index == len(body) - 1:
                 ifs.append(statement.test)
                 _read(module, list(statement.body.body), checked, ifs, names)
@@ -241,19 +244,8 @@ def _method(module: cst.Module, call: cst.Call) -> tuple[str, cst.BaseExpression
     return "", None
 
 
-def _is_skip(statement: cst.If) -> bool:
-    """`if x is None: continue`."""
-    body = statement.body.body
-    skips = len(body) == 1 and m.matches(body[0], m.SimpleStatementLine(body=[m.Continue()]) | m.Continue())
-    return skips and m.matches(statement.test, m.Comparison(comparisons=[m.ComparisonTarget(m.Is(), m.Name("None"))]))
-
-
-def _not_none(test: cst.BaseExpression) -> cst.BaseExpression:
-    return expression("{x} is not None", x=cst.ensure_type(test, cst.Comparison).left)
-
-
 def _is_not_none(test: cst.CSTNode) -> bool:
-    return m.matches(test, m.Comparison(comparisons=[m.ComparisonTarget(m.IsNot(), m.Name("None"))]))
+    return m.matches(test, _IS_NOT_NONE)
 
 
 def _see_none(test: cst.BaseExpression) -> None:

@@ -42,6 +42,7 @@ from flatout.tune.rewrite.source import (
     local_proposals,
     names_in,
     nodes_of,
+    spaced,
     statements,
     with_changes,
 )
@@ -174,7 +175,7 @@ def _with_loop_out(place: SourcePlace, level: Level) -> cst.Module:
     assert isinstance(loop, (cst.For, cst.While))
     if m.findall(loop, m.Return()) or loop.orelse is not None:
         raise EditError("the loop returns, or has an else")
-    plain, of_self = _without_self(module, without_reversed(_without_items(loop)))
+    plain, of_self = _without_self(without_reversed(_without_items(loop)))
     bound = assigned_in(plain)
     constants = numeric_constants(module)
     read = _read(plain, bound)
@@ -202,15 +203,14 @@ def _with_loop_out(place: SourcePlace, level: Level) -> cst.Module:
     compiled = compiled.with_changes(body=cst.IndentedBlock(body))
     call = statements(f"{ends} = {name}({assigned})\n" if results else f"{name}({assigned})\n")
     top = next(s for s in module.body if loop in nodes_of(type(loop), s))
-    is_top = top is loop
-    if is_top:
-        changes: dict[cst.CSTNode, Change] = {loop: lambda _: [compiled, *_spaced(call)]}
+    if top is loop:
+        changes: dict[cst.CSTNode, Change] = {loop: [compiled, spaced(call[0], 2), *call[1:]]}
     else:
         lines = getattr(top, "leading_lines", ())
         blank = [cst.EmptyLine(indent=False)] * 2
         changes = {
             loop: lambda _: call,
-            top: lambda old: [compiled.with_changes(leading_lines=lines), _led(old, blank)],
+            top: lambda old: [compiled.with_changes(leading_lines=lines), old.with_changes(leading_lines=blank)],
         }
     return with_changes(module, changes)
 
@@ -219,14 +219,6 @@ def _in_order(node: cst.CSTNode, names: set[str]) -> list[str]:
     """Names as they come in the text."""
     found = dict.fromkeys(n.value for n in nodes_of(cst.Name, node))
     return [n for n in found if n in names]
-
-
-def _spaced(new: Sequence[cst.BaseStatement]) -> list[cst.CSTNode]:
-    return [_led(new[0], [cst.EmptyLine(indent=False)] * 2), *new[1:]]
-
-
-def _led(node: cst.CSTNode, lines: Sequence[cst.EmptyLine]) -> cst.CSTNode:
-    return node.with_changes(leading_lines=lines)
 
 
 def _read(loop: cst.CSTNode, bound: set[str]) -> set[str]:
@@ -324,7 +316,7 @@ def _without_items(loop: cst.For | cst.While) -> cst.For | cst.While:
     return with_changes(loop, changes)
 
 
-def _without_self(module: cst.Module, loop: cst.For | cst.While) -> tuple[cst.For | cst.While, dict[str, str]]:
+def _without_self(loop: cst.For | cst.While) -> tuple[cst.For | cst.While, dict[str, str]]:
     """The loop with `self.x` read as a name of its own, and what these names stand for."""
     found: dict[str, str] = {}
     changes: dict[cst.CSTNode, Change] = {}

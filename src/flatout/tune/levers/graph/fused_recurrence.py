@@ -112,7 +112,6 @@ class _Conversion:
         self._module = place.module
         self._scope = scope_of(place.module, place.function)
         self._captured = captured(place.module, place.function)
-        self._level = level
         self._loop = loop
         self._before = level.block[: level.at]
         self._new: list[cst.BaseStatement] = []

@@ -8,7 +8,7 @@ Refuses     Runs whose calls in evaluation mode are differentiated, or that buil
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from flatout.tune.rewrite.source import (
     function_at,
     nodes_of,
     parsed,
-    place_parameters,
+    readable_place,
     with_changes,
 )
 
@@ -45,9 +45,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     used = next((m for m in evaluating if m.num_graphs_used), None)
     if used is not None:
         raise LeverRefused(f"{used.name} is differentiated in evaluation mode too")
-    first, place = findings[0], Parameters()
-    with suppress(EditError):  # its file cannot be read, and not edited
-        place = place_parameters(evidence, first.where) if first.where is not None else {}
+    first = findings[0]
+    place = readable_place(evidence, first.where)
     yield Candidate(parameters=place, saved_s=first.saved_s, where=first.where, because=first.because)
 
 

@@ -19,7 +19,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
 from flatout.machine.cost.accounting import facts_named, milliseconds, operator_seconds, operators_at
 from flatout.tune.rewrite.calls import argument, call_in, with_argument, without_argument
-from flatout.tune.rewrite.source import expression, place_parameters, with_expression
+from flatout.tune.rewrite.source import expression, readable_place, with_expression
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,10 +61,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     parameters: Parameters = {}
     only = next(iter(kinds.values()))
     if len(kinds) == 1 and len(only) == 1 and only <= _FLAGS and where is not None:
-        try:
-            parameters = {**place_parameters(evidence, where), "kind": next(iter(only))}
-        except EditError:  # a line of a library: the flag can be set, and not written
-            parameters = {}
+        place = readable_place(evidence, where)  # none in a library: there the flag can be set, and not written
+        parameters = place | {"kind": next(iter(only))} if place else {}
     yield Candidate(parameters=parameters, saved_s=(least_s, best_s), where=where, because="; ".join(becauses[:3]))
 
 

@@ -19,6 +19,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.memory import bytes_at_peak, main_memory
+from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import
 from flatout.tune.rewrite.source import code_of, editable_place, find, nodes_of, parsed, statements, with_changes
 
@@ -101,12 +102,9 @@ def edit(text: str, parameters: Parameters) -> str:
 
 def _constructed_name(module: cst.Module, line: cst.CSTNode) -> str:
     """The name that is given an optimizer in this statement; '' for another statement."""
-    if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1 or not isinstance(line.body[0], cst.Assign):
-        return ""
-    assign = line.body[0]
-    if len(assign.targets) != 1 or not isinstance(assign.value, cst.Call):
-        return ""
-    return code_of(assign.targets[0].target) if call_name(module, assign.value.func) in _OPTIMIZERS else ""
+    target, value = assignment(line) or (None, None)
+    is_optimizer = isinstance(value, cst.Call) and call_name(module, value.func) in _OPTIMIZERS
+    return code_of(target) if is_optimizer and target is not None else ""
 
 
 LEVER = lever(__name__, propose, apply=apply, edit=edit, title="Optimizer state in the host's memory")

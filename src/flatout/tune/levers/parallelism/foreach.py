@@ -18,7 +18,7 @@ from libcst import matchers as m
 from flatout.core.errors import EditError
 from flatout.core.records.lever import Parameters
 from flatout.tune.levers.proposals import source_lever
-from flatout.tune.rewrite.enclosing_blocks import used_outside
+from flatout.tune.rewrite.enclosing_blocks import is_skip, used_outside
 from flatout.tune.rewrite.imports import with_torch
 from flatout.tune.rewrite.source import (
     assigned_in,
@@ -229,7 +229,7 @@ class _Lists:
         if not isinstance(value, _List):
             raise EditError(f"'{code_of(node)}' is not of the loop's tensors")
         plain, is_in_place = name.removesuffix("_"), name.endswith("_")
-        for part, arguments in self._parts(plain, operands, value):
+        for part, arguments in self._parts(plain, operands):
             if part in _EACH and is_in_place:
                 raise EditError(f"'{name}' has no function for lists")
             if part in _EACH:
@@ -240,7 +240,7 @@ class _Lists:
                 value = self._called(part, value, arguments)
         return value
 
-    def _parts(self, name: str, operands: Sequence[cst.Arg], value: _List) -> Iterator[tuple[str, list[str]]]:
+    def _parts(self, name: str, operands: Sequence[cst.Arg]) -> Iterator[tuple[str, list[str]]]:
         """The functions for lists that do what a method does, with their arguments."""
         places = [self._value(a.value, "values") for a in operands if a.keyword is None]
         keywords = {a.keyword.value: self._value(a.value, "values") for a in operands if a.keyword is not None}
@@ -351,10 +351,7 @@ def _guarded(
 
 def _selection(statement: cst.BaseStatement) -> cst.BaseExpression | None:
     """The condition under which `if ...: continue` goes on; None for another statement."""
-    if not isinstance(statement, cst.If) or statement.orelse is not None:
-        return None
-    inside = statement.body.body
-    if len(inside) != 1 or not m.matches(inside[0], m.SimpleStatementLine(body=[m.Continue()])):
+    if not isinstance(statement, cst.If) or not is_skip(statement):
         return None
     test = statement.test
     if m.matches(test, m.Comparison(comparisons=[m.ComparisonTarget(operator=m.Is())])):

@@ -9,7 +9,7 @@ Refuses     Runs whose rules found neither accidental float64 nor half precision
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import libcst as cst
@@ -21,7 +21,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.tune.rewrite.calls import with_calls
 from flatout.tune.rewrite.imports import call_name
-from flatout.tune.rewrite.source import find, nodes_of, place_parameters, with_changes
+from flatout.tune.rewrite.source import find, nodes_of, readable_place, with_changes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,11 +50,7 @@ def _places(evidence: Evidence, finding: Finding) -> Parameters:
     """The lines that brought float64 in, all of one file: 'function: code' each."""
     settings = [s.source for s in evidence.workload.settings if "64" in s.value and s.source is not None]
     lines = [finding.where, *settings, *map(evidence.source_of, evidence.float64_sources)]
-    found: list[Parameters] = []
-    for line in lines:
-        with suppress(EditError):
-            if line is not None:
-                found.append(place_parameters(evidence, line))
+    found = [place for line in lines if (place := readable_place(evidence, line))]
     if not found:
         return {}
     file = found[0]["file"]

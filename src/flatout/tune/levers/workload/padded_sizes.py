@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import MethodType
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +26,7 @@ from flatout.machine.cost.accounting import milliseconds
 from flatout.machine.cost.matrix_units import rate_over_float32, seconds_of_unaligned
 from flatout.tune.rewrite.flow import Expression, Flow, has_bias
 from flatout.tune.rewrite.formulas import FormulaReading, with_functional
-from flatout.tune.rewrite.source import place_parameters
+from flatout.tune.rewrite.source import readable_place
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,11 +51,9 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         yield _when_halved(evidence)
         return
     first = max(findings, key=lambda f: f.saved_s[1])
-    parameters: Parameters = {"multiple": _MULTIPLE}
-    with suppress(EditError):  # a line of a library: it can be padded, and not edited
-        parameters |= place_parameters(evidence, first.where) if first.where is not None else {}
     yield Candidate(
-        parameters=parameters,
+        # a line of a library can be padded, and not edited
+        parameters={"multiple": _MULTIPLE} | readable_place(evidence, first.where),
         saved_s=(_KEPT_SHARE * sum(f.saved_s[0] for f in findings), sum(f.saved_s[1] for f in findings)),
         where=first.where,
         because=first.because,

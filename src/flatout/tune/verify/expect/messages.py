@@ -5,12 +5,11 @@ from __future__ import annotations
 import linecache
 import os
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
 
 from flatout.core.runtime.source_sites import Sites
 
-Row = TypeVar("Row", bound=Hashable)
 _MOST_ROWS: Final = 12
 _MOST_TEXT: Final = 60
 

@@ -70,9 +70,7 @@ class CallReplay:
 
     def first(self, output: Any) -> CallOutcome:
         """The outcome of the call itself. Gradients are those that it left in `.grad`."""
-        written = {k.name: k.original.detach() for k in self._saved.values() if not same_bits(k.original, k.value)}
-        changed = {k.name: k.original.grad for k in self._saved.values() if _has_new_gradient(k.original.grad, k.grad)}
-        return CallOutcome(_named_tensors(output), _afterwards(written), _gradients(changed))
+        return self._outcome(_named_tensors(output), {key: saved.original for key, saved in self._saved.items()})
 
     def again(
         self, run: Callable[..., Any], *, dtype: torch.dtype | None = None, with_gradients: bool = False
@@ -91,17 +89,18 @@ class CallReplay:
                     _send_back(outputs)
             finally:
                 set_random_state(now)
-            written = {
-                k.name: copies[key].detach()
-                for key, k in self._saved.items()
-                if not same_bits(copies[key], k.value.to(copies[key].dtype))
-            }
-            changed = {
-                k.name: copies[key].grad
-                for key, k in self._saved.items()
-                if _has_new_gradient(copies[key].grad, k.grad)
-            }
-        return CallOutcome({n: t.detach() for n, t in outputs.items()}, _afterwards(written), _gradients(changed))
+            return self._outcome({n: t.detach() for n, t in outputs.items()}, copies)
+
+    def _outcome(self, outputs: dict[str, Tensor], tensors: Mapping[int, Tensor]) -> CallOutcome:
+        """What came of a run on these tensors, each in the place of a saved one."""
+        afterwards, gradients = {}, {}
+        for key, saved in self._saved.items():
+            now, grad = tensors[key], tensors[key].grad
+            if not same_bits(now, saved.value.to(now.dtype)):
+                afterwards[f"{saved.name} afterwards"] = now.detach()
+            if grad is not None and _is_new(grad, saved.grad):
+                gradients[f"gradient of {saved.name}"] = grad.detach()
+        return CallOutcome(outputs, afterwards, gradients)
 
     # -- keeping ------------------------------------------------------------------------------------------------------------
 
@@ -217,17 +216,7 @@ def _named_tensors(output: Any, *, is_detached: bool = True) -> dict[str, Tensor
     return found
 
 
-def _afterwards(written: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{name} afterwards": tensor for name, tensor in written.items()}
-
-
-def _gradients(grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    return {f"gradient of {name}": grad.detach() for name, grad in grads.items() if grad is not None}
-
-
-def _has_new_gradient(now: Tensor | None, before: Tensor | None) -> bool:
-    if now is None:
-        return False
+def _is_new(now: Tensor, before: Tensor | None) -> bool:
     return before is None or before.dtype != now.dtype or not torch.equal(before, now)
 
 

@@ -17,7 +17,6 @@ from torch._C._profiler import _RecordFunctionFast
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.source_sites import Sites
 
-PREFIX: Final = "flatout."
 AT: Final = "flatout.at#"
 """What lies below belongs to the line with this index."""
 BACKWARD: Final = "flatout.backward#"
