@@ -61,6 +61,11 @@ def composed(schema: str) -> Callable[[Function], Function]:
     return registered
 
 
+def with_dense_rows(t: Tensor) -> Tensor:
+    """A tensor whose rows may lie at any distance, and the numbers of a row are neighbours: a copy where they were not."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
 def once(backward: Backward) -> Backward:
     """A decorator of the backward pass of an autograd function: it is not recorded, and differentiating its results
     raises UsageError.

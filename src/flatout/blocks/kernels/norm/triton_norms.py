@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.blocks.kernels.opaque import Side, once, opaque
+from flatout.blocks.kernels.opaque import Side, once, opaque, with_dense_rows
 
 _SOURCE: Final = "flatout.blocks.kernels.norm.on_device.rows"
 _WIDEST: Final = 16384
@@ -172,8 +172,8 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, passed: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return passed, None, None, passed if ctx.has_residual else None, None, None
-        passed = _with_rows(passed) if passed is not None else None
-        grad_in_RD, *gradients = _backward(_with_rows(grad), passed, *ctx.saved_tensors, ctx.is_centred)
+        passed = with_dense_rows(passed) if passed is not None else None
+        grad_in_RD, *gradients = _backward(with_dense_rows(grad), passed, *ctx.saved_tensors, ctx.is_centred)
         of_vectors = (g if v is not None else None for g, v in zip(gradients, ctx.saved_tensors[1:3], strict=True))
         return (grad_in_RD, *of_vectors, grad_in_RD if ctx.has_residual else None, None, None)
 
@@ -187,15 +187,11 @@ def normed(
     """
     width = x.shape[-1]
     normed_RD, summed_RD = _Norm.apply(  # type: ignore[no-untyped-call]
-        _with_rows(x.reshape(-1, width)),
+        with_dense_rows(x.reshape(-1, width)),
         *(v.contiguous() if v is not None else None for v in (weight_D, bias_D)),
-        _with_rows(residual.reshape(-1, width)) if residual is not None else None,
+        with_dense_rows(residual.reshape(-1, width)) if residual is not None else None,
         eps,
         is_centred,
     )
     result: Tensor = normed_RD.view(x.shape)
     return result if residual is None else (result, summed_RD.view(x.shape))
-
-
-def _with_rows(t_RD: Tensor) -> Tensor:
-    return t_RD if t_RD.stride(-1) == 1 else t_RD.contiguous()

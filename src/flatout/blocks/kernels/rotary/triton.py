@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from flatout.blocks.kernels.opaque import opaque
+from flatout.blocks.kernels.opaque import opaque, with_dense_rows
 from flatout.blocks.kernels.rotary.reference import ROTATION_ARGUMENTS, rotate_with_gradient, rotation_shapes
 from flatout.blocks.kernels.selection import no_triton
 from flatout.core.parts import kernel
@@ -27,8 +27,8 @@ _BLOCK: Final = 2048
 def _rotate(
     x_BTNH: Tensor, cos_LR: Tensor, sin_LR: Tensor, positions: Tensor | None, layout: str, is_back: bool
 ) -> Tensor:
-    x = _with_rows(x_BTNH)
-    cos, sin = _with_rows(cos_LR), _with_rows(sin_LR)
+    x = with_dense_rows(x_BTNH)
+    cos, sin = with_dense_rows(cos_LR), with_dense_rows(sin_LR)
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     batch, num_tokens, num_heads, head_dim = x.shape
     if x.numel() == 0:
@@ -51,11 +51,6 @@ def _rotate(
         num_warps=max(1, min(4, block_n * block_r // 512)),
     )
     return result
-
-
-def _with_rows(t: Tensor) -> Tensor:
-    """Heads may lie at any distance; their numbers must be neighbours."""
-    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 KERNEL = kernel(

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from flatout.blocks.kernels.opaque import opaque
+from flatout.blocks.kernels.opaque import opaque, with_dense_rows
 from flatout.blocks.kernels.selection import no_triton
 from flatout.blocks.kernels.swiglu.reference import GatingPasses, backward_shapes, forward_shapes, gated
 from flatout.core.parts import kernel
@@ -38,20 +38,15 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor | None) -> list[Tensor]:
     gate_RD, up_RD = _rows(gate, up)
     into_gate_RD, into_up_RD = _rows(result[0], None if up is None else result[1])
     if grad.numel():
-        rows = (_with_rows(grad.reshape(-1, grad.shape[-1])), gate_RD, up_RD, into_gate_RD)
+        rows = (with_dense_rows(grad.reshape(-1, grad.shape[-1])), gate_RD, up_RD, into_gate_RD)
         _launch("swiglu_backward", gate_RD, *rows, into_up_RD, *(t.stride(0) for t in rows))
     return result
 
 
 def _rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
     """Gate and up as rows, of the one tensor or the two."""
-    rows = [_with_rows(t.reshape(math.prod(t.shape[:-1]), t.shape[-1])) for t in (gate, up) if t is not None]
+    rows = [with_dense_rows(t.reshape(math.prod(t.shape[:-1]), t.shape[-1])) for t in (gate, up) if t is not None]
     return rows[0].chunk(2, dim=-1) if up is None else tuple(rows)
-
-
-def _with_rows(t_RD: Tensor) -> Tensor:
-    """Rows may lie at any distance; their numbers must be neighbours."""
-    return t_RD if t_RD.stride(-1) == 1 else t_RD.contiguous()
 
 
 def _launch(kernel: str, gate_RD: Tensor, *args: Any) -> None:
