@@ -1,7 +1,11 @@
-"""PyTorch's fused attention on a GPU, for every key and for causal masks: how it is called, and what it cannot take, in words."""
+"""PyTorch's fused attention on a GPU, for every key and for causal masks: how it is called, and what it cannot take, in words.
+
+FlashAttention-2 is the kernel of this module: it runs where cuDNN's, in a module of its own, does not take the shapes.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, Literal
 
 import torch
@@ -12,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flatout.blocks.kernels.attention.mask import Mask
 from flatout.blocks.kernels.attention.scores import Score
 from flatout.blocks.kernels.attention.structures import band_of
+from flatout.core.parts import kernel
 
 Backend = Literal["cudnn", "flash"]
 _BACKENDS: Final = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -58,3 +63,13 @@ def refusal(
     params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, band.is_causal, q.size(1) != k.size(1))
     can = {"cudnn": torch.backends.cuda.can_use_cudnn_attention, "flash": torch.backends.cuda.can_use_flash_attention}
     return None if can[backend](params, debug=False) else f"torch says that {backend} does not take these shapes here"
+
+
+KERNEL = kernel(
+    __name__,
+    "FlashAttention-2",
+    partial(attend_by_sdpa, "flash"),
+    order=20,
+    refusal=partial(refusal, "flash"),
+    name="flash",
+)
