@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flatout import UsageError, masks
 from flatout.blocks.kernels.attention.blocks import BlockLists, block_lists
-from flatout.blocks.kernels.attention.flex_lists import bits_mod, block_mask
+from flatout.blocks.kernels.attention.flex import bits_mod, block_mask
 from flatout.blocks.kernels.attention.mask import Mask
 
 
