@@ -34,7 +34,7 @@ def test_a_repacked_matrix_has_zeros_around_it() -> None:
 def test_the_kernel_that_repacks_does_the_same() -> None:
     x, wide = torch.randn(3, 7)[:, :5], torch.full((4, 8), float("nan"))
     with interpreted():
-        kernel = import_module("flatout.blocks.kernels.matmul.on_device.repack").repack
+        kernel = import_module("flatout.blocks.kernels.matmul.on_device.product").repack
         kernel[(4, 2, 1)](x, wide, 3, 5, 7, 4, 8, 4)
     assert torch.equal(wide[:3, :5], x)
     assert not wide[:3, 5:].any()

@@ -62,7 +62,7 @@ def repacked(stored_RC: Tensor, *, rows: int, columns: int, stride: int) -> Tens
 @lru_cache(maxsize=1024)
 def _repacking(*form: object) -> TritonLaunch:
     """One for each form of matrix: what is launched without a look at the arguments must be like the first."""
-    kernel = import_module("flatout.blocks.kernels.matmul.on_device.repack").repack
+    kernel = import_module("flatout.blocks.kernels.matmul.on_device.product").repack
     rows, stride = form[-2:]
     assert isinstance(rows, int) and isinstance(stride, int)
     return TritonLaunch(kernel, (rows, -(-stride // _STRETCH), 1), num_warps=4)

@@ -137,7 +137,7 @@ def power_of_two(size: int) -> int:
 
 def epilogue_constants(problem: MatmulProblem) -> tuple[Any, ...]:
     """The constants ACTIVATION, ROW_SCALE, LARGEST of a kernel's epilogue."""
-    activations = import_module("flatout.blocks.kernels.matmul.on_device.activations").ACTIVATIONS
+    activations = import_module("flatout.blocks.kernels.matmul.on_device.product").ACTIVATIONS
     by_rows = problem.epilogue.scale == "rows"
     return activations[problem.epilogue.activation], by_rows, LARGEST.get(problem.out_dtype)
 

@@ -1,4 +1,5 @@
-"""The product in Triton: c = cast(scale * (activation(a @ b + bias) + residual)), summed in float32.
+"""The product in Triton: c = cast(scale * (activation(a @ b + bias) + residual)), summed in float32; its activations; and
+copies with aligned rows, as torch's own between unaligned rows moves one number at a time.
 
 M rows of a and c, N columns of b and c, K depth; BM, BN, BK tile sizes; S splits of the depth; L numbers from row to row
 Importing this needs Triton. Sizes and strides are constants of the compiled kernel, from which the compiler knows how wide it may
@@ -12,6 +13,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def identity(x):
+    return x
+
+
+@triton.jit
+def relu(x):
+    return tl.where(x < 0, 0.0, x)  # tl.maximum would turn NaN into 0
+
+
+@triton.jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gelu(x):
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_tanh(x):
+    # (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))
+    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
+ACTIVATIONS = {None: identity, "relu": relu, "silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh}
 
 
 @triton.jit
@@ -145,3 +175,12 @@ def add_parts_of_all(c, bias, residual, scale, parts, M, N: tl.constexpr, L_c: t
     row, col = corner_of(place, tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP, BM, BN)
     add_up(parts, c, bias, residual, scale, place, index, row, col, M, N, L_c, L_r, ACTIVATION, ROW_SCALE, LARGEST, BM, BN,
            S)  # fmt: skip
+
+
+@triton.jit
+def repack(x, out, rows, cols: tl.constexpr, L_x: tl.constexpr, all_rows, L_out: tl.constexpr, BC: tl.constexpr):
+    """Copy x (rows, cols), with L_x from row to row, to out (all_rows, L_out), filled up with zeros."""
+    row, n = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
+    corner = tl.cast(row, tl.int64)
+    v = tl.load(x + corner * L_x + n, mask=(n < cols) & (row < rows), other=0.0)
+    tl.store(out + corner * L_out + n, v, mask=(n < L_out) & (row < all_rows))
