@@ -72,9 +72,10 @@ def bind(problem: MatmulProblem, variant: Variant) -> Runner:
                 added = torch.nn.functional.pad(bias, (0, n - problem.n)) if pads_bias else bias
                 torch.addmm(added, align_a(a), right, out=whole)
         out = whole[:, : problem.n]
-        if is_done:
-            return out if problem.strides == "any" else out.contiguous()
-        out = finished(out, activation=epilogue.activation, residual=residual, scale=scale, out_dtype=problem.out_dtype)
+        if not is_done:
+            out = finished(
+                out, activation=epilogue.activation, residual=residual, scale=scale, out_dtype=problem.out_dtype
+            )
         return out if problem.strides == "any" else out.contiguous()
 
     return run

@@ -151,8 +151,6 @@ def plain_problem(
     is_constant: bool = False,
     epilogue: Epilogue | None = None,
     precision: Precision | None = None,
-    out_dtype: torch.dtype | None = None,
-    strides: Strides = "contiguous",
 ) -> MatmulProblem:
     """A problem of these sizes whose operands have no gaps between rows.
 
@@ -165,11 +163,10 @@ def plain_problem(
     a_rows, b_rows = (letter == "n" for letter in layout)
     strides_ab = k if a_rows else m, n if b_rows else k
     return MatmulProblem(
-        *(m, n, k, dtype, out_dtype or dtype, a_rows, b_rows, *strides_ab, torch.device(device)),
+        *(m, n, k, dtype, dtype, a_rows, b_rows, *strides_ab, torch.device(device)),
         is_constant=is_constant,
         epilogue=epilogue or Epilogue(),
         precision=precision,
-        strides=strides,
     )
 
 
