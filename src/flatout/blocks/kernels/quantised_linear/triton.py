@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flatout.blocks.kernels.matmul.launch import Counters, TritonLaunch, scratch_and_counters
+from flatout.blocks.kernels.matmul.problem import name_of
 from flatout.blocks.kernels.matmul.triton import early
 from flatout.blocks.kernels.opaque import Side, opaque
 from flatout.blocks.kernels.quantised_linear.packing import GROUP
@@ -85,7 +86,8 @@ def _bound(
     if is_tiles:
         form = (source.by_masks if device.type == "cuda" else source.by_arithmetic, variant.outputs, MOST_ROWS)
     else:
-        form = (_language_type(problem.dtype), variant.outputs, variant.depth)
+        kind: Any = getattr(import_module("triton.language"), name_of(problem.dtype))
+        form = (kind, variant.outputs, variant.depth)
     constants = (problem.n, problem.k, problem.bits, problem.group, *form, variant.parts, variant.is_early)
     counters = Counters(programs, device) if variant.parts > 1 else None
     num = programs * variant.parts * variant.outputs * (MOST_ROWS if is_tiles else 1)
@@ -98,11 +100,6 @@ def _bound(
         launch(x, codes, scales, bias, y, *shared, problem.m, *constants)
 
     return run
-
-
-def _language_type(dtype: torch.dtype) -> Any:
-    language: Any = import_module("triton.language")
-    return {torch.bfloat16: language.bfloat16, torch.float16: language.float16}[dtype]
 
 
 def refusal(

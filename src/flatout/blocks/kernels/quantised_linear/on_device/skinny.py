@@ -10,7 +10,35 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flatout.blocks.kernels.matmul.on_device.product import begin
+
+
+def _unpacking(kind: str, upper: str) -> tl.constexpr:
+    """The instructions of `by_masks` for two numbers of a type at a time; `upper` is the upper byte of 128, or 1024, in hex."""
+    return tl.constexpr(
+        f"""
+        {{
+        .reg .b32 low, high, m;
+        mov.b32 m, 0x{upper}08{upper}08;
+        and.b32 low, $4, 0x0f0f0f0f;
+        shr.u32 high, $4, 4;
+        and.b32 high, high, 0x0f0f0f0f;
+        prmt.b32 $0, low, 0x{upper * 4}, 0x4140;
+        prmt.b32 $1, low, 0x{upper * 4}, 0x4342;
+        prmt.b32 $2, high, 0x{upper * 4}, 0x4140;
+        prmt.b32 $3, high, 0x{upper * 4}, 0x4342;
+        sub.{kind} $0, $0, m;
+        sub.{kind} $1, $1, m;
+        sub.{kind} $2, $2, m;
+        sub.{kind} $3, $3, m;
+        }}
+        """
+    )
+
+
+_BFLOAT16 = _unpacking("bf16x2", "43")
+_FLOAT16 = _unpacking("f16x2", "64")
 
 
 @triton.jit
@@ -27,53 +55,11 @@ def by_masks(words, kind: tl.constexpr):
     code) already; 136 (1032) is subtracted."""
     if kind == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 low, high, m;
-            mov.b32 m, 0x43084308;
-            and.b32 low, $4, 0x0f0f0f0f;
-            shr.u32 high, $4, 4;
-            and.b32 high, high, 0x0f0f0f0f;
-            prmt.b32 $0, low, 0x43434343, 0x4140;
-            prmt.b32 $1, low, 0x43434343, 0x4342;
-            prmt.b32 $2, high, 0x43434343, 0x4140;
-            prmt.b32 $3, high, 0x43434343, 0x4342;
-            sub.bf16x2 $0, $0, m;
-            sub.bf16x2 $1, $1, m;
-            sub.bf16x2 $2, $2, m;
-            sub.bf16x2 $3, $3, m;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
+            _BFLOAT16, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     else:
         low, high = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 low, high, m;
-            mov.b32 m, 0x64086408;
-            and.b32 low, $4, 0x0f0f0f0f;
-            shr.u32 high, $4, 4;
-            and.b32 high, high, 0x0f0f0f0f;
-            prmt.b32 $0, low, 0x64646464, 0x4140;
-            prmt.b32 $1, low, 0x64646464, 0x4342;
-            prmt.b32 $2, high, 0x64646464, 0x4140;
-            prmt.b32 $3, high, 0x64646464, 0x4342;
-            sub.f16x2 $0, $0, m;
-            sub.f16x2 $1, $1, m;
-            sub.f16x2 $2, $2, m;
-            sub.f16x2 $3, $3, m;
-            }
-            """,
-            "=&r,=&r,=&r,=&r,r",
-            [words],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
+            _FLOAT16, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
     return low, high
 
@@ -114,9 +100,7 @@ def tiles(x, codes, scales, bias, y, parts, counters, M, N: tl.constexpr, K: tl.
     row = tl.minimum(n, N - 1).to(tl.int64)  # rows past the end are read from the last one, and not stored
     first, end = tl.program_id(1) * (K // GROUP) // S, (tl.program_id(1) + 1) * (K // GROUP) // S
     acc = tl.zeros((BN, BM), tl.float32)
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin(EARLY)
     if BITS == 4:
         HALF: tl.constexpr = GROUP // 2
         j = tl.arange(0, HALF)
@@ -179,9 +163,7 @@ def lanes(x, codes, scales, bias, y, parts, counters, M, N: tl.constexpr, K: tl.
     UNIT: tl.constexpr = BK * GROUP if BITS == 4 else BK
     first = tl.program_id(1) * tl.cdiv(K, UNIT) // S
     end = (tl.program_id(1) + 1) * tl.cdiv(K, UNIT) // S
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    begin(EARLY)
     if BITS == 4:
         QUADS: tl.constexpr = GROUP // 8
         j, g = tl.arange(0, QUADS), tl.arange(0, BK)
