@@ -93,7 +93,7 @@ class Pipeline:
         number, loss = torch.zeros(1, dtype=torch.int64, device="meta"), torch.zeros(1, device="meta").requires_grad_()
         built = [
             _Part(
-                _MicroBatchStage(self, stage, stream, is_first=at == 0, is_last=at == num - 1),
+                _MicroBatchStage(self, stage, stream),
                 at,
                 num,
                 device,
@@ -159,29 +159,20 @@ class Pipeline:
 class _MicroBatchStage(nn.Module):
     """A stage, called with the inputs of the micro-batch whose number the schedule names; the last returns the loss."""
 
-    def __init__(
-        self,
-        owner: Pipeline,
-        stage: ModelStage,
-        stream: tuple[DeviceMesh, bool] | None,
-        *,
-        is_first: bool,
-        is_last: bool,
-    ) -> None:
+    def __init__(self, owner: Pipeline, stage: ModelStage, stream: tuple[DeviceMesh, bool] | None) -> None:
         super().__init__()
         self.stage = stage
-        self._owner, self._is_first, self._is_last = [owner], is_first, is_last
-        self._stream = stream
+        self._owner, self._stream = [owner], stream
 
     def forward(self, inputs: Tensor, *, number: Tensor) -> Tensor:
         """The output of one micro-batch."""
         owner = self._owner[0]
         batch = owner._batches[int(number)]
-        hidden = None if self._is_first else self._from_previous(inputs)
+        hidden = None if self.stage.is_first else self._from_previous(inputs)
         with cast_to(owner.autocast, owner._device):
             with owner._within():
                 out = self.stage(hidden, batch.args, batch.kwargs)
-            if not self._is_last:
+            if not self.stage.is_last:
                 return self._sent(out)
             assert owner._loss is not None
             loss = owner._loss(for_loss(out), batch.target)

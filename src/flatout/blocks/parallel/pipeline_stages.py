@@ -64,7 +64,7 @@ class ModelStage(nn.Module):
     def __init__(self, model: nn.Module, blocks: Sequence[str], *, is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.model = model
-        self._is_first, self._is_last = is_first, is_last
+        self.is_first, self.is_last = is_first, is_last
         self._hidden: Tensor | None = None
         if not is_first:
             model.get_submodule(blocks[0]).register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -234,10 +234,6 @@ def _tied_over(model: nn.Module, observed: ObservedForward, blocks: Sequence[str
 def _ends(layout: Layout, meshes: Meshes) -> dist.ProcessGroup | None:
     """This rank's group of the first and the last stage; all ranks make all groups."""
     rows = layout.num_devices // layout.pipeline
-    mine = None
-    for place in range(rows):
-        ranks = [place, place + (layout.pipeline - 1) * rows]
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            mine = group
+    pairs = [[place, place + (layout.pipeline - 1) * rows] for place in range(rows)]
+    mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(pairs)[0]
     return mine

@@ -66,7 +66,6 @@ def observe_forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     """
     bare = without_data(model)
     calls: list[ModuleCall] = []
-    began: list[tuple[str, nn.Module, int]] = []
     alive: list[object] = []  # so that an identity is of one tensor
     splits = _SplitObserver()
     handles = []
@@ -74,7 +73,6 @@ def observe_forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
 
         def before(module: nn.Module, inputs: tuple[Any, ...], path: str = path) -> None:
             alive.append(inputs)
-            began.append((path, module, id(inputs[0]) if inputs else 0))
             calls.append(ModuleCall(path, module, id(inputs[0]) if inputs else 0, None))
 
         def after(module: nn.Module, inputs: tuple[Any, ...], out: Any, path: str = path) -> None:

@@ -59,10 +59,9 @@ def divide(
         if role.kind == "columns" and role.parts > 1:
             replace_forward(module, _by_parts(module, role.parts))
         if role.kind in ("rows", "vocabulary"):
-            module.register_forward_hook(_back_to(stream))
+            module.register_forward_hook(lambda module, args, out: _as_stream(out, stream))
     if by_tokens:
-        first = modules[blocks[0]]
-        first.register_forward_pre_hook(_begin(stream))
+        modules[blocks[0]].register_forward_pre_hook(lambda module, args: (_as_stream(args[0], stream), *args[1:]))
     return shared.forget
 
 
@@ -106,21 +105,9 @@ class _SharedInputs:
         self._last = None
 
 
-def _back_to(stream: Placement) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any, out: Any) -> Any:
-        return out.redistribute(placements=[stream]) if isinstance(out, DTensor) else out
-
-    return hook
-
-
-def _begin(stream: Placement) -> Callable[..., Any]:
-    """A hook that divides the inputs of the first block as the stream is."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        inputs = args[0]
-        return (inputs.redistribute(placements=[stream]), *args[1:]) if isinstance(inputs, DTensor) else args
-
-    return hook
+def _as_stream(value: Any, stream: Placement) -> Any:
+    """A DTensor divided as the stream is; what is none as it is."""
+    return value.redistribute(placements=[stream]) if isinstance(value, DTensor) else value
 
 
 def _by_parts(layer: nn.Module, parts: int) -> Callable[[Tensor], SideBySide]:
