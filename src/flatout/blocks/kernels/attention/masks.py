@@ -10,29 +10,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flatout.blocks.kernels.attention import graphs
+from flatout.blocks.kernels.attention import graphs, structures
 from flatout.blocks.kernels.attention.mask import Mask, MaskMod, Stacked
-from flatout.blocks.kernels.attention.structures import (
-    Blocks,
-    Custom,
-    Dilated,
-    Documents,
-    Everything,
-    Global,
-    Leading,
-    Window,
-)
 from flatout.core.errors import UsageError
 
 
 def everything() -> Mask:
     """A mask that shows every key. `~everything()` is none."""
-    return Everything()
+    return structures.Everything()
 
 
 def causal() -> Mask:
     """The query's own place and the keys before it."""
-    return Window(None, 0)
+    return structures.Window(None, 0)
 
 
 def window(left: int | Tensor | None, right: int | Tensor | None = 0) -> Mask:
@@ -43,7 +33,7 @@ def window(left: int | Tensor | None, right: int | Tensor | None = 0) -> Mask:
     >>> window(1).dense(4, 4)[0, 0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
     """
-    return Window(left, right)
+    return structures.Window(left, right)
 
 
 def documents(offsets: Tensor | Sequence[int] | None = None, *, ids: Tensor | None = None) -> Mask:
@@ -61,12 +51,14 @@ def documents(offsets: Tensor | Sequence[int] | None = None, *, ids: Tensor | No
     if ids is not None:
         if ids.dim() not in (1, 2) or ids.is_floating_point():
             raise UsageError(f"ids are {ids.dtype} of shape {tuple(ids.shape)}; give integers (S,) or (B, S)")
-        return Documents(ids, offsets=_offsets_of(ids) if ids.dim() == 1 and ids.device.type == "cpu" else None)
+        return structures.Documents(
+            ids, offsets=_offsets_of(ids) if ids.dim() == 1 and ids.device.type == "cpu" else None
+        )
     bounds = torch.as_tensor(offsets).to("cpu", torch.int64)
     if bounds.dim() != 1 or not bounds.numel() or int(bounds[0]) != 0 or bool((bounds.diff() < 0).any()):
         raise UsageError(f"offsets of shape {tuple(bounds.shape)} must begin with 0 and never fall")
     bounds = torch.cat([bounds[:1], bounds[1:][bounds.diff() > 0]])  # a document without tokens is none
-    return Documents(None, offsets=bounds)
+    return structures.Documents(None, offsets=bounds)
 
 
 def prefix(length: int | Tensor) -> Mask:
@@ -83,14 +75,14 @@ def global_tokens(is_global: Tensor) -> Mask:
     """Tokens that see everything and that everything sees: (S,), bool."""
     if is_global.dim() != 1 or is_global.dtype != torch.bool:
         raise UsageError(f"global tokens are {is_global.dtype} of shape {tuple(is_global.shape)}; give bool (S,)")
-    return Global(is_global)
+    return structures.Global(is_global)
 
 
 def dilated(step: int) -> Mask:
     """Every `step`th key before and after the query."""
     if step < 1:
         raise UsageError(f"step is {step}; give 1 or more")
-    return Dilated(step)
+    return structures.Dilated(step)
 
 
 def blocks(layout: Tensor, size: int) -> Mask:
@@ -99,7 +91,7 @@ def blocks(layout: Tensor, size: int) -> Mask:
         raise UsageError(
             f"a layout of {layout.dtype}, shape {tuple(layout.shape)} and squares of {size}; give bool, 2 to 4 dims"
         )
-    return Blocks(layout.reshape((1,) * (4 - layout.dim()) + layout.shape), size)
+    return structures.Blocks(layout.reshape((1,) * (4 - layout.dim()) + layout.shape), size)
 
 
 def tree(parents: Tensor | Sequence[int]) -> Mask:
@@ -128,7 +120,7 @@ def custom(function: MaskMod, *, batch: int = 1, heads: int = 1) -> Mask:
     `batch` and `heads` where it tells samples or heads apart. Nothing is known about it, so that every block has to be looked at,
     one row of blocks after the other; joined with a structure by `&`, only the blocks that this lets through.
     """
-    return Custom(function, batch=batch, heads=heads)
+    return structures.Custom(function, batch=batch, heads=heads)
 
 
 def per_head(masks: Sequence[Mask]) -> Mask:
@@ -156,4 +148,4 @@ def _leading(length: int | Tensor, name: str) -> Mask:
         raise UsageError(
             f"{name} of {num.dtype} and shape {tuple(num.shape)}; give a number or integers (1 or B, 1 or H)"
         )
-    return Leading(num.to(torch.int32), name=name)
+    return structures.Leading(num.to(torch.int32), name=name)

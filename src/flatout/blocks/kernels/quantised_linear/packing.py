@@ -10,14 +10,13 @@ neighbours.
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatout.core.errors import UsageError
 
-Bits = Literal[4, 8, 16]
 GROUP: Final = 128
 """Numbers that share a scale in 4 bits, as GPTQ and AWQ have it: 16 / 128 bits more a number."""
 _LARGEST: Final = {4: 7, 8: 127}
