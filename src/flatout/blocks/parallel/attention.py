@@ -66,39 +66,34 @@ class Attending(TorchFunctionMode):
         return self._call(AttentionCall(*args, **(kwargs or {})))
 
     def _call(self, call: AttentionCall) -> Tensor:
-        query, key, value, attn_mask, *_ = call
-        names = ("dropout_p", "is_causal", "scale", "enable_gqa")
-        options: dict[str, Any] = {name: getattr(call, name) for name in names}
-        if not any(isinstance(t, DTensor) for t in (query, key, value)):
-            return self._local(query, key, value, attn_mask, **options)
-        mesh = next(t for t in (query, key, value) if isinstance(t, DTensor)).device_mesh
-        q, k, v = (as_dtensor(t, mesh) for t in (query, key, value))
+        mesh = next((t.device_mesh for t in call[:3] if isinstance(t, DTensor)), None)
+        if mesh is None:
+            return self._local(call)
+        q, k, v = (as_dtensor(t, mesh) for t in call[:3])
         num = mesh.size()
         is_even = q.size(1) % num == 0 and k.size(1) % num == 0
         place = Shard(1) if is_even and any(p.is_shard() for t in (q, k, v) for p in t.placements) else Replicate()
         q_own, k_own, v_own = (t.redistribute(placements=[place]).to_local(grad_placements=[place]) for t in (q, k, v))
-        mask = attn_mask.full_tensor() if isinstance(attn_mask, DTensor) else attn_mask
+        mask = call.attn_mask.full_tensor() if isinstance(call.attn_mask, DTensor) else call.attn_mask
         own_mask = _piece_of(mask, mesh, q.size(1)) if place.is_shard() else mask
-        out = self._local(q_own, k_own, v_own, own_mask, **options)
+        out = self._local(call._replace(query=q_own, key=k_own, value=v_own, attn_mask=own_mask))
         return DTensor.from_local(out, mesh, [place], run_check=False)
 
-    def _local(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout_p: float, is_causal: bool, **options: Any
-    ) -> Tensor:
+    def _local(self, call: AttentionCall) -> Tensor:
         if self._context is None:
-            return self._attended(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, **options)
-        if mask is not None or dropout_p:
+            return call.run(self._attended)
+        if call.attn_mask is not None or call.dropout_p:
             raise UsageError(
                 "attention with a mask or dropout over samples that are divided by tokens: a mask has one rank's tokens; "
                 "use is_causal, or context 1"
             )
-        k, v = (_Gathered.apply(t, self._context) for t in (k, v))  # type: ignore[no-untyped-call]
-        if not is_causal:
-            return self._attended(q, k, v, **options)
-        tokens = q.size(-2)
+        k, v = (_Gathered.apply(t, self._context) for t in (call.key, call.value))  # type: ignore[no-untyped-call]
+        if not call.is_causal:
+            return call._replace(key=k, value=v).run(self._attended)
+        tokens = call.query.size(-2)
         visible = tokens * (dist.get_rank(self._context) + 1)
-        bias = causal_lower_right(tokens, visible)
-        return self._attended(q, k[..., :visible, :], v[..., :visible, :], attn_mask=bias, **options)
+        k, v, bias = k[..., :visible, :], v[..., :visible, :], causal_lower_right(tokens, visible)
+        return call._replace(key=k, value=v, attn_mask=bias, is_causal=False).run(self._attended)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         if self._recompute and torch.is_grad_enabled():
