@@ -42,10 +42,10 @@ class ExpertWeights(NamedTuple):
     gate_ECF: Tensor | None
     down_EFC: Tensor
 
-    def to(self, dtype: torch.dtype) -> ExpertWeights:
-        """All of them in a dtype."""
-        gate = None if self.gate_ECF is None else self.gate_ECF.to(dtype)
-        return ExpertWeights(self.up_ECF.to(dtype), gate, self.down_EFC.to(dtype))
+    def each(self, function: Callable[[Tensor], Tensor]) -> ExpertWeights:
+        """What a function makes of each of them."""
+        gate = None if self.gate_ECF is None else function(self.gate_ECF)
+        return ExpertWeights(function(self.up_ECF), gate, function(self.down_EFC))
 
 
 class SelectedProduct(NamedTuple):
@@ -139,7 +139,11 @@ class Experts(nn.Module):
         if self.has_auxiliary_loss and torch.is_grad_enabled():
             self._balance_loss = balance_loss(routed.score_NE, self._share_E(order.counts_E))
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        weights = self._weights().to(dtype) if dtype != x.dtype else self._weights()
+        weights = ExpertWeights(self.up_ECF, self.gate_ECF, self.down_EFC)
+        if self._ranks is not None:
+            weights = weights.each(self._ranks.own)
+        if dtype != x.dtype:
+            weights = weights.each(lambda weight: weight.to(dtype))
         with torch.autocast(x.device.type, enabled=False):
             rows_RC = expert_rows(x_NC.to(dtype), order, self.experts_per_token)
             if self._ranks is None:
@@ -161,14 +165,6 @@ class Experts(nn.Module):
         if self._counts_E is None:
             return torch.zeros(self.num_experts, dtype=torch.int64, device=self.bias_steps_E.device)
         return self._counts_E
-
-    def _weights(self) -> ExpertWeights:
-        if self._ranks is None:
-            return ExpertWeights(self.up_ECF, self.gate_ECF, self.down_EFC)
-        own = self._ranks.own
-        return ExpertWeights(
-            own(self.up_ECF), None if self.gate_ECF is None else own(self.gate_ECF), own(self.down_EFC)
-        )
 
     def _products(self, rows_RC: Tensor, counts_E: Tensor, sizes: list[int] | None, weights: ExpertWeights) -> Tensor:
         reason = _why_not_grouped(rows_RC, weights)
@@ -213,8 +209,6 @@ class Experts(nn.Module):
 
 def _why_not_grouped(rows_RC: Tensor, weights: ExpertWeights) -> str:
     """Why torch's grouped product does not serve here; '' where it does."""
-    if not hasattr(F, "grouped_mm"):
-        return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
     if rows_RC.dtype is not torch.bfloat16:
         return f"products are in {rows_RC.dtype}, grouped ones in bfloat16"
     wrong = [width for width in weights.up_ECF.shape[1:] if width % _ALIGNED]
@@ -230,10 +224,8 @@ def _product_per_expert(
 ) -> Tensor:
     """Multiply each expert's rows by themselves, of `sizes` rows, which the host knows."""
     parts = rows_RC.split(list(sizes))
-    ups, downs = (
-        weights.up_ECF.unbind(),
-        weights.down_EFC.unbind(),
-    )  # unbound, gradients are stacked once, not added E times
+    # unbound, gradients are stacked once, not added E times
+    ups, downs = weights.up_ECF.unbind(), weights.down_EFC.unbind()
     gates = [None] * len(ups) if weights.gate_ECF is None else weights.gate_ECF.unbind()
     done = [
         _inner(part @ up, None if gate is None else part @ gate, activation) @ down
@@ -361,7 +353,7 @@ class _Ranks(NamedTuple):
         for dim in range(self.mesh.ndim):
             dist.all_reduce(counts, group=self.mesh.get_group(dim))
 
-    def own(self, weight: nn.Parameter) -> Tensor:
+    def own(self, weight: Tensor) -> Tensor:
         """This rank's experts; their gradient becomes the mean over data ranks."""
         assert isinstance(weight, DTensor)
         copies = self.mesh.get_group(0) if self.mesh.ndim == 2 else None
