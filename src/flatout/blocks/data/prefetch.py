@@ -86,9 +86,8 @@ class Prefetch(Wrapper, Generic[Batch]):
         return self._copier.copies if self._copier is not None else None
 
     def __iter__(self) -> Iterator[Batch]:
-        source: Iterator[Batch] = iter(
-            self._wrapped
-        )  # here, not in the thread: a loader draws its seed when it is begun
+        # here, not in the thread: a loader draws its seed when it is begun
+        source: Iterator[Batch] = iter(self._wrapped)
         if self._device is not None and self._device.type == "cpu":
             return source
         return self._read_ahead(source)
@@ -266,9 +265,8 @@ class Threads(Wrapper, Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         loader = self._wrapped
-        torch.empty((), dtype=torch.int64).random_(
-            generator=loader.generator
-        )  # a DataLoader draws its workers' seed here
+        # a DataLoader draws its workers' seed here
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return self._built(iter(loader.batch_sampler))
 
     def _built(self, indices: Iterator[list[int]]) -> Iterator[Batch]:

@@ -59,7 +59,7 @@ def compress(
     ignored = model.parameters_to_ignore
     named = {n: p for n, p in model.module.named_parameters() if p.requires_grad and n not in ignored}
     compressed = Compressed(kind, named, model.process_group, _Options(rank, start_after, seed))
-    model.register_comm_hook(compressed, _hook)
+    model.register_comm_hook(compressed, Compressed.reduced)
     return compressed
 
 
@@ -152,7 +152,8 @@ class Compressed:
         self.num_steps += bucket.is_last()
 
     def reduced(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """The same on a stream of its own where there are streams; torch's reducer waits for the future on its own stream."""
+        """The same, as DistributedDataParallel's hook: on a stream of its own where there are streams; torch's reducer waits for
+        the future on its own stream."""
         flat = bucket.buffer()
         if self._stream is None:
             self.reduce(bucket)
@@ -167,11 +168,7 @@ class Compressed:
         return done
 
 
-def _hook(compressed: Compressed, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    return compressed.reduced(bucket)
-
-
-_hook.__annotations__.clear()  # torch compares annotations with its types, and these are text
+Compressed.reduced.__annotations__.clear()  # torch compares annotations with its types, and these are text
 
 
 class _Codec(ABC):

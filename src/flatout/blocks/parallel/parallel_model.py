@@ -92,8 +92,7 @@ class ParallelModel:
             for name, parameter in module.named_parameters():
                 if id(parameter) not in visited:
                     visited.add(id(parameter))
-                    plain = _plain_name(name)
-                    yield self._parts.first_names.get(plain, plain), parameter
+                    yield self._plain_name(name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank, each once."""
@@ -147,9 +146,14 @@ class ParallelModel:
         found: dict[str, list[Tensor]] = {}
         for module in self.modules:
             for name, tensor in module.state_dict().items():
-                plain = _plain_name(name)
-                found.setdefault(self._parts.first_names.get(plain, plain), []).append(tensor)
+                found.setdefault(self._plain_name(name), []).append(tensor)
         return found
+
+    def _plain_name(self, name: str) -> str:
+        """The name in the plain model of a module's parameter or buffer, the first where it is tied."""
+        for lead in ("module.", "stage.model."):
+            name = name.removeprefix(lead)
+        return self._parts.first_names.get(name, name)
 
     def _writing(self) -> Writing:
         tied = self._parts.tied.counted_elsewhere() if self._parts.tied is not None else frozenset()
@@ -309,9 +313,3 @@ class ParallelModel:
         mine = mine / (self._world.num_ranks // self.layout.pipeline)
         dist.all_reduce(mine)
         return mine
-
-
-def _plain_name(name: str) -> str:
-    for lead in ("module.", "stage.model."):
-        name = name.removeprefix(lead)
-    return name

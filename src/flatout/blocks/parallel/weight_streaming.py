@@ -253,8 +253,9 @@ class _StreamedBlock(StreamedModule):
     def _use(self, here: _BlockOnDevice) -> None:
         with torch.inference_mode(False):
             tracked = torch.is_grad_enabled()
+            fetched: Callable[..., Tensor] = _FetchedWeight.apply
             self.put_in(
-                _tracked(p, raw, self) if tracked and p.requires_grad else raw.detach()
+                fetched(p, raw, self) if tracked and p.requires_grad else raw.detach()
                 for p, raw in zip(self.parameters, here.raw, strict=True)
             )
         self._is_in = True
@@ -282,11 +283,6 @@ class _FetchedWeight(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.block.send_back(ctx.weight, grad)
         return None, None, None
-
-
-def _tracked(weight: nn.Parameter, raw: Tensor, block: _StreamedBlock) -> Tensor:
-    out: Tensor = _FetchedWeight.apply(weight, raw, block)  # type: ignore[no-untyped-call]
-    return out
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

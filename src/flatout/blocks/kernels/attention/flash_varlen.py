@@ -42,11 +42,8 @@ class _Flash(torch.autograd.Function):
     ) -> Tensor:
         offsets, longest = spans
         ctx.is_causal = left is None and right == 0
-        window = (
-            {}
-            if ctx.is_causal
-            else {"window_size_left": -1 if left is None else left, "window_size_right": -1 if right is None else right}
-        )
+        bounds = {"window_size_left": -1 if left is None else left, "window_size_right": -1 if right is None else right}
+        window = {} if ctx.is_causal else bounds
         out, lse, rng, unused, _ = _forward(
             q, k, v, offsets, offsets, longest, longest, 0.0, ctx.is_causal, False, scale=scale, **window
         )

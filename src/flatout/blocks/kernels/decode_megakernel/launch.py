@@ -171,11 +171,8 @@ def _tensors(step: Step) -> list[Tensor]:
 def _why_unready(t: Tensor, device: torch.device) -> str | None:
     if t.device != device:
         return f"a tensor is on {t.device}, x on {device}"
-    return (
-        None
-        if t.is_contiguous() and t.data_ptr() % 16 == 0
-        else "a tensor is not contiguous from a multiple of 16 bytes"
-    )
+    is_ready = t.is_contiguous() and t.data_ptr() % 16 == 0
+    return None if is_ready else "a tensor is not contiguous from a multiple of 16 bytes"
 
 
 def _bits(steps: Sequence[Step]) -> int:
