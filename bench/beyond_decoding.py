@@ -22,10 +22,9 @@ from flatout.blocks.kernels.cached_attention.rope import reference_rope_decode_a
 from flatout.blocks.kernels.cached_attention.rope import rope_decode_attention, rotate_halves
 from flatout.blocks.kernels.decode_megakernel.megakernel import DecodeMegakernel
 from flatout.blocks.kernels.quantised_linear.call import VENDOR, measure_quantised_linear, quantised_linear
-from flatout.blocks.kernels.quantised_linear.mma import packed_linear
+from flatout.blocks.kernels.quantised_linear.mma import measure_cuts, packed_linear
 from flatout.blocks.kernels.quantised_linear.mma_packing import MmaPackedWeight, pack_for_mma
 from flatout.blocks.kernels.quantised_linear.packing import PackedWeight, expanded, pack_weight
-from flatout.blocks.kernels.quantised_linear.splits import measure_cuts
 
 EPS = 1e-5
 SHAPES = ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008), (32000, 4096))

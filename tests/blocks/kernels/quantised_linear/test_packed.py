@@ -11,8 +11,13 @@ from tests.blocks.kernels.interpreted import interpreted
 from flatout.blocks.kernels.quantised_linear.call import measure_quantised_linear, quantised_linear
 from flatout.blocks.kernels.quantised_linear.expand import expand_into
 from flatout.blocks.kernels.quantised_linear.packing import PackedWeight, expanded, pack_weight
-from flatout.blocks.kernels.quantised_linear.problem import QuantisedProblem, QuantisedVariant, proposed_variants
-from flatout.blocks.kernels.quantised_linear.triton import refusal, run_variant
+from flatout.blocks.kernels.quantised_linear.triton import (
+    QuantisedProblem,
+    QuantisedVariant,
+    proposed_variants,
+    refusal,
+    run_variant,
+)
 from flatout.core.errors import UsageError
 
 on_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

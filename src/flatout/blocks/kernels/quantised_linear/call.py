@@ -12,12 +12,14 @@ from torch import Tensor
 from flatout.blocks.kernels.graph_timing import captured_calls, first_runs, graph_times, num_copies, relative_error
 from flatout.blocks.kernels.nvrtc import has_early_launches
 from flatout.blocks.kernels.quantised_linear.packing import PackedWeight
-from flatout.blocks.kernels.quantised_linear.problem import (
+from flatout.blocks.kernels.quantised_linear.triton import (
     QuantisedVariant,
     proposed_variants,
     quantised_problem,
+    refusal,
+    run_variant,
+    use_variant,
 )
-from flatout.blocks.kernels.quantised_linear.triton import refusal, run_variant, use_variant
 from flatout.blocks.kernels.selection import kernel_operator
 from flatout.core.errors import UsageError
 
