@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flatout.blocks.kernels.opaque import opaque
-from flatout.blocks.kernels.swiglu.reference import GatingPasses, backward_shapes, forward_shapes, gated
+from flatout.blocks.kernels.swiglu.reference import GatingPasses, backward_shapes, forward_shapes, gated, wide_halves
 from flatout.core.parts import kernel
 
 
 @opaque("swiglu_recomputed(Tensor gate, Tensor? up) -> Tensor", forward_shapes)
 def _forward(gate: Tensor, up: Tensor | None) -> Tensor:
-    dtype, (gate, up) = gate.dtype, _wide(gate, up)
+    dtype, (gate, up) = gate.dtype, wide_halves(gate, up)
     return F.silu(gate, inplace=False).mul_(up).to(dtype).contiguous()
 
 
@@ -27,17 +27,11 @@ def _forward(gate: Tensor, up: Tensor | None) -> Tensor:
 def _backward(grad: Tensor, gate: Tensor, up: Tensor | None) -> list[Tensor]:
     result = backward_shapes(grad, gate, up)
     into_gate, into_up = result[0].chunk(2, dim=-1) if up is None else result
-    wide_gate, wide_up = _wide(gate, up)
+    wide_gate, wide_up = wide_halves(gate, up)
     wide_grad = grad.to(wide_gate.dtype)
     into_gate.copy_(torch.ops.aten.silu_backward(wide_grad * wide_up, wide_gate))
     into_up.copy_(F.silu(wide_gate).mul_(wide_grad))
     return result
-
-
-def _wide(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    return gate.to(wide), up.to(wide)
 
 
 KERNEL = kernel(

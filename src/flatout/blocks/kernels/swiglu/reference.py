@@ -17,10 +17,15 @@ from flatout.core.parts import kernel
 
 def reference_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """`gate * sigmoid(gate) * up`, in float32 (float64 for float64), rounded once; without `up`, of the halves of `gate`."""
+    dtype, (gate, up) = gate.dtype, wide_halves(gate, up)
+    return (gate * torch.sigmoid(gate) * up).to(dtype)
+
+
+def wide_halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and up, of the one tensor or the two, in float32, or float64 for float64."""
     gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
     wide = torch.promote_types(gate.dtype, torch.float32)
-    gate, dtype = gate.to(wide), gate.dtype
-    return (gate * torch.sigmoid(gate) * up.to(wide)).to(dtype)
+    return gate.to(wide), up.to(wide)
 
 
 class GatingPasses(NamedTuple):
