@@ -134,12 +134,10 @@ class Feed(Generic[Batch]):
         self._cut = _cutter(dataset, is_pinned=is_pinned) if is_cut else None
         is_drawn = draws and not isinstance(dataset, (Tensor, list, tuple))  # taking what is there draws nothing
         keyed = KeyedDataset(dataset, seed=plan.seed) if is_drawn else _Indexed(dataset)
-        fixed = (
-            LoaderBackend("processes", workers) if isinstance(workers, int) and workers else LoaderBackend("here", 0)
-        )
-        self._selection = BackendSelection(
-            None if is_measured and self._cut is None else fixed, has_threads=not is_drawn
-        )
+        num = workers if isinstance(workers, int) else 0
+        fixed = LoaderBackend("processes", num) if num else LoaderBackend("here", 0)
+        is_open = is_measured and self._cut is None
+        self._selection = BackendSelection(None if is_open else fixed, has_threads=not is_drawn)
         self._dataset: Any = RowsOf(keyed) if isinstance(plan, Rows) else keyed
         usual: Any = partial(pack, length=plan.length) if isinstance(plan, Rows) else collate_ragged
         self._collate: Callable[[Sequence[Any]], Batch] = collate if collate is not None else usual

@@ -152,8 +152,7 @@ class Compressed:
         self.num_steps += bucket.is_last()
 
     def reduced(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """The same, as DistributedDataParallel's hook: on a stream of its own where there are streams; torch's reducer waits for
-        the future on its own stream."""
+        """The hook: the same, on a stream of its own where there are streams; torch's reducer waits for the future on its own."""
         flat = bucket.buffer()
         if self._stream is None:
             self.reduce(bucket)

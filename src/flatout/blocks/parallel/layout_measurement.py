@@ -77,8 +77,7 @@ def _measured(shape: ModelShape, layout: Layout, world: World, mixed: torch.dtyp
         optimizer.step()
 
     seconds = _median_s(step, world)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    peaks = world.gathered(peak)
+    peaks = world.gathered(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
     return MeasuredStep(
         model=shape, layout=layout, seconds=seconds, peak_bytes=tuple(peaks) if device.type == "cuda" else None
     )

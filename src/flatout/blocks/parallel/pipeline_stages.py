@@ -167,10 +167,8 @@ class TiedWeights:
         self._is_here = layout.schedule in FOLDED
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._mine: list[nn.Parameter] = []
-        self._group: dist.ProcessGroup | None = None
+        self._group = _ends(layout) if self._names and not self._is_here else None
         self._is_second = meshes.stage == layout.pipeline - 1
-        if self._names and not self._is_here:
-            self._group = _ends(layout, meshes)
 
     def separate(self, part: nn.Module, number: int) -> None:
         """Give the last part parameters of its own on a rank that holds the first too; call it before a part is divided."""
@@ -231,7 +229,7 @@ def _tied_over(model: nn.Module, observed: ObservedForward, blocks: Sequence[str
     return found
 
 
-def _ends(layout: Layout, meshes: Meshes) -> dist.ProcessGroup | None:
+def _ends(layout: Layout) -> dist.ProcessGroup | None:
     """This rank's group of the first and the last stage; all ranks make all groups."""
     rows = layout.num_devices // layout.pipeline
     pairs = [[place, place + (layout.pipeline - 1) * rows] for place in range(rows)]

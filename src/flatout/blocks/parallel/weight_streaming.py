@@ -88,7 +88,11 @@ class Streamed(WeightStream["_BlockOnDevice"]):
         if not self._blocks:
             raise UsageError("weights are no longer streamed, and this is computed with them; undo after the backward")
         if is_forward:
-            self._begin_forward(at)
+            if self._task != -1:
+                self.give_up()
+            if at <= self._last:
+                self._drop_all()  # another pass: weights may have changed
+            self._last = at
         else:
             self._settle_at_the_end()
         if is_forward or self._at != at or at not in self._here:
@@ -101,13 +105,6 @@ class Streamed(WeightStream["_BlockOnDevice"]):
         if here.arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(here.arrived)
         return here
-
-    def _begin_forward(self, at: int) -> None:
-        if self._task != -1:
-            self.give_up()
-        if at <= self._last:
-            self._drop_all()  # another pass: weights may have changed
-        self._last = at
 
     def give_up(self) -> None:
         """Forget a backward that ended with an error: its gradients, and weights that are on the device for it."""
@@ -197,7 +194,7 @@ class _StreamedBlock(StreamedModule):
 
     def __init__(self, over: Streamed, at: int, module: nn.Module) -> None:
         super().__init__(module, over.device)
-        self._over, self.at = over, at
+        self.over, self.at = over, at
         self.parameters = [*self.weights.values()]
         self._homes = [(p.device, p.is_pinned()) for p in self.parameters]
         for weight in self.parameters:
@@ -213,7 +210,7 @@ class _StreamedBlock(StreamedModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_forward = torch._C._current_graph_task_id() == -1
-        here = self._over.need(self.at, is_forward=is_forward)
+        here = self.over.need(self.at, is_forward=is_forward)
         was_in = self._is_in
         if not was_in:
             self._use(here)
@@ -236,18 +233,15 @@ class _StreamedBlock(StreamedModule):
             self._is_in = False
             self.take_out()
 
-    def send_back(self, weight: nn.Parameter, grad: Tensor) -> None:
-        self._over.send_back(self.at, weight, grad)
-
     def read(self, saved: _SavedWeight) -> Tensor:
         """A weight, or a view of it, that autograd needs."""
         if self.parameters[saved.which]._version != saved.version:
-            self._over.give_up()
+            self.over.give_up()
             raise RuntimeError(
                 f"a weight of block {self.at}, of shape {list(self.parameters[saved.which].shape)}, was changed after the "
                 "forward and before its backward"
             )
-        here = self._over.need(self.at, is_forward=False)
+        here = self.over.need(self.at, is_forward=False)
         return here.raw[saved.which].as_strided(saved.shape, saved.stride, saved.offset)
 
     def _use(self, here: _BlockOnDevice) -> None:
@@ -264,7 +258,7 @@ class _StreamedBlock(StreamedModule):
         """What is recomputed inside finds its weights, and those of the block before begin to come."""
         if torch.is_grad_enabled():
             raise UsageError("streamed weights have no second derivatives; call backward without create_graph")
-        here = self._over.need(self.at, is_forward=False)
+        here = self.over.need(self.at, is_forward=False)
         if not self._is_in:
             with torch.enable_grad():
                 self._use(here)
@@ -281,7 +275,7 @@ class _FetchedWeight(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.block.send_back(ctx.weight, grad)
+        ctx.block.over.send_back(ctx.block.at, ctx.weight, grad)
         return None, None, None
 
 
