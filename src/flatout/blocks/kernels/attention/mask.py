@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from flatout.blocks.kernels.attention.sets import KeySets, every_key, nothing
+from flatout.blocks.kernels.attention.sets import KeySets, every_key
 from flatout.core.errors import UsageError
 
 _NUM_CACHED: Final = 32
@@ -296,5 +296,6 @@ def exact(sets: KeySets) -> Bounds:
 
 def unknown(sizes: Sizes) -> Bounds:
     """Bounds that leave everything open: the mask is then looked at block by block."""
-    num_rows, num_keys, device = sizes.num_rows, sizes.keys, sizes.device
-    return Bounds(nothing(num_rows, num_keys, device), every_key(num_rows, num_keys, device))
+    none = torch.zeros(0, dtype=torch.int64, device=sizes.device)
+    surely = KeySets(sizes.num_rows, sizes.keys, none, none, none)
+    return Bounds(surely, every_key(sizes.num_rows, sizes.keys, sizes.device))

@@ -107,9 +107,8 @@ def _masked(lo: Tensor, hi: Tensor, begin: int, end: int) -> list[MaskPiece]:
         first, last = int(low[some].min()), int(high.max())
         keys = torch.arange(first, last)
         visible = (keys >= low[:, None]) & (keys < high[:, None])
-        pieces.append(
-            MaskPiece(at, stop, (MaskPart(((first, last),), visible=None if bool(visible.all()) else visible),))
-        )
+        part = MaskPart(((first, last),), visible=None if bool(visible.all()) else visible)
+        pieces.append(MaskPiece(at, stop, (part,)))
     return pieces
 
 

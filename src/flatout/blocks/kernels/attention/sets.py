@@ -63,12 +63,6 @@ def every_key(num_rows: int, num_keys: int, device: torch.device) -> KeySets:
     return one_interval(lo, torch.full_like(lo, num_keys), num_keys)
 
 
-def nothing(num_rows: int, num_keys: int, device: torch.device) -> KeySets:
-    """No key for any row."""
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    return KeySets(num_rows, num_keys, none, none, none)
-
-
 def covered(
     row: Tensor, lo: Tensor, hi: Tensor, *, num_rows: int, num_keys: int, times: Tensor | int = 1, at_least: int = 1
 ) -> KeySets:

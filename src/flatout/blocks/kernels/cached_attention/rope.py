@@ -63,8 +63,7 @@ def rope_decode_attention(
 
 
 @composed(f"rope_decode_attention{_ARGUMENTS}")
-def _dispatched(qkv: Tensor, cosines: Tensor, sines: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
-    args = (qkv, cosines, sines, keys, values, position)
+def _dispatched(*args: Tensor) -> Tensor:
     y: Tensor = (run if why_no_rope_kernel(*args) is None else reference_rope_decode_attention)(*args)
     return y
 

@@ -25,9 +25,6 @@ class Linear(nn.Linear):
     `extra_bytes` is what copies take beside the weight, which keeps its shape. `activation` follows the layer in the same call.
     """
 
-    activation: Activation | None
-    precision: Precision | None
-
     def __init__(
         self,
         in_features: int,

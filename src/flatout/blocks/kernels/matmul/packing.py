@@ -50,7 +50,7 @@ def repacked(stored_RC: Tensor, *, rows: int, columns: int, stride: int) -> Tens
     whole = stored_RC.new_empty((rows, stride))
     num_rows, num_columns = stored_RC.shape
     if stored_RC.is_cuda and find_spec("triton") is not None:
-        launch = _repacking(stored_RC.dtype, stored_RC.device, num_rows, num_columns, stored_RC.stride(0), rows, stride)
+        launch = _repacking(rows, stride, stored_RC.dtype, stored_RC.device, num_rows, num_columns, stored_RC.stride(0))
         launch(stored_RC, whole, num_rows, num_columns, stored_RC.stride(0), rows, stride, _STRETCH)
         return whole[:, :columns]
     whole[:num_rows, :num_columns].copy_(stored_RC)
@@ -60,11 +60,9 @@ def repacked(stored_RC: Tensor, *, rows: int, columns: int, stride: int) -> Tens
 
 
 @lru_cache(maxsize=1024)
-def _repacking(*form: object) -> TritonLaunch:
+def _repacking(rows: int, stride: int, *form: object) -> TritonLaunch:
     """One for each form of matrix: what is launched without a look at the arguments must be like the first."""
     kernel = import_module("flatout.blocks.kernels.matmul.on_device.product").repack
-    rows, stride = form[-2:]
-    assert isinstance(rows, int) and isinstance(stride, int)
     return TritonLaunch(kernel, (rows, -(-stride // _STRETCH), 1), num_warps=4)
 
 

@@ -160,15 +160,13 @@ def _bind_variant(problem: MatmulProblem, variant: Variant) -> Runner:
     return bind(problem, variant.tile)
 
 
-def _variants(problem: MatmulProblem) -> tuple[Variant, ...]:
-    return tuple(Variant(name="triton", tile=tile) for tile in propose_tiles(problem, device_of(problem)))
-
-
 KERNEL: Final = matmul_kernel(
     "triton",
     "a Triton kernel whose epilogue is a function",
     _bind_variant,
     order=30,
     refusal=refusal,
-    variants=_variants,
+    variants=lambda problem: tuple(
+        Variant(name="triton", tile=tile) for tile in propose_tiles(problem, device_of(problem))
+    ),
 )

@@ -125,13 +125,12 @@ def _backward(
     strides = [t.stride(0) for t in tensors]
     sums = {"IS_CENTRED": is_centred, "HAS_WEIGHT": weight_D is not None, "HAS_BIAS": bias_D is not None}
     sizes = {"HAS_PASSED": passed_RD is not None, "BLOCK": layout.block, "num_warps": layout.num_warps}
+    source: Any = import_module(_SOURCE)
     if summed_RD.numel() == 0:
         parts_WPD.zero_()
     elif layout.is_whole:
-        kernel: Any = import_module(_SOURCE).backward_whole
-        kernel[(num_parts,)](*inputs, *parts_WPD, *strides, num_rows, width, **sums, **sizes)
+        source.backward_whole[(num_parts,)](*inputs, *parts_WPD, *strides, num_rows, width, **sums, **sizes)
     else:
-        source: Any = import_module(_SOURCE)
         has_bias = sums.pop("HAS_BIAS")
         source.backward_wide[(num_rows,)](*inputs, *strides, width, **sums, **sizes)
         if needs_sums:
