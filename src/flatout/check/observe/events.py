@@ -148,11 +148,9 @@ class Events:
         self._observation.timeline.switch("optimizer" if self._in_optimizer else "other")
         if self._observation.mode is Mode.DEEP and self._observation.deep.recorder is not None:
             self._observation.deep.recorder.data_storages.update(storage_of(t) for t in tensors_in(batch))
-        try:
+        with self._guarded():
             for listener in self._batches:
                 listener.on_batch(batch, root=None)
-        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
-            self.fail(e)
 
     def on_optimizer_start(self) -> None:
         self._in_optimizer = True
@@ -189,11 +187,9 @@ class Events:
             self._roots_without_backward = 0
             self._observation.timeline.switch("backward")
             frame = sys._getframe(1)
-            try:
+            with self._guarded():
                 for listener in self._backwards:
                     listener.on_backward_start(name, args, kwargs, frame)
-            except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
-                self.fail(e)
             if self._observation.deep.recorder is not None:
                 self._observation.deep.recorder.note_backward(frame)
             del frame

@@ -123,9 +123,7 @@ class KernelTimes:
         if self._log is not None:
             self._log.leave()
             self._log = None
-        if self._recording is not None:
-            recording, self._recording = self._recording, None
-            self._stopped(recording)
+        self._stop()
         self._num = 0
 
     def _start(self) -> None:
@@ -134,16 +132,17 @@ class KernelTimes:
         except (AssertionError, RuntimeError) as e:  # the driver does not let this process profile: all stays unknown
             self.failure = f"the device could not be profiled: {str(e)[:120]}"
 
-    def _stopped(self, recording: Recording) -> tuple[TraceFile, int] | None:
+    def _stop(self) -> tuple[TraceFile, int] | None:
+        """End the recording; what it holds, None where there is none or it cannot be read."""
+        recording, self._recording = self._recording, None
         try:
-            return recording.stop()
+            return recording.stop() if recording is not None else None
         except (RecordError, AssertionError, RuntimeError, OSError) as e:
             self.failure = f"the device's profile could not be read: {str(e)[:120]}"
             return None
 
     def _conclude_timed(self, borders: Borders, starts: Sequence[PhaseStart]) -> None:
-        recording, self._recording = self._recording, None
-        stopped = self._stopped(recording) if recording is not None else None
+        stopped = self._stop()
         if stopped is not None:
             trace, offset_ns = stopped
             self._timed = _TimedStep(trace, borders, starts, offset_ns)
@@ -153,8 +152,7 @@ class KernelTimes:
         log, self._log = self._log, None
         if log is not None:
             log.leave()
-        recording, self._recording = self._recording, None
-        stopped = self._stopped(recording) if recording is not None else None
+        stopped = self._stop()
         if stopped is None or log is None or self._timed is None:
             return
         trace, offset_ns = stopped

@@ -17,13 +17,13 @@ import torch
 
 from flatout.check.observe.calls import RootModule
 from flatout.check.observe.collector import BackwardListener, BatchListener, Collector, EndedStep, StepListener
-from flatout.check.observe.memory.census import Census, gradient_of, without_functions
+from flatout.check.observe.memory.census import Census, without_functions
 from flatout.check.observe.memory.device import DeviceMemory
 from flatout.check.observe.memory.graphs import AutogradGraph, next_number, node_of, tensors_in_sequences
 from flatout.check.observe.memory.mode import MemoryMode
 from flatout.check.observe.memory.optimizer_state import OptimizerStates
 from flatout.check.observe.memory.parts import WatchedMemory, memories_of
-from flatout.check.observe.memory.process import Malloc, Moment, ProcessPeak, malloc_state, resident_bytes
+from flatout.check.observe.memory.process import malloc_state, resident_bytes
 from flatout.check.observe.memory.releases import Releases
 from flatout.check.observe.memory.storages import Storages, Stored
 from flatout.check.observe.memory.survivors import Survivors
@@ -52,12 +52,9 @@ class _MemoryStep:
     """What is gathered while the step is watched."""
 
     def __init__(self, observation: ObservationState, after: Any) -> None:
-        self.storages = Storages(observation.phase)
+        self.watched = WatchedMemory(Storages(observation.phase))
+        self.storages, self.process = self.watched.storages, self.watched.process
         self.mode = MemoryMode(observation.sites, self.storages, module=observation.calls.module_path, after=after)
-        self.process = ProcessPeak(lambda: Moment(len(self.storages.events), self.storages.live.get("cpu", 0)))
-        self.start_resident: int | None = None
-        self.start_malloc: Malloc | None = None
-        self.malloc_at_peak: Malloc | None = None
         self.read_at: dict[str, float] = {}
         self.device = DeviceMemory()
         self.first_number = 0
@@ -187,9 +184,7 @@ class MemoryLook(Collector, StepListener, BatchListener, BackwardListener):
         self.survivors.begin(storages)
         if observation.is_device:
             step.device.start()
-        step.start_resident, step.start_malloc = resident_bytes(), malloc_state()
-        step.malloc_at_peak = step.start_malloc
-        step.process.start()
+        step.watched.start()
         observation.calls.is_deep = True
         observation.calls.begin_deep()
         step.mode.enter()
@@ -201,27 +196,15 @@ class MemoryLook(Collector, StepListener, BatchListener, BackwardListener):
         observation.calls.is_deep = False
         step.storages.close()
         step.process.stop()
-        device_peaks = step.device.stop() if observation.is_device else {}
+        step.watched.device_peaks = step.device.stop() if observation.is_device else {}
         if step.mode.failure is not None:
             raise step.mode.failure
         census = Census()
         step.storages.name(census.roles())
-        for tensor in census.tensors:
-            grad = gradient_of(tensor)
-            if grad is not None:
-                step.storages.name([("gradients", grad)])
         self.states.end(step.leaf_ids)
         del census
-        watched = WatchedMemory(
-            storages=step.storages,
-            start_resident=step.start_resident,
-            start_malloc=step.start_malloc,
-            malloc_at_peak=step.malloc_at_peak,
-            process=step.process,
-            device_peaks=device_peaks,
-            retained=tuple(self._retained(step)),
-        )
-        self.memories = memories_of(watched)
+        step.watched.retained = tuple(self._retained(step))
+        self.memories = memories_of(step.watched)
         if step.recomputes:
             self.recompute_facts = tuple(
                 ModuleFact(name="recompute", module=module, kind="torch.utils.checkpoint", source=site)
@@ -251,7 +234,7 @@ class MemoryLook(Collector, StepListener, BatchListener, BackwardListener):
             if live > _RISE * step.read_at.get(device, 0.0):
                 step.read_at[device] = live
                 if device == "cpu":
-                    step.malloc_at_peak = malloc_state()
+                    step.watched.malloc_at_peak = malloc_state()
                     step.process.look()
                 elif device.startswith("cuda:"):
                     step.device.look(int(device[5:]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,21 +17,14 @@ from flatout.core.tensors.nests import tensors_in
 _SCALAR_BYTES: Final = 8
 
 
-class Dead(NamedTuple):
-    """State of one parameter that was not updated: which module owns the parameter, and how many bytes."""
-
-    module: str
-    kind: str
-    bytes: int
-
-
 class OptimizerStates:
     """Compares, over a watched step and those after it, which state was written and which parameters a backward reached."""
 
     def __init__(self) -> None:
         self._versions: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._reached: set[int] = set()
-        self._dead: list[Dead] = []
+        self._dead: dict[tuple[str, str], list[int]] = {}
+        """By module and its class, the bytes of state of each parameter that was not updated."""
 
     def begin(self, census: Census) -> None:
         """Note how often each tensor of state has been written."""
@@ -50,28 +43,24 @@ class OptimizerStates:
         if not self._reached:
             return
         paths = _paths(census)
-        self._dead = []
+        self._dead = {}
         for optimizer in census.optimizers:
             for parameter in parameters_of(optimizer):
                 idle = [] if id(parameter) in self._reached else self._idle(optimizer, parameter)
                 if idle:
-                    module, kind = paths.get(id(parameter), ("", ""))
-                    self._dead.append(Dead(module, kind, _bytes(idle)))
+                    self._dead.setdefault(paths.get(id(parameter), ("", "")), []).append(_bytes(idle))
 
     def facts(self) -> tuple[ModuleFact, ...]:
         """One fact for each module whose parameters have idle state; `value` is bytes."""
-        groups: dict[tuple[str, str], list[Dead]] = {}
-        for dead in self._dead:
-            groups.setdefault((dead.module, dead.kind), []).append(dead)
         return tuple(
             ModuleFact(
                 name="dead-optimizer-state",
                 module=module,
                 kind=kind,
-                value=float(sum(d.bytes for d in found)),
-                text=f"{len(found)} parameters",
+                value=float(sum(num_bytes)),
+                text=f"{len(num_bytes)} parameters",
             )
-            for (module, kind), found in groups.items()
+            for (module, kind), num_bytes in self._dead.items()
         )
 
     def _idle(self, optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:

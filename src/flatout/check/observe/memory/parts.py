@@ -10,8 +10,8 @@ import msgspec
 
 from flatout.check.observe.memory import device as device_memory
 from flatout.check.observe.memory.device import AllocatorBlock, DevicePeak
-from flatout.check.observe.memory.process import Malloc, ProcessPeak, memory_limit
-from flatout.check.observe.memory.storages import StorageEvent, StoragePeak, Storages, Stored, alive_at, storage_peak
+from flatout.check.observe.memory.process import Malloc, Moment, ProcessPeak, malloc_state, memory_limit, resident_bytes
+from flatout.check.observe.memory.storages import StoragePeak, Storages, Stored, alive_at, storage_peak
 from flatout.core.records.memory import Memory, MemoryKind, MemoryPart, MemoryPoint, RetainedGraph
 
 _PARTS_BY_LINE: Final = 48
@@ -24,16 +24,23 @@ _HIGHER: Final = 1.01
 """By this factor malloc's greatest height must exceed the tensors' before an operator's own workspace is listed."""
 
 
-class WatchedMemory(NamedTuple):
-    """One watched step: its storages, and the machine's own accounting of it."""
+class WatchedMemory:
+    """One watched step: its storages, and the machine's own accounting of it, filled in while it is watched."""
 
-    storages: Storages
-    start_resident: int | None
-    start_malloc: Malloc | None
-    malloc_at_peak: Malloc | None
-    process: ProcessPeak
-    device_peaks: dict[int, DevicePeak]
-    retained: tuple[RetainedGraph, ...]
+    def __init__(self, storages: Storages) -> None:
+        self.storages = storages
+        self.process = ProcessPeak(lambda: Moment(len(storages.events), storages.live.get("cpu", 0)))
+        self.start_resident: int | None = None
+        self.start_malloc: Malloc | None = None
+        self.malloc_at_peak: Malloc | None = None
+        self.device_peaks: dict[int, DevicePeak] = {}
+        self.retained: tuple[RetainedGraph, ...] = ()
+
+    def start(self) -> None:
+        """The step begins."""
+        self.start_resident, self.start_malloc = resident_bytes(), malloc_state()
+        self.malloc_at_peak = self.start_malloc
+        self.process.start()
 
 
 def memories_of(watched: WatchedMemory) -> tuple[Memory, ...]:
@@ -70,7 +77,7 @@ def _memory_of(watched: WatchedMemory, device: str) -> Memory:
         measured_peak_bytes=measured,
         reserved_bytes=reserved,
         total_bytes=total,
-        retained=tuple(r for r in watched.retained) if device == _main_device(storages) else (),
+        retained=watched.retained if device == _main_device(storages) else (),
     )
 
 
@@ -99,8 +106,7 @@ def _at_allocators_peak(
     if besides > 0:
         parts.append(MemoryPart(kind="process", bytes=besides, num_tensors=0, example="library workspaces"))
     event = max((i for i, e in enumerate(storages.events) if e.at_s <= allocated.at_s), default=-1)
-    phase = storages.events[min(event + 1, len(storages.events) - 1)].phase if storages.events else "other"
-    return tuple(parts), StoragePeak(event, sum(p.bytes for p in parts), phase)
+    return tuple(parts), StoragePeak(event, sum(p.bytes for p in parts), _phase_after(storages, event))
 
 
 def _lies_in(stored: Stored, block: AllocatorBlock) -> bool:
@@ -115,14 +121,18 @@ def _inside_operators(blocks: list[AllocatorBlock], on_device: list[Stored]) -> 
         maker = next((s for s in born if s.at_s >= block.start_s), None)
         sums[(maker.site, maker.module) if maker is not None else (-1, "")] += block.bytes
     for (site, module), num_bytes in sums.items():
-        yield MemoryPart(
-            kind="temporaries",
-            bytes=num_bytes,
-            num_tensors=0,
-            source=site,
-            module=module,
-            example=INSIDE_OPERATOR,
-        )
+        yield _workspace(num_bytes, site, module)
+
+
+def _workspace(num_bytes: int, site: int, module: str) -> MemoryPart:
+    return MemoryPart(
+        kind="temporaries", bytes=num_bytes, num_tensors=0, source=site, module=module, example=INSIDE_OPERATOR
+    )
+
+
+def _phase_after(storages: Storages, event: int) -> str:
+    """The phase of the event that follows this one."""
+    return storages.events[min(event + 1, len(storages.events) - 1)].phase if storages.events else "other"
 
 
 def _main_device(storages: Storages) -> str:
@@ -185,16 +195,9 @@ def _inside_operator(watched: WatchedMemory, peak: StoragePeak) -> _Inside | Non
         return None
     event = height.moment.num_events - 1
     maker = next((s for s in storages.all if s.born > event and s.device == "cpu"), None)
-    phase = storages.events[min(event + 1, len(storages.events) - 1)].phase if storages.events else peak.phase
-    part = MemoryPart(
-        kind="temporaries",
-        bytes=workspace,
-        num_tensors=0,
-        source=maker.site if maker is not None else -1,
-        module=maker.module if maker is not None else "",
-        example=INSIDE_OPERATOR,
-    )
-    return _Inside(StoragePeak(event, height.moment.live_bytes + workspace, phase), height.malloc, part)
+    site, module = (maker.site, maker.module) if maker is not None else (-1, "")
+    highest = StoragePeak(event, height.moment.live_bytes + workspace, _phase_after(storages, event))
+    return _Inside(highest, height.malloc, _workspace(workspace, site, module))
 
 
 def _resident(part: MemoryPart, others: tuple[MemoryPart, ...], resident_bytes: int | None) -> tuple[MemoryPart, ...]:
@@ -228,9 +231,5 @@ def _curve(storages: Storages, device: str) -> tuple[MemoryPoint, ...]:
         at = min(1.0, max(0.0, (event.at_s - begin_s) / span_s))
         bucket = int(at * (_POINTS - 1))
         if bucket not in points or live > points[bucket].bytes:
-            points[bucket] = _point(at, live, event)
+            points[bucket] = MemoryPoint(at=round(at, 5), bytes=live, phase=event.phase)
     return tuple(points[bucket] for bucket in sorted(points))
-
-
-def _point(at: float, live: int, event: StorageEvent) -> MemoryPoint:
-    return MemoryPoint(at=round(at, 5), bytes=live, phase=event.phase)

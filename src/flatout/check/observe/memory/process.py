@@ -40,26 +40,18 @@ class _Mallinfo2(ctypes.Structure):
     ]
 
 
-def _glibc_mallinfo() -> Any:
+def _of_libc(name: str, restype: Any = ctypes.c_int) -> Any:
+    """A function of the C library; None where it has none of this name."""
     try:
-        function = ctypes.CDLL(None).mallinfo2  # glibc 2.33 or later
+        function = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError):
         return None
-    function.restype = _Mallinfo2
+    function.restype = restype
     return function
 
 
-_mallinfo: Final = _glibc_mallinfo()
-
-
-def _libc_mincore() -> Any:
-    try:
-        return ctypes.CDLL(None).mincore
-    except (AttributeError, OSError):
-        return None
-
-
-_mincore: Final = _libc_mincore()
+_mallinfo: Final = _of_libc("mallinfo2", _Mallinfo2)  # glibc 2.33 or later
+_mincore: Final = _of_libc("mincore")
 
 
 def malloc_state() -> Malloc | None:

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -120,23 +120,17 @@ class DeepLooks:
 
             self._patches.set(kind, "__call__", __call__)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Do something of ours meanwhile: what runs inside is neither recorded nor timed."""
-        recorder = self.recorder
-        if recorder is None:
-            yield
-            return
-        recorder.is_paused = True
-        try:
-            yield
-        finally:
-            recorder.is_paused = False
-            recorder.resume()
+        return self._unrecorded(lambda recorder, seconds: recorder.resume())
+
+    def skipped(self) -> AbstractContextManager[None]:
+        """Like `paused`, for what is short and frequent: the user's own Python before it is still timed."""
+        return self._unrecorded(OperatorRecorder.skip)
 
     @contextmanager
-    def skipped(self) -> Iterator[None]:
-        """Like `paused`, for what is short and frequent: the user's own Python before it is still timed."""
+    def _unrecorded(self, end: Callable[[OperatorRecorder, float], None]) -> Iterator[None]:
+        """Nothing is recorded inside; `end` is called after it with the recorder and the seconds that it took."""
         recorder = self.recorder
         if recorder is None:
             yield
@@ -147,27 +141,22 @@ class DeepLooks:
             yield
         finally:
             recorder.is_paused = False
-            recorder.skip(perf_counter() - began)
+            end(recorder, perf_counter() - began)
 
     def look_for_padding(self, tensors: dict[str, torch.Tensor], root: RootModule) -> None:
         """Note which of a root call's inputs end in constants."""
-        recorder = self.recorder
-        if recorder is not None:
-            recorder.is_paused = True
-        for name, tensor in tensors.items():
-            rows = padded_rows(tensor)
-            if rows is None:
-                continue
-            found = self.padded.setdefault(name, PaddedTensor(name, tensor))
-            found.add(rows)
-            if min(rows.lengths) < rows.width:
-                signs = signs_of(root.module(), list(tensors.values()), rows.lengths)
-                self.padding_signs = tuple(dict.fromkeys(self.padding_signs + signs))
-            if recorder is not None:
-                found.source = recorder.creator_site(tensor)
-        if recorder is not None:
-            recorder.is_paused = False
-            recorder.resume()
+        with self.paused():
+            for name, tensor in tensors.items():
+                rows = padded_rows(tensor)
+                if rows is None:
+                    continue
+                found = self.padded.setdefault(name, PaddedTensor(name, tensor))
+                found.add(rows)
+                if min(rows.lengths) < rows.width:
+                    signs = signs_of(root.module(), list(tensors.values()), rows.lengths)
+                    self.padding_signs = tuple(dict.fromkeys(self.padding_signs + signs))
+                if self.recorder is not None:
+                    found.source = self.recorder.creator_site(tensor)
 
     def compare_inputs(self, root: RootModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note whether a root call without gradients begins with the input of the call before."""

@@ -85,7 +85,8 @@ class UnwatchedBlocks:
         self.ends_s: list[float] = []
         """When each step of the open block ended: stamped by whoever sees it, taken in by `settle`."""
         self._num_blocks = 0
-        self._size = 0
+        self.size = 0
+        """Steps in the last block."""
         self.num_settled = 0
         """How many of those ends have been taken in."""
         self._last_s = 0.0
@@ -95,22 +96,21 @@ class UnwatchedBlocks:
     @property
     def is_open(self) -> bool:
         """Whether steps go by unwatched now."""
-        return self.num_settled < self._size
+        return self.num_settled < self.size
 
     def open(self, step_s: float, *, num_steps: int, watch_s: float = WATCHED_STEP_S, room: int = LONGEST) -> int:
         """A watched step has ended, `num_steps` into the loop: begin a block of at most `room`; returns its size, 0 for none."""
         size = block_size(step_s, num_steps=num_steps, watch_s=watch_s)
         self._num_blocks += 1
-        size -= self._num_blocks % min(
-            _JITTER, size // 2 + 1
-        )  # else blocks and a fast rhythm could miss one another for ever
+        # Else blocks and a fast rhythm could miss one another for ever.
+        size -= self._num_blocks % min(_JITTER, size // 2 + 1)
         due = self.rhythm.next_after(num_steps, rarer_than=size + 1)
         self._is_aimed = due is not None and due <= num_steps + size + 1
         if due is not None and self._is_aimed:
             size = due - num_steps - 1
         size = min(size, room)
         self._is_aimed &= due == num_steps + size + 1
-        self._size = size
+        self.size = size
         self.num_settled = 0
         self.ends_s = []
         self._last_s = perf_counter()
@@ -130,14 +130,9 @@ class UnwatchedBlocks:
         self._last_s = new[-1]
         self.num_settled += len(new)
         if not self.is_open:
-            self.rhythm.add(num_steps + 1, *self.durations_s[-self._size :])
+            self.rhythm.add(num_steps + 1, *self.durations_s[-self.size :])
             self._weigh()
         return durations_s
-
-    @property
-    def size(self) -> int:
-        """Steps in the last block."""
-        return self._size
 
     @property
     def num_gone(self) -> int:
@@ -147,14 +142,14 @@ class UnwatchedBlocks:
     def cut(self) -> int:
         """The observation ended in the middle of a block; returns how many of its steps went by."""
         num_gone = self.num_gone
-        self.num_settled = self._size
+        self.num_settled = self.size
         return num_gone
 
     def _weigh(self) -> None:
         # A step that was aimed at stands for itself; the others stand for those that went by since the last such one.
         if self._is_aimed:
-            self._unrepresented += self._size
+            self._unrepresented += self.size
             self.weight = 1
         else:
-            self.weight = self._unrepresented + self._size + 1
+            self.weight = self._unrepresented + self.size + 1
             self._unrepresented = 0

@@ -57,26 +57,20 @@ class Schedule(Record, frozen=True, kw_only=True):
         is_device: bool = False,
     ) -> Mode:
         """The mode of the next step, after `num_steps` whole steps."""
-        before = self.num_before_looks(is_device=is_device)
-        num_deep = self.num_deep if deep_allowed else 0
-        if num_steps < self.num_warm_up:
-            return Mode.WARM_UP
-        if num_steps < before:
-            return Mode.LIGHT
-        if num_steps < before + self.num_reads:
-            return Mode.READS
-        before += self.num_reads
-        num_kernels = self.num_kernels if is_device else 0
-        if num_steps < before + num_kernels:
-            return Mode.KERNELS
-        before += num_kernels
-        num_memory = self.num_memory if deep_allowed else 0
-        if num_steps < before + num_memory:
-            return Mode.MEMORY
-        if num_steps < before + num_memory + num_deep and deep_elapsed_s < self.deep_budget_s:
-            return Mode.DEEP
-        if before + num_memory + num_deep <= num_steps < before + num_memory + num_deep + self.num_settle:
-            return Mode.WARM_UP
+        stretches = (
+            (Mode.WARM_UP, self.num_warm_up),
+            (Mode.LIGHT, self.num_before_looks(is_device=is_device) - self.num_warm_up),
+            (Mode.READS, self.num_reads),
+            (Mode.KERNELS, self.num_kernels if is_device else 0),
+            (Mode.MEMORY, self.num_memory if deep_allowed else 0),
+            (Mode.DEEP, self.num_deep if deep_allowed else 0),
+            (Mode.WARM_UP, self.num_settle),
+        )
+        position = num_steps
+        for mode, num in stretches:
+            if 0 <= position < num and (mode is not Mode.DEEP or deep_elapsed_s < self.deep_budget_s):
+                return mode
+            position -= num
         if light_elapsed_s > self.observe_s or num_steps > self.max_light:
             return Mode.DONE
         return Mode.LIGHT

@@ -98,14 +98,12 @@ class PhaseTimeline:
         self.last_phase_starts = phase_starts
         calls, self.root_calls = self.root_calls, 0
         starts, self.num_starts = self.num_starts, 0
+        step = _Waiting(mode, phase_starts, calls, starts, weight)
         if self._use_events:
-            self._waiting.append(_Waiting(mode, phase_starts, calls, starts, weight))
+            self._waiting.append(step)
             self._collect()
         else:
-            lengths = [b.host_s - a.host_s for a, b in pairwise(phase_starts)]
-            self._file(
-                _finish(mode, phase_starts, calls, starts, lengths)._replace(weight=weight), phase_starts, lengths
-            )
+            self._file(step, [b.host_s - a.host_s for a, b in pairwise(phase_starts)])
         return phase_starts[-1].host_s - phase_starts[0].host_s
 
     def record_unwatched_end(self) -> None:
@@ -174,8 +172,7 @@ class PhaseTimeline:
                 stretch = (sum(lengths) - step.compile_s) / host_s if lengths and host_s > 0 else 1.0
                 self._file_unwatched([s * stretch for s in step.hosts_s], step.num_starts, step.compile_s)
             else:
-                finished = _finish(step.mode, step.phase_starts, step.root_calls, step.num_starts, lengths)
-                self._file(finished._replace(weight=step.weight), step.phase_starts, lengths)
+                self._file(step, lengths)
             # The last one begins the next step; the others' events are reused, which is cheaper than creating new ones.
             self._free += [e for e in events[:-1] if e is not None]
 
@@ -186,14 +183,14 @@ class PhaseTimeline:
         phases = {COMPILE: compile_s} if compile_s else {}
         self.steps.append(TimedStep(UNWATCHED, last_s, phases, 0, 0, weight=0, num_starts=num_starts))
 
-    def _file(self, step: TimedStep, phase_starts: list[PhaseStart], lengths: list[float]) -> None:
-        if len(self.steps) < _ORDERED_STEPS:
-            step = step._replace(order=tuple(zip((m.phase for m in phase_starts), lengths, strict=False)))
-        self.steps.append(step)
-
-
-def _finish(mode: str, phase_starts: list[PhaseStart], calls: int, starts: int, lengths: list[float]) -> TimedStep:
-    phases: dict[str, float] = {}
-    for phase_start, length in zip(phase_starts, lengths, strict=False):
-        phases[phase_start.phase] = phases.get(phase_start.phase, 0.0) + length
-    return TimedStep(mode, sum(lengths), phases, calls, len(phase_starts), num_starts=starts)
+    def _file(self, step: _Waiting, lengths: list[float]) -> None:
+        """File a step whose phases took so long."""
+        order = tuple(zip((m.phase for m in step.phase_starts), lengths, strict=False))
+        phases: dict[str, float] = {}
+        for phase, length in order:
+            phases[phase] = phases.get(phase, 0.0) + length
+        order = order if len(self.steps) < _ORDERED_STEPS else ()
+        num = len(step.phase_starts)
+        self.steps.append(
+            TimedStep(step.mode, sum(lengths), phases, step.root_calls, num, step.weight, order, step.num_starts)
+        )
