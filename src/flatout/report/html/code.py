@@ -132,8 +132,7 @@ def _with_keywords(text: str, old: ast.stmt, wanted: ast.Call) -> str | None:
 def _statement(text: str) -> ast.stmt | None:
     """The one statement that `text` is; None when it is prose, or several."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the script's odd escapes are not ours to complain about
+        with warnings.catch_warnings(action="ignore"):  # the script's odd escapes are not ours to complain about
             body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Drawing
 
+WIDTH_PX: Final = 1040
+"""Width of a figure that is as wide as the page."""
 SMALL_PX: Final = 12
 """Size of the letters in a figure."""
 PHASES: Final = ("data", "transfer", "forward", "backward", "optimizer", "evaluation", "compile", "other")
@@ -228,8 +230,8 @@ def figure(name: str, *, width_px: float, height_px: float) -> Iterator[PageFigu
     """A figure to draw in; `name` is a word that no other figure of the page has."""
     import matplotlib
 
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that matplotlib's own font lacks, axes without an extent: all is well
+    # It warns of letters that its own font lacks, and of axes without an extent: all is well.
+    with matplotlib.rc_context(), warnings.catch_warnings(action="ignore"):
         matplotlib.rcdefaults()  # nothing of the user's own settings
         matplotlib.rcParams.update(
             {

@@ -9,9 +9,8 @@ from markupsafe import Markup, escape
 
 from flatout.report.document import Drawing, Heading
 from flatout.report.html.document import document_page
-from flatout.report.html.figure import colour, figure
+from flatout.report.html.figure import WIDTH_PX, colour, figure
 
-_WIDTH_PX: Final = 1040
 _HEIGHT_PX: Final = 420
 _COLOURS: Final = ("hot", "communication", "compute", "ink")
 
@@ -23,9 +22,7 @@ def goodput_page(curves: Mapping[str, Sequence[tuple[int, float]]], *, title: st
 
 def goodput_svg(curves: Mapping[str, Sequence[tuple[int, float]]]) -> Markup:
     """The drawing alone: one curve per way to recover, named at its end."""
-    from matplotlib.ticker import FuncFormatter
-
-    with figure("goodput", width_px=_WIDTH_PX, height_px=_HEIGHT_PX) as drawn:
+    with figure("goodput", width_px=WIDTH_PX, height_px=_HEIGHT_PX) as drawn:
         axes = drawn.axes(left=64, right=240, top=10, bottom=40)
         for index, (name, points) in enumerate(curves.items()):
             xs, ys = zip(*points, strict=True)
@@ -34,9 +31,9 @@ def goodput_svg(curves: Mapping[str, Sequence[tuple[int, float]]]) -> Markup:
             axes.annotate(f" {name}, {ys[-1]:.0%}", (xs[-1], ys[-1]), va="center", annotation_clip=False)
         axes.set_xscale("log", base=2)
         axes.set_ylim(0, 1)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
+        axes.xaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
         axes.set_xlabel("devices")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda s, _: f"{s:.0%}"))
+        axes.yaxis.set_major_formatter(lambda s, _: f"{s:.0%}")
         axes.grid(axis="y")
         shares = "; ".join(f"{escape(name)} {points[-1][1]:.1%}" for name, points in curves.items())
         return drawn.svg(

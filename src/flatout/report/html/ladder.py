@@ -11,13 +11,12 @@ from flatout.core import units
 from flatout.core.records.plan import Tuned
 from flatout.report.document import Drawing
 from flatout.report.html.document import document_page
-from flatout.report.html.figure import PageFigure, colour, figure, fitting
+from flatout.report.html.figure import WIDTH_PX, PageFigure, colour, figure, fitting
 from flatout.report.parts.ladder import TOGETHER, UNTOUCHED, Row, ladder_blocks, ladder_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH_PX: Final = 1040
 _ROW_PX: Final = 40
 _NAMES_PX: Final = 300
 _VALUES_PX: Final = 120

@@ -12,10 +12,9 @@ from markupsafe import Markup
 from flatout.core import units
 from flatout.core.records.memory import Memory, MemoryPoint
 from flatout.report.bars import phase_label
-from flatout.report.html.figure import PageFigure, colour, figure, phase_colour, rounded
+from flatout.report.html.figure import WIDTH_PX, PageFigure, colour, figure, phase_colour, rounded
 from flatout.report.sanitise import inert
 
-WIDTH_PX: Final = 1040
 _HEIGHT_PX: Final = 230
 _LEFT_PX: Final = 84
 _RIGHT_PX: Final = 14

@@ -16,13 +16,12 @@ from markupsafe import Markup
 
 from flatout.core import units
 from flatout.machine.cost.schedules import Done
-from flatout.report.html.figure import letters_px
+from flatout.report.html.figure import WIDTH_PX, letters_px
 
 KINDS: Final = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 """What a stage does, by the letter of the schedule."""
 MOST_STAGES: Final = 16
 """Stages that are shown of a longer pipeline: the first and the last of them."""
-WIDTH_PX: Final = 1040
 _LEFT_PX: Final = 84
 _RIGHT_PX: Final = 66
 _TOP_PX: Final = 20

@@ -12,13 +12,12 @@ from flatout.core import units
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import HotLine
 from flatout.machine.cost.roofline import Roof, roofs
-from flatout.report.html.figure import SMALL_PX, PageFigure, colour, figure, letters_px, rounded
+from flatout.report.html.figure import SMALL_PX, WIDTH_PX, PageFigure, colour, figure, letters_px, rounded
 from flatout.report.sanitise import inert, place_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH_PX: Final = 1040
 _HEIGHT_PX: Final = 430
 _LEFT_PX: Final = 84
 _RIGHT_PX: Final = 108

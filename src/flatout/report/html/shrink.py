@@ -10,10 +10,9 @@ from flatout.core import units
 from flatout.core.records.shrink import Point, Shrunk
 from flatout.report.document import Drawing, Heading
 from flatout.report.html.document import document_page
-from flatout.report.html.figure import colour, figure
+from flatout.report.html.figure import WIDTH_PX, colour, figure
 from flatout.report.parts.shrink import shrunk_blocks
 
-_WIDTH_PX: Final = 1040
 _HEIGHT_PX: Final = 480
 
 
@@ -27,7 +26,7 @@ def shrunk_svg(found: Shrunk) -> Markup:
     """The drawing alone: seconds of a call on a logarithmic axis, the metric upwards where more is better."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    with figure("shrunk", width_px=_WIDTH_PX, height_px=_HEIGHT_PX) as drawn:
+    with figure("shrunk", width_px=WIDTH_PX, height_px=_HEIGHT_PX) as drawn:
         axes = drawn.axes(left=72, right=200, top=14, bottom=44)
         floor = found.original.metric + (found.allowed_loss if found.is_cost else -found.allowed_loss)
         line = axes.axhline(floor, color=colour("muted"), linewidth=1, linestyle="--")

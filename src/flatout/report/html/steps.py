@@ -8,9 +8,8 @@ from markupsafe import Markup
 
 from flatout.core import units
 from flatout.core.records.evidence import Steps
-from flatout.report.html.figure import colour, figure
+from flatout.report.html.figure import WIDTH_PX, colour, figure
 
-WIDTH_PX: Final = 1040
 _HEIGHT_PX: Final = 150
 
 

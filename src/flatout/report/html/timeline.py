@@ -12,13 +12,12 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import RankedFinding
 from flatout.core.records.span import Span
 from flatout.report.bars import phase_label
-from flatout.report.html.figure import SMALL_PX, PageFigure, colour, figure, letters_px, phase_colour
+from flatout.report.html.figure import SMALL_PX, WIDTH_PX, PageFigure, colour, figure, letters_px, phase_colour
 from flatout.report.sanitise import inert, place_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WIDTH_PX: Final = 1040
 _LEFT_PX: Final = 84
 _RIGHT_PX: Final = 14
 _AXIS_PX: Final = 30

@@ -9,14 +9,13 @@ from flatout.core.records.plan import PlanStep, Tuned
 from flatout.core.records.verdict import Verdict
 from flatout.core.units import duration, percent, size
 from flatout.report.document import NEVER, Block, Column, Fold, Heading, Table
+from flatout.report.parts.verdict import SAME_SIZE
 from flatout.report.sanitise import Words
 
 WIDTH: Final = 110
 """Columns at most on a terminal."""
 _WIDE: Final = 104
 """Columns that the whole table takes with usual names."""
-_SAME_SIZE: Final = 0.02
-"""Peaks of two processes that run the same differ by about this."""
 UNTOUCHED: Final = "untouched"
 TOGETHER: Final = "all together"
 
@@ -171,6 +170,6 @@ def _memory(verdict: Verdict) -> str:
         return ""
     print_ = verdict.footprints[-1]
     change = print_.after_bytes / print_.before_bytes - 1 if print_.before_bytes else 0.0
-    if abs(change) <= _SAME_SIZE:
+    if abs(change) <= SAME_SIZE:
         return f"{size(print_.after_bytes)} (same)"
     return f"{size(print_.after_bytes)} ({'-' if change < 0 else '+'}{percent(abs(change))})"

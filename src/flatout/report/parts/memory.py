@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Final
 
 from flatout.core import units
 from flatout.core.records.finding import RankedFinding
 from flatout.core.records.memory import Memory
+from flatout.machine.cost.accounting import bytes_by_kind
 
 _KINDS_SHOWN: Final = 5
 _ON_DEVICE: Final = {"process": "libraries", "kept": "kept from before"}
@@ -19,12 +19,9 @@ def memory_line(memory: Memory, *, name_it: bool) -> str:
     """'memory: peak 412 MiB in backward: activations 61 %, optimizer state 20 %; measured 420 MiB'; '' without a peak."""
     if not memory.peak_bytes:
         return ""
-    sums: dict[str, int] = defaultdict(int)
-    for part in memory.at_peak:
-        sums[part.kind] += part.bytes
-    kinds = sorted((k for k in sums if sums[k] > 0), key=lambda k: -sums[k])
     names = _NAMES if memory.device == "cpu" else _ON_DEVICE
-    shown = [f"{names.get(k, k)} {units.percent(sums[k] / memory.peak_bytes)}" for k in kinds[:_KINDS_SHOWN]]
+    kinds = [(kind, size) for kind, size in bytes_by_kind(memory.at_peak).items() if size > 0][:_KINDS_SHOWN]
+    shown = [f"{names.get(kind, kind)} {units.percent(size / memory.peak_bytes)}" for kind, size in kinds]
     where = f" on {memory.device}" if name_it else ""
     line = f"memory: peak {units.size(memory.peak_bytes)}{where} in {memory.peak_phase}: {', '.join(shown)}"
     if memory.measured_peak_bytes is not None:

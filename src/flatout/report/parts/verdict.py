@@ -24,7 +24,7 @@ _PROMISES: Final = {
     "bounded": "within the rounding of the steps before",
     "quality": "by its metric",
 }
-_SAME_SIZE: Final = 0.02
+SAME_SIZE: Final = 0.02
 """Peaks of two processes that run the same differ by about this."""
 
 _SHORT_START_S: Final = 0.5
@@ -104,7 +104,7 @@ def _start_words(speed: Speed) -> str:
 
 def _footprint(footprint: Footprint) -> Remark:
     ratio = footprint.after_bytes / footprint.before_bytes if footprint.before_bytes else 1.0
-    same = " (the same)" if abs(ratio - 1) <= _SAME_SIZE else f" ({ratio:.2f}x)"
+    same = " (the same)" if abs(ratio - 1) <= SAME_SIZE else f" ({ratio:.2f}x)"
     return (
         "memory",
         f"{units.size(footprint.before_bytes)} -> {units.size(footprint.after_bytes)}{same} at the peak, "
