@@ -22,6 +22,7 @@ from flatout.core.records.comparison import (
 from flatout.core.records.evidence import Evidence, Phase, Steps
 from flatout.core.records.finding import Diagnosis, RankedFinding
 from flatout.core.records.hardware import Machine
+from flatout.machine.cost.accounting import group_by
 from flatout.machine.measure.stats import Estimate, batched_median_estimate, ratio_of_estimates
 
 _FEWEST_STEPS: Final = 6
@@ -183,13 +184,10 @@ def _pair(before: list[T], after: list[T], *keys: Callable[[T], Key]) -> tuple[l
     """Pairs, those only before, those only after: matched by the first key as far as it goes, then by the next."""
     pairs: list[tuple[T, T]] = []
     for key in keys:
-        waiting: dict[Key, list[T]] = defaultdict(list)
-        for item in after:
-            waiting[key(item)].append(item)
+        waiting = group_by(after, key)
         left = []
         for item in before:
-            same = waiting[key(item)]
-            if same:
+            if same := waiting.get(key(item)):
                 pairs.append((item, same.pop(0)))
             else:
                 left.append(item)

@@ -61,7 +61,8 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
     heavy = [f for f in found if _middle(f) < least_s and _is_heavy(f, evidence)]
     ranked = _merge(worthy, general, evidence)
     timed = [_ranked(f, merged, evidence, titles) for f, merged in ranked]
-    findings = _with_memory(timed, [_ranked(_without_time(f), [], evidence, titles) for f in heavy])
+    without_time = (msgspec.structs.replace(f, cost_s=0.0, saved_s=(0.0, 0.0)) for f in heavy)
+    findings = _with_memory(timed, [_ranked(f, [], evidence, titles) for f in without_time])
     explained_s = min(whole_s, sum(_middle(f) for f, _ in ranked))
     floor_s, lines = _floor(evidence)
     named = {f.rule for f in findings} | {m for f in findings for m in f.merged}
@@ -177,16 +178,10 @@ def _is_heavy(finding: Finding, evidence: Evidence) -> bool:
     return is_filling or (finding.saved_bytes > 0 and finding.saved_bytes >= SMALLEST_PEAK_FRACTION * memory.peak_bytes)
 
 
-def _without_time(finding: Finding) -> Finding:
-    return msgspec.structs.replace(finding, cost_s=0.0, saved_s=(0.0, 0.0))
-
-
 def _with_memory(timed: list[RankedFinding], heavy: list[RankedFinding]) -> tuple[RankedFinding, ...]:
     """Growth that fills the memory first, the soonest leading; then time; then bytes of the peak."""
-    filling = [f for f in heavy if f.steps_until_full is not None]
-    large = [f for f in heavy if f.steps_until_full is None]
-    filling.sort(key=lambda f: f.steps_until_full or 0.0)
-    large.sort(key=lambda f: -f.saved_bytes)
+    filling = sorted((f for f in heavy if f.steps_until_full is not None), key=lambda f: f.steps_until_full or 0.0)
+    large = sorted((f for f in heavy if f.steps_until_full is None), key=lambda f: -f.saved_bytes)
     return (*filling, *timed, *large)
 
 

@@ -70,10 +70,6 @@ class Activity:
         self.gaps = gaps(self.busy, self.start_ns, self.end_ns)
 
     @property
-    def span_ns(self) -> int:
-        return self.end_ns - self.start_ns
-
-    @property
     def busy_ns(self) -> int:
         return length(self.busy)
 
@@ -81,7 +77,7 @@ class Activity:
         """All of it as a record."""
         return DeviceStep(
             name=facts.name,
-            span_s=self.span_ns * _NS,
+            span_s=(self.end_ns - self.start_ns) * _NS,
             busy_s=self.busy_ns * _NS,
             kernels=self._kernels(facts),
             gaps=self._gaps(),
@@ -124,38 +120,35 @@ class Activity:
         return tuple(sorted(found, key=lambda c: -c.seconds))
 
     def _kernels(self, facts: DeviceFacts) -> tuple[DeviceKernel, ...]:
-        rows: dict[tuple[str, CallPlace, int, int], list[int]] = defaultdict(lambda: [0, 0])
+        rows: dict[tuple[str, CallPlace, int, int], list[int]] = defaultdict(list)
         for piece in self.linked:
             if piece.work.kind != "copy":
                 key = (piece.work.name, piece.place, piece.work.num_blocks, _resident(piece.work, facts))
-                rows[key][0] += 1
-                rows[key][1] += piece.work.end_ns - piece.work.start_ns
+                rows[key].append(piece.work.end_ns - piece.work.start_ns)
         kernels = [
             DeviceKernel(
                 name=short_kernel_name(name),
                 source=place.source,
                 phase=place.phase,
-                num_launches=num,
-                seconds=total_ns * _NS,
+                num_launches=len(lengths_ns),
+                seconds=sum(lengths_ns) * _NS,
                 num_blocks=num_blocks,
                 blocks_per_sm=resident,
                 uses_matrix_units=uses_matrix_units(name),
                 op=place.op,
             )
-            for (name, place, num_blocks, resident), (num, total_ns) in rows.items()
+            for (name, place, num_blocks, resident), lengths_ns in rows.items()
         ]
         return tuple(sorted(kernels, key=lambda k: -k.seconds)[:_MOST_KERNELS])
 
     def _gaps(self) -> tuple[Gap, ...]:
         starts = [p.work.start_ns for p in self.linked]
-        rows: dict[tuple[int, Cause], list[int]] = defaultdict(lambda: [0, 0])
+        rows: dict[tuple[int, Cause], list[int]] = defaultdict(list)
         for start, end in self.gaps:
             index = bisect_left(starts, end)
             after = self.linked[index] if index < len(self.linked) else None
-            row = rows[self._late(start, end, after)]
-            row[0] += 1
-            row[1] += end - start
-        found = [Gap(source=s, num=n, seconds=ns * _NS, cause=cause) for (s, cause), (n, ns) in rows.items()]
+            rows[self._late(start, end, after)].append(end - start)
+        found = [Gap(source=s, num=len(ns), seconds=sum(ns) * _NS, cause=cause) for (s, cause), ns in rows.items()]
         return tuple(sorted(found, key=lambda g: -g.seconds))
 
     def _late(self, start: int, end: int, after: Linked | None) -> tuple[int, Cause]:
@@ -164,10 +157,8 @@ class Activity:
             return -1, "unknown"
         launch = after.call
         if launch.start_ns <= start or end - start <= _PIPELINE_NS:
-            return (
-                after.place.source,
-                "unknown",
-            )  # queued in time: the device's own latency, or a dependence between streams
+            # Queued in time: the device's own latency, or a dependence between streams.
+            return after.place.source, "unknown"
         for call in self._waits_between(start, launch):
             waited_ns = min(call.end_ns, launch.start_ns) - max(call.start_ns, start)
             # A wait that ended in this gap had let the queue run empty: what follows it is late for that reason.
@@ -236,14 +227,13 @@ class Activity:
         return found
 
     def _waits(self) -> tuple[HostWait, ...]:
-        rows: dict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0, 0])
+        rows: dict[tuple[int, str, str], list[int]] = defaultdict(list)
         for call in self.waits:
             place = self.place_of(call)
-            row = rows[place.source, plain_name(call.name), place.op]
-            row[0] += 1
-            row[1] += call.end_ns - call.start_ns
+            rows[place.source, plain_name(call.name), place.op].append(call.end_ns - call.start_ns)
         found = [
-            HostWait(source=s, call=name, num=n, seconds=ns * _NS, op=op) for (s, name, op), (n, ns) in rows.items()
+            HostWait(source=s, call=name, num=len(ns), seconds=sum(ns) * _NS, op=op)
+            for (s, name, op), ns in rows.items()
         ]
         return tuple(sorted(found, key=lambda w: -w.seconds))
 

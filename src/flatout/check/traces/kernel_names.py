@@ -40,6 +40,7 @@ _COLLECTIVES: Final = {
     "sendrecv": "send_recv",
     "reduce": "reduce",
 }
+_HOST_MEMORY: Final[dict[str, CopyMemory]] = {"pageable": "pageable", "pinned": "pinned"}
 _COPY: Final = re.compile(r"(?P<from>[HDP])to(?P<to>[HDP])(?: \((?P<source>\w+) -> (?P<target>\w+)\))?")
 _ARGUMENTS: Final = re.compile(r"\((?!anonymous)(?:[^()]|\([^()]*\))*\)(?: const)?$")
 
@@ -99,9 +100,4 @@ def short_kernel_name(name: str) -> str:
 
 
 def _memory(word: str | None) -> CopyMemory:
-    match (word or "").lower():
-        case "pageable":
-            return "pageable"
-        case "pinned":
-            return "pinned"
-    return "unknown"
+    return _HOST_MEMORY.get((word or "").lower(), "unknown")

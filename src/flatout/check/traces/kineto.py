@@ -198,9 +198,7 @@ def _decoded(raw: bytes, path: Path, trace: TraceFile) -> _File:
     first = _try(raw)
     if first is not None:
         return first
-    repaired = _NO_NUMBER.sub(rb"\1null", raw)
-    if not _is_utf8(repaired):
-        repaired = repaired.decode("utf-8", errors="replace").encode()
+    repaired = _NO_NUMBER.sub(rb"\1null", raw).decode("utf-8", errors="replace").encode()
     found = _try(repaired) or _cut(repaired, trace)
     if found is None:
         raise RecordError(f"'{path}' is damaged: {_complaint(repaired)}; export the trace again")
@@ -246,14 +244,6 @@ def _cut(raw: bytes, trace: TraceFile) -> _File | None:
                 trace.notes.append("the trace file is cut off: what follows is missing")
             return found
     return None
-
-
-def _is_utf8(raw: bytes) -> bool:
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _complaint(raw: bytes) -> str:

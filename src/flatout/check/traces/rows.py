@@ -6,7 +6,7 @@ from collections import defaultdict
 from math import prod
 from typing import Final, NamedTuple, cast
 
-from flatout.check.traces.activity import Activity, Linked
+from flatout.check.traces.activity import Activity
 from flatout.check.traces.events import ELEMENT_BYTES, HostOp
 from flatout.check.traces.host import HostStep, Nesting, is_operator, operator_name
 from flatout.core.errors import UsageError
@@ -119,16 +119,11 @@ def host_reads(step: HostStep, activity: Activity | None) -> tuple[HostRead, ...
 def _device_ns(step: HostStep, activity: Activity) -> dict[tuple[int | str, int], int]:
     """Device time by (thread, index of the innermost event at the launch)."""
     found: dict[tuple[int | str, int], int] = defaultdict(int)
-    for piece in activity.linked:
-        index = _innermost(step, piece)
-        if piece.call is not None and index >= 0:
-            found[piece.call.thread, index] += piece.work.end_ns - piece.work.start_ns
+    for work, call, _ in activity.linked:
+        nesting = step.nestings.get(call.thread) if call is not None else None
+        if call is not None and nesting is not None and (index := nesting.at(call.start_ns)) >= 0:
+            found[call.thread, index] += work.end_ns - work.start_ns
     return found
-
-
-def _innermost(step: HostStep, piece: Linked) -> int:
-    nesting = step.nestings.get(piece.call.thread) if piece.call is not None else None
-    return nesting.at(piece.call.start_ns) if nesting is not None and piece.call is not None else -1
 
 
 def _flop(event: HostOp) -> int | None:
