@@ -57,18 +57,13 @@ def _clone(optimizer: Optimizer, options: dict[str, Any]) -> Optimizer:
         copies = []
         for parameter in group["params"]:
             replica = parameter.detach().clone().requires_grad_()
-            replica.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+            replica.grad = torch.randn_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
             copies.append(replica)
         rest = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "initial_lr")}
         known = {k: v for k, v in options.items() if k in group}
         groups.append({"params": copies, **rest, **known})
     defaults = {k: v for k, v in optimizer.defaults.items() if k in ("lr",)}
-    clone = type(optimizer)(groups, **defaults)
-    if any(t.grad is None for g in clone.param_groups for t in g["params"]):
-        for g in clone.param_groups:
-            for t in g["params"]:
-                t.grad = torch.randn_like(t) if t.grad is None else t.grad
-    return clone
+    return type(optimizer)(groups, **defaults)
 
 
 TRIAL: Final = TrialEntry(TimeOptimizer, run)

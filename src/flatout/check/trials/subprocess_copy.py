@@ -28,10 +28,8 @@ def in_copy(measure: Callable[[], dict[str, float]], *, limit_s: float) -> dict[
     if not hasattr(os, "fork"):
         raise Refused("the data set can only be tried in a copy of the process, which this system cannot make")
     reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # 3.12 warns of threads; DataLoader's own workers are forked beside the same ones
+    # 3.12 warns of threads; DataLoader's own workers are forked beside the same ones.
+    with warnings.catch_warnings(action="ignore"):
         child = os.fork()
     if child == 0:
         _answer(measure, writing)

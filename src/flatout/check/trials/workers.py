@@ -112,8 +112,9 @@ def _unwatched() -> Iterator[None]:
     """Workers that start here are no part of what is observed."""
     folder = os.environ.pop(ObservedWorker.FOLDER, None)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's advice on the number of workers is not for the user here
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # torch's advice on the number of workers is not for the user here
             yield
     finally:
         if folder is not None:

@@ -48,9 +48,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 
 def _growing_over_steps(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding per line whose cat has a longer first input in every step: a bank, a history, a cache."""
-    cats = [
-        i for i, o in enumerate(evidence.operators) if o.op == "aten.cat" and o.phase != "backward" and o.source >= 0
-    ]
+    cats = [i for i, o in enumerate(evidence.operators) if _is_cat(o)]
     for source, rows in group_by(cats, lambda i: evidence.operators[i].source).items():
         firsts = sorted({evidence.operators[i].inputs[0].num_elements for i in rows})
         pieces = {evidence.operators[i].inputs[-1].shape for i in rows}
@@ -76,7 +74,7 @@ def _growing(evidence: Evidence) -> Iterator[_Growing]:
     """Lines whose cat appends to the result of another call of the same line."""
     trace, operators = evidence.trace, evidence.operators
     ran = [operators[row] for row in trace.operator]
-    cats = [c for c, o in enumerate(ran) if o.op == "aten.cat" and o.phase != "backward" and o.source >= 0]
+    cats = [c for c, o in enumerate(ran) if _is_cat(o)]
     for source, calls in group_by(cats, lambda c: ran[c].source).items():
         mine = set(calls)
         appended = [c for c in calls if trace.producers[c] and trace.producers[c][0] in mine]
@@ -85,6 +83,10 @@ def _growing(evidence: Evidence) -> Iterator[_Growing]:
             rows = tuple(i for i in at_line if operators[i].op == "aten.cat" or operators[i].phase == "backward")
             trial = _trial_of(ran[appended[-1]], backward=has_backward(evidence, rows))
             yield _Growing(rows, trial, len(appended))
+
+
+def _is_cat(operator: Operator) -> bool:
+    return operator.op == "aten.cat" and operator.phase != "backward" and operator.source >= 0
 
 
 def _trial_of(last: Operator, *, backward: bool) -> TimeGrowingCat:

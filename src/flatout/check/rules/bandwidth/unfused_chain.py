@@ -32,22 +32,8 @@ from flatout.machine.cost.roofline import operation_floor
 _FEWEST: Final = 5
 _WORTH_A_TRIAL: Final = 0.05
 _MANY_CALLS: Final = 12
-_NOT_POINTWISE: Final = (
-    *(
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "convolution",
-        "attention",
-        "index",
-        "embedding",
-        "cat",
-        "stack",
-        "copy",
-        "inductor",
-    ),
-)
+_NOT_POINTWISE: Final = ("mm", "convolution", "attention", "index", "embedding", "cat", "stack", "copy", "inductor")
+"""Parts of the names of all other operators that work or move data."""
 _ROOTS: Final = {"aten.sqrt", "aten.rsqrt", "aten.pow", "aten.div", "aten.var", "aten.std"}
 _FUSED_PASSES: Final = (2, 5)
 """Tensor-sized reads and writes of a fused pointwise kernel: one in, one out forward; saved input, gradient in and out, with a

@@ -81,11 +81,10 @@ def padded_size(size: int) -> int:
     return -(-size // unit) * unit
 
 
-def _suspects(evidence: Evidence) -> list[_Suspect]:
-    if evidence.steps.device_s is None:
-        return []
-    found = [_suspect(i, o) for i, o in enumerate(evidence.operators) if o.bound != "host" and o.op in _PRODUCTS]
-    return [s for s in found if s is not None]
+def _suspects(evidence: Evidence) -> Iterator[_Suspect]:
+    for row, operator in enumerate(evidence.operators if evidence.steps.device_s is not None else ()):
+        if operator.bound != "host" and operator.op in _PRODUCTS and (found := _suspect(row, operator)) is not None:
+            yield found
 
 
 def _suspect(row: int, operator: Operator) -> _Suspect | None:

@@ -28,13 +28,22 @@ _PACKS = "aten._pack_padded_sequence"
 
 def propose(evidence: Evidence) -> Iterator[TimeModel]:
     """Crop the batch to its longest row, and to its mean length."""
-    yield from _trials(evidence)
+    padding, model = _padding(evidence), _model(evidence)
+    if padding is None or model is None:
+        return
+    width = padding.shape[1]
+    backward = evidence.steps.kind != "inference"
+    lengths = {max(1, round(padding.mean_length))}
+    if padding.longest_fraction < _LONGEST_FRACTION:
+        lengths.add(max(1, round(padding.longest_fraction * width)))
+    for length in sorted(n for n in lengths if n < width):
+        yield TimeModel(model=model, variant="cropped", backward=backward, length=width, cropped_length=length)
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for the most padded tensor."""
     padding = _padding(evidence)
-    results = (result_of(evidence, t) for t in _trials(evidence))
+    results = (result_of(evidence, t) for t in propose(evidence))
     remaining = [remaining_fraction(r) for r in results if r is not None]
     if padding is None or not remaining:
         return
@@ -65,22 +74,6 @@ def _padding(evidence: Evidence) -> Padding | None:
 def _model(evidence: Evidence) -> int | None:
     training = [i for i, m in enumerate(evidence.models) if m.is_training or evidence.steps.kind == "inference"]
     return max(training, key=lambda i: evidence.models[i].call_s * evidence.models[i].calls, default=None)
-
-
-def _trials(evidence: Evidence) -> list[TimeModel]:
-    padding, model = _padding(evidence), _model(evidence)
-    if padding is None or model is None:
-        return []
-    width = padding.shape[1]
-    backward = evidence.steps.kind != "inference"
-    lengths = {max(1, round(padding.mean_length))}
-    if padding.longest_fraction < _LONGEST_FRACTION:
-        lengths.add(max(1, round(padding.longest_fraction * width)))
-    return [
-        TimeModel(model=model, variant="cropped", backward=backward, length=width, cropped_length=n)
-        for n in sorted(lengths)
-        if n < width
-    ]
 
 
 def _where(evidence: Evidence, padding: Padding) -> Source | None:

@@ -26,16 +26,15 @@ def propose(evidence: Evidence) -> Iterator[TimeModel]:
     """Yield a trial that repeats the sample."""
     model = _model(evidence)
     if model is not None:
-        yield from _trials(model)
+        for factor in _FACTORS:
+            yield TimeModel(model=model, variant="batched", backward=False, factor=factor)
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for the loop."""
     model = _model(evidence)
-    if model is None:
-        return
-    results = [r for r in (result_of(evidence, t) for t in _trials(model)) if r is not None]
-    if len(results) < len(_FACTORS) or remaining_fraction(results[0]) > _MOST_KEPT:
+    results = [r for t in propose(evidence) if (r := result_of(evidence, t)) is not None]
+    if model is None or len(results) < len(_FACTORS) or remaining_fraction(results[0]) > _MOST_KEPT:
         return
     call_s = evidence.steps.phases.get("forward", 0.0)
     saved = [call_s * (1 - remaining_fraction(r)) for r in results]
@@ -59,10 +58,6 @@ def _model(evidence: Evidence) -> int | None:
         return None
     model = max(range(len(evidence.models)), key=lambda i: evidence.models[i].call_s * evidence.models[i].calls)
     return model if evidence.models[model].batch_size == 1 else None
-
-
-def _trials(model: int) -> list[TimeModel]:
-    return [TimeModel(model=model, variant="batched", backward=False, factor=f) for f in _FACTORS]
 
 
 RULE = rule(__name__, check, propose=propose, title="The model is asked for one sample at a time")

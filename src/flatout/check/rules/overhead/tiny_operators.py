@@ -34,17 +34,16 @@ def propose(evidence: Evidence) -> Iterator[TimeModel]:
     """Yield a trial that repeats the batch."""
     model = main_model(evidence)
     if model is not None and _is_suspicious(evidence):
-        yield from _trials(evidence, model)
+        for factor in _FACTORS:
+            backward = evidence.models[model].num_graphs_used > 0
+            yield TimeModel(model=model, variant="batched", backward=backward, factor=factor)
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for the step."""
     model = main_model(evidence)
-    if model is None or not _is_suspicious(evidence):
-        return
-    results = [result_of(evidence, t) for t in _trials(evidence, model)]
-    measured = [r for r in results if r is not None]
-    if len(measured) < len(_FACTORS) or remaining_fraction(measured[0]) > _MOST_KEPT:
+    measured = [r for t in propose(evidence) if (r := result_of(evidence, t)) is not None]
+    if model is None or len(measured) < len(_FACTORS) or remaining_fraction(measured[0]) > _MOST_KEPT:
         return
     whole_s, busy_s = evidence.steps.whole_s, model_seconds(evidence)
     per_sample_s = evidence.steps.phases.get("data", 0.0) + evidence.steps.phases.get("evaluation", 0.0)
@@ -85,11 +84,6 @@ def _is_weight_bound(evidence: Evidence) -> bool:
         if o.op in _PRODUCTS and 0 < o.flop < _THIN_FLOP_PER_BYTE * max(1, o.bytes)
     )
     return thin_s > _WEIGHT_BOUND * evidence.steps.step_s
-
-
-def _trials(evidence: Evidence, model: int) -> list[TimeModel]:
-    backward = evidence.models[model].num_graphs_used > 0
-    return [TimeModel(model=model, variant="batched", backward=backward, factor=f) for f in _FACTORS]
 
 
 RULE = rule(__name__, check, propose=propose, is_general=True, title="The step is bound by overhead")

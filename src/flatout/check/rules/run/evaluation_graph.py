@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flatout.core.parts import rule
-from flatout.core.records.evidence import Evidence, Model
+from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.trial import TimeModel
 from flatout.machine.cost.accounting import around, group_by, remaining_fraction, result_of
@@ -23,13 +23,13 @@ _MOST_OF_EVALUATION = 0.6
 def propose(evidence: Evidence) -> Iterator[TimeModel]:
     """Time the heaviest such call of each place under no_grad."""
     for indices in _by_place(evidence).values():
-        yield _trial_of(_heaviest(evidence, indices), len(indices))
+        yield _trial_of(evidence, indices)
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding per place."""
     for place, indices in _by_place(evidence).items():
-        result = result_of(evidence, _trial_of(_heaviest(evidence, indices), len(indices)))
+        result = result_of(evidence, _trial_of(evidence, indices))
         if result is None:
             continue
         models = [evidence.models[i] for i in indices]
@@ -59,7 +59,8 @@ def _with_rest(evidence: Evidence, calls_s: float) -> float:
 def _by_place(evidence: Evidence) -> dict[int, list[int]]:
     """Unused calls by the innermost line that only they, and no call whose graph is used, run through."""
     used = {s for m in evidence.models if m.num_graphs_used for s in (m.source, *m.callers)}
-    unused = [i for i, m in enumerate(evidence.models) if _is_unused(m)]
+    built = (i for i, m in enumerate(evidence.models) if m.num_graphs_built >= _FEWEST_CALLS)
+    unused = [i for i in built if evidence.models[i].num_graphs_used == 0]
 
     def place(index: int) -> int:
         callers = (evidence.models[index].source, *evidence.models[index].callers)
@@ -68,16 +69,9 @@ def _by_place(evidence: Evidence) -> dict[int, list[int]]:
     return group_by(unused, place)
 
 
-def _heaviest(evidence: Evidence, indices: list[int]) -> int:
-    return max(indices, key=lambda i: evidence.models[i].calls * evidence.models[i].call_s)
-
-
-def _is_unused(model: Model) -> bool:
-    return model.num_graphs_built >= _FEWEST_CALLS and model.num_graphs_used == 0
-
-
-def _trial_of(index: int, num_live_outputs: int) -> TimeModel:
-    return TimeModel(model=index, variant="without-graph", backward=False, num_live_outputs=num_live_outputs)
+def _trial_of(evidence: Evidence, indices: list[int]) -> TimeModel:
+    heaviest = max(indices, key=lambda i: evidence.models[i].calls * evidence.models[i].call_s)
+    return TimeModel(model=heaviest, variant="without-graph", backward=False, num_live_outputs=len(indices))
 
 
 RULE = rule(__name__, check, propose=propose, title="A forward pass whose graph nobody uses")
