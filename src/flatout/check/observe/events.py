@@ -63,7 +63,7 @@ class Events:
         self._inner_calls = observation.listening(InnerCallListener)
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def guarded(self) -> Iterator[None]:
         """An error in here is ours and not the user's: give up observing, let the script go on."""
         try:
             yield
@@ -118,21 +118,21 @@ class Events:
                     watcher.on_root_inputs(root, args, kwargs, is_deep=is_deep)
 
     def on_root_output(self, root: RootModule, output: Any) -> None:
-        with self._guarded(), self._observation.deep.paused():
+        with self.guarded(), self._observation.deep.paused():
             for listener in self._root_calls:
                 listener.on_root_output(root, output)
 
     def on_inner_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if self._in_backward or self._observation.mode is not Mode.DEEP:
             return None
-        with self._guarded(), self._observation.deep.skipped():
+        with self.guarded(), self._observation.deep.skipped():
             tokens = [listener.on_inner_start(module, args, kwargs) for listener in self._inner_calls]
             return tokens if any(token is not None for token in tokens) else None
         return None
 
     def on_inner_end(self, token: object, output: Any) -> None:
         assert isinstance(token, list)
-        with self._guarded(), self._observation.deep.skipped():
+        with self.guarded(), self._observation.deep.skipped():
             for listener, own in zip(self._inner_calls, token, strict=True):
                 if own is not None:
                     listener.on_inner_end(own, output)
@@ -148,7 +148,7 @@ class Events:
         self._observation.timeline.switch("optimizer" if self._in_optimizer else "other")
         if self._observation.mode is Mode.DEEP and self._observation.deep.recorder is not None:
             self._observation.deep.recorder.data_storages.update(storage_of(t) for t in tensors_in(batch))
-        with self._guarded():
+        with self.guarded():
             for listener in self._batches:
                 listener.on_batch(batch, root=None)
 
@@ -187,7 +187,7 @@ class Events:
             self._roots_without_backward = 0
             self._observation.timeline.switch("backward")
             frame = sys._getframe(1)
-            with self._guarded():
+            with self.guarded():
                 for listener in self._backwards:
                     listener.on_backward_start(name, args, kwargs, frame)
             if self._observation.deep.recorder is not None:

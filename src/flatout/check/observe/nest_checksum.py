@@ -8,7 +8,6 @@ from typing import Any, Final
 import torch
 
 from flatout.check.observe.calls import is_wrapper
-from flatout.core.tensors.checksum import checksum
 from flatout.core.tensors.nests import tensors_in
 
 _MOST_HASHED_BYTES: Final = 64 << 20
@@ -21,5 +20,10 @@ def nest_checksum(value: Any) -> int:
         return 0
     if sum(t.numel() * t.element_size() for t in tensors) > _MOST_HASHED_BYTES:
         return 0
-    described = [(tuple(t.shape), t.dtype, checksum(t)) for t in tensors]
-    return zlib.crc32(repr(described).encode()) or 1
+    checksum = 1
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1)
+        checksum = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), checksum)
+        if flat.numel():
+            checksum = zlib.crc32(flat.view(torch.uint8).cpu().numpy().data, checksum)
+    return checksum or 1

@@ -123,7 +123,7 @@ class LoopObserver:
         observation = self.observation
         if observation.kind == "call":
             return
-        try:
+        with self._events.guarded():
             if observation.mode is Mode.DEEP:
                 observation.deep.leave()
             for collector in observation.collectors:
@@ -140,15 +140,13 @@ class LoopObserver:
             observation.deep.steps.clear()
             observation.sampler.clear()
             observation.sampler.is_on = False
-        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
-            self.fail(e)
 
     def border(self) -> None:
         """A step ended: file it, and prepare the next."""
         if self.is_complete:
             return
         observation = self.observation
-        try:
+        with self._events.guarded():
             calls = observation.timeline.root_calls
             duration = observation.timeline.boundary(observation.mode.value, weight=observation.blocks.weight)
             self._end_step(duration, calls)
@@ -156,8 +154,6 @@ class LoopObserver:
             if is_first_call and not observation.is_device and observation.finds_device():
                 observation.kind, self._is_call_on_device = "none", True
                 self.restart("call")
-        except Exception as e:  # noqa: BLE001  # ours, not the user's: give up observing, let the script go on
-            self.fail(e)
 
     def _end_step(self, duration_s: float, root_calls: int) -> None:
         observation, before = self.observation, self.observation.mode

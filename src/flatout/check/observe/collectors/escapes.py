@@ -41,7 +41,6 @@ class EscapingTensors(Collector, OperatorListener):
     def __init__(self) -> None:
         self.keys: set[OperatorKey] = set()
         self.num_steps = 0
-        self._is_first = True
         self._writers: dict[int, OperatorKey] = {}
         self._older: dict[int, OperatorKey] = {}
         self._first_results: list[tuple[OperatorKey, StorageWeakRef]] = []
@@ -59,7 +58,6 @@ class EscapingTensors(Collector, OperatorListener):
         if mode is Mode.DEEP:
             self._patches.undo()
             self.num_steps += 1
-            self._is_first = False
             if self.num_steps > 2:  # a loop's own variables from the first step have been bound anew by now
                 self.keys.update(key for key, reference in self._first_results if not reference.expired())
                 self._first_results.clear()
@@ -92,7 +90,7 @@ class EscapingTensors(Collector, OperatorListener):
             storage = storage_of(result)
             if storage >= 0:
                 self._writers[storage] = key
-                if self._is_first:
+                if not self.num_steps:
                     self._first_results.append((key, StorageWeakRef(result.untyped_storage())))
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:

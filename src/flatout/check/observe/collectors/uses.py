@@ -154,9 +154,7 @@ class CallUses(Collector, StepListener):
         self._file_waiting(num_steps)
         rows = [_row(use, s, max(1, num_steps)) for use, s in self._rare.items() if s.calls]
         rows += [_row(use, s, max(1, self._num_hot)) for use, s in self._frequent.items()]
-        callers = {
-            site: callers_of_line for site, callers_of_line in self.callers.items() if site >= 0 and callers_of_line
-        }
+        callers = {site: lines for site, lines in self.callers.items() if lines}
         return msgspec.structs.replace(evidence, uses=(*evidence.uses, *rows), callers=callers | evidence.callers)
 
     def notes(self) -> Iterator[str]:
@@ -258,15 +256,12 @@ class CallUses(Collector, StepListener):
                 sums[use].seconds += seconds
             else:
                 self._untaken_s += seconds
-                self._wait(use, seconds)
+                # It counts once its step has ended.
+                self._file_waiting(self._observation.step_of_event()[0])
+                self._waiting.append((use, seconds))
         except Exception as e:  # noqa: BLE001  # ours, and raised here it would come out of the user's line
             self.is_on = False
             self.failure = f"watching of calls stopped early: {type(e).__name__}: {e}"
-
-    def _wait(self, use: Use, seconds: float) -> None:
-        """Count the call once its step has ended."""
-        self._file_waiting(self._observation.step_of_event()[0])
-        self._waiting.append((use, seconds))
 
     def _file_waiting(self, step: int) -> None:
         if step != self._waiting_step:

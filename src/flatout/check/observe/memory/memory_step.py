@@ -245,8 +245,7 @@ class MemoryLook(Collector, StepListener, BatchListener, BackwardListener):
 
         Our own mistake ends the look at memory and nothing else: what was observed until then is reported, with a note.
         """
-        with warnings.catch_warnings(), without_functions():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), without_functions():
             try:
                 yield
             except Exception as e:  # noqa: BLE001  # ours, not the user's: the rest of the observation goes on

@@ -37,7 +37,7 @@ class WatchedMemory:
         self.retained: tuple[RetainedGraph, ...] = ()
 
     def start(self) -> None:
-        """The step begins."""
+        """Read the accounting as the step begins, and go on reading it."""
         self.start_resident, self.start_malloc = resident_bytes(), malloc_state()
         self.malloc_at_peak = self.start_malloc
         self.process.start()

@@ -7,6 +7,7 @@ container or variable found by walking the garbage collector's referrers upwards
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from statistics import median
@@ -104,10 +105,7 @@ class Survivors:
         """Whether the end of a light step is to be looked at; costs nothing."""
         if self._ended_at is None or self.is_over:
             return False
-        is_time = (
-            self._looks < len(_LOOKS_AFTER)
-            and self._observation.num_steps - self._ended_at >= _LOOKS_AFTER[self._looks]
-        )
+        is_time = bisect_right(_LOOKS_AFTER, self._observation.num_steps - self._ended_at) > self._looks
         return is_time or len(self._numbers) < 4 or perf_counter() - self._sampled_s >= _SAMPLE_S
 
     def look(self) -> None:
@@ -118,10 +116,9 @@ class Survivors:
         if len(self._numbers) < 4 and self._next < next_number():
             self._numbers.append((self._next, next_number() - 1))
             self._next = next_number()
-        if self._looks < len(_LOOKS_AFTER) and elapsed >= _LOOKS_AFTER[self._looks]:
+        if (num_due := bisect_right(_LOOKS_AFTER, elapsed)) > self._looks:
             began = perf_counter()
-            while self._looks < len(_LOOKS_AFTER) and elapsed >= _LOOKS_AFTER[self._looks]:
-                self._looks += 1
+            self._looks = num_due
             self._look(elapsed)
             if not self.growth:
                 self._looks = len(_LOOKS_AFTER)

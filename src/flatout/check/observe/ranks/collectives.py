@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from time import perf_counter
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -100,12 +100,19 @@ class Collectives:
     While `is_fenced` a collective raises CaptureError and sends nothing: trials run on one rank alone.
     """
 
-    def __init__(self, sites: Sites, *, phase: Callable[[], str], backward_site: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        sites: Sites,
+        *,
+        phase: Callable[[], str],
+        backward_site: Callable[[], int],
+        after_call: Callable[[], None],
+    ) -> None:
+        """`after_call` is called when a collective returned: what it took is nobody's Python time."""
         self.step: dict[CollectiveKey, Totals] = {}
         self.is_active = False
         self.is_fenced = False
-        self.after_call: Callable[[], None] = _nothing
-        """Called when a collective returned: what it took is nobody's Python time."""
+        self._after_call = after_call
         self._sites = sites
         self._phase = phase
         self._backward_site = backward_site
@@ -125,7 +132,10 @@ class Collectives:
             for owner in (distributed_c10d, dist):
                 if getattr(owner, name, None) is original:
                     patches.set(owner, name, wrapped)
-        self._install_functional(patches, _functional_collectives)
+        for name in _FUNCTIONAL:
+            original = getattr(_functional_collectives, name, None)
+            if original is not None:
+                patches.set(_functional_collectives, name, self._wrap(name, original))
         patches.set(distributed_c10d.Work, "wait", self._wrap_wait(distributed_c10d.Work.wait))
 
     def take(self) -> dict[CollectiveKey, Totals]:
@@ -172,12 +182,6 @@ class Collectives:
             stall.totals.num_open -= 1
         self._stalls = left
 
-    def _install_functional(self, patches: Patches, module: ModuleType) -> None:
-        for name in _FUNCTIONAL:
-            original = getattr(module, name, None)
-            if original is not None:
-                patches.set(module, name, self._wrap(name, original))
-
     def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         inside = self._inside
         is_compiling = torch.compiler.is_dynamo_compiling
@@ -193,18 +197,18 @@ class Collectives:
             frame = sys._getframe(1)
             totals, num_bytes, is_stalled = self._begin(name, frame, args, kwargs)
             inside.call = True
-            start = _event() if is_stalled else None
+            start = recorded_event() if is_stalled else None
             start_s = perf_counter()
             try:
                 result = original(*args, **kwargs)
             finally:
                 inside.call = False
             seconds = perf_counter() - start_s
-            self.after_call()
+            self._after_call()
             if isinstance(result, distributed_c10d.Work):
                 self._open[result] = Open(totals, start_s, num_bytes, start is not None)
             elif start is not None:
-                self.add_stall(totals, start, _event(), num_bytes)
+                self.add_stall(totals, start, recorded_event(), num_bytes)
             elif not is_stalled:
                 totals.add(seconds, seconds, num_bytes)
             return result
@@ -236,13 +240,13 @@ class Collectives:
             opened = self._open.pop(work, None) if self._open and not getattr(inside, "call", False) else None
             if opened is None:
                 return original(work, *args, **kwargs)
-            start = _event() if opened.on_device else None
+            start = recorded_event() if opened.on_device else None
             start_s = perf_counter()
             result = original(work, *args, **kwargs)
             end_s = perf_counter()
-            self.after_call()
+            self._after_call()
             if start is not None:
-                self.add_stall(opened.totals, start, _event(), opened.bytes)
+                self.add_stall(opened.totals, start, recorded_event(), opened.bytes)
             else:
                 opened.totals.add(end_s - opened.start_s, end_s - start_s, opened.bytes)
             return result
@@ -257,11 +261,8 @@ def _group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
 
 
-def _nothing() -> None:
-    """The default of `after_call`."""
-
-
-def _event() -> torch.cuda.Event:
+def recorded_event(stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+    """A timing event, recorded on this stream or the current one."""
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(stream)
     return event

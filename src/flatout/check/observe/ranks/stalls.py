@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from flatout.check.observe.accelerator import uses_cuda
-from flatout.check.observe.ranks.collectives import Collectives
+from flatout.check.observe.ranks.collectives import Collectives, recorded_event
 from flatout.core.runtime.patches import Patches
 
 _METHODS: Final = {
@@ -69,13 +69,10 @@ class StreamStalls:
             key = self._collectives.key_of(op, self._now.frame, None, "torch.distributed.fsdp")
             totals = self._collectives.totals(key)
             totals.num += 1
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            start.record(stream)
+            start = recorded_event(stream)
             result = original(stream, event)
-            end.record(stream)
             # No size is known here: a wait carries nothing, the call that it waits for does.
-            self._collectives.add_stall(totals, start, end, 1 << 40)
+            self._collectives.add_stall(totals, start, recorded_event(stream), 1 << 40)
             return result
 
         return wait_event

@@ -70,9 +70,11 @@ class RankWatch(Collector, StepListener, BatchListener, BackwardListener, Commun
         self._observation = observation
         self._sites = observation.sites
         self.collectives = Collectives(
-            observation.sites, phase=observation.phase, backward_site=lambda: self.backward_site
+            observation.sites,
+            phase=observation.phase,
+            backward_site=lambda: self.backward_site,
+            after_call=observation.resume_recording,
         )
-        self.collectives.after_call = observation.resume_recording
         self.replications = Replications(observation.sites, self.collectives)
         self.stalls = StreamStalls(self.collectives)
         self._backend = ""
