@@ -295,21 +295,18 @@ def apply(
     Raises:
         PlanError: The plan was proved on something that differs in a way that matters.
     """
+    import torch.distributed as dist
+
     from flatout.tune.apply import circumstances
     from flatout.tune.live import Applied as Pulled
 
     plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
-    _must_fit(plan, circumstances(world_size=_world_size()))
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    _must_fit(plan, circumstances(world_size=world_size))
     other = other_model(plan, sum(p.numel() for p in model.parameters())) if model is not None else ""
     if other:
         raise _elsewhere([other])
     return Pulled(plan, model, optimizer, loader)
-
-
-def _world_size() -> int:
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _must_fit(plan: Plan, here: Circumstances) -> None:

@@ -24,6 +24,7 @@ from flatout.app.cli.options import (
     ReportHtml,
     ReportMarkdown,
     Script,
+    ScriptTarget,
     StepTrace,
     require_folders,
     target_of,
@@ -74,8 +75,6 @@ def check(
     The script runs as under python, prints what it prints, and goes on undisturbed when enough has been observed.
     Several ranks: `--nproc 2`, or your own launcher: `torchrun ... -m flatout.app.cli check SCRIPT`; rank 0 reports them all.
     """
-    from flatout.app.session import Observation
-
     example = "`flatout check train.py -- --its --arguments` or `flatout check -m package.module`"
     wanted = target_of(target, module, arguments, example=example)
     outputs = Outputs(json=json, html=html, markdown=markdown, trace=trace)
@@ -84,16 +83,7 @@ def check(
         raise UsageError(f"--seconds {seconds} must be above 0")
     if nproc is not None and nproc < 1:
         raise UsageError(f"--nproc {nproc} must be at least 1")
-    observation = Observation(
-        target=wanted.name,
-        kind=wanted.kind,
-        arguments=wanted.arguments,
-        command=("python", *(("-m",) if wanted.is_module else ()), wanted.name, *wanted.arguments),
-        evidence_path="",
-        machine_path=str(default_cache_folder()),
-        observe_s=seconds,
-        stop=stop,
-    )
+    observation = observation_of(wanted, observe_s=seconds, stop=stop)
     launched = launched_rank(os.environ)
     if launched is not None:
         if nproc is not None:
@@ -112,7 +102,7 @@ def _run(observation: Observation, folder: Path, outputs: Outputs, *, is_quiet: 
     path = folder / "evidence.json"
     progress = None if is_quiet or not sys.stderr.isatty() else folder / "progress.json"
     observation = msgspec.structs.replace(observation, progress_path=str(progress) if progress is not None else "")
-    command = _request(observation, folder / "observation.json", evidence_path=path)
+    command = write_request(observation, folder / "observation.json", evidence_path=path)
     code, was_printed = _Observed(command, path.exists, lambda: _read(path), observation.stop, progress).wait()
     if not path.exists():
         if code == _REFUSED:
@@ -124,7 +114,7 @@ def _run(observation: Observation, folder: Path, outputs: Outputs, *, is_quiet: 
 def _run_ranks(observation: Observation, folder: Path, nproc: int, outputs: Outputs) -> int:
     """Start `nproc` observed ranks under torch's launcher, wait for them, print one report; the launcher's exit code."""
     request = folder / "observation.json"
-    _request(observation, request, evidence_path=folder, world_size=nproc)
+    write_request(observation, request, evidence_path=folder, world_size=nproc)
     command = launch_command(nproc, request)
     ranks = _Observed(
         command, lambda: all_written(folder, range(nproc)), lambda: gather(folder, nproc), observation.stop
@@ -140,7 +130,7 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
     """Observe the one rank that a launcher made this process; rank 0 reports all ranks of its host, the others are silent."""
     folder = shared_folder(os.environ, rank)
     request = folder / f"observation{rank.rank}.json"
-    command = _request(observation, request, evidence_path=folder, world_size=rank.world_size)
+    command = write_request(observation, request, evidence_path=folder, world_size=rank.world_size)
     local = range(rank.rank - rank.rank % rank.local_world_size, rank.world_size)[: rank.local_world_size]
     gathered = (lambda: gather(folder, rank.world_size)) if rank.rank == 0 else None
     code, was_printed = _Observed(command, lambda: all_written(folder, local), gathered, observation.stop).wait()
@@ -159,7 +149,23 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
     return code
 
 
-def _request(observation: Observation, request: Path, *, evidence_path: Path, world_size: int = 1) -> list[str]:
+def observation_of(target: ScriptTarget, *, observe_s: float, stop: bool) -> Observation:
+    """The request to observe a script in a process of its own; `write_request` adds where its Evidence goes."""
+    from flatout.app.session import Observation
+
+    return Observation(
+        target=target.name,
+        kind=target.kind,
+        arguments=target.arguments,
+        command=("python", *(("-m",) if target.is_module else ()), target.name, *target.arguments),
+        evidence_path="",
+        machine_path=str(default_cache_folder()),
+        observe_s=observe_s,
+        stop=stop,
+    )
+
+
+def write_request(observation: Observation, request: Path, *, evidence_path: Path, world_size: int = 1) -> list[str]:
     """Write the request; the command that follows it."""
     import msgspec
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, TypeVar
 
@@ -34,7 +34,7 @@ Allow = Annotated[
 ]
 
 GUARANTEES: Final[tuple[Guarantee, ...]] = ("exact", "bounded")
-_TIMES: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_TIMES: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def script_arguments(arguments: list[str] | None) -> tuple[str, ...]:
@@ -98,14 +98,19 @@ def parsed_seconds(text: str, *, name: str) -> float:
     >>> parsed_seconds("5m", name="--budget")
     300.0
     """
-    number, unit = (text[:-1], text[-1]) if text[-1:] in _TIMES else (text, "s")
+    return parsed_amount(text, _TIMES, complaint=f"{name} {text} is no time above 0; write 300, 300s, 5m or 1h")
+
+
+def parsed_amount(text: str, units: Mapping[str, float], *, complaint: str) -> float:
+    """A number above 0 and its unit, times what `units` has for that. Raises UsageError with the complaint for all else."""
+    unit = next((u for u in units if u and text.endswith(u)), "")
     try:
-        seconds = float(number) * _TIMES[unit]
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"{name} {text} is no time above 0; write 300, 300s, 5m or 1h")
-    return seconds
+        amount = float(text.removesuffix(unit)) * units[unit]
+    except (KeyError, ValueError):
+        amount = -1.0
+    if not 0 < amount < float("inf"):
+        raise UsageError(complaint)
+    return amount
 
 
 class Outputs(NamedTuple):

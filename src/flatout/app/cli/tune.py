@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,19 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
+from flatout.app.cli.check import observation_of, write_request
 from flatout.app.cli.command import Command
 from flatout.app.cli.options import (
     GUARANTEES,
     Allow,
+    ScriptTarget,
     one_of,
+    parsed_amount,
     parsed_seconds,
     require_file,
     require_folders,
     script_arguments,
 )
 from flatout.app.cli.terminal import open_console, print_lines, print_report
-from flatout.core.errors import CaptureError, UsageError
-from flatout.core.runtime.cache_folder import default_cache_folder
+from flatout.core.errors import CaptureError
 
 if TYPE_CHECKING:
     from flatout.core.records.evidence import Evidence
@@ -162,27 +163,18 @@ def _write(tuned: Tuned, *, html: Path | None, markdown: Path | None, json: Path
 
 def _observe(request: Request, *, observe_s: float) -> Evidence:
     """What a run of the script shows, in a process of its own, which ends when enough was observed."""
-    from flatout.app.session import Observation
     from flatout.core.records.evidence import Evidence as EvidenceRecord
-    from flatout.core.records.record import from_json, to_json, write_whole_file
+    from flatout.core.records.record import from_json
 
     with tempfile.TemporaryDirectory(prefix="flatout-") as name:
         folder = Path(name)
-        observation = Observation(
-            target=request.target,
-            kind="script",
-            arguments=request.arguments,
-            command=("python", request.target, *request.arguments),
-            evidence_path=str(folder / "evidence.json"),
-            machine_path=str(default_cache_folder()),
-            observe_s=observe_s,
-            stop=True,
-        )
-        write_whole_file(folder / "request.json", to_json(observation))
-        with open(folder / "output", "wb") as output:
-            command = [sys.executable, "-m", "flatout.app.cli.children.observe", str(folder / "request.json")]
-            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
         path = folder / "evidence.json"
+        observation = observation_of(
+            ScriptTarget(request.target, False, request.arguments), observe_s=observe_s, stop=True
+        )
+        command = write_request(observation, folder / "request.json", evidence_path=path)
+        with open(folder / "output", "wb") as output:
+            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
         if not path.exists():
             words = (folder / "output").read_text(errors="replace").strip().splitlines()[-3:]
             raise CaptureError(f"'{request.target}' could not be observed: {' | '.join(words) or 'it printed nothing'}")
@@ -227,14 +219,9 @@ def _bytes(text: str) -> int:
     """
     if not text:
         return 0
-    unit = next((u for u in _SIZES if text.endswith(u)), "")
-    try:
-        size = float(text.removesuffix(unit)) * _SIZES[unit]
-    except (KeyError, ValueError):
-        size = -1.0
-    if not 0 < size < float("inf"):
-        raise UsageError(f"--memory {text} is no size above 0; write 20GiB, 800MiB or 20GB")
-    return int(size)
+    return int(
+        parsed_amount(text, _SIZES, complaint=f"--memory {text} is no size above 0; write 20GiB, 800MiB or 20GB")
+    )
 
 
 COMMAND = Command(tune, order=160, takes_script=True)
