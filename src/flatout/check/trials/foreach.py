@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from flatout.check.observe.operators.recorder import signature_of
 from flatout.check.trials.context import Refused, Scene, TrialEntry
 from flatout.check.trials.replay import fresh_arguments
 from flatout.check.trials.timing import timed_trial
@@ -35,7 +36,7 @@ def run(trial: TimeForeach, scene: Scene) -> TrialResult:
         example = scene.examples[index]
         if example is None:
             continue
-        name = f"{example.func.namespace}.{example.func._schema.name.partition('::')[2]}"  # type: ignore[attr-defined]
+        name = signature_of(example.func).name
         for _ in range(max(1, round(scene.num_calls[index]))):
             args, kwargs = fresh_arguments(example, scene)
             calls.append(ReplayedCall(name, example.func, args, kwargs))

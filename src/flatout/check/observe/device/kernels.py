@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter_ns, time_ns
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ from flatout.check.observe.device.launches import LaunchLog, PlaceLog, carried_o
 from flatout.check.observe.steps.timeline import PhaseStart
 from flatout.check.traces.activity import Activity, device_spans, device_window
 from flatout.check.traces.events import CallPlace, DeviceFacts, DeviceWork, HostCall
+from flatout.check.traces.intervals import Interval
 from flatout.check.traces.kineto import TraceFile, read_trace
 from flatout.core.errors import RecordError
 from flatout.core.records.device import DeviceStep
@@ -32,13 +33,6 @@ from flatout.core.records.span import Span
 _NUM_ANCHORS: Final = 3
 _FAR_NS: Final = 1_000_000_000
 """An anchor this far from where the wall clock puts it is not ours."""
-
-
-class Borders(NamedTuple):
-    """A step on the host, in nanoseconds of perf_counter_ns."""
-
-    start_ns: int
-    end_ns: int
 
 
 class Recording:
@@ -111,7 +105,7 @@ class KernelTimes:
 
     def end(self, starts: Sequence[PhaseStart]) -> None:
         """The step ended; `starts` say when which of its phases began."""
-        borders = Borders(self._began_ns, perf_counter_ns())
+        borders = self._began_ns, perf_counter_ns()
         if self._num == 1 and self._recording is not None:
             self._conclude_timed(borders, starts)
         elif self._num == 2 and self._recording is not None:
@@ -141,14 +135,14 @@ class KernelTimes:
             self.failure = f"the device's profile could not be read: {str(e)[:120]}"
             return None
 
-    def _conclude_timed(self, borders: Borders, starts: Sequence[PhaseStart]) -> None:
+    def _conclude_timed(self, borders: Interval, starts: Sequence[PhaseStart]) -> None:
         stopped = self._stop()
         if stopped is not None:
             trace, offset_ns = stopped
             self._timed = _TimedStep(trace, borders, starts, offset_ns)
             self._publish({})
 
-    def _conclude_logged(self, borders: Borders) -> None:
+    def _conclude_logged(self, borders: Interval) -> None:
         log, self._log = self._log, None
         if log is not None:
             log.leave()
@@ -156,7 +150,7 @@ class KernelTimes:
         if stopped is None or log is None or self._timed is None:
             return
         trace, offset_ns = stopped
-        start, end = borders.start_ns + offset_ns, borders.end_ns + offset_ns
+        start, end = (at + offset_ns for at in borders)
         calls = [c for c in trace.calls if start <= c.start_ns < end]
         places = PlaceLog(log.entries, calls, offset_ns=offset_ns)
         self._publish(carried_over(self._timed.named, named_calls(calls, trace.work), places.place_of))
@@ -176,10 +170,13 @@ class KernelTimes:
 
 
 class _TimedStep:
-    """The undisturbed profiled step: its work on the device, its calls, its phases, all on the trace's clock."""
+    """The undisturbed profiled step: its work on the device, its calls, its phases, all on the trace's clock.
 
-    def __init__(self, trace: TraceFile, borders: Borders, starts: Sequence[PhaseStart], offset_ns: int) -> None:
-        self.start_ns, end_ns = borders.start_ns + offset_ns, borders.end_ns + offset_ns
+    `borders` are nanoseconds of perf_counter_ns; `offset_ns` takes them to the trace's clock.
+    """
+
+    def __init__(self, trace: TraceFile, borders: Interval, starts: Sequence[PhaseStart], offset_ns: int) -> None:
+        self.start_ns, end_ns = (at + offset_ns for at in borders)
         launched = {c.correlation: c.start_ns for c in trace.calls if c.correlation}
         at = [(launched.get(w.correlation, w.start_ns), w) for w in trace.work]
         device = _main_device(trace.work)

@@ -10,14 +10,13 @@ import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from threading import get_native_id
 from time import perf_counter_ns
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from flatout.check.observe.operators.recorder import Interception, OperatorRecorder, is_composite
+from flatout.check.observe.operators.recorder import Interception, OperatorRecorder, is_composite, signature_of
 from flatout.check.traces.activity import is_launch, plain_name
 from flatout.check.traces.events import CallPlace, DeviceWork, HostCall
 from flatout.check.traces.intervals import union_of_intervals
@@ -56,9 +55,8 @@ class LaunchLog(Interception):
 
     def enter(self) -> None:
         """Begin to log dispatched operators."""
-        self._watch(torch.cuda, "synchronize")
-        self._watch(torch.cuda.Stream, "synchronize")
-        self._watch(torch.cuda.Event, "synchronize")
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+            self._watch(owner)
         super().enter()
 
     def leave(self) -> None:
@@ -77,14 +75,13 @@ class LaunchLog(Interception):
         site, _, phase = self._places.place_of(sys._getframe(1))
         start = perf_counter_ns()
         out = func(*args, **(kwargs or {}))
-        name = f"{func.namespace}.{func._schema.name.partition('::')[2]}"
-        self.entries.append(
-            LaunchEntry(start, perf_counter_ns(), get_native_id(), CallPlace(site, phase, name), _is_view(func))
-        )
+        name, is_view, _ = signature_of(func)
+        place = CallPlace(site, phase, name)
+        self.entries.append(LaunchEntry(start, perf_counter_ns(), get_native_id(), place, is_view))
         return out
 
-    def _watch(self, owner: Any, name: str) -> None:
-        original = getattr(owner, name)
+    def _watch(self, owner: Any) -> None:
+        original = owner.synchronize
 
         def synchronising(*args: Any, **kwargs: Any) -> Any:
             site = self._sites.of_frame(sys._getframe(1))
@@ -95,7 +92,7 @@ class LaunchLog(Interception):
                 place = CallPlace(site, self._phase(), "synchronize")
                 self.entries.append(LaunchEntry(start, perf_counter_ns(), get_native_id(), place))
 
-        self._patches.set(owner, name, synchronising)
+        self._patches.set(owner, "synchronize", synchronising)
 
 
 class PlaceLog:
@@ -153,11 +150,6 @@ def _best_shift(launches: list[int], work: list[tuple[int, int]]) -> int:
     while run[0] - _GRAIN_NS in best:
         run.insert(0, run[0] - _GRAIN_NS)
     return 0 if 0 in run else run[len(run) // 2]
-
-
-@cache
-def _is_view(func: Any) -> bool:
-    return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
 
 
 def named_calls(calls: Iterable[HostCall], work: Iterable[DeviceWork]) -> dict[tuple[str, str], list[HostCall]]:

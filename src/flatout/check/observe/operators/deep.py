@@ -79,8 +79,8 @@ class DeepLooks:
         """The step ended: file what was recorded."""
         assert self.recorder is not None
         self.recorder.is_paused = True
-        step = self.recorder.end(tuple(self._calls.cells.values()))
-        step.root_calls = root_calls
+        step = self.recorder.step
+        step.cells, step.root_calls = tuple(self._calls.cells.values()), root_calls
         self.steps.append(step)
         self._note_gradients()
         self.recorder.is_paused = False

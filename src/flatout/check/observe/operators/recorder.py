@@ -184,10 +184,6 @@ class OperatorRecorder(Interception):
         self._producer: dict[int, int] = {}
         self._creator: dict[int, int] = {}
         self._constant: dict[int, bool] = {}
-        self._known: dict[Any, str] = {}
-        self._views: set[str] = set()
-        self._silent: dict[str, tuple[tuple[int, str], ...]] = {}
-        """Of functions that return nothing, the arguments they write to."""
         self.graph_flop: dict[OperatorKey, int] = {}
         self._graph_flop: int | None = None
         """FLOP counted so far in the compiled graph that runs now; None outside any."""
@@ -215,11 +211,6 @@ class OperatorRecorder(Interception):
     def skip(self, seconds: float) -> None:
         """So much of the time since the last operator was ours; the rest is the user's."""
         self._last_end += seconds
-
-    def end(self, cells: tuple[RepeatedModule, ...]) -> DeepStep:
-        """The step is over; hand it out."""
-        self.step.cells = cells
-        return self.step
 
     def note_backward(self, frame: FrameType | None) -> None:
         """A backward begins, called from this frame (None: it ended)."""
@@ -292,13 +283,7 @@ class OperatorRecorder(Interception):
         if torch.is_inference_mode_enabled() and is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        name = self._known.get(func)
-        if name is None:
-            name = self._known[func] = f"{func.namespace}.{func._schema.name.partition('::')[2]}"
-            if any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments):
-                self._views.add(name)
-            if not func._schema.returns:
-                self._silent[name] = _written_arguments(func)
+        name, is_view, silently_written = signature_of(func)
         if self.is_paused or len(self.step.calls) >= MAX_CALLS or name.startswith(_SKIPPED_NAMESPACES):
             self.step.truncated |= not self.is_paused and len(self.step.calls) >= MAX_CALLS
             return func(*args, **kwargs)
@@ -333,8 +318,7 @@ class OperatorRecorder(Interception):
         outputs = tuple(map(_meta, results))
         key = OperatorKey(name, site, module, phase, inputs, outputs, _scalars(args, kwargs))
         index = len(self.step.calls)
-        is_view = name in self._views
-        for result in results if name not in self._silent else _written(self._silent[name], args, kwargs):
+        for result in results if silently_written is None else _written(silently_written, args, kwargs):
             storage = storage_of(result)
             if storage < 0 or (is_view and storage in storages):
                 continue  # who reads a view reads what the memory's last writer wrote
@@ -443,10 +427,23 @@ def waits_for_device(name: str, inputs: Sequence[TensorMeta], outputs: Sequence[
     return name in _READS or (is_copy and bool(outputs) and outputs[0].device == "cpu")
 
 
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that a function writes to."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+class Signature(NamedTuple):
+    """What the schema of an operator says of it."""
+
+    name: str
+    is_view: bool
+    """Whether a result may share the memory of an argument that is only read."""
+    silently_written: tuple[tuple[int, str], ...] | None
+    """Position and name of the arguments that are written to, where nothing is returned."""
+
+
+@cache
+def signature_of(func: Any) -> Signature:
+    """The signature of an operator, read from its schema once."""
+    aliased = [(place, a) for place, a in enumerate(func._schema.arguments) if a.alias_info is not None]
+    written = tuple((place, a.name) for place, a in aliased if a.alias_info.is_write)
+    name = f"{func.namespace}.{func._schema.name.partition('::')[2]}"
+    return Signature(name, len(written) < len(aliased), None if func._schema.returns else written)
 
 
 def _written(which: tuple[tuple[int, str], ...], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
