@@ -109,10 +109,6 @@ def evidence_of(trace: TraceFile, command: tuple[str, ...], *, step: int | None 
     return RankTrace(evidence, trace.rank or 0, trace.host, trace.backend, world_size, collectives, lengths_ns, typical)
 
 
-def _timed(found: FoundSteps) -> range:
-    return range(1 if len(found.intervals) > _WARM else 0, len(found.intervals))
-
-
 class _InOrder:
     """Events by their start, cut into steps; asked for steps in their order."""
 
@@ -146,7 +142,7 @@ def _host_steps(trace: TraceFile, found: FoundSteps, lines: Lines) -> list[HostS
             functions=functions.reaching_into(start, end),
             lines=lines,
         )
-        for start, end in (found.intervals[i] for i in _timed(found))
+        for start, end in found.intervals[1 if len(found.intervals) > _WARM else 0 :]
     ]
 
 

@@ -143,7 +143,7 @@ class HostStep:
         self.lines = lines
         self.nestings = _by_thread(o for o in operators if self._is_inside(o))
         self.annotations = [a for a in annotations if self._is_inside(a)]
-        mine = [f for f in functions if self._overlaps(f)]
+        mine = [f for f in functions if f.start_ns < self.end_ns and f.end_ns > self.start_ns]
         self._functions = _by_thread(f for f in mine if lines.index(f.name) >= 0)
         self._modules = _by_thread(f for f in mine if f.name.startswith("nn.Module: "))
         self._forward = self._forward_places()
@@ -192,9 +192,6 @@ class HostStep:
 
     def _is_inside(self, event: HostOp) -> bool:
         return self.start_ns <= event.start_ns < self.end_ns
-
-    def _overlaps(self, event: HostOp) -> bool:
-        return event.start_ns < self.end_ns and event.end_ns > self.start_ns
 
     def _forward_places(self) -> dict[int, tuple[int, str]]:
         """The function and the module of the forward operator, by sequence number: the first operator with that number."""

@@ -6,8 +6,8 @@ import ast
 import stat
 import tokenize
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
+from textwrap import dedent
 from typing import Final, Literal, NamedTuple
 
 from markupsafe import Markup
@@ -66,8 +66,7 @@ def excerpt(finding: RankedFinding) -> tuple[ExcerptLine, ...]:
         first += 1
     while last > here and not lines[last - 1].strip():
         last -= 1
-    shown = _dedented(lines[first - 1 : last])
-    code = highlighted("\n".join(shown))
+    code = highlighted(dedent("\n".join(lines[first - 1 : last]).expandtabs(4)))
     return tuple(
         ExcerptLine(n, piece, "here" if n == here else "also" if n in also else "")
         for n, piece in zip(range(first, last + 1), code, strict=False)
@@ -145,13 +144,6 @@ def _is_code(text: str) -> bool:
     if isinstance(statement, ast.Expr):
         return isinstance(statement.value, ast.Call)
     return statement is not None and not isinstance(statement, ast.AnnAssign)
-
-
-def _dedented(lines: Sequence[str]) -> list[str]:
-    """The lines less the indentation that all of them share."""
-    lines = [line.expandtabs(4) for line in lines]
-    shared = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
-    return [line[shared:] for line in lines]
 
 
 def _lines_of(file: str) -> tuple[str, ...]:

@@ -90,29 +90,23 @@ class HostReads(Collector):
     def host_reads(self) -> tuple[HostRead, ...]:
         """Reads by line from the steps that watched for them, and those only operators show (boolean indexing and the like)."""
         n = max(1, self.num_steps)
-        rows = [
-            HostRead(
-                source=r.site,
-                call=r.call,
-                calls=len(times) / n,
-                wait_s=sum(times) / n,
-                phase=cast(Phase, r.phase),
-                on_device=r.on_device,
-            )
-            for r, times in self.reads.items()
-        ]
-        timed = {r.source for r in rows}
+        rows = {read: (len(times) / n, sum(times) / n) for read, times in self.reads.items()}
+        timed = {read.site for read in rows}
         steps = self._observation.deep.steps
-        deep = Counter(read for step in steps for read in step.reads)
-        for (site, call, phase, on_device), count in deep.items():
-            if site not in timed and site >= 0:
-                calls = count / len(steps)
-                rows.append(
-                    HostRead(
-                        source=site, call=call, calls=calls, wait_s=0.0, phase=cast(Phase, phase), on_device=on_device
-                    )
-                )
-        return tuple(rows)
+        for read, count in Counter(ReadSite(*read) for step in steps for read in step.reads).items():
+            if read.site not in timed and read.site >= 0:
+                rows[read] = (count / len(steps), 0.0)
+        return tuple(
+            HostRead(
+                source=read.site,
+                call=read.call,
+                calls=calls,
+                wait_s=wait_s,
+                phase=cast(Phase, read.phase),
+                on_device=read.on_device,
+            )
+            for read, (calls, wait_s) in rows.items()
+        )
 
     def fill(self, evidence: Evidence) -> Evidence:
         """Add `host_reads`, and to `uses` the copies to a device and the tensors converted to arrays and lists."""

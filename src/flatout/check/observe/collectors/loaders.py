@@ -173,19 +173,16 @@ class LoaderWatch(Collector):
         )
 
     def _worker_lines(self) -> Iterator[LineTime]:
-        for file, line, function, seconds, count in self._worker_samples():
-            site = self._sites.add(Source(file=file, line=line, function=function))
-            a_step_s = seconds / max(1, self._observation.num_steps)
-            yield LineTime(source=site, phase="data", seconds=a_step_s, num_samples=count, process="worker")
-
-    def _worker_samples(self) -> list[tuple[str, int, str, float, int]]:
-        """Rows of (file, line, function, seconds, samples) from all workers together."""
+        """The lines that were sampled in the workers, all of them together."""
         total: dict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for path in Path(self._folder.name).glob("*.json"):
             for file, line, function, seconds, count in json.loads(path.read_text()):
                 total[file, line, function][0] += seconds
                 total[file, line, function][1] += count
-        return [(*key, seconds, int(count)) for key, (seconds, count) in total.items()]
+        for (file, line, function), (seconds, count) in total.items():
+            site = self._sites.add(Source(file=file, line=line, function=function))
+            a_step_s = seconds / max(1, self._observation.num_steps)
+            yield LineTime(source=site, phase="data", seconds=a_step_s, num_samples=int(count), process="worker")
 
     def _make(self, original: Callable[[Any], Any], loader: Any) -> Any:
         if self._is_paused:

@@ -306,9 +306,8 @@ def _rare_calls() -> Iterator[tuple[object, str, str, Describe | None]]:
 
 def _frequent_calls() -> Iterator[tuple[object, str, str, Describe | None]]:
     """The same of what is watched in single steps only."""
-    for name in ("tensor", "as_tensor"):
+    for name in ("tensor", "as_tensor", "from_numpy"):
         yield torch, name, f"torch.{name}", _describe_data
-    yield torch, "from_numpy", "torch.from_numpy", _describe_data
     for name in ("isnan", "isinf", "isfinite"):
         yield torch, name, f"torch.{name}", None
         yield Tensor, name, f"torch.{name}", None
@@ -334,9 +333,7 @@ def _describe_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, 
         num = 1
         while isinstance(inner, (list, tuple)):
             num *= len(inner)
-            if not inner:
-                break
-            inner = inner[0]
+            inner = inner[0] if inner else None
         if hasattr(inner, "__array__") and inner.ndim:
             return "arrays", num * int(inner.nbytes)
         return ("list" if num >= _MANY_ELEMENTS else "short list"), num * 8

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
+from math import prod
 from typing import Final, NamedTuple, cast
-
-import torch
 
 from flatout.check.observe.collector import CommunicationClock
 from flatout.check.observe.collectors.escapes import EscapingTensors
@@ -243,7 +242,4 @@ def _spec(meta: TensorMeta) -> TensorSpec:
 
 
 def _num_bytes(meta: TensorMeta) -> int:
-    n = torch.empty((), dtype=meta.dtype).element_size()
-    for size in meta.shape:
-        n *= size
-    return n
+    return prod(meta.shape) * meta.dtype.itemsize

@@ -18,7 +18,6 @@ from flatout.core.records.evidence import HostRead
 Bound = Literal["sum", "device", "host"]
 """What a step waits for: operators and Python one after the other (a CPU), or the slower of device and host."""
 
-_GROUPS: Final = {"backward": "backward", "optimizer": "optimizer"}
 _HOST_LEADS: Final = 0.9
 """A device that is busy for less than this share of the host's work waits for the host."""
 
@@ -47,7 +46,7 @@ class OperatorRow(NamedTuple):
 
 def phase_group(phase: str) -> str:
     """The group of phases whose time a light step knows: 'backward', 'optimizer', or 'rest' for all others."""
-    return _GROUPS.get(phase, "rest")
+    return phase if phase in ("backward", "optimizer") else "rest"
 
 
 def waited_s(reads: Iterable[HostRead], step: DeviceStep | None) -> float:

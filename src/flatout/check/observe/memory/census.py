@@ -6,7 +6,6 @@ import gc
 from collections.abc import Iterator
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -83,8 +82,3 @@ def _is_leaf(tensor: Tensor) -> bool:
         return bool(tensor.is_leaf)
     except (RuntimeError, Warning):
         return False
-
-
-def without_functions() -> Any:
-    """A context in which tensor subclasses are read as plain tensors."""
-    return torch._C.DisableTorchFunctionSubclass()

@@ -10,6 +10,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator
+from traceback import walk_stack
 from types import CellType, FrameType, ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -72,8 +73,7 @@ def find_holders(tensors: list[Tensor], sites: Sites, created_at: list[int]) -> 
 def _names_of_running(sites: Sites) -> dict[int, Name]:
     """Names of objects (by id) in the user's running functions and modules."""
     names: dict[int, Name] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in walk_stack(sys._getframe(1)):
         if sites.is_user_code(frame.f_code):
             for name, value in _locals_of(frame):
                 code = frame.f_code
@@ -85,7 +85,6 @@ def _names_of_running(sites: Sites) -> dict[int, Name]:
                 if not isinstance(value, ModuleType) and not name.startswith("__"):
                     owner = f"module {frame.f_globals.get('__name__', '')}".replace("module __main__", "the script")
                     names.setdefault(id(value), Name(name, False, owner, frame.f_code.co_filename, 0))
-        frame = frame.f_back
     return names
 
 

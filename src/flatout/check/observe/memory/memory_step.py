@@ -17,7 +17,7 @@ import torch
 
 from flatout.check.observe.calls import RootModule
 from flatout.check.observe.collector import BackwardListener, BatchListener, Collector, EndedStep, StepListener
-from flatout.check.observe.memory.census import Census, without_functions
+from flatout.check.observe.memory.census import Census
 from flatout.check.observe.memory.device import DeviceMemory
 from flatout.check.observe.memory.graphs import AutogradGraph, next_number, node_of, tensors_in_sequences
 from flatout.check.observe.memory.mode import MemoryMode
@@ -245,7 +245,7 @@ class MemoryLook(Collector, StepListener, BatchListener, BackwardListener):
 
         Our own mistake ends the look at memory and nothing else: what was observed until then is reported, with a note.
         """
-        with warnings.catch_warnings(action="ignore"), without_functions():
+        with warnings.catch_warnings(action="ignore"), torch._C.DisableTorchFunctionSubclass():
             try:
                 yield
             except Exception as e:  # noqa: BLE001  # ours, not the user's: the rest of the observation goes on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, Final
 
@@ -91,21 +92,16 @@ class MemoryMode(Interception):
             self._look_above(frame, module)
         return site, module, False
 
-    def _look_above(self, frame: FrameType | None, module: str) -> None:
+    def _look_above(self, frame: FrameType, module: str) -> None:
         """Whether torch.utils.checkpoint is among the callers of this line, and who called it."""
         inside = False
-        while frame is not None:
-            if frame.f_code.co_filename.endswith(_CHECKPOINT_FILE):
+        for above, _ in walk_stack(frame):
+            if above.f_code.co_filename.endswith(_CHECKPOINT_FILE):
                 inside = True
-            elif inside and self._sites.is_user_code(frame.f_code):
-                self.checkpoint_calls.setdefault(self._sites.of_frame(frame), module)
+            elif inside and self._sites.is_user_code(above.f_code):
+                self.checkpoint_calls.setdefault(self._sites.of_frame(above), module)
                 return
-            frame = frame.f_back
 
 
-def _is_below_checkpoint(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_CHECKPOINT_FILE):
-            return True
-        frame = frame.f_back
-    return False
+def _is_below_checkpoint(frame: FrameType) -> bool:
+    return any(above.f_code.co_filename.endswith(_CHECKPOINT_FILE) for above, _ in walk_stack(frame))

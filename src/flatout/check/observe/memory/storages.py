@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Final, NamedTuple
 
@@ -28,49 +29,27 @@ class StorageEvent(NamedTuple):
     device: str
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class Stored:
     """One storage. `born` and `died` are positions in the list of events; `born` is -1 for one that was there before."""
 
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "at_s",
-        "born",
-        "bytes",
-        "device",
-        "died",
-        "example",
-        "is_saved",
-        "key",
-        "kind",
-        "looks_left",
-        "module",
-        "phase",
-        "ref",
-        "resident_bytes",
-        "site",
-    )  # fmt: skip
-
-    def __init__(
-        self, tensor: Tensor, storage: UntypedStorage, *, born: int, site: int, module: str, phase: str
-    ) -> None:
-        self.key = int(storage._cdata)
-        self.address = _address(storage)
-        self.at_s = perf_counter()
-        self.bytes = int(storage.nbytes())
-        self.device = str(storage.device)
-        self.resident_bytes = self.bytes
-        """Bytes with memory behind them: on a CPU a page that nobody has written takes none."""
-        self.looks_left = 0
-        self.born = born
-        self.died: int | None = None
-        self.site = site
-        self.module = module
-        self.phase = phase
-        self.kind = ""
-        self.is_saved = False
-        self.example = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        self.ref: weakref.ref[UntypedStorage] | None = None
+    key: int
+    address: int
+    at_s: float
+    bytes: int
+    resident_bytes: int
+    """Bytes with memory behind them: on a CPU a page that nobody has written takes none."""
+    device: str
+    example: str
+    born: int
+    site: int
+    module: str
+    phase: str
+    died: int | None = None
+    looks_left: int = 0
+    kind: str = ""
+    is_saved: bool = False
+    ref: weakref.ref[UntypedStorage] | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -110,7 +89,19 @@ class Storages:
             self._end(known)
         phase = self._phase()
         born = -1 if is_old else len(self.events)
-        stored = Stored(tensor, storage, born=born, site=site, module=module, phase=phase)
+        stored = Stored(
+            key=int(storage._cdata),
+            address=_address(storage),
+            at_s=perf_counter(),
+            bytes=size,
+            resident_bytes=size,
+            device=str(storage.device),
+            example=f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
+            born=born,
+            site=site,
+            module=module,
+            phase=phase,
+        )
         if not is_old:
             self.events.append(StorageEvent(perf_counter(), phase, stored.bytes, stored.device))
         self._by_key[stored.key] = stored

@@ -146,10 +146,9 @@ class Survivors:
         """Tensors of the watched step that Python still holds, where all that it holds has grown as fast."""
         if not alive:
             return []
-        ours = {id(t) for e in self._observation.deep.examples.values() for t in tensors_in((e.args, e.kwargs))}
         recorder = self._observation.deep.recorder
-        if recorder is not None:
-            ours |= {id(t) for e in recorder.examples.values() for t in tensors_in((e.args, e.kwargs))}
+        examples = self._observation.deep.examples | (recorder.examples if recorder is not None else {})
+        ours = {id(t) for e in examples.values() for t in tensors_in((e.args, e.kwargs))}
         storages = Storages(lambda: "other")
         for tensor in census.tensors:
             if id(tensor) not in ours:

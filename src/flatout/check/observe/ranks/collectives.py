@@ -146,10 +146,7 @@ class Collectives:
 
     def totals(self, key: CollectiveKey) -> Totals:
         """The row of the step in progress."""
-        found = self.step.get(key)
-        if found is None:
-            found = self.step[key] = Totals()
-        return found
+        return self.step.setdefault(key, Totals())
 
     def key_of(self, op: str, frame: FrameType | None, group: Any, caller: str) -> CollectiveKey:
         """The row for a call of `op` from this frame on; in a backward thread of its own, the line of the backward."""
