@@ -129,7 +129,7 @@ def cancellation(given: Inputs, mask: Mask, score: Callable[[Tensor], Score | No
     One kernel that never holds a row of scores sums both by themselves (P dP and P D in algorithm 4 of Dao and others, 2022); the
     softmax's own backward rounds both alike, so that they cancel exactly where a row sees one key.
     """
-    eye = torch.eye(given.k.shape[2], dtype=given.k.dtype).expand(*given.k.shape[:3], -1)
+    eye = torch.eye(given.k.shape[2], dtype=given.k.dtype, device=given.k.device).expand(*given.k.shape[:3], -1)
     weights, out = (
         plain(given.q, given.k, v, mask=mask, score=score(given.table), scale=scale) for v in (eye, given.v)
     )
