@@ -262,7 +262,8 @@ def test_what_is_explained_and_what_is_not_make_up_the_step() -> None:
 
 def test_the_floor_is_neither_explained_nor_unexplained() -> None:
     run = EvidenceBuilder(step_s=STEP_S)
-    run.operator("aten.mm", run.line("model.py", 1), flop=round(0.02 * MACHINE.matmul_flop_per_s["float32"]))
+    flop = round(0.02 * MACHINE.matmul_flop_per_s["float32"])
+    run.operator("aten.mm", run.line("model.py", 1), op_s=0.05, flop=flop)
     diagnosis = diagnose(run.build(), [rule("a.a", found(0.03))])
     assert diagnosis.floor_s == pytest.approx(0.02)
     assert diagnosis.floor_s + diagnosis.explained_s + diagnosis.unexplained_s == pytest.approx(STEP_S)
@@ -277,8 +278,10 @@ def test_more_than_the_step_is_never_explained() -> None:
 # -------------------------------------------------------------------------------------------------- floor and hot lines
 
 
-def worked(*, calls: float = 10, line: int = 1, flop: int = 10**8, op_s: float = 0.02, **kwargs: object) -> Evidence:
-    run = EvidenceBuilder(step_s=STEP_S, **kwargs)
+def worked(
+    *, calls: float = 10, line: int = 1, flop: int = 10**8, op_s: float = 0.02, step_s: float = STEP_S, **kwargs: object
+) -> Evidence:
+    run = EvidenceBuilder(step_s=step_s, **kwargs)
     source = run.line("model.py", line)
     shape = (512, 512)
     run.operator(
@@ -291,7 +294,7 @@ def worked(*, calls: float = 10, line: int = 1, flop: int = 10**8, op_s: float =
 
 @pytest.mark.parametrize("flop", [10**3, 10**9])
 def test_twice_the_calls_have_twice_the_floor(flop: int) -> None:
-    one, two = diagnose(worked(calls=10, flop=flop), []), diagnose(worked(calls=20, flop=flop), [])
+    one, two = (diagnose(worked(calls=calls, flop=flop, op_s=1.0, step_s=4.0), []) for calls in (10, 20))
     assert one.floor_s is not None
     assert two.floor_s == pytest.approx(2 * one.floor_s)
     assert two.hot_lines[0].floor_s == pytest.approx(2 * one.hot_lines[0].floor_s)
@@ -315,7 +318,7 @@ def test_a_hot_line_sums_its_operators_forward_and_backward() -> None:
 def test_operators_without_a_line_count_for_the_floor_of_the_step_alone() -> None:
     diagnosis = diagnose(worked(), [])
     assert diagnosis.floor_s is not None
-    assert diagnosis.floor_s > sum(line.floor_s for line in diagnosis.hot_lines)
+    assert diagnosis.floor_s > sum(line.floor_s or 0.0 for line in diagnosis.hot_lines)
 
 
 def test_hot_lines_come_by_their_time() -> None:

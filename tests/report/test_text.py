@@ -212,7 +212,7 @@ def test_more_than_nine_causes_are_counted_in_digits(evidence: Evidence, diagnos
 def test_the_headline_names_the_kind_of_step(evidence: Evidence, fast: Diagnosis, kind: str, step: str) -> None:
     text = diagnosis_headline(change(evidence, steps=change(evidence.steps, kind=kind)), fast)
 
-    assert text.startswith(f"12.3 ms {step}.")
+    assert text.startswith(f"38.2 ms {step}.")
 
 
 def test_a_step_that_is_mostly_unexplained_is_not_called_fast(evidence: Evidence, fast: Diagnosis) -> None:
@@ -223,7 +223,7 @@ def test_a_step_that_is_mostly_unexplained_is_not_called_fast(evidence: Evidence
 
 
 def test_nothing_checked_is_not_called_fast(evidence: Evidence, fast: Diagnosis) -> None:
-    assert diagnosis_headline(evidence, change(fast, checked=())) == "12.3 ms a training step. Nothing was checked."
+    assert diagnosis_headline(evidence, change(fast, checked=())) == "38.2 ms a training step. Nothing was checked."
 
 
 def test_too_few_steps_give_no_time(evidence: Evidence, fast: Diagnosis) -> None:

@@ -5,18 +5,20 @@ What takes memory and no time is told after what takes time; what would fill the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
 
+from flatout.check.laws import lawful_costs, lawful_floor, lawful_floors
 from flatout.core.errors import HardwareError
 from flatout.core.records.evidence import Evidence, Operator
-from flatout.core.records.finding import Diagnosis, Finding, HotLine, Note, RankedFinding, Rule
+from flatout.core.records.finding import BrokenLaw, Diagnosis, Finding, HotLine, Note, RankedFinding, Rule
 from flatout.core.records.hardware import Machine
 from flatout.core.records.memory import Memory
 from flatout.core.records.trial import Trial
-from flatout.machine.cost.accounting import group_by, speed_up
+from flatout.machine.cost.accounting import group_by, setting_of, speed_up
 from flatout.machine.cost.roofline import Regime, operation_floor
 
 SMALLEST_FRACTION: Final = 0.04
@@ -36,6 +38,12 @@ _OVERLAP: Final = 0.5
 _CAUSE_FIRST: Final = 0.25
 """A cause with this share of a symptom's saving comes before the symptom: it is what a person can mend at a line."""
 _NUM_HOT_LINES: Final = 40
+_PRODUCTS: Final = re.compile("conv|mm$|linear$|matmul$")
+"""Operators whose FLOP are all computed: attention may leave out what a mask hides."""
+_LONG_ENOUGH: Final = 0.01
+"""Of the step: what is shorter is timed too roughly to tell a rate."""
+_CUDNNS: Final = re.compile("conv|cudnn|miopen|lstm|gru|rnn")
+"""Operators that cuDNN runs; it may use TF32 unless told otherwise (torch's notes on CUDA, TensorFloat-32)."""
 
 
 def proposed_trials(evidence: Evidence, rules: Iterable[Rule]) -> tuple[Trial, ...]:
@@ -59,12 +67,14 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
     least_s = max(SMALLEST_FRACTION * whole_s, evidence.steps.noise_s)
     worthy = [f for f in found if _middle(f) >= least_s]
     heavy = [f for f in found if _middle(f) < least_s and _is_heavy(f, evidence)]
-    ranked = _merge(worthy, general, evidence)
-    timed = [_ranked(f, merged, evidence, titles) for f, merged in ranked]
+    merged = _merge(worthy, general, evidence)
+    lawful, too_dear = lawful_costs((f for f, _ in merged), step_s=whole_s, noise_s=least_s)
+    absorbed = {(f.rule, f.where): others for f, others in merged}
+    timed = [_ranked(f, absorbed[f.rule, f.where], evidence, titles) for f in lawful if _middle(f) >= least_s]
     without_time = (msgspec.structs.replace(f, cost_s=0.0, saved_s=(0.0, 0.0)) for f in heavy)
     findings = _with_memory(timed, [_ranked(f, [], evidence, titles) for f in without_time])
-    explained_s = min(whole_s, sum(_middle(f) for f, _ in ranked))
-    floor_s, lines = _floor(evidence)
+    explained_s = sum(_middle(f) for f in lawful)
+    floor_s, lines, too_high = _floor(evidence)
     named = {f.rule for f in findings} | {m for f in findings for m in f.merged}
     return Diagnosis(
         step_s=whole_s,
@@ -76,11 +86,12 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
         hot_lines=lines,
         checked=tuple(r.id for r in rules if r.id not in named),
         refused=tuple(dict.fromkeys(f"{_words(t.trial)}: {t.refused}" for t in evidence.trials if t.refused)),
+        broken=too_high + too_dear,
     )
 
 
 def _with_evaluation(finding: Finding, evidence: Evidence) -> Finding:
-    """The finding with what its cure saves in evaluation passes too: they run the same module's forward."""
+    """The finding with what it costs, and its cure saves, in evaluation passes too: they run the same module's forward."""
     evaluation_s = evidence.steps.phases.get("evaluation", 0.0)
     forward_s = evidence.steps.phases.get("forward", 0.0)
     if not evaluation_s or not forward_s or finding.cost_s <= 0 or "evaluation" in finding.phases:
@@ -90,8 +101,9 @@ def _with_evaluation(finding: Finding, evidence: Evidence) -> Finding:
         return finding
     mine_s = sum(o.total_s for o in rows if o.phase == "forward" and o.module)
     share = min(_MOST_OF_A_PASS, mine_s / forward_s) / finding.cost_s
-    low, high = ((1 + evaluation_s * share) * s for s in finding.saved_s)
-    return msgspec.structs.replace(finding, saved_s=(low, high))
+    longer = 1 + evaluation_s * share
+    low, high = (longer * s for s in finding.saved_s)
+    return msgspec.structs.replace(finding, cost_s=longer * finding.cost_s, saved_s=(low, high))
 
 
 def _beside_the_device(finding: Finding, evidence: Evidence) -> Finding:
@@ -188,7 +200,7 @@ def _with_memory(timed: list[RankedFinding], heavy: list[RankedFinding]) -> tupl
 def _ranked(finding: Finding, merged: list[str], evidence: Evidence, titles: dict[str, str]) -> RankedFinding:
     whole_s = evidence.steps.whole_s
     memory = _memory_of(finding, evidence)
-    low, high = (min(max(0.0, s), 0.99 * whole_s) for s in finding.saved_s)
+    low, high = finding.saved_s
     where = finding.where
     return RankedFinding(
         rule=finding.rule,
@@ -196,8 +208,8 @@ def _ranked(finding: Finding, merged: list[str], evidence: Evidence, titles: dic
         file=where.file if where is not None else "",
         line=where.line if where is not None else 0,
         regime=finding.regime or "overhead",
-        cost_s=min(finding.cost_s, whole_s),
-        share=min(1.0, finding.cost_s / whole_s),
+        cost_s=finding.cost_s,
+        share=finding.cost_s / whole_s,
         gain=(speed_up(whole_s, low), speed_up(whole_s, high)),
         because=finding.because,
         edit=finding.edit,
@@ -223,35 +235,38 @@ def _notes(evidence: Evidence, rules: Iterable[Rule], findings: tuple[RankedFind
                 yield note
 
 
-def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...]]:
-    """The roofline's time for the step's operators, and the lines that take longest beside their own floor."""
+def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...], tuple[BrokenLaw, ...]]:
+    """The roofline's time for the step's operators, the lines that take longest beside their own floor, and what cannot be so."""
     machine = evidence.machine
     if machine is None or not evidence.operators:
-        return None, ()
+        return None, (), ()
+    machine = _with_rates_reached(machine, evidence)
     rows = []
-    total_s = 0.0
+    elsewhere_s = 0.0
     # One row a line of the user's, whatever lines of a library ran below it.
     by_line = group_by(evidence.operators, lambda o: _line(evidence, o))
     for operators in by_line.values():
-        floors = [_floor_of(machine, o) for o in operators]
+        floors = [_floor_of(machine, o, evidence) for o in operators]
         floor_s = sum(f for f, _ in floors)
-        total_s += floor_s
+        seconds = sum(o.total_s for o in operators)
         line = evidence.source_of(operators[0].source)
-        if line is not None:
-            seconds = sum(o.total_s for o in operators)
-            python_s = sum(o.python_s for o in operators)
-            rows.append(
-                HotLine(
-                    source=line,
-                    seconds=seconds,
-                    python_s=python_s,
-                    flop=round(sum(o.flop * o.num_calls for o in operators)),
-                    bytes=round(sum(o.bytes * o.num_calls for o in operators)),
-                    floor_s=floor_s,
-                    regime=_regime(seconds, floor_s, floors),
-                )
+        if line is None:
+            elsewhere_s += min(floor_s, seconds) if seconds else floor_s
+            continue
+        rows.append(
+            HotLine(
+                source=line,
+                seconds=seconds,
+                python_s=sum(o.python_s for o in operators),
+                flop=round(sum(o.flop * o.num_calls for o in operators)),
+                bytes=round(sum(o.bytes * o.num_calls for o in operators)),
+                floor_s=floor_s,
+                regime=_regime(seconds, floor_s, floors),
             )
-    return total_s, tuple(sorted(rows, key=lambda r: -r.seconds)[:_NUM_HOT_LINES])
+        )
+    lines, broken = lawful_floors(rows)
+    step_floor_s, too_high = lawful_floor(elsewhere_s + sum(r.floor_s or 0.0 for r in lines), evidence.steps.whole_s)
+    return step_floor_s, tuple(sorted(lines, key=lambda r: -r.seconds)[:_NUM_HOT_LINES]), broken + too_high
 
 
 def _line(evidence: Evidence, operator: Operator) -> tuple[str, int] | None:
@@ -259,16 +274,41 @@ def _line(evidence: Evidence, operator: Operator) -> tuple[str, int] | None:
     return None if source is None else (source.file, source.line)
 
 
-def _floor_of(machine: Machine, operator: Operator) -> tuple[float, Regime]:
-    dtype = next(
-        (t.dtype for t in operator.inputs + operator.outputs if t.dtype in machine.matmul_flop_per_s), "float32"
-    )
+def _with_rates_reached(machine: Machine, evidence: Evidence) -> Machine:
+    """The machine with rates no lower than the step's own products and convolutions reached: a rate that is passed is no ceiling.
+
+    oneDNN's convolutions reach twice the rate of a square product on an AMD EPYC with AVX-512.
+    """
+    rates = dict(machine.matmul_flop_per_s)
+    for operator in evidence.operators:
+        if _PRODUCTS.search(operator.op) and operator.op_s > _LONG_ENOUGH * evidence.steps.step_s:
+            dtype = _dtype_of(machine, operator, evidence)
+            rates[dtype] = max(rates.get(dtype, 0.0), operator.flop * operator.num_calls / operator.op_s)
+    return msgspec.structs.replace(machine, matmul_flop_per_s=rates)
+
+
+def _floor_of(machine: Machine, operator: Operator, evidence: Evidence) -> tuple[float, Regime]:
+    dtype = _dtype_of(machine, operator, evidence)
     try:
         floor = operation_floor(machine, flop=operator.flop, traffic_bytes=operator.bytes, dtype=dtype)
     except HardwareError:  # no rate for this dtype was measured here: the traffic alone is a floor too
         floor = operation_floor(machine, flop=0, traffic_bytes=operator.bytes, dtype=dtype)
     kind: Regime = "compute" if floor.compute_s > floor.bandwidth_s else "bandwidth"
     return floor.floor_s * operator.num_calls, kind
+
+
+def _dtype_of(machine: Machine, operator: Operator, evidence: Evidence) -> str:
+    """The dtype whose rate counts for this operator, as the machine's figures name it."""
+    known = machine.matmul_flop_per_s
+    dtype = next((t.dtype for t in operator.inputs + operator.outputs if t.dtype in known), "float32")
+    return "tf32" if dtype == "float32" and "tf32" in known and _may_use_tf32(operator, evidence) else dtype
+
+
+def _may_use_tf32(operator: Operator, evidence: Evidence) -> bool:
+    """Whether float32 products of this operator may run in TF32: cuDNN's unless it is forbidden, others where it is allowed."""
+    if _CUDNNS.search(operator.op):
+        return setting_of(evidence, "cudnn_allow_tf32") != "False"
+    return setting_of(evidence, "float32_matmul_precision") in ("high", "medium")
 
 
 def _regime(seconds: float, floor_s: float, floors: list[tuple[float, Regime]]) -> Regime:

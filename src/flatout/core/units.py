@@ -138,6 +138,28 @@ def speedup(gain: tuple[float, float]) -> str:
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} - {ends[1]}"
 
 
+_MOST_PREDICTED: Final = 10.0
+"""A step ten times as short is a tenth of what was measured: its noise, and what the cure itself takes, are no longer small."""
+_WIDEST_PREDICTED: Final = 2.0
+"""A range whose ends are further apart tells nothing that one could plan with."""
+
+
+def predicted_speedup(gain: tuple[float, float]) -> str:
+    """A predicted range of speed-ups, as far as it can be known; '' where not even its lower end can.
+
+    >>> predicted_speedup((1.3, 1.6)), predicted_speedup((1.18, 4.49)), predicted_speedup((1.0, 3.0))
+    ('1.3x - 1.6x', 'at least 1.2x', '')
+    >>> predicted_speedup((7.0, 12.5)), predicted_speedup((12.0, 25.0))
+    ('at least 7.0x', 'more than 10x')
+    """
+    low, high = gain
+    if low >= _MOST_PREDICTED:
+        return f"more than {_MOST_PREDICTED:.0f}x"
+    if high <= min(_WIDEST_PREDICTED * low, _MOST_PREDICTED):
+        return speedup(gain)
+    return f"at least {speedup((low, low))}" if low >= 1.02 else ""
+
+
 def _prefixed(value: float | None, *, base: int, prefixes: tuple[str, ...], unit: str) -> str:
     if value is None or not math.isfinite(value):
         return UNKNOWN

@@ -196,3 +196,38 @@ def test_an_operator_without_formula_is_unknown() -> None:
 def test_shapes_that_do_not_fit_are_refused(name: str, shapes: list[tuple[int, ...]]) -> None:
     with pytest.raises(UsageError, match=f"do not fit '{name}'"):
         flops.operator_flop(name, shapes, [])
+
+
+# ------------------------------------------------------------------------------------------------------ recurrent layers
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_recurrent_layers_count_each_matrix_once_a_position(kind: type[torch.nn.RNNBase], is_backward: bool) -> None:
+    steps, batch, width, hidden, layers = 6, 4, 5, 8, 2
+    layer, x = kind(width, hidden, layers), tensor(steps, batch, width)
+    with ShapeRecorder() as recorder:
+        out, _ = layer(x)
+        if is_backward:
+            back(out)
+    matrices = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+    forward = 2 * steps * batch * matrices
+    # some kernels leave out the gradient of the first state, which is constant: one product with each hidden matrix
+    state = 2 * batch * sum(p.numel() for n, p in layer.named_parameters() if n.startswith("weight_hh"))
+    assert (
+        forward * (3 if is_backward else 1) - state * is_backward
+        <= recorder.flop
+        <= forward * (3 if is_backward else 1)
+    )
+
+
+def test_cudnns_layers_count_from_their_shapes() -> None:
+    """A bidirectional layer of 3 to 4 numbers, then one of 8 to 4, as cuDNN is called: weights of all before the states."""
+    first = [(16, 3), (16, 4), (16,), (16,)]
+    second = [(16, 8), (16, 4), (16,), (16,)]
+    weights = [*first, *first, *second, *second]
+    matrices = 2 * (16 * 3 + 16 * 4) + 2 * (16 * 8 + 16 * 4)
+    padded = [(5, 2, 3), *weights, (960,), (4, 2, 4), (4, 2, 4)]
+    packed = [(7, 3), *weights, (960,), (4, 2, 4), (4, 2, 4), (7, 8), (7, 8)]
+    assert flops.operator_flop("aten._cudnn_rnn", padded) == 2 * 5 * 2 * matrices
+    assert flops.operator_flop("aten._cudnn_rnn_backward", packed) == 2 * 2 * 7 * matrices

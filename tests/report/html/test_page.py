@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.page_reader import Page, check_harmless, spoiled
 
 from flatout.core.records.evidence import Evidence, Steps
-from flatout.core.records.finding import Diagnosis
+from flatout.core.records.finding import BrokenLaw, Diagnosis
 from flatout.report.html import html_report
 from flatout.report.json_report import json_report
 
@@ -104,6 +104,13 @@ def test_hostile_text_stays_text(full: Evidence, diagnosis: Diagnosis, text: str
     check_harmless(page)
     if text.isascii() and text.isprintable() and len(text) < 100:
         assert text in page.text
+
+
+def test_what_is_left_out_is_said_with_its_reason(full: Evidence, diagnosis: Diagnosis) -> None:
+    law = BrokenLaw(law="floor", text="the floor of <b>a.py</b>:3 is more than the 2 ms that it took")
+    page = Page(html_report(full, change(diagnosis, broken=(law,))))
+    check_harmless(page)
+    assert law.text in page.text
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -95,7 +95,8 @@ class HotLine(Record, frozen=True, kw_only=True):
     python_s: float
     flop: int
     bytes: int
-    floor_s: float
+    floor_s: float | None
+    """None where the rates measured here give more than the line took."""
     regime: Regime
 
     @property
@@ -114,6 +115,15 @@ class HotLine(Record, frozen=True, kw_only=True):
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
 
+class BrokenLaw(Record, frozen=True, kw_only=True):
+    """A claim that was left out because it contradicts what was measured."""
+
+    law: Literal["floor", "cost"]
+    """'floor': more than the measured time. 'cost': more than the step."""
+    rule: str = ""
+    text: str
+
+
 class Diagnosis(Record, frozen=True, kw_only=True):
     """The answer: how long a step takes, how long it need take, and why it takes longer."""
 
@@ -128,6 +138,8 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     """Ids of the rules that looked and found nothing above the noise."""
     refused: tuple[str, ...] = ()
     """Hypotheses whose trial could not be run, and why."""
+    broken: tuple[BrokenLaw, ...] = ()
+    """Claims that are not made because they contradict the measured step."""
 
 
 class Rule(Record, frozen=True, kw_only=True):

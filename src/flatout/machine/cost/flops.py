@@ -47,6 +47,8 @@ def operator_flop(
             return _convolution_backward(sized, out_shapes, is_transposed=is_transposed)
         if short in _ATTENTIONS:
             return _attention(short, sized)
+        if short in _RECURRENT:
+            return _recurrent(short, sized)
     except (IndexError, ValueError) as e:
         raise UsageError(f"shapes {sized} -> {list(out_shapes)} do not fit '{name}': {e}") from e
     return None
@@ -125,6 +127,19 @@ def _linear(x: Shape, weight: Shape) -> int:
     return matmul_flop(rows=prod(x[:-1]), inner=inner, columns=columns)
 
 
+def _recurrent(short: str, shapes: Sequence[Shape]) -> int:
+    """A call of LSTM, GRU or RNN layers: each weight matrix meets each position once, and twice in the backward.
+
+    oneDNN's call has one layer's two matrices after the input, cuDNN's those of all layers before the states, which have three
+    dimensions. Rows of a packed sequence are its positions.
+    """
+    states = next((n for n, shape in enumerate(shapes[1:], start=1) if len(shape) == 3), len(shapes))
+    weights = shapes[1:3] if short.startswith("mkldnn") else shapes[1:states]
+    positions = prod(shapes[0][:-1])
+    forward = sum(matmul_flop(rows=positions, inner=w[1], columns=w[0]) for w in weights if len(w) == 2)
+    return 2 * forward if short.endswith("backward") else forward
+
+
 def _convolution(x: Shape, weight: Shape, out: Shape, *, is_transposed: bool) -> int:
     if len(x) == len(weight) - 1:  # conv2d and its like also take a single sample
         x, out = (1, *x), (1, *out)
@@ -197,6 +212,9 @@ _FUSED = (
     "efficient_attention",
     "cudnn_attention",
     "fused_attention_overrideable",
+)
+_RECURRENT = frozenset(
+    f"{name}{suffix}" for name in ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn") for suffix in ("", "_backward")
 )
 _ATTENTIONS = frozenset(
     [f"_scaled_dot_product_{kind}{suffix}" for kind in _FUSED for suffix in ("", "_backward")]

@@ -53,7 +53,7 @@ def html_report(evidence: Evidence, diagnosis: Diagnosis) -> bytes:
         diagnosis=diagnosis,
         causes=words.causes(evidence, diagnosis)[:_MOST_FINDINGS],
         headline=headline,
-        lede=_lede(headline, f"{units.duration(diagnosis.step_s)} {step_name}"),
+        lede=_lede(headline, words.step_title(evidence)),
         step_name=step_name,
         circumstances=tuple(words.run_circumstances(evidence)),
         failure=words.exit_message(evidence),
@@ -73,7 +73,7 @@ def html_report(evidence: Evidence, diagnosis: Diagnosis) -> bytes:
 
 def _lede(headline: str, title: str) -> str:
     """The headline without what the title says already."""
-    rest = headline.removeprefix(title).lstrip(";. ")
+    rest = headline.removeprefix(title).lstrip(";., ")
     return rest[:1].upper() + rest[1:]
 
 

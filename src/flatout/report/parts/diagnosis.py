@@ -76,11 +76,27 @@ def _cause(number: int, finding: RankedFinding, cwd: str) -> Cause:
         number=number,
         finding=finding,
         where=place(finding.file, finding.line, cwd=cwd),
-        gain=(units.speedup(finding.gain), "faster") if finding.saves_time else (memory_gain(finding), ""),
+        gain=_time_gain(finding) if finding.saves_time else (memory_gain(finding), ""),
         cost=cost if finding.saves_time else "",
         memory=tuple(memory_cost(finding)),
         also=tuple(place_of(source, cwd=cwd) for source in finding.also),
     )
+
+
+def _time_gain(finding: RankedFinding) -> tuple[str, str]:
+    known = units.predicted_speedup(finding.gain)
+    return (known, "faster") if known else ("gain not known", "")
+
+
+def step_title(evidence: Evidence) -> str:
+    """The median step, which lies within the interval that is printed with it."""
+    return f"{units.duration(evidence.steps.step_s)} {STEP_NAMES[evidence.steps.kind]}"
+
+
+def _beside(evidence: Evidence) -> str:
+    steps = evidence.steps
+    more_s = steps.whole_s - steps.step_s
+    return f", and {units.duration(more_s)} for what comes between steps" if more_s > 0.01 * steps.step_s else ""
 
 
 def diagnosis_headline(evidence: Evidence, diagnosis: Diagnosis) -> str:
@@ -90,7 +106,7 @@ def diagnosis_headline(evidence: Evidence, diagnosis: Diagnosis) -> str:
         return "No step was seen: no optimizer stepped and no model was called again and again."
     if steps.num_timed == 0:
         return f"{_in_words(steps.num_observed, 'step').capitalize()} seen, too few to time one."
-    step = f"{units.duration(diagnosis.step_s)} {STEP_NAMES[steps.kind]}"
+    step = step_title(evidence) + _beside(evidence)
     roofline = f"the roofline of this machine for this work is {units.duration(diagnosis.floor_s)}"
     floor = [roofline] if diagnosis.floor_s is not None else []
     if diagnosis.findings:
@@ -190,6 +206,7 @@ def _remarks(evidence: Evidence, diagnosis: Diagnosis, *, most: int | None = Non
         yield "also true", f"{where}: {note.text}" if where else note.text
     yield from (("not tried", line) for line in diagnosis.refused[:most])
     yield from (("not seen", line) for line in evidence.notes[:most])
+    yield from (("left out", law.text) for law in diagnosis.broken[:most])
     if evidence.steps.num_timed and diagnosis.unexplained_s > 0:
         share = units.percent(diagnosis.unexplained_s / diagnosis.step_s if diagnosis.step_s else None)
         yield "unexplained", f"{units.duration(diagnosis.unexplained_s)} of each step, {share}"

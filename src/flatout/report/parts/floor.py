@@ -38,16 +38,16 @@ def hot_lines(evidence: Evidence, diagnosis: Diagnosis) -> Table:
 
 
 def _cells(line: HotLine, cwd: str, unit: units.TimeUnit, *, has_floor: bool) -> Iterator[Cell]:
-    has_floor = has_floor and line.floor_s > 0
+    floor_s = line.floor_s if has_floor and line.floor_s else None
     yield Path(place_of(line.source, cwd=cwd))
     yield unit.show(line.seconds)
     yield unit.show(line.python_s)
-    yield unit.show(line.floor_s) if has_floor else units.UNKNOWN
-    yield _of_floor(line.seconds / line.floor_s) if has_floor else units.UNKNOWN
+    yield unit.show(floor_s) if floor_s is not None else units.UNKNOWN
+    yield _of_floor(line.seconds / floor_s) if floor_s is not None else units.UNKNOWN
     yield units.work(line.flop).removesuffix("FLOP").rstrip()
     yield units.size(line.bytes)
     yield units.number(line.intensity)
-    yield line.regime if has_floor else units.UNKNOWN
+    yield line.regime if floor_s is not None else units.UNKNOWN
 
 
 def _of_floor(ratio: float) -> str:

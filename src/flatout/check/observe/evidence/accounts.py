@@ -23,6 +23,7 @@ from flatout.check.observe.steps.schedule import Mode
 from flatout.check.observe.steps.timeline import TimedStep
 from flatout.core.records.evidence import Operator, Phase, TensorSpec, Trace
 from flatout.machine.cost.flops import operator_flop
+from flatout.machine.cost.traffic import operator_traffic
 
 _VIEW_NAMES: Final = """
 view _unsafe_view reshape expand expand_as t transpose permute select slice unsqueeze squeeze detach alias
@@ -219,7 +220,7 @@ def _operator(row: OperatorRow, num_steps: int, bound: Bound, flop: int | None) 
     key = row.key
     inputs = tuple(map(_spec, key.inputs))
     outputs = tuple(map(_spec, key.outputs))
-    moved = 0 if key.op in VIEWS else sum(_num_bytes(m) for m in key.inputs + key.outputs)
+    sizes = [[_num_bytes(m) for m in metas] for metas in (key.inputs, key.outputs)]
     return Operator(
         op=key.op,
         source=key.site,
@@ -231,7 +232,7 @@ def _operator(row: OperatorRow, num_steps: int, bound: Bound, flop: int | None) 
         op_s=row.op_s / num_steps,
         python_s=row.python_s / num_steps,
         flop=flop or operator_flop(key.op, [m.shape for m in key.inputs], [m.shape for m in key.outputs]) or 0,
-        bytes=moved,
+        bytes=0 if key.op in VIEWS else operator_traffic(key.op, *sizes),
         scalars=key.scalars,
         bound=bound,
     )
