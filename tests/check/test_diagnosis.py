@@ -436,5 +436,6 @@ def test_whatever_the_rules_find_no_more_than_the_step_is_claimed(rules: list[Ru
 def test_every_rule_is_either_named_or_has_found_nothing(rules: list[Rule]) -> None:
     diagnosis = diagnose(four_operators(), rules)
     named = {f.rule for f in diagnosis.findings} | {m for f in diagnosis.findings for m in f.merged}
+    named |= {law.rule for law in diagnosis.broken}
     assert sorted([*diagnosis.checked, *named]) == sorted(r.id for r in rules)
     assert all(f.rule not in f.merged for f in diagnosis.findings)

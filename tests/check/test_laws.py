@@ -105,6 +105,7 @@ def test_a_cause_that_takes_more_than_the_step_is_left_out_and_said() -> None:
     assert [f.rule for f in found.findings] == ["a.rule-1"]
     [law] = found.broken
     assert (law.law, law.rule) == ("cost", "a.rule-0")
+    assert found.checked == (), "it was not found in order"
     assert "150 ms of a step of 100 ms" in law.text
 
 

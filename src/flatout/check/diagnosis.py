@@ -75,7 +75,8 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
     findings = _with_memory(timed, [_ranked(f, [], evidence, titles) for f in without_time])
     explained_s = sum(_middle(f) for f in lawful)
     floor_s, lines, too_high = _floor(evidence)
-    named = {f.rule for f in findings} | {m for f in findings for m in f.merged}
+    broken = too_high + too_dear
+    named = {f.rule for f in findings} | {m for f in findings for m in f.merged} | {law.rule for law in broken}
     return Diagnosis(
         step_s=whole_s,
         floor_s=floor_s,
@@ -86,7 +87,7 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
         hot_lines=lines,
         checked=tuple(r.id for r in rules if r.id not in named),
         refused=tuple(dict.fromkeys(f"{_words(t.trial)}: {t.refused}" for t in evidence.trials if t.refused)),
-        broken=too_high + too_dear,
+        broken=broken,
     )
 
 
