@@ -17,7 +17,7 @@ from flatout.core.records.evidence import Evidence, Observing, Steps
 from flatout.core.records.finding import Diagnosis, HotLine, Note, RankedFinding
 from flatout.core.records.memory import Memory, MemoryPart
 from flatout.core.records.workload import Source
-from flatout.report.parts.diagnosis import diagnosis_blocks, diagnosis_headline
+from flatout.report.parts.diagnosis import causes, diagnosis_blocks, diagnosis_headline
 from flatout.report.sanitise import inert, place
 from flatout.report.text import terminal_report
 
@@ -204,6 +204,16 @@ def test_more_than_nine_causes_are_counted_in_digits(evidence: Evidence, diagnos
     text = diagnosis_headline(evidence, change(diagnosis, findings=diagnosis.findings * 4))
 
     assert "the 12 causes below explain" in text
+
+
+def test_a_line_that_calls_itself_many_times_is_named_once(evidence: Evidence, diagnosis: Diagnosis) -> None:
+    """A library's loop behind one line of the user's has many places that are all that line."""
+    finding = diagnosis.findings[0]
+    here, elsewhere = Source(file=finding.file, line=finding.line), Source(file="/home/ada/other.py", line=3)
+    many = change(finding, also=(here, elsewhere, here, elsewhere))
+    [cause] = causes(evidence, change(diagnosis, findings=(many,)))
+
+    assert [other.rsplit("/", 1)[-1] for other in cause.also] == ["other.py:3"]
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,8 @@ class ModuleCalls:
         self.roots: dict[tuple[int, tuple[int, ...]], RootModule] = {}
         self.is_active = False
         self.is_deep = False
+        self.is_fetching = False
+        """Whether a loader prepares a batch: modules that run there (transforms) are its work, no forward of the step."""
         self.path = ""
         self.weight = 1
         self.cells: dict[int, RepeatedModule] = {}
@@ -162,6 +164,8 @@ class ModuleCalls:
                 return original(self, *args, **kwargs)
             if watch._inside:
                 return watch._inner(original, self, args, kwargs)
+            if watch.is_fetching:
+                return original(self, *args, **kwargs)
             return watch._root(original, self, args, kwargs)
 
         patches.set(nn.Module, "__call__", __call__)

@@ -72,14 +72,16 @@ def causes(evidence: Evidence, diagnosis: Diagnosis) -> list[Cause]:
 
 def _cause(number: int, finding: RankedFinding, cwd: str) -> Cause:
     cost = f"{units.duration(finding.cost_s)} of each step, {units.percent(finding.share)}; {finding.regime}-bound"
+    where = place(finding.file, finding.line, cwd=cwd)
+    others = dict.fromkeys(place_of(source, cwd=cwd) for source in finding.also)
     return Cause(
         number=number,
         finding=finding,
-        where=place(finding.file, finding.line, cwd=cwd),
+        where=where,
         gain=_time_gain(finding) if finding.saves_time else (memory_gain(finding), ""),
         cost=cost if finding.saves_time else "",
         memory=tuple(memory_cost(finding)),
-        also=tuple(place_of(source, cwd=cwd) for source in finding.also),
+        also=tuple(other for other in others if other != where),
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from flatout.check.capture import Capture, Propose
 from flatout.check.observe.collectors.loaders import is_in_ram
@@ -89,6 +90,58 @@ def test_the_line_that_created_the_loader_is_observed() -> None:
     source = evidence.source_of(evidence.loaders[0].constructed)
     assert source is not None
     assert source.text.endswith("# created here")
+
+
+class Pause(nn.Module):
+    """A transform as torchvision writes them: a module, here one that takes its time."""
+
+    SECONDS = 2e-3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def forward(self, row: Tensor) -> Tensor:
+        time.sleep(self.SECONDS)
+        return row * self.scale
+
+
+class Transformed(Rows):
+    """Rows that go through a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = Pause()
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.transform(self.rows[index])  # type: ignore[no-any-return]
+
+
+class Nested(IterableDataset[Tensor]):
+    """What another loader yields, through a module once more."""
+
+    def __init__(self) -> None:
+        self.transform = Pause()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.transform, DataLoader(Rows(), batch_size=8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch_s", "name"), [(8 * Pause.SECONDS, "transform"), (Pause.SECONDS, "nested")])
+def test_a_module_that_transforms_data_is_part_of_the_loader(batch_s: float, name: str) -> None:
+    """Not a forward: what it takes is waiting for data, and it is no model."""
+
+    def loop() -> None:
+        loader = (
+            DataLoader(Transformed(), batch_size=8) if name == "transform" else DataLoader(Nested(), batch_size=None)
+        )
+        train(loader, 4)
+
+    evidence = observe(loop)
+
+    assert evidence.steps.phases["data"] >= batch_s
+    assert [m.name for m in evidence.models] == ["Linear"]
 
 
 def test_rows_of_tensors_are_known_inside_torchs_wrappers() -> None:

@@ -204,7 +204,10 @@ class LoaderWatch(Collector):
     def _next(self, original: Callable[[Any], Any], iterator: Any) -> Any:
         use = self._use_of(iterator)
         created_s = self._created_s.pop(id(iterator), None)
-        self._listener.on_fetch_start()
+        is_outermost = not self._calls.is_fetching  # a loader may feed another
+        if is_outermost:
+            self._listener.on_fetch_start()
+            self._calls.is_fetching = True
         start = perf_counter()
         batch = None
         is_last = True
@@ -223,7 +226,9 @@ class LoaderWatch(Collector):
             else:
                 use.wait_s += seconds
                 use.fetches += 1
-            self._listener.on_fetch_end(batch)
+            if is_outermost:
+                self._calls.is_fetching = False
+                self._listener.on_fetch_end(batch)
 
     def _use_of(self, iterator: Any) -> LoaderUse:
         site = self._sites.of_frame(sys._getframe(3))
