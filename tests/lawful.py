@@ -12,7 +12,7 @@ def assert_lawful(diagnosis: Diagnosis, evidence: Evidence) -> None:
     least_s = 1e-9 * step_s  # of rounding
     assert diagnosis.floor_s is None or diagnosis.floor_s <= step_s + least_s
     for line in diagnosis.hot_lines:
-        assert line.floor_s is None or not line.seconds or line.floor_s <= line.seconds + least_s, line
+        assert line.floor_s is None or line.floor_s <= line.seconds + least_s, line
     assert sum(f.cost_s for f in diagnosis.findings) <= step_s + least_s
     assert diagnosis.explained_s + diagnosis.unexplained_s <= step_s + least_s
     for finding in diagnosis.findings:

@@ -69,6 +69,12 @@ def test_a_floor_within_the_spread_of_two_measurements_is_the_time_itself() -> N
     assert not found.broken
 
 
+def test_a_line_too_short_to_be_timed_has_no_floor() -> None:
+    found = diagnosed(worked(("aten.mm", 0.0, 0.001), ("aten.mm", 0.04, 0.01)))
+    assert [line.floor_s for line in found.hot_lines] == [pytest.approx(0.01), None]
+    assert not found.broken
+
+
 def test_lines_that_are_right_alone_and_too_long_together_have_no_floor_of_the_step() -> None:
     found = diagnosed(worked(("aten.mm", 0.08, 0.07), ("aten.mm", 0.08, 0.07)))
     assert found.floor_s is None

@@ -252,7 +252,7 @@ def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...], tuple
         seconds = sum(o.total_s for o in operators)
         line = evidence.source_of(operators[0].source)
         if line is None:
-            elsewhere_s += min(floor_s, seconds) if seconds else floor_s
+            elsewhere_s += min(floor_s, seconds)
             continue
         rows.append(
             HotLine(

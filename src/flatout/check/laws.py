@@ -26,8 +26,8 @@ def lawful_floors(lines: Iterable[HotLine]) -> tuple[list[HotLine], tuple[Broken
     broken: list[BrokenLaw] = []
     for line in lines:
         floor_s = line.floor_s or 0.0
-        if not line.seconds:  # not timed
-            lawful.append(line)
+        if not line.seconds:  # too short for its time to be told from that of watching it
+            lawful.append(msgspec.structs.replace(line, floor_s=None))
         elif floor_s > (1 + _SPREAD) * line.seconds:
             lawful.append(msgspec.structs.replace(line, floor_s=None))
             broken.append(_too_high(f"{line.source.file}:{line.source.line}", floor_s, line.seconds))
