@@ -6,6 +6,7 @@
 #   make check    style, types, arrows, doctests, documentation
 #   make format   mend what style finds, where a tool can
 #   make bench    the benchmarks behind the claims
+#   make world    the environment of bench/world, which runs check on other people's scripts
 #   make docs     write the generated pages and build the site into site/
 #   make clean    remove caches and the built site; the environment stays (rm -r .venv for that)
 
@@ -25,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast check style types arrows doctests pages format bench docs clean
+.PHONY: help demo test fast check style types arrows doctests pages format bench world docs clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -98,6 +99,11 @@ format: $(VENV)/tools.stamp
 bench: $(VENV)/tools.stamp
 	@ls bench/*.py >/dev/null 2>&1 || { echo "bench/ holds no script yet"; exit 1; }
 	@for script in bench/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+world: $(VENV)/examples.stamp
+	@echo "== environment: what other people's scripts import, into build/world/venv"
+	@test -x build/world/venv/bin/python || $(BIN)/python -m venv build/world/venv
+	@build/world/venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r bench/world/requirements.txt
 
 docs: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_rules.py

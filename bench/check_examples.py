@@ -70,7 +70,7 @@ def judge(example: dict[str, Any], folder: Path, options: argparse.Namespace) ->
     per = example.get("samples_fast", 1) / example.get("samples_slow", 1)
     ratios = [slow / fast * per for slow, fast in timings]
     measured = statistics.geometric_mean(ratios)
-    predicted = math.sqrt(finding["gain"][0] * finding["gain"][1]) if finding else 1.0
+    predicted = gain_of(finding) if finding else 1.0
     row = {
         "name": example["name"],
         "rule": example["rule"],
@@ -96,6 +96,12 @@ def judge(example: dict[str, Any], folder: Path, options: argparse.Namespace) ->
         flush=True,
     )
     return row
+
+
+def gain_of(finding: dict[str, Any]) -> float:
+    """The middle of what is predicted; of advice (a larger batch), for the same number of samples."""
+    low, high = finding["throughput"] if finding["advice"] else finding["gain"]
+    return math.sqrt(low * high)
 
 
 def judge_again(run: Path, others: list[Path], out: Path | None) -> int:
@@ -148,7 +154,7 @@ def check(script: Path, options: argparse.Namespace, *, environment: dict[str, s
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "report.json"
         command = [sys.executable, "-c", "from flatout.app.cli import main; main()", "check"]
-        rest = ["--json", str(out), "--seconds", str(options.seconds), "--stop", str(script)]
+        rest = ["--json", str(out), "--seconds", str(options.seconds), str(script)]
         subprocess.run([*command, *rest], stdout=subprocess.DEVNULL, check=False, env=os.environ | (environment or {}))
         if not out.exists():
             raise SystemExit(f"flatout check {script} wrote no report")

@@ -42,8 +42,8 @@ from flatout.core.records.hardware import Machine
 from flatout.core.records.memory import FreshPages, PagesOfLine
 from flatout.core.records.record import Record
 from flatout.core.records.trial import Trial, TrialResult
-from flatout.core.records.usage import CallUse, ModuleFact
-from flatout.core.records.workload import Setting, Source, Workload
+from flatout.core.records.usage import CallUse, ModuleFact, RoundTrip
+from flatout.core.records.workload import LibraryFrame, Setting, Source, Workload
 
 MACHINE: Final = Machine(
     device_kind="cpu",
@@ -132,6 +132,7 @@ class EvidenceBuilder:
         self.calls: list[tuple[int, tuple[int, ...]]] = []
         self.settings: list[Setting] = []
         self.lines: list[LineTime] = []
+        self.round_trips: list[RoundTrip] = []
         self.host_reads: list[HostRead] = []
         self.constants: list[Constant] = []
         self.models: list[Model] = []
@@ -162,12 +163,19 @@ class EvidenceBuilder:
         function: str = "",
         loops: tuple[int, ...] = (),
         callers: tuple[int, ...] = (),
+        via: tuple[LibraryFrame, ...] = (),
     ) -> int:
-        """Index of this source line; `callers` are the lines that called its function, innermost first."""
-        source = Source(file=f"/home/ada/{file}", line=line, function=function, text=text, loops=loops)
-        places = [(s.file, s.line) for s in self.sources]
-        if (source.file, line) in places:
-            return places.index((source.file, line))
+        """Index of this source line, with the lines of libraries below it, outermost first.
+
+        `callers` are the lines that called its function, innermost first.
+        """
+        library = via[-1].place if via else ""
+        source = Source(
+            file=f"/home/ada/{file}", line=line, function=function, text=text, loops=loops, library=library, via=via
+        )
+        places = [(s.file, s.line, s.library) for s in self.sources]
+        if (source.file, line, library) in places:
+            return places.index((source.file, line, library))
         self.sources.append(source)
         index = len(self.sources) - 1
         if callers:
@@ -263,6 +271,7 @@ class EvidenceBuilder:
         name: str = "Adam",
         variant: Literal["for-loop", "foreach", "fused", "own"] = "for-loop",
         step_s: float = 0.005,
+        calls: float = 1.0,
         num_tensors: int = 148,
         num_elements: int = 1_000_000,
         fused_supported: bool = True,
@@ -277,6 +286,7 @@ class EvidenceBuilder:
                 num_tensors=num_tensors,
                 num_elements=num_elements,
                 step_s=step_s,
+                calls=calls,
                 fused_supported=fused_supported,
             ),
         )
@@ -616,6 +626,7 @@ class EvidenceBuilder:
             paddings=tuple(self.paddings),
             recurrences=tuple(self.recurrences),
             uses=tuple(self.uses),
+            round_trips=tuple(self.round_trips),
             compilation=self.compilation,
             fresh_pages=self.fresh_pages,
             module_facts=tuple(self.facts),

@@ -14,7 +14,11 @@ def assert_lawful(diagnosis: Diagnosis, evidence: Evidence) -> None:
     for line in diagnosis.hot_lines:
         assert line.floor_s is None or line.floor_s <= line.seconds + least_s, line
     assert sum(f.cost_s for f in diagnosis.findings) <= step_s + least_s
+    assert all(f.cost_s <= step_s + least_s for f in diagnosis.findings)
     assert diagnosis.explained_s + diagnosis.unexplained_s <= step_s + least_s
+    parts_s = sum(p.seconds for p in diagnosis.parts)
+    assert not diagnosis.parts or abs(parts_s + diagnosis.unexplained_s - step_s) <= 1e-6 * step_s
+    assert all(p.seconds > 0 and (p.floor_s or 0.0) <= p.seconds + least_s for p in diagnosis.parts)
     for finding in diagnosis.findings:
         low, high = finding.gain
         assert 1 <= low <= high, finding

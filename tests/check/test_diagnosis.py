@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.evidence_builder import MACHINE, EvidenceBuilder
 
-from flatout.check.diagnosis import diagnose, proposed_trials
+from flatout.check.diagnosis import diagnose
+from flatout.check.stakes import proposed_trials
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding, Note, Rule
+from flatout.core.records.load import MachineLoad
 from flatout.core.records.memory import Memory
 from flatout.core.records.trial import TimeDataset, TimeOptimizer, Trial
 from flatout.core.records.workload import Source
@@ -47,7 +49,13 @@ def found(
     )
 
 
-def rule(name: str, *findings: Finding, is_general: bool = False, notes: Sequence[Note] = ()) -> Rule:
+def rule(
+    name: str,
+    *findings: Finding,
+    is_general: bool = False,
+    is_cure: bool = False,
+    notes: Sequence[Note] = (),
+) -> Rule:
     """A rule that finds these."""
     own = [msgspec.structs.replace(f, rule=name) for f in findings]
     return Rule(
@@ -57,6 +65,7 @@ def rule(name: str, *findings: Finding, is_general: bool = False, notes: Sequenc
         check=lambda _: iter(own),
         note=lambda _: iter(notes),
         is_general=is_general,
+        is_cure=is_cure,
     )
 
 
@@ -121,6 +130,16 @@ def test_a_saving_of_a_few_percent_is_dropped() -> None:
     diagnosis = diagnose(four_operators(), [rule("a.a", found(0.001)), rule("b.b", found(0.02))])
     assert [f.rule for f in diagnosis.findings] == ["b.b"]
     assert diagnosis.checked == ("a.a",)
+
+
+def test_what_other_processes_did_to_the_interval_does_not_hide_a_cause() -> None:
+    noisy = EvidenceBuilder(step_s=STEP_S, noise_s=0.03).build()
+    busy = MachineLoad(seconds=30.0, num_cores=2, own_cores=0.7, other_cores=1.3)
+    disturbed = msgspec.structs.replace(noisy, load=busy)
+    rules = [rule("a.large", found(0.02, where=at(1))), rule("b.small", found(0.008, where=at(2)))]
+
+    assert diagnose(noisy, rules).findings == ()
+    assert [f.rule for f in diagnose(disturbed, rules).findings] == ["a.large"]
 
 
 def test_a_saving_below_the_noise_is_dropped() -> None:
@@ -202,6 +221,53 @@ def test_general_rules_do_not_silence_one_another() -> None:
     assert len(diagnose(four_operators(), rules).findings) == 2
 
 
+# ------------------------------------------------------------------------------------------------ cures of a whole module
+
+
+def test_cures_come_after_causes_and_are_not_merged() -> None:
+    cause = rule("a.cause", found(0.03, phases=["forward"]))
+    cures = [rule("b.half", found(0.06, phases=["forward"]), is_cure=True), rule("c.graph", found(0.01), is_cure=True)]
+    diagnosis = diagnose(four_operators(), [cause, *cures])
+    assert [(f.rule, f.merged, f.is_cure) for f in diagnosis.findings] == [
+        ("a.cause", (), False),
+        ("b.half", (), True),
+        ("c.graph", (), True),
+    ]
+    assert diagnosis.explained_s == pytest.approx(0.06)
+
+
+def test_a_cure_of_time_that_others_claim_is_a_remark() -> None:
+    cures = [rule("b.half", found(0.06), is_cure=True), rule("c.graph", found(0.05), is_cure=True)]
+    diagnosis = diagnose(four_operators(), [rule("a.cause", found(0.02, phases=["forward"])), *cures])
+    assert [f.rule for f in diagnosis.findings] == ["a.cause", "b.half"]
+    [note] = diagnosis.notes
+    assert (note.rule, "2.0x" in note.text) == ("c.graph", True)
+    assert sum(f.cost_s for f in diagnosis.findings) <= STEP_S
+
+
+def test_a_small_cause_comes_after_a_large_cure() -> None:
+    rules = [rule("a.cause", found(0.01)), rule("b.half", found(0.06), is_cure=True)]
+    assert [f.rule for f in diagnose(four_operators(), rules).findings] == ["b.half", "a.cause"]
+
+
+def test_a_cure_leaves_the_general_rules_alone() -> None:
+    rules = [rule("a.symptom", found(0.04), is_general=True), rule("b.half", found(0.06), is_cure=True)]
+    assert {f.rule for f in diagnose(four_operators(), rules).findings} == {"a.symptom", "b.half"}
+
+
+def test_where_no_cause_is_found_on_a_cpu_a_cure_is_a_finding_only_where_it_gains_much() -> None:
+    whole = rule("b.half", msgspec.structs.replace(found(0.05), regime="compute"), is_cure=True)
+    assert [f.rule for f in diagnose(four_operators(), [whole]).findings] == ["b.half"]
+    half = rule("b.half", msgspec.structs.replace(found(0.01), regime="compute"), is_cure=True)
+    diagnosis = diagnose(four_operators(), [half])
+    assert diagnosis.findings == ()
+    [note] = diagnosis.notes
+    assert (note.rule, "faster, by a trial" in note.text) == ("b.half", True)
+    assert "b.half" not in diagnosis.checked
+    on_device = EvidenceBuilder(step_s=STEP_S, device_s=STEP_S).build()
+    assert [f.rule for f in diagnose(on_device, [half]).findings] == ["b.half"]
+
+
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -260,13 +326,15 @@ def test_what_is_explained_and_what_is_not_make_up_the_step() -> None:
     assert diagnosis.explained_s + diagnosis.unexplained_s == pytest.approx(diagnosis.step_s)
 
 
-def test_the_floor_is_neither_explained_nor_unexplained() -> None:
+def test_the_parts_and_what_they_leave_make_up_the_step() -> None:
     run = EvidenceBuilder(step_s=STEP_S)
     flop = round(0.02 * MACHINE.matmul_flop_per_s["float32"])
-    run.operator("aten.mm", run.line("model.py", 1), op_s=0.05, flop=flop)
+    run.operator("aten.mm", run.line("model.py", 1), op_s=0.03, flop=flop)
     diagnosis = diagnose(run.build(), [rule("a.a", found(0.03))])
     assert diagnosis.floor_s == pytest.approx(0.02)
-    assert diagnosis.floor_s + diagnosis.explained_s + diagnosis.unexplained_s == pytest.approx(STEP_S)
+    [products] = [p for p in diagnosis.parts if p.name == "matrix products"]
+    assert products.floor_fraction == pytest.approx(2 / 3, rel=0.01)
+    assert sum(p.seconds for p in diagnosis.parts) + diagnosis.unexplained_s == pytest.approx(STEP_S)
 
 
 def test_more_than_the_step_is_never_explained() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from flatout.core.records.evidence import Evidence, Observing, Steps
-from flatout.core.records.finding import Diagnosis, HotLine, Note, RankedFinding
+from flatout.core.records.finding import Diagnosis, HotLine, Note, PartLine, PartOfStep, RankedFinding
 from flatout.core.records.hardware import Machine
 from flatout.core.records.workload import Source, Workload
 from flatout.report.document import Block
@@ -145,6 +145,44 @@ def finding() -> RankedFinding:
     )
 
 
+PARTS = (
+    PartOfStep(
+        kind="kernels",
+        name="matrix products",
+        seconds=0.0132,
+        floor_s=0.0061,
+        num_calls=73,
+        lines=(PartLine(source=ATTENTION, seconds=0.0071), PartLine(source=HEAD, seconds=0.0052)),
+        basis="operators",
+    ),
+    PartOfStep(
+        kind="data",
+        name="waiting for data",
+        seconds=0.0091,
+        lines=(PartLine(source=BATCH, seconds=0.0089),),
+        basis="time stamps",
+    ),
+    PartOfStep(
+        kind="python",
+        name="Python at train.py:77",
+        seconds=0.0041,
+        lines=(PartLine(source=STEP, seconds=0.0041),),
+        basis="samples",
+    ),
+    PartOfStep(
+        kind="dispatch",
+        name="autograd engine",
+        seconds=0.0032,
+        num_calls=418.4,
+        basis="probe",
+    ),
+    PartOfStep(kind="kernels", name="sorting", seconds=0.0018, floor_s=0.0, num_calls=1, basis="operators"),
+    PartOfStep(kind="package", name="tokenizers", seconds=0.0002, basis="samples"),
+    PartOfStep(kind="memory", name="page faults of new memory", seconds=0.0001, basis="the kernel"),
+)
+"""They leave 6.5 ms of the step."""
+
+
 @pytest.fixture
 def diagnosis(finding: RankedFinding) -> Diagnosis:
     batch = msgspec.structs.replace(
@@ -226,5 +264,6 @@ def diagnosis(finding: RankedFinding) -> Diagnosis:
             "overhead.host-read",
             "run.graph-without-backward",
         ),
+        parts=PARTS,
         refused=("batch of twice the size: the captured inputs have no batch dimension in common",),
     )

@@ -34,7 +34,7 @@ def test_findings_are_plain_objects_with_every_field(evidence: Evidence, diagnos
     report = json.loads(json_report(evidence, diagnosis))
 
     first = report["findings"][0]
-    assert list(report) == ["evidence", "findings", "diagnosis"]
+    assert list(report) == ["evidence", "findings", "diagnosis", "load"]
     assert set(first) == set(RankedFinding.__struct_fields__)
     assert (first["rule"], first["line"], first["gain"]) == ("bandwidth.written-out-attention", 48, [1.28, 1.44])
 

@@ -16,7 +16,8 @@ from rich.text import Text
 from flatout.core.records.evidence import Evidence, Observing, Steps
 from flatout.core.records.finding import Diagnosis, HotLine, Note, RankedFinding
 from flatout.core.records.memory import Memory, MemoryPart
-from flatout.core.records.workload import Source
+from flatout.core.records.workload import LibraryFrame, Source
+from flatout.report.parts.breakdown import shown_parts
 from flatout.report.parts.diagnosis import causes, diagnosis_blocks, diagnosis_headline
 from flatout.report.sanitise import inert, place
 from flatout.report.text import terminal_report
@@ -34,8 +35,10 @@ def fast(diagnosis: Diagnosis) -> Diagnosis:
     return change(
         diagnosis,
         step_s=0.0123,
+        floor_s=0.0102,
         explained_s=0.0,
         unexplained_s=0.0042,
+        parts=(),
         findings=(),
         notes=(),
         hot_lines=lines,
@@ -75,6 +78,7 @@ def hostile(evidence: Evidence, diagnosis: Diagnosis, text: str) -> tuple[Eviden
         edit=text,
         text=text,
         also=(source,),
+        via=(LibraryFrame(file=text, line=7, function=text, text=text),),
         module=text,
         merged=(text,),
     )
@@ -225,11 +229,28 @@ def test_the_headline_names_the_kind_of_step(evidence: Evidence, fast: Diagnosis
     assert text.startswith(f"38.2 ms {step}.")
 
 
-def test_a_step_that_is_mostly_unexplained_is_not_called_fast(evidence: Evidence, fast: Diagnosis) -> None:
-    text = diagnosis_headline(evidence, change(fast, unexplained_s=0.9 * fast.step_s))
+@pytest.mark.parametrize("floor_s", [None, 0.008])
+def test_a_step_that_is_not_near_its_floor_is_not_called_fast(
+    evidence: Evidence, fast: Diagnosis, floor_s: float | None
+) -> None:
+    text = diagnosis_headline(evidence, change(fast, floor_s=floor_s))
 
     assert "fast" not in text
     assert "No known cause slows it: 7 things were checked" in text
+
+
+def test_a_step_without_a_known_cause_says_what_it_is_made_of(evidence: Evidence, diagnosis: Diagnosis) -> None:
+    text = diagnosis_headline(evidence, change(diagnosis, findings=(), explained_s=0.0))
+
+    assert "it goes into matrix products (35 %, 2.16x their floor), waiting for data (24 %)" in text
+
+
+def test_the_parts_of_the_step_add_up_on_the_page(evidence: Evidence, diagnosis: Diagnosis) -> None:
+    shown = shown_parts(diagnosis, most=3)
+
+    named_s = sum(part.seconds for part in shown.parts) + shown.more_s
+    assert named_s + diagnosis.unexplained_s == pytest.approx(diagnosis.step_s)
+    assert (len(shown.parts), shown.num_more) == (3, 4)
 
 
 def test_nothing_checked_is_not_called_fast(evidence: Evidence, fast: Diagnosis) -> None:
@@ -261,7 +282,7 @@ def test_a_failure_is_one_line(
 def test_a_stopped_script_is_no_failure(evidence: Evidence, diagnosis: Diagnosis, render: Render) -> None:
     shown = render(diagnosis_blocks(change(evidence, exit="stopped", exit_code=-15), diagnosis))
 
-    assert "the script was stopped before its end" in shown
+    assert "the script was ended when this report was ready" in shown
     assert "exit" not in shown
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from flatout.check.compare import ComparedRun, comparison_of
-from flatout.check.diagnosis import diagnose, proposed_trials
+from flatout.check.diagnosis import diagnose
 from flatout.check.merge_ranks import merge
+from flatout.check.stakes import proposed_trials
 from flatout.core.errors import CaptureError, EditError, PlanError, RecordError
 from flatout.core.records.comparison import Comparison
 from flatout.core.records.evidence import Evidence
@@ -64,6 +65,7 @@ class Observation(Record, frozen=True, kw_only=True):
     machine_path: str
     observe_s: float
     stop: bool
+    """Whether the script is ended when the observation is complete; of several ranks each goes on until it is ended."""
     rank: int = 0
     world_size: int = 1
     """Above 1 this process is one of several that train together: it writes its own Evidence, to be merged with the others'."""
@@ -172,7 +174,7 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
     from flatout.check.observe.steps.schedule import Schedule
     from flatout.core.records.distributed import Place
     from flatout.core.runtime.progress import ProgressFile
-    from flatout.core.runtime.script import TERMINATED, end_script, run_script, writing_when_terminated
+    from flatout.core.runtime.script import end_script, mute, run_script, writing_when_terminated
 
     path, is_alone = Path(observation.evidence_path), observation.world_size == 1
 
@@ -183,6 +185,7 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
         write(evidence)
         # one rank that ends leaves the others waiting; who started them ends them all
         if observation.stop and is_alone:
+            mute()
             end_script()
 
     capture = Capture(
@@ -195,17 +198,16 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
         publish=publish,
         progress=ProgressFile(Path(observation.progress_path)) if observation.progress_path else None,
         place=None if is_alone else Place(observation.rank, observation.world_size),
-        draft=None if is_alone else lambda evidence: write_whole_file(draft_path(path), to_json(evidence)),
+        draft=lambda evidence: write_whole_file(draft_path(path), to_json(evidence)),
     )
 
-    def write_now() -> None:
-        write(capture.snapshot(exit="ended by SIGTERM", exit_code=TERMINATED))
+    def write_now(number: int) -> None:
+        write(capture.snapshot(exit=ended_by(number), exit_code=128 + number))
 
-    with nullcontext() if is_alone else writing_when_terminated(write_now) as ending:
+    with writing_when_terminated(write_now, hurry=capture.hurry) as ending:
         capture.start()
         outcome = run_script(script)
-        if ending is not None:
-            ending.has_begun = True
+        ending.begin()
         write(capture.finish(exit=outcome.exit, exit_code=outcome.exit_code))
     return outcome.exit_code
 
@@ -371,8 +373,20 @@ def run_side(request: Request, script: Script, *, orders: int, answers: int) -> 
     return outcome.exit_code
 
 
+def ended_by(number: int) -> str:
+    """How the Evidence says that a signal ended the script.
+
+    >>> ended_by(15)
+    'ended by SIGTERM'
+    """
+    try:
+        return f"ended by {signal.Signals(number).name}"
+    except ValueError:  # real-time signals have no names
+        return f"ended by signal {number}"
+
+
 def draft_path(path: Path) -> Path:
-    """Where a rank writes what it has observed so far, in case it is killed before it can write `path`."""
+    """Where a process writes what it has observed so far, in case it is killed before it can write `path`."""
     return path.with_suffix(".draft")
 
 

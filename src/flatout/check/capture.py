@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -23,12 +24,14 @@ from flatout.check.observe.observer import LoopObserver
 from flatout.check.observe.steps.schedule import Schedule
 from flatout.check.trials.context import Scene
 from flatout.check.trials.runner import run_trials
+from flatout.check.trials.time_limit import OutOfTime
 from flatout.core.records.distributed import Place
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.hardware import Machine
-from flatout.core.records.trial import Trial, TrialResult
+from flatout.core.records.trial import TimeCompiled, Trial, TrialResult
 from flatout.core.records.workload import Workload
 from flatout.core.runtime.progress import ProgressFile
+from flatout.core.runtime.script import INTERRUPTED
 
 FEWEST_STEPS: Final = 12
 """A script with fewer steps may end before the deep steps are done."""
@@ -65,9 +68,12 @@ class Capture:
         self._publish = publish
         self._draft = draft
         self._is_hurried = False
+        self._is_trying = False
         self._results: list[TrialResult] = []
         self._other_s = 0.0
         self._last: Evidence | None = None
+        self._before_trials: Evidence | None = None
+        """What was known when trials were asked for last."""
         self._progress = progress
         self.observer = LoopObserver(
             schedule,
@@ -99,10 +105,18 @@ class Capture:
 
     def finish(self, *, exit: str, exit_code: int | None) -> Evidence:
         """End the observation (if it has not ended by itself), run the trials that are left, and return the Evidence."""
-        self._is_hurried = self.observation.place is not None and bool(exit_code)  # the other ranks are being ended now
+        # The other ranks are being ended now; or a person waits for the report.
+        is_urgent = exit_code == INTERRUPTED or (self.observation.place is not None and bool(exit_code))
+        self._is_hurried = self._is_hurried or is_urgent
         if self._last is None:
             self._last = self._conclude()
         return msgspec.structs.replace(self._last, exit=exit, exit_code=exit_code)
+
+    def hurry(self) -> None:
+        """Finish soon: no trial is begun any more, and the one that runs is given up."""
+        self._is_hurried = True
+        if self._is_trying:
+            raise OutOfTime
 
     def snapshot(self, *, exit: str, exit_code: int | None) -> Evidence:
         """What there is now, for a process that ends at once; nothing is tried or taken away any more."""
@@ -112,7 +126,16 @@ class Capture:
     def _complete(self) -> None:
         """The schedule is done; the script goes on unobserved."""
         if self._last is None:
-            self._last = self._conclude()
+            try:
+                self._last = self._conclude()
+            except Exception as e:  # noqa: BLE001  # ours: what was known before is reported, and the script gets its end
+                where = traceback.extract_tb(e.__traceback__)[-1]
+                self.observation.notes.append(
+                    f"what came last could not be added: {type(e).__name__}: {e} ({where.name}, line {where.lineno})"
+                )
+                self._last = msgspec.structs.replace(
+                    self._before_trials or self._from_steps(), notes=tuple(self._notes())
+                )
             if self._publish is not None:
                 self._publish(self._last)
 
@@ -130,19 +153,37 @@ class Capture:
         """Ask for trials and run those that have not run yet, within what is left of the budget."""
         observation = self.observation
         began = perf_counter()
-        evidence = self._evidence()
+        evidence = self._before_trials = self._evidence()
         done = {r.trial for r in self._results}
         wanted = [t for t in dict.fromkeys(self._propose(evidence)) if t not in done]
         self._other_s += perf_counter() - began
-        left = self.observer.schedule.trials_budget_s - observation.times.trials_s
+        left = self.observer.schedule.trials_limit_s - observation.times.trials_s
         if wanted and left > 0 and not self._is_hurried:
             began = perf_counter()
             if self._progress is not None:
                 self._progress.write("trials", num_steps=observation.num_steps)
-            self._results += run_trials(wanted, self._scene(), budget_s=left)
+            self._is_trying = True
+            try:
+                self._results += run_trials(
+                    wanted,
+                    self._scene(),
+                    budget_s=left,
+                    compile_budget_s=self.observer.schedule.compile_limit_s,
+                    is_hurried=lambda: self._is_hurried,
+                )
+            finally:
+                self._is_trying = False
             observation.times.trials_s += perf_counter() - began
         if self._draft is not None and not self.observer.is_complete:
+            began = perf_counter()
             self._draft(self._evidence())
+            self._other_s += perf_counter() - began
+
+    def _trials_budget_s(self) -> float:
+        """Seconds that trials were allowed, those for compiling included where that was tried."""
+        schedule = self.observer.schedule
+        has_compiled = any(isinstance(r.trial, TimeCompiled) for r in self._results)
+        return schedule.trials_limit_s + has_compiled * schedule.compile_limit_s
 
     def _scene(self) -> Scene:
         observation = self.observation
@@ -159,6 +200,8 @@ class Capture:
             unused_modules=tuple(path for u in unused for path in u.modules),
             device="cuda" if observation.is_device else "cpu",
             limit_s=5.0,
+            operators=table.operators,
+            sources=observation.sites.table(),
             compiled=observation.collector(CompileEvents).compiled,
         )
 
@@ -208,7 +251,7 @@ class Capture:
             backward_sources=tuple(sorted(s for s in observation.deep.backward_sites if s >= 0)),
             operators=table.operators,
             trace=table.trace,
-            lines=assemble.sampled_lines_of(observation, table, steps.step_s),
+            lines=assemble.sampled_lines_of(observation, table, steps.step_s, has_evaluation=steps.evaluation_s > 0),
             constants=assemble.constant_lines_of(observation, table),
             models=models,
             optimizers=assemble.optimizers_of(observation),
@@ -218,7 +261,11 @@ class Capture:
             timeline=timeline_of(observation, table),
             trials=tuple(self._results),
             observing=assemble.observing_of(
-                observation, table, light_fraction=self.observer.light_fraction(), other_s=self._other_s
+                observation,
+                table,
+                light_fraction=self.observer.light_fraction(),
+                other_s=self._other_s,
+                trials_budget_s=self._trials_budget_s(),
             ),
         )
 

@@ -155,9 +155,9 @@ def _findings(before: ComparedRun, after: ComparedRun) -> Iterator[FindingChange
     pairs, gone, new = _pair(
         _placed(before),
         _placed(after),
-        lambda p: (p.finding.rule, p.file, p.function, p.finding.text),
-        lambda p: (p.finding.rule, os.path.basename(p.file), p.function, p.finding.text),
-        lambda p: (p.finding.rule, p.file, p.finding.text),  # its function has another name now
+        lambda p: (p.finding.rule, p.file, p.function, *_texts(p.finding)),
+        lambda p: (p.finding.rule, os.path.basename(p.file), p.function, *_texts(p.finding)),
+        lambda p: (p.finding.rule, p.file, *_texts(p.finding)),  # its function has another name now
     )
     for place in new:
         yield FindingChange(kind="appeared", before=None, after=place.finding, file_after=place.file)
@@ -172,6 +172,11 @@ def _findings(before: ComparedRun, after: ComparedRun) -> Iterator[FindingChange
             file_before=old.file,
             file_after=now.file,
         )
+
+
+def _texts(finding: RankedFinding) -> tuple[str, ...]:
+    """The user's line, and the library's below it where the cause lies there."""
+    return (finding.text, *(frame.text for frame in finding.via[-1:]))
 
 
 def _placed(run: ComparedRun) -> list[_Placed]:

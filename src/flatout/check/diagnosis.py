@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
+from flatout.check.breakdown import break_down
+from flatout.check.gather import gathered, gathered_notes
 from flatout.check.laws import lawful_costs, lawful_floor, lawful_floors
+from flatout.check.libraries.table import with_settings
+from flatout.check.stakes import proposals
+from flatout.core import units
 from flatout.core.errors import HardwareError
 from flatout.core.records.evidence import Evidence, Operator
 from flatout.core.records.finding import BrokenLaw, Diagnosis, Finding, HotLine, Note, RankedFinding, Rule
 from flatout.core.records.hardware import Machine
 from flatout.core.records.memory import Memory
 from flatout.core.records.trial import Trial
-from flatout.machine.cost.accounting import group_by, setting_of, speed_up
+from flatout.machine.cost.accounting import group_by, speed_up
+from flatout.machine.cost.lines import line_finder, source_of_line
+from flatout.machine.cost.matrix_units import runs_in_tf32
 from flatout.machine.cost.roofline import Regime, operation_floor
 
 SMALLEST_FRACTION: Final = 0.04
 """A saving below this share of the step is not reported, however sure: the noise of a shared machine is of that size."""
+_DISTURBED_FRACTION: Final = 0.1
+"""The same on a machine that other processes keep busy, where the interval of the median may be half of it (two threads on two
+cores, one of them taken: +-43 % of a step, measured), while shares of the step and trials in turns still hold."""
 _MOST_OF_A_PASS: Final = 0.95
 """Of an evaluation pass, however large the share of the forward is that a cure does away with."""
 
@@ -34,6 +44,12 @@ SMALLEST_PEAK_FRACTION: Final = 0.10
 _HORIZON_S: Final = 86_400.0
 """Growth is reported when it would fill the memory within a day of steps like these."""
 
+_WORTH_A_CHANGE: Final = 1.15
+"""Gain from which another precision or compiling is told as a finding where nothing is wrong."""
+
+AbsorbingFinding = tuple[Finding, list[str]]
+"""A finding, and the rules whose findings it absorbed."""
+
 _OVERLAP: Final = 0.5
 _CAUSE_FIRST: Final = 0.25
 """A cause with this share of a symptom's saving comes before the symptom: it is what a person can mend at a line."""
@@ -42,18 +58,6 @@ _PRODUCTS: Final = re.compile("conv|mm$|linear$|matmul$")
 """Operators whose FLOP are all computed: attention may leave out what a mask hides."""
 _LONG_ENOUGH: Final = 0.01
 """Of the step: what is shorter is timed too roughly to tell a rate."""
-_CUDNNS: Final = re.compile("conv|cudnn|miopen|lstm|gru|rnn")
-"""Operators that cuDNN runs; it may use TF32 unless told otherwise (torch's notes on CUDA, TensorFloat-32)."""
-
-
-def proposed_trials(evidence: Evidence, rules: Iterable[Rule]) -> tuple[Trial, ...]:
-    """The trials that would price what the rules suspect, each once."""
-    wanted: dict[Trial, None] = {}
-    if evidence.steps.num_timed:
-        for rule in rules:
-            if rule.propose is not None:
-                wanted.update(dict.fromkeys(rule.propose(evidence)))
-    return tuple(wanted)
 
 
 def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
@@ -62,33 +66,105 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
     whole_s = evidence.steps.whole_s
     titles = {r.id: r.title for r in rules}
     general = {r.id for r in rules if r.is_general}
-    found = [_with_evaluation(f, evidence) for r in rules for f in r.check(evidence)] if whole_s > 0 else []
+    rewriting = frozenset(r.id for r in rules if r.rewrites_line)
+    cures = {r.id for r in rules if r.is_cure}
+    checked = (_with_evaluation(f, evidence) for r in rules for f in r.check(evidence))
+    found = gathered(with_settings(checked, evidence, rewriting=rewriting)) if whole_s > 0 else []
     found = [f if f.rule in general else _beside_the_device(f, evidence) for f in found]
-    least_s = max(SMALLEST_FRACTION * whole_s, evidence.steps.noise_s)
+    least_s = _least_s(evidence)
     worthy = [f for f in found if _middle(f) >= least_s]
     heavy = [f for f in found if _middle(f) < least_s and _is_heavy(f, evidence)]
-    merged = _merge(worthy, general, evidence)
-    lawful, too_dear = lawful_costs((f for f, _ in merged), step_s=whole_s, noise_s=least_s)
-    absorbed = {(f.rule, f.where): others for f, others in merged}
-    timed = [_ranked(f, absorbed[f.rule, f.where], evidence, titles) for f in lawful if _middle(f) >= least_s]
+    priced = _price(
+        [f for f in worthy if f.rule not in cures], [f for f in worthy if f.rule in cures], general, evidence
+    )
+    # Code for a CPU in which nothing is wrong is as it should be; that it could compute somewhat faster is worth a remark.
+    is_in_order = evidence.workload.device == "cpu" and not priced.causes
+    remarkable = [f for f in priced.cures if is_in_order and speed_up(whole_s, _middle(f)) < _WORTH_A_CHANGE]
+    cures_on_top: list[AbsorbingFinding] = [(f, []) for f in priced.cures if f not in remarkable]
+    timed = [
+        _ranked(f, others, evidence, titles, is_cure=f.rule in cures)
+        for f, others in _causes_first([*priced.causes, *cures_on_top], general | cures)
+    ]
     without_time = (msgspec.structs.replace(f, cost_s=0.0, saved_s=(0.0, 0.0)) for f in heavy)
-    findings = _with_memory(timed, [_ranked(f, [], evidence, titles) for f in without_time])
-    explained_s = sum(_middle(f) for f in lawful)
+    advice = [_ranked(f, others, evidence, titles) for f, others in priced.advice]
+    findings = (*_with_memory(timed, [_ranked(f, [], evidence, titles) for f in without_time]), *advice)
+    explained_s = max(
+        sum(_middle(f) for f, _ in priced.causes), max((_middle(f) for f, _ in cures_on_top), default=0.0)
+    )
     floor_s, lines, too_high = _floor(evidence)
-    broken = too_high + too_dear
-    named = {f.rule for f in findings} | {m for f in findings for m in f.merged} | {law.rule for law in broken}
+    broken = too_high + priced.broken
+    breakdown = break_down(evidence, _operator_floors(evidence), explained_s=explained_s)
+    named = {f.rule for f in findings} | {law.rule for law in broken}
+    named |= {f.rule for f in (*priced.cures, *priced.besides)}
+    named |= {rule for f in findings for rule in f.merged}
+    remarks = [_remark(f, whole_s) for f in (*remarkable, *priced.besides)]
     return Diagnosis(
         step_s=whole_s,
         floor_s=floor_s,
         explained_s=explained_s,
-        unexplained_s=max(0.0, whole_s - (floor_s or 0.0) - explained_s),
+        unexplained_s=breakdown.unexplained_s,
         findings=findings,
-        notes=tuple(_notes(evidence, rules, findings)),
+        notes=(*remarks, *gathered_notes(_notes(evidence, rules, findings))),
         hot_lines=lines,
         checked=tuple(r.id for r in rules if r.id not in named),
-        refused=tuple(dict.fromkeys(f"{_words(t.trial)}: {t.refused}" for t in evidence.trials if t.refused)),
+        refused=tuple(dict.fromkeys(_refusals(evidence, rules))),
+        broken=broken,
+        parts=breakdown.parts,
+    )
+
+
+class _Attribution(NamedTuple):
+    """Findings within the laws: causes by rank, cures of a whole module, advice, and what was left out."""
+
+    causes: list[AbsorbingFinding]
+    cures: list[Finding]
+    besides: list[Finding]
+    """Cures of time that findings claim already: in their place, not on top of them."""
+    advice: list[AbsorbingFinding]
+    broken: tuple[BrokenLaw, ...]
+
+
+def _price(causes: list[Finding], cures: list[Finding], general: set[str], evidence: Evidence) -> _Attribution:
+    """Causes share the step; a cure of a whole module gains from their time and from other cures', and is judged by itself."""
+    whole_s = evidence.steps.whole_s
+    least_s = _least_s(evidence)
+    merged = _merge(causes, general, evidence)
+    in_order = [(f, others) for f, others in _causes_first(merged, general) if not f.advice]
+    lawful, broken = lawful_costs(in_order, step_s=whole_s, noise_s=least_s)
+    worth = [(f, others) for f, others in lawful if _middle(f) >= least_s]
+    # A cause whose time others claim, by their better reasons, is no cause that was found to be in order.
+    ranked = {f.rule for f, _ in worth}
+    claimed = list(dict.fromkeys(f.rule for f, _ in lawful if f.rule not in ranked))
+    # A cure gains from time that causes and other cures claim too. What does not fit into the step beside them is a remark.
+    left_s = whole_s - sum(f.cost_s for f, _ in worth)
+    of_all: list[Finding] = []
+    besides: list[Finding] = []
+    for cure in sorted(cures, key=_middle, reverse=True):
+        alone, too_dear = lawful_costs([(cure, [])], step_s=whole_s, noise_s=least_s)
+        broken += too_dear
+        for finding, _ in alone:
+            fits = finding.saved_s[1] <= left_s
+            (of_all if fits else besides).append(msgspec.structs.replace(finding, cost_s=finding.saved_s[1]))
+            left_s -= fits * finding.saved_s[1]
+    causes_of_step = [(f, others + (claimed if number == 0 else [])) for number, (f, others) in enumerate(worth)]
+    return _Attribution(
+        causes=causes_of_step,
+        cures=of_all,
+        besides=besides,
+        advice=[(f, others) for f, others in merged if f.advice],
         broken=broken,
     )
+
+
+def _least_s(evidence: Evidence) -> float:
+    """The least saving that is reported: the noise of the steps, but not all of what other processes did to them.
+
+    They make all of a step longer alike; what a cause takes of it stays.
+    """
+    whole_s, noise_s = evidence.steps.whole_s, evidence.steps.noise_s
+    if evidence.load is not None and evidence.load.is_disturbed:
+        noise_s = min(noise_s, _DISTURBED_FRACTION * whole_s)
+    return max(SMALLEST_FRACTION * whole_s, noise_s)
 
 
 def _with_evaluation(finding: Finding, evidence: Evidence) -> Finding:
@@ -127,9 +203,9 @@ def _middle(finding: Finding) -> float:
     return sum(finding.saved_s) / 2
 
 
-def _merge(findings: list[Finding], general: set[str], evidence: Evidence) -> list[tuple[Finding, list[str]]]:
-    """Findings by time at stake, each with the ids of weaker ones that claim mostly the same time."""
-    merged: list[tuple[Finding, list[str]]] = []
+def _merge(findings: list[Finding], general: set[str], evidence: Evidence) -> list[AbsorbingFinding]:
+    """Findings, each with the ids of weaker ones that claim mostly the same time."""
+    merged: list[AbsorbingFinding] = []
     specific = sorted((f for f in findings if f.rule not in general), key=_middle, reverse=True)
     for finding in specific + sorted((f for f in findings if f.rule in general), key=_middle, reverse=True):
         over = next((k for k in merged if _overlap(finding, k[0], evidence) >= _OVERLAP), None)
@@ -141,14 +217,20 @@ def _merge(findings: list[Finding], general: set[str], evidence: Evidence) -> li
             merged.append((finding, []))
         elif finding.rule != over[0].rule and finding.rule not in over[1]:
             over[1].append(finding.rule)
-    best_general_s = max((_middle(f) for f, _ in merged if f.rule in general), default=0.0)
+    return merged
 
-    def order(item: tuple[Finding, list[str]]) -> tuple[bool, float]:
-        finding = item[0]
-        is_cause = finding.rule not in general and _middle(finding) >= _CAUSE_FIRST * best_general_s
+
+def _causes_first(findings: Iterable[AbsorbingFinding], others: set[str]) -> list[AbsorbingFinding]:
+    """By time at stake; causes that save a good part of it before the findings of other rules: symptoms, and cures of all."""
+    findings = list(findings)
+    best_other_s = max((_middle(f) for f, _ in findings if f.rule in others), default=0.0)
+
+    def order(row: AbsorbingFinding) -> tuple[bool, float]:
+        finding = row[0]
+        is_cause = finding.rule not in others and _middle(finding) >= _CAUSE_FIRST * best_other_s
         return is_cause, _middle(finding)
 
-    return sorted(merged, key=order, reverse=True)
+    return sorted(findings, key=order, reverse=True)
 
 
 def _overlap(weaker: Finding, stronger: Finding, evidence: Evidence) -> float:
@@ -198,20 +280,30 @@ def _with_memory(timed: list[RankedFinding], heavy: list[RankedFinding]) -> tupl
     return (*filling, *timed, *large)
 
 
-def _ranked(finding: Finding, merged: list[str], evidence: Evidence, titles: dict[str, str]) -> RankedFinding:
+def _ranked(
+    finding: Finding,
+    merged: list[str],
+    evidence: Evidence,
+    titles: dict[str, str],
+    *,
+    is_cure: bool = False,
+) -> RankedFinding:
     whole_s = evidence.steps.whole_s
     memory = _memory_of(finding, evidence)
     low, high = finding.saved_s
     where = finding.where
+    gain = (speed_up(whole_s, low), speed_up(whole_s, high))
     return RankedFinding(
         rule=finding.rule,
         title=titles[finding.rule],
         file=where.file if where is not None else "",
         line=where.line if where is not None else 0,
         regime=finding.regime or "overhead",
-        cost_s=finding.cost_s,
-        share=finding.cost_s / whole_s,
-        gain=(speed_up(whole_s, low), speed_up(whole_s, high)),
+        cost_s=0.0 if finding.advice else finding.cost_s,
+        share=0.0 if finding.advice else finding.cost_s / whole_s,
+        gain=(1.0, 1.0) if finding.advice else gain,
+        advice=finding.advice,
+        throughput=gain if finding.advice else (1.0, 1.0),
         because=finding.because,
         edit=finding.edit,
         text=where.text if where is not None else "",
@@ -225,7 +317,15 @@ def _ranked(finding: Finding, merged: list[str], evidence: Evidence, titles: dic
         growth_bytes_per_step=finding.growth_bytes_per_step,
         steps_until_full=_steps_until_full(finding, memory),
         device=finding.device,
+        via=where.via if where is not None else (),
+        is_cure=is_cure,
     )
+
+
+def _remark(cure: Finding, step_s: float) -> Note:
+    """What a cure of the whole module gains, where that is no finding."""
+    gain = units.speedup((speed_up(step_s, cure.saved_s[0]), speed_up(step_s, cure.saved_s[1])))
+    return Note(rule=cure.rule, where=cure.where, text=f"a step could be {gain} faster, by a trial: {cure.edit}")
 
 
 def _notes(evidence: Evidence, rules: Iterable[Rule], findings: tuple[RankedFinding, ...]) -> Iterator[Note]:
@@ -244,13 +344,12 @@ def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...], tuple
     machine = _with_rates_reached(machine, evidence)
     rows = []
     elsewhere_s = 0.0
-    # One row a line of the user's, whatever lines of a library ran below it.
-    by_line = group_by(evidence.operators, lambda o: _line(evidence, o))
-    for operators in by_line.values():
+    line_of = line_finder(evidence)
+    for at, operators in group_by(evidence.operators, lambda o: line_of(o.source)).items():
         floors = [_floor_of(machine, o, evidence) for o in operators]
         floor_s = sum(f for f, _ in floors)
         seconds = sum(o.total_s for o in operators)
-        line = evidence.source_of(operators[0].source)
+        line = source_of_line(evidence, operators[0].source, at) if at is not None else None
         if line is None:
             elsewhere_s += min(floor_s, seconds)
             continue
@@ -270,9 +369,12 @@ def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...], tuple
     return step_floor_s, tuple(sorted(lines, key=lambda r: -r.seconds)[:_NUM_HOT_LINES]), broken + too_high
 
 
-def _line(evidence: Evidence, operator: Operator) -> tuple[str, int] | None:
-    source = evidence.source_of(operator.source)
-    return None if source is None else (source.file, source.line)
+def _operator_floors(evidence: Evidence) -> list[float | None]:
+    """The roofline's seconds of each operator, all its calls of a step together."""
+    if evidence.machine is None:
+        return [None] * len(evidence.operators)
+    machine = _with_rates_reached(evidence.machine, evidence)
+    return [_floor_of(machine, operator, evidence)[0] for operator in evidence.operators]
 
 
 def _with_rates_reached(machine: Machine, evidence: Evidence) -> Machine:
@@ -302,14 +404,7 @@ def _dtype_of(machine: Machine, operator: Operator, evidence: Evidence) -> str:
     """The dtype whose rate counts for this operator, as the machine's figures name it."""
     known = machine.matmul_flop_per_s
     dtype = next((t.dtype for t in operator.inputs + operator.outputs if t.dtype in known), "float32")
-    return "tf32" if dtype == "float32" and "tf32" in known and _may_use_tf32(operator, evidence) else dtype
-
-
-def _may_use_tf32(operator: Operator, evidence: Evidence) -> bool:
-    """Whether float32 products of this operator may run in TF32: cuDNN's unless it is forbidden, others where it is allowed."""
-    if _CUDNNS.search(operator.op):
-        return setting_of(evidence, "cudnn_allow_tf32") != "False"
-    return setting_of(evidence, "float32_matmul_precision") in ("high", "medium")
+    return "tf32" if dtype == "float32" and "tf32" in known and runs_in_tf32(evidence, operator) else dtype
 
 
 def _regime(seconds: float, floor_s: float, floors: list[tuple[float, Regime]]) -> Regime:
@@ -318,6 +413,18 @@ def _regime(seconds: float, floor_s: float, floors: list[tuple[float, Regime]]) 
         return "overhead"
     compute_s = sum(f for f, kind in floors if kind == "compute")
     return "compute" if compute_s >= floor_s / 2 else "bandwidth"
+
+
+def _refusals(evidence: Evidence, rules: Iterable[Rule]) -> Iterator[str]:
+    """The trials that could not be run, those with most at stake first, and why."""
+    refused = {t.trial: t.refused for t in evidence.trials if t.refused}
+    if not refused:
+        return
+    stakes = {p.trial: p.stake_s for p in proposals(evidence, rules)}
+    for trial in sorted(refused, key=lambda t: -stakes.get(t, 0.0)):
+        stake_s = stakes.get(trial, 0.0)
+        stake = f" (at stake: {units.duration(stake_s)} of each step at most)" if stake_s > 0 else ""
+        yield f"{_words(trial)}: {refused[trial]}{stake}"
 
 
 def _words(trial: Trial) -> str:

@@ -17,7 +17,9 @@ from flatout.core import units
 from flatout.core.records.finding import BrokenLaw, Finding, HotLine
 
 _SPREAD: Final = 0.05
-"""Two measurements of the same on one machine differ by so much: within it, a floor is the measured time and a cost the step."""
+"""Two measurements of the same on one machine differ by so much: within it, a cost is the step."""
+_RATE_SPREAD: Final = 0.15
+"""So much a rate differs from the one that was measured, by clocks and caches: within it, a floor is the measured time."""
 
 
 def lawful_floors(lines: Iterable[HotLine]) -> tuple[list[HotLine], tuple[BrokenLaw, ...]]:
@@ -28,7 +30,7 @@ def lawful_floors(lines: Iterable[HotLine]) -> tuple[list[HotLine], tuple[Broken
         floor_s = line.floor_s or 0.0
         if not line.seconds:  # too short for its time to be told from that of watching it
             lawful.append(msgspec.structs.replace(line, floor_s=None))
-        elif floor_s > (1 + _SPREAD) * line.seconds:
+        elif floor_s > (1 + _RATE_SPREAD) * line.seconds:
             lawful.append(msgspec.structs.replace(line, floor_s=None))
             broken.append(_too_high(f"{line.source.file}:{line.source.line}", floor_s, line.seconds))
         else:
@@ -38,7 +40,7 @@ def lawful_floors(lines: Iterable[HotLine]) -> tuple[list[HotLine], tuple[Broken
 
 def lawful_floor(floor_s: float, step_s: float) -> tuple[float | None, tuple[BrokenLaw, ...]]:
     """The floor of the whole step, None where it is above the step that was measured."""
-    if floor_s <= (1 + _SPREAD) * step_s:
+    if floor_s <= (1 + _RATE_SPREAD) * step_s:
         return min(floor_s, step_s), ()
     return None, (_too_high("the step", floor_s, step_s),)
 
@@ -52,33 +54,33 @@ def _too_high(what: str, floor_s: float, seconds: float) -> BrokenLaw:
 
 
 def lawful_costs(
-    findings: Iterable[Finding], *, step_s: float, noise_s: float
-) -> tuple[list[Finding], tuple[BrokenLaw, ...]]:
-    """Findings, by rank, whose costs add up to the step at most, and whose gains are no more than their costs.
+    findings: Iterable[tuple[Finding, list[str]]], *, step_s: float, noise_s: float
+) -> tuple[list[tuple[Finding, list[str]]], tuple[BrokenLaw, ...]]:
+    """Findings with the rules each absorbed, by rank, whose costs add up to the step at most, gains to no more.
 
     One that claims more than the whole step was measured wrongly, and is left out. Those that claim the same time share it.
     """
-    lawful: list[Finding] = []
+    lawful: list[tuple[Finding, list[str]]] = []
     broken: list[BrokenLaw] = []
-    for finding in findings:
+    for finding, others in findings:
         if finding.cost_s > (1 + _SPREAD) * step_s:
             text = (
                 f"{finding.rule}: it would take {units.duration(finding.cost_s)} of a step of {units.duration(step_s)}"
             )
             broken.append(BrokenLaw(law="cost", rule=finding.rule, text=text))
         else:
-            lawful.append(finding)
+            lawful.append((finding, others))
     # First what each would gain, so that a cause with a small gain does not take the time from one with a large one.
     left_s = step_s
     gains_s = []
-    for finding in lawful:
+    for finding, _ in lawful:
         most_s = max(0.0, min(finding.cost_s, finding.saved_s[1], step_s - noise_s, left_s))
         gains_s.append(most_s)
         left_s -= most_s
     shared = []
-    for finding, most_s in zip(lawful, gains_s, strict=True):
+    for (finding, others), most_s in zip(lawful, gains_s, strict=True):
         more_s = min(left_s, max(0.0, finding.cost_s - most_s))
         left_s -= more_s
         low_s = min(max(0.0, finding.saved_s[0]), most_s)
-        shared.append(msgspec.structs.replace(finding, cost_s=most_s + more_s, saved_s=(low_s, most_s)))
+        shared.append((msgspec.structs.replace(finding, cost_s=most_s + more_s, saved_s=(low_s, most_s)), others))
     return shared, tuple(broken)

@@ -37,6 +37,8 @@ def rule(
     note: Callable[[Evidence], Iterator[Note]] | None = None,
     title: str | None = None,
     is_general: bool = False,
+    rewrites_line: bool = False,
+    is_cure: bool = False,
 ) -> Rule:
     """The rule of a module, whose findings and notes get its id, and findings its levers and regime.
 
@@ -51,6 +53,8 @@ def rule(
         note: Yields what is worth knowing although it costs nothing here.
         title: What reports print; the docstring's first sentence if None.
         is_general: Whether the rule stays silent where rules that name a cause explain the same time.
+        rewrites_line: Whether its edits rewrite the code of the finding's line, which in a library they could not.
+        is_cure: Whether the rule prices a change of how a whole module runs, told beside the causes and after them.
 
     Raises:
         UsageError: The module has no docstring.
@@ -77,6 +81,8 @@ def rule(
         note=note and notes,
         levers=levers,
         is_general=is_general,
+        rewrites_line=rewrites_line,
+        is_cure=is_cure,
     )
 
 

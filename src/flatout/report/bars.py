@@ -28,6 +28,9 @@ class Look(NamedTuple):
 LOOKS: Final[Mapping[str, Look]] = {
     "data": Look("waiting for data", "\u2591", ".", "yellow"),
     "transfer": Look("transfer", "\u2571", "/", "magenta"),
+    "environment": Look("environment", "\u2503", "e", "bright_yellow"),
+    "rollout": Look("rollout", "\u2572", "r", "bright_blue"),
+    "no_grad": Look("forward without gradients", "\u2573", "n", "bright_cyan"),
     "forward": Look("forward", "\u2588", "#", "blue"),
     "backward": Look("backward", "\u2593", "=", "cyan"),
     "optimizer": Look("optimizer", "\u2592", "+", "green"),

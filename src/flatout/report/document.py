@@ -64,12 +64,13 @@ class Phases(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """A finding with its number, its place, what is at stake ('1.3x - 1.4x', 'faster'), what it costs in time ('' for nothing)
-    and in memory, a sentence each, and further places."""
+    """A finding with its number, its place and the code there, what is at stake ('1.3x - 1.4x', 'faster'), what it costs in time
+    ('' for nothing) and in memory, a sentence each, and further places."""
 
     number: int
     finding: RankedFinding
     where: str
+    code: str
     gain: tuple[str, str]
     cost: str
     memory: tuple[str, ...]

@@ -11,16 +11,21 @@ from flatout.core.errors import RecordError
 from flatout.core.records.evidence import SCHEMA_VERSION, Evidence
 from flatout.core.records.finding import Diagnosis, RankedFinding
 from flatout.core.records.record import Record, from_json, to_json
+from flatout.report.parts.load import load_message
 
 _TYPES: Final = {b"[": "array", b'"': "string", b"t": "boolean", b"f": "boolean", b"n": "null"}
 
 
 class JsonReport(Record, frozen=True, kw_only=True):
-    """What the file holds. `findings` are those of the diagnosis, ranked, where a reader looks first."""
+    """What the file holds. `findings` are those of the diagnosis, ranked, where a reader looks first.
+
+    `load` says in words what else the machine was busy with while the steps were timed, '' where it was quiet.
+    """
 
     evidence: Evidence
     findings: tuple[RankedFinding, ...]
     diagnosis: Diagnosis
+    load: str = ""
 
 
 class _Outline(msgspec.Struct):
@@ -32,7 +37,9 @@ class _Outline(msgspec.Struct):
 
 def json_report(evidence: Evidence, diagnosis: Diagnosis) -> bytes:
     """The report as indented JSON (UTF-8); `read_evidence` gives the evidence back."""
-    return to_json(JsonReport(evidence=evidence, findings=diagnosis.findings, diagnosis=diagnosis))
+    return to_json(
+        JsonReport(evidence=evidence, findings=diagnosis.findings, diagnosis=diagnosis, load=load_message(evidence))
+    )
 
 
 def json_schema() -> str:

@@ -107,11 +107,11 @@ def _cause(cause: Cause) -> str:
     lines = [
         f"**{cause.number}. {plain(finding.title)}** - {gain}",
         f"{code(cause.where) if cause.where else 'the whole step, no single line'}: "
-        f"{'; '.join(filter(None, (cause.cost, *cause.memory)))}",
+        f"{'; '.join(filter(None, (cause.cost, *map(plain, cause.memory))))}",
     ]
     body = ["<br>\n".join(lines)]
-    if finding.text:
-        body.append(_fenced([finding.text], language="python"))
+    if cause.code:
+        body.append(_fenced([cause.code], language="python"))
     if finding.because:
         body.append(plain(finding.because))
     if finding.edit.strip():

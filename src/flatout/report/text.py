@@ -120,8 +120,8 @@ def _cause(cause: Cause) -> RenderableType:
     head.add_column(justify="right", no_wrap=True, overflow="fold")
     head.add_row(Words(finding.title, style="bold"), Text(" ".join(filter(None, cause.gain)), style="bold green"))
     body: list[RenderableType] = [head, _where(cause)]
-    if finding.text:
-        body.append(Padding(CodeText(finding.text), _INSET))
+    if cause.code:
+        body.append(Padding(CodeText(cause.code), _INSET))
     cost = f"{cause.cost}; gain {units.BASIS[finding.basis]}" if cause.cost else ""
     body += map(Words, filter(None, (cost, *cause.memory)))
     if finding.because:

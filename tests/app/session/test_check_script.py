@@ -143,7 +143,6 @@ def test_a_script_that_catches_everything_can_still_be_stopped(check: Check) -> 
             except BaseException:
                 pass
         """,
-        "--stop",
         "--seconds",
         "0.5",
     )

@@ -153,6 +153,117 @@ def test_two_alternating_optimizers_make_one_step() -> None:
     assert len(evidence.optimizers) == 2
 
 
+def counting(net: nn.Module, num: int) -> Callable[[], object]:
+    """A loop of inference."""
+
+    def loop() -> None:
+        with torch.inference_mode():
+            for _ in range(num):
+                net(torch.randn(4, 8))
+
+    return loop
+
+
+def updating_by_hand(net: nn.Module, num: int) -> Callable[[], object]:
+    def loop() -> None:
+        for _ in range(num):
+            net(torch.randn(4, 8)).mean().backward()
+            with torch.no_grad():
+                for weight in net.parameters():
+                    weight.sub_(0.1 * weight.grad)
+                    weight.grad = None
+
+    return loop
+
+
+def alternating(num: int, *, together_from: int = 0) -> Callable[[], object]:
+    """Two optimizers in turn; the second one only steps until the step `together_from`, if that is not 0."""
+
+    def loop() -> None:
+        first, second = model(0), model(1)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+        for step in range(num):
+            for net, optimizer in zip((first, second), optimizers, strict=True):
+                if net is first or not together_from or step < together_from:
+                    net(torch.randn(4, 8)).mean().backward()
+                    optimizer.step()
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda: train(model(), steps=200),
+        alternating(200),
+        counting(model().eval(), 200),
+        updating_by_hand(model(), 200),
+    ],
+    ids=["one optimizer", "two optimizers", "inference", "by hand"],
+)
+def test_most_short_steps_of_any_loop_go_by_unwatched_and_all_are_counted(loop: Callable[[], object]) -> None:
+    capture = Capture(command=("test",), cwd=".", schedule=FAST, machine=None, propose=lambda _: ())
+    capture.start()
+    loop()
+    evidence = capture.finish(exit="finished", exit_code=0)
+
+    assert len(capture.observer.observation.blocks.durations_s) > 100
+    assert evidence.steps.num_observed == pytest.approx(197, abs=4)
+    assert evidence.steps.num_timed > 150
+    assert evidence.notes == ()
+
+
+def test_most_short_calls_of_a_step_function_go_by_unwatched() -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    capture = Capture(command=("test",), cwd=".", schedule=FAST, machine=None, propose=lambda _: ())
+    capture.start()
+    for _ in range(200):
+        with capture.step():
+            net(torch.randn(4, 8)).mean().backward()
+            optimizer.step()
+    evidence = capture.finish(exit="finished", exit_code=0)
+
+    assert len(capture.observer.observation.blocks.durations_s) > 100
+    assert evidence.steps.num_observed == pytest.approx(200, abs=2)
+
+
+def test_steps_are_found_again_when_the_optimizer_that_ended_them_steps_no_more() -> None:
+    evidence = observe(alternating(400, together_from=150))
+
+    assert evidence.steps.kind == "training"
+    assert evidence.steps.num_observed > 200
+
+
+def test_a_training_after_a_long_inference_is_found() -> None:
+    def loop() -> None:
+        counting(model().eval(), 150)()
+        train(model(1), steps=40)
+
+    evidence = observe(loop)
+
+    assert evidence.steps.kind == "training"
+    assert evidence.steps.num_observed > 30
+
+
+def test_calls_of_modules_are_torchs_own_while_steps_go_by_unwatched() -> None:
+    original = nn.Module.__call__
+    found = []
+    net = nn.Sequential(*(nn.Identity() for _ in range(60)), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def loop() -> None:
+        for _ in range(120):
+            net(torch.randn(4, 8)).mean().backward()
+            optimizer.step()
+            found.append(nn.Module.__call__ is original)
+
+    observe(loop)
+
+    assert 40 < sum(found) < 120
+    assert nn.Module.__call__ is original
+
+
 @pytest.mark.slow
 def test_five_critic_steps_to_one_generator_step_make_one_step() -> None:
     def loop() -> None:
@@ -523,3 +634,22 @@ def test_composite_operators_are_decomposed_in_inference_mode_and_modules_are_re
     assert {("aten.addmm", "Sequential.0"), ("aten.addmm", "Sequential.2")} <= rows
     assert not {op for op, _ in rows} & {"aten.linear", "aten.to", "aten.reshape"}
     assert all(torch.equal(o, outputs[0]) for o in outputs)
+
+
+def test_an_error_of_ours_at_the_end_leaves_what_was_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    published: list[Evidence] = []
+    schedule = Schedule(trials_budget_s=0.0, observe_s=0.05)
+    capture = Capture(
+        command=("test",), cwd=".", schedule=schedule, machine=None, propose=lambda _: (), publish=published.append
+    )
+    known = capture._evidence
+
+    def evidence() -> Evidence:
+        return known() if not capture.is_complete else 1 / 0  # type: ignore[return-value]
+
+    monkeypatch.setattr(capture, "_evidence", evidence)
+    capture.start()
+    train(model(), steps=2000)
+
+    assert published[0].steps.num_timed > 0
+    assert any("ZeroDivisionError" in note for note in published[0].notes)

@@ -175,6 +175,40 @@ def test_an_optimizer_without_sparse_counterpart_is_refused() -> None:
     assert "sparse" in try_on(embedded(torch.optim.RMSprop), propose_sparse).refused
 
 
+def test_a_table_whose_weight_is_another_layers_is_refused() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(500, 8)
+            self.head = nn.Linear(8, 500, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            scores: torch.Tensor = self.head(self.words(tokens))
+            return scores
+
+    result = try_on(embedded(torch.optim.Adam, lambda *_: Tied()), propose_sparse)
+
+    assert result.refused.startswith("another layer shares the table's weight")
+
+
+def test_a_module_that_a_gradient_goes_through_is_not_run_without_a_graph() -> None:
+    def loop() -> None:
+        torch.manual_seed(0)
+        net, judge = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(14):
+            optimizer.zero_grad()
+            judge(net(torch.randn(4, 8))).mean().backward()
+            optimizer.step()
+
+    def propose(evidence: Evidence) -> list[Trial]:
+        index = next((i for i, m in enumerate(evidence.models) if m.name == "Sequential"), None)
+        return [] if index is None else [TimeModel(model=index, variant="without-graph", backward=True)]
+
+    assert try_on(loop, propose).refused == "a gradient goes through the module to its inputs"
+
+
 def test_a_copy_and_its_reader_are_measured_without_the_copy() -> None:
     def loop() -> None:
         layer = nn.Linear(8, 8)
@@ -190,3 +224,83 @@ def test_a_copy_and_its_reader_are_measured_without_the_copy() -> None:
         return [TimeStrides(copy=row_of(evidence, "aten.clone"), reader=rows[0], argument=0)]
 
     measured(try_on(loop, propose))
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4 * 8 * 8)
+        self.convolutions = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
+
+    def forward(self, z: torch.Tensor) -> torch.Tensor:
+        images: torch.Tensor = self.convolutions(self.linear(z).view(-1, 4, 8, 8))
+        return images
+
+
+class Judge(nn.Module):
+    def __init__(self, flatten: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3, padding=1)
+        self.linear = nn.Linear(4 * 8 * 8, 1)
+        self.flatten = flatten
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        score: torch.Tensor = self.linear(self.flatten(self.convolution(images)))
+        return score
+
+
+def viewed(images: torch.Tensor) -> torch.Tensor:
+    return images.view(images.shape[0], -1)
+
+
+def reshaped(images: torch.Tensor) -> torch.Tensor:
+    return images.reshape(images.shape[0], -1)
+
+
+def adversarial(
+    after: Callable[[torch.Tensor], torch.Tensor], in_judge: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """The generator's images go to another module and to a line of the script's own."""
+    torch.manual_seed(0)
+    generator, judge = Generator(), Judge(in_judge)
+    optimizer = torch.optim.SGD([*generator.parameters(), *judge.parameters()], lr=0.01)
+    for _ in range(16):
+        images = generator(torch.randn(4, 8))
+        loss = judge(images).mean() + after(images).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def of_generator(evidence: Evidence) -> list[Trial]:
+    index = next((i for i, m in enumerate(evidence.models) if m.name == "Generator"), None)
+    return (
+        []
+        if index is None or not evidence.operators
+        else [TimeModel(model=index, variant="channels-last", backward=True)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("after", "in_judge", "refusal"),
+    [
+        (viewed, reshaped, ".view raises on images in channels_last at test_model_trials.py:"),
+        (
+            reshaped,
+            viewed,
+            "Judge gets its result in channels_last: the module does not take these inputs (RuntimeError: view",
+        ),
+    ],
+    ids=["a line of the script", "another module"],
+)
+def test_channels_last_is_refused_where_the_script_views_the_images(
+    after: Callable[[torch.Tensor], torch.Tensor], in_judge: Callable[[torch.Tensor], torch.Tensor], refusal: str
+) -> None:
+    result = try_on(partial(adversarial, after, in_judge), of_generator)
+
+    assert result.refused.startswith(refusal)
+    assert result.refused.endswith("; .reshape there would take them")
+
+
+def test_channels_last_is_tried_where_the_script_reshapes_the_images() -> None:
+    measured(try_on(partial(adversarial, reshaped, reshaped), of_generator))

@@ -98,3 +98,32 @@ def test_attention_is_called_with_torchs_arguments_by_place_or_name() -> None:
     assert calls[1].is_causal
     with pytest.raises(TypeError, match="unexpected"):
         attention(q, k, v, window=3)
+
+
+class Owner:
+    value = 1
+
+
+def test_a_lifted_patch_comes_back() -> None:
+    patches = Patches()
+    patches.set(Owner, "value", 2)
+
+    again = patches.lift(Owner, "value")
+    assert Owner.value == 1
+    again()
+    assert Owner.value == 2
+    patches.undo()
+    assert Owner.value == 1
+
+
+def test_a_patch_that_something_else_has_replaced_is_not_lifted() -> None:
+    patches, others = Patches(), Patches()
+    patches.set(Owner, "value", 2)
+    others.set(Owner, "value", 3)
+
+    patches.lift(Owner, "value")()
+
+    assert Owner.value == 3
+    others.undo()
+    patches.undo()
+    assert Owner.value == 1

@@ -56,6 +56,63 @@ def test_a_library_below_the_user_is_kept_beside_the_users_line(tmp_path: Path) 
     assert source.library == "lib/core.py:2"
 
 
+def chain_of_libraries(tmp_path: Path, packages: dict[str, str]) -> tuple[Sites, int]:
+    """A user's line calls the first file, each calls `below` of the next, and the last gives its own frame away."""
+    inner: Any = sys._getframe
+    for name in reversed(packages):
+        path = tmp_path / "site-packages" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scope = run_file(path, packages[name])
+        scope["below"] = inner
+        inner = scope["run"]
+    user = run_file(tmp_path / "train.py", "def main(run):\n    return run()\n")
+    frame: FrameType = user["main"](inner)
+    sites = Sites()
+    return sites, sites.of_frame(frame)
+
+
+TRAINER = """
+def run():
+    return inner_loop()
+
+def inner_loop():
+    return below()
+"""
+PLAIN = "def run():\n    return below()\n"
+
+
+def test_the_way_to_a_librarys_line_is_told_outermost_first_one_line_a_file(tmp_path: Path) -> None:
+    sites, index = chain_of_libraries(tmp_path, {"lib/trainer.py": TRAINER, "lib/models/bert.py": PLAIN})
+
+    via = sites.table()[index].via
+
+    assert [frame.place for frame in via] == ["lib/trainer.py:6", "lib/models/bert.py:2"]
+    assert [frame.package for frame in via] == ["lib", "lib"]
+    assert (via[-1].function, via[-1].text) == ("run", "return below()")
+
+
+def test_a_long_way_is_its_outermost_file_and_the_last_ones(tmp_path: Path) -> None:
+    sites, index = chain_of_libraries(tmp_path, {f"lib/f{number}.py": PLAIN for number in range(7)})
+
+    assert [frame.file for frame in sites.table()[index].via] == ["lib/f0.py", "lib/f4.py", "lib/f5.py", "lib/f6.py"]
+
+
+def test_two_lines_of_a_library_below_one_of_the_users_are_two_sources(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages" / "lib"
+    library.mkdir(parents=True)
+    inside = run_file(
+        library / "core.py", "def call(n):\n    if n:\n        return sys._getframe()\n    return sys._getframe()\n"
+    )
+    scope = run_file(tmp_path / "train.py", "def step(call):\n    return [call(n) for n in (0, 1)]\n")
+    sites = Sites()
+
+    first, second = (sites.of_frame(frame) for frame in scope["step"](inside["call"]))
+
+    assert first != second
+    assert [s.via[-1].line for s in sites.table()] == [4, 3]
+    assert sites.line_of(first) == sites.line_of(second)
+
+
 def test_no_user_frame_gives_minus_one() -> None:
     assert Sites().of_frame(None) == -1
 

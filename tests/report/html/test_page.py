@@ -153,7 +153,7 @@ def test_a_run_in_which_no_step_was_seen(evidence: Evidence) -> None:
 
 
 def test_a_fast_run_says_so(evidence: Evidence, diagnosis: Diagnosis) -> None:
-    fast = change(diagnosis, findings=(), unexplained_s=0.002, explained_s=0.0)
+    fast = change(diagnosis, findings=(), floor_s=0.0318, unexplained_s=0.002, explained_s=0.0, parts=())
 
     text = Page(html_report(evidence, fast)).text
 

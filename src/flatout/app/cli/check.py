@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from flatout.app.cli.command import Command
+from flatout.app.cli.observed import Ended, ObservedCommand, ObservedProcess
 from flatout.app.cli.options import (
     Arguments,
     EvidenceJson,
@@ -37,6 +35,7 @@ from flatout.app.cli.ranks import (
     gather,
     launch_command,
     launched_rank,
+    observing_ranks,
     shared_folder,
     wait_for_others,
 )
@@ -45,13 +44,9 @@ from flatout.core.errors import CaptureError, UsageError
 from flatout.core.runtime.cache_folder import default_cache_folder
 
 if TYPE_CHECKING:
-    from flatout.app.cli.progress import StatusLine
     from flatout.app.session import Observation
     from flatout.core.records.evidence import Evidence
-
-_POLL_S: Final = 0.2
-_PATIENCE_S: Final = 5.0
-"""A script that ends this soon after the observation gets its report at the end; under a longer one it is printed at once."""
+    from flatout.core.records.finding import Diagnosis
 
 
 def check(
@@ -64,7 +59,10 @@ def check(
     markdown: ReportMarkdown = None,
     trace: StepTrace = None,
     seconds: Annotated[float, typer.Option(help="How long to observe steps, besides the few deep ones.")] = 30.0,
-    stop: Annotated[bool, typer.Option("--stop", help="End the script when the observation is complete.")] = False,
+    keep_running: Annotated[
+        bool, typer.Option("--keep-running", help="Let the script go on when the report is ready, to its own end.")
+    ] = False,
+    stop: Annotated[bool, typer.Option("--stop", hidden=True)] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress line on the terminal.")] = False,
     nproc: Annotated[
         int | None, typer.Option("--nproc", help="Start the script as this many ranks on this machine, like torchrun.")
@@ -72,7 +70,9 @@ def check(
 ) -> None:
     """Run SCRIPT unchanged, observe its steps, and report what makes them slow: line, cost, gain, edit.
 
-    The script runs as under python, prints what it prints, and goes on undisturbed when enough has been observed.
+    The script runs as under python and prints what it prints. When enough has been observed it is ended with all that it has
+    started, and the report is the last thing printed; `--keep-running` lets it go on undisturbed. Ctrl-C is the script's; a
+    second one, SIGTERM and SIGHUP end it with a report of what there is.
     Several ranks: `--nproc 2`, or your own launcher: `torchrun ... -m flatout.app.cli check SCRIPT`; rank 0 reports them all.
     """
     example = "`flatout check train.py -- --its --arguments` or `flatout check -m package.module`"
@@ -83,7 +83,12 @@ def check(
         raise UsageError(f"--seconds {seconds} must be above 0")
     if nproc is not None and nproc < 1:
         raise UsageError(f"--nproc {nproc} must be at least 1")
-    observation = observation_of(wanted, observe_s=seconds, stop=stop)
+    if stop:
+        note = (
+            "note: check ends the script by itself now, --stop is not needed and will go; --keep-running lets it go on"
+        )
+        open_console(stderr=True).print(note, style="dim")
+    observation = observation_of(wanted, observe_s=seconds, stop=not keep_running)
     launched = launched_rank(os.environ)
     if launched is not None:
         if nproc is not None:
@@ -103,27 +108,47 @@ def _run(observation: Observation, folder: Path, outputs: Outputs, *, is_quiet: 
     progress = None if is_quiet or not sys.stderr.isatty() else folder / "progress.json"
     observation = msgspec.structs.replace(observation, progress_path=str(progress) if progress is not None else "")
     command = write_request(observation, folder / "observation.json", evidence_path=path)
-    code, was_printed = _Observed(command, path.exists, lambda: _read(path), observation.stop, progress).wait()
-    if not path.exists():
-        if code == _REFUSED:
+    process = ObservedProcess(
+        ObservedCommand(
+            command,
+            is_complete=path.exists,
+            stop=observation.stop,
+            print_now=lambda: _print_now(_read(path)),
+            progress=progress,
+        )
+    )
+    ended = process.wait()
+    evidence = _written(path, ended)
+    if evidence is None:
+        if ended.code == REFUSED:
             return 2
-        raise CaptureError(f"the script ended with code {code} before anything could be written (killed, or os._exit)")
-    return _print_report(_read(path), outputs, code, print_it=not was_printed)
+        raise CaptureError(
+            f"the script ended with code {ended.code} before anything could be written (killed, or os._exit)"
+        )
+    if evidence.exit == "stopped":
+        process.end_rest()
+    return _report(evidence, outputs, ended)
 
 
 def _run_ranks(observation: Observation, folder: Path, nproc: int, outputs: Outputs) -> int:
     """Start `nproc` observed ranks under torch's launcher, wait for them, print one report; the launcher's exit code."""
     request = folder / "observation.json"
     write_request(observation, request, evidence_path=folder, world_size=nproc)
-    command = launch_command(nproc, request)
-    ranks = _Observed(
-        command, lambda: all_written(folder, range(nproc)), lambda: gather(folder, nproc), observation.stop
+    process = ObservedProcess(
+        ObservedCommand(
+            launch_command(nproc, request),
+            is_complete=lambda: all_written(folder, range(nproc)),
+            stop=observation.stop,
+            has_peers=True,
+            ranks=lambda: observing_ranks(folder, nproc),
+            print_now=lambda: _print_now(gather(folder, nproc)),
+        )
     )
-    code, was_printed = ranks.wait()
+    ended = process.wait()
     end_leftovers(folder, nproc)
-    if code and not any(folder.glob("rank*.json")) and not any(folder.glob("rank*.draft")):
-        return code  # the ranks and their launcher have said why
-    return _print_report(gather(folder, nproc), outputs, code, print_it=not was_printed)
+    if ended.code and not any(folder.glob("rank*.json")) and not any(folder.glob("rank*.draft")):
+        return ended.code  # the ranks and their launcher have said why
+    return _report(gather(folder, nproc), outputs, ended)
 
 
 def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
@@ -132,14 +157,23 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
     request = folder / f"observation{rank.rank}.json"
     command = write_request(observation, request, evidence_path=folder, world_size=rank.world_size)
     local = range(rank.rank - rank.rank % rank.local_world_size, rank.world_size)[: rank.local_world_size]
-    gathered = (lambda: gather(folder, rank.world_size)) if rank.rank == 0 else None
-    code, was_printed = _Observed(command, lambda: all_written(folder, local), gathered, observation.stop).wait()
+    print_now = (lambda: _print_now(gather(folder, rank.world_size))) if rank.rank == 0 else None
+    ended = ObservedProcess(
+        ObservedCommand(
+            command,
+            is_complete=lambda: all_written(folder, local),
+            stop=observation.stop,
+            has_peers=True,
+            print_now=print_now,
+        )
+    ).wait()
     own = evidence_path(folder, rank.rank)
-    if code == _REFUSED and not own.exists():
+    code = ended.code
+    if code == REFUSED and not own.exists():
         return 2
     if rank.rank == 0:
         wait_for_others(folder, local)
-        code = _print_report(gather(folder, rank.world_size), outputs, code, print_it=not was_printed)
+        code = _report(gather(folder, rank.world_size), outputs, ended)
         shutil.rmtree(folder, ignore_errors=True)
     elif outputs.json is not None and rank.host_number and own.exists():
         from flatout.core.records.record import write_whole_file
@@ -176,69 +210,30 @@ def write_request(observation: Observation, request: Path, *, evidence_path: Pat
     return [sys.executable, "-m", "flatout.app.cli.children.observe", str(request)]
 
 
-_REFUSED: Final = 78
+REFUSED: Final = 78
 """Exit code of the observed process when it has said itself why it could not start (EX_CONFIG)."""
 
 
-class _Observed(NamedTuple):
-    """A process under observation, or the launcher of several."""
+def _written(path: Path, ended: Ended) -> Evidence | None:
+    """What the process has written: all of it, what there was until its close looks where it was killed later, or nothing."""
+    import msgspec
 
-    command: list[str]
-    is_complete: Callable[[], bool]
-    evidence: Callable[[], Evidence] | None
-    """What there is to report; None where another rank reports it."""
-    stop: bool
-    progress: Path | None = None
-    """The file that says how far it has come, for the terminal."""
+    from flatout.app.session import draft_path, ended_by
 
-    def wait(self) -> tuple[int, bool]:
-        """Run the command to its end: (its exit code, whether the report was printed while it went on).
-
-        With `stop` an observed process ends itself when it is alone; one that swallows that, and ranks, are ended from here.
-        """
-        from flatout.app.cli.progress import StatusLine
-
-        child = subprocess.Popen(self.command)
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells the script too; it decides
-        terminate = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-        try:
-            with StatusLine(self.progress or Path(), sys.stderr, is_wanted=self.progress is not None) as status:
-                return self._ended(child, status)
-        finally:
-            signal.signal(signal.SIGINT, previous)
-            signal.signal(signal.SIGTERM, terminate)
-
-    def _ended(self, child: subprocess.Popen[bytes], status: StatusLine) -> tuple[int, bool]:
-        complete_at: float | None = None
-        was_printed = False
-        while True:
-            try:
-                code = child.wait(timeout=_POLL_S)
-                return (128 - code if code < 0 else code), was_printed  # the shell's convention for a signal
-            except subprocess.TimeoutExpired:
-                status.update()
-            if complete_at is None and self.is_complete():
-                complete_at = monotonic()
-                status.close()
-            if complete_at is None or monotonic() - complete_at <= _PATIENCE_S:
-                continue
-            if self.stop:
-                _end(child)
-                return 0, False
-            if not was_printed and self.evidence is not None:
-                _print_report(self.evidence(), Outputs(), 0, print_it=True)
-                open_console(stderr=True).print("the script goes on, no longer observed; Ctrl-C ends it", style="dim")
-            was_printed = True
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a process that has been observed enough: politely, so that a launcher ends its ranks too, then for good."""
-    child.terminate()
-    try:
-        child.wait(timeout=_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+    draft = draft_path(path)
+    if path.exists():
+        evidence = _read(path)
+    elif draft.exists():
+        evidence = _read(draft)
+        note = "the script was killed: what it had shown until its close looks is all there is of it"
+        evidence = msgspec.structs.replace(evidence, exit="killed", exit_code=ended.code, notes=(*evidence.notes, note))
+    else:
+        return None
+    if ended.is_by_us:
+        return msgspec.structs.replace(evidence, exit="stopped", exit_code=0)
+    if ended.signal and evidence.exit_code != 128 + ended.signal:
+        return msgspec.structs.replace(evidence, exit=ended_by(ended.signal), exit_code=ended.code)
+    return evidence
 
 
 def _read(path: Path) -> Evidence:
@@ -247,15 +242,32 @@ def _read(path: Path) -> Evidence:
     return read_evidence(path.read_bytes())
 
 
-def _print_report(evidence: Evidence, outputs: Outputs, code: int, *, print_it: bool) -> int:
+def _print_now(evidence: Evidence) -> None:
+    """Print the report of a script that goes on."""
+    _print(evidence, _diagnosis_of(evidence))
+    open_console(stderr=True).print("the script goes on, no longer observed; Ctrl-C ends it", style="dim")
+
+
+def _report(evidence: Evidence, outputs: Outputs, ended: Ended) -> int:
+    """Write the files and print the report, last of all; the exit code."""
+    diagnosis = _diagnosis_of(evidence)
+    outputs.write(evidence, diagnosis)  # first: the terminal may be gone
+    if not ended.was_printed:
+        _print(evidence, diagnosis)
+    return ended.code if ended.code or evidence.steps.num_timed else 1
+
+
+def _diagnosis_of(evidence: Evidence) -> Diagnosis:
     from flatout.app.session import diagnose_all
+
+    return diagnose_all(evidence)
+
+
+def _print(evidence: Evidence, diagnosis: Diagnosis) -> None:
     from flatout.report.parts.diagnosis import diagnosis_blocks
 
-    diagnosis = diagnose_all(evidence)
-    if print_it:
+    with suppress(OSError):  # a terminal that has hung up
         print_report(["", *diagnosis_blocks(evidence, diagnosis)])
-    outputs.write(evidence, diagnosis)
-    return code if code or evidence.steps.num_timed else 1
 
 
 COMMAND = Command(check, order=10, takes_script=True)

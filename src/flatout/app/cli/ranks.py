@@ -115,13 +115,20 @@ def gather(folder: Path, world_size: int) -> Evidence:
     return merge(found, notes=notes)
 
 
-def end_leftovers(folder: Path, world_size: int) -> None:
-    """Kill ranks that outlived their launcher."""
+def observing_ranks(folder: Path, world_size: int) -> list[int]:
+    """The processes of the ranks of this host that still run."""
+    found = []
     for rank in range(world_size):
         path = pid_path(folder, rank)
-        if not path.exists():
-            continue
-        pid = int(path.read_text())
         with suppress(OSError):
+            pid = int(path.read_text())
             if b"flatout.app.cli.children.observe" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+                found.append(pid)
+    return found
+
+
+def end_leftovers(folder: Path, world_size: int) -> None:
+    """Kill ranks that outlived their launcher."""
+    for pid in observing_ranks(folder, world_size):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import typer
 
 from flatout.app.cli.check import observation_of, write_request
 from flatout.app.cli.command import Command
+from flatout.app.cli.observed import ObservedCommand, ObservedProcess
 from flatout.app.cli.options import (
     GUARANTEES,
     Allow,
@@ -165,6 +165,7 @@ def _observe(request: Request, *, observe_s: float) -> Evidence:
     """What a run of the script shows, in a process of its own, which ends when enough was observed."""
     from flatout.core.records.evidence import Evidence as EvidenceRecord
     from flatout.core.records.record import from_json
+    from flatout.core.runtime.script import INTERRUPTED
 
     with tempfile.TemporaryDirectory(prefix="flatout-") as name:
         folder = Path(name)
@@ -174,7 +175,10 @@ def _observe(request: Request, *, observe_s: float) -> Evidence:
         )
         command = write_request(observation, folder / "request.json", evidence_path=path)
         with open(folder / "output", "wb") as output:
-            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+            process = ObservedProcess(ObservedCommand(command, is_complete=path.exists, stop=True, output=output))
+            if process.wait().code == INTERRUPTED:
+                raise KeyboardInterrupt
+            process.end_rest()
         if not path.exists():
             words = (folder / "output").read_text(errors="replace").strip().splitlines()[-3:]
             raise CaptureError(f"'{request.target}' could not be observed: {' | '.join(words) or 'it printed nothing'}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flatout.core.records.evidence import RepeatedModule
-from flatout.core.runtime.patches import Patches
+from flatout.core.runtime.patches import Patches, Undo
 from flatout.core.runtime.source_sites import Sites
 from flatout.core.tensors.nests import map_tensors, tensors_in
 
@@ -55,6 +55,8 @@ class RootListener(Protocol):
 
     def on_inner_end(self, token: object, output: Any) -> None: ...
 
+    def on_counted_call(self) -> None: ...
+
     def fail(self, error: Exception) -> None: ...
 
 
@@ -83,6 +85,7 @@ class RootModule:
         self.callers = lines[1:]
         self.is_training = module.training
         self.grad_enabled = torch.is_grad_enabled()
+        self.num_modules = sum(1 for _ in module.modules())
         self.num_parameters = sum(p.numel() for p in module.parameters())
         self.has_parameters = self.num_parameters > 0
         self.calls = 0
@@ -134,6 +137,8 @@ class ModuleCalls:
         self.is_fetching = False
         """Whether a loader prepares a batch: modules that run there (transforms) are its work, no forward of the step."""
         self.path = ""
+        self.counted: nn.Module | None = None
+        """The module whose calls end steps, while nothing else is watched."""
         self.weight = 1
         self.cells: dict[int, RepeatedModule] = {}
         self._inside = False
@@ -143,6 +148,8 @@ class ModuleCalls:
         self._sites = sites
         self._listener = listener
         self._thread_id = get_ident()
+        self._patches = Patches()
+        self._watch_again: Undo | None = None
 
     def tensors(self) -> Iterator[Tensor]:
         """Parameters of the root modules, and the inputs that were captured of their calls."""
@@ -158,6 +165,8 @@ class ModuleCalls:
         is_compiling = torch.compiler.is_dynamo_compiling  # dynamo folds it, so that no guard looks at our own state
 
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if watch.counted is self and not is_compiling() and get_ident() == watch._thread_id:
+                watch._listener.on_counted_call()
             if not watch.is_active or (watch._inside and not watch.is_deep) or is_compiling():
                 return original(self, *args, **kwargs)
             if get_ident() != watch._thread_id:
@@ -169,6 +178,20 @@ class ModuleCalls:
             return watch._root(original, self, args, kwargs)
 
         patches.set(nn.Module, "__call__", __call__)
+        self._patches = patches
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of modules since the beginning, those inside root modules too, where a forward calls each of them once."""
+        return sum(root.calls * root.num_modules for root in self.roots.values())
+
+    def leave_alone(self, is_wanted: bool) -> None:
+        """Put torch's own `nn.Module.__call__` back for a while, or ours again, unless something else has replaced it since."""
+        if is_wanted:
+            self._watch_again = self._patches.lift(nn.Module, "__call__")
+        elif self._watch_again is not None:
+            self._watch_again()
+            self._watch_again = None
 
     def begin_deep(self) -> None:
         """Forget the names and cells of the deep step before."""

@@ -101,6 +101,14 @@ class BackwardListener(ABC):
         """The backward pass has returned."""
 
 
+class OptimizerStepListener(ABC):
+    """Hears of optimizers that stepped, in watched steps."""
+
+    @abstractmethod
+    def on_optimizer_step(self, optimizer: int) -> None:
+        """The optimizer of this identity stepped; the step of the loop may end with it."""
+
+
 class RootCallListener(ABC):
     """Hears of calls of root modules. The recorder of operators is paused meanwhile."""
 

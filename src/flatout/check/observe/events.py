@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -11,7 +12,13 @@ from typing import Any, Final, Protocol
 from torch import nn
 
 from flatout.check.observe.calls import RootModule
-from flatout.check.observe.collector import BackwardListener, BatchListener, InnerCallListener, RootCallListener
+from flatout.check.observe.collector import (
+    BackwardListener,
+    BatchListener,
+    InnerCallListener,
+    OptimizerStepListener,
+    RootCallListener,
+)
 from flatout.check.observe.observation import BorderKind, ObservationState
 from flatout.check.observe.operators.padding import name_tensors
 from flatout.check.observe.operators.recorder import storage_of
@@ -20,6 +27,12 @@ from flatout.core.tensors.nests import tensors_in
 
 _INFERENCE_AFTER: Final = 3
 """Root calls without a backward after which a loop counts as inference."""
+_LEADER_GONE: Final = 100
+"""Calls of other root modules after which the one that began the steps is taken to be over; in a step there are fewer."""
+_UPDATES_OF_ITERATION: Final = 2
+"""Steps that each optimizer makes between two rollouts from which on the loop's step is the iteration: a rollout, its updates."""
+_MOST_UPDATES: Final = 2000
+"""After so many optimizer steps without the next rollout the environment is only used before or between long trainings."""
 
 
 class StepBorders(Protocol):
@@ -30,6 +43,9 @@ class StepBorders(Protocol):
 
     def border(self) -> None:
         """A step ended: file it, and prepare the next."""
+
+    def cut_block(self) -> None:
+        """End the unwatched steps before their time, and watch again."""
 
     def on_unwatched_steps(self) -> None:
         """Steps went by unwatched, and either the block is over or something happened in the last of them."""
@@ -49,15 +65,32 @@ class Events:
         self._in_backward = False
         self._roots_without_backward = 0
         self._leader: RootModule | None = None
+        self._calls_of_others = 0
+        """Calls of other root modules since the leader's last."""
+        self.is_by_iteration = False
+        """Whether a step is an iteration of reinforcement learning: a rollout in the environment, and the updates after it."""
+        self._has_environment = False
+        self._updates: Counter[int] = Counter()
+        """Steps of each optimizer since the last rollout."""
+        self._is_unit_known = False
+        self._is_border_noted = False
+        """Whether the border at the call that begins now was the end of unwatched steps."""
         self._batches: tuple[BatchListener, ...] = ()
+        self._optimizer_steps: tuple[OptimizerStepListener, ...] = ()
         self._backwards: tuple[BackwardListener, ...] = ()
         self._root_calls: tuple[RootCallListener, ...] = ()
         self._inner_calls: tuple[InnerCallListener, ...] = ()
+
+    @property
+    def leader(self) -> RootModule | None:
+        """The root module whose calls begin the steps of an inference loop."""
+        return self._leader
 
     def follow(self, observation: ObservationState) -> None:
         """Work for this observation and its collectors, before the first event."""
         self._observation = observation
         self._batches = observation.listening(BatchListener)
+        self._optimizer_steps = observation.listening(OptimizerStepListener)
         self._backwards = observation.listening(BackwardListener)
         self._root_calls = observation.listening(RootCallListener)
         self._inner_calls = observation.listening(InnerCallListener)
@@ -77,23 +110,34 @@ class Events:
                 self._leader = root
                 self._borders.restart("inference")
             elif self._observation.kind == "inference" and root is self._leader:
-                self._borders.border()
+                self._calls_of_others = 0
+                if not self._is_border_noted:
+                    self._borders.border()
+                self._is_border_noted = False
+            elif self._observation.kind == "inference":
+                self._calls_of_others += 1
+                if self._calls_of_others > _LEADER_GONE:  # a warm-up on a line of its own is over
+                    self._calls_of_others, self._leader = 0, root
+                    self._borders.restart("inference")
 
     def on_root_start(self, root: RootModule) -> None:
         if self._in_backward:  # a forward that is computed again there is the backward's own work
             return
-        is_training = root.is_training and root.grad_enabled
+        # A network that is trained with its normalisation frozen is in evaluation mode, and its graphs are used.
+        is_training = root.grad_enabled and (root.is_training or root.graphs_used > 0)
         is_evaluation = self._observation.kind == "training" and root.has_parameters and not is_training
         if root.has_parameters:
             self._observation.timeline.root_calls += 1
-        self._observation.timeline.switch("evaluation" if is_evaluation else "forward")
+            self._observation.timeline.evaluation_calls += is_evaluation
+        passive = "rollout" if self.is_by_iteration else "evaluation"
+        self._observation.timeline.switch(passive if is_evaluation else "forward")
 
     def on_root_end(self, root: RootModule) -> None:
         if self._in_backward:
             return
         # What follows an evaluation call belongs to it: its metrics, its loop.
-        if self._observation.timeline.phase != "evaluation":
-            self._observation.timeline.end_root("optimizer" if self._in_optimizer else "other")
+        if self._observation.timeline.phase not in ("evaluation", "rollout"):
+            self._observation.timeline.end_root("optimizer" if self._in_optimizer else self._between)
 
     def on_root_inputs(self, root: RootModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         observation, deep = self._observation, self._observation.deep
@@ -137,6 +181,34 @@ class Events:
                 if own is not None:
                     listener.on_inner_end(own, output)
 
+    @property
+    def _between(self) -> str:
+        """The phase of what the loop does between the calls that are watched."""
+        return "rollout" if self.is_by_iteration and not self._updates else "other"
+
+    def on_environment_start(self) -> None:
+        with self.guarded():
+            self._begin_rollout()
+        self._observation.timeline.switch("environment")
+
+    def on_environment_end(self) -> None:
+        self._observation.resume_recording()
+        self._observation.timeline.switch(self._between)
+
+    def _begin_rollout(self) -> None:
+        """An environment is about to be stepped: where updates came before, an iteration ended."""
+        self._has_environment = True
+        if not self._updates:
+            return
+        is_iteration = self.is_by_iteration or min(self._updates.values()) >= _UPDATES_OF_ITERATION
+        self._updates.clear()
+        self._is_unit_known = True
+        if is_iteration and not self.is_by_iteration:
+            self.is_by_iteration = True
+            self._borders.restart("training")
+        elif is_iteration:
+            self._borders.border()
+
     def on_epoch_start(self) -> None:
         self._observation.timeline.num_starts += 1
         self._observation.optimizing.has_news = True
@@ -145,7 +217,7 @@ class Events:
         self._observation.timeline.switch("data")
 
     def on_fetch_end(self, batch: Any) -> None:
-        self._observation.timeline.switch("optimizer" if self._in_optimizer else "other")
+        self._observation.timeline.switch("optimizer" if self._in_optimizer else self._between)
         if self._observation.mode is Mode.DEEP and self._observation.deep.recorder is not None:
             self._observation.deep.recorder.data_storages.update(storage_of(t) for t in tensors_in(batch))
         with self.guarded():
@@ -164,9 +236,19 @@ class Events:
         self._in_optimizer = True
         self._observation.timeline.switch("optimizer")
 
-    def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None:
+    def on_optimizer_end(self, optimizer: int, *, is_border: bool, leader_changed: bool) -> None:
         self._in_optimizer = False
         self._observation.timeline.switch("other")
+        with self.guarded():
+            for listener in self._optimizer_steps:
+                listener.on_optimizer_step(optimizer)
+        if self._has_environment:
+            self._updates[optimizer] += 1
+            if self.is_by_iteration:
+                return
+            self._is_unit_known |= self._updates[optimizer] > _MOST_UPDATES
+            if not self._is_unit_known and self._observation.kind == "training":
+                return
         if self._observation.kind != "training" or leader_changed:
             self._borders.restart("training")
         elif is_border:
@@ -175,14 +257,28 @@ class Events:
     def on_unwatched_steps(self) -> None:
         self._borders.on_unwatched_steps()
 
+    def on_leader_lost(self) -> None:
+        self._borders.restart("training")
+
+    def on_counted_call(self) -> None:
+        self._borders.border()
+        self._is_border_noted = self._observation.calls.is_active
+
     def fail(self, error: Exception) -> None:
         """An error of our own: stop observing, and let the script go on."""
         self._borders.fail(error)
 
     def watching_backward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._in_backward or get_ident() != self._observation.thread_id or not self._observation.calls.is_active:
+            if self._in_backward or get_ident() != self._observation.thread_id:
                 return original(*args, **kwargs)
+            if self._observation.kind == "inference" and self._observation.blocks.is_open:
+                self._borders.cut_block()  # this is no loop of inference any more
+            if not self._observation.calls.is_active:
+                result = original(*args, **kwargs)
+                if self._observation.kind == "manual" and self._observation.blocks.is_open:
+                    self._borders.border()
+                return result
             self._in_backward = True
             self._roots_without_backward = 0
             self._observation.timeline.switch("backward")

@@ -34,7 +34,15 @@ class FetchListener(Protocol):
     def on_fetch_end(self, batch: Any) -> None: ...
 
 
-class LoopListener(RootListener, OptimizerListener, FetchListener, Protocol):
+class EnvironmentListener(Protocol):
+    """Hears when an environment of reinforcement learning steps or is reset."""
+
+    def on_environment_start(self) -> None: ...
+
+    def on_environment_end(self) -> None: ...
+
+
+class LoopListener(RootListener, OptimizerListener, FetchListener, EnvironmentListener, Protocol):
     """Hears of all that shows where steps end and which phase they are in."""
 
 
@@ -44,6 +52,8 @@ class ObservingTimes:
     def __init__(self) -> None:
         self.light_s = 0.0
         """Length of all light steps, the unwatched ones included."""
+        self.light_own_s = 0.0
+        """What light observation took, where it was measured by itself."""
         self.deep_s = 0.0
         """What close looks took: the deep steps, and all that is done between steps for them."""
         self.trials_s = 0.0
@@ -98,6 +108,11 @@ class ObservationState:
         """The number of the step that something happens in now, and whether that step is timed."""
         self.optimizing.has_news = True
         return self.num_steps + self.blocks.num_gone, self.mode is Mode.LIGHT
+
+    @property
+    def num_watched(self) -> int:
+        """Steps that were watched so far, in any way."""
+        return self.num_steps - len(self.blocks.durations_s)
 
     @property
     def num_sampled(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import traceback
+import weakref
 from collections.abc import Callable
 from time import perf_counter
 from typing import Final
@@ -12,9 +14,10 @@ import torch
 from flatout.check.observe.collector import EndedStep, StepListener
 from flatout.check.observe.discovery import collectors_of
 from flatout.check.observe.events import Events
+from flatout.check.observe.evidence.accounts import usual_root_calls
 from flatout.check.observe.lines.sampler import UNWATCHED
 from flatout.check.observe.observation import BorderKind, ObservationState
-from flatout.check.observe.operators.overhead import light_cost_s
+from flatout.check.observe.operators.overhead import LightWork, light_cost_s
 from flatout.check.observe.steps.blocks import WATCHED_ROOT_DEVICE_S, WATCHED_ROOT_S, WATCHED_STEP_S, UnwatchedBlocks
 from flatout.check.observe.steps.schedule import Mode, Schedule, doing_in
 from flatout.check.observe.steps.timeline import PhaseTimeline
@@ -22,7 +25,24 @@ from flatout.core.records.distributed import Place
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.progress import ProgressFile
 
+_WORTH_A_SWAP: Final = 400
+"""Calls of modules in a block: each costs 0.3 us more through our function, and putting torch's back and forth takes 100 us
+(418 subclasses of nn.Module look their `__call__` up again; torch 2.13, Python 3.11)."""
 _CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP, Mode.MEMORY)
+
+_installed: weakref.WeakSet[LoopObserver] = weakref.WeakSet()
+"""Observers that forked children must forget; asking the system for that cannot be taken back, so it is asked once."""
+
+
+def _forget_in_children(observer: LoopObserver) -> None:
+    if not _installed and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_leave_children)
+    _installed.add(observer)
+
+
+def _leave_children() -> None:
+    for observer in _installed:
+        observer.leave_child()
 
 
 class LoopObserver:
@@ -56,6 +76,8 @@ class LoopObserver:
         self._is_end_recorded = False
         """Whether the ends of unwatched steps that are settled are recorded on the device too."""
         self._is_call_on_device = False
+        self._calls_in_blocks = 0.0
+        """Calls of modules in unwatched steps that went through our function, by their number in watched ones."""
         self._is_installed = False
 
     # -- life -------------------------------------------------------------------------------------------------------------
@@ -63,6 +85,7 @@ class LoopObserver:
     def install(self) -> None:
         """Put all watches in place; what they cost is in `light_fraction`."""
         self._is_installed = True
+        _forget_in_children(self)
         observation = self.observation
         observation.calls.install(self._patches)
         observation.optimizing.install(self._patches)
@@ -80,10 +103,7 @@ class LoopObserver:
             return
         self._is_installed = False
         observation = self.observation
-        if observation.blocks.is_open:
-            self._settle_unwatched()
-            observation.num_steps += observation.blocks.cut()
-            observation.optimizing.unwatched_ends_s = None
+        self.cut_block()
         if observation.mode is Mode.LIGHT:
             for collector in observation.collectors:
                 collector.end_light()
@@ -95,6 +115,13 @@ class LoopObserver:
             collector.remove()
         observation.optimizing.remove()
         self._patches.undo()
+
+    def leave_child(self) -> None:
+        """This is a forked child (a loader's worker): what it runs is not the observed loop."""
+        self.is_complete = True
+        self._activate(False)
+        self.observation.sampler.is_on = False
+        self.observation.optimizing.unwatched_ends_s = None
 
     def fail(self, error: Exception) -> None:
         """Our own mistake: say so in the Evidence, stop observing, and let the script go on."""
@@ -126,6 +153,7 @@ class LoopObserver:
         with self._events.guarded():
             if observation.mode is Mode.DEEP:
                 observation.deep.leave()
+            self.cut_block()
             for collector in observation.collectors:
                 collector.restart()
             observation.kind = kind
@@ -134,6 +162,7 @@ class LoopObserver:
             observation.timeline = PhaseTimeline(use_events=observation.is_device)
             observation.mode = Mode.WARM_UP
             observation.num_steps = observation.num_light = 0
+            observation.optimizing.restart()
             observation.times.light_s = 0.0
             observation.blocks = UnwatchedBlocks()
             observation.calls.weight = 1
@@ -146,8 +175,11 @@ class LoopObserver:
         if self.is_complete:
             return
         observation = self.observation
+        if observation.blocks.is_open:
+            self._note_unwatched_end()
+            return
         with self._events.guarded():
-            calls = observation.timeline.root_calls
+            calls = (observation.timeline.root_calls, observation.timeline.evaluation_calls)
             duration = observation.timeline.boundary(observation.mode.value, weight=observation.blocks.weight)
             self._end_step(duration, calls)
             is_first_call = observation.kind == "call" and observation.num_steps == 1
@@ -155,12 +187,13 @@ class LoopObserver:
                 observation.kind, self._is_call_on_device = "none", True
                 self.restart("call")
 
-    def _end_step(self, duration_s: float, root_calls: int) -> None:
+    def _end_step(self, duration_s: float, calls: tuple[int, int]) -> None:
         observation, before = self.observation, self.observation.mode
         began = perf_counter()
         duration_s -= observation.compile_s()
         observation.num_steps += 1
-        self._close_step(before, duration_s, root_calls)
+        observation.optimizing.end_step()
+        self._close_step(before, duration_s, calls)
         mode = observation.mode = self.schedule.mode(
             num_steps=observation.num_steps,
             deep_elapsed_s=observation.times.deep_s,
@@ -178,7 +211,7 @@ class LoopObserver:
                 self._take_pause()
         observation.sampler.is_on = mode is Mode.LIGHT
         if before is Mode.LIGHT and mode is Mode.LIGHT:
-            self._begin_block(duration_s, root_calls)
+            self._begin_block(duration_s, calls[0])
         elif mode is Mode.DEEP:
             observation.deep.open(phase=observation.phase, is_device=observation.is_device)
         elif mode is Mode.DONE:
@@ -193,13 +226,14 @@ class LoopObserver:
         if before is not Mode.LIGHT and mode is Mode.LIGHT:  # now that the trials are over
             for collector in observation.collectors:
                 collector.begin_light()
+            observation.timeline.restart()  # what that took is no part of a step
 
-    def _close_step(self, mode: Mode, duration_s: float, root_calls: int) -> None:
+    def _close_step(self, mode: Mode, duration_s: float, calls: tuple[int, int]) -> None:
         """File the step that ended, and let the collectors end it."""
         observation = self.observation
         if mode is Mode.DEEP:
             observation.times.deep_s += duration_s
-            observation.deep.close(root_calls)
+            observation.deep.close(*calls)
         elif mode is Mode.LIGHT:
             observation.times.light_s += duration_s
             observation.num_light += 1
@@ -220,8 +254,9 @@ class LoopObserver:
         """
         observation = self.observation
         blocks, is_device = observation.blocks, observation.is_device
-        is_plain = observation.kind == "training" and len(observation.optimizing.watched) == 1
-        is_plain &= observation.place is None  # ranks are compared step by step, and blocks of theirs would differ
+        # Ranks are compared step by step, and blocks of theirs would differ.
+        is_plain = observation.place is None and (observation.kind != "inference" or self._is_leader_known_by_itself())
+        is_plain &= not self._events.is_by_iteration  # the unwatched would not know where an iteration ends
         room = self.schedule.room_for_block(num_steps=observation.num_steps, is_device=is_device)
         if not is_plain or not room:
             return
@@ -232,7 +267,15 @@ class LoopObserver:
         if size := blocks.open(mean_s, num_steps=observation.num_steps, watch_s=watch_s, room=room):
             observation.sampler.spare()
             self._activate(False)
-            observation.optimizing.unwatched_ends_s = blocks.ends_s
+            if observation.kind == "training":
+                observation.optimizing.unwatched_ends_s = blocks.ends_s
+            elif observation.kind == "inference" and (leader := self._events.leader) is not None:
+                observation.calls.counted = leader.module()
+            num_calls = observation.calls.num_calls / max(1, observation.num_watched) * size
+            if observation.calls.counted is None and num_calls > _WORTH_A_SWAP and not observation.is_compiled:
+                observation.calls.leave_alone(True)
+            else:
+                self._calls_in_blocks += num_calls
             # Once the close looks have begun, the profiler has slowed the launches down.
             self._is_end_recorded = is_device and observation.num_steps <= self.schedule.num_before_looks(
                 is_device=True
@@ -240,6 +283,34 @@ class LoopObserver:
             observation.optimizing.num_unwatched = size
             observation.optimizing.has_news = False
         observation.calls.weight = blocks.weight
+
+    def _is_leader_known_by_itself(self) -> bool:
+        """Whether the module whose calls begin the steps of an inference loop is called from one line alone."""
+        leader, roots = self._events.leader, self.observation.calls.roots.values()
+        module = leader.module() if leader is not None else None
+        return module is not None and sum(root.module() is module for root in roots) == 1
+
+    def _note_unwatched_end(self) -> None:
+        """A step that goes by unwatched ended, by something else than an optimizer."""
+        blocks, optimizing = self.observation.blocks, self.observation.optimizing
+        blocks.ends_s.append(perf_counter())
+        if optimizing.has_news or len(blocks.ends_s) == blocks.size:
+            optimizing.has_news = False
+            self.on_unwatched_steps()
+
+    def cut_block(self) -> None:
+        """End the unwatched steps before their time, if there are any now, and watch again."""
+        observation = self.observation
+        if observation.blocks.is_open:
+            self._settle_unwatched()
+            observation.num_steps += observation.blocks.cut()
+            self._end_block()
+
+    def _end_block(self) -> None:
+        """Watch again."""
+        self.observation.optimizing.unwatched_ends_s = self.observation.calls.counted = None
+        self.observation.calls.leave_alone(False)
+        self._activate(True)
 
     def on_unwatched_steps(self) -> None:
         """Steps went by unwatched, and either the block is over or something happened in the last of them."""
@@ -251,9 +322,8 @@ class LoopObserver:
             return
         observation.num_steps += blocks.size
         observation.times.light_s += sum(blocks.durations_s[-blocks.size :])
-        observation.optimizing.unwatched_ends_s = None
         observation.calls.weight = blocks.weight
-        self._activate(True)
+        self._end_block()
         self._report_progress(perf_counter())
         observation.timeline.restart()
 
@@ -296,13 +366,24 @@ class LoopObserver:
     def _complete(self) -> None:
         if not self.is_complete:
             self.is_complete = True
-            self.remove()
-            self._on_complete()
+            try:
+                self.remove()
+            finally:
+                self._on_complete()
 
     def light_fraction(self) -> float:
-        """Share of the light steps' time that the light observation took, from unit prices and the sampler's own clock."""
+        """Share of the light steps' time that the light observation took."""
         observation = self.observation
-        steps = [s for s in observation.timeline.steps if s.mode == Mode.LIGHT.value]
-        total_s = sum(s.duration_s for s in steps) + sum(observation.blocks.durations_s)
-        own_s = observation.sampler.own_s + (self._progress.own_s if self._progress is not None else 0.0)
-        return light_cost_s(steps, own_s, is_device=observation.is_device) / total_s if total_s else 0.0
+        watched = [s for s in observation.timeline.steps if s.mode == Mode.LIGHT.value]
+        unwatched_s = observation.blocks.durations_s
+        total_s = sum(s.duration_s for s in watched) + sum(unwatched_s)
+        usual = usual_root_calls(watched)
+        work = LightWork(
+            module_calls=observation.calls.num_calls + self._calls_in_blocks,
+            sampler_s=observation.sampler.own_s,
+            other_s=observation.times.light_own_s + (self._progress.own_s if self._progress is not None else 0.0),
+            ordinary_s=[s.duration_s for s in watched if usual.has(s)],
+            unwatched_s=unwatched_s,
+        )
+        cost_s = light_cost_s(watched, work, is_device=observation.is_device)
+        return min(1.0, cost_s / total_s) if total_s else 0.0

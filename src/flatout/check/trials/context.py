@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,13 +17,16 @@ from flatout.check.observe.calls import RootModule
 from flatout.check.observe.collectors.loaders import LoaderUse
 from flatout.check.observe.operators.recorder import Example, TensorMeta
 from flatout.check.observe.steps.optimizers import OptimizerWatched
+from flatout.core import units
+from flatout.core.records.evidence import Operator
 from flatout.core.records.trial import TimeAttention, TimeAttentionCall, TrialRequest, TrialResult
+from flatout.core.records.workload import Source
 
 Request = TypeVar("Request", bound=TrialRequest)
 
 
 class Scene(NamedTuple):
-    """Live objects behind the Evidence's indices, and the seconds one trial may take."""
+    """Live objects behind the Evidence's indices, and the seconds that trials may take."""
 
     examples: list[Example | None]
     num_calls: list[float]
@@ -34,6 +38,12 @@ class Scene(NamedTuple):
     unused_modules: tuple[str, ...]
     device: str
     limit_s: float
+    """What one trial should take."""
+    left_s: float = math.inf
+    """What is left for all trials; none takes longer."""
+    operators: Sequence[Operator] = ()
+    sources: Sequence[Source] = ()
+    """The lines that the operators name by index."""
     compiled: Mapping[nn.Module, dict[str, Any]] = {}
     """Modules under torch.compile, with the options they were compiled with."""
 
@@ -44,10 +54,19 @@ class TrialEntry(NamedTuple, Generic[Request]):
     request: type[Request]
     run: Callable[[Request, Scene], TrialResult]
     """Raises Refused where the request cannot be run; whatever else it raises costs this trial alone."""
+    is_last: bool = False
+    """Whether it comes after the others, with the time that they leave."""
 
 
 class Refused(Exception):
     """A trial cannot be run; the message says why in half a sentence."""
+
+
+def require_time(scene: Scene, *, num_calls: float, call_s: float) -> None:
+    """Raises Refused where so many calls of such a length do not fit into the time that is left for trials."""
+    if num_calls * call_s > scene.left_s:
+        calls = f"{num_calls:.0f} calls of some {units.duration(call_s)}, as many as it needs at least"
+        raise Refused(f"{calls}, do not fit into the {units.duration(scene.left_s)} that were left for trials")
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def run(trial: TimeDataset, scene: Scene) -> TrialResult:
     use = scene.loaders[trial.loader]
     if not use.is_map_style:
         raise Refused("the dataset is an iterable and cannot be asked for an item")
-    found = in_copy(lambda: _measure(use, scene.limit_s), limit_s=scene.limit_s)
+    found = in_copy(lambda: _measure(use, scene.limit_s), limit_s=scene.limit_s, left_s=scene.left_s)
     return TrialResult(
         trial=trial,
         now_s=found.pop("now"),

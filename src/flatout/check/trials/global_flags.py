@@ -65,7 +65,6 @@ def deterministic(is_on: bool) -> contextlib.AbstractContextManager[None]:
 
 SWITCHES: Final[dict[str, Callable[[int], Context]]] = {
     "tf32": lambda _: _tf32,
-    "bf16-autocast": lambda _: lambda: torch.autocast("cuda", dtype=torch.bfloat16),
     "flush-denormal": lambda _: lambda: _set(torch.set_flush_denormal, True, before=is_flushing_denormals()),
     "threads": lambda num: lambda: _set(torch.set_num_threads, num, before=torch.get_num_threads()),
 }

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from flatout.check.observe.calls import Captured, module_paths, without_replication
-from flatout.check.trials.context import Refused, Scene, TrialEntry
+from flatout.check.trials.channels_last import in_channels_last, refuse_where_images_break
+from flatout.check.trials.context import Refused, Scene, TrialEntry, require_time
 from flatout.check.trials.global_flags import SWITCHES, Context, anomaly, deterministic, without_autocast
-from flatout.check.trials.module_call import call_of, copied_module, module_and_inputs
+from flatout.check.trials.module_call import call_of, copied_module, module_and_inputs, usual_call_s
 from flatout.check.trials.timing import timed_trial
 from flatout.core.records.trial import TimeModel, TrialResult
 from flatout.core.runtime.patches import replace_forward
@@ -34,6 +35,7 @@ def run(trial: TimeModel, scene: Scene) -> TrialResult:
         raise Refused("the module is under torch.compile, and trying it otherwise would compile it anew")
     if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in module.modules()):
         raise Refused("a part of the module synchronises its gradients with other processes")
+    require_time(scene, num_calls=_calls_at_least(trial), call_s=usual_call_s(root, backward=trial.backward))
     model = copied_module(module)
     now = _in_a_row(
         call_of(model, captured, captured.args, captured.kwargs, backward=trial.backward), trial.num_live_outputs
@@ -60,6 +62,26 @@ def _without_compile(trial: TimeModel, scene: Scene) -> TrialResult:
         return timed_trial(trial, now, eager, scene, min_s=_MIN_S, max_s=_MAX_S)
 
 
+_CALLS: Final = 3
+"""Of each variant at least: one to try it, one to warm up, one that is timed."""
+
+
+def _calls_at_least(trial: TimeModel) -> float:
+    return _CALLS * trial.num_live_outputs * (1.0 + trial.factor if trial.variant == "batched" else 2.0)
+
+
+def autocast_to(dtype: torch.dtype, scene: Scene) -> dict[str, torch.dtype]:
+    """Autocast of the scene's device to this dtype. Raises Refused where the device has no bfloat16."""
+    if (
+        scene.device == "cuda"
+        and dtype is torch.bfloat16
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise Refused("this device has no units for bfloat16")
+    return {scene.device: dtype}
+
+
+_HALVES: Final = {"bf16-autocast": torch.bfloat16, "fp16-autocast": torch.float16}
 _MIN_S: Final = 0.8
 _MAX_S: Final = 5.0
 _HOPELESS: Final = 4.0
@@ -82,6 +104,8 @@ def _variant(
     per = 1.0
     backward = trial.backward
     if trial.variant == "without-graph":
+        if backward and any(t.requires_grad for t in tensors_in((args, kwargs))):
+            raise Refused("a gradient goes through the module to its inputs")
         contexts["cured"] = torch.no_grad
         backward = False
     elif trial.variant == "without-anomaly":
@@ -107,11 +131,14 @@ def _variant(
     elif trial.variant == "channels-last":
         model = copy.deepcopy(model)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        args, kwargs = (map_tensors(v, _channels_last) for v in (args, kwargs))
+        args, kwargs = (map_tensors(v, in_channels_last) for v in (args, kwargs))
+        refuse_where_images_break(scene.roots[trial.model], model, captured, args, kwargs, scene)
     elif trial.variant in SWITCHES:
         contexts["cured"] = SWITCHES[trial.variant](trial.factor)
+    half = autocast_to(_HALVES[trial.variant], scene) if trial.variant in _HALVES else None
     with contexts["cured"]():
-        cured = _in_a_row(call_of(model, captured, args, kwargs, backward=backward), trial.num_live_outputs)
+        call = call_of(model, captured, args, kwargs, backward=backward, autocast=half)
+        cured = _in_a_row(call, trial.num_live_outputs)
     return contexts, cured, per
 
 
@@ -168,10 +195,6 @@ def _on_padded(layer: nn.RNNBase) -> Callable[..., Any]:
         return pack_padded_sequence(out, lengths, batch_first=layer.batch_first, enforce_sorted=False), last
 
     return forward
-
-
-def _channels_last(tensor: Tensor) -> Tensor:
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def _freeze(module: nn.Module, top: str, paths: set[str]) -> None:

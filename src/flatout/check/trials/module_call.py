@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
-from typing import Any
+import os
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 from flatout.check.observe.calls import Captured, RootModule
 from flatout.check.trials.context import Refused
 from flatout.core.tensors.nests import tensors_in
+
+_NOT_THEIRS: Final = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 
 
 def module_and_inputs(root: RootModule) -> tuple[nn.Module, Captured]:
@@ -26,6 +31,16 @@ def module_and_inputs(root: RootModule) -> tuple[nn.Module, Captured]:
     return module, captured
 
 
+_WITH_BACKWARD: Final = 3.0
+"""Forward and backward together take so many times the forward: a backward computes two products for each of its."""
+
+
+def usual_call_s(root: RootModule, *, backward: bool) -> float:
+    """What a call of the module took in the script, with a backward as long as backwards usually are."""
+    call_s = root.total_s / max(1, root.calls)
+    return call_s * _WITH_BACKWARD if backward else call_s
+
+
 def copied_module(module: nn.Module) -> nn.Module:
     """A deep copy of the user's module: trials never run its own.
 
@@ -37,16 +52,28 @@ def copied_module(module: nn.Module) -> nn.Module:
         raise Refused(f"the module cannot be copied ({e})") from e
 
 
-def call_of(module: nn.Module, captured: Captured, args: Any, kwargs: Any, *, backward: bool) -> Callable[[], object]:
+def call_of(
+    module: nn.Module,
+    captured: Captured,
+    args: Any,
+    kwargs: Any,
+    *,
+    backward: bool,
+    autocast: Mapping[str, torch.dtype] | None = None,
+) -> Callable[[], object]:
     """A function that calls the module as captured, with a backward if asked for; it has run once.
+
+    Autocast, to these dtypes by device or else as captured, is entered anew for each forward, so that weights are cast in each.
+    The backward starts at the module's own loss, where it returns one number, else at the sum of its outputs.
 
     Raises Refused when the module does not take these inputs.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
+    regions = captured.autocast if autocast is None else autocast
 
     def forward() -> Any:
         with contextlib.ExitStack() as stack:
-            for device, dtype in captured.autocast.items():
+            for device, dtype in regions.items():
                 stack.enter_context(torch.autocast(device, dtype=dtype))
             if not backward and not captured.grad_enabled:
                 stack.enter_context(torch.no_grad())
@@ -63,12 +90,24 @@ def call_of(module: nn.Module, captured: Captured, args: Any, kwargs: Any, *, ba
     try:
         call()
     except Exception as e:  # the user's own module may raise anything on a variant of its inputs
-        raise Refused(f"the module does not take these inputs ({type(e).__name__}: {str(e)[:80]})") from e
+        at = raising_line(e)
+        hint = "; .reshape there would take them" if at and ".view(" in at else ""
+        where = f" at {at}" if at else ""
+        raise Refused(f"the module does not take these inputs ({type(e).__name__}: {str(e)[:80]}){where}{hint}") from e
     return call
 
 
+def raising_line(error: BaseException) -> str:
+    """The innermost line outside torch and this project that raised, 'model.py:12 x.view(n, -1)'; '' where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith(_NOT_THEIRS) and not f.filename.startswith("<")]
+    return f"{os.path.basename(theirs[-1].filename)}:{theirs[-1].lineno} {theirs[-1].line}" if theirs else ""
+
+
 def _scalar(output: Any) -> Tensor:
-    sums = [t.float().sum() for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
-    if not sums:
+    tensors = [t for t in tensors_in(output) if t.requires_grad and t.is_floating_point()]
+    if not tensors:
         raise Refused("the module's output has no gradient")
+    losses = [t for t in tensors if t.numel() == 1]
+    sums = [t.float().sum() for t in losses or tensors]
     return sum(sums[1:], sums[0])

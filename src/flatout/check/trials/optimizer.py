@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from statistics import median
 from typing import Any, Final
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 from flatout.check.observe.steps.optimizers import is_torchs_own
-from flatout.check.trials.context import Refused, Scene, TrialEntry
+from flatout.check.trials.context import Refused, Scene, TrialEntry, require_time
 from flatout.core.records.trial import TimeOptimizer, TrialResult
 from flatout.machine.measure.timer import compare_times
 
+_MOST_VARIANTS: Final = 3
 _LARGEST_ELEMENTS: Final = 500_000_000
 
 
@@ -26,6 +28,8 @@ def run(trial: TimeOptimizer, scene: Scene) -> TrialResult:
         raise Refused(f"{watched.name} is not one of torch.optim's")
     if watched.num_elements > _LARGEST_ELEMENTS:
         raise Refused(f"copying {watched.num_elements} parameters would take too much memory")
+    # One step of each variant creates its state, one is timed.
+    require_time(scene, num_calls=2 * _MOST_VARIANTS, call_s=median(watched.step_s) if watched.step_s else 0.0)
     variants: dict[str, Optimizer] = {"now": _clone(optimizer, {})}
     if watched.variant != "foreach" and "foreach" in optimizer.param_groups[0]:
         variants["foreach"] = _clone(optimizer, {"foreach": True, "fused": None})

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cache
 from time import perf_counter
 from typing import Any, Final
 
 from flatout.check.trials.context import Refused, Scene, TrialEntry, untouched
+from flatout.check.trials.time_limit import OutOfTime, time_limit
 from flatout.core.records.trial import Trial, TrialResult
 from flatout.core.registry import constants
 
 _PACKAGE: Final = "flatout.check.trials"
+_LEAST_S: Final = 0.3
+"""With less time than this left no trial can repeat what it times."""
 
 
 @cache
@@ -21,23 +25,43 @@ def trials_by_request() -> dict[type, TrialEntry[Any]]:
     return {entry.request: entry for entry in entries}
 
 
-def run_trials(trials: Iterable[Trial], scene: Scene, *, budget_s: float) -> tuple[TrialResult, ...]:
-    """Results in the order of the requests; what the budget does not reach is refused with that reason."""
+def run_trials(
+    trials: Iterable[Trial],
+    scene: Scene,
+    *,
+    budget_s: float,
+    compile_budget_s: float = 0.0,
+    is_hurried: Callable[[], bool] = lambda: False,
+) -> tuple[TrialResult, ...]:
+    """Results in the order in which they were run; what the budget does not reach is refused with that reason.
+
+    None goes on past the budget: it is interrupted there. Those that compile come last and have a budget of their own besides
+    what is left. Once `is_hurried`, no further one is begun.
+    """
     end = perf_counter() + budget_s
     results = []
-    for trial in trials:
-        left = end - perf_counter()
-        if left <= 0:
+    for trial in sorted(trials, key=lambda t: trials_by_request()[type(t)].is_last):
+        is_last = trials_by_request()[type(trial)].is_last
+        left_s = end + is_last * compile_budget_s - perf_counter()
+        if is_hurried():
+            results.append(TrialResult(trial=trial, refused="the script was ended"))
+        elif left_s < _LEAST_S:
             results.append(TrialResult(trial=trial, refused=f"the {budget_s:.0f} s for trials were spent"))
-            continue
-        with untouched():
-            results.append(_run(trial, scene._replace(limit_s=min(scene.limit_s, left))))
+        else:
+            limited = scene._replace(limit_s=min(scene.limit_s, left_s), left_s=left_s)
+            with untouched():
+                results.append(_run(trial, limited))
     return tuple(results)
 
 
 def _run(trial: Trial, scene: Scene) -> TrialResult:
+    entry = trials_by_request()[type(trial)]
     try:
-        return trials_by_request()[type(trial)].run(trial, scene)
+        # Those that compile end themselves in time: a compiler that is interrupted twice is left in a bad state.
+        with nullcontext() if entry.is_last else time_limit(scene.left_s):
+            return entry.run(trial, scene)
+    except OutOfTime:
+        return TrialResult(trial=trial, refused="it was given up when the time for trials was over")
     except Refused as e:
         return TrialResult(trial=trial, refused=str(e))
     except Exception as e:  # noqa: BLE001  # a trial runs user code on a copy; whatever it raises costs the trial alone

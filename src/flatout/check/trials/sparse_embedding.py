@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import Optimizer
 
@@ -23,6 +23,7 @@ _LAZY: Final = {
     "Adagrad": torch.optim.Adagrad,
 }
 """The optimizer that takes sparse gradients in place of each."""
+_EMBEDDINGS: Final = (nn.Embedding, nn.EmbeddingBag)
 _BAG_MODES: Final = {0: "sum", 1: "mean"}
 """By the number that aten::_embedding_bag_backward has for them."""
 
@@ -52,6 +53,10 @@ def run(trial: TimeSparseEmbedding, scene: Scene) -> TrialResult:
 
     if optimizer is None or type(optimizer).__name__ not in _LAZY:
         raise Refused("this optimizer has no counterpart that takes sparse gradients")
+    if _is_shared(table, scene):
+        raise Refused(
+            "another layer shares the table's weight: the sum of both gradients is dense, and SparseAdam raises on it"
+        )
     if table.shape[0] * table.shape[1] > _LARGEST_TABLE:
         raise Refused(f"a copy of {table.shape[0]} x {table.shape[1]} numbers would take too much memory")
     group = optimizer.param_groups[0]
@@ -67,6 +72,17 @@ def run(trial: TimeSparseEmbedding, scene: Scene) -> TrialResult:
         scene,
         parts={"touched": float(indices.unique().numel())},
     )
+
+
+def _is_shared(table: TensorMeta, scene: Scene) -> bool:
+    """Whether an embedding of this shape has its weight in common with another module (tied weights)."""
+    for root in scene.roots:
+        module = root.alive
+        owners = [] if module is None else [(id(p), m) for m in module.modules() for p in m.parameters(recurse=False)]
+        tables = {key for key, m in owners if isinstance(m, _EMBEDDINGS) and tuple(m.weight.shape) == table.shape}
+        if any(key in tables and not isinstance(m, _EMBEDDINGS) for key, m in owners):
+            return True
+    return False
 
 
 def _table(meta: TensorMeta, scene: Scene) -> Tensor:

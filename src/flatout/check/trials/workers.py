@@ -14,13 +14,15 @@ import torch
 from torch.utils.data import DataLoader
 
 from flatout.check.observe.collectors.loaders import LoaderUse, ObservedWorker
-from flatout.check.trials.context import Refused, Scene, TrialEntry
-from flatout.check.trials.module_call import call_of, copied_module
+from flatout.check.trials.context import Refused, Scene, TrialEntry, require_time
+from flatout.check.trials.module_call import call_of, copied_module, usual_call_s
 from flatout.core.records.trial import TimeWorkers, TrialResult
 from flatout.machine.measure.timer import time_call
 
 _SEED: Final = 20_611
 _FEWEST_ROUNDS: Final = 3
+_WORK_CALLS: Final = 3
+"""Of the model alone: one to try it, one to warm up, one that is timed."""
 _LONGEST_S: Final = 1.5
 """For one number of workers; a sweep must leave time for other trials."""
 
@@ -34,12 +36,15 @@ def run(trial: TimeWorkers, scene: Scene) -> TrialResult:
     use = scene.loaders[trial.loader]
     if not use.is_map_style:
         raise Refused("an iterable data set deals its items out to workers by itself")
+    if trial.model >= 0 and scene.device == "cpu":
+        work_s = usual_call_s(scene.roots[trial.model], backward=trial.backward)
+        require_time(scene, num_calls=_WORK_CALLS + _FEWEST_ROUNDS * sum(trial.counts), call_s=work_s)
     work = _work(trial, scene)
     alone_s = time_call(work, min_time_s=0.1, max_time_s=0.5).call_s.value
     parts: dict[str, float] = {}
     with _unwatched():
         for count in trial.counts:
-            limit_s = min(_LONGEST_S, scene.limit_s / len(trial.counts))
+            limit_s = min(_LONGEST_S, scene.limit_s / len(trial.counts))  # twice that where there are many workers
             try:
                 found = _with_workers(use, count, work, limit_s)
             except Exception as e:  # the user's own data set may raise anything in another process

@@ -14,17 +14,30 @@ from flatout.core.records.compilation import Compilation, CompileEvent
 from flatout.core.records.device import DeviceStep
 from flatout.core.records.distributed import Collective, Distributed
 from flatout.core.records.hardware import Machine
+from flatout.core.records.load import MachineLoad
 from flatout.core.records.memory import FreshPages, Memory
 from flatout.core.records.record import Record
 from flatout.core.records.span import StepTimeline
 from flatout.core.records.trial import TrialResult
-from flatout.core.records.usage import CallUse, ModuleFact
+from flatout.core.records.usage import CallUse, ModuleFact, RoundTrip
 from flatout.core.records.workload import Source, Workload
 
 SCHEMA_VERSION = 2
 
 StepKind = Literal["training", "inference", "call", "none"]
-Phase = Literal["data", "transfer", "forward", "backward", "optimizer", "evaluation", "compile", "other"]
+Phase = Literal[
+    "data",
+    "transfer",
+    "environment",
+    "rollout",
+    "no_grad",
+    "forward",
+    "backward",
+    "optimizer",
+    "evaluation",
+    "compile",
+    "other",
+]
 
 
 class Steps(Record, frozen=True, kw_only=True):
@@ -54,6 +67,13 @@ class Steps(Record, frozen=True, kw_only=True):
     def whole_s(self) -> float:
         """A step and its share of what comes between steps or in few of them: evaluation, epochs that start, files saved."""
         return self.step_s + self.evaluation_s + self.restart_s + self.occasional_s
+
+    @property
+    def phases_of_whole(self) -> dict[str, float]:
+        """Seconds of each phase, together no more than `whole_s`."""
+        total_s = sum(self.phases.values())
+        factor = min(1.0, self.whole_s / total_s) if total_s > 0 else 1.0
+        return {name: seconds * factor for name, seconds in self.phases.items()}
 
     @property
     def is_device_bound(self) -> bool:
@@ -187,7 +207,9 @@ class Model(Record, frozen=True, kw_only=True):
 
 
 class OptimizerUse(Record, frozen=True, kw_only=True):
-    """An optimizer that stepped. `variant` is how it walks over the parameters."""
+    """An optimizer that stepped. `variant` is how it walks over the parameters, `calls` how often it steps in a step of the loop,
+    and `step_s` how long one call takes.
+    """
 
     name: str
     variant: Literal["for-loop", "foreach", "fused", "own"]
@@ -197,6 +219,7 @@ class OptimizerUse(Record, frozen=True, kw_only=True):
     num_elements: int
     step_s: float
     fused_supported: bool
+    calls: float = 1.0
 
 
 class UnusedGradient(Record, frozen=True, kw_only=True):
@@ -282,6 +305,8 @@ class Observing(Record, frozen=True, kw_only=True):
     trials_s: float
     other_s: float
     num_deep_steps: int
+    trials_budget_s: float = 0.0
+    """What trials might have taken; 0 where it is not known."""
     deep_agreement: float | None = None
     """Time accounted for in the deep steps over the light step's time, before scaling; None without deep steps."""
     nearby_step_s: float | None = None
@@ -321,8 +346,11 @@ class Evidence(Record, frozen=True, kw_only=True):
     timeline: StepTimeline | None = None
     uses: tuple[CallUse, ...] = ()
     module_facts: tuple[ModuleFact, ...] = ()
+    round_trips: tuple[RoundTrip, ...] = ()
     trials: tuple[TrialResult, ...] = ()
     observing: Observing
+    load: MachineLoad | None = None
+    """What other processes took of the machine meanwhile; None where it was not read."""
     exit: str = ""
     """How the script ended: '' while it went on, 'finished', 'stopped', or the exception's last line."""
     exit_code: int | None = None

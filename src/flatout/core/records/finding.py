@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Final, Literal
 
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.record import Record
 from flatout.core.records.trial import Trial
-from flatout.core.records.workload import Source
+from flatout.core.records.workload import LibraryFrame, Source
 
 Regime = Literal["compute", "bandwidth", "overhead", "input", "communication", "capacity"]
 
 Basis = Literal["trial", "timed", "estimate"]
 """Where a gain is from: the cure was tried; the time that goes was measured in the steps; or it follows from a model."""
+
+
+NEAR_FLOOR: Final = 1.3
+"""A step this many times its floor, or less, is called fast. The ceilings are those of a square product and a long copy; products
+of a layer's shape reach 74 to 88 % of them (oneDNN on an EPYC, three scripts): a step of good kernels alone is so near."""
 
 
 class Finding(Record, frozen=True, kw_only=True):
@@ -22,6 +27,9 @@ class Finding(Record, frozen=True, kw_only=True):
     `cost_s` is what the cause takes of a step now. `saved_s` is (low, high): what a cure would take off the step. `operators`
     are the indices of the operators whose time it claims and `phases` the phases it claims whole; both serve to merge
     findings that claim the same time. `basis` says where the gain is from. `regime` is filled in by the rule where it is None.
+
+    `advice` says what its cure changes in the experiment (a larger batch): then `saved_s` is time saved for the same number of
+    samples, and no gain of the step.
 
     A cause that takes memory says how many bytes of `device`'s peak a cure would save, or how fast memory grows because of it.
     """
@@ -42,13 +50,15 @@ class Finding(Record, frozen=True, kw_only=True):
     saved_bytes: int = 0
     growth_bytes_per_step: int = 0
     device: str = "cpu"
+    advice: str = ""
 
 
 class RankedFinding(Record, frozen=True, kw_only=True):
     """A finding as reported: file and line, the gain as [low, high] speed-ups of the whole step, and what it absorbed.
 
     `saved_bytes` of the `peak_bytes` of `device` would be saved; `steps_until_full` is when memory ends if it goes on growing by
-    `growth_bytes_per_step`. `gain` is (1, 1) where only memory is at stake.
+    `growth_bytes_per_step`. `gain` is (1, 1) where only memory is at stake, and for advice: what changes the experiment is no
+    gain of the step; `throughput` is then the [low, high] factor on samples a second.
     """
 
     rule: str
@@ -72,6 +82,12 @@ class RankedFinding(Record, frozen=True, kw_only=True):
     growth_bytes_per_step: int = 0
     steps_until_full: float | None = None
     device: str = "cpu"
+    advice: str = ""
+    throughput: tuple[float, float] = (1.0, 1.0)
+    via: tuple[LibraryFrame, ...] = ()
+    """The lines of packages below the user's line, outermost first, where the cause lies in a library."""
+    is_cure: bool = False
+    """Whether its time is also that of causes and of other cures, so that costs do not add up with it."""
 
     @property
     def saves_time(self) -> bool:
@@ -115,6 +131,53 @@ class HotLine(Record, frozen=True, kw_only=True):
         return self.bytes / self.seconds if self.seconds > 0 else 0.0
 
 
+PartKind = Literal[
+    "data",
+    "kernels",
+    "dispatch",
+    "python",
+    "package",
+    "memory",
+    "communication",
+    "wait",
+    "idle",
+    "phase",
+    "cause",
+]
+"""kernels: operators of one family; dispatch: what torch spends on calling operators and on walking the graph; python: lines of
+the script; package: code of an installed package below the script's lines; memory: the kernel's page faults; wait: the host waits
+for the device; idle: the device waits for the host; phase: a phase that is not taken apart (evaluation); cause: what a finding
+accounts for and nothing else does."""
+
+
+class PartLine(Record, frozen=True, kw_only=True):
+    """A line's share of a part of the step."""
+
+    source: Source
+    seconds: float
+
+
+class PartOfStep(Record, frozen=True, kw_only=True):
+    """Where some of a step goes: something a person can look at, measured by what `basis` names.
+
+    Parts are disjoint. `floor_s` is the roofline's time for kernels, None where there is none; `num_calls` are the operators of
+    the part in a step; `lines` those that take most of it, the longest first.
+    """
+
+    kind: PartKind
+    name: str
+    seconds: float
+    floor_s: float | None = None
+    num_calls: float = 0.0
+    lines: tuple[PartLine, ...] = ()
+    basis: str = ""
+
+    @property
+    def floor_fraction(self) -> float | None:
+        """The floor over the time: 1 is as fast as the machine can. None where there is no floor."""
+        return self.floor_s / self.seconds if self.floor_s is not None and self.seconds > 0 else None
+
+
 class BrokenLaw(Record, frozen=True, kw_only=True):
     """A claim that was left out because it contradicts what was measured."""
 
@@ -125,12 +188,16 @@ class BrokenLaw(Record, frozen=True, kw_only=True):
 
 
 class Diagnosis(Record, frozen=True, kw_only=True):
-    """The answer: how long a step takes, how long it need take, and why it takes longer."""
+    """The answer: how long a step takes, how long it need take, and why it takes longer.
+
+    `parts` and `unexplained_s` add up to `step_s`. `explained_s` is what the cures of the findings would save of it.
+    """
 
     step_s: float
     floor_s: float | None
     explained_s: float
     unexplained_s: float
+    """What no part of the step accounts for."""
     findings: tuple[RankedFinding, ...]
     notes: tuple[Note, ...]
     hot_lines: tuple[HotLine, ...]
@@ -140,6 +207,13 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     """Hypotheses whose trial could not be run, and why."""
     broken: tuple[BrokenLaw, ...] = ()
     """Claims that are not made because they contradict the measured step."""
+    parts: tuple[PartOfStep, ...] = ()
+    """Where the step goes, the longest part first."""
+
+    @property
+    def is_near_floor(self) -> bool:
+        """Whether little can be gained from this step on this machine."""
+        return self.floor_s is not None and self.step_s <= NEAR_FLOOR * self.floor_s
 
 
 class Rule(Record, frozen=True, kw_only=True):
@@ -158,3 +232,8 @@ class Rule(Record, frozen=True, kw_only=True):
     levers: tuple[str, ...] = ()
     is_general: bool = False
     """A general rule names a symptom; it stays silent where rules that name a cause explain the same time."""
+    rewrites_line: bool = False
+    """Whether its edits rewrite the code of the finding's own line, which nobody can do where a library's line is the cause."""
+    is_cure: bool = False
+    """The rule prices a change of how a whole module runs (its precision, compiling it). It comes after causes at a line, and is
+    told beside them, since such cures multiply."""

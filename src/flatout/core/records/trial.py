@@ -119,6 +119,7 @@ ModelVariant = Literal[
     "float32",
     "tf32",
     "bf16-autocast",
+    "fp16-autocast",
     "channels-last",
     "flush-denormal",
     "threads",
@@ -135,9 +136,10 @@ class TimeModel(TrialRequest, frozen=True, kw_only=True):
     parameters in modules that no optimizer trains (or in `modules`, unless empty) do not require gradients. 'unpacked':
     recurrent layers that get a packed sequence run on the padded batch. 'eager': a module under torch.compile, against itself
     without; refused where it would have to be compiled anew. 'float32': without autocast, parameters and inputs in
-    float32. 'tf32': float32 products may use TF32. 'bf16-autocast': under autocast to bfloat16. 'channels-last': parameters
-    and images in channels_last. 'flush-denormal': subnormal numbers count as zero. 'threads': with `factor` CPU threads.
-    'steady': the same call, for what it takes when calls follow one another without a pause.
+    float32. 'tf32': float32 products may use TF32. 'bf16-autocast', 'fp16-autocast': forward under autocast to bfloat16, to
+    float16, entered anew for each call. 'channels-last': parameters and images in channels_last. 'flush-denormal': subnormal
+    numbers count as zero. 'threads': with `factor` CPU threads. 'steady': the same call, for what it takes when calls follow one
+    another without a pause.
     `num_live_outputs` calls follow one another and their outputs stay alive until the last, as the graph of a pass over several
     modules does.
     """
@@ -150,6 +152,23 @@ class TimeModel(TrialRequest, frozen=True, kw_only=True):
     factor: int = 1
     num_live_outputs: int = 1
     modules: tuple[str, ...] = ()
+
+
+class TimeCompiled(TrialRequest, frozen=True, kw_only=True):
+    """One call of the captured root module (by index in Evidence.models) as it is, against the same under torch.compile.
+
+    With `autocast`, a dtype, the call under autocast to it is timed beside them, compiled too where that gains anything. With
+    `regions`, paths below the module ('blocks') of containers, only the blocks in these are compiled, each alone. `dynamic`: for
+    changing shapes. `num_operators` of one call, forward and backward, tell beforehand how long compiling takes. The result's
+    parts: 'compile', the seconds of the first call; 'autocast' and 'both', one call each.
+    """
+
+    model: int
+    backward: bool
+    num_operators: int = 0
+    autocast: str = ""
+    regions: tuple[str, ...] = ()
+    dynamic: bool = False
 
 
 class TimeDataset(TrialRequest, frozen=True, kw_only=True):

@@ -34,3 +34,16 @@ class ModuleFact(Record, frozen=True, kw_only=True):
     value: float = 0.0
     text: str = ""
     source: int = -1
+
+
+class RoundTrip(Record, frozen=True, kw_only=True):
+    """Values that leave for NumPy and come back to torch in one function of the user's.
+
+    Lines of `file`: `away` call `Tensor.numpy`, `back` make tensors of what came of it, and `spans` are the first and last lines
+    of the statements and helper functions that work on it.
+    """
+
+    file: str
+    away: tuple[int, ...]
+    back: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]

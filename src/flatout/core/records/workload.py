@@ -5,11 +5,35 @@ from __future__ import annotations
 from flatout.core.records.record import Record
 
 
+class LibraryFrame(Record, frozen=True, kw_only=True):
+    """One line of an installed package that ran below a line of the user's.
+
+    `file` begins at the package ('transformers/trainer.py'); `text` is the stripped line as it stood when the script ran.
+    """
+
+    file: str
+    line: int
+    function: str = ""
+    text: str = ""
+
+    @property
+    def place(self) -> str:
+        """The line as a report names it: 'transformers/trainer.py:2300'."""
+        return f"{self.file}:{self.line}"
+
+    @property
+    def package(self) -> str:
+        """The package, or the module that is a package of one file: 'transformers', 'pytorch_lightning', 'six'."""
+        return self.file.partition("/")[0].removesuffix(".py")
+
+
 class Source(Record, frozen=True, kw_only=True):
     """One line of Python. `file` is absolute; `text` is the stripped line as it stood when the script ran.
 
     `library` names the innermost line outside torch that ran below this one ('module/file.py:12'), empty when
-    the line itself called torch.
+    the line itself called torch. `via` is the way there: the lines of packages below this one, outermost first, which ends
+    with the line of `library`. Of a run of frames in one file the innermost stands for all, and of many files the first and
+    the last ones are there; empty in evidence that older versions wrote.
     """
 
     file: str
@@ -17,6 +41,7 @@ class Source(Record, frozen=True, kw_only=True):
     function: str = ""
     text: str = ""
     library: str = ""
+    via: tuple[LibraryFrame, ...] = ()
     loops: tuple[int, ...] = ()
     """First lines of the loops and comprehensions around this line in its own function, outermost first."""
 

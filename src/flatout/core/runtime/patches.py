@@ -22,12 +22,14 @@ class Patches:
 
     def __init__(self) -> None:
         self._done: list[tuple[object, str, object]] = []
+        self._ours: dict[tuple[int, str], object] = {}
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Replace `owner.name` by `value` until `undo`."""
         if not self._done:
             self._live.append(self)
         self._done.append((owner, name, vars(owner).get(name, _ABSENT)))
+        self._ours[id(owner), name] = value
         setattr(owner, name, value)
 
     def undo(self) -> None:
@@ -37,6 +39,22 @@ class Patches:
         while self._done:
             owner, name, before = self._done.pop()
             _restore(owner, name, before)
+
+    def lift(self, owner: object, name: str) -> Undo:
+        """Put back what was `owner.name` before it was replaced here, until the function that is returned is called.
+
+        Nothing is done where something else has replaced it since.
+        """
+        before, ours = next(b for o, n, b in self._done if o is owner and n == name), self._ours.get((id(owner), name))
+        if vars(owner).get(name, _ABSENT) is not ours:
+            return lambda: None
+        _restore(owner, name, before)
+
+        def replace_again() -> None:
+            if vars(owner).get(name, _ABSENT) is before:
+                setattr(owner, name, ours)
+
+        return replace_again
 
     @contextmanager
     def _suspended(self) -> Iterator[None]:

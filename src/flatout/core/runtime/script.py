@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Final, NamedTuple
@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 from flatout.core.errors import ScriptError
 
 _OURS = str(Path(__file__).parents[2])
-TERMINATED: Final = 128 + signal.SIGTERM
-"""The shell's exit code for a process that SIGTERM ended."""
+INTERRUPTED: Final = 128 + signal.SIGINT
+"""The shell's exit code for a process that Ctrl-C ended."""
 
 
 class Outcome(NamedTuple):
@@ -98,7 +98,7 @@ def run_script(script: Script) -> Outcome:
     except BaseException as e:  # noqa: BLE001  # the script's own, whatever it is: python would print it and exit with 1
         e.__traceback__ = _without_ours(e.__traceback__)
         sys.excepthook(type(e), e, e.__traceback__)
-        code = 130 if isinstance(e, KeyboardInterrupt) else 1
+        code = INTERRUPTED if isinstance(e, KeyboardInterrupt) else 1
         return Outcome(_in_a_line(e), code)
     finally:
         sys.argv, sys.path[:] = before_argv, before_path
@@ -155,42 +155,75 @@ def end_script() -> None:
     raise Enough(0)
 
 
-class Ending:
-    """Whether the script is over and its Evidence is being written anyway."""
+def mute() -> None:
+    """Show nothing any more of what this process prints: what a script prints while it is ended is no result of it."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        with suppress(AttributeError, OSError, ValueError):  # a script may have closed or replaced them
+            stream.flush()  # type: ignore[union-attr]
+    empty = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(empty, descriptor)
+    os.close(empty)
 
-    def __init__(self) -> None:
+
+WRITE_NOW: Final = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Asks an observed process to write what there is and to end, where the script has SIGTERM and SIGINT for itself.
+
+The sampler of lines uses SIGRTMIN + 9; few programs use any beyond the first ones.
+"""
+_ENDS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class Ending:
+    """Whether the script is over, and its Evidence is being written anyway."""
+
+    def __init__(self, hurry: Callable[[], None]) -> None:
         self.has_begun = False
+        self.hurry = hurry
+        self.own = os.getpid()
+
+    def begin(self) -> None:
+        """The script is over. Ctrl-C and signals to end make haste from now on, and stop nothing that is being written."""
+        self.has_begun = True
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, lambda *_: self.hurry())
 
 
 @contextmanager
-def writing_when_terminated(write: Callable[[], None]) -> Iterator[Ending]:
-    """Call `write` when SIGTERM comes, then end the process; a signal after `has_begun` is passed over.
+def writing_when_terminated(write: Callable[[int], None], *, hurry: Callable[[], None]) -> Iterator[Ending]:
+    """Call `write(signal)` when SIGTERM, SIGHUP or WRITE_NOW comes, then end the process as the shell has it.
 
-    A launcher ends all ranks so when one has failed, and waits half a minute before it kills. A script that handles SIGTERM
-    itself keeps its own handler. Outside the main thread nothing is watched.
+    After `Ending.begin` a signal calls `hurry` instead. A launcher ends all ranks with SIGTERM when one has failed, and waits
+    half a minute before it kills. A script that handles a signal itself keeps its own handler, and one that is ignored (nohup)
+    stays so. Outside the main thread nothing is watched.
     """
-    ending = Ending()
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    ending = Ending(hurry)
+    if threading.current_thread() is not threading.main_thread():
         yield ending
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if ending.has_begun or os.getpid() != own:
-            if os.getpid() != own:  # a forked child inherited this handler
-                os._exit(TERMINATED)
+        if os.getpid() != ending.own:  # a forked child inherited this handler
+            os._exit(128 + number)
+        if ending.has_begun:
+            ending.hurry()
             return
         ending.has_begun = True
         try:
-            write()
+            write(number)
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(TERMINATED)
+            mute()  # which flushes
+            os._exit(128 + number)
 
-    own = os.getpid()
-    signal.signal(signal.SIGTERM, handle)
+    watched = [number for number in (*_ENDS, WRITE_NOW) if signal.getsignal(number) == signal.SIG_DFL]
+    interrupt = signal.getsignal(signal.SIGINT)
+    for number in watched:
+        signal.signal(number, handle)
     try:
         yield ending
     finally:
-        if signal.getsignal(signal.SIGTERM) is handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in watched:
+            if signal.getsignal(number) is handle:
+                signal.signal(number, signal.SIG_DFL)
+        if ending.has_begun:
+            signal.signal(signal.SIGINT, interrupt)

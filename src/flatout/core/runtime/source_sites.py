@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from flatout.core.records.workload import Source
+from flatout.core.records.workload import LibraryFrame, Source
 
 _STDLIB: Final = tuple({os.path.realpath(sysconfig.get_paths()[k]) for k in ("stdlib", "platstdlib")})
 _TORCH: Final = str(Path(torch.__file__).parent)
@@ -21,6 +21,8 @@ _OURS: Final = str(Path(__file__).parents[2])
 _GENERATED: Final = os.sep + "torchinductor_"
 """In the path of every file that Inductor generates (torch._inductor.runtime.cache_dir_utils), unless its folder was set."""
 _USER, _LIBRARY, _INSIDE = 0, 1, 2
+_LAST_FILES: Final = 3
+"""Files of a library at the end of a chain that are named, besides the outermost: who called what ran is there."""
 
 
 class Loops:
@@ -96,7 +98,7 @@ class Sites:
 
     def of_code(self, code: CodeType) -> int:
         """Index of the first line of a function."""
-        return self._add(code.co_filename, code.co_firstlineno, code.co_qualname, "")
+        return self._add(code.co_filename, code.co_firstlineno, code.co_qualname, ())
 
     def is_user_code(self, code: CodeType) -> bool:
         """Whether this code object belongs to the user."""
@@ -109,7 +111,7 @@ class Sites:
 
     def add(self, source: Source) -> int:
         """Index of a source line met elsewhere (in a worker process)."""
-        return self._add(source.file, source.line, source.function, source.library)
+        return self._add(source.file, source.line, source.function, source.via, library=source.library)
 
     def line_of(self, index: int) -> tuple[str, int]:
         """File and line of a source, the same for all that lies in libraries below it."""
@@ -124,18 +126,35 @@ class Sites:
         key = (id(code), line, id(inner.f_code) if inner else 0, inner_line)
         found = self._by_position.get(key)
         if found is None:
-            library = f"{_short(inner.f_code.co_filename)}:{inner_line}" if inner else ""
-            found = self._by_position[key] = self._add(code.co_filename, line, code.co_qualname, library)
+            via = self._between(frame, inner)
+            found = self._by_position[key] = self._add(code.co_filename, line, code.co_qualname, via)
         return found
 
-    def _add(self, file: str, line: int, function: str, library: str) -> int:
+    def _between(self, frame: FrameType, inner: FrameType | None) -> tuple[LibraryFrame, ...]:
+        """The lines of packages from the user's frame down to `inner`, one for each run of frames in one file."""
+        inwards: list[FrameType] = []
+        while inner is not None and inner is not frame:
+            file = inner.f_code.co_filename
+            if self._kinds.get(id(inner.f_code)) == _LIBRARY and not (
+                inwards and inwards[-1].f_code.co_filename == file
+            ):
+                inwards.append(inner)
+            inner = inner.f_back
+        via = tuple(map(_library_frame, reversed(inwards)))
+        return via if len(via) <= 1 + _LAST_FILES else (via[0], *via[-_LAST_FILES:])
+
+    def _add(
+        self, file: str, line: int, function: str, via: tuple[LibraryFrame, ...], *, library: str | None = None
+    ) -> int:
         file = os.path.abspath(file)
+        if library is None:
+            library = via[-1].place if via else ""
         key = (file, line, library)
         if key not in self._index:
             self._index[key] = len(self._sources)
             text = linecache.getline(file, line).strip()
             loops = self._loops_of(file).around(line)
-            source = Source(file=file, line=line, function=function, text=text, library=library, loops=loops)
+            source = Source(file=file, line=line, function=function, text=text, library=library, via=via, loops=loops)
             self._sources.append(source)
         return self._index[key]
 
@@ -156,9 +175,11 @@ class Sites:
         cache = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
         if cache is not None and path.startswith(os.path.realpath(cache.cache_dir()) + os.sep):
             return _INSIDE
+        if path.startswith(_OURS + os.sep):  # also where the user's folder is a checkout of flatout
+            return _INSIDE
         if self._user_root and path.startswith(self._user_root):
             return _USER
-        if path.startswith((_TORCH + os.sep, _OURS + os.sep)):
+        if path.startswith(_TORCH + os.sep):
             return _INSIDE
         if "site-packages" in path or "dist-packages" in path:
             return _LIBRARY
@@ -172,6 +193,12 @@ def _line_of(frame: FrameType) -> int:
         before = [n for start, _, n in frame.f_code.co_lines() if n is not None and start <= frame.f_lasti]
         line = before[-1] if before else frame.f_code.co_firstlineno
     return line
+
+
+def _library_frame(frame: FrameType) -> LibraryFrame:
+    code, line = frame.f_code, _line_of(frame)
+    text = linecache.getline(code.co_filename, line).strip()
+    return LibraryFrame(file=_short(code.co_filename), line=line, function=code.co_qualname, text=text)
 
 
 def _short(filename: str) -> str:

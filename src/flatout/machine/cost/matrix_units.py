@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from flatout.core.records.evidence import Evidence, Operator
 from flatout.core.records.trial import ModelVariant, TimeModel
-from flatout.machine.cost.accounting import facts_named, model_seconds, remaining_fraction
+from flatout.machine.cost.accounting import facts_named, model_seconds, remaining_fraction, setting_of
 
 PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "cudnn_convolution")
 """aten operators that matrix units can do."""
 
 
+_CUDNNS: Final = re.compile("conv|cudnn|miopen|lstm|gru|rnn")
+"""Operators that cuDNN runs; it may use TF32 unless told otherwise (torch's notes on CUDA, TensorFloat-32)."""
 _LARGE: Final = 1024
 _ALIGNED: Final = 64
 """128 bytes of half precision: what matrix units' loads are widest at (NVIDIA, Matrix Multiplication Background User's Guide)."""
@@ -53,9 +56,28 @@ def waits_for_host(evidence: Evidence) -> bool:
     return evidence.steps.device_s is not None and evidence.steps.device_s < 0.5 * evidence.steps.step_s
 
 
+def autocast_dtype(evidence: Evidence) -> str:
+    """The dtype of the autocast under which a root module was called; '' without one that changes anything on this device.
+
+    One for another device changes nothing, and neither does one to float32 (a script whose --dtype says float32).
+    """
+    device = "cpu" if evidence.workload.device == "cpu" else "cuda"
+    regions = (region.split(":") for f in facts_named(evidence, "autocast") for region in f.text.split(","))
+    return next((dtype for kind, dtype in regions if kind == device and dtype != "float32"), "")
+
+
 def is_autocast(evidence: Evidence) -> bool:
-    """Whether a root module was called under autocast."""
-    return bool(facts_named(evidence, "autocast"))
+    """Whether a root module was called under autocast of the device that it runs on."""
+    return bool(autocast_dtype(evidence))
+
+
+def runs_in_tf32(evidence: Evidence, operator: Operator) -> bool:
+    """Whether float32 products of this operator on a GPU may run in TF32: cuDNN's unless it is forbidden, others where it is
+    allowed.
+    """
+    if _CUDNNS.search(operator.op):
+        return setting_of(evidence, "cudnn_allow_tf32") != "False"
+    return setting_of(evidence, "float32_matmul_precision") in ("high", "medium")
 
 
 def rate_over_float32(evidence: Evidence, dtype: str) -> float | None:

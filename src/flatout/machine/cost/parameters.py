@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flatout.core.records.evidence import Evidence
 from flatout.machine.cost.accounting import facts_named, group_by
+from flatout.machine.cost.lines import function_finder
 
 _FEWEST = 8
 _MOST_OF_THEM = 0.5
@@ -28,6 +29,7 @@ def parameter_loops(evidence: Evidence) -> dict[tuple[str, str], tuple[int, ...]
     fitting = [i for i in rows if "x".join(map(str, evidence.operators[i].inputs[0].shape)) in shapes]
     by_line = group_by(fitting, lambda i: evidence.operators[i].source)
     loops = []
+    function_of = function_finder(evidence)
     for mine in by_line.values():
         calls = max(
             sum(evidence.operators[i].num_calls for i in g)
@@ -38,5 +40,5 @@ def parameter_loops(evidence: Evidence) -> dict[tuple[str, str], tuple[int, ...]
             loops += [i for i in rows if evidence.operators[i].source == evidence.operators[mine[0]].source]
     return {
         place: tuple(found)
-        for place, found in group_by(loops, lambda i: evidence.function_of(evidence.operators[i].source)).items()
+        for place, found in group_by(loops, lambda i: function_of(evidence.operators[i].source)).items()
     }

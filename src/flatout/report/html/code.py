@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple
 from markupsafe import Markup
 
 from flatout.core.records.finding import RankedFinding
+from flatout.report.places import innermost_text
 from flatout.report.sanitise import inert_code
 
 _AROUND: Final = 3
@@ -52,6 +53,8 @@ def highlighted(text: str) -> tuple[Markup, ...]:
 
 def excerpt(finding: RankedFinding) -> tuple[ExcerptLine, ...]:
     """The lines around the finding, from its file if that still says what ran; else the line as it was recorded."""
+    if finding.via:
+        return (ExcerptLine(finding.via[-1].line, highlighted(innermost_text(finding))[0], "here"),)
     if not finding.text.strip():
         return ()
     also = {s.line: s.text for s in finding.also if s.file == finding.file}

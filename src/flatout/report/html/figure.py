@@ -27,7 +27,19 @@ WIDTH_PX: Final = 1040
 """Width of a figure that is as wide as the page."""
 SMALL_PX: Final = 12
 """Size of the letters in a figure."""
-PHASES: Final = ("data", "transfer", "forward", "backward", "optimizer", "evaluation", "compile", "other")
+PHASES: Final = (
+    "data",
+    "transfer",
+    "environment",
+    "rollout",
+    "no_grad",
+    "forward",
+    "backward",
+    "optimizer",
+    "evaluation",
+    "compile",
+    "other",
+)
 """The phases that have a colour of their own."""
 _COLOURS: Final = (
     *("ink", "muted", "line", "panel", "paper", "hot", "on-hot", "op", "accent"),

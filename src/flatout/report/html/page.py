@@ -23,6 +23,9 @@ from flatout.report.html.steps import steps_svg
 from flatout.report.html.template import rendered_page
 from flatout.report.html.timeline import timeline_svg
 from flatout.report.parts import diagnosis as words
+from flatout.report.parts.breakdown import of_floor, part_name, share_of_step
+from flatout.report.parts.load import load_message
+from flatout.report.places import chain_of, innermost_place
 from flatout.report.sanitise import place_of
 
 _MOST_ROWS: Final = 12
@@ -57,6 +60,7 @@ def html_report(evidence: Evidence, diagnosis: Diagnosis) -> bytes:
         step_name=step_name,
         circumstances=tuple(words.run_circumstances(evidence)),
         failure=words.exit_message(evidence),
+        load=load_message(evidence),
         observing=words.observing_cost(evidence),
         timeline=timeline_svg(evidence, diagnosis.findings),
         roofline=roofline_svg(evidence, lines),
@@ -66,7 +70,10 @@ def html_report(evidence: Evidence, diagnosis: Diagnosis) -> bytes:
         ],
         steps=steps_svg(evidence.steps),
         place_of=_place_of,
+        chain_of=lambda of, source: chain_of(source, cwd=of.workload.cwd),
+        innermost=lambda of, source: _short(innermost_place(source, cwd=of.workload.cwd)),
         source_at=lambda of, index: _place_of(of, of.source_of(index)),
+        share_of_step=share_of_step,
         basis=units.BASIS,
     )
 
@@ -102,7 +109,10 @@ def _code(line: str) -> Markup:
 
 def _place_of(evidence: Evidence, source: Source | None) -> str:
     """A place that loses its beginning, not its end: a table has little room."""
-    where = place_of(source, cwd=evidence.workload.cwd)
+    return _short(place_of(source, cwd=evidence.workload.cwd))
+
+
+def _short(where: str) -> str:
     return where if len(where) <= _LONGEST_PLACE else f"\u2026{where[-_LONGEST_PLACE:]}"
 
 
@@ -117,4 +127,6 @@ _FILTERS: Final[dict[str, Callable[..., object]]] = {
     "excerpt": excerpt,
     "edit": edit,
     "manual": manual,
+    "part_name": part_name,
+    "of_floor": of_floor,
 }

@@ -13,7 +13,8 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import HotLine
 from flatout.machine.cost.roofline import Roof, roofs
 from flatout.report.html.figure import SMALL_PX, WIDTH_PX, PageFigure, colour, figure, letters_px, rounded
-from flatout.report.sanitise import inert, place_of
+from flatout.report.places import innermost_place
+from flatout.report.sanitise import inert
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -215,7 +216,7 @@ def _points(
         rate = units.work_rate(line.flop_per_s) + f" at {units.number(line.intensity)} FLOP/B, " if line.flop else ""
         drawn.tip(
             shape,
-            f"{point.number}: {place_of(line.source, cwd=cwd)}: {inert(line.source.text)}; "
+            f"{point.number}: {innermost_place(line.source, cwd=cwd)}: {inert(line.source.text)}; "
             f"{units.duration(line.seconds)} a step, {rate}{units.size_rate(line.bytes_per_s)}; {line.regime}-bound",
         )
         middle = (x.at(at[0]) if x else at[0], y.at(at[1]))

@@ -170,11 +170,16 @@ def _cause(
 
 def _causes_by_source(evidence: Evidence, findings: Sequence[RankedFinding]) -> dict[int, int]:
     """The number of the first finding that names a source line, by the line's index."""
-    numbers: dict[tuple[str, int], int] = {}
+    numbers: dict[tuple[str, int, str], int] = {}
     for number, finding in enumerate(findings, start=1):
-        for place in ((finding.file, finding.line), *((s.file, s.line) for s in finding.also)):
+        library = finding.via[-1].place if finding.via else ""
+        for place in ((finding.file, finding.line, library), *((s.file, s.line, s.library) for s in finding.also)):
             numbers.setdefault(place, number)
-    found = {i: numbers.get((s.file, s.line)) for i, s in enumerate(evidence.sources)}
+    # A cause at a line of a library is none of the user's whole line; one at the user's line is all that runs below it.
+    found = {
+        i: numbers.get((s.file, s.line, s.library)) or numbers.get((s.file, s.line, ""))
+        for i, s in enumerate(evidence.sources)
+    }
     return {i: number for i, number in found.items() if number is not None}
 
 

@@ -10,13 +10,14 @@ from flatout.core import units
 from flatout.core.records.evidence import Evidence, StepKind
 from flatout.core.records.finding import Diagnosis, RankedFinding
 from flatout.report.document import Block, Cause, Fold, Heading, Inline, Listing, Phases
+from flatout.report.parts.breakdown import parts_in_words, step_parts
 from flatout.report.parts.floor import hot_lines
+from flatout.report.parts.load import load_message
 from flatout.report.parts.memory import memory_cost, memory_gain, memory_line
 from flatout.report.parts.ranks import ranks
-from flatout.report.sanitise import Words, place, place_of
+from flatout.report.places import chain_of, chain_of_finding, innermost_text, other_places
+from flatout.report.sanitise import Words
 
-_OPEN_FRACTION: Final = 0.5
-"""A step with more than this share unexplained is not called fast."""
 _MOST_FINDINGS: Final = 10
 _MOST_NOTES: Final = 20
 STEP_NAMES: Final[dict[StepKind, str]] = {
@@ -30,11 +31,13 @@ _COUNTS: Final = ("no", "one", "two", "three", "four", "five", "six", "seven", "
 
 def diagnosis_blocks(evidence: Evidence, diagnosis: Diagnosis) -> list[Block]:
     """All that the diagnosis says."""
-    blocks: list[Block] = [Heading(diagnosis_headline(evidence, diagnosis), is_title=True)]
+    blocks: list[Block] = [Heading(diagnosis_headline(evidence, diagnosis), is_title=True), *_load(evidence)]
     blocks += [Words(line, style="dim") for line in run_circumstances(evidence)]
     blocks += _exit(evidence)
     if any(seconds > 0 for seconds in evidence.steps.phases.values()):
-        blocks += ["", Phases(evidence.steps.phases)]
+        blocks += ["", Phases(evidence.steps.phases_of_whole)]
+    for table in step_parts(diagnosis, cwd=evidence.workload.cwd):
+        blocks += ["", table]
     if lines := _memory_lines(evidence):
         blocks += ["", Listing([("", line) for line in lines])]
     for cause in causes(evidence, diagnosis):
@@ -48,10 +51,11 @@ def diagnosis_blocks(evidence: Evidence, diagnosis: Diagnosis) -> list[Block]:
 
 def short_diagnosis_blocks(evidence: Evidence, diagnosis: Diagnosis) -> list[Block]:
     """What is short enough for a pull request: headline, phases and causes; the rest folded away."""
-    blocks: list[Block] = [Heading(diagnosis_headline(evidence, diagnosis), is_title=True)]
+    blocks: list[Block] = [Heading(diagnosis_headline(evidence, diagnosis), is_title=True), *_load(evidence)]
     if message := exit_message(evidence):
         blocks.append(Words(message, style="bold"))
-    blocks += [Phases(evidence.steps.phases), *causes(evidence, diagnosis)[:_MOST_FINDINGS]]
+    blocks += [Phases(evidence.steps.phases_of_whole), *step_parts(diagnosis, cwd=evidence.workload.cwd)]
+    blocks += causes(evidence, diagnosis)[:_MOST_FINDINGS]
     if len(diagnosis.findings) > _MOST_FINDINGS:
         blocks.append(f"and {len(diagnosis.findings) - _MOST_FINDINGS} more")
 
@@ -63,6 +67,12 @@ def short_diagnosis_blocks(evidence: Evidence, diagnosis: Diagnosis) -> list[Blo
     return [*blocks, Fold("How it was measured, and what else is true", [Listing(rows)])]
 
 
+def _load(evidence: Evidence) -> Iterator[Words]:
+    """One line when the machine was busy with something else."""
+    if message := load_message(evidence):
+        yield Words(message, style="bold")
+
+
 def causes(evidence: Evidence, diagnosis: Diagnosis) -> list[Cause]:
     """The findings by rank, with what all renderers say of them."""
     return [
@@ -72,20 +82,29 @@ def causes(evidence: Evidence, diagnosis: Diagnosis) -> list[Cause]:
 
 def _cause(number: int, finding: RankedFinding, cwd: str) -> Cause:
     cost = f"{units.duration(finding.cost_s)} of each step, {units.percent(finding.share)}; {finding.regime}-bound"
-    where = place(finding.file, finding.line, cwd=cwd)
-    others = dict.fromkeys(place_of(source, cwd=cwd) for source in finding.also)
     return Cause(
         number=number,
         finding=finding,
-        where=where,
-        gain=_time_gain(finding) if finding.saves_time else (memory_gain(finding), ""),
+        where=chain_of_finding(finding, cwd=cwd),
+        code=innermost_text(finding),
+        gain=_gain(finding),
         cost=cost if finding.saves_time else "",
-        memory=tuple(memory_cost(finding)),
-        also=tuple(other for other in others if other != where),
+        memory=(*_advice(finding), *memory_cost(finding)),
+        also=other_places(finding, cwd=cwd),
     )
 
 
-def _time_gain(finding: RankedFinding) -> tuple[str, str]:
+def _advice(finding: RankedFinding) -> list[str]:
+    """What following the advice would gain, beside what it changes."""
+    known = units.predicted_speedup(finding.throughput)
+    return [f"{known} the samples a second {finding.advice}" if known else finding.advice] if finding.advice else []
+
+
+def _gain(finding: RankedFinding) -> tuple[str, str]:
+    if finding.advice:
+        return "advice", ""
+    if not finding.saves_time:
+        return memory_gain(finding), ""
     known = units.predicted_speedup(finding.gain)
     return (known, "faster") if known else ("gain not known", "")
 
@@ -111,24 +130,24 @@ def diagnosis_headline(evidence: Evidence, diagnosis: Diagnosis) -> str:
     step = step_title(evidence) + _beside(evidence)
     roofline = f"the roofline of this machine for this work is {units.duration(diagnosis.floor_s)}"
     floor = [roofline] if diagnosis.floor_s is not None else []
-    if diagnosis.findings:
+    if any(not f.advice for f in diagnosis.findings):
         return "; ".join([step, *floor, _causes_in_words(diagnosis)]) + "."
     if not diagnosis.checked:
         return f"{step}. Nothing was checked."
     noise = units.percent(steps.noise_s / diagnosis.step_s if diagnosis.step_s else None)
-    is_open = diagnosis.unexplained_s > _OPEN_FRACTION * diagnosis.step_s
-    verdict = "No known cause slows it" if is_open else "This is already fast"
+    verdict = "This is already fast" if diagnosis.is_near_floor else "No known cause slows it"
     num = len(diagnosis.checked)
     looked = "1 thing was" if num == 1 else f"{num} things were"
     cost = "it does not cost" if num == 1 else "none costs"
     text = f"{step}. {verdict}: {looked} checked, {cost} more than the noise (+-{noise})"
-    return "; ".join([text, *floor]) + "."
+    consists_of = "" if diagnosis.is_near_floor else parts_in_words(diagnosis)
+    return "; ".join([text, *floor, *filter(None, [consists_of])]) + "."
 
 
 def _causes_in_words(diagnosis: Diagnosis) -> str:
     """What the findings explain: time, or memory."""
-    num = sum(f.saves_time for f in diagnosis.findings)
-    rest = len(diagnosis.findings) - num
+    num = sum(f.saves_time and not f.advice for f in diagnosis.findings)
+    rest = sum(not f.advice for f in diagnosis.findings) - num
     parts = []
     if num:
         explain = "the cause below explains" if num == 1 else f"the {_number(num)} causes below explain"
@@ -196,7 +215,7 @@ def exit_message(evidence: Evidence) -> str:
 def _exit(evidence: Evidence) -> Iterator[Words]:
     """One line when the script failed or was stopped; nothing when it finished."""
     if evidence.exit == "stopped":
-        yield Words("the script was stopped before its end", style="dim")
+        yield Words("the script was ended when this report was ready", style="dim")
     elif message := exit_message(evidence):
         yield Words(message, style="red")
 
@@ -204,12 +223,12 @@ def _exit(evidence: Evidence) -> Iterator[Words]:
 def _remarks(evidence: Evidence, diagnosis: Diagnosis, *, most: int | None = None) -> Iterator[tuple[str, str]]:
     """What is true but costs nothing here, what was not tried or seen, and what stays open."""
     for note in diagnosis.notes[:most]:
-        where = place_of(note.where, cwd=evidence.workload.cwd)
+        where = chain_of(note.where, cwd=evidence.workload.cwd)
         yield "also true", f"{where}: {note.text}" if where else note.text
     yield from (("not tried", line) for line in diagnosis.refused[:most])
     yield from (("not seen", line) for line in evidence.notes[:most])
     yield from (("left out", law.text) for law in diagnosis.broken[:most])
-    if evidence.steps.num_timed and diagnosis.unexplained_s > 0:
+    if evidence.steps.num_timed and diagnosis.unexplained_s > 0 and not diagnosis.parts:
         share = units.percent(diagnosis.unexplained_s / diagnosis.step_s if diagnosis.step_s else None)
         yield "unexplained", f"{units.duration(diagnosis.unexplained_s)} of each step, {share}"
 
@@ -239,5 +258,6 @@ def observing_cost(evidence: Evidence) -> str:
         if cost.deep_agreement is not None:
             agreement = f" (their times add up to {units.percent(cost.deep_agreement)} of a step)"
         parts.append(f"{units.duration(cost.deep_s)} for {_in_words(cost.num_deep_steps, 'deep step')}{agreement}")
-    others = ((cost.trials_s, "trials"), (cost.other_s, "the rest"))
-    return "; ".join([*parts, *(f"{units.duration(s)} for {what}" for s, what in others if s)])
+    budget = f" of {units.duration(cost.trials_budget_s)}" if cost.trials_budget_s else ""
+    others = ((cost.trials_s, f"{budget} for trials"), (cost.other_s, " for the rest"))
+    return "; ".join([*parts, *(f"{units.duration(s)}{what}" for s, what in others if s)])

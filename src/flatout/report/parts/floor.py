@@ -9,7 +9,8 @@ from flatout.core import units
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Diagnosis, HotLine
 from flatout.report.document import Cell, Column, Table, numbers
-from flatout.report.sanitise import Path, place_of
+from flatout.report.places import innermost_place
+from flatout.report.sanitise import Path
 
 _NUM_SHOWN: Final = 12
 _ROOMY: Final = 95
@@ -39,7 +40,7 @@ def hot_lines(evidence: Evidence, diagnosis: Diagnosis) -> Table:
 
 def _cells(line: HotLine, cwd: str, unit: units.TimeUnit, *, has_floor: bool) -> Iterator[Cell]:
     floor_s = line.floor_s if has_floor and line.floor_s else None
-    yield Path(place_of(line.source, cwd=cwd))
+    yield Path(innermost_place(line.source, cwd=cwd))
     yield unit.show(line.seconds)
     yield unit.show(line.python_s)
     yield unit.show(floor_s) if floor_s is not None else units.UNKNOWN

@@ -143,7 +143,7 @@ class ProofSide:
     def on_optimizer_start(self) -> None:
         """Gradients are recorded by a hook of our own, which gets the optimizer."""
 
-    def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None:
+    def on_optimizer_end(self, optimizer: int, *, is_border: bool, leader_changed: bool) -> None:
         if self.kind in ("manual", "inference"):
             self._restart()
         self.kind = "training"
@@ -157,6 +157,9 @@ class ProofSide:
         """Nothing changes at the end of a closure either."""
 
     def on_unwatched_steps(self) -> None:
+        """Nothing to do: every step is watched."""
+
+    def on_leader_lost(self) -> None:
         """Nothing to do: every step is watched."""
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

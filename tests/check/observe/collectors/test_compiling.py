@@ -185,3 +185,23 @@ def test_suspended_patches_are_as_before_and_come_back() -> None:
         second.undo()
         first.undo()
     assert Thing.value == 1
+
+
+@pytest.mark.slow
+def test_a_script_that_resets_dynamo_is_observed_to_its_end() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    compiled = torch.compile(net, backend="eager")
+
+    def loop() -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(30):
+            optimizer.zero_grad()
+            compiled(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+            if step == 15:
+                torch._dynamo.reset()
+
+    evidence = observe(loop)
+
+    assert evidence.steps.num_observed >= 25
+    assert not [note for note in evidence.notes if "stopped early" in note]

@@ -248,3 +248,38 @@ def test_a_teacher_and_its_student_differ_by_name() -> None:
     source = evidence.source_of(unused.source)
     assert source is not None
     assert "teacher(x)" in source.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("both in one backward", ("double-forward", "")),
+        ("only looked at", ("double-forward", "detach")),
+        ("first without a graph", ("double-forward", "no-graph")),
+        ("a backward each", ("double-forward-freed", "freed")),
+    ],
+)
+def test_how_the_first_result_can_be_used_again_is_known(kind: str, expected: tuple[str, str]) -> None:
+    def loop() -> None:
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(20):
+            x = torch.randn(4, 8)
+            optimizer.zero_grad()
+            if kind == "first without a graph":
+                with torch.no_grad():
+                    net(x).mean()
+            else:
+                first = net(x).mean()
+                if kind != "both in one backward":
+                    first.backward()
+            second = net(x).square().mean()  # again
+            if kind == "both in one backward":
+                (first + second).backward()
+            elif kind != "only looked at":
+                second.backward()
+            optimizer.step()
+
+    [fact] = [f for f in observe(loop).module_facts if f.name.startswith("double-forward")]
+
+    assert (fact.name, fact.text, fact.value) == (*expected, 1.0)

@@ -119,3 +119,18 @@ def test_what_a_checkpoint_computes_again_in_the_backward_is_no_repeat() -> None
 
     outer = Outer()
     assert not repeats(observe(lambda: outer(torch.randn(4, 8)).mean(), outer))
+
+
+def test_an_encoder_whose_first_graph_is_freed_cannot_be_run_once() -> None:
+    shared = encoder()
+    actor, critic = Head(shared), Head(shared)
+
+    def step() -> Tensor:
+        x = torch.randn(4, 8)
+        actor(x).mean().backward()
+        return critic(x).square().mean()
+
+    evidence = observe(step, actor, critic)
+
+    assert not repeats(evidence)
+    assert [f.module for f in evidence.module_facts if f.name == "double-forward-inside-freed"] == ["Head (2).encoder"]

@@ -127,3 +127,16 @@ def test_every_watch_is_undone() -> None:
     before = (builtins.print, torch.save, copy.deepcopy, torch.tensor, torch.isnan, gc.collect)
     observe(lambda *_: None)
     assert (builtins.print, torch.save, copy.deepcopy, torch.tensor, torch.isnan, gc.collect) == before
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_checks_of_distributions_are_timed_at_the_users_line(checks: bool) -> None:
+    def act(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        policy = torch.distributions.Categorical(logits=torch.zeros(4, 3), validate_args=checks)
+        policy.log_prob(policy.sample())
+
+    evidence = observe(act)
+
+    found = {u.name: u for u in evidence.uses if u.name.startswith("Distribution.") and u.detail == "checked"}
+    assert set(found) == ({"Distribution.__init__", "Distribution._validate_sample"} if checks else set())
+    assert all(evidence.sources[u.source].file == __file__ and u.calls == 1 for u in found.values())

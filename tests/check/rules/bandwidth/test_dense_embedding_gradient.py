@@ -38,6 +38,13 @@ def test_backward_and_update_of_a_large_table_are_tried_sparse() -> None:
     assert "SparseAdam" in finding.edit
 
 
+def test_gradients_that_are_clipped_are_so_without_the_tables() -> None:
+    run = looked_up()
+    run.use("clip_grad_norm_", run.line("train.py", 30), 0.001)
+    run.tried(*proposed(RULE, run.build()), kept=0.1)
+    assert "clip_grad_norm_ on the other parameters alone" in only_finding(RULE, run.build()).edit
+
+
 def test_a_table_that_a_batch_covers_is_left_alone() -> None:
     assert not proposed(RULE, looked_up(num_rows=1000).build())
 

@@ -60,3 +60,10 @@ def test_the_strides_of_a_gradient_do_not_matter() -> None:
         phase="backward",
     )
     assert proposed(RULE, run.build())
+
+
+def test_of_several_modules_the_one_that_was_tried_is_named() -> None:
+    run = convolved()
+    run.model(run.line("train.py", 24, "score = judge(out)"), name="Judge", call_s=0.001)
+    run.tried(*proposed(RULE, run.build()), kept=0.7)
+    assert only_finding(RULE, run.build()).edit.endswith("; Net alone was tried")

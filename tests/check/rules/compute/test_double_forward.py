@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding
 
@@ -54,3 +55,23 @@ def test_a_module_inside_others_costs_its_operators_forward_and_backward() -> No
 
 def test_of_several_calls_only_the_repeats_count() -> None:
     assert only_finding(RULE, shared_encoder(calls=3.0).build()).cost_s == pytest.approx(0.01)
+
+
+def test_a_result_whose_graph_is_gone_is_used_detached() -> None:
+    run = called_twice(graphs_used=0)
+    run.facts[0] = msgspec.structs.replace(run.facts[0], text="detach")
+
+    assert ".detach() here" in only_finding(RULE, run.build()).edit
+
+
+@pytest.mark.parametrize("name", ["double-forward-freed", "double-forward-inside-freed"])
+def test_a_result_whose_graph_the_first_backward_frees_is_a_note_and_no_edit(name: str) -> None:
+    run = called_twice(graphs_used=50)
+    run.facts[0] = msgspec.structs.replace(run.facts[0], name=name)
+
+    assert not list(RULE.check(run.build()))
+    assert RULE.note is not None
+    [note] = RULE.note(run.build())
+    assert note.where is not None
+    assert note.where.line == 21
+    assert "frees the first graph" in note.text

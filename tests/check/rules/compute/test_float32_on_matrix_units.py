@@ -14,15 +14,22 @@ def on_a_gpu(*, precision: str = "highest", device_s: float | None = 0.095) -> E
     return run
 
 
-def test_both_cures_are_tried_and_make_the_range() -> None:
+def test_tf32_is_tried_and_priced() -> None:
     run = on_a_gpu()
-    tf32, half = proposed(RULE, run.build())
-    run.tried(tf32, kept=0.5)
-    run.tried(half, kept=0.3)
+    [trial] = proposed(RULE, run.build())
+    run.tried(trial, kept=0.5)
     finding = only_finding(RULE, run.build())
     assert finding.saved_s[0] < 0.09 * 0.5 < finding.saved_s[1]
-    assert "autocast" in finding.edit
     assert "set_float32_matmul_precision" in finding.edit
+
+
+def test_convolutions_use_tf32_unless_it_is_forbidden() -> None:
+    run = EvidenceBuilder(device_s=0.095)
+    run.model(run.line("train.py", 20, "out = net(x)"))
+    run.operator("aten.convolution", run.line("model.py", 9), inputs=[(8, 3, 64, 64), (8, 3, 3, 3)], op_s=0.06)
+    assert not proposed(RULE, run.build())
+    run.setting("cudnn_allow_tf32", "False")
+    assert len(proposed(RULE, run.build())) == 1
 
 
 def test_tf32_that_is_on_autocast_and_cpus_are_left_alone() -> None:

@@ -85,6 +85,16 @@ def test_a_module_that_is_not_trained_at_all_is_tried_without_a_graph() -> None:
     assert "no_grad" in finding.edit
 
 
+def test_a_module_that_a_gradient_goes_through_is_not_put_under_no_grad() -> None:
+    run = taught()
+    run.refused(*proposed(RULE, run.build()), why="a gradient goes through the module to its inputs")
+
+    edit = only_finding(RULE, run.build()).edit
+
+    assert "requires_grad_(False)" in edit
+    assert "no_grad" not in edit
+
+
 def test_a_teacher_under_no_grad_has_no_gradients_to_tell() -> None:
     run = taught()
     run.unused_gradients.clear()

@@ -61,11 +61,26 @@ def test_a_few_large_tensors_where_the_trial_shows_no_gain_are_not_reported(kept
     assert diagnose(run.build(), [RULE]).findings == ()
 
 
-def test_two_optimizers_are_two_findings() -> None:
+def test_optimizers_of_two_classes_are_two_findings() -> None:
     run = EvidenceBuilder(optimizer=0.04)
-    for number in (0, 1):
+    for number, name in enumerate(("Adam", "SGD")):
         made, step = run.line("train.py", 8 + number), run.line("train.py", 27 + number)
-        run.optimizer(step, constructed=made, step_s=0.02)
+        run.optimizer(step, constructed=made, name=name, step_s=0.02)
         run.operator("aten.addcdiv_", step, op_s=0.02, calls=148, phase="optimizer")
         run.tried(TimeOptimizer(optimizer=number), kept=0.2, variant="fused")
     assert [f.line for f in diagnose(run.build(), [RULE]).findings] == [8, 9]
+
+
+def test_optimizers_of_one_class_are_one_finding_priced_by_all_their_calls() -> None:
+    run = EvidenceBuilder(optimizer=0.06)
+    run.optimizer(run.line("gan.py", 40), constructed=run.line("gan.py", 8), step_s=0.01)
+    run.optimizer(run.line("gan.py", 50), constructed=run.line("gan.py", 9), step_s=0.01, calls=5)
+    for index in range(2):
+        run.tried(TimeOptimizer(optimizer=index), kept=0.2, variant="fused")
+
+    finding = only_finding(RULE, run.build())
+
+    assert finding.where is not None
+    assert (finding.where.line, [s.line for s in finding.also]) == (9, [8])
+    assert finding.cost_s == pytest.approx(0.06)
+    assert finding.saved_s[0] < 0.8 * 0.06 < finding.saved_s[1]

@@ -40,6 +40,19 @@ def test_layers_on_different_tensors_or_parts_of_one_are_left_alone() -> None:
     assert not proposed(RULE, projected(parts=True).build())
 
 
+def test_one_layer_that_is_run_twice_on_a_tensor_is_left_alone() -> None:
+    run = EvidenceBuilder()
+    norm = run.operator("aten.native_layer_norm", run.line("model.py", 9), inputs=[(64, 32)], output=(64, 32))
+    source = run.call(norm)
+    row = run.operator(
+        "aten.addmm", run.line("model.py", 11), inputs=[(48,), (64, 32), (32, 48)], output=(64, 48), op_s=0.02
+    )
+    run.call(row, -1, source, -1)
+    run.call(row, -1, source, -1)
+
+    assert not proposed(RULE, run.build())
+
+
 def test_a_trial_without_gain_is_not_reported() -> None:
     run = projected()
     run.tried(*proposed(RULE, run.build()), kept=1.0)

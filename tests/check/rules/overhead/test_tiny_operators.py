@@ -38,6 +38,20 @@ def test_a_batch_that_takes_hardly_longer_when_repeated_is_too_small() -> None:
     assert finding.saved_s == pytest.approx((0.7 * 0.098, 0.8 * 0.098))
 
 
+def test_a_larger_batch_is_advice_and_no_gain() -> None:
+    run = small_batch()
+    run.tried(batched(4), kept=0.3)
+    run.tried(batched(8), kept=0.2)
+
+    diagnosis = diagnose(run.build(), [RULE])
+
+    (finding,) = diagnosis.findings
+    assert "changes the experiment" in finding.advice
+    assert finding.gain == (1.0, 1.0)
+    assert finding.throughput[0] > 2.0
+    assert (finding.cost_s, diagnosis.explained_s) == (0.0, 0.0)
+
+
 def test_large_operators_are_left_alone() -> None:
     run = small_batch(num_operators=60, op_s=0.0015)
     assert not proposed(RULE, run.build())

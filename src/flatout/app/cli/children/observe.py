@@ -15,7 +15,7 @@ _UNDISTURBED: Final = 0.9
 
 def main() -> int:
     """Run the requested script under observation; its exit code."""
-    from flatout.app.cli.check import _REFUSED
+    from flatout.app.cli.check import REFUSED
     from flatout.app.cli.children import load_target
     from flatout.app.cli.ranks import as_rank
     from flatout.app.session import Observation, observe_script
@@ -31,7 +31,7 @@ def main() -> int:
         machine = _machine(Path(observation.machine_path)) if observation.rank == 0 else None
     except FlatoutError as e:
         print_to_stderr(f"flatout: {e}")
-        return _REFUSED
+        return REFUSED
     return observe_script(observation, script, machine)
 
 

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from time import perf_counter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final, Literal, NamedTuple, Protocol
@@ -139,8 +139,9 @@ class CompileEvents(Collector, CompileClock):
         """Take the callbacks away, and read what is left in the books."""
         self._drain()
         if self._handlers is not None:
-            self._handlers.remove_start_callback(self._on_start)
-            self._handlers.remove_end_callback(self._on_end)
+            with suppress(ValueError):  # torch._dynamo.reset() forgets them
+                self._handlers.remove_start_callback(self._on_start)
+                self._handlers.remove_end_callback(self._on_end)
             self._handlers = None
         self._suspension.close()
         self._is_on = False
@@ -154,6 +155,9 @@ class CompileEvents(Collector, CompileClock):
         """What compiles from now on is the script's again."""
         if self._utils is not None:
             self._skip_books()
+        if self._handlers is not None and self._on_start not in self._handlers.start_callbacks:
+            self._handlers.register_start_callback(self._on_start)  # a trial that compiled reset dynamo
+            self._handlers.register_end_callback(self._on_end)
         self._is_on = self._handlers is not None or self._utils is None
 
     def taken_s(self) -> float:

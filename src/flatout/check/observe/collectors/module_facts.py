@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from flatout.check.observe.calls import ModuleCalls, RootModule, module_paths
 from flatout.check.observe.collector import Collector, RootCallListener
 from flatout.check.observe.discovery import CollectorEntry
+from flatout.check.observe.graph_passes import GraphPasses
 from flatout.check.observe.nest_checksum import nest_checksum
 from flatout.check.observe.steps.optimizers import OptimizerWatched, Optimizing
 from flatout.check.observe.steps.schedule import Mode
@@ -38,11 +39,20 @@ class RootCall(NamedTuple):
     random_state: Tensor
 
 
+class RootResult(NamedTuple):
+    """What a root call of this step returned, and the backward passes through it."""
+
+    checksum: int
+    passes: GraphPasses
+
+
 class ModuleFacts(Collector, RootCallListener):
     """Collects facts about root modules and optimizers.
 
     'train-in-eval', 'eval-in-train'  mode of a root module, judged with the dropout and batch norm inside it
-    'double-forward'                  calls a step that repeat an earlier call of the step bit for bit
+    'double-forward'                  calls a step that repeat an earlier call of the step bit for bit; text: how the result of
+                                      the earlier one can be used instead, a `graph_passes.Reuse`
+    'double-forward-freed'            the same where it cannot: a backward has freed the graph that the later call's needs
     'no-gradient', 'zero-rate'        parameters an optimizer holds that never got a gradient, or whose rate is zero
     'parameter-shapes'                shapes of the tensors an optimizer holds ('64x3,64')
     'autocast'                        the autocast a root module ran under ('cpu:bfloat16')
@@ -53,8 +63,8 @@ class ModuleFacts(Collector, RootCallListener):
         self._optimizing = optimizing
         self._switches: dict[int, Counter[str]] = {}
         self._open: list[RootCall] = []
-        self._outputs: dict[tuple[int, int, bool, int], int] = {}
-        self._repeats: Counter[int] = Counter()
+        self._outputs: dict[tuple[int, int, bool, int], RootResult] = {}
+        self._repeats: dict[int, list[tuple[GraphPasses, GraphPasses]]] = defaultdict(list)
         self._num_deep = 0
         self._looks: Counter[int] = Counter()
         self._with_gradient: set[int] = set()
@@ -118,9 +128,9 @@ class ModuleFacts(Collector, RootCallListener):
         key = (call.module, call.inputs, call.is_training, call.versions)
         earlier = self._outputs.get(key)
         if earlier is None:
-            self._outputs[key] = result
-        elif result and earlier == result:
-            self._repeats[id(root)] += 1
+            self._outputs[key] = RootResult(result, GraphPasses(output))
+        elif result and earlier.checksum == result:
+            self._repeats[id(root)].append((earlier.passes, GraphPasses(output)))
 
     # -- what came of it --------------------------------------------------------------------------------------------------
 
@@ -151,11 +161,18 @@ class ModuleFacts(Collector, RootCallListener):
             is_optimized = any(id(p) in optimized for p in module.parameters())
             if root.graphs_used and not root.is_training and off and is_optimized:
                 yield _fact("eval-in-train", root, text=off)
-            if self._repeats[id(root)] and self._num_deep:
-                yield _fact("double-forward", root, value=self._repeats[id(root)] / self._num_deep)
+            yield from self._repeat_facts(root)
             if root.captured is not None and root.captured.autocast:
                 dtypes = (f"{d}:{str(t).removeprefix('torch.')}" for d, t in root.captured.autocast.items())
                 yield _fact("autocast", root, text=",".join(dtypes))
+
+    def _repeat_facts(self, root: RootModule) -> Iterator[ModuleFact]:
+        """One fact for each kind of use that the earlier results can be of."""
+        if self._num_deep:
+            reuses = Counter(earlier.reuse(later) for earlier, later in self._repeats[id(root)])
+            for reuse, num in reuses.items():
+                name = "double-forward-freed" if reuse == "freed" else "double-forward"
+                yield _fact(name, root, value=num / self._num_deep, text=reuse)
 
     def _optimizer_facts(self) -> Iterator[ModuleFact]:
         for key, watched in self._optimizing.watched.items():

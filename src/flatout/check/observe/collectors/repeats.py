@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flatout.check.observe.calls import ModuleCalls, RootModule, is_wrapper
 from flatout.check.observe.collector import Collector, InnerCallListener, RootCallListener
 from flatout.check.observe.discovery import CollectorEntry
+from flatout.check.observe.graph_passes import GraphPasses
 from flatout.check.observe.nest_checksum import nest_checksum
 from flatout.check.observe.steps.schedule import Mode
 from flatout.core.records.evidence import Evidence
@@ -39,6 +40,7 @@ class EarlierCall:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = [weakref.ref(t) for t in tensors]
         self.output = 0
+        self.passes: GraphPasses | None = None
 
     def had_inputs(self, tensors: list[Tensor]) -> bool:
         return all(ref() is tensor for ref, tensor in zip(self.tensors, tensors, strict=True))
@@ -55,10 +57,16 @@ class RepeatedModuleCalls:
         self.num_repeats = 0
         self.num_calls = 0
         self.differs = False
+        self.repeats: list[tuple[GraphPasses, GraphPasses]] = []
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether a backward frees the graph of a result before a later use of an equal one needs it."""
+        return any(earlier.reuse(later) == "freed" for earlier, later in self.repeats)
 
 
 class RepeatedCalls(Collector, RootCallListener, InnerCallListener):
-    """Finds modules that run twice on the same input; facts 'double-forward-inside'.
+    """Finds modules that run twice on the same input; facts 'double-forward-inside' and 'double-forward-inside-freed'.
 
     The first deep step finds modules that are called again with the very same tensors, unchanged, with the same weights;
     the later ones make sure of it: the outputs must agree bit for bit and no random numbers may be drawn.
@@ -107,7 +115,8 @@ class RepeatedCalls(Collector, RootCallListener, InnerCallListener):
         """Store a checksum of the output of a module that is also run inside another."""
         self._is_root_repeated = False
         if self._root_key is not None and id(root.module()) in self._found and self._root_key in self._earlier:
-            self._earlier[self._root_key].output = nest_checksum(output)
+            earlier = self._earlier[self._root_key]
+            earlier.output, earlier.passes = nest_checksum(output), GraphPasses(output)
 
     def on_inner_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpenCall | None:
         """Compare with the step's earlier calls; an OpenCall where the output is of interest."""
@@ -147,9 +156,10 @@ class RepeatedCalls(Collector, RootCallListener, InnerCallListener):
             return
         checksum = nest_checksum(output)
         if not call.is_repeat:
-            earlier.output = checksum
-        elif checksum and checksum == earlier.output:
+            earlier.output, earlier.passes = checksum, GraphPasses(output)
+        elif checksum and checksum == earlier.output and earlier.passes is not None:
             known.num_repeats += 1
+            known.repeats.append((earlier.passes, GraphPasses(output)))
         else:
             known.differs = True
 
@@ -170,10 +180,13 @@ class RepeatedCalls(Collector, RootCallListener, InnerCallListener):
         return (id(module), module.training, torch.is_grad_enabled(), versions, values), tensors
 
     def fill(self, evidence: Evidence) -> Evidence:
-        """Add one fact per module whose repeats agreed bit for bit: `value` repeats a step, `text` calls by that path."""
+        """Add one fact per module whose repeats agreed bit for bit: `value` repeats a step, `text` calls by that path.
+
+        Its name ends in '-freed' where the earlier result could not be used again.
+        """
         facts = (
             ModuleFact(
-                name="double-forward-inside",
+                name="double-forward-inside-freed" if found.is_freed else "double-forward-inside",
                 module=found.path,
                 kind=found.kind,
                 value=found.num_repeats / (self._num_deep - found.found_in),

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.optim.optimizer import Optimizer
 
 from flatout.check.observe.collector import Collector, EndedStep, StepListener
@@ -109,6 +110,9 @@ class CallUses(Collector, StepListener):
         if mode is Mode.READS and not self._has_compiled:
             for owner, name, public, describe in _frequent_calls():
                 self._watch(self._hot, owner, name, public, describe, is_hot=True)
+            for name in ("__init__", "_validate_sample"):
+                public = f"Distribution.{name}"
+                self._watch(self._hot, Distribution, name, public, _describe_checks, is_hot=True, is_internal=True)
 
     def end(self, mode: Mode) -> None:
         """Forget the calls of the step."""
@@ -179,7 +183,9 @@ class CallUses(Collector, StepListener):
         describe: Describe | None,
         *,
         is_hot: bool = False,
+        is_internal: bool = False,
     ) -> None:
+        """Watch one function; calls from torch's own code count only where it is internal, at the user's line that led there."""
         original: Callable[..., Any] = getattr(owner, name)
         is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -193,7 +199,7 @@ class CallUses(Collector, StepListener):
                 return original(*args, **kwargs)
             finally:
                 seconds = perf_counter() - start
-                self._note(public, describe, args, kwargs, seconds, is_hot=is_hot)
+                self._note(public, describe, args, kwargs, seconds, is_hot=is_hot, is_internal=is_internal)
                 self._inside = False
 
         patches.set(owner, name, watched)
@@ -238,11 +244,12 @@ class CallUses(Collector, StepListener):
         seconds: float,
         *,
         is_hot: bool,
+        is_internal: bool,
     ) -> None:
         try:
             frame = sys._getframe(2)
             site = self._sites.of_frame(frame)
-            if site < 0 or frame.f_globals.get("__name__", "").startswith(("torch.", "flatout.")):
+            if site < 0 or (not is_internal and frame.f_globals.get("__name__", "").startswith(("torch.", "flatout."))):
                 return
             if site not in self.callers:
                 self.callers[site] = self._sites.chain(frame)[1:]
@@ -345,6 +352,11 @@ def _describe_data(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, 
 
 
 _MANY_ELEMENTS: Final = 64
+
+
+def _describe_checks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int]:
+    """Whether the distribution checks its arguments, which is all that its base class takes time for."""
+    return ("checked" if args[0]._validate_args else ""), 0
 
 
 def _describe_zeroing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, int]:

@@ -11,11 +11,22 @@ from collections import Counter, defaultdict
 from math import prod
 from typing import Final, NamedTuple, cast
 
+import msgspec
+
 from flatout.check.observe.collector import CommunicationClock
 from flatout.check.observe.collectors.escapes import EscapingTensors
 from flatout.check.observe.collectors.host_reads import HostReads
 from flatout.check.observe.collectors.kernels import KernelProfiling
-from flatout.check.observe.evidence.rows import Bound, OperatorRow, bound_of, phase_group, to_host, to_kernels, waited_s
+from flatout.check.observe.evidence.rows import (
+    GROUPS,
+    Bound,
+    OperatorRow,
+    bound_of,
+    phase_group,
+    to_host,
+    to_kernels,
+    waited_s,
+)
 from flatout.check.observe.observation import ObservationState
 from flatout.check.observe.operators.overhead import InterceptionCost
 from flatout.check.observe.operators.recorder import DeepStep, Example, OperatorKey, RecordedCall, TensorMeta
@@ -35,6 +46,8 @@ VIEWS: Final = frozenset(f"aten.{name}" for name in _VIEW_NAMES.split())
 
 
 _USUAL_FRACTION: Final = 0.25
+_REGULAR_FRACTION: Final = 0.5
+"""Where so many steps make the same number of training calls, more of them belong to something that few steps do."""
 _NEARBY: Final = 9
 _TRUSTED_SAMPLES: Final = 25
 """With so many samples on a line, the samples and the recorded times weigh the same (a sampling error of a fifth)."""
@@ -63,8 +76,10 @@ class OperatorTable:
         escapes = observation.collector(EscapingTensors)
         self._escaping = escapes.keys if escapes.is_known else None
         usual = usual_root_calls([s for s in observation.timeline.steps if s.mode == Mode.LIGHT.value])
-        ordinary = [s for s in observation.deep.steps if s.root_calls <= usual] or observation.deep.steps
-        steps = ordinary[1:] or ordinary
+        ordinary = [s for s in observation.deep.steps if usual.has(s)]
+        self.passive_phase: Phase = "no_grad" if ordinary else "evaluation"
+        """The phase of what ran in evaluation mode or without gradients in the steps that are in the table."""
+        steps = ordinary[1:] or ordinary or observation.deep.steps
         if steps:
             nearby = _nearby(observation.timeline.steps)
             for clock in observation.listening(CommunicationClock):
@@ -100,7 +115,10 @@ class OperatorTable:
             if row.key.phase != "backward":
                 self.in_torch_s[row.key.site] += (row.dispatch_s if observation.is_device else row.op_s) / len(steps)
         flop = observation.deep.graph_flop
-        self.operators = tuple(_operator(r, len(steps), bound, flop.get(r.key)) for r in rows)
+        operators = (_operator(r, len(steps), bound, flop.get(r.key)) for r in rows)
+        self.operators = tuple(
+            msgspec.structs.replace(o, phase=self.passive_phase) if o.phase == "evaluation" else o for o in operators
+        )
         index = {key: row for row, key in enumerate(self.keys)}
         last = steps[-1].calls
         self.trace = Trace(
@@ -182,10 +200,10 @@ def _nearby(steps: list[TimedStep]) -> Nearby:
     if not deep or not light:
         return Nearby(0.0, {})
     usual = usual_root_calls([s for _, s in light])
-    ordinary = sorted((min(abs(i - d) for d in deep), i) for i, s in light if s.root_calls <= usual)
+    ordinary = sorted((min(abs(i - d) for d in deep), i) for i, s in light if usual.has(s))
     near = [steps[i] for _, i in ordinary[:_NEARBY]]
     whole_s = statistics.median(s.duration_s for s in near)
-    groups = {g: statistics.median(s.phases.get(g, 0.0) for s in near) for g in ("backward", "optimizer")}
+    groups = {g: statistics.median(s.phases.get(g, 0.0) for s in near) for g in GROUPS}
     return Nearby(whole_s, {**groups, "rest": max(0.0, whole_s - sum(groups.values()))})
 
 
@@ -198,11 +216,25 @@ def _less_communication(nearby: Nearby, clock: CommunicationClock) -> Nearby:
     return Nearby(step_s, {**groups, "rest": max(0.0, step_s - sum(groups.values()))})
 
 
-def usual_root_calls(steps: list[TimedStep]) -> int:
-    """The fewest root calls that a good share of the steps have; where all differ (rollouts), the most there are."""
-    counts = Counter(s.root_calls for s in steps)
+class UsualRootCalls(NamedTuple):
+    """How many calls of root modules a step without an evaluation pass makes."""
+
+    most: int
+    is_of_evaluation: bool
+    """Whether only calls in evaluation mode or without gradients count: where others vary (episodes), they tell nothing."""
+
+    def has(self, step: TimedStep | DeepStep) -> bool:
+        """Whether the step makes no more than that."""
+        return (step.evaluation_calls if self.is_of_evaluation else step.root_calls) <= self.most
+
+
+def usual_root_calls(steps: list[TimedStep]) -> UsualRootCalls:
+    """The fewest calls that a good share of the steps make; where all differ (rollouts), the most there are."""
+    training = Counter(s.root_calls - s.evaluation_calls for s in steps)
+    is_regular = max(training.values(), default=0) >= _REGULAR_FRACTION * len(steps)
+    counts = Counter(s.root_calls if is_regular else s.evaluation_calls for s in steps)
     common = [calls for calls, num in counts.items() if num >= _USUAL_FRACTION * len(steps)]
-    return min(common, default=max(counts, default=0))
+    return UsualRootCalls(min(common, default=max(counts, default=0)), not is_regular)
 
 
 def _times(call: RecordedCall, cost: InterceptionCost) -> tuple[float, float, float]:

@@ -11,6 +11,7 @@ import msgspec
 from flatout.check.observe.calls import RootModule
 from flatout.check.observe.evidence.accounts import OperatorTable
 from flatout.check.observe.observation import ObservationState
+from flatout.check.observe.steps.timeline import UNWATCHED
 from flatout.core.records.evidence import (
     Constant,
     LineTime,
@@ -58,14 +59,18 @@ def callers_of(observation: ObservationState) -> dict[int, tuple[int, ...]]:
     return {site: call_stack for site, call_stack in known.items() if site >= 0 and call_stack}
 
 
-def sampled_lines_of(observation: ObservationState, table: OperatorTable, step_s: float) -> tuple[LineTime, ...]:
+def sampled_lines_of(
+    observation: ObservationState, table: OperatorTable, step_s: float, *, has_evaluation: bool
+) -> tuple[LineTime, ...]:
     """Sampled lines in seconds of a step, and the lines of worker processes."""
     num_steps = max(1, observation.num_sampled)
     # Steps may grow after they were recorded.
     growth = max(1.0, step_s / table.nearby_step_s) if table.nearby_step_s else 1.0
+    # Where no step stands out by an evaluation pass, what runs without gradients is part of every step.
+    renamed = {} if has_evaluation else {"evaluation": "no_grad"}
     merged: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for spot, seconds, samples in observation.sampler.by_phase(observation.deep.phases_of_lines()):
-        row = merged[spot.phase, spot.site]
+        row = merged[renamed.get(spot.phase, spot.phase), spot.site]
         row[0] += seconds / num_steps
         row[1] += samples
         row[2] += seconds / num_steps if spot.is_own else 0.0
@@ -117,6 +122,7 @@ def _rows_of(root: RootModule) -> int:
 
 def optimizers_of(observation: ObservationState) -> tuple[OptimizerUse, ...]:
     """The optimizers that stepped, one record each."""
+    num_watched = sum(1 for s in observation.timeline.steps if s.mode != UNWATCHED)
     return tuple(
         OptimizerUse(
             name=w.name,
@@ -127,6 +133,7 @@ def optimizers_of(observation: ObservationState) -> tuple[OptimizerUse, ...]:
             num_elements=w.num_elements,
             step_s=statistics.median(w.step_s) if w.step_s else 0.0,
             fused_supported=w.fused_supported,
+            calls=max(1.0, round(w.num_calls / num_watched, 2)) if num_watched else 1.0,
         )
         for w in observation.optimizing.watched.values()
     )
@@ -209,7 +216,12 @@ def recurrences_of(observation: ObservationState, table: OperatorTable) -> tuple
 
 
 def observing_of(
-    observation: ObservationState, table: OperatorTable, *, light_fraction: float, other_s: float
+    observation: ObservationState,
+    table: OperatorTable,
+    *,
+    light_fraction: float,
+    other_s: float,
+    trials_budget_s: float,
 ) -> Observing:
     """The cost of observing, for the Evidence."""
     return Observing(
@@ -217,6 +229,7 @@ def observing_of(
         deep_s=max(0.0, observation.times.deep_s),
         trials_s=observation.times.trials_s,
         other_s=other_s,
+        trials_budget_s=trials_budget_s,
         num_deep_steps=len(observation.deep.steps),
         deep_agreement=table.agreement,
         nearby_step_s=table.nearby_step_s,

@@ -46,6 +46,7 @@ def steps_of(observation: ObservationState, device_s: float | None) -> Steps:
     compile_s = _going_on_s(timed) / num_timed
     rare_s = _rare_s(observation, timed)
     ordinary, extra = _split([_without_compiling(s) for s in light])
+    ordinary = [_without_evaluation(s) for s in ordinary]
     ordinary, starting = _without_starts(ordinary)
     round_size = _round_size(observation, len(ordinary))
     ordinary = _rounds(ordinary, round_size)
@@ -95,7 +96,7 @@ def _rare_s(observation: ObservationState, timed: list[TimedStep]) -> float:
     light = [i for i, s in enumerate(timed) if s.mode in (Mode.LIGHT.value, UNWATCHED)]
     usual = usual_root_calls([timed[i] for i in light if timed[i].mode != UNWATCHED])
     by_step = observation.collector(CallUses).by_step
-    seconds = [by_step.get(i, 0.0) for i in light if timed[i].root_calls <= usual]
+    seconds = [by_step.get(i, 0.0) for i in light if usual.has(timed[i])]
     if not seconds:
         return 0.0
     usual_s = statistics.median(seconds)
@@ -118,11 +119,18 @@ def _without_compiling(step: TimedStep) -> TimedStep:
     return step._replace(duration_s=step.duration_s - compile_s, phases=phases)
 
 
+def _without_evaluation(step: TimedStep) -> TimedStep:
+    """An ordinary step: what runs without gradients in each of them is no evaluation (a target network, a teacher)."""
+    if "evaluation" not in step.phases:
+        return step
+    phases = {("no_grad" if name == "evaluation" else name): seconds for name, seconds in step.phases.items()}
+    return step._replace(phases=phases)
+
+
 def _split(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
     """Ordinary steps, and those with more root calls than usual: an evaluation pass lies in them."""
     usual = usual_root_calls(steps)
-    ordinary = [s for s in steps if s.root_calls <= usual]
-    return ordinary, [s for s in steps if s.root_calls > usual]
+    return [s for s in steps if usual.has(s)], [s for s in steps if not usual.has(s)]
 
 
 def _without_starts(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:

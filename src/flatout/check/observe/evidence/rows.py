@@ -44,9 +44,13 @@ class OperatorRow(NamedTuple):
         )
 
 
+GROUPS: Final = ("backward", "optimizer", "environment")
+"""Phases whose operators are scaled to the time that the phase has in a light step."""
+
+
 def phase_group(phase: str) -> str:
-    """The group of phases whose time a light step knows: 'backward', 'optimizer', or 'rest' for all others."""
-    return phase if phase in ("backward", "optimizer") else "rest"
+    """The group of phases whose time a light step knows: one of GROUPS, or 'rest' for all others."""
+    return phase if phase in GROUPS else "rest"
 
 
 def waited_s(reads: Iterable[HostRead], step: DeviceStep | None) -> float:

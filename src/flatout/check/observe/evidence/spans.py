@@ -48,7 +48,7 @@ def _typical(steps: list[TimedStep]) -> TimedStep | None:
     if not light:
         return None
     usual = usual_root_calls(light)
-    ordinary = [s for s in light if s.root_calls <= usual]
+    ordinary = [s for s in light if usual.has(s)]
     middle_s = statistics.median(s.duration_s for s in ordinary)
     return min((s for s in ordinary if s.order), key=lambda s: abs(s.duration_s - middle_s), default=None)
 

@@ -38,6 +38,8 @@ _NODE_BYTES: Final = 500
 _GROWING: Final = 0.5
 """Everything that Python holds must have grown by this share of the survivors for each step since."""
 _SAMPLE_S: Final = 0.1
+_SAMPLE_FRACTION: Final = 0.002
+"""Of the loop's time for samples: glibc walks over all free blocks for its statistics, 1 ms where there are many."""
 _FEWEST_SAMPLES: Final = 8
 _FEWEST_STEPS: Final = 20
 _MOST_GROUPS: Final = 8
@@ -76,7 +78,7 @@ class Survivors:
         self._looks = 0
         self._bytes_before = 0
         self._samples: list[Sample] = []
-        self._sampled_s = 0.0
+        self._next_sample_s = 0.0
         self._next = 0
 
     # -- the watched step -------------------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ class Survivors:
         if self._ended_at is None or self.is_over:
             return False
         is_time = bisect_right(_LOOKS_AFTER, self._observation.num_steps - self._ended_at) > self._looks
-        return is_time or len(self._numbers) < 4 or perf_counter() - self._sampled_s >= _SAMPLE_S
+        return is_time or len(self._numbers) < 4 or perf_counter() >= self._next_sample_s
 
     def look(self) -> None:
         """A later step ended: look at what is left, if it is time."""
@@ -174,12 +176,14 @@ class Survivors:
 
     def _sample(self) -> None:
         now = perf_counter()
-        if self._observation.mode is not Mode.LIGHT or now - self._sampled_s < _SAMPLE_S:
+        if self._observation.mode is not Mode.LIGHT or now < self._next_sample_s:
             return
-        self._sampled_s = now
         state = malloc_state()
         device = device_memory.allocated(0) if self._observation.is_device else 0
         self._samples.append(Sample(self._observation.num_steps, state.used if state is not None else 0, device))
+        end = perf_counter()
+        self._next_sample_s = end + max(_SAMPLE_S, (end - now) / _SAMPLE_FRACTION)
+        self._observation.times.light_own_s += end - now
 
     def complete(self, memories: tuple[Memory, ...]) -> tuple[Memory, ...]:
         """The records with what grew."""

@@ -75,12 +75,13 @@ class DeepLooks:
         self._calls.begin_deep()
         self.recorder.begin()
 
-    def close(self, root_calls: int) -> None:
-        """The step ended: file what was recorded."""
+    def close(self, root_calls: int, evaluation_calls: int) -> None:
+        """The step ended, with so many calls of root modules: file what was recorded."""
         assert self.recorder is not None
         self.recorder.is_paused = True
         step = self.recorder.step
-        step.cells, step.root_calls = tuple(self._calls.cells.values()), root_calls
+        step.cells = tuple(self._calls.cells.values())
+        step.root_calls, step.evaluation_calls = root_calls, evaluation_calls
         self.steps.append(step)
         self._note_gradients()
         self.recorder.is_paused = False

@@ -8,12 +8,19 @@ from typing import Final, NamedTuple
 
 import torch
 
+from flatout.check.observe.steps.blocks import WATCHED_ROOT_DEVICE_S, WATCHED_ROOT_S
 from flatout.check.observe.steps.timeline import PhaseTimeline, TimedStep
 from flatout.core.runtime.source_sites import Sites
+from flatout.machine.measure.stats import median_estimate
 
 _CALLS: Final = 300
-ROOT_CALL_S: Final = 4e-6
-"""Bookkeeping of one root call besides its time stamps: callers, the hook on its graph (measured on a 2026 server core)."""
+MODULE_CALL_S: Final = 0.3e-6
+"""What our function adds to a call of a module, also of one inside a root module (a 2026 server core, Python 3.11)."""
+_PER_HANDLER: Final = 2.0
+"""A sample takes twice the time of its handler: the rest is what the signal does to the caches (the same core)."""
+_UNWATCHED_STEP_S: Final = 20e-6
+"""What an unwatched step pays for the hooks of optimizer and backward, the functions of torch that are watched, and its stamp."""
+_FEWEST_COMPARED: Final = 12
 
 
 class InterceptionCost(NamedTuple):
@@ -63,13 +70,40 @@ def _loop_s(x: torch.Tensor) -> float:
     return perf_counter() - start
 
 
-def light_cost_s(steps: list[TimedStep], sampler_s: float, *, is_device: bool) -> float:
-    """Seconds the light observation took in these steps: time stamps of phases, root calls and the sampling thread."""
+class LightWork(NamedTuple):
+    """What light observation did besides the steps that it watched."""
+
+    module_calls: float
+    """Calls of modules that went through our function."""
+    sampler_s: float
+    """Handlers of samples."""
+    other_s: float
+    """What was measured by itself."""
+    ordinary_s: list[float]
+    """Seconds of the watched steps without more root calls than usual."""
+    unwatched_s: list[float]
+    """Seconds of steps that went by unwatched."""
+
+
+def light_cost_s(watched: list[TimedStep], work: LightWork, *, is_device: bool) -> float:
+    """Seconds that light observation took: by unit prices, and by how much longer watched steps were than unwatched ones.
+
+    The larger counts. Steps in which an evaluation or a rollout lies have no counterpart among the unwatched.
+    """
     scratch = PhaseTimeline(use_events=is_device)
     start = perf_counter()
     for _ in range(_CALLS):
         scratch.switch("forward")
     switch_s = (perf_counter() - start) / _CALLS
-    starts = sum(s.num_switches for s in steps)
-    roots = sum(s.root_calls for s in steps)
-    return starts * switch_s + roots * ROOT_CALL_S + sampler_s
+    root_s = WATCHED_ROOT_DEVICE_S if is_device else WATCHED_ROOT_S
+    priced_s = sum(s.num_switches * switch_s + s.root_calls * root_s for s in watched)
+    beside_s = len(work.unwatched_s) * _UNWATCHED_STEP_S
+    beside_s += work.module_calls * MODULE_CALL_S + _PER_HANDLER * work.sampler_s + work.other_s
+    return max(priced_s, len(watched) * _longer_s(work)) + beside_s
+
+
+def _longer_s(work: LightWork) -> float:
+    """How much longer a watched step was for being watched, at least; 0 where there are too few of either to tell."""
+    if min(len(work.ordinary_s), len(work.unwatched_s)) < _FEWEST_COMPARED:
+        return 0.0
+    return max(0.0, median_estimate(work.ordinary_s).low - median_estimate(work.unwatched_s).high)

@@ -129,7 +129,7 @@ class DeepStep:
         self.reads: list[tuple[int, str, str, bool]] = []
         self.constants: dict[int, list[int]] = {}
         self.truncated = False
-        self.root_calls = 0
+        self.root_calls = self.evaluation_calls = 0
         self.cells: tuple[RepeatedModule, ...] = ()
 
 

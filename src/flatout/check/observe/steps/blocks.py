@@ -13,9 +13,12 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Final
 
-WATCHED_STEP_S: Final = 120e-6
-"""What watching one step lightly costs, whatever its length, disturbed caches too (2026 server core; `bench/light_cost.py`)."""
-WATCHED_ROOT_S: Final = 10e-6
+WATCHED_STEP_S: Final = 300e-6
+"""What watching one step lightly costs, whatever its length, disturbed caches too, and putting the watches in place for it.
+
+120 us on a quiet 2026 server core (`bench/light_cost.py`), 300 us and more on one that others use too.
+"""
+WATCHED_ROOT_S: Final = 20e-6
 """What each call of a root module adds to that; on a device, where its borders are marked by events, `WATCHED_ROOT_DEVICE_S`."""
 WATCHED_ROOT_DEVICE_S: Final = 35e-6
 """Measured on the host of an H200 (torch 2.11): 40 root modules made a step of 5.4 ms 1.4 ms longer."""

@@ -30,9 +30,11 @@ class OptimizerListener(Protocol):
 
     def on_optimizer_start(self) -> None: ...
 
-    def on_optimizer_end(self, *, is_border: bool, leader_changed: bool) -> None: ...
+    def on_optimizer_end(self, optimizer: int, *, is_border: bool, leader_changed: bool) -> None: ...
 
     def on_unwatched_steps(self) -> None: ...
+
+    def on_leader_lost(self) -> None: ...
 
     def on_closure_start(self) -> None: ...
 
@@ -59,6 +61,8 @@ class OptimizerWatched:
         self.closure_s = 0.0
         """Seconds of the step in progress that went to its closure: forward and backward, not the optimizer's own work."""
         self.step_s: list[float] = []
+        self.num_calls = self.num_in_step = 0
+        """Its steps in the watched steps of the loop since their border was found, and in the one in progress."""
 
 
 class Optimizing:
@@ -73,6 +77,8 @@ class Optimizing:
         self.is_active = False
         self.unwatched_ends_s: list[float] | None = None
         """Set while steps go by unwatched: their ends are stamped there, and nothing else is done at most of them."""
+        self._num_others = 0
+        """Steps of other optimizers since the last of those stamps."""
         self.num_unwatched = 0
         """After so many stamps the listener is called; sooner if `has_news` is set."""
         self.has_news = False
@@ -117,6 +123,17 @@ class Optimizing:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def restart(self) -> None:
+        """Count the optimizers' steps from here."""
+        for watched in self.watched.values():
+            watched.num_calls = watched.num_in_step = 0
+
+    def end_step(self) -> None:
+        """A watched step of the loop ended."""
+        for watched in self.watched.values():
+            watched.num_calls += watched.num_in_step
+            watched.num_in_step = 0
 
     def optimized_ids(self) -> set[int]:
         """Identities of all parameters that a stepping optimizer holds."""
@@ -166,6 +183,14 @@ class Optimizing:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ends_s = self.unwatched_ends_s
         if ends_s is not None:
+            if self._leader is None or self._leader.optimizer() is not optimizer:
+                self._num_others += 1
+                if self._num_others > _LONGEST_CYCLE:
+                    self._num_others, self._leader = 0, None
+                    self._recent.clear()
+                    self._listener.on_leader_lost()
+                return
+            self._num_others = 0
             ends_s.append(perf_counter())
             if self.has_news or len(ends_s) == self.num_unwatched:
                 self.has_news = False
@@ -176,11 +201,12 @@ class Optimizing:
         watched = self.watched.get(id(optimizer))
         if watched is None:
             return
+        watched.num_in_step += 1
         watched.step_s.append(perf_counter() - watched.started_s - watched.closure_s)
         self._recent.append(id(watched))
         leader = self._find_leader()
         changed, self._leader = self._leader is not leader, leader
-        self._listener.on_optimizer_end(is_border=leader is watched, leader_changed=changed)
+        self._listener.on_optimizer_end(id(optimizer), is_border=leader is watched, leader_changed=changed)
 
     def _find_leader(self) -> OptimizerWatched:
         counts = Counter(self._recent)

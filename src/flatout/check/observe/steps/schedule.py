@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 from flatout.core.records.progress import Doing
 from flatout.core.records.record import Record
+
+_TRIALS_LEAST_S: Final = 8.0
+"""Trials of a data set and of a module take some seconds each."""
 
 
 class Mode(Enum):
@@ -40,8 +44,20 @@ class Schedule(Record, frozen=True, kw_only=True):
     """Steps after the deep ones that do not count: with several ranks, those that wait for another rank's trials."""
     deep_budget_s: float = 15.0
     trials_budget_s: float = 15.0
+    compile_budget_s: float = 30.0
+    """Besides, for trials that compile: 15 to 25 s for the blocks of a transformer on two cores (EPYC, torch 2.13)."""
     observe_s: float = 30.0
     max_light: int = 20_000
+
+    @property
+    def trials_limit_s(self) -> float:
+        """Seconds for all trials: a short observation is not followed by long trials."""
+        return min(self.trials_budget_s, _TRIALS_LEAST_S + self.observe_s / 2)
+
+    @property
+    def compile_limit_s(self) -> float:
+        """Seconds for trials that compile, in the same proportion; none where nothing is tried."""
+        return min(self.compile_budget_s, _TRIALS_LEAST_S + 2 * self.observe_s) if self.trials_budget_s else 0.0
 
     def num_before_looks(self, *, is_device: bool) -> int:
         """Whole steps before the first close look."""

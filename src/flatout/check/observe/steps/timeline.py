@@ -34,6 +34,7 @@ class _Waiting(NamedTuple):
     root_calls: int
     num_starts: int
     weight: int
+    evaluation_calls: int = 0
     compile_s: float = 0.0
     """Of unwatched steps: what compiling took of the last."""
     hosts_s: tuple[float, ...] = ()
@@ -54,6 +55,8 @@ class TimedStep(NamedTuple):
     """(phase, seconds) as they followed one another; stored for the first steps only."""
     num_starts: int = 0
     """Iterators over loaders that were created in it: epochs that began."""
+    evaluation_calls: int = 0
+    """Those of the root calls that ran in evaluation mode or without gradients."""
 
 
 class PhaseTimeline:
@@ -67,6 +70,7 @@ class PhaseTimeline:
         self.phase = "other"
         self.steps: list[TimedStep] = []
         self.root_calls = 0
+        self.evaluation_calls = 0
         self.last_phase_starts: list[PhaseStart] = []
         """Those of the step that ended last."""
         self.num_starts = 0
@@ -97,8 +101,9 @@ class PhaseTimeline:
         phase_starts, self._phase_starts = self._phase_starts, [self._phase_starts[-1]]
         self.last_phase_starts = phase_starts
         calls, self.root_calls = self.root_calls, 0
+        evaluation_calls, self.evaluation_calls = self.evaluation_calls, 0
         starts, self.num_starts = self.num_starts, 0
-        step = _Waiting(mode, phase_starts, calls, starts, weight)
+        step = _Waiting(mode, phase_starts, calls, starts, weight, evaluation_calls)
         if self._use_events:
             self._waiting.append(step)
             self._collect()
@@ -125,7 +130,7 @@ class PhaseTimeline:
             if self._unwatched is not None:
                 phase_starts, self._phase_starts = [self._phase_starts[-1], self._unwatched], [self._unwatched]
                 self._unwatched = None
-            self._waiting.append(_Waiting(UNWATCHED, phase_starts, 0, starts, 0, compile_s, (*quiet_s, last_s)))
+            self._waiting.append(_Waiting(UNWATCHED, phase_starts, 0, starts, 0, 0, compile_s, (*quiet_s, last_s)))
             self._collect()
             return
         self._file_unwatched([*quiet_s, last_s], starts, compile_s)
@@ -134,7 +139,7 @@ class PhaseTimeline:
         """Forget the time since the last phase began: it was ours."""
         self._phase_starts = [self._start_of(self.phase)]
         self._forward_end = None
-        self.root_calls = self.num_starts = 0
+        self.root_calls = self.evaluation_calls = self.num_starts = 0
 
     def drain(self) -> None:
         """Read all events that are still under way; waits for the device."""
@@ -192,5 +197,15 @@ class PhaseTimeline:
         order = order if len(self.steps) < _ORDERED_STEPS else ()
         num = len(step.phase_starts)
         self.steps.append(
-            TimedStep(step.mode, sum(lengths), phases, step.root_calls, num, step.weight, order, step.num_starts)
+            TimedStep(
+                step.mode,
+                sum(lengths),
+                phases,
+                step.root_calls,
+                num,
+                step.weight,
+                order,
+                step.num_starts,
+                step.evaluation_calls,
+            )
         )

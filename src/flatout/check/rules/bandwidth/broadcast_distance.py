@@ -125,4 +125,5 @@ RULE = rule(
     check,
     propose=proposing(_distances, worth=_WORTH_A_TRIAL),
     title="All pairs of differences written out for a distance",
+    rewrites_line=True,
 )

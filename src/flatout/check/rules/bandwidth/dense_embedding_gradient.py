@@ -5,8 +5,8 @@ Costs        A table-sized gradient is zeroed, filled at a few rows, and read by
 Evidence     The dense backward of an embedding with far fewer indices than rows, and the optimizer's share for the table. Trial:
              lookup, backward and update of such a table with the captured indices, dense and with sparse=True.
 Levers       memory.sparse-gradient
-False alarm  Small tables, or batches that touch most rows: the trial says so. With Adam the cure changes the update: moments of
-             untouched rows stay as they are.
+False alarm  Small tables, batches that touch most rows, and weights tied to another layer's: the trial says so. With Adam the
+             cure changes the update: moments of untouched rows stay as they are.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         num_rows, width = operator.outputs[0].shape
         touched = result.parts.get("touched", 0.0)
         lazy = "SparseAdam (it leaves untouched rows alone)" if "Adam" in use.name else use.name
+        # It raises on sparse gradients, on a CPU as on a GPU.
+        is_clipped = any(u.name == "clip_grad_norm_" for u in evidence.uses)
+        clipped = "; clip_grad_norm_ on the other parameters alone, it takes no sparse gradients" if is_clipped else ""
         yield Finding(
             where=evidence.source_of(operator.source),
             cost_s=max(cost_s, saved_s),
@@ -66,7 +69,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             because=f"a batch touches {touched:.0f} of {num_rows} rows of {width}, but gradient and {use.name} work on all "
             f"of them, {milliseconds(cost_s)} a step; with a sparse gradient it takes {remaining:.0%} (tried)",
             edit=f"nn.{'EmbeddingBag' if operator.op == _BAG else 'Embedding'}(..., sparse=True), its weight in an optimizer of "
-            f"its own: torch.optim.{lazy}",
+            f"its own: torch.optim.{lazy}{clipped}",
             module=operator.module,
             operators=(row,),
             basis="trial",
@@ -100,4 +103,4 @@ def _trial_of(evidence: Evidence, row: int) -> TimeSparseEmbedding | None:
     return None
 
 
-RULE = rule(__name__, check, propose=propose, title="A table-sized gradient for a few rows")
+RULE = rule(__name__, check, propose=propose, title="A table-sized gradient for a few rows", rewrites_line=True)

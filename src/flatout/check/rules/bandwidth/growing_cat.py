@@ -96,4 +96,10 @@ def _trial_of(last: Operator, *, backward: bool) -> TimeGrowingCat:
     return TimeGrowingCat(piece=piece.shape, dim=dim, count=count, dtype=piece.dtype, backward=backward)
 
 
-RULE = rule(__name__, check, propose=proposing(_growing, worth=_WORTH_A_TRIAL), title="A tensor grown piece by piece")
+RULE = rule(
+    __name__,
+    check,
+    propose=proposing(_growing, worth=_WORTH_A_TRIAL),
+    title="A tensor grown piece by piece",
+    rewrites_line=True,
+)

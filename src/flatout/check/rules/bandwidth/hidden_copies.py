@@ -98,4 +98,4 @@ def _is_relayout(operator: Operator) -> bool:
     return not old.is_contiguous and new.is_contiguous and new.num_elements >= _FEWEST_ELEMENTS
 
 
-RULE = rule(__name__, check, propose=propose, title="A copy that only changes the layout")
+RULE = rule(__name__, check, propose=propose, title="A copy that only changes the layout", rewrites_line=True)

@@ -152,4 +152,5 @@ RULE = rule(
     check,
     propose=proposing(_by_lines, worth=_WORTH_A_TRIAL),
     title="Attention that writes its scores to memory",
+    rewrites_line=True,
 )

@@ -3,7 +3,7 @@
 Costs        A convolution in NCHW is transposed to the library's own blocked or channels-last format and back, or runs in a
              slower kernel.
 Evidence     Convolutions on contiguous images that take a good share of the step. Trial: the module and its inputs in
-             channels_last, forward and backward.
+             channels_last, forward and backward, and on its images the script's own `.view` calls and the other root modules.
 Levers       memory.channels-last
 False alarm  Few channels, small images, processors whose kernels prefer NCHW: the trial says so.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flatout.core.parts import rule
-from flatout.core.records.evidence import Evidence, Operator
+from flatout.core.records.evidence import Evidence, Model, Operator
 from flatout.core.records.finding import Finding
 from flatout.core.records.trial import TimeModel
 from flatout.machine.cost.accounting import around, milliseconds, model_seconds, model_trial
@@ -39,11 +39,16 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             because=f"convolutions on contiguous NCHW images take {milliseconds(module.cost_s)} a step; with module and images "
             f"in channels_last forward and backward take {module.remaining:.0%} (tried)",
             edit="model = model.to(memory_format=torch.channels_last) once, images = "
-            "images.to(memory_format=torch.channels_last) for each batch",
+            f"images.to(memory_format=torch.channels_last) for each batch{_alone(evidence, model)}",
             module=model.name,
             operators=module.suspect.rows,
             basis="trial",
         )
+
+
+def _alone(evidence: Evidence, model: Model) -> str:
+    """Which module was tried, where the step calls several: another may have a `.view` that the format breaks."""
+    return f"; {model.name} alone was tried" if {m.name for m in evidence.models} != {model.name} else ""
 
 
 def _convolutions(evidence: Evidence) -> Iterator[SuspectRows[TimeModel]]:

@@ -27,6 +27,7 @@ from flatout.machine.cost.accounting import (
     remaining_fraction,
     result_of,
 )
+from flatout.machine.cost.lines import function_finder
 from flatout.machine.cost.roofline import operation_floor
 
 _FEWEST: Final = 5
@@ -87,10 +88,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 def _chains(evidence: Evidence) -> Iterator[list[int]]:
     """Rows of each function that holds enough pointwise operators, its lines' backward included."""
     pointwise = [i for i, o in enumerate(evidence.operators) if o.source >= 0 and _is_pointwise(o)]
-    for rows in group_by(pointwise, lambda i: evidence.function_of(evidence.operators[i].source)).values():
-        forward = [
-            evidence.operators[i] for i in rows if evidence.operators[i].phase in ("forward", "other", "evaluation")
-        ]
+    function_of = function_finder(evidence)
+    for rows in group_by(pointwise, lambda i: function_of(evidence.operators[i].source)).values():
+        forward = [evidence.operators[i] for i in rows if evidence.operators[i].phase not in ("backward", "optimizer")]
         kinds = {(o.op, o.source) for o in forward}
         per_module = max((o.num_calls for o in forward), default=0.0)
         if len(kinds) >= _FEWEST and per_module < _MANY_CALLS and _is_connected(evidence, rows):
@@ -158,4 +158,10 @@ def _fused_s(machine: Machine, evidence: Evidence, rows: list[int]) -> float:
     return calls * (floor.floor_s + 3 * (floor.overhead_s or 0.0))
 
 
-RULE = rule(__name__, check, propose=propose, title="A chain of pointwise operators that one kernel would do")
+RULE = rule(
+    __name__,
+    check,
+    propose=propose,
+    title="A chain of pointwise operators that one kernel would do",
+    rewrites_line=True,
+)

@@ -95,4 +95,4 @@ def _entrance(evidence: Evidence) -> Source | None:
     return next((evidence.source_of(o.source) for o in calls if _is_float64(o)), None)
 
 
-RULE = rule(__name__, check, propose=propose, title="Accidental float64")
+RULE = rule(__name__, check, propose=propose, title="Accidental float64", rewrites_line=True)

@@ -15,6 +15,7 @@ from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence, Operator
 from flatout.core.records.finding import Finding
 from flatout.machine.cost.accounting import group_by, milliseconds, operator_seconds
+from flatout.machine.cost.lines import function_finder
 from flatout.machine.cost.trace import consumers
 
 _SPELT = (".float(", ".half(", ".bfloat16(", ".double(", ".to(", ".type(", ".type_as(", "dtype=")
@@ -28,7 +29,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     wasted = _wasted(evidence)
     sources = {evidence.operators[evidence.trace.operator[c]].source for c in wasted}
     rows = [i for i, o in enumerate(evidence.operators) if o.source in sources and _is_cast(o)]
-    for mine in group_by(rows, lambda i: evidence.function_of(evidence.operators[i].source)).values():
+    function_of = function_finder(evidence)
+    for mine in group_by(rows, lambda i: function_of(evidence.operators[i].source)).values():
         cost_s = operator_seconds(evidence, mine)
         by_line = group_by(mine, lambda i: evidence.operators[i].source)
         hottest = max(by_line, key=lambda s: operator_seconds(evidence, by_line[s]))
@@ -99,4 +101,4 @@ def _is_spelt(evidence: Evidence, row: int) -> bool:
     return source is not None and any(word in source.text for word in _SPELT)
 
 
-RULE = rule(__name__, check, title="Tensors cast to and fro")
+RULE = rule(__name__, check, title="Tensors cast to and fro", rewrites_line=True)

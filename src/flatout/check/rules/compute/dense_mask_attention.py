@@ -107,4 +107,5 @@ RULE = rule(
     propose=proposing(_masked, worth=_WORTH_A_TRIAL),
     note=note,
     title="A dense mask where a flag would do",
+    rewrites_line=True,
 )

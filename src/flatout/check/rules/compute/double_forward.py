@@ -6,18 +6,40 @@ Evidence     Calls of a root module in the deep steps whose inputs, outputs and 
              module inside others (an encoder that actor and critic share) that is given the very same tensors again; its
              price is the time of its operators, forward and backward.
 Levers       graph.reuse-result
-False alarm  Two passes with different dropout over one input (contrastive learning): they draw random numbers and differ.
+False alarm  Two passes with different dropout over one input (contrastive learning): they draw random numbers and differ. Two
+             calls whose graphs two backward passes go through: the first would free what the second needs, so that is a note.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence, Model
-from flatout.core.records.finding import Finding
+from flatout.core.records.finding import Finding, Note
 from flatout.core.records.usage import ModuleFact
 from flatout.machine.cost.accounting import around, facts_named, milliseconds, operator_seconds
+
+_EDITS: Final = {
+    "": "keep the result of the first call and use it here",
+    "detach": "keep the result of the first call and use its .detach() here",
+    "no-graph": "keep the result of one call for both, outside no_grad, and use its .detach() where the first one is now",
+}
+"""By how the first result can be used again (`graph_passes.Reuse`)."""
+_FREED: Final = ("double-forward-freed", "double-forward-inside-freed")
+
+
+def note(evidence: Evidence) -> Iterator[Note]:
+    """Yield a note per repeated call whose first result is of no use: keeping it would crash in the second backward."""
+    for name in _FREED:
+        for fact in facts_named(evidence, name):
+            yield Note(
+                where=evidence.source_of(fact.source),
+                text=f"{fact.module} is called {_times(fact)} a step on an input it has already been given and returns the "
+                "same result, but a backward frees the first graph before this one is needed; where the first call's "
+                "gradients are not needed, use its result detached there, and again here",
+            )
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
@@ -40,7 +62,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             saved_s=around(cost_s, 0.1),
             because=f"{fact.module} is called {_times(fact)} a step on an input it has already been given, with the same "
             f"weights, and returns the same result bit for bit; {milliseconds(cost_s)} a step",
-            edit="keep the result of the first call and use it here",
+            edit=_EDITS[fact.text],
             also=(also,) if also is not None else (),
             module=fact.module,
         )
@@ -72,4 +94,4 @@ def _times(fact: ModuleFact) -> str:
     return "once" if fact.value <= 1.5 else f"{fact.value:.0f} times"
 
 
-RULE = rule(__name__, check, title="A module run twice on the same input")
+RULE = rule(__name__, check, note=note, title="A module run twice on the same input", rewrites_line=True)

@@ -2,10 +2,10 @@
 
 Costs        A float32 product without TF32 runs on the ordinary units, at an eighth or less of the matrix units' rate (51
              against 400 TFLOP/s on an H200).
-Evidence     Device time of float32 products and convolutions while TF32 is off and no autocast is on. Trials: the module with
-             TF32 allowed, and under autocast to bfloat16.
-Levers       workload.tf32, workload.mixed-precision
-False alarm  Work that needs float32's 24 bits (solvers, physics); a step that waits for its host: the trials show no gain there.
+Evidence     Device time of float32 products that may not use TF32, while no autocast is on. Trial: the module with TF32 allowed.
+             (Convolutions use it unless that is forbidden. What bfloat16 gains is told by compute.mixed-precision.)
+Levers       workload.tf32
+False alarm  Work that needs float32's 24 bits (solvers, physics); a step that waits for its host: the trial shows no gain there.
 """
 
 from __future__ import annotations
@@ -17,66 +17,50 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.trial import TimeModel
 from flatout.machine.cost.accounting import (
-    facts_named,
+    around,
     milliseconds,
     model_seconds,
     model_trial,
     remaining_fraction,
     result_of,
     setting_line,
-    setting_of,
 )
-from flatout.machine.cost.matrix_units import float32_products
+from flatout.machine.cost.matrix_units import float32_products, is_autocast, runs_in_tf32
 
 _WORTH_A_TRIAL = 0.1
 _SPREAD = 0.15
 
 
 def propose(evidence: Evidence) -> Iterator[TimeModel]:
-    """Time the module with TF32, and under autocast."""
-    rows = _rows(evidence)
-    if sum(evidence.operators[i].op_s for i in rows) > _WORTH_A_TRIAL * evidence.steps.step_s:
-        yield from _trials(evidence)
+    """Time the module with TF32."""
+    rows, trial = _rows(evidence), model_trial(evidence, "tf32")
+    if trial is not None and sum(evidence.operators[i].op_s for i in rows) > _WORTH_A_TRIAL * evidence.steps.step_s:
+        yield trial
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
-    """Yield one finding for all float32 products, with what each of both cures gains."""
-    rows = _rows(evidence)
-    results = [r for t in _trials(evidence) if (r := result_of(evidence, t)) is not None]
-    if not rows or not results:
+    """Yield one finding for all these products."""
+    rows, result = _rows(evidence), result_of(evidence, model_trial(evidence, "tf32"))
+    if not rows or result is None:
         return
-    busy_s = model_seconds(evidence)
-    saved = [max(0.0, busy_s * (1 - remaining_fraction(r))) for r in results]
+    saved_s = around(max(0.0, model_seconds(evidence) * (1 - remaining_fraction(result))), _SPREAD)
     cost_s = sum(evidence.operators[i].op_s for i in rows)
-    tried = ", ".join(
-        f"{_WORDS[r.trial.variant]} {remaining_fraction(r):.0%}" for r in results if isinstance(r.trial, TimeModel)
-    )
     yield Finding(
         where=setting_line(evidence, "float32_matmul_precision"),
-        cost_s=min(evidence.steps.whole_s, max(cost_s, *saved)),
-        saved_s=((1 - _SPREAD) * min(saved), max(saved)),
-        because=f"float32 products and convolutions take {milliseconds(cost_s)} of the step without the matrix units; "
-        f"forward and backward take {tried} (tried)",
-        edit="torch.set_float32_matmul_precision('high') for TF32; with torch.autocast('cuda', dtype=torch.bfloat16): around the "
-        "forward pass and loss for more",
+        cost_s=min(evidence.steps.whole_s, max(cost_s, saved_s[1])),
+        saved_s=saved_s,
+        because=f"float32 products take {milliseconds(cost_s)} of the step without the matrix units; with TF32 forward and "
+        f"backward take {remaining_fraction(result):.0%} (tried)",
+        edit="torch.set_float32_matmul_precision('high') once, at the start",
         operators=rows,
         basis="trial",
     )
 
 
-_WORDS = {"tf32": "with TF32", "bf16-autocast": "under autocast"}
-
-
 def _rows(evidence: Evidence) -> tuple[int, ...]:
-    if evidence.workload.device == "cpu" or facts_named(evidence, "autocast"):
+    if evidence.workload.device == "cpu" or is_autocast(evidence):
         return ()
-    is_full = setting_of(evidence, "float32_matmul_precision") in ("", "highest")
-    return float32_products(evidence) if is_full else ()
-
-
-def _trials(evidence: Evidence) -> list[TimeModel]:
-    trials = (model_trial(evidence, "tf32"), model_trial(evidence, "bf16-autocast"))
-    return [t for t in trials if t is not None]
+    return tuple(i for i in float32_products(evidence) if not runs_in_tf32(evidence, evidence.operators[i]))
 
 
 RULE = rule(__name__, check, propose=propose, title="Float32 products beside idle matrix units")

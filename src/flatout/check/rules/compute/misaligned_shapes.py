@@ -110,4 +110,6 @@ def _suspect(row: int, operator: Operator) -> _Suspect | None:
     return _Suspect(row, trial, sizes)
 
 
-RULE = rule(__name__, check, propose=propose, title="Products with sizes that the matrix units dislike")
+RULE = rule(
+    __name__, check, propose=propose, title="Products with sizes that the matrix units dislike", rewrites_line=True
+)

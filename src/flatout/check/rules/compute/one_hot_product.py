@@ -106,4 +106,10 @@ def _is_one_hot(operator: Operator) -> bool:
     )
 
 
-RULE = rule(__name__, check, propose=proposing(_products, worth=_WORTH_A_TRIAL), title="A product with one-hot rows")
+RULE = rule(
+    __name__,
+    check,
+    propose=proposing(_products, worth=_WORTH_A_TRIAL),
+    title="A product with one-hot rows",
+    rewrites_line=True,
+)

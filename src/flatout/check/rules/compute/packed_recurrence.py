@@ -56,4 +56,10 @@ def _trial(evidence: Evidence) -> TimeModel | None:
     return TimeModel(model=largest, variant="unpacked", backward=evidence.steps.kind != "inference")
 
 
-RULE = rule(__name__, check, trial=_trial, title="A packed sequence keeps the recurrent layer off its fused kernel")
+RULE = rule(
+    __name__,
+    check,
+    trial=_trial,
+    title="A packed sequence keeps the recurrent layer off its fused kernel",
+    rewrites_line=True,
+)

@@ -65,4 +65,4 @@ def _trial(index: int, model: Model) -> TimeModel:
     return TimeModel(model=index, variant="cropped", backward=False, length=model.captured_length, cropped_length=1)
 
 
-RULE = rule(__name__, check, propose=propose, title="What earlier calls computed is computed again")
+RULE = rule(__name__, check, propose=propose, title="What earlier calls computed is computed again", rewrites_line=True)

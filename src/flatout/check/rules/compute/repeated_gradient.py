@@ -42,4 +42,4 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-RULE = rule(__name__, check, title="One graph walked several times for its gradients")
+RULE = rule(__name__, check, title="One graph walked several times for its gradients", rewrites_line=True)

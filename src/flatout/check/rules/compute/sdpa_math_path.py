@@ -113,4 +113,5 @@ RULE = rule(
     propose=proposing(_with_dropout, worth=_WORTH_A_TRIAL),
     note=note,
     title="Fused attention that is not fused",
+    rewrites_line=True,
 )

@@ -36,7 +36,11 @@ def note(evidence: Evidence) -> Iterator[Note]:
 
 
 def _is_tiny(operator: Operator) -> bool:
-    if "batch_norm" not in operator.op or operator.phase in ("backward", "evaluation") or not operator.inputs:
+    if (
+        "batch_norm" not in operator.op
+        or operator.phase in ("backward", "evaluation", "no_grad", "rollout")
+        or not operator.inputs
+    ):
         return False
     is_training = operator.scalars.startswith("True") or "with_update" in operator.op
     return is_training and len(operator.inputs[0].shape) >= 2 and 0 < _num_values(operator) < _FEWEST

@@ -2,7 +2,8 @@
 
 Costs        The backward through a body that is frozen only by not being given to the optimizer, and the memory of its gradients.
 Evidence     Parameters that receive a gradient but are in no optimizer that steps. Trial: forward and backward with those
-             parameters not requiring gradients; of a module that is not trained at all (a teacher), its forward under no_grad.
+             parameters not requiring gradients; of a module that is not trained at all (a teacher), its forward under no_grad,
+             unless a gradient goes through it to its inputs.
 Levers       workload.freeze
 False alarm  An optimizer that steps rarely and had not stepped yet.
 """
@@ -18,6 +19,9 @@ from flatout.core.records.trial import TimeModel
 from flatout.machine.cost.accounting import around, model_seconds, remaining_fraction, result_of
 
 _WORTH_A_TRIAL = 0.03
+_WHOLE = "run it under torch.no_grad(): a teacher or target needs no gradients"
+_PART = "requires_grad_(False) on these modules once before training; a gradient that goes through them still does"
+"""Safe where no_grad would cut off what lies before: a loss of features, a frozen part in the middle."""
 
 
 def propose(evidence: Evidence) -> Iterator[TimeModel]:
@@ -47,9 +51,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             saved_s=saved_s,
             because=f"{unused.num_tensors} parameters ({unused.num_elements / 1e6:.2f} M) get gradients but no optimizer "
             f"holds them; their backward takes {unused.seconds * 1e3:.2f} ms a step",
-            edit="run it under torch.no_grad(): a teacher or target needs no gradients"
-            if unused.is_whole
-            else "run the frozen part under torch.no_grad(), or body.requires_grad_(False) once before training",
+            edit=_WHOLE if unused.is_whole and result is not None else _PART,
             module=_module_of(unused),
             operators=unused.operators,
             basis="trial" if result is not None else "estimate",

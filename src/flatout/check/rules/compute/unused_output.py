@@ -16,6 +16,7 @@ from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.machine.cost.accounting import around, group_by, milliseconds
+from flatout.machine.cost.lines import function_finder
 
 _READS = frozenset(
     f"aten.{n}"
@@ -29,8 +30,9 @@ _SMALLEST_FRACTION = 0.01
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding per function whose results are not used."""
+    function_of = function_finder(evidence)
     for mine in group_by(
-        _dead_seconds(evidence).items(), lambda item: evidence.function_of(evidence.operators[item[0]].source)
+        _dead_seconds(evidence).items(), lambda item: function_of(evidence.operators[item[0]].source)
     ).values():
         seconds = dict(mine)
         cost_s = sum(seconds.values())
@@ -79,4 +81,4 @@ def _dead_seconds(evidence: Evidence) -> dict[int, float]:
     return {row: operators[row].total_s * num / calls[row] for row, num in dead.items()}
 
 
-RULE = rule(__name__, check, title="Results that nobody uses")
+RULE = rule(__name__, check, title="Results that nobody uses", rewrites_line=True)

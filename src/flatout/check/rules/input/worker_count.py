@@ -49,7 +49,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         f"this machine, batch and model take "
         + ", ".join(f"{result.parts[str(c)] * 1e3:.1f} ms with {c}" for c in trial.counts)
         + f", and the model alone {result.now_s * 1e3:.1f} ms",
-        edit=f"DataLoader(..., num_workers={best}, persistent_workers=True)",
+        edit=f"DataLoader(..., num_workers={best}{', persistent_workers=True' if best else ''})",
         also=evidence.sources_of((loader.source,)),
         phases=("data",),
         basis="trial",

@@ -50,4 +50,4 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-RULE = rule(__name__, check, title="Gradients filled with zeros")
+RULE = rule(__name__, check, title="Gradients filled with zeros", rewrites_line=True)

@@ -51,4 +51,4 @@ def _trial(evidence: Evidence) -> TimeGraphBreak | None:
     return TimeGraphBreak(backward=evidence.steps.phases.get("backward", 0.0) > 0) if is_broken else None
 
 
-RULE = rule(__name__, check, trial=_trial, note=note, title="A line that breaks the compiled graph")
+RULE = rule(__name__, check, trial=_trial, note=note, title="A line that breaks the compiled graph", rewrites_line=True)

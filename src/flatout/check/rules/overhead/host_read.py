@@ -16,6 +16,9 @@ from flatout.core.records.evidence import Evidence, HostRead
 from flatout.core.records.finding import Finding, Note
 from flatout.machine.cost.accounting import group_by, idle_seconds
 
+_MOST_NAMED = 5
+"""Lines named in one note; the others are counted."""
+
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding per source line that waits for the device in every step or oftener."""
@@ -42,8 +45,16 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 
 
 def note(evidence: Evidence) -> Iterator[Note]:
-    """Yield a note per line that would stall a GPU, or stalls this one at no cost."""
-    for source, reads in _by_line(evidence.host_reads).items():
+    """Yield a note per line that stalls the device at no cost, and one for all lines that would stall a GPU."""
+    by_line = _by_line(evidence.host_reads)
+    elsewhere = [s for s, reads in by_line.items() if not any(r.on_device for r in reads)]
+    if len(elsewhere) > 1:
+        lines = ", ".join(f"{s.file.rpartition('/')[2]}:{s.line}" for s in evidence.sources_of(elsewhere[:_MOST_NAMED]))
+        more = f" and {len(elsewhere) - _MOST_NAMED} more" if len(elsewhere) > _MOST_NAMED else ""
+        times = _times(sum(r.calls for s in elsewhere for r in by_line[s]))
+        what = f"{len(elsewhere)} lines read values on the host, {times} a step ({lines}{more})"
+        yield Note(where=None, text=f"{what}; harmless on a CPU, would stall a GPU")
+    for source, reads in by_line.items():
         on_device = any(r.on_device for r in reads)
         wait_s = sum(r.wait_s for r in reads)
         what = f"{_names(reads)} {_times(sum(r.calls for r in reads))} a step"
@@ -51,8 +62,10 @@ def note(evidence: Evidence) -> Iterator[Note]:
             text = f"{what} stalls the host {wait_s * 1e3:.2f} ms; the device is busy meanwhile, so little is gained without"
         elif on_device:
             text = f"{what} costs nothing here: the device had finished"
-        else:
+        elif len(elsewhere) == 1:
             text = f"{what}; harmless on a CPU, would stall a GPU"
+        else:
+            continue
         yield Note(where=evidence.source_of(source), text=text)
 
 
@@ -68,4 +81,6 @@ def _times(calls: float) -> str:
     return "once" if round(calls) <= 1 else f"{calls:.0f} times"
 
 
-RULE = rule(__name__, check, note=note, title="The host waits for the device in the middle of a step")
+RULE = rule(
+    __name__, check, note=note, title="The host waits for the device in the middle of a step", rewrites_line=True
+)

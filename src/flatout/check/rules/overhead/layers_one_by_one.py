@@ -152,4 +152,10 @@ def _optimizer_s(evidence: Evidence, num: int) -> float:
     return min(use.step_s, evidence.steps.phases.get("optimizer", use.step_s)) * num / use.num_tensors
 
 
-RULE = rule(__name__, check, propose=proposing(_sets, worth=_WORTH_A_TRIAL), title="Equal layers called one by one")
+RULE = rule(
+    __name__,
+    check,
+    propose=proposing(_sets, worth=_WORTH_A_TRIAL),
+    title="Equal layers called one by one",
+    rewrites_line=True,
+)

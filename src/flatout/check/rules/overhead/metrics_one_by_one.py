@@ -69,4 +69,4 @@ def _beside(evidence: Evidence) -> str:
     return f", waiting included; the device idles {idle_seconds(evidence) * 1e3:.2f} ms of the step"
 
 
-RULE = rule(__name__, check, title="Metrics gathered one sample at a time")
+RULE = rule(__name__, check, title="Metrics gathered one sample at a time", rewrites_line=True)

@@ -15,6 +15,7 @@ from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.machine.cost.accounting import group_by, operator_seconds, rows_at, uses_by_line
+from flatout.machine.cost.lines import function_finder
 
 _NAMES: Final = ("torch.isnan", "torch.isinf", "torch.isfinite")
 _NEARBY_LINES: Final = 3
@@ -24,7 +25,7 @@ _NEARBY_LINES: Final = 3
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding per function that checks."""
     lines = uses_by_line(evidence, _NAMES)
-    for sources in group_by(lines, evidence.function_of).values():
+    for sources in group_by(lines, function_finder(evidence)).values():
         reads = [r for r in evidence.host_reads if any(_is_near(evidence, r.source, s) for s in sources)]
         if not reads:
             continue
@@ -53,4 +54,4 @@ def _is_near(evidence: Evidence, read: int, check: int) -> bool:
     return a is not None and b is not None and a.file == b.file and 0 <= a.line - b.line <= _NEARBY_LINES
 
 
-RULE = rule(__name__, check, title="A search for NaN in every step")
+RULE = rule(__name__, check, title="A search for NaN in every step", rewrites_line=True)

@@ -65,4 +65,10 @@ def _edit(evidence: Evidence, rows: tuple[int, ...]) -> str:
     return f"gather the tensors in lists once and call {', '.join(names[:_NAMED])} on the lists"
 
 
-RULE = rule(__name__, check, propose=proposing(_loops, worth=_WORTH_A_TRIAL), title="A Python loop over the parameters")
+RULE = rule(
+    __name__,
+    check,
+    propose=proposing(_loops, worth=_WORTH_A_TRIAL),
+    title="A Python loop over the parameters",
+    rewrites_line=True,
+)

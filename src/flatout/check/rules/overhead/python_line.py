@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-import msgspec
-
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence, LineTime
 from flatout.core.records.finding import Finding
-from flatout.core.records.workload import Source
 from flatout.machine.cost.accounting import group_by
+from flatout.machine.cost.lines import Line, line_finder, source_of_line
 
 _FEWEST_SAMPLES = 8
 _PHASES = ("forward", "other")
@@ -33,43 +31,33 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         set(evidence.backward_sources) | {o.source for o in evidence.optimizers} | {u.source for u in evidence.loaders}
     )
     skip |= {c.source for c in evidence.collectives}  # waiting for other ranks is not Python
-    skipped = {_line(evidence, s) for s in skip}
+    line_of = line_finder(evidence)
+    skipped = {line_of(s) for s in skip}
     rows = [r for r in evidence.lines if r.process == "main" and r.phase in _PHASES and r.source >= 0]
     scale = _growth(evidence)
-    in_operators: dict[tuple[str, int], float] = defaultdict(float)
+    in_operators: dict[Line | None, float] = defaultdict(float)
     for operator in evidence.operators:
         if operator.phase not in ("backward", "optimizer"):
-            in_operators[_line(evidence, operator.source)] += scale * operator.op_s
-    for line, sampled in group_by(rows, lambda r: _line(evidence, r.source)).items():
+            in_operators[line_of(operator.source)] += scale * operator.op_s
+    for line, sampled in group_by(rows, lambda r: line_of(r.source)).items():
         total_s, num = sum(r.seconds for r in sampled), sum(r.num_samples for r in sampled)
         python_s = total_s - in_operators[line]
-        if line in skipped or num < _FEWEST_SAMPLES or python_s <= 0.5 * total_s:
+        if line is None or line in skipped or num < _FEWEST_SAMPLES or python_s <= 0.5 * total_s:
             continue
+        package = "" if line.library else _library(evidence, sampled)
         yield Finding(
-            where=_where(evidence, sampled),
+            where=source_of_line(evidence, sampled[0].source, line),
             cost_s=python_s,
             saved_s=(0.5 * python_s, 0.95 * python_s),
-            because=f"{num} samples put {total_s * 1e3:.2f} ms of a step on this line{_library(evidence, sampled)}, its tensor "
+            because=f"{num} samples put {total_s * 1e3:.2f} ms of a step on this line{package}, its tensor "
             f"operators take {in_operators[line] * 1e3:.2f} ms",
             edit="do it once before the loop, less often, or with tensor operators on all the data at once",
             operators=tuple(
                 i
                 for i, o in enumerate(evidence.operators)
-                if _line(evidence, o.source) == line and o.phase not in ("backward", "optimizer")
+                if line_of(o.source) == line and o.phase not in ("backward", "optimizer")
             ),
         )
-
-
-def _line(evidence: Evidence, source: int) -> tuple[str, int]:
-    """File and line of the user's code, the same for all that lies in libraries below it."""
-    where = evidence.source_of(source)
-    return (where.file, where.line) if where is not None else ("", 0)
-
-
-def _where(evidence: Evidence, sampled: list[LineTime]) -> Source | None:
-    """The line itself: one library line below it is only a part."""
-    where = evidence.source_of(sampled[0].source)
-    return msgspec.structs.replace(where, library="") if where is not None else None
 
 
 def _library(evidence: Evidence, sampled: list[LineTime]) -> str:
@@ -93,4 +81,4 @@ def _growth(evidence: Evidence) -> float:
     return max(1.0, evidence.steps.step_s / then_s) if then_s else 1.0
 
 
-RULE = rule(__name__, check, is_general=True, title="A line that spends its time in Python")
+RULE = rule(__name__, check, is_general=True, title="A line that spends its time in Python", rewrites_line=True)

@@ -160,4 +160,4 @@ def _in_one_piece_s(evidence: Evidence, rows: tuple[int, ...], depth: int) -> fl
     return total
 
 
-RULE = rule(__name__, check, propose=propose, title="A Python loop of tiny operators")
+RULE = rule(__name__, check, propose=propose, title="A Python loop of tiny operators", rewrites_line=True)

@@ -16,6 +16,7 @@ from flatout.core.parts import rule
 from flatout.core.records.evidence import Constant, Evidence
 from flatout.core.records.finding import Finding
 from flatout.machine.cost.accounting import around, group_by
+from flatout.machine.cost.lines import function_finder
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
@@ -40,7 +41,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 
 def _groups(evidence: Evidence) -> list[list[Constant]]:
     constants = [c for c in evidence.constants if c.source >= 0]
-    by_function = list(group_by(constants, lambda c: evidence.function_of(c.source)).values())
+    function_of = function_finder(evidence)
+    by_function = list(group_by(constants, lambda c: function_of(c.source)).values())
     owner = {row: number for number, group in enumerate(by_function) for c in group for row in c.operators}
     joined = list(range(len(by_function)))
     trace = evidence.trace
@@ -53,4 +55,4 @@ def _groups(evidence: Evidence) -> list[list[Constant]]:
     return [[c for number in numbers for c in by_function[number]] for numbers in merged.values()]
 
 
-RULE = rule(__name__, check, title="A constant computed in every step")
+RULE = rule(__name__, check, title="A constant computed in every step", rewrites_line=True)

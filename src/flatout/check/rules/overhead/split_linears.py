@@ -63,6 +63,8 @@ def _sets(evidence: Evidence) -> list[list[int]]:
             continue
         if producers[place] >= 0 and producers[place + 1] < 0 and operator.inputs[place].is_contiguous:
             products.append(call)
+    # One row that reads one tensor twice is one layer, run again: a discriminator on the same images.
+    products = list({(trace.operator[call], trace.producers[call]): call for call in products}.values())
     if not products:
         return []
     readers = consumers(trace)
@@ -111,4 +113,5 @@ RULE = rule(
     check,
     propose=proposing(_split_layers, worth=_WORTH_A_TRIAL),
     title="Linear layers that one product would do",
+    rewrites_line=True,
 )

@@ -75,4 +75,4 @@ def _times(num: int) -> str:
     return "once" if num == 1 else f"{num} times"
 
 
-RULE = rule(__name__, check, note=note, title="The host stops to wait for the device")
+RULE = rule(__name__, check, note=note, title="The host stops to wait for the device", rewrites_line=True)

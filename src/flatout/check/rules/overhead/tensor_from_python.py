@@ -17,6 +17,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.usage import CallUse
 from flatout.machine.cost.accounting import PYTHON_CONVERSIONS, group_by, rows_at, uses_by_line
 from flatout.machine.cost.feeding import with_pause
+from flatout.machine.cost.lines import function_finder
 
 _COSTLY: Final = {"list": "a list of numbers", "arrays": "a list of arrays"}
 
@@ -28,8 +29,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         for source, uses in uses_by_line(evidence, PYTHON_CONVERSIONS).items()
         if (costly := [u for u in uses if u.detail in _COSTLY])
     }
+    function_of = function_finder(evidence)
     for sources in group_by(
-        lines, lambda s: evidence.function_of(s) if evidence.source_of(s) is not None else ("", str(s))
+        lines, lambda s: function_of(s) if evidence.source_of(s) is not None else ("", str(s))
     ).values():
         times = {s: _seconds(evidence, s, lines[s]) for s in sources}
         hottest = max(times, key=lambda s: times[s][1])
@@ -64,4 +66,4 @@ def _seconds(evidence: Evidence, source: int, uses: list[CallUse]) -> tuple[floa
     return call_s, max(call_s, min(sampled_s, evidence.steps.whole_s))
 
 
-RULE = rule(__name__, check, title="A tensor built from Python objects")
+RULE = rule(__name__, check, title="A tensor built from Python objects", rewrites_line=True)

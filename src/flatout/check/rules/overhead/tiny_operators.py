@@ -60,6 +60,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         f"{_FACTORS[1]} times takes {remaining_fraction(measured[1]) * _FACTORS[1]:.1f} times as long (tried)",
         edit=f"raise the batch size (up to {_FACTORS[1]}x; the learning rate with it), or torch.compile the model",
         basis="trial",
+        advice=f"with up to {_FACTORS[1]} times the batch, which changes the experiment",
     )
 
 

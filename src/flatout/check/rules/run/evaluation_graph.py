@@ -74,4 +74,4 @@ def _trial_of(evidence: Evidence, indices: list[int]) -> TimeModel:
     return TimeModel(model=heaviest, variant="without-graph", backward=False, num_live_outputs=len(indices))
 
 
-RULE = rule(__name__, check, propose=propose, title="A forward pass whose graph nobody uses")
+RULE = rule(__name__, check, propose=propose, title="A forward pass whose graph nobody uses", rewrites_line=True)

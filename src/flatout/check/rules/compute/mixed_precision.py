@@ -1,0 +1,134 @@
+"""Products in float32 or TF32 on a device whose units for 16-bit types are faster.
+
+Costs        A product in bfloat16 takes half of TF32's time on matrix units, a sixteenth of full float32's, and half of float32's
+             on a CPU with AVX512-BF16; activations take half the traffic.
+Evidence     Time in float32 products of forward and backward while no autocast of this device is in force: none, one with
+             enabled=False, or one for another device. Trial: the root module with its forward under autocast, entered anew for
+             each call; float16 where bfloat16 products were measured to be no faster.
+Levers       workload.mixed-precision
+False alarm  Work that needs float32's 24 bits (solvers, physics). The gain is measured and the loss is not: compare losses before
+             keeping it. So this cure of the whole module comes after causes at a line, and what gains less than 1.15x of the step
+             is a remark beside the findings: no reason to change a model's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from flatout.core.parts import rule
+from flatout.core.records.evidence import Evidence
+from flatout.core.records.finding import Finding, Note
+from flatout.core.records.trial import TimeModel
+from flatout.machine.cost.accounting import facts_named, milliseconds, model_trial, remaining_fraction, result_of
+from flatout.machine.cost.matrix_units import (
+    autocast_dtype,
+    float32_products,
+    rate_over_float32,
+    runs_in_tf32,
+    seconds_of_products,
+    waits_for_host,
+)
+from flatout.machine.cost.module_cures import (
+    PricedCure,
+    compiled_result,
+    is_in_library,
+    main_call,
+    times_of_both,
+)
+
+_WORTH_A_TRIAL: Final = 0.1
+_LEAST_RATE: Final = 1.2
+"""Times the rate of float32: with less, the casts around the products eat what they gain."""
+
+
+def propose(evidence: Evidence) -> Iterator[TimeModel]:
+    """Time the module under autocast."""
+    trial = _trial(evidence)
+    is_much = seconds_of_products(evidence) > _WORTH_A_TRIAL * evidence.steps.step_s
+    if trial is not None and is_much and not waits_for_host(evidence):
+        yield trial
+
+
+def check(evidence: Evidence) -> Iterator[Finding]:
+    """Yield one finding for the module."""
+    cure = _priced(evidence)
+    if cure is None or not cure.is_worth_a_change:
+        return
+    yield Finding(
+        where=cure.where,
+        cost_s=cure.saved_s[1],
+        saved_s=cure.saved_s,
+        because=f"products and convolutions in {_kind(evidence)} take {milliseconds(seconds_of_products(evidence))} of the step"
+        f"{_idle_autocast(evidence)}; under autocast to {_half(evidence)} {cure.passes} "
+        f"{'take' if cure.has_backward else 'takes'} {remaining_fraction(cure.result):.0%} (tried)"
+        f"{times_of_both(compiled_result(evidence))}",
+        edit=_edit(evidence, cure),
+        module=cure.model.name,
+        basis="trial",
+    )
+
+
+def note(evidence: Evidence) -> Iterator[Note]:
+    """Yield a remark where it gains, but less than a change of the model's numbers is worth."""
+    cure = _priced(evidence)
+    if cure is not None and cure.is_worth_a_remark:
+        text = f"under autocast to {_half(evidence)} the step would be {cure.gain:.2f}x as fast (tried)"
+        yield Note(where=cure.where, text=text)
+
+
+def _priced(evidence: Evidence) -> PricedCure | None:
+    main, result = main_call(evidence), result_of(evidence, _trial(evidence))
+    return PricedCure.of(evidence, main, result) if main is not None and result is not None else None
+
+
+def _trial(evidence: Evidence) -> TimeModel | None:
+    half = _half(evidence)
+    if half is None or autocast_dtype(evidence):
+        return None
+    return model_trial(evidence, "bf16-autocast" if half == "bfloat16" else "fp16-autocast")
+
+
+def _half(evidence: Evidence) -> str | None:
+    """The 16-bit type whose products are faster here; None where none was measured to be faster than float32."""
+    rate = rate_over_float32(evidence, "bfloat16")
+    if rate is None or rate >= _LEAST_RATE:  # where it was not measured, the trial will tell
+        return "bfloat16"
+    is_device = evidence.workload.device != "cpu"
+    return "float16" if is_device and (rate_over_float32(evidence, "float16") or 0.0) >= _LEAST_RATE else None
+
+
+def _kind(evidence: Evidence) -> str:
+    """What the float32 products run in."""
+    if evidence.workload.device == "cpu":
+        return "float32"
+    kinds = {"TF32" if runs_in_tf32(evidence, evidence.operators[i]) else "float32" for i in float32_products(evidence)}
+    return " and ".join(sorted(kinds))
+
+
+def _idle_autocast(evidence: Evidence) -> str:
+    """What is to be said of an autocast that was in force for another device."""
+    regions = {tuple(region.split(":")) for f in facts_named(evidence, "autocast") for region in f.text.split(",")}
+    device = "cpu" if evidence.workload.device == "cpu" else "cuda"
+    others = sorted({kind for kind, *_ in regions if kind != device})
+    if others:
+        return f" (the script's autocast is for {' and '.join(others)} and does nothing here)"
+    return " (the script's autocast is to float32 and changes nothing)" if regions else ""
+
+
+def _edit(evidence: Evidence, cure: PricedCure) -> str:
+    device, half = "cpu" if evidence.workload.device == "cpu" else "cuda", _half(evidence)
+    if is_in_library(cure.where):
+        short, long = ("bf16", "bf16-mixed") if half == "bfloat16" else ("fp16", "16-mixed")
+        return (
+            f"have what runs this loop do it: TrainingArguments({short}=True) in transformers, precision='{long}' in Lightning, "
+            f"mixed_precision='{short}' in Accelerate; no autocast around this line: it would cast the weights once for all steps"
+        )
+    scaler = "; float16 needs torch.amp.GradScaler around backward and step" if half == "float16" else ""
+    scope = "this call and the loss, not the backward" if cure.has_backward else "this call"
+    return f"with torch.autocast('{device}', dtype=torch.{half}): around {scope}; weights stay in float32{scaler}"
+
+
+RULE = rule(
+    __name__, check, propose=propose, note=note, is_cure=True, title="Products in float32 beside faster 16-bit units"
+)

@@ -1,0 +1,67 @@
+"""Adversarial loops: which backward passes compute gradients for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.check.observe.test_observer import observe
+from torch import nn
+
+from flatout.check.rules.compute.discarded_gradient import RULE
+from flatout.core.records.evidence import Evidence
+
+
+def adversarial(*, detach: bool, freeze: bool) -> Evidence:
+    """A generator and a critic in turn, as the tutorials write them."""
+    generator = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 64))
+    critic = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
+
+    def loop() -> None:
+        generates = torch.optim.Adam(generator.parameters())
+        criticises = torch.optim.Adam(critic.parameters())
+        for _ in range(30):
+            criticises.zero_grad()
+            fake = generator(torch.randn(32, 16))
+            (critic(fake.detach() if detach else fake).mean() - critic(torch.randn(32, 64)).mean()).backward()
+            criticises.step()
+            generates.zero_grad()
+            critic.requires_grad_(not freeze)
+            (-critic(generator(torch.randn(32, 16))).mean()).backward()
+            generates.step()
+            critic.requires_grad_(True)
+
+    return observe(loop)
+
+
+@pytest.mark.parametrize(("detach", "freeze"), [(True, True), (True, False), (False, True)])
+def test_what_is_neither_detached_nor_frozen_is_found(detach: bool, freeze: bool) -> None:
+    evidence = adversarial(detach=detach, freeze=freeze)
+
+    facts = {f.text.partition(",")[0]: f for f in evidence.module_facts if f.name == "discarded-gradient"}
+    assert set(facts) == {how for how, is_cured in (("all", detach), ("weights", freeze)) if not is_cured}
+    for fact in facts.values():
+        assert fact.value == 1
+        assert "generator(" in evidence.sources[fact.source].text or "critic(" in evidence.sources[fact.source].text
+
+
+def test_the_finding_is_priced_by_its_share_of_the_backward() -> None:
+    evidence = adversarial(detach=False, freeze=True)
+
+    (finding,) = RULE.check(evidence)
+
+    assert 0 < finding.cost_s < evidence.steps.phases["backward"]
+    assert ".detach()" in finding.edit
+
+
+def test_accumulated_gradients_are_used() -> None:
+    net = nn.Linear(8, 1)
+
+    def loop() -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(30):
+            optimizer.zero_grad()
+            for _ in range(3):
+                net(torch.randn(4, 8)).mean().backward()
+            optimizer.step()
+
+    assert not [f for f in observe(loop).module_facts if f.name == "discarded-gradient"]
