@@ -22,7 +22,7 @@ class Images(Dataset[Tensor]):
     """Items that go through NumPy in the loader's fetch, as torchvision's ToTensor makes them."""
 
     def __len__(self) -> int:
-        return 1024
+        return 4096
 
     def __getitem__(self, index: int) -> Tensor:
         pixels = torch.full((8,), float(index)).numpy()
