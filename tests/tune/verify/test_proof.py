@@ -173,7 +173,10 @@ def test_outputs_of_an_inference_loop_are_compared(folder: Path) -> None:
 def test_a_change_that_keeps_memory_is_told_as_a_leak(folder: Path) -> None:
     one = script(folder, "a.py", steps=20000)
     two = script(folder, "b.py", setup="kept = []", change="kept.append(b'x' * (1 << 20))", steps=20000)
-    found = verdict(one, two, is_timed=True, num_processes=1)
+    for _ in range(3):  # where other work takes the processor, a side may have too few steps to show its growth
+        found = verdict(one, two, is_timed=True, num_processes=1)
+        if found.outcome == "different":
+            break
     assert found.outcome == "different"
     assert "memory grows by 1" in found.because
 
