@@ -24,9 +24,8 @@ from time import monotonic
 from typing import Any
 
 from laws import broken_laws
-from scripts import BUILD, HERE, ROOT, Script, lay_out, median, read_manifest, stamps_of, step_times
+from scripts import BUILD, HERE, HOOKS, ROOT, Script, lay_out, median, read_manifest, stamps_of, step_times
 
-HOOKS = Path(__file__).resolve().parent / "hooks"
 STEPS_WITHIN = 0.10
 """A step is right when `check` and the plain timer in the same process differ by at most this share."""
 GAIN_WITHIN = 0.25
@@ -50,6 +49,7 @@ def main() -> int:
     parser.add_argument("--python", default=str(BUILD / "venv" / "bin" / "python"))
     parser.add_argument("--reports", type=Path, default=BUILD / "reports")
     parser.add_argument("--again", action="store_true", help="judge the reports that are there instead of running")
+    parser.add_argument("--missing", action="store_true", help="run only scripts without a report, and judge the others")
     parser.add_argument("--out", type=Path, default=None, help="write the rows as JSON")
     options = parser.parse_args()
     scripts = read_manifest(options.only, options.manifest)
@@ -83,9 +83,10 @@ def main() -> int:
 def judge(script: Script, options: argparse.Namespace, lane: int | None) -> dict[str, Any]:
     options.reports.mkdir(parents=True, exist_ok=True)
     saved = options.reports / f"{script.name}.json"
-    if options.again:
+    if options.again or options.missing:
         row = json.loads(saved.read_text()) if saved.exists() else {"name": script.name, "error": "not run"}
-        return row | findings_of(row.get("report"), script)
+        if options.again or row.get("report"):
+            return row | findings_of(row.get("report"), script)
     row: dict[str, Any] = {
         "name": script.name,
         "repository": script.repository,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import statistics
 import struct
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+HOOKS = HERE / "hooks"
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "world"
 
@@ -90,7 +92,7 @@ def lay_out(script: Script, checkouts: Path, into: Path) -> Path:
         options = {key: value for key, value in stand_in.items() if key not in ("make", "at")}
         arguments = [f"--{key}={value}" for key, value in options.items()]
         maker = [sys.executable, str(HERE / "stand_ins.py"), stand_in["make"], str(folder / stand_in["at"]), *arguments]
-        subprocess.run(maker, check=True)
+        subprocess.run(maker, check=True, env=os.environ | {"PYTHONPATH": str(HOOKS), "WORLD_TORCHVISION": "1"})
     return folder
 
 

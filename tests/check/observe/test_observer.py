@@ -138,6 +138,27 @@ def test_gradient_accumulation_counts_one_step_for_several_backwards() -> None:
     assert evidence.steps.num_observed == pytest.approx(14, abs=1)
 
 
+def test_derivatives_inside_a_step_do_not_end_it() -> None:
+    def loop() -> None:
+        net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+        optimizer = torch.optim.Adam(net.parameters())
+        for _ in range(15):
+            x = torch.randn(8, 2, requires_grad=True)
+            loss = torch.zeros(())
+            for _ in range(120):  # as many as a solver of differential equations makes
+                (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+                loss = loss + slope.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    evidence = observe(loop)
+
+    assert evidence.steps.kind == "training"
+    assert evidence.steps.num_observed == pytest.approx(14, abs=1)
+    assert [o.name for o in evidence.optimizers] == ["Adam"]
+
+
 def test_two_alternating_optimizers_make_one_step() -> None:
     def loop() -> None:
         first, second = model(0), model(1)

@@ -127,3 +127,20 @@ def test_a_patch_that_something_else_has_replaced_is_not_lifted() -> None:
     others.undo()
     patches.undo()
     assert Owner.value == 1
+
+
+def test_a_device_context_reaches_a_function_of_torch_that_is_replaced() -> None:
+    from torch.utils._device import _device_constructors
+
+    _device_constructors.cache_clear()
+    original, patches = torch.tensor, Patches()
+    patches.set(torch, "tensor", lambda *args, **kwargs: original(*args, **kwargs))
+    try:
+        with torch.device("meta"):
+            during = torch.tensor([])
+    finally:
+        patches.undo()
+    with torch.device("meta"):
+        after = torch.tensor([])
+
+    assert (during.device.type, after.device.type) == ("meta", "meta")

@@ -27,6 +27,9 @@ from flatout.core.tensors.nests import tensors_in
 
 _INFERENCE_AFTER: Final = 3
 """Root calls without a backward after which a loop counts as inference."""
+_BACKWARDS_AWAITED: Final = 500
+"""Backwards after which an optimizer that was constructed is not waited for any longer: derivatives inside a step (a solver's, a
+gradient penalty's) and accumulated gradients are fewer."""
 _LEADER_GONE: Final = 100
 """Calls of other root modules after which the one that began the steps is taken to be over; in a step there are fewer."""
 _UPDATES_OF_ITERATION: Final = 2
@@ -64,6 +67,8 @@ class Events:
         self._in_optimizer = False
         self._in_backward = False
         self._roots_without_backward = 0
+        self._num_backwards = 0
+        """Backwards while no optimizer had stepped."""
         self._leader: RootModule | None = None
         self._calls_of_others = 0
         """Calls of other root modules since the leader's last."""
@@ -106,7 +111,8 @@ class Events:
     def on_root_call(self, root: RootModule) -> None:
         if root.has_parameters and self._observation.kind in ("none", "inference") and not self._in_backward:
             self._roots_without_backward += 1
-            if self._observation.kind == "none" and self._roots_without_backward >= _INFERENCE_AFTER:
+            least = _LEADER_GONE if self._is_optimizer_awaited else _INFERENCE_AFTER
+            if self._observation.kind == "none" and self._roots_without_backward >= least:
                 self._leader = root
                 self._borders.restart("inference")
             elif self._observation.kind == "inference" and root is self._leader:
@@ -180,6 +186,11 @@ class Events:
             for listener, own in zip(self._inner_calls, token, strict=True):
                 if own is not None:
                     listener.on_inner_end(own, output)
+
+    @property
+    def _is_optimizer_awaited(self) -> bool:
+        """Whether a backward was seen and an optimizer exists: its step will end the loop's first step."""
+        return self._observation.optimizing.has_optimizers and 0 < self._num_backwards <= _BACKWARDS_AWAITED
 
     @property
     def _between(self) -> str:
@@ -268,6 +279,14 @@ class Events:
         """An error of our own: stop observing, and let the script go on."""
         self._borders.fail(error)
 
+    def _end_backward_without_steps(self) -> None:
+        """A backward ended and no optimizer has stepped: it ends a step, unless an optimizer is to be expected."""
+        self._num_backwards += 1
+        if not self._is_optimizer_awaited:
+            self._borders.restart("manual")
+        elif self._observation.kind == "inference":
+            self._borders.restart("none")
+
     def watching_backward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward or get_ident() != self._observation.thread_id:
@@ -299,7 +318,7 @@ class Events:
                     listener.on_backward_end()
                 self._observation.timeline.switch("optimizer" if self._in_optimizer else "other")
                 if self._observation.kind in ("none", "inference"):
-                    self._borders.restart("manual")
+                    self._end_backward_without_steps()
                 elif self._observation.kind == "manual":
                     self._borders.border()
 

@@ -257,6 +257,8 @@ class LoopObserver:
         # Ranks are compared step by step, and blocks of theirs would differ.
         is_plain = observation.place is None and (observation.kind != "inference" or self._is_leader_known_by_itself())
         is_plain &= not self._events.is_by_iteration  # the unwatched would not know where an iteration ends
+        # An optimizer that steps in an unwatched one would not be seen.
+        is_plain &= observation.kind != "manual" or not observation.optimizing.has_optimizers
         room = self.schedule.room_for_block(num_steps=observation.num_steps, is_device=is_device)
         if not is_plain or not room:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -26,6 +27,7 @@ class Patches:
 
     def set(self, owner: object, name: str, value: object) -> None:
         """Replace `owner.name` by `value` until `undo`."""
+        _fill_torchs_caches(owner)
         if not self._done:
             self._live.append(self)
         self._done.append((owner, name, vars(owner).get(name, _ABSENT)))
@@ -133,6 +135,19 @@ def attention_function(replacement: Callable[[AttentionCall], Tensor]) -> Callab
         return replacement(AttentionCall(*args, **kwargs))
 
     return scaled_dot_product_attention
+
+
+def _fill_torchs_caches(owner: object) -> None:
+    """Let torch note which of its functions make tensors while they are its own.
+
+    `torch.device` as a context knows them by identity, from a list that is made once: made with a function of ours in place of
+    `torch.tensor`, it would let `torch.tensor` ignore the context for the rest of the process, and transformers, which asks that
+    way whether a model is on the meta device, would leave its buffers unset.
+    """
+    if owner is sys.modules.get("torch"):
+        from torch.utils._device import _device_constructors
+
+        _device_constructors()
 
 
 def _restore(owner: object, name: str, before: object) -> None:
