@@ -89,6 +89,7 @@ pages: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_levers.py --check
 	@$(BIN)/python docs/generate_reductions.py --check
 	@$(BIN)/python docs/generate_schema.py --check
+	@$(BIN)/python docs/generate_world.py --check
 	@$(BIN)/python docs/generate_architecture.py --check
 	@$(BIN)/mkdocs build --quiet --strict
 
@@ -112,6 +113,7 @@ docs: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_levers.py
 	@$(BIN)/python docs/generate_reductions.py
 	@$(BIN)/python docs/generate_schema.py
+	@$(BIN)/python docs/generate_world.py
 	@$(BIN)/python docs/generate_architecture.py
 	@$(BIN)/mkdocs build --quiet --strict
 	@echo "the site is in site/index.html"

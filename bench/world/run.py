@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("--reports", type=Path, default=BUILD / "reports")
     parser.add_argument("--again", action="store_true", help="judge the reports that are there instead of running")
     parser.add_argument("--missing", action="store_true", help="run only scripts without a report, and judge the others")
-    parser.add_argument("--out", type=Path, default=None, help="write the rows as JSON")
+    parser.add_argument("--out", type=Path, default=None, help="write the rows without their reports as JSON")
     options = parser.parse_args()
     scripts = read_manifest(options.only, options.manifest)
     lanes: Queue[int | None] = Queue()
@@ -75,24 +75,40 @@ def main() -> int:
     for key, value in summary.items():
         print(f"{key:36} {value}")
     if options.out:
-        result = {"date": datetime.now(UTC).date().isoformat(), "summary": summary, "scripts": rows}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.write_text(json.dumps(result_of(rows, summary, scripts), indent=1) + "\n")
     return 0
+
+
+def result_of(rows: list[dict[str, Any]], summary: dict[str, Any], scripts: list[Script]) -> dict[str, Any]:
+    """What `--out` writes: the rows without their reports, on which machine they were taken, and with what licence."""
+    machines = [r["report"]["evidence"]["machine"] for r in rows if r.get("report")]
+    fields = ("device_name", "cpu_model", "num_cores", "num_threads", "torch_version")
+    by_name = {script.name: script for script in scripts}
+    return {
+        "date": max((m["measured_at"][:10] for m in machines), default=datetime.now(UTC).date().isoformat()),
+        "machine": {name: machines[0][name] for name in fields} if machines else {},
+        "summary": summary,
+        "scripts": [
+            {key: value for key, value in row.items() if key not in ("report", "tail")}
+            | {"path": by_name[row["name"]].path, "licence": by_name[row["name"]].licence}
+            for row in rows
+        ],
+    }
 
 
 def judge(script: Script, options: argparse.Namespace, lane: int | None) -> dict[str, Any]:
     options.reports.mkdir(parents=True, exist_ok=True)
     saved = options.reports / f"{script.name}.json"
-    if options.again or options.missing:
-        row = json.loads(saved.read_text()) if saved.exists() else {"name": script.name, "error": "not run"}
-        if options.again or row.get("report"):
-            return row | findings_of(row.get("report"), script)
     row: dict[str, Any] = {
         "name": script.name,
         "repository": script.repository,
         "commit": script.commit,
         "kind": script.kind,
     }
+    if options.again or options.missing:
+        before = json.loads(saved.read_text()) if saved.exists() else row | {"error": "not run"}
+        if options.again or before.get("report"):
+            return before | findings_of(before.get("report"), script)
     if options.plain_seconds:
         times, _, _ = timed(script, options, lane, seconds=options.plain_seconds, name="plain")
         row["plain_step_s"] = median(times)
