@@ -7,7 +7,9 @@ Evidence     Sampled time between the steps, on lines that the loop over steps r
 Levers       communication.prepare-in-memory, graph.vectorise, graph.hoist-constant, graph.compile-loop,
              communication.tensors-once
 False alarm  Logging and saving after the optimizer's step; on a device, Python that runs while the device is still busy; a batch
-             that one line converts from Python numbers (overhead.tensor-from-python tells it).
+             that one line converts from Python numbers (overhead.tensor-from-python tells it); a solver that calls the model many
+             times before one backward, whose Python in between makes no batch; what an environment's steps need beside them,
+             unless tensors are made there.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from flatout.machine.cost.feeding import hottest, steady_trial, with_pause
 _FEWEST_SAMPLES = 8
 _IN_PYTHON = 0.5
 _MOST = 0.7
+_MOST_FORWARDS = 8
+"""Calls of the model before one backward from which on what runs between them belongs to a solver or a recurrence."""
+_MAKES_TENSORS = frozenset(f"aten.{n}" for n in ("lift_fresh", "_to_copy", "copy_", "stack", "cat", "index"))
 _WORTH_FRACTION = 0.1
 """Picking a batch out of ready tensors takes some per cent of a short step too; that is no fault."""
 
@@ -78,12 +83,17 @@ def _most_in_one_conversion(evidence: Evidence, rows: list[LineTime], total_s: f
 
 def _before_forward(evidence: Evidence) -> list[LineTime]:
     """Lines sampled between the steps that the loop over steps reaches before the model's call."""
+    if _forwards_before_backward(evidence) > _MOST_FORWARDS:
+        return []
     loops = step_loops(evidence)
     skip = {r.source for r in evidence.host_reads if r.on_device} | {u.source for u in evidence.loaders}
     skip |= {o.source for o in evidence.optimizers} | set(evidence.backward_sources)
-    calls = [
-        _entry(evidence, loops, m.source, m.callers) for m in evidence.models if m.is_training or not m.grad_enabled
-    ]
+    in_environment = {r.source for r in evidence.lines if r.phase == "environment"}
+    makes_tensors = _functions_that_make_tensors(evidence) if in_environment else None
+    skip |= in_environment
+    trained = [m for m in evidence.models if m.is_training and m.num_graphs_used]
+    models = trained or [m for m in evidence.models if m.is_training or not m.grad_enabled]
+    calls = [_entry(evidence, loops, m.source, m.callers) for m in models]
     last: dict[tuple[str, str], int] = {}
     for call in calls:
         if call is not None:
@@ -93,10 +103,30 @@ def _before_forward(evidence: Evidence) -> list[LineTime]:
     for row in evidence.lines:
         if row.process != "main" or row.phase != "other" or row.source < 0 or row.source in skip:
             continue
+        if makes_tensors is not None and _function_of(evidence, row.source) not in makes_tensors:
+            continue
         entry = _entry(evidence, loops, row.source, evidence.callers.get(row.source, ()))
         if entry is not None and entry.line <= last.get((entry.file, entry.function), 0):
             found.append(row)
     return found
+
+
+def _forwards_before_backward(evidence: Evidence) -> float:
+    """Calls of the model for each backward in the step that was drawn; 0 where none was."""
+    spans = evidence.timeline.spans if evidence.timeline is not None else ()
+    names = [span.name for span in spans if span.track == "phase"]
+    return names.count("forward") / max(1, names.count("backward"))
+
+
+def _functions_that_make_tensors(evidence: Evidence) -> set[tuple[str, str]]:
+    """Functions of the user's in which tensors are made between the steps."""
+    rows = [o for o in evidence.operators if o.phase == "other" and o.op in _MAKES_TENSORS]
+    return {function for o in rows if (function := _function_of(evidence, o.source)) is not None}
+
+
+def _function_of(evidence: Evidence, source: int) -> tuple[str, str] | None:
+    line = evidence.source_of(source)
+    return None if line is None else (line.file, line.function)
 
 
 def _entry(evidence: Evidence, loops: set[tuple[str, int]], source: int, callers: tuple[int, ...]) -> Source | None:
