@@ -13,6 +13,7 @@ import json
 import os
 import re
 import statistics
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +22,9 @@ from typing import Any
 
 from run import timed
 from scripts import BUILD, HERE, Script, median, read_manifest
+
+_BETWEEN_STEPS = 8
+"""A gap so many times as long as the median step holds something else than a step."""
 
 
 def main() -> int:
@@ -48,7 +52,7 @@ def main() -> int:
         lane = lanes.get()
         try:
             return [
-                race(script, cure, options, lane)
+                race_or_say(script, cure, options, lane)
                 for cure in script.cures
                 if not (options.missing and "measured" in cure)
             ]
@@ -59,11 +63,20 @@ def main() -> int:
         rows = [row for rows in pool.map(run, read_manifest(options.only, options.manifest)) for row in rows]
     if options.write:
         for row in rows:
-            if row["gain"]:
+            if row.get("gain"):
                 write(row, options.manifest)
     if options.out:
         options.out.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
+
+
+def race_or_say(script: Script, cure: dict[str, Any], options: argparse.Namespace, lane: int | None) -> dict[str, Any]:
+    """The race's row, or one that says why it could not be run: the other cures go on."""
+    try:
+        return race(script, cure, options, lane)
+    except (OSError, subprocess.SubprocessError, SystemExit) as e:
+        print(f"{script.name:30} {cure['name']:28} {type(e).__name__}: {e}"[:300], flush=True)
+        return {"script": script.name, "cure": cure["name"], "gain": None, "error": f"{type(e).__name__}: {e}"}
 
 
 def race(script: Script, cure: dict[str, Any], options: argparse.Namespace, lane: int | None) -> dict[str, Any]:
@@ -94,11 +107,13 @@ def ratio(plain: list[float], cured: list[float], *, is_episodic: bool) -> float
 
 
 def settled(times: list[float]) -> float:
-    """The median step of the later half, when compiling and first epochs are over; waiting for data counts on average."""
+    """The mean step of the later half, when compiling and first epochs are over, without what comes between steps.
+
+    Waiting for workers comes in bursts and counts on average; evaluation, plots and checkpoints take far longer than a step.
+    """
     later = times[len(times) // 2 :]
     usual = median(later) or 0.0
-    mean = statistics.fmean(later)
-    return mean if mean < 2 * usual else usual
+    return statistics.fmean(t for t in later if t <= _BETWEEN_STEPS * usual) if usual else 0.0
 
 
 def write(row: dict[str, Any], manifest: Path) -> None:

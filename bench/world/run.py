@@ -253,11 +253,10 @@ def compare(cure: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
 def gain_of_step(gain: float, report: dict[str, Any]) -> float:
     """A predicted gain as `measure.py` would see it.
 
-    A report tells gains of all the loop's time. Where what comes between steps (evaluation, plots) takes longer than the steps,
-    a race compares the median steps alone.
+    A report tells gains of all the loop's time, with what comes between steps (evaluation, plots); a race compares the steps.
     """
     whole_s, step_s = report["diagnosis"]["step_s"], report["evidence"]["steps"]["step_s"]
-    if not step_s or whole_s < 2 * step_s:
+    if not step_s:
         return gain
     saved_s = whole_s * (1 - 1 / gain)
     return step_s / (step_s - saved_s) if saved_s < step_s else math.inf

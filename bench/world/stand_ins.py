@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import random
 import struct
+import re
 import sys
 from pathlib import Path
 
@@ -504,6 +505,12 @@ def notebook(path: Path, *, source: str, before: str = "") -> None:
         if cell["cell_type"] == "code":
             lines += "".join(cell["source"]).replace("%time ", "").splitlines()
     path.write_text("\n".join(line for line in lines if not line.lstrip().startswith(("%", "!"))) + "\n")
+
+
+def fenced_block(path: Path, *, source: str, block: int = 0, before: str = "") -> None:
+    """One of the Python blocks of a Markdown file that lies beside `path`, as a script, after lines that make its data."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (path.parent / source).read_text(), flags=re.MULTILINE | re.DOTALL)
+    path.write_text(f"{before.strip()}\n{blocks[block]}")
 
 
 def planetoid(path: Path, *, name: str = "cora", nodes: int = 2708, features: int = 1433, classes: int = 7) -> None:
