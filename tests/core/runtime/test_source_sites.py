@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flatout.core.records.workload import Source
 from flatout.core.runtime.source_sites import Loops, Sites
 
 
@@ -152,3 +153,16 @@ def test_loops_are_those_of_the_lines_own_function(line: int, expected: tuple[in
 @given(st.text(max_size=200))
 def test_text_that_is_no_python_has_no_loops(text: str) -> None:
     assert all(Loops(text).around(line) == () for line in range(1, 4)) or "for" in text or "while" in text
+
+
+def test_lines_are_read_when_they_are_met_and_loops_are_found_when_the_table_is_asked_for(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("for i in range(3):\n    x = i\n")
+    sites = Sites()
+    index = sites.add(Source(file=str(script), line=2, function="f"))
+
+    script.write_text("pass\npass\n")  # edited while it runs
+
+    source = sites.table()[index]
+    assert (source.text, source.loops) == ("x = i", (1,))
+    assert sites.table()[index] == source

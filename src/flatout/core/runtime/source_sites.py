@@ -11,6 +11,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
 
+import msgspec
 import torch
 
 from flatout.core.records.workload import LibraryFrame, Source
@@ -68,7 +69,10 @@ class Sites:
         self._index: dict[tuple[str, int, str], int] = {}
         self._sources: list[Source] = []
         self._by_position: dict[tuple[int, int, int, int], int] = {}
+        self._texts: dict[str, list[str]] = {}
+        """The lines of each file as they were when it was met first."""
         self._loops: dict[str, Loops] = {}
+        self._num_with_loops = 0
         self._user_root = os.path.realpath(user_root) + os.sep if user_root else None
 
     def of_frame(self, frame: FrameType | None) -> int:
@@ -118,7 +122,15 @@ class Sites:
         return (self._sources[index].file, self._sources[index].line) if index >= 0 else ("", 0)
 
     def table(self) -> tuple[Source, ...]:
-        """All lines, in the order of their indices."""
+        """All lines, in the order of their indices.
+
+        The loops around them are found here: parsing a long file takes a second, and lines are met while the script runs.
+        """
+        for index in range(self._num_with_loops, len(self._sources)):
+            source = self._sources[index]
+            loops = self._loops_of(source.file).around(source.line)
+            self._sources[index] = msgspec.structs.replace(source, loops=loops)
+        self._num_with_loops = len(self._sources)
         return tuple(self._sources)
 
     def _at(self, frame: FrameType, inner: FrameType | None) -> int:
@@ -152,15 +164,14 @@ class Sites:
         key = (file, line, library)
         if key not in self._index:
             self._index[key] = len(self._sources)
-            text = linecache.getline(file, line).strip()
-            loops = self._loops_of(file).around(line)
-            source = Source(file=file, line=line, function=function, text=text, library=library, via=via, loops=loops)
-            self._sources.append(source)
+            lines = self._texts.setdefault(file, linecache.getlines(file))
+            text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
+            self._sources.append(Source(file=file, line=line, function=function, text=text, library=library, via=via))
         return self._index[key]
 
     def _loops_of(self, file: str) -> Loops:
         if file not in self._loops:
-            self._loops[file] = Loops("".join(linecache.getlines(file)))
+            self._loops[file] = Loops("".join(self._texts[file]))
         return self._loops[file]
 
     def _new_kind(self, code: CodeType) -> int:

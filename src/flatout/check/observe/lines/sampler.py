@@ -47,6 +47,7 @@ class Sampler:
         self.pending: list[tuple[SampledLine, float]] = []
         """Samples of the unwatched step in progress: what kind of step it is shows when it ends."""
         self._is_on = False
+        self._is_sampling = False
         self._last_s = 0.0
         self._sites = sites
         self._phase = phase
@@ -127,9 +128,10 @@ class Sampler:
         self.samples[spot] += 1
 
     def _sample(self, frame: FrameType) -> None:
-        if not self._is_on:
+        if not self._is_on or self._is_sampling:  # a signal that comes while a sample is filed would sample that
             return
         now_s = perf_counter()
+        self._is_sampling = True
         try:
             spot = SampledLine(self._phase(), self._sites.of_frame(frame), self._sites.is_user_code(frame.f_code))
             if spot.phase == UNWATCHED:
@@ -141,8 +143,10 @@ class Sampler:
         except Exception as e:  # noqa: BLE001  # raised here it would come out of the user's line
             self._is_on = False
             self.failure = f"sampling of lines stopped early: {type(e).__name__}: {e}"
-        self._last_s = now_s
-        self.own_s += perf_counter() - now_s
+        finally:
+            self._is_sampling = False
+        self._last_s = perf_counter()  # what filing took is not the next line's
+        self.own_s += self._last_s - now_s
 
     def _run(self) -> None:
         while not self._stop.wait(self._period_s):
