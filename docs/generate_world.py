@@ -95,7 +95,13 @@ def _time(seconds: float | None) -> str:
     """Seconds in a unit that fits."""
     if seconds is None:
         return _NONE
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return (
+        f"{seconds * 1e6:.0f} us"
+        if seconds < 1e-3
+        else f"{seconds * 1e3:.3g} ms"
+        if seconds < 1
+        else f"{seconds:.2f} s"
+    )
 
 
 def main() -> int:

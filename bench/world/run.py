@@ -51,7 +51,9 @@ def main() -> int:
     parser.add_argument(
         "--again", action="store_true", help="judge the reports that are there by today's rules instead of running"
     )
-    parser.add_argument("--missing", action="store_true", help="run only scripts without a report, and judge the others")
+    parser.add_argument(
+        "--missing", action="store_true", help="run only scripts without a report, and judge the others"
+    )
     parser.add_argument("--out", type=Path, default=None, help="write the rows without their reports as JSON")
     options = parser.parse_args()
     scripts = read_manifest(options.only, options.manifest)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gzip
 import random
-import struct
 import re
+import struct
 import sys
 from pathlib import Path
 

@@ -159,6 +159,34 @@ def test_derivatives_inside_a_step_do_not_end_it() -> None:
     assert [o.name for o in evidence.optimizers] == ["Adam"]
 
 
+class HiddenAndLogits(nn.Module):
+    """Returns its logits first and what the loss takes second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return self.head(hidden), hidden
+
+
+def test_a_model_whose_second_output_is_trained_counts_as_trained() -> None:
+    def loop() -> None:
+        net = HiddenAndLogits()
+        optimizer = torch.optim.SGD(net.body.parameters(), lr=0.1)
+        for _ in range(20):
+            _, hidden = net(torch.randn(4, 8))
+            hidden.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    (model_used,) = observe(loop).models
+
+    assert model_used.num_graphs_built == pytest.approx(model_used.num_graphs_used, abs=1)
+    assert model_used.num_graphs_used > 0
+
+
 def test_two_alternating_optimizers_make_one_step() -> None:
     def loop() -> None:
         first, second = model(0), model(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Final, Literal, Protocol
@@ -28,6 +28,8 @@ _CELLS: Final[tuple[Literal["GRUCell", "LSTMCell", "RNNCell"], ...]] = ("GRUCell
 _COMPARED_ELEMENTS: Final = 1 << 20
 _GRAPHS_FOLLOWED: Final = 64
 """Calls per line whose graph is followed to see whether a backward uses it."""
+_OUTPUTS_FOLLOWED: Final = 64
+"""Tensors of one output; a language model that returns its hidden states has one for each layer."""
 _WRAPPERS: Final = {
     "_FabricModule": "_forward_module",
     "DistributedDataParallel": "module",
@@ -304,11 +306,27 @@ class ModuleCalls:
     def _follow_graph(self, root: RootModule, output: Any) -> None:
         if root.graphs_built >= _GRAPHS_FOLLOWED:
             return
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                root.graphs_built += 1
-                tensor.grad_fn.register_prehook(root.use_graph)
-                return
+        # A loss may take any of the outputs: the hidden states and not the logits, say.
+        outputs = islice(tensors_in(output), _OUTPUTS_FOLLOWED)
+        nodes = {id(t.grad_fn): t.grad_fn for t in outputs if t.grad_fn is not None}
+        if nodes:
+            root.graphs_built += 1
+            use = _once(root.use_graph)
+            for node in nodes.values():
+                node.register_prehook(use)
+
+
+def _once(told: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls `told` the first time, and does nothing from then on."""
+    is_told = False
+
+    def tell(*args: object) -> None:
+        nonlocal is_told
+        if not is_told:
+            is_told = True
+            told(*args)
+
+    return tell
 
 
 def wrapped(module: nn.Module) -> nn.Module:
