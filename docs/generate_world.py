@@ -36,7 +36,7 @@ def page(result: dict[str, Any], source: str) -> str:
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in result["summary"].items()),
         "",
-        "A step is right within 10 % of the timer's. A cure is a change that an expert would try, raced against the untouched",
+        "A step is right within 10 % of the timer's in the same process or of the plain run's. A cure is a change that an expert would try, raced against the untouched",
         "script by `bench/world/measure.py`; it counts from 1.15x on. `unexplained` is the share of the step that the report",
         "cannot assign.",
         "",

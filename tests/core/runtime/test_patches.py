@@ -134,7 +134,7 @@ def test_a_device_context_reaches_a_function_of_torch_that_is_replaced() -> None
 
     _device_constructors.cache_clear()
     original, patches = torch.tensor, Patches()
-    patches.set(torch, "tensor", lambda *args, **kwargs: original(*args, **kwargs))
+    patches.set(torch, "tensor", lambda *args, **kwargs: original(*args, **kwargs))  # noqa: PLW0108  # a function of ours
     try:
         with torch.device("meta"):
             during = torch.tensor([])

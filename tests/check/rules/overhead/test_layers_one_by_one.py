@@ -51,6 +51,19 @@ def test_layers_in_a_chain_are_left_alone() -> None:
     assert not proposed(RULE, one_by_one(in_chain=True).build())
 
 
+def test_layers_whose_weights_alone_are_multiplied_independently_are_a_chain_all_the_same() -> None:
+    run = one_by_one()
+    apply = run.line("model.py", 20, "return x + self.lift(x)")
+    before = -1
+    for number in range(16):
+        row = run.operator(
+            "aten.add", apply, inputs=[(128, 48), (128, 48)], output=(128, 48), module=f"Net.parts.{number}"
+        )
+        before = run.call(row, before, -1)
+
+    assert not proposed(RULE, run.build())
+
+
 def test_layers_that_read_one_whole_tensor_are_another_rules_affair() -> None:
     assert not proposed(RULE, one_by_one(column=tensor(128, 1)).build())
 

@@ -88,6 +88,8 @@ def _sets(evidence: Evidence) -> Iterator[_EqualLayers]:
         ):
             found[container] = calls
     for container, calls in found.items():
+        if _feed_one_another(evidence, container):
+            continue
         rows = tuple(i for i, o in enumerate(operators) if o.module.startswith(f"{container}."))
         first = operators[trace.operator[calls[0]]]
         tensor = first.inputs[_INPUT_AT[first.op]]
@@ -101,6 +103,25 @@ def _sets(evidence: Evidence) -> Iterator[_EqualLayers]:
             backward=has_backward(evidence, rows),
         )
         yield _EqualLayers(rows, trial, container, first.source)
+
+
+def _feed_one_another(evidence: Evidence, container: str) -> bool:
+    """Whether a module of the container needs what another one of them made: products of their weights alone do not show it."""
+    trace, operators = evidence.trace, evidence.operators
+    reached: dict[int, frozenset[str]] = {}
+    """For each call: the modules of the container that it depends on."""
+    for call, row in enumerate(trace.operator):
+        operator = operators[row]
+        if operator.phase == "backward":
+            continue
+        before = frozenset().union(*(reached.get(p, frozenset()) for p in trace.producers[call]))
+        inside = operator.module.startswith(f"{container}.")
+        own = operator.module.removeprefix(f"{container}.").partition(".")[0] if inside else ""
+        if inside and before - {own}:
+            return True
+        if found := before | {own} if inside else before:
+            reached[call] = found
+    return False
 
 
 def _container(modules: set[str]) -> str:
