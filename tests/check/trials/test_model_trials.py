@@ -8,11 +8,12 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatout.check.capture import Capture
 from flatout.check.observe.collectors.settings import is_flushing_denormals
 from flatout.check.observe.steps.schedule import Schedule
+from flatout.check.trials.module_call import copied_module
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.trial import (
     TimeAttentionCall,
@@ -304,3 +305,33 @@ def test_channels_last_is_refused_where_the_script_views_the_images(
 
 def test_channels_last_is_tried_where_the_script_reshapes_the_images() -> None:
     measured(try_on(partial(adversarial, reshaped, reshaped), of_generator))
+
+
+class StoresItsLoss(nn.Module):
+    """Has a weight that is computed anew in each forward, and keeps its last loss with its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.utils.weight_norm(nn.Linear(8, 8))
+        self.saved: list[Tensor] = []
+        self.last_loss: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last_loss = self.layer(x).square().mean()
+        self.saved = [self.last_loss]
+        return self.last_loss
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_a_module_that_stores_results_with_their_graphs_is_copied() -> None:
+    module = StoresItsLoss()
+    module(torch.randn(4, 8)).backward()
+
+    twin = copied_module(module)
+    twin(torch.randn(4, 8)).backward()
+    again = copied_module(twin)
+
+    assert isinstance(again, StoresItsLoss)
+    assert module.last_loss is not None
+    assert module.last_loss.grad_fn is not None
+    assert again.last_loss is again.saved[0]

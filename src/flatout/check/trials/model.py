@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Final
@@ -119,17 +118,17 @@ def _variant(
         args, kwargs = (map_tensors(v, lambda t: _repeat(t, size, trial.factor)) for v in (args, kwargs))
         per = float(trial.factor)
     elif trial.variant == "unpacked":
-        model = copy.deepcopy(model)
+        model = copied_module(model)
         _unpack(model)
     elif trial.variant == "frozen":
-        model = copy.deepcopy(model)
+        model = copied_module(model)
         _freeze(model, scene.roots[trial.model].name, set(trial.modules or scene.unused_modules))
     elif trial.variant == "float32":
-        model = copy.deepcopy(model).float()
+        model = copied_module(model).float()
         args, kwargs = (map_tensors(v, lambda t: t.float() if t.is_floating_point() else t) for v in (args, kwargs))
         contexts["cured"] = without_autocast
     elif trial.variant == "channels-last":
-        model = copy.deepcopy(model)
+        model = copied_module(model)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         args, kwargs = (map_tensors(v, in_channels_last) for v in (args, kwargs))
         refuse_where_images_break(scene.roots[trial.model], model, captured, args, kwargs, scene)

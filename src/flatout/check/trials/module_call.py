@@ -44,10 +44,15 @@ def usual_call_s(root: RootModule, *, backward: bool) -> float:
 def copied_module(module: nn.Module) -> nn.Module:
     """A deep copy of the user's module: trials never run its own.
 
+    Results that it has stored (a weight that weight_norm computed, the last loss, the actions of an episode) are copied without
+    their graphs, which torch does not copy.
+
     Raises Refused when it cannot be copied.
     """
+    stored = tensors_in([vars(inner) for inner in module.modules()])
+    without_graph = {id(t): t.detach().clone() for t in stored if not t.is_leaf}
     try:
-        return copy.deepcopy(module)
+        return copy.deepcopy(module, without_graph)
     except (RuntimeError, TypeError, NotImplementedError) as e:
         raise Refused(f"the module cannot be copied ({e})") from e
 
