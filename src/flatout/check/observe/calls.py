@@ -316,17 +316,17 @@ class ModuleCalls:
                 node.register_prehook(use)
 
 
-def _once(told: Callable[..., None]) -> Callable[..., None]:
-    """A function that calls `told` the first time, and does nothing from then on."""
-    is_told = False
+def _once(action: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls `action` the first time, and does nothing from then on."""
+    called = False
 
-    def tell(*args: object) -> None:
-        nonlocal is_told
-        if not is_told:
-            is_told = True
-            told(*args)
+    def first(*args: object) -> None:
+        nonlocal called
+        if not called:
+            called = True
+            action(*args)
 
-    return tell
+    return first
 
 
 def wrapped(module: nn.Module) -> nn.Module:
