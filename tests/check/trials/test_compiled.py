@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatout.check.observe.calls import Captured, RootModule
+from flatout.check.observe.calls import RootModule
 from flatout.check.trials import compiled
 from flatout.check.trials.context import Refused, Scene
 from flatout.check.trials.runner import run_trials
@@ -40,7 +40,7 @@ class Net(nn.Module):
 def scene(module: nn.Module) -> Scene:
     root = RootModule(module, (0,), "Net")
     root.strong_ref = module
-    root.captured = Captured((torch.randn(16, 8),), {}, grad_enabled=True)
+    root.capture((torch.randn(16, 8),), {})
     return Scene([], [], [], [root], [], [], (), "cpu", 0.2)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.check.observe.calls import Captured, RootModule
+from flatout.check.observe.calls import RootModule
 from flatout.check.trials import runner
 from flatout.check.trials.context import Scene, TrialEntry
 from flatout.check.trials.runner import run_trials, trials_by_request
@@ -93,8 +93,8 @@ def test_a_module_whose_calls_do_not_fit_into_the_time_is_not_called_at_all(call
     module = nn.Linear(4, 4)
     root = RootModule(module, (0,), "Linear")
     root.strong_ref = module
-    root.captured = Captured((torch.randn(2, 4),), {}, grad_enabled=True)
-    root.calls, root.total_s = 10, 10 * call_s
+    root.capture((torch.randn(2, 4),), {})
+    root.note_duration(call_s, is_usual=True)
     scene = SCENE._replace(roots=[root], limit_s=0.2)
 
     [result] = run_trials([TimeModel(model=0, variant="steady", backward=True)], scene, budget_s=12.0)

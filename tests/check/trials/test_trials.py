@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.check.observe.calls import Captured, RootModule
+from flatout.check.observe.calls import RootModule
 from flatout.check.trials.context import Scene
 from flatout.check.trials.runner import run_trials
 from flatout.core.records.trial import (
@@ -74,7 +74,7 @@ class Packing(nn.Module):
 def captured_root(module: nn.Module, *args: object) -> RootModule:
     root = RootModule(module, (0,), type(module).__name__)
     root.strong_ref = module
-    root.captured = Captured(args, {}, grad_enabled=True)
+    root.capture(args, {})
     return root
 
 

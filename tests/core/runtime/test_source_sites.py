@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -55,6 +56,19 @@ def test_a_library_below_the_user_is_kept_beside_the_users_line(tmp_path: Path) 
 
     assert source.line == 2
     assert source.library == "lib/core.py:2"
+
+
+@pytest.mark.parametrize("name", ["sitecustomize.py", "generated_while_running.py"])
+def test_what_nobody_edits_is_no_users_line(tmp_path: Path, name: str) -> None:
+    user = run_file(tmp_path / "train.py", "def step(call):\n    return call()\n")
+    sites = Sites()
+    inside = run_file(tmp_path / name, "def call():\n    return sys._getframe()\n")
+    later_s = (tmp_path / name).stat().st_mtime + 1  # clocks of files are coarse
+    os.utime(tmp_path / name, (later_s, later_s))
+
+    index = sites.of_frame(user["step"](inside["call"]))
+
+    assert (sites.table()[index].file, sites.table()[index].line) == (str(tmp_path / "train.py"), 2)
 
 
 def chain_of_libraries(tmp_path: Path, packages: dict[str, str]) -> tuple[Sites, int]:

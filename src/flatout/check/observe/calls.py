@@ -74,6 +74,24 @@ class Captured:
         }
 
 
+class Mean:
+    """The mean of what was added, 0 of nothing."""
+
+    def __init__(self) -> None:
+        self._total = 0.0
+        self._num = 0
+
+    def add(self, value: float) -> None:
+        """Take one more into the mean."""
+        self._total += value
+        self._num += 1
+
+    @property
+    def mean(self) -> float:
+        """The mean so far."""
+        return self._total / self._num if self._num else 0.0
+
+
 class RootModule:
     """One root module called from one line, through one sequence of callers."""
 
@@ -93,10 +111,13 @@ class RootModule:
         self.calls = 0
         self.weighted_calls = 0
         """Calls, each as often as the watched step it was in stands for steps."""
-        self.total_s = 0.0
+        self._usual_s = Mean()
+        self._deep_s = Mean()
+        self._num_of_size: dict[int, int] = {}
+        self._captures: dict[int, Captured] = {}
+        """Copied inputs and the number of calls, by the bits of the first input's number of elements."""
         self.graphs_built = 0
         self.graphs_used = 0
-        self.captured: Captured | None = None
         self.last_input: Tensor | None = None
         self.num_compared = 0
         self.num_prefix = 0
@@ -105,6 +126,41 @@ class RootModule:
     def alive(self) -> nn.Module | None:
         """The module, while it is there. Not by its truth: a container may be empty, a compiled module has no length."""
         return self.strong_ref if self.strong_ref is not None else self.module()
+
+    @property
+    def call_s(self) -> float:
+        """Mean seconds of a call; those that were looked at closely count only where there are no others."""
+        return self._usual_s.mean or self._deep_s.mean
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all calls, as long as they usually are."""
+        return self.call_s * self.calls
+
+    def note_duration(self, seconds: float, *, is_usual: bool) -> None:
+        """A call took so long."""
+        (self._usual_s if is_usual else self._deep_s).add(seconds)
+
+    @property
+    def captured(self) -> Captured | None:
+        """The captured inputs that stand for most of the work: of sizes like half of it, where sequences grow or differ."""
+        weights = sorted((bits, num << bits) for bits, num in self._num_of_size.items() if bits in self._captures)
+        total = sum(weight for _, weight in weights)
+        reached = 0
+        for bits, weight in weights:
+            reached += weight
+            if 2 * reached >= total:
+                return self._captures[bits]
+        return None
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Copy the inputs, where none within a factor of two of their size were copied before."""
+        bits = args[0].numel().bit_length() if args and isinstance(args[0], Tensor) else 0
+        num = self._num_of_size[bits] = self._num_of_size.get(bits, 0) + 1
+        if num > 1 or not self.has_parameters:
+            return
+        if sum(t.numel() * t.element_size() for t in tensors_in((args, kwargs))) <= _CAPTURE_LIMIT_BYTES:
+            self._captures[bits] = Captured(args, kwargs, grad_enabled=self.grad_enabled)
 
     @property
     def captured_length(self) -> int:
@@ -209,6 +265,7 @@ class ModuleCalls:
         self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         root = self._enter(module, args, kwargs)
+        is_usual = not self.is_deep and root.calls > 1  # a first call may compile, allocate, make lazy parameters
         self._inside = True
         start = perf_counter()
         try:
@@ -216,7 +273,7 @@ class ModuleCalls:
         finally:
             self._inside = False
             self.path = ""
-            root.total_s += perf_counter() - start
+            root.note_duration(perf_counter() - start, is_usual=is_usual)
             self._listener.on_root_end(root)
         if self.is_deep:
             self._listener.on_root_output(root, output)
@@ -232,13 +289,13 @@ class ModuleCalls:
             if len(self.roots) <= _MOST_MODULES and root.num_parameters <= _LARGEST_MODULE:
                 root.strong_ref = without_replication(module)
         root.calls += 1
-        root.weighted_calls += self.weight
         root.is_training = module.training
         root.grad_enabled = torch.is_grad_enabled()
         self._listener.on_root_call(root)
+        root.weighted_calls += self.weight  # of the step that begins with this call, where it is one of inference
         try:
-            if root.calls == 2:
-                self._capture(root, args, kwargs)
+            if root.calls >= 2 and not self.is_deep:
+                root.capture(args, kwargs)
             self._listener.on_root_inputs(root, args, kwargs)
             if self.is_deep:
                 self._name(module, root.name)
@@ -297,11 +354,6 @@ class ModuleCalls:
             self._named_roots.add(id(module))
             for path, inner in module_paths(module, title):
                 self._names[id(inner)] = path
-
-    def _capture(self, root: RootModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        total = sum(t.numel() * t.element_size() for t in tensors_in((args, kwargs)))
-        if root.has_parameters and total <= _CAPTURE_LIMIT_BYTES:
-            root.captured = Captured(args, kwargs, grad_enabled=root.grad_enabled)
 
     def _follow_graph(self, root: RootModule, output: Any) -> None:
         if root.graphs_built >= _GRAPHS_FOLLOWED:

@@ -284,7 +284,8 @@ class LoopObserver:
             )
             observation.optimizing.num_unwatched = size
             observation.optimizing.has_news = False
-        observation.calls.weight = blocks.weight
+        # The call that began an unwatched step of inference is on its way; it stands for nothing.
+        observation.calls.weight = 0 if blocks.is_open else blocks.weight
 
     def _is_leader_known_by_itself(self) -> bool:
         """Whether the module whose calls begin the steps of an inference loop is called from one line alone."""

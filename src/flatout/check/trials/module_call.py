@@ -37,8 +37,7 @@ _WITH_BACKWARD: Final = 3.0
 
 def usual_call_s(root: RootModule, *, backward: bool) -> float:
     """What a call of the module took in the script, with a backward as long as backwards usually are."""
-    call_s = root.total_s / max(1, root.calls)
-    return call_s * _WITH_BACKWARD if backward else call_s
+    return root.call_s * (_WITH_BACKWARD if backward else 1.0)
 
 
 def copied_module(module: nn.Module) -> nn.Module:

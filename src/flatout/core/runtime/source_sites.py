@@ -7,6 +7,8 @@ import linecache
 import os
 import sys
 import sysconfig
+import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Final
@@ -21,6 +23,8 @@ _TORCH: Final = str(Path(torch.__file__).parent)
 _OURS: Final = str(Path(__file__).parents[2])
 _GENERATED: Final = os.sep + "torchinductor_"
 """In the path of every file that Inductor generates (torch._inductor.runtime.cache_dir_utils), unless its folder was set."""
+_START_UP: Final = ("sitecustomize.py", "usercustomize.py")
+"""What Python runs before any script: no part of the user's."""
 _USER, _LIBRARY, _INSIDE = 0, 1, 2
 _LAST_FILES: Final = 3
 """Files of a library at the end of a chain that are named, besides the outermost: who called what ran is there."""
@@ -73,6 +77,7 @@ class Sites:
         """The lines of each file as they were when it was met first."""
         self._loops: dict[str, Loops] = {}
         self._num_with_loops = 0
+        self._began_s = datetime.now(UTC).timestamp()
         self._user_root = os.path.realpath(user_root) + os.sep if user_root else None
 
     def of_frame(self, frame: FrameType | None) -> int:
@@ -194,7 +199,18 @@ class Sites:
             return _INSIDE
         if "site-packages" in path or "dist-packages" in path:
             return _LIBRARY
+        if os.path.basename(path) in _START_UP or self._is_generated(path):
+            return _LIBRARY
         return _INSIDE if path.startswith(_STDLIB) else _USER
+
+    def _is_generated(self, path: str) -> bool:
+        """Whether a library wrote this file while the script ran (torch_geometric writes its layers' loops): nobody edits it."""
+        if not path.startswith(os.path.realpath(tempfile.gettempdir()) + os.sep):
+            return False
+        try:
+            return os.stat(path).st_mtime > self._began_s
+        except OSError:
+            return False
 
 
 def _line_of(frame: FrameType) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
 from flatout.core.errors import UsageError
-from flatout.core.records.evidence import Evidence, Operator
+from flatout.core.records.evidence import Evidence, Model, Operator
 from flatout.core.records.memory import MemoryKind, MemoryPart
 from flatout.core.records.trial import ModelVariant, TimeModel, Trial, TrialResult
 from flatout.core.records.usage import CallUse, ModuleFact
@@ -106,6 +106,16 @@ def model_seconds(evidence: Evidence) -> float:
     """Seconds of forward, loss and backward in a step."""
     phases = evidence.steps.phases
     return phases.get("forward", 0.0) + phases.get("backward", 0.0)
+
+
+def forward_seconds(evidence: Evidence, model: Model) -> float:
+    """Seconds of a step in calls of this root module, no more than the step has for forwards of all kinds.
+
+    Calls grow longer while a sequence is generated: their mean is above the median step.
+    """
+    others = ("backward", "optimizer", "data")
+    left_s = evidence.steps.whole_s - sum(evidence.steps.phases.get(phase, 0.0) for phase in others)
+    return min(model.calls * model.call_s, max(0.0, left_s))
 
 
 def host_seconds(evidence: Evidence) -> float:

@@ -9,7 +9,19 @@ from flatout.core.records.evidence import Evidence, Operator
 from flatout.core.records.trial import ModelVariant, TimeModel
 from flatout.machine.cost.accounting import facts_named, model_seconds, remaining_fraction, setting_of
 
-PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "cudnn_convolution")
+_RECURRENT: Final = tuple(
+    f"{name}{suffix}" for name in ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn") for suffix in ("", "_backward")
+)
+PRODUCTS: Final = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "convolution_backward",
+    "cudnn_convolution",
+    *_RECURRENT,
+)
 """aten operators that matrix units can do."""
 
 

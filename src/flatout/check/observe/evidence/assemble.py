@@ -100,7 +100,7 @@ def models_of(observation: ObservationState) -> tuple[tuple[Model, ...], list[Ro
             is_training=r.is_training,
             grad_enabled=r.grad_enabled,
             calls=r.weighted_calls / steps,
-            call_s=r.total_s / max(1, r.calls),
+            call_s=r.call_s,
             num_calls_observed=r.calls,
             num_graphs_built=r.graphs_built,
             num_graphs_used=min(r.graphs_used, r.graphs_built),

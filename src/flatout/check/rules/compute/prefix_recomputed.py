@@ -16,7 +16,7 @@ from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence, Model
 from flatout.core.records.finding import Finding
 from flatout.core.records.trial import TimeModel
-from flatout.machine.cost.accounting import result_of
+from flatout.machine.cost.accounting import forward_seconds, result_of
 
 _FEWEST: Final = 3
 _SHARE: Final = 0.7
@@ -37,8 +37,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         result = result_of(evidence, _trial(index, model)) if _grows(model) else None
         if result is None or result.cured_s is None:
             continue
-        cost_s = model.calls * model.call_s
-        saved = [max(0.0, cost_s - model.calls * result.cured_s * factor) for factor in _CACHE_FACTOR]
+        cost_s = forward_seconds(evidence, model)
+        calls = cost_s / model.call_s if model.call_s else 0.0
+        saved = [max(0.0, cost_s - calls * result.cured_s * factor) for factor in _CACHE_FACTOR]
         yield Finding(
             where=evidence.source_of(model.source),
             cost_s=cost_s,
