@@ -71,6 +71,7 @@ class Capture:
         self._is_trying = False
         self._results: list[TrialResult] = []
         self._other_s = 0.0
+        self._step_s = 0.0
         self._last: Evidence | None = None
         self._before_trials: Evidence | None = None
         """What was known when trials were asked for last."""
@@ -157,7 +158,8 @@ class Capture:
         done = {r.trial for r in self._results}
         wanted = [t for t in dict.fromkeys(self._propose(evidence)) if t not in done]
         self._other_s += perf_counter() - began
-        left = self.observer.schedule.trials_limit_s - observation.times.trials_s
+        self._step_s = evidence.steps.step_s
+        left = self.observer.schedule.trials_limit_s(self._step_s) - observation.times.trials_s
         if wanted and left > 0 and not self._is_hurried:
             began = perf_counter()
             if self._progress is not None:
@@ -183,7 +185,7 @@ class Capture:
         """Seconds that trials were allowed, those for compiling included where that was tried."""
         schedule = self.observer.schedule
         has_compiled = any(isinstance(r.trial, TimeCompiled) for r in self._results)
-        return schedule.trials_limit_s + has_compiled * schedule.compile_limit_s
+        return schedule.trials_limit_s(self._step_s) + has_compiled * schedule.compile_limit_s
 
     def _scene(self) -> Scene:
         observation = self.observation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from flatout.core.records.trial import (
     TimeDistance,
     TimeGrowingCat,
     TimeModel,
+    TimeMostlyZeros,
     TimeNormalisation,
     TimeOneHot,
     TimeRecurrence,
@@ -93,3 +96,19 @@ def test_a_layer_in_both_directions_is_refused() -> None:
     root = captured_root(Packing(bidirectional=True), torch.randn(4, 7, 3), torch.tensor([7, 2, 5, 1]))
     [result] = run_trials([TimeModel(model=0, variant="unpacked", backward=True)], scene(root), budget_s=5.0)
     assert "direction" in result.refused
+
+
+@pytest.mark.parametrize("task", ["dropout", "product"])
+def test_work_on_zeros_is_timed_against_the_numbers_that_are_there(task: Literal["dropout", "product"]) -> None:
+    trial = TimeMostlyZeros(task=task, rows=512, columns=256, width=8, density=0.02, dtype="float32", backward=True)
+    [result] = run_trials([trial], scene(captured_root(nn.Linear(2, 2), torch.randn(1, 2))), budget_s=5.0)
+    assert not result.refused
+    assert result.now_s is not None
+    assert result.cured_s is not None
+
+
+def test_inputs_of_the_size_of_most_work_are_captured() -> None:
+    root = RootModule(nn.Linear(2, 2), (0,), "Linear")
+    for length in (1, 2, 3, *range(4, 200)):
+        root.capture((torch.randn(1, length, 2),), {})
+    assert 64 <= root.captured_length <= 160

@@ -177,6 +177,22 @@ class TimeDataset(TrialRequest, frozen=True, kw_only=True):
     loader: int
 
 
+class TimeMostlyZeros(TrialRequest, frozen=True, kw_only=True):
+    """A matrix (rows x columns) of which `density` (a fraction) are not zero: what is done with all of it, against those alone.
+
+    'dropout': of all numbers, against those that are not zero, written into zeros. 'product': with a matrix of `width` columns,
+    against the product of a sparse matrix. With the gradient of that matrix when `backward`.
+    """
+
+    task: Literal["dropout", "product"]
+    rows: int
+    columns: int
+    width: int
+    density: float
+    dtype: str
+    backward: bool
+
+
 class TimePaddedProduct(TrialRequest, frozen=True, kw_only=True):
     """A product (batch x rows x inner by inner x columns) against the same with sizes (rows, inner, columns) `padded`.
 

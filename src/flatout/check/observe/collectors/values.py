@@ -20,6 +20,10 @@ from flatout.core.records.usage import ModuleFact
 _LARGEST_MASK: Final = 64 << 20
 _SAMPLED: Final = 2048
 _FEWEST: Final = 256
+_LARGE_MATRIX: Final = 1 << 18
+_MOSTLY: Final = 0.9
+"""Share of zeros from which a sparse product is several times faster than a dense one on a CPU."""
+_READ_MATRICES: Final = ("aten.mm", "aten.addmm", "aten.mul")
 _FEWEST_SUBNORMAL: Final = 0.002
 
 
@@ -35,12 +39,15 @@ class TensorValues(Collector, OperatorListener):
 
     'attention-mask'  a dense mask passed to scaled_dot_product_attention: `kind` says which ('causal', 'all-true', 'window',
                       'documents', 'sparse', 'padding', 'bias', 'other'), `value` the share of pairs it lets through
+    'mostly-zeros'    a matrix from before the step that an operator reads is nearly all zeros: `kind` is the operator, `value`
+                      the share of zeros, `text` the matrix's rows and columns ('2708x1433')
     'subnormal'       `value` is the share of subnormal numbers among an operator's results on the CPU, `kind` the operator
     """
 
     def __init__(self) -> None:
         self._masks: dict[OperatorKey, tuple[str, float]] = {}
         self._subnormal: dict[OperatorKey, Subnormal] = {}
+        self._zeros: dict[OperatorKey, tuple[float, str]] = {}
 
     def on_operator(self, call: OperatorCall) -> None:
         """Look at the values of the first call of each kind."""
@@ -51,6 +58,11 @@ class TensorValues(Collector, OperatorListener):
                 self._masks[key] = _kind(mask)
         if key not in self._subnormal:
             self._subnormal[key] = max((_subnormal(r) for r in call.results), default=Subnormal(0.0, ""))
+
+        if key.op in _READ_MATRICES and key.phase != "backward" and key not in self._zeros:
+            pairs = zip(call.inputs, call.producers, strict=False)
+            found = (_zeros(tensor) for tensor, producer in pairs if tensor.dim() == 2 and producer == -1)
+            self._zeros[key] = max(found, default=(0.0, ""))
 
     def fill(self, evidence: Evidence) -> Evidence:
         """Add what was found to `module_facts`, one fact for each line and module."""
@@ -63,7 +75,12 @@ class TensorValues(Collector, OperatorListener):
             for k, s in self._subnormal.items()
             if s.share > _FEWEST_SUBNORMAL
         )
-        facts = dict.fromkeys((*masks, *subnormal))
+        zeros = (
+            ModuleFact(name="mostly-zeros", module=k.module, kind=k.op, value=share, text=sizes, source=k.site)
+            for k, (share, sizes) in self._zeros.items()
+            if share >= _MOSTLY
+        )
+        facts = dict.fromkeys((*masks, *subnormal, *zeros))
         return msgspec.structs.replace(evidence, module_facts=(*evidence.module_facts, *facts))
 
 
@@ -82,6 +99,20 @@ def _kind(mask: Tensor) -> tuple[str, float]:
         return "other", 1.0
     found = recognised(mask)
     return found.kind, found.share
+
+
+def _zeros(matrix: Tensor) -> tuple[float, str]:
+    """Share of zeros among some elements, spread evenly, and the sizes; 0 for a small one or one that is not on the CPU."""
+    is_plain = not is_wrapper(matrix) and matrix.device.type == "cpu" and matrix.layout == torch.strided
+    if not is_plain or not matrix.is_floating_point() or matrix.numel() < _LARGE_MATRIX or not matrix.is_contiguous():
+        return 0.0, ""
+    sample = matrix.detach().view(-1)[:: _odd(matrix.numel() // _SAMPLED)]
+    return float((sample == 0).float().mean()), "x".join(map(str, matrix.shape))
+
+
+def _odd(stride: int) -> int:
+    """An odd stride does not meet the same column again and again."""
+    return stride | 1
 
 
 def _subnormal(result: Tensor) -> Subnormal:

@@ -8,6 +8,8 @@ from typing import Final
 from flatout.core.records.progress import Doing
 from flatout.core.records.record import Record
 
+_TRIALS_STEPS: Final = 20
+"""Steps' worth of time on top: a few calls each of what would be tried."""
 _TRIALS_LEAST_S: Final = 8.0
 """Trials of a data set and of a module take some seconds each."""
 
@@ -49,10 +51,10 @@ class Schedule(Record, frozen=True, kw_only=True):
     observe_s: float = 30.0
     max_light: int = 20_000
 
-    @property
-    def trials_limit_s(self) -> float:
-        """Seconds for all trials: a short observation is not followed by long trials."""
-        return min(self.trials_budget_s, _TRIALS_LEAST_S + self.observe_s / 2)
+    def trials_limit_s(self, step_s: float) -> float:
+        """Seconds for all trials: a short observation is not followed by long trials, and long steps take longer to try."""
+        longer_s = min(self.trials_budget_s, _TRIALS_STEPS * step_s)
+        return min(self.trials_budget_s, _TRIALS_LEAST_S + self.observe_s / 2) + longer_s
 
     @property
     def compile_limit_s(self) -> float:

@@ -2,8 +2,8 @@
 
 Costs        The rows that a slice leaves out: their products, what is computed of them row by row (a log-softmax), and, in
              training, products with gradients that are all zeros.
-Evidence     A product in forward whose result is read, by the order of a deep step, through slices along its rows alone. Trial: the
-             same product with as many rows as are read.
+Evidence     A product in forward whose result is read, by the order of a deep step, through slices along its rows alone. Trial:
+             the same product with as many rows as are read.
 Levers       none
 False alarm  A model whose caller reads other rows in other steps: the steps looked at read no more than what is said.
 """
@@ -23,15 +23,16 @@ from flatout.machine.cost.suspects import proposing, tried
 from flatout.machine.cost.trace import consumers
 
 _PRODUCTS: Final = ("aten.mm", "aten.addmm")
-_VIEWS: Final = frozenset(
-    f"aten.{name}"
-    for name in "view _unsafe_view reshape squeeze unsqueeze transpose t permute expand split chunk unbind select slice "
-    "narrow alias detach as_strided".split()
-)
+_VIEW_NAMES: Final = """
+view _unsafe_view reshape squeeze unsqueeze transpose t permute expand split chunk unbind select slice narrow alias detach
+as_strided
+"""
+_VIEWS: Final = frozenset(f"aten.{name}" for name in _VIEW_NAMES.split())
 """They read nothing: what they make is read by operators with the smaller shape."""
-_BY_ROW: Final = frozenset(f"aten.{name}" for name in "_log_softmax _softmax add div mul gelu relu tanh sigmoid".split())
+_BY_ROW_NAMES: Final = "_log_softmax _softmax add div mul gelu relu tanh sigmoid"
+_BY_ROW: Final = frozenset(f"aten.{name}" for name in _BY_ROW_NAMES.split())
 """Each row of their results comes from one row alone, where they read one tensor."""
-_SELECTS: Final = frozenset(f"aten.{name}" for name in "index index_select gather embedding".split())
+_SELECTS: Final = frozenset({"aten.index", "aten.index_select", "aten.gather", "aten.embedding"})
 _MOST_READ: Final = 0.75
 """Of the rows: with more, the slice costs what it gains."""
 _WORTH_A_TRIAL: Final = 0.05
@@ -63,8 +64,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(source),
             cost_s=cost_s,
             saved_s=(0.8 * saved_s, saved_s),
-            because=f"{num} rows of {largest.suspect.trial.columns} numbers are computed, {milliseconds(cost_s)} of the step, and "
-            f"{read} of them are read{at}; the product of those takes {largest.remaining:.0%} of the time (tried)",
+            because=f"{num} rows of {largest.suspect.trial.columns} numbers are computed, {milliseconds(cost_s)} of the step, "
+            f"and {read} of them are read{at}; the product of those takes {largest.remaining:.0%} of the time (tried)",
             edit="select the rows first, and give this layer those alone",
             also=(reader,) if reader is not None else (),
             module=evidence.operators[largest.suspect.rows[0]].module,
@@ -84,6 +85,8 @@ def _suspects(evidence: Evidence) -> Iterator[_Unread]:
         product = operators[row]
         if product.op not in _PRODUCTS or product.phase == "backward" or row in claimed or product.source < 0:
             continue
+        if not trace.producers[call] or trace.producers[call][-1] != -1:
+            continue  # no layer: its second factor is no weight
         found = _reads(trace, operators, readers, escapes, call)
         if found is None:
             continue
@@ -103,9 +106,7 @@ def _suspects(evidence: Evidence) -> Iterator[_Unread]:
         places = {(o.source, o.module) for o in (operators[trace.operator[c]] for c in found.calls)}
         full = _backward_of(evidence, product, places)
         own = [trace.operator[c] for c in found.full]
-        yield _Unread(
-            tuple(dict.fromkeys([row, *own, *full])), trial, product.source, found.reader, found.fraction
-        )
+        yield _Unread(tuple(dict.fromkeys([row, *own, *full])), trial, product.source, found.reader, found.fraction)
 
 
 class _Reads(NamedTuple):
@@ -138,7 +139,11 @@ def _reads(
             tensor = _read_tensor(trace, operator, call, writer)
             if tensor is None or not tensor.shape or tensor.shape[-1] != columns:
                 return None
-            num = operator.outputs[0].num_elements if operator.op in _SELECTS and operator.outputs else tensor.num_elements
+            num = (
+                operator.outputs[0].num_elements
+                if operator.op in _SELECTS and operator.outputs
+                else tensor.num_elements
+            )
             if num < whole.num_elements:
                 read, reader = read + num, operator.source  # perhaps of other rows
             elif operator.op in _BY_ROW and _num_large(operator, whole) == 1:
