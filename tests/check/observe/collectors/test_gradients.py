@@ -50,7 +50,7 @@ def weighted(net: nn.Module, x: Tensor, t: Tensor) -> Tensor:
     return (u_x + u_t).square().mean()
 
 
-def walks(residual: Residual) -> list[ModuleFact]:
+def walks(residual: Residual, *, name: str = "repeated-gradient") -> list[ModuleFact]:
     """The facts of a loop of 20 steps over this residual."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -71,7 +71,7 @@ def walks(residual: Residual) -> list[ModuleFact]:
         evidence = capture.finish(exit="finished", exit_code=0)
     assert torch.autograd.grad is original
     assert not evidence.notes, evidence.notes
-    return [f for f in evidence.module_facts if f.name == "repeated-gradient"]
+    return [f for f in evidence.module_facts if f.name == name]
 
 
 def test_two_walks_from_one_result_are_found_at_their_line() -> None:
@@ -79,6 +79,13 @@ def test_two_walks_from_one_result_are_found_at_their_line() -> None:
     results, walks_fraction, spared_fraction, is_graph = map(float, fact.text.split(","))
     assert (fact.value, results, is_graph) == (2, 1, 1)
     assert 0 < spared_fraction < walks_fraction < 1
+
+
+@pytest.mark.slow
+def test_gradients_that_are_differentiated_again_are_told_by_line() -> None:
+    found = walks(one_by_one, name="gradient-of-gradient")
+    assert found
+    assert all(fact.source >= 0 for fact in found)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from tests.evidence_builder import MACHINE, EvidenceBuilder, only_finding, propo
 from flatout.check.rules.compute.mixed_precision import RULE
 from flatout.core.records.hardware import Machine
 from flatout.core.records.trial import TimeCompiled, TrialResult
+from flatout.core.records.usage import ModuleFact
 
 CALL = "loss = F.cross_entropy(net(x), y)"
 BUSY_S = 0.09
@@ -46,6 +47,16 @@ def test_it_is_priced_by_the_modules_share_of_the_step() -> None:
     assert finding.where is not None
     assert finding.where.line == 20
     assert "torch.autocast('cpu', dtype=torch.bfloat16)" in finding.edit
+
+
+def test_where_the_loss_contains_derivatives_it_is_a_remark() -> None:
+    run = tried(multiplying(), kept=0.5)
+    run.facts.append(ModuleFact(name="gradient-of-gradient", module="", kind="", value=1.0, source=0))
+    evidence = run.build()
+    assert not list(RULE.check(evidence))
+    assert RULE.note is not None
+    [note] = RULE.note(evidence)
+    assert "derivatives" in note.text
 
 
 def test_what_other_modules_take_is_not_gained() -> None:

@@ -59,6 +59,8 @@ class RepeatedGradients(Collector):
         self._lines: dict[int, _WalkTotals] = defaultdict(_WalkTotals)
         self._num_steps = 0
         self._backward_s = 0.0
+        self._differentiated_again: dict[int, int] = {}
+        """Calls that build a graph of the gradient itself, by line."""
 
     def begin(self, mode: Mode) -> None:
         """A step begins; only deep ones matter."""
@@ -94,8 +96,14 @@ class RepeatedGradients(Collector):
         """Add one fact a line to `module_facts`: `value` walks a step, `text` 'results,walks_fraction,saved_fraction,graph'.
 
         The fractions are of the operators' time in the backward phase: all these walks, and those that one walk a result spares;
-        'graph' is 1 where the gradients are differentiated again.
+        'graph' is 1 where the gradients are differentiated again. Those have a fact of their own, 'gradient-of-gradient'.
         """
+        again = (
+            ModuleFact(
+                name="gradient-of-gradient", module="", kind="", value=num / max(1, self._num_steps), source=site
+            )
+            for site, num in self._differentiated_again.items()
+        )
         facts = (
             ModuleFact(
                 name="repeated-gradient",
@@ -109,7 +117,7 @@ class RepeatedGradients(Collector):
             for site, totals in self._lines.items()
             if self._backward_s > 0 and site >= 0
         )
-        return msgspec.structs.replace(evidence, module_facts=(*evidence.module_facts, *facts))
+        return msgspec.structs.replace(evidence, module_facts=(*evidence.module_facts, *facts, *again))
 
     def _add(self, walks: Sequence[_Walk], seconds: Sequence[float]) -> None:
         totals = self._lines[walks[0].site]
@@ -124,6 +132,9 @@ class RepeatedGradients(Collector):
         def grad(*args: Any, **kwargs: Any) -> Any:
             recorder = self._deep.recorder
             key = self._key(args, kwargs) if recorder is not None else None
+            if recorder is not None and kwargs.get("create_graph"):
+                site = self._sites.of_frame(sys._getframe(1))
+                self._differentiated_again[site] = self._differentiated_again.get(site, 0) + 1
             if recorder is None or key is None:
                 return original(*args, **kwargs)
             site, first = self._sites.of_frame(sys._getframe(1)), len(recorder.step.calls)

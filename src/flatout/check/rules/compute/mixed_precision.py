@@ -6,9 +6,10 @@ Evidence     Time in float32 products of forward and backward while no autocast 
              enabled=False, or one for another device. Trial: the root module with its forward under autocast, entered anew for
              each call; float16 where bfloat16 products were measured to be no faster.
 Levers       workload.mixed-precision
-False alarm  Work that needs float32's 24 bits (solvers, physics). The gain is measured and the loss is not: compare losses before
-             keeping it. So this cure of the whole module comes after causes at a line, and what gains less than 1.15x of the step
-             is a remark beside the findings: no reason to change a model's numbers.
+False alarm  Work that needs float32's 24 bits (solvers, physics); where the loss contains derivatives, it is a remark alone. The
+             gain is measured and the loss is not: compare losses before keeping it. So this cure of the whole module comes after
+             causes at a line, and what gains less than 1.15x of the step is a remark beside the findings: no reason to change a
+             model's numbers.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def propose(evidence: Evidence) -> Iterator[TimeModel]:
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for the module."""
     cure = _priced(evidence)
-    if cure is None or not cure.is_worth_a_change:
+    if cure is None or not cure.is_worth_a_change or _has_derivatives_in_loss(evidence):
         return
     yield Finding(
         where=cure.where,
@@ -72,9 +73,19 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 def note(evidence: Evidence) -> Iterator[Note]:
     """Yield a remark where it gains, but less than a change of the model's numbers is worth."""
     cure = _priced(evidence)
-    if cure is not None and cure.is_worth_a_remark:
-        text = f"under autocast to {_half(evidence)} the step would be {cure.gain:.2f}x as fast (tried)"
+    if cure is None:
+        return
+    text = f"under autocast to {_half(evidence)} the step would be {cure.gain:.2f}x as fast (tried)"
+    if cure.is_worth_a_change and _has_derivatives_in_loss(evidence):
+        doubt = "; the loss contains derivatives of the network, which 8 bits of a number may not be enough for"
+        yield Note(where=cure.where, text=text + doubt)
+    elif cure.is_worth_a_remark:
         yield Note(where=cure.where, text=text)
+
+
+def _has_derivatives_in_loss(evidence: Evidence) -> bool:
+    """Whether gradients are differentiated again: physics in the loss, a penalty on gradients."""
+    return bool(facts_named(evidence, "gradient-of-gradient"))
 
 
 def _priced(evidence: Evidence) -> PricedCure | None:
