@@ -12,6 +12,7 @@ from flatout.check.observe.calls import RootModule
 from flatout.check.trials.context import Scene
 from flatout.check.trials.runner import run_trials
 from flatout.core.records.trial import (
+    TimeActivation,
     TimeAttention,
     TimeDistance,
     TimeGrowingCat,
@@ -105,6 +106,15 @@ def test_work_on_zeros_is_timed_against_the_numbers_that_are_there(task: Literal
     assert not result.refused
     assert result.now_s is not None
     assert result.cured_s is not None
+
+
+@pytest.mark.parametrize("kind", ["tanh", "erf"])
+def test_gelu_written_out_is_what_torch_computes(kind: Literal["tanh", "erf"]) -> None:
+    trial = TimeActivation(kind=kind, shape=(16, 64), dtype="float32", backward=True)
+    [result] = run_trials([trial], scene(captured_root(nn.Linear(2, 2), torch.randn(1, 2))), budget_s=5.0)
+    assert not result.refused
+    assert result.error is not None
+    assert result.error < 1e-5
 
 
 def test_inputs_of_the_size_of_most_work_are_captured() -> None:

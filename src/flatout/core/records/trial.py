@@ -78,6 +78,15 @@ class TimeNormalisation(TrialRequest, frozen=True, kw_only=True):
     backward: bool
 
 
+class TimeActivation(TrialRequest, frozen=True, kw_only=True):
+    """GELU written out, by tanh or by the error function, against torch's own."""
+
+    kind: Literal["tanh", "erf"]
+    shape: tuple[int, ...]
+    dtype: str
+    backward: bool
+
+
 class TimeDistance(TrialRequest, frozen=True, kw_only=True):
     """Squared distances of all pairs of `batch` times `num_a` by `num_b` points in `dim` dimensions: differences written out,
     against torch.cdist.
