@@ -314,6 +314,21 @@ def test_calls_of_modules_are_torchs_own_while_steps_go_by_unwatched() -> None:
 
 
 @pytest.mark.slow
+def test_models_that_are_trained_in_turns_do_not_begin_the_observation_anew() -> None:
+    nets = [model(seed) for seed in range(5)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in nets]
+
+    def folds() -> None:
+        for _ in range(2):
+            for net, optimizer in zip(nets, optimizers, strict=True):
+                train(net, steps=40, optimizer=optimizer)
+
+    evidence = observe(folds)
+
+    assert evidence.steps.kind == "training"
+    assert evidence.steps.num_observed > 300
+
+
 def test_five_critic_steps_to_one_generator_step_make_one_step() -> None:
     def loop() -> None:
         critic, generator = model(0), model(1)

@@ -268,8 +268,12 @@ class Events:
     def on_unwatched_steps(self) -> None:
         self._borders.on_unwatched_steps()
 
-    def on_leader_lost(self) -> None:
-        self._borders.restart("training")
+    def on_leader_lost(self, *, is_replaced: bool) -> None:
+        if is_replaced:
+            self._borders.cut_block()
+            self._observation.timeline.restart()
+        else:
+            self._borders.restart("training")
 
     def on_counted_call(self) -> None:
         self._borders.border()

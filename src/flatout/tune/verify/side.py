@@ -159,7 +159,7 @@ class ProofSide:
     def on_unwatched_steps(self) -> None:
         """Nothing to do: every step is watched."""
 
-    def on_leader_lost(self) -> None:
+    def on_leader_lost(self, *, is_replaced: bool) -> None:
         """Nothing to do: every step is watched."""
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

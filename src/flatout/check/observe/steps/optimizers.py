@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Final, Literal, Protocol
@@ -25,6 +26,10 @@ _LONGEST_CYCLE: Final = 24
 """Optimizer steps looked back upon to find the cycle; a GAN with five critic steps has a cycle of six."""
 
 
+_TAKES_OVER: Final = 12
+"""Steps of one optimizer in a row, after which another that steps has taken over (the next fold of a cross validation)."""
+
+
 class OptimizerListener(Protocol):
     """Hears of optimizer steps, on the observed thread."""
 
@@ -34,7 +39,7 @@ class OptimizerListener(Protocol):
 
     def on_unwatched_steps(self) -> None: ...
 
-    def on_leader_lost(self) -> None: ...
+    def on_leader_lost(self, *, is_replaced: bool) -> None: ...
 
     def on_closure_start(self) -> None: ...
 
@@ -69,7 +74,8 @@ class Optimizing:
     """Watches all optimizers through torch's global hooks; finds the leader, whose step ends a step of the loop.
 
     With several optimizers (a GAN, several groups) the leader is the one that stepped least often of late, the latest in the
-    cycle among equals: its step closes the cycle.
+    cycle among equals: its step closes the cycle. One that takes over from another for good (models trained one after another)
+    becomes the leader, and the loop goes on.
     """
 
     def __init__(self, sites: Sites, listener: OptimizerListener) -> None:
@@ -77,8 +83,9 @@ class Optimizing:
         self.is_active = False
         self.unwatched_ends_s: list[float] | None = None
         """Set while steps go by unwatched: their ends are stamped there, and nothing else is done at most of them."""
-        self._num_others = 0
-        """Steps of other optimizers since the last of those stamps."""
+        self._others: list[int] = []
+        """Optimizers that stepped since the last of those stamps, by their ids."""
+        self._is_replaced = False
         self.num_unwatched = 0
         """After so many stamps the listener is called; sooner if `has_news` is set."""
         self.has_news = False
@@ -184,13 +191,9 @@ class Optimizing:
         ends_s = self.unwatched_ends_s
         if ends_s is not None:
             if self._leader is None or self._leader.optimizer() is not optimizer:
-                self._num_others += 1
-                if self._num_others > _LONGEST_CYCLE:
-                    self._num_others, self._leader = 0, None
-                    self._recent.clear()
-                    self._listener.on_leader_lost()
+                self._note_other(optimizer)
                 return
-            self._num_others = 0
+            self._others.clear()
             ends_s.append(perf_counter())
             if self.has_news or len(ends_s) == self.num_unwatched:
                 self.has_news = False
@@ -204,9 +207,29 @@ class Optimizing:
         watched.num_in_step += 1
         watched.step_s.append(perf_counter() - watched.started_s - watched.closure_s)
         self._recent.append(id(watched))
-        leader = self._find_leader()
-        changed, self._leader = self._leader is not leader, leader
+        is_successor = self._is_replaced or self._takes_over()
+        self._is_replaced = False
+        leader = watched if is_successor else self._find_leader()
+        changed, self._leader = self._leader is not leader and not is_successor, leader
         self._listener.on_optimizer_end(id(optimizer), is_border=leader is watched, leader_changed=changed)
+
+    def _note_other(self, optimizer: Optimizer) -> None:
+        """Another optimizer than the leader stepped while steps go by unwatched."""
+        self._others.append(id(optimizer))
+        is_replaced = len(self._others) >= _TAKES_OVER and len(set(self._others)) == 1
+        if is_replaced or len(self._others) > _LONGEST_CYCLE:
+            self._others.clear()
+            self._recent.clear()
+            self._leader, self._is_replaced = None, is_replaced
+            self._listener.on_leader_lost(is_replaced=is_replaced)
+
+    def _takes_over(self) -> bool:
+        """Whether the optimizer that stepped last steps in place of the leader, which did so alone and has not come back."""
+        *before, now = (key for key, _ in groupby(self._recent))
+        if self._leader is None or not before or now in before or len(before) > 1:
+            return False
+        is_leading = id(self._leader) == now
+        return is_leading or sum(key == before[0] for key in self._recent) >= _TAKES_OVER
 
     def _find_leader(self) -> OptimizerWatched:
         counts = Counter(self._recent)
