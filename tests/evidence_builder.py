@@ -452,12 +452,22 @@ class EvidenceBuilder:
         )
 
     def use(
-        self, name: str, source: int, seconds: float, *, calls: float = 1.0, detail: str = "", num_bytes: int = 0
+        self,
+        name: str,
+        source: int,
+        seconds: float,
+        *,
+        calls: float = 1.0,
+        detail: str = "",
+        num_bytes: int = 0,
+        phase: Phase = "other",
     ) -> int:
         """A watched call at this line."""
         return _add(
             self.uses,
-            CallUse(name=name, source=source, calls=calls, seconds=seconds, bytes=num_bytes, detail=detail),
+            CallUse(
+                name=name, source=source, calls=calls, seconds=seconds, bytes=num_bytes, detail=detail, phase=phase
+            ),
         )
 
     def compiled(

@@ -326,7 +326,7 @@ def test_models_that_are_trained_in_turns_do_not_begin_the_observation_anew() ->
     evidence = observe(folds)
 
     assert evidence.steps.kind == "training"
-    assert evidence.steps.num_observed > 300
+    assert evidence.steps.num_observed > 200
 
 
 def test_five_critic_steps_to_one_generator_step_make_one_step() -> None:

@@ -335,3 +335,40 @@ def test_a_module_that_stores_results_with_their_graphs_is_copied() -> None:
     assert module.last_loss is not None
     assert module.last_loss.grad_fn is not None
     assert again.last_loss is again.saved[0]
+
+
+class OfAnyLength(nn.Module):
+    """Notes in LENGTHS with how many positions it is called, also as a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        LENGTHS.append(tokens.shape[1])
+        out: Tensor = self.table(tokens)
+        return out
+
+
+LENGTHS: list[int] = []
+
+
+def test_a_batch_is_cropped_to_several_lengths_in_turn() -> None:
+    model = OfAnyLength()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        for _ in range(14):
+            optimizer.zero_grad()
+            model(torch.randint(0, 20, (4, 32))).square().mean().backward()
+            optimizer.step()
+
+    LENGTHS.clear()
+    trial = TimeModel(model=0, variant="cropped", backward=True, length=32, lengths=(8, 12, 16))
+    result = try_on(loop, lambda _: [trial])
+
+    measured(result)
+    assert result.parts["new_length"] > 0
+    assert "8, 12, 16, 8, 12, 16" in str(LENGTHS), (
+        "in turn, so that no two calls that follow one another have one shape"
+    )

@@ -61,6 +61,33 @@ def test_a_row_read_back_from_the_buffer_is_a_dependence(write: str) -> None:
     assert depth(run, select, tanh, copy) == N
 
 
+@pytest.mark.parametrize(("is_same_part", "expected"), [(False, 1), (True, N)])
+@pytest.mark.parametrize("write", ["aten.index_add_", "aten.scatter_add_", "aten.mul_"])
+def test_writers_into_parts_of_a_buffer_need_the_last_writer_of_their_part(
+    write: str, is_same_part: bool, expected: int
+) -> None:
+    run = EvidenceBuilder()
+    line = run.line("model.py", 12)
+    buffer = run.call(run.operator("aten.zeros", line, output=(N, 64)))
+    writer = run.operator(write, line, inputs=[(64,)], output=(64,), calls=N)
+    rows = [writer]
+    for i in range(N):
+        scalars = f"0, {0 if is_same_part else i}"
+        rows.append(run.operator("aten.select", line, inputs=[(N, 64)], output=(64,), scalars=scalars))
+        run.call(rows[-1], buffer)
+        buffer = run.call(writer, buffer)
+    assert depth(run, *rows) == expected
+
+
+def test_a_writer_into_a_whole_buffer_needs_what_was_in_it() -> None:
+    run = EvidenceBuilder()
+    [writer] = loop(run, "aten.mul_")
+    buffer = -1
+    for _ in range(N):
+        buffer = run.call(writer, buffer)
+    assert depth(run, writer) == N
+
+
 @pytest.mark.parametrize("gather", ["aten.add", "aten.add_", "aten.cat", "aten.maximum"])
 def test_rows_that_are_gathered_one_by_one_are_independent(gather: str) -> None:
     run = EvidenceBuilder()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any, Final, NamedTuple
@@ -21,6 +22,8 @@ from flatout.core.tensors.nests import tensors_in
 from flatout.machine.measure.timer import time_call
 
 _FEW: Final = 16
+_DEEPEST: Final = 6
+"""Containers and objects inside one another: an item of a data set of graphs takes three."""
 _ENOUGH_S: Final = 0.3
 _MOST_TENSORS: Final = 20_000
 _FACTS: Final = ("repeatable", "views", "takes_batches", "item_by_item")
@@ -34,6 +37,9 @@ def run(trial: TimeDataset, scene: Scene) -> TrialResult:
     'index' where one call with a list of indices gives the batch. Facts: 'repeatable' (the same items come out when asked again
     with other random numbers, so they can be prepared once), 'views' (items are rows of tensors or arrays that the data set
     holds), 'takes_batches' (a list of indices gives the collated batch), 'item_by_item' (the loader asks for single items).
+
+    'repeatable' is left out where items cannot be compared. `cured_s` is then None, and where a batch holds no tensors: nobody
+    knows what it would cost from memory.
     """
     use = scene.loaders[trial.loader]
     if not use.is_map_style:
@@ -42,8 +48,8 @@ def run(trial: TimeDataset, scene: Scene) -> TrialResult:
     return TrialResult(
         trial=trial,
         now_s=found.pop("now"),
-        cured_s=found.pop("cured"),
-        facts={name: bool(found.pop(name)) for name in _FACTS},
+        cured_s=found.pop("cured", None),
+        facts={name: bool(found.pop(name)) for name in _FACTS if name in found},
         parts=found,
     )
 
@@ -80,25 +86,32 @@ def _measure(use: LoaderUse, limit_s: float) -> dict[str, float]:
         collated = dataset[fetched.indices]
     again = _again(dataset, fetched.indices[: min(_FEW, len(items))], limit_s / 6)
     index_s = _indexed_s(dataset, fetched.indices, collated)
-    memory_s = _from_memory_s(collated) * share
+    memory_s = _from_memory_s(collated)
     now_s = median(item_s) * batch + collate_s
     if not use.collates:
         memory_s = now_s  # it is picked with one indexing already
     elif index_s is not None:
         memory_s = index_s * share
-    result = {
+    elif memory_s is not None:
+        memory_s *= share
+    is_repeatable = _all_same(items, again)
+    result: dict[str, float] = {
         "now": now_s,
-        "cured": min(memory_s, now_s),
         "item": median(item_s),
         "collate": collate_s,
         "item_bytes": sum(t.numel() * t.element_size() for t in tensors_in(collated)) / len(items),
         "num_items": num,
-        "repeatable": all(_same(a, b) for a, b in zip(items, again, strict=False)),
         "views": _are_views(dataset, items[0]),
         "takes_batches": index_s is not None,
         "item_by_item": use.collates,
     }
-    return result if index_s is None else {**result, "index": index_s * share}
+    if index_s is not None:
+        result["index"] = index_s * share
+    if is_repeatable is not None:
+        result["repeatable"] = is_repeatable
+        if memory_s is not None:
+            result["cured"] = min(memory_s, now_s)
+    return result
 
 
 def _usual_s(call: Callable[[], object], limit_s: float) -> float:
@@ -133,18 +146,18 @@ def _indexed_s(dataset: Any, indices: list[int], collated: Any) -> float | None:
     """Seconds of asking for all items with one list of indices; None when that does not give the collated batch."""
     try:
         batch = dataset[indices]
-        if not list(tensors_in(batch)) or not _same(batch, collated):
+        if not _have_same_tensors(batch, collated):
             return None
     except Exception:  # noqa: BLE001  # a data set that takes one index raises what it likes on a list
         return None
     return time_call(lambda: dataset[indices], min_time_s=0.05, max_time_s=0.3).call_s.value
 
 
-def _from_memory_s(collated: Any) -> float:
-    """Seconds to pick one batch out of tensors four times as long."""
+def _from_memory_s(collated: Any) -> float | None:
+    """Seconds to pick one batch out of tensors four times as long; None where a batch holds no tensors to pick."""
     tensors = [t for t in tensors_in(collated) if t.dim() > 0 and t.numel() > 0]
     if not tensors:
-        return 0.0
+        return None
     pool = [torch.cat([t] * 4) for t in tensors]
     indices = [torch.randperm(len(p))[: len(t)] for p, t in zip(pool, tensors, strict=True)]
     pairs = list(zip(pool, indices, strict=True))
@@ -184,14 +197,89 @@ def _spans(dataset: Any) -> Iterator[tuple[int, int]]:
             waiting.extend(vars(value).values())
 
 
-def _same(a: Any, b: Any) -> bool:
+def _have_same_tensors(a: Any, b: Any) -> bool:
     left, right = list(tensors_in(a)), list(tensors_in(b))
-    if left or right:
-        return len(left) == len(right) and all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
+    return bool(left) and len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def _all_same(items: list[Any], again: list[Any]) -> bool | None:
+    """Whether these items are those, one by one; None where that cannot be known."""
+    found = [_same(a, b) for a, b in zip(items, again, strict=False)]
+    return False if False in found else None if None in found else True
+
+
+def _same(a: Any, b: Any) -> bool | None:
+    """Whether two items hold the same; None where they hold objects that can be compared by identity alone.
+
+    Where there are tensors or arrays, they decide.
+    """
+    left, right = list(_leaves(a)), list(_leaves(b))
+    if len(left) != len(right):
+        return False
+    equal = [_equal(x, y) for x, y in zip(left, right, strict=True)]
+    if False in equal:
+        return False
+    has_data = any(_is_data(leaf) for leaf in left)
+    return None if not has_data and (None in equal or not equal) else True
+
+
+def _leaves(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
+    """What lies in an item: in its containers, and in objects whose class does not say what equal means, in their state."""
+    if not depth:
+        yield _Unknown()
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield key
+            yield from _leaves(value[key], depth - 1)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _leaves(part, depth - 1)
+    elif not is_dataclass(value) and _has_comparison(type(value)):
+        yield value
+    else:
+        state = _state_of(value)
+        if state:
+            yield from _leaves(state, depth - 1)
+        else:
+            yield _Unknown()
+
+
+def _has_comparison(kind: type) -> bool:
+    """Whether the class, or one that it is made of, says what equal means: else objects equal themselves alone."""
+    return any("__eq__" in vars(base) for base in kind.__mro__ if base is not object)
+
+
+def _state_of(value: Any) -> Any:
+    """The state of an object: its own dict of it (batches of graphs have one), else its attributes."""
+    whole = getattr(value, "to_dict", None)
+    if callable(whole) and not isinstance(value, type):
+        try:
+            return whole()
+        except Exception:  # noqa: BLE001  # the user's own method, which may need arguments
+            return None
+    return getattr(value, "__dict__", None)
+
+
+class _Unknown:
+    """A part of an item that cannot be compared."""
+
+
+def _is_data(leaf: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return isinstance(leaf, Tensor) or (numpy is not None and isinstance(leaf, numpy.ndarray))
+
+
+def _equal(a: Any, b: Any) -> bool | None:
+    if isinstance(a, _Unknown) or isinstance(b, _Unknown):
+        return None
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if _is_data(a) and _is_data(b):
+        return bool(sys.modules["numpy"].array_equal(a, b))
     try:
         return bool(a == b)
-    except (ValueError, RuntimeError):  # arrays that do not compare to one bool
-        return repr(a) == repr(b)
+    except Exception:  # noqa: BLE001  # a class whose comparison gives no one answer
+        return None
 
 
 TRIAL: Final = TrialEntry(TimeDataset, run)

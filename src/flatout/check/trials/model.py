@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from statistics import median
 from time import perf_counter
 from typing import Any, Final
 
@@ -39,11 +40,15 @@ def run(trial: TimeModel, scene: Scene) -> TrialResult:
     now = _in_a_row(
         call_of(model, captured, captured.args, captured.kwargs, backward=trial.backward), trial.num_live_outputs
     )
-    contexts, cured, per = _variant(trial, model, captured, scene)
+    parts: dict[str, float] = {}
+    if trial.lengths:
+        contexts, cured, per = _NEITHER, *_at_lengths(trial, model, captured, parts, scene)
+    else:
+        contexts, cured, per = _variant(trial, model, captured, scene)
     runs = {"now": _in(contexts["now"], now), "cured": _in(contexts["cured"], cured)}
     if trial.variant == "threads" and (slow_s := _once_s(runs["cured"])) > _HOPELESS * _once_s(runs["now"]):
         raise Refused(f"a call with {trial.factor} threads took {slow_s:.1f} s: the cores are busy with something else")
-    result = timed_trial(trial, runs["now"], runs["cured"], scene, min_s=_MIN_S, max_s=_MAX_S)
+    result = timed_trial(trial, runs["now"], runs["cured"], scene, parts=parts, min_s=_MIN_S, max_s=_MAX_S)
     return msgspec.structs.replace(result, cured_s=(result.cured_s or 0.0) / per)
 
 
@@ -66,7 +71,8 @@ _CALLS: Final = 3
 
 
 def _calls_at_least(trial: TimeModel) -> float:
-    return _CALLS * trial.num_live_outputs * (1.0 + trial.factor if trial.variant == "batched" else 2.0)
+    num_cured = trial.factor if trial.variant == "batched" else max(1, len(trial.lengths))
+    return _CALLS * trial.num_live_outputs * (1.0 + num_cured)
 
 
 def autocast_to(dtype: torch.dtype, scene: Scene) -> dict[str, torch.dtype]:
@@ -80,6 +86,7 @@ def autocast_to(dtype: torch.dtype, scene: Scene) -> dict[str, torch.dtype]:
     return {scene.device: dtype}
 
 
+_NEITHER: Final[dict[str, Context]] = {"now": contextlib.nullcontext, "cured": contextlib.nullcontext}
 _HALVES: Final = {"bf16-autocast": torch.bfloat16, "fp16-autocast": torch.float16}
 _MIN_S: Final = 0.8
 _MAX_S: Final = 5.0
@@ -112,7 +119,7 @@ def _variant(
     elif trial.variant == "deterministic-off":
         contexts = {"now": lambda: deterministic(True), "cured": lambda: deterministic(False)}
     elif trial.variant == "cropped":
-        args, kwargs = (map_tensors(v, lambda t: _crop(t, trial)) for v in (args, kwargs))
+        args, kwargs = _cropped(captured, trial, trial.cropped_length)
     elif trial.variant == "batched":
         size = next((t.shape[0] for t in tensors_in((args, kwargs)) if t.dim() > 0), 0)
         args, kwargs = (map_tensors(v, lambda t: _repeat(t, size, trial.factor)) for v in (args, kwargs))
@@ -127,6 +134,9 @@ def _variant(
         model = copied_module(model).float()
         args, kwargs = (map_tensors(v, lambda t: t.float() if t.is_floating_point() else t) for v in (args, kwargs))
         contexts["cured"] = without_autocast
+    elif trial.variant == "bf16-weights":
+        model = copied_module(model).bfloat16()
+        args, kwargs = (map_tensors(v, lambda t: t.bfloat16() if t.is_floating_point() else t) for v in (args, kwargs))
     elif trial.variant == "channels-last":
         model = copied_module(model)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -153,12 +163,35 @@ def _in(context: Context, call: Callable[[], object]) -> Callable[[], object]:
     return inside
 
 
-def _crop(tensor: Tensor, trial: TimeModel) -> Tensor:
-    if tensor.dim() >= 2 and tensor.shape[1] == trial.length:
-        return tensor[:, : trial.cropped_length].contiguous()
-    if tensor.dim() == 1 and not tensor.is_floating_point():
-        return tensor.clamp(max=trial.cropped_length)
-    return tensor
+def _at_lengths(
+    trial: TimeModel, model: nn.Module, captured: Captured, parts: dict[str, float], scene: Scene
+) -> tuple[Callable[[], object], float]:
+    """One call at each length, as batches of changing length follow one another, and how many calls that is.
+
+    The first call of a length builds the kernels for its shapes, which goes to `parts`; a device would still be at work then.
+    """
+    calls, first_s = [], []
+    for length in trial.lengths:
+        args, kwargs = _cropped(captured, trial, length)
+        began = perf_counter()
+        calls.append(call_of(model, captured, args, kwargs, backward=trial.backward))
+        first_s.append(perf_counter() - began)
+    if scene.device == "cpu":
+        parts["new_length"] = median(first_s)
+    return lambda: [call() for call in calls], float(len(calls))
+
+
+def _cropped(captured: Captured, trial: TimeModel, length: int) -> tuple[Any, Any]:
+    """The captured arguments with every tensor of `trial.length` positions cropped to this length."""
+
+    def crop(tensor: Tensor) -> Tensor:
+        if tensor.dim() >= 2 and tensor.shape[1] == trial.length:
+            return tensor[:, :length].contiguous()
+        if tensor.dim() == 1 and not tensor.is_floating_point():
+            return tensor.clamp(max=length)
+        return tensor
+
+    return map_tensors(captured.args, crop), map_tensors(captured.kwargs, crop)
 
 
 def _repeat(tensor: Tensor, size: int, factor: int) -> Tensor:

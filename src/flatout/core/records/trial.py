@@ -129,6 +129,7 @@ ModelVariant = Literal[
     "tf32",
     "bf16-autocast",
     "fp16-autocast",
+    "bf16-weights",
     "channels-last",
     "flush-denormal",
     "threads",
@@ -140,15 +141,17 @@ class TimeModel(TrialRequest, frozen=True, kw_only=True):
     """One call of the captured root module (by index in Evidence.models) on captured inputs, against a variant.
 
     'without-graph': under no_grad. 'without-anomaly': anomaly detection off. 'deterministic-off': deterministic algorithms
-    off. 'cropped': every tensor with `length` at dimension 1 cropped to `cropped_length`. 'batched': the batch repeated
+    off. 'cropped': every tensor with `length` at dimension 1 cropped to `cropped_length`, or to each of `lengths` in turn: the
+    result's `cured_s` is then the mean of one call, and its part 'new_length' the first call of a length, where that was
+    timed. 'batched': the batch repeated
     `factor` times; the result's `cured_s` is then the time of one original batch (divided by the factor). 'frozen':
     parameters in modules that no optimizer trains (or in `modules`, unless empty) do not require gradients. 'unpacked':
     recurrent layers that get a packed sequence run on the padded batch. 'eager': a module under torch.compile, against itself
-    without; refused where it would have to be compiled anew. 'float32': without autocast, parameters and inputs in
-    float32. 'tf32': float32 products may use TF32. 'bf16-autocast', 'fp16-autocast': forward under autocast to bfloat16, to
-    float16, entered anew for each call. 'channels-last': parameters and images in channels_last. 'flush-denormal': subnormal
-    numbers count as zero. 'threads': with `factor` CPU threads. 'steady': the same call, for what it takes when calls follow one
-    another without a pause.
+    without; refused where it would have to be compiled anew. 'float32': without autocast, parameters and inputs in float32.
+    'tf32': float32 products may use TF32. 'bf16-autocast', 'fp16-autocast': forward under autocast to bfloat16, to float16,
+    entered anew for each call. 'bf16-weights': parameters, buffers and inputs in bfloat16. 'channels-last': parameters and images
+    in channels_last. 'flush-denormal': subnormal numbers count as zero. 'threads': with `factor` CPU threads. 'steady': the same
+    call, for what it takes when calls follow one another without a pause.
     `num_live_outputs` calls follow one another and their outputs stay alive until the last, as the graph of a pass over several
     modules does.
     """
@@ -158,6 +161,7 @@ class TimeModel(TrialRequest, frozen=True, kw_only=True):
     backward: bool
     length: int = 0
     cropped_length: int = 0
+    lengths: tuple[int, ...] = ()
     factor: int = 1
     num_live_outputs: int = 1
     modules: tuple[str, ...] = ()

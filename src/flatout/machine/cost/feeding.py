@@ -27,9 +27,21 @@ _QUICK_FRACTION: Final = 0.5
 _MEMORY_FRACTION: Final = 0.5
 """Prepared items must fit this share of the machine's memory."""
 _DECODING: Final = re.compile(
-    r"\b(json|orjson|msgpack|gzip|bz2|lzma|zlib\.decompress|pickle|csv|yaml|h5py|soundfile|torchaudio|cv2\.im\w+|imageio|PIL|Image\.open)\b"
+    r"\b(json|orjson|msgpack|gzip|bz2|lzma|zlib\.decompress|pickle|csv|yaml|h5py|imread\w*|imdecode|Image\.open)\b"
     r"|\b(np|numpy|torch)\.(load|loadtxt|genfromtxt|fromfile)\b|\bopen\(|\.read\w*\(|\bread_\w+\(|\bdecode\w*\(|\.loads?\("
 )
+"""In the text of a user's line."""
+_DECODING_LIBRARY: Final = re.compile(
+    r"^(orjson|msgpack|yaml|h5py|soundfile|imageio|decord|av)\b|\bPIL/(ImageFile|\w+ImagePlugin)\.py"
+    r"|\btorchvision/(io|datasets/folder)|\btorchaudio/(_?backend|_torchcodec|io)|\bpandas/io/"
+)
+"""In the place of a package's line: modules that do nothing but read and decode."""
+_DECODING_FUNCTION: Final = re.compile(
+    r"^(open|_?read\w*|imread\w*|imdecode|_?decode|loads?|_?load_\w+|fromfile|genfromtxt)$"
+)
+"""Names of a package's functions that read and decode."""
+_IMAGES_IN_MEMORY: Final = "PIL/Image.py"
+"""Its `load` runs for every image, those made of arrays too."""
 _ONE_CALL: Final = 1.5
 _PAUSE_LOW: Final = 0.6
 _PAUSE_HIGH: Final = 1.0
@@ -114,7 +126,9 @@ def loader_kind(evidence: Evidence, index: int) -> Kind:
         return "other"
     if (loader.is_in_ram or result.facts.get("views")) and not loader.has_own_collate:
         return "rows"
-    if not result.facts.get("repeatable"):
+    if "repeatable" not in result.facts:
+        return "other"
+    if not result.facts["repeatable"]:
         return "random" if hot_line(evidence, loader).share else "other"
     if loader.num_epochs and fits_memory(evidence, result) and decoded_fraction(evidence, loader) >= _DECODED_FRACTION:
         return "decoded"
@@ -134,6 +148,13 @@ def fits_memory(evidence: Evidence, result: TrialResult) -> bool:
     return memory is None or needed <= _MEMORY_FRACTION * memory
 
 
+def is_passed_once(evidence: Evidence, loader: Loader, result: TrialResult) -> bool:
+    """Whether the script has ended and had asked for no item twice: what is prepared for later is then prepared for nobody."""
+    num_fetched = evidence.steps.num_observed * loader.fetches * loader.batch_size
+    has_ended = evidence.exit == "finished" and not loader.num_epochs
+    return has_ended and num_fetched < result.parts.get("num_items", 0.0) + loader.batch_size
+
+
 def pipeline_lines(evidence: Evidence, loader: Loader) -> list[LineTime]:
     """What was sampled in the data pipeline, on the user's lines inside it.
 
@@ -146,7 +167,16 @@ def pipeline_lines(evidence: Evidence, loader: Loader) -> list[LineTime]:
 
 def decoded_fraction(evidence: Evidence, loader: Loader) -> float:
     """Share of the sampled pipeline on lines that read or decode."""
-    return _fraction_on(evidence, loader, lambda s: bool(_DECODING.search(s.text) or _DECODING.search(s.library)))
+    return _fraction_on(evidence, loader, _is_decoding)
+
+
+def _is_decoding(line: Source) -> bool:
+    """Whether the line reads or decodes a file or a text, by itself or in the package's line below it."""
+    if _DECODING.search(line.text) or _DECODING_LIBRARY.search(line.library):
+        return True
+    if not line.via or not _DECODING_FUNCTION.match(line.via[-1].function):
+        return False
+    return line.via[-1].file != _IMAGES_IN_MEMORY or line.via[-1].function == "open"
 
 
 def in_library_fraction(evidence: Evidence, loader: Loader) -> float:

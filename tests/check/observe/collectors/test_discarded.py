@@ -11,7 +11,7 @@ from flatout.check.rules.compute.discarded_gradient import RULE
 from flatout.core.records.evidence import Evidence
 
 
-def adversarial(*, detach: bool, freeze: bool) -> Evidence:
+def adversarial(*, detach: bool, freeze: bool, real_first: bool = False) -> Evidence:
     """A generator and a critic in turn, as the tutorials write them."""
     generator = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 64))
     critic = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
@@ -21,8 +21,10 @@ def adversarial(*, detach: bool, freeze: bool) -> Evidence:
         criticises = torch.optim.Adam(critic.parameters())
         for _ in range(30):
             criticises.zero_grad()
+            real = critic(torch.randn(32, 64)) if real_first else None
             fake = generator(torch.randn(32, 16))
-            (critic(fake.detach() if detach else fake).mean() - critic(torch.randn(32, 64)).mean()).backward()
+            judged = critic(fake.detach() if detach else fake)
+            (judged.mean() - (critic(torch.randn(32, 64)) if real is None else real).mean()).backward()
             criticises.step()
             generates.zero_grad()
             critic.requires_grad_(not freeze)
@@ -65,3 +67,43 @@ def test_accumulated_gradients_are_used() -> None:
             optimizer.step()
 
     assert not [f for f in observe(loop).module_facts if f.name == "discarded-gradient"]
+
+
+def test_what_autograd_runs_last_does_not_hide_what_leads_nowhere() -> None:
+    """The real images were judged first: their backward comes after that of the generator."""
+    evidence = adversarial(detach=False, freeze=True, real_first=True)
+
+    (fact,) = (f for f in evidence.module_facts if f.name == "discarded-gradient")
+    first = adversarial(detach=False, freeze=True)
+    (other,) = (f for f in first.module_facts if f.name == "discarded-gradient")
+    assert fact.text.startswith("all,")
+    assert float(fact.text.partition(",")[2]) > 0.5 * float(other.text.partition(",")[2])
+
+
+def test_what_is_discarded_at_several_lines_is_one_finding() -> None:
+    evidence = adversarial(detach=False, freeze=False, real_first=True)
+
+    (finding,) = RULE.check(evidence)
+
+    shares = [float(f.text.partition(",")[2]) for f in evidence.module_facts if f.name == "discarded-gradient"]
+    assert len(shares) == 2
+    assert finding.cost_s == pytest.approx(sum(shares) * evidence.steps.phases["backward"])
+    assert "detach" in finding.edit
+    assert "requires_grad_" in finding.edit
+    assert len(finding.also) == 1
+
+
+def test_an_input_whose_gradient_is_read_by_hand_is_not_discarded() -> None:
+    net, other = nn.Linear(8, 64), nn.Linear(64, 1)
+
+    def loop() -> None:
+        ours, theirs = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+        for _ in range(30):
+            theirs.zero_grad()
+            ours.zero_grad()
+            x = torch.randn(4, 8, requires_grad=True)
+            other(net(x)).mean().backward()
+            theirs.step()
+            assert x.grad is not None
+
+    assert not [f for f in observe(loop).module_facts if f.text.startswith("all,")]

@@ -92,6 +92,53 @@ def test_the_line_that_created_the_loader_is_observed() -> None:
     assert source.text.endswith("# created here")
 
 
+def test_other_loaders_over_the_same_data_set_do_not_restart_the_training_loader() -> None:
+    """An endless loader that is iterated over once, beside an evaluation that makes a loader each time."""
+
+    def loop() -> None:
+        data, net = Rows(), nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+        sampler = RandomSampler(data, replacement=True, num_samples=10_000)
+        endless = iter(DataLoader(data, batch_size=8, sampler=sampler))  # training
+        for step in range(40):
+            net(next(endless)).mean().backward()
+            optimizer.step()
+            if step % 5 == 4:
+                for x in DataLoader(data, batch_size=32):  # evaluation
+                    with torch.no_grad():
+                        net(x)
+
+    evidence = observe(loop)
+
+    epochs = {evidence.sources[u.constructed].text.rpartition("# ")[2]: u.num_epochs for u in evidence.loaders}
+    assert epochs["training"] == 0
+    assert epochs["evaluation"] > 0
+
+
+def test_a_batch_looked_at_before_the_loop_is_no_epoch_of_it() -> None:
+    def loop() -> None:
+        loader = DataLoader(Rows(512), batch_size=8)
+        next(iter(loader))
+        train(loader, epochs=1)
+
+    evidence = observe(loop)
+
+    assert [u.num_epochs for u in evidence.loaders if evidence.sources[u.source].text == "for x in loader:"] == [0]
+
+
+def test_a_loader_made_anew_in_each_epoch_starts_as_often() -> None:
+    def loop() -> None:
+        data, net = Rows(), nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+        for _ in range(5):
+            for x in DataLoader(data, batch_size=8):
+                net(x).mean().backward()
+                optimizer.step()
+
+    [loader] = observe(loop).loaders
+    assert loader.num_epochs == pytest.approx(4 / 39, abs=0.002)
+
+
 class Pause(nn.Module):
     """A transform as torchvision writes them: a module, here one that takes its time."""
 

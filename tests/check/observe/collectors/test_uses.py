@@ -6,13 +6,16 @@ import builtins
 import copy
 import gc
 import io
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Distribution, Normal
 
 from flatout.check.capture import Capture
+from flatout.check.observe.collectors.host_reads import HostReads
 from flatout.check.observe.steps.schedule import Schedule
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.usage import CallUse
@@ -20,9 +23,11 @@ from flatout.core.records.usage import CallUse
 STEPS = 20
 
 
-def observe(body: Callable[[nn.Module, torch.optim.Optimizer], object], after: Callable[[], object] = int) -> Evidence:
+def observe(
+    body: Callable[[nn.Module, torch.optim.Optimizer], object], after: Callable[[], object] = int, *, num_reads: int = 1
+) -> Evidence:
     """A training loop of 20 steps with `body` at the end of each, and `after` behind it."""
-    schedule = Schedule(trials_budget_s=0.0)
+    schedule = Schedule(trials_budget_s=0.0, num_reads=num_reads)
     capture = Capture(command=("test",), cwd=".", schedule=schedule, machine=None, propose=lambda _: ())
     net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -140,3 +145,41 @@ def test_checks_of_distributions_are_timed_at_the_users_line(checks: bool) -> No
     found = {u.name: u for u in evidence.uses if u.name.startswith("Distribution.") and u.detail == "checked"}
     assert set(found) == ({"Distribution.__init__", "Distribution._validate_sample"} if checks else set())
     assert all(evidence.sources[u.source].file == __file__ and u.calls == 1 for u in found.values())
+
+
+def test_watching_host_reads_inside_a_call_is_not_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks of a distribution read their results; each read is filed while they run."""
+    original = HostReads._note
+
+    def slow(self: HostReads, name: str, *args: object) -> None:
+        time.sleep(0.01)
+        original(self, name, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HostReads, "_note", slow)
+
+    evidence = observe(lambda *_: Normal(torch.zeros(4), torch.ones(4)))
+
+    use = only(evidence, "Distribution.__init__")
+    assert (use.calls, use.detail) == (1, "checked")
+    assert 0 < use.seconds < 0.01
+
+
+def test_frequent_calls_take_what_they_took_in_the_best_of_several_steps() -> None:
+    slow = []
+
+    class Late(Normal):
+        """Takes long to check its arguments the first time that a watched step constructs it."""
+
+        @property
+        def arg_constraints(self) -> dict[str, object]:  # type: ignore[override]
+            if hasattr(Distribution.__init__, "__wrapped__") and not slow:
+                slow.append(1)
+                time.sleep(0.05)
+            return Normal.arg_constraints
+
+    evidence = observe(lambda *_: Late(torch.zeros(4), torch.ones(4)), num_reads=2)
+
+    assert slow
+    use = only(evidence, "Distribution.__init__")
+    assert use.calls == 1
+    assert use.seconds < 0.025

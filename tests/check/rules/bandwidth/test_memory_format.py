@@ -39,6 +39,18 @@ def test_channels_last_already_signals_and_cheap_convolutions_are_not_tried() ->
         assert not proposed(RULE, run.build())
 
 
+def test_images_of_one_channel_or_one_pixel_have_no_other_order() -> None:
+    for shape in ((6, 1, 20, 2), (16, 32, 1, 1)):
+        assert not proposed(RULE, convolved(shape=shape).build())
+
+
+def test_a_first_layer_of_one_channel_leaves_the_others_worth_a_trial() -> None:
+    run = convolved()
+    gray = TensorSpec(shape=(16, 1, 32, 32), dtype="float32", is_contiguous=True)
+    run.operator("aten.convolution", run.line("model.py", 8), inputs=[gray, (32, 1, 3, 3)], output=IMAGES, op_s=0.01)
+    assert proposed(RULE, run.build())
+
+
 def test_a_gain_within_the_spread_of_the_trial_is_no_gain() -> None:
     run = convolved()
     (trial,) = proposed(RULE, run.build())

@@ -49,6 +49,18 @@ def test_it_is_priced_by_the_modules_share_of_the_step() -> None:
     assert "torch.autocast('cpu', dtype=torch.bfloat16)" in finding.edit
 
 
+def test_in_inference_weights_in_bfloat16_are_tried_too_and_the_faster_is_advised() -> None:
+    run = EvidenceBuilder(kind="inference")
+    run.model(run.line("sample.py", 20, "logits = model(x)"), graphs_built=0, graphs_used=0)
+    run.operator("aten.addmm", run.line("model.py", 9), inputs=[(256, 256), (256, 256)], op_s=0.06)
+    autocast, weights = proposed(RULE, run.build())
+    run.tried(autocast, kept=0.8)
+    run.tried(weights, kept=0.4)
+    finding = only_finding(RULE, run.build())
+    assert "model.to(torch.bfloat16)" in finding.edit
+    assert "weights in bfloat16" in finding.because
+
+
 def test_where_the_loss_contains_derivatives_it_is_a_remark() -> None:
     run = tried(multiplying(), kept=0.5)
     run.facts.append(ModuleFact(name="gradient-of-gradient", module="", kind="", value=1.0, source=0))

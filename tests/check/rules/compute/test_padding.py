@@ -5,7 +5,7 @@ from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.check.diagnosis import diagnose
 from flatout.check.rules.compute.padding import RULE
-from flatout.core.records.trial import TimeModel
+from flatout.core.records.trial import TimeModel, TrialResult
 
 
 def padded(
@@ -25,24 +25,46 @@ def padded(
     return run
 
 
-def cropped(length: int) -> TimeModel:
-    return TimeModel(model=0, variant="cropped", backward=True, length=200, cropped_length=length)
+def cropped(*lengths: int) -> TimeModel:
+    return TimeModel(model=0, variant="cropped", backward=True, length=200, lengths=lengths)
 
 
-def test_the_batch_is_tried_at_its_mean_length_and_at_its_longest_row() -> None:
+MEAN, LONGEST = cropped(64, 80, 96), cropped(144, 160, 176)
+"""80 and 150 positions, rounded up to a multiple of 16."""
+
+
+def test_the_batch_is_tried_around_its_mean_length_and_its_longest_row() -> None:
     run = padded(padding_fraction=0.6, longest_fraction=0.75)
-    assert proposed(RULE, run.build()) == [cropped(80), cropped(150)]
+    assert proposed(RULE, run.build()) == [MEAN, LONGEST]
 
 
 def test_rows_that_fill_the_width_are_tried_at_the_mean_length_alone() -> None:
     run = padded(padding_fraction=0.6, longest_fraction=1.0)
-    assert proposed(RULE, run.build()) == [cropped(80)]
+    assert proposed(RULE, run.build()) == [MEAN]
+
+
+def test_no_length_is_tried_beyond_the_width() -> None:
+    run = padded(padding_fraction=0.6, longest_fraction=0.94)
+    assert proposed(RULE, run.build()) == [MEAN, cropped(176, 192, 200)]
+
+
+def test_lengths_are_rounded_up_so_that_few_shapes_occur() -> None:
+    run = padded()
+    run.tried(MEAN, kept=0.4)
+    assert "rounded up to a multiple of 16" in only_finding(RULE, run.build()).edit
+
+
+@pytest.mark.parametrize(("new_s", "is_told"), [(0.5, True), (0.045, False)])
+def test_what_a_new_length_takes_is_told_where_it_is_much(new_s: float, is_told: bool) -> None:
+    run = padded()
+    run.trial(TrialResult(trial=MEAN, now_s=0.1, cured_s=0.04, parts={"new_length": new_s}))
+    assert ("first batch of a new length takes 500.00 ms" in only_finding(RULE, run.build()).because) == is_told
 
 
 def test_the_range_lies_between_the_longest_row_and_the_mean_length() -> None:
     run = padded()
-    run.tried(cropped(80), kept=0.4)
-    run.tried(cropped(150), kept=0.8)
+    run.tried(MEAN, kept=0.4)
+    run.tried(LONGEST, kept=0.8)
 
     finding = only_finding(RULE, run.build())
 
@@ -55,7 +77,7 @@ def test_the_range_lies_between_the_longest_row_and_the_mean_length() -> None:
 
 def test_one_trial_still_gives_a_range() -> None:
     run = padded(longest_fraction=1.0)
-    run.tried(cropped(80), kept=0.4)
+    run.tried(MEAN, kept=0.4)
     low, high = only_finding(RULE, run.build()).saved_s
     assert 0 < low < high < 0.6 * 0.09
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
+from tests.evidence_builder import EvidenceBuilder, proposed
 
 from flatout.check.rules.compute.sdpa_math_path import RULE
 from flatout.core.records.trial import TimeAttentionCall
@@ -19,13 +19,31 @@ def attention(*, softmax: str = "aten._safe_softmax", dropout: bool = True, toke
     return run
 
 
-def test_dropout_that_keeps_attention_from_its_kernel_is_tried_without() -> None:
+def test_dropout_that_keeps_attention_from_its_kernel_is_tried_without_and_told_in_a_note() -> None:
+    assert RULE.note is not None
     run = attention()
     (trial,) = proposed(RULE, run.build())
     assert isinstance(trial, TimeAttentionCall)
     assert (trial.head_dim, trial.masked, trial.cure) == (32, False, "no-dropout")
     run.tried(trial, kept=0.4)
-    assert only_finding(RULE, run.build()).cost_s > 0.03
+
+    [note] = RULE.note(run.build())
+
+    assert "takes 40% of that (tried)" in note.text
+    assert not list(RULE.check(run.build())), "another experiment is no gain"
+
+
+def test_dropout_is_told_without_a_figure_where_it_was_not_tried() -> None:
+    assert RULE.note is not None
+    [note] = RULE.note(attention().build())
+    assert "with dropout_p=0.0 the regularisation is another one" in note.text
+
+
+def test_dropout_whose_absence_gains_nothing_is_left_alone() -> None:
+    assert RULE.note is not None
+    run = attention()
+    run.tried(*proposed(RULE, run.build()), kept=1.0)
+    assert not list(RULE.note(run.build()))
 
 
 def test_another_reason_is_a_note() -> None:

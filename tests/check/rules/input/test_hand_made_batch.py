@@ -7,6 +7,7 @@ from flatout.check.diagnosis import diagnose
 from flatout.check.rules.input.hand_made_batch import RULE
 from flatout.check.rules.overhead import python_line
 from flatout.core.records.trial import TimeModel
+from flatout.core.records.workload import LibraryFrame
 
 
 def making(*, at: int = 41, op_s: float = 0.0, seconds: float = 0.02, device_s: float | None = None) -> EvidenceBuilder:
@@ -85,3 +86,38 @@ def test_a_model_that_is_no_quicker_without_pauses_adds_nothing() -> None:
     alone = only_finding(RULE, run.build())
     run.tried(STEADY, kept=1.0, now_s=1.0)
     assert only_finding(RULE, run.build()).saved_s == alone.saved_s
+
+
+def stepping(*, op: str = "", second: str = "") -> EvidenceBuilder:
+    """Line 41 steps an environment, and takes as long again in phase "other" under a library's line; line 40 is beside it."""
+    run = EvidenceBuilder(other=0.06)
+    step = run.line("train.py", 41, "obs, *_ = envs.step(actions)", function="main", loops=(40,))
+    below = LibraryFrame(file="gymnasium/vector/sync_vector_env.py", line=9)
+    again = run.line("train.py", 41, "obs, *_ = envs.step(actions)", function="main", loops=(40,), via=(below,))
+    beside = run.line("train.py", 42, "buffer.add(obs)", function="main", loops=(40,))
+    run.model(run.line("train.py", 43, "loss = model(x)", function="main", loops=(40,)))
+    run.backward_at(run.line("train.py", 44, "loss.backward()", function="main", loops=(40,)))
+    run.sampled(step, 0.02, phase="environment", num_samples=20)
+    run.sampled(again, 0.03, phase="other", num_samples=20)
+    run.sampled(beside, 0.02, phase="other", num_samples=20)
+    for source, name in ((again, op), (beside, second)):
+        if name:
+            run.operator(name, source, op_s=0.0001, phase="other")
+    return run
+
+
+def test_the_line_that_steps_an_environment_makes_no_batch() -> None:
+    assert not list(RULE.check(stepping(op="aten.stack").build()))
+
+
+def test_what_makes_tensors_beside_an_environment_is_judged_by_line() -> None:
+    run = stepping(second="aten.stack")
+    finding = only_finding(RULE, run.build())
+    assert finding.where is not None
+    assert (finding.where.line, finding.cost_s) == (42, pytest.approx(0.02))
+
+
+def test_a_line_without_tensors_in_a_function_that_makes_some_is_left_alone() -> None:
+    run = stepping()
+    run.operator("aten.stack", run.line("train.py", 39, function="main", loops=(40,)), op_s=0.0001, phase="other")
+    assert not list(RULE.check(run.build()))

@@ -6,7 +6,7 @@ from tests.evidence_builder import only_finding, proposed
 from flatout.check.diagnosis import diagnose
 from flatout.check.rules.input import slow_loader
 from flatout.check.rules.input.python_augmentation import RULE
-from flatout.core.records.trial import TimeDataset
+from flatout.core.records.trial import TimeDataset, TrialResult
 
 
 def test_the_data_set_is_tried_by_hand() -> None:
@@ -31,6 +31,12 @@ def test_the_wait_is_reported_once() -> None:
 def test_repeatable_items_are_left_alone() -> None:
     run = waiting()
     fetched(run, repeatable=True)
+    assert not list(RULE.check(run.build()))
+
+
+def test_items_of_which_nobody_knows_whether_they_repeat_are_left_alone() -> None:
+    run = waiting(wait_s=0.06)
+    run.trial(TrialResult(trial=TimeDataset(loader=0), now_s=0.06, cured_s=0.001, facts={"item_by_item": True}))
     assert not list(RULE.check(run.build()))
 
 

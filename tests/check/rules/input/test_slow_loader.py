@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.check.diagnosis import diagnose
 from flatout.check.rules.input.slow_loader import RULE
-from flatout.core.records.trial import TimeDataset
+from flatout.core.records.trial import TimeDataset, TrialResult
 
 
 def waiting(
@@ -52,6 +53,38 @@ def test_repeatable_items_are_priced_by_the_trial() -> None:
 
     assert finding.basis == "trial"
     assert finding.saved_s[0] < finding.saved_s[1] == pytest.approx(0.9 * 0.06)
+
+
+@pytest.mark.parametrize(
+    ("num_items", "num_epochs", "exit", "is_prepared"),
+    [
+        (2000.0, 0.0, "finished", False),
+        (1000.0, 0.0, "finished", True),
+        (2000.0, 0.1, "finished", True),
+        (2000.0, 0.0, "stopped", True),
+    ],
+    ids=["each item once", "items come again", "a second pass", "not known to have ended"],
+)
+def test_preparing_once_gains_nothing_where_the_script_asks_once(
+    num_items: float, num_epochs: float, exit: str, is_prepared: bool
+) -> None:
+    run = waiting()
+    run.loaders[0] = msgspec.structs.replace(run.loaders[0], num_epochs=num_epochs)  # 60 batches of 32
+    facts, parts = {"repeatable": True}, {"num_items": num_items}
+    run.trial(TrialResult(trial=TimeDataset(loader=0), now_s=0.06, cured_s=0.006, facts=facts, parts=parts))
+
+    finding = only_finding(RULE, msgspec.structs.replace(run.build(), exit=exit))
+
+    assert ("prepare them once" in finding.edit) == is_prepared
+    assert finding.basis == ("trial" if is_prepared else "estimate")
+
+
+def test_items_of_which_nobody_knows_whether_they_repeat_are_an_estimate() -> None:
+    run = waiting()
+    run.trial(TrialResult(trial=TimeDataset(loader=0), now_s=0.06, cured_s=0.006))
+    finding = only_finding(RULE, run.build())
+    assert finding.basis == "estimate"
+    assert "prepare them once" not in finding.edit
 
 
 def test_random_items_without_a_line_are_not_priced_by_the_trial() -> None:

@@ -56,3 +56,29 @@ def test_a_loop_over_the_parameters_is_left_to_its_own_rule() -> None:
         )
     run.host_read(line, call="item", calls=40)
     assert not list(RULE.check(run.build()))
+
+
+def returns(*, is_recurrence: bool) -> EvidenceBuilder:
+    """Line 21 computes a value from the one before, or from its own inputs alone, and reads it."""
+    run = EvidenceBuilder()
+    run.backward_at(run.line("train.py", 30, "loss.backward()", loops=(10,)))
+    line = run.line("train.py", 21, "q = rho[i] * (q - a[i]) + v[i]; out.append(q.item())", loops=(10, 20))
+    names = ("aten.sub", "aten.mul", "aten.add", "aten._local_scalar_dense")
+    sub, mul, add, read = (
+        run.operator(name, line, inputs=[(1,)], output=(1,), calls=30, op_s=0.005, phase="other") for name in names
+    )
+    value = -1
+    for _ in range(30):
+        new = run.call(add, run.call(mul, -1, run.call(sub, value, -1)), -1)
+        run.call(read, new)
+        value = new if is_recurrence else -1
+    run.host_read(line, call="item", calls=30)
+    return run
+
+
+def test_values_that_need_one_another_are_computed_on_numbers() -> None:
+    chained, apart = (only_finding(RULE, returns(is_recurrence=r).build()) for r in (True, False))
+    assert "tolist" in chained.edit
+    assert "whole batch" not in chained.edit
+    assert "whole batch" in apart.edit
+    assert chained.cost_s == apart.cost_s

@@ -96,3 +96,30 @@ def test_a_small_gain_is_a_remark() -> None:
     assert RULE.note is not None
     [note] = RULE.note(evidence)
     assert "1.10x" in note.text
+
+
+@pytest.mark.parametrize(
+    ("exit", "num_epochs", "compile_s", "is_told"),
+    [
+        ("finished", 0.0, 9.0, False),
+        ("finished", 0.0, 1.0, True),
+        ("finished", 0.1, 9.0, True),
+        ("stopped", 0.0, 9.0, True),
+    ],
+    ids=["too short", "pays", "passed again", "not known to have ended"],
+)
+def test_a_pass_that_is_over_before_compiling_has_paid_is_left_alone(
+    exit: str, num_epochs: float, compile_s: float, is_told: bool
+) -> None:
+    run = pointwise()  # 60 steps that would save 45 ms each
+    run.loader(run.line("train.py", 18), num_epochs=num_epochs)
+    evidence = tried(run, kept=0.5, compile_s=compile_s)
+    steps = msgspec.structs.replace(evidence.steps, kind="inference")
+    evidence = msgspec.structs.replace(evidence, steps=steps, exit=exit)
+    assert bool(list(RULE.check(evidence))) == is_told
+
+
+def test_training_that_may_have_been_cut_short_is_told() -> None:
+    run = pointwise()
+    run.loader(run.line("train.py", 18))
+    assert list(RULE.check(tried(run, kept=0.5, compile_s=9.0)))

@@ -71,3 +71,47 @@ def test_a_worker_is_left_alone() -> None:
 
 def test_a_line_below_the_noise_is_not_reported() -> None:
     assert diagnose(busy(seconds=0.004, op_s=0.0).build(), [RULE]).findings == ()
+
+
+def line_of(text: str, *, op: str = "aten.addmm", module: str = "Net.fc3") -> EvidenceBuilder:
+    """A line that takes long beside its one operator."""
+    run = EvidenceBuilder()
+    line = run.line("model.py", 12, text)
+    run.operator(op, line, module=module, op_s=0.002)
+    run.sampled(line, 0.03, num_samples=60)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "op"),
+    [
+        ("x = self.fc3(x)", "aten.addmm"),
+        ("x = F.relu(self.fc3(x.float()))  # long(comment)", "aten.addmm"),
+        ("return torch.sum(k[..., :i + 1] * (beta_i * dt), dim=-1)", "aten.sum"),
+        ("y = (a * b).cumsum(0) + c", "aten.cumsum"),
+        ("h = self.fc3(", "aten.addmm"),
+    ],
+)
+def test_a_line_that_only_calls_modules_and_operators_is_left_alone(text: str, op: str) -> None:
+    assert not list(RULE.check(line_of(text, op=op).build()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = self.fc3(torch.tensor(rows))",
+        "x = self.fc3(prepare(x))",
+        "x = self.fc3(x) * np.sum(w)",
+        "for x in batches:",
+        "n = sum(self.fc3(x) for x in xs)",
+    ],
+)
+def test_a_line_that_calls_more_than_torch_is_named(text: str) -> None:
+    assert list(RULE.check(line_of(text).build()))
+
+
+def test_the_call_of_a_model_is_left_alone() -> None:
+    run = line_of("logits = net(x)")
+    assert list(RULE.check(run.build()))
+    run.model(run.line("model.py", 12))
+    assert not list(RULE.check(run.build()))

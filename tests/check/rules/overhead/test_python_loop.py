@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.evidence_builder import MACHINE, EvidenceBuilder, only_finding, proposed
+from tests.evidence_builder import MACHINE, EvidenceBuilder, only_finding, proposed, tensor
 
 from flatout.check.diagnosis import diagnose
 from flatout.check.rules.overhead.python_loop import RULE
@@ -209,3 +209,118 @@ def test_a_recurrence_saves_what_its_trial_says_within_reason(now_s: float, at_m
     run = state_by_state(has_cell=True)
     run.tried(*proposed(RULE, run.build()), kept=0.25, now_s=now_s)
     assert only_finding(RULE, run.build()).saved_s[1] == pytest.approx(at_most_s)
+
+
+# ---------------------------------------------------------------------------- iterations that depend on one another outside torch
+
+
+def acting(*, environment: bool, values: str = "") -> EvidenceBuilder:
+    """A rollout: in each iteration a tensor of 4 is made of Python's numbers, and the policy reads that, or another."""
+    run = training()
+    loop = run.line("train.py", 15, "action = select_action(state)", loops=(14,))
+    line = run.line("train.py", 5, "probs = policy(state)", callers=(loop,))
+    making = run.line("train.py", 4, "state = torch.tensor(state)", callers=(loop,))
+    make = run.operator("aten.lift_fresh", making, inputs=[(4,)], output=(4,), calls=TIMES, op_s=TIMES * 1e-6)
+    read_from = [(1, 4)] if values != "beside" else [(16, 64)]
+    softmax = run.operator("aten._softmax", line, **SHARE | {"inputs": read_from})
+    reading = run.line("train.py", 6, "return probs.argmax().item()", callers=(loop,))
+    read = run.operator("aten._local_scalar_dense", reading, inputs=[(16, 64)], calls=TIMES, op_s=TIMES * 1e-6)
+    for _ in range(TIMES):
+        run.call(make, -1)
+        probs = run.call(softmax, -1)
+        if values:
+            run.call(read, probs)
+    if environment:
+        step = run.line("train.py", 16, "state, reward, *_ = env.step(action)", loops=(14,))
+        run.sampled(step, 0.01, phase="environment", num_samples=2)
+    return run
+
+
+def test_a_loop_that_steps_an_environment_is_left_alone() -> None:
+    assert list(RULE.check(acting(environment=False).build())), "without the environment the iterations are independent"
+    assert not list(RULE.check(acting(environment=True).build()))
+
+
+def test_a_loop_beside_an_environment_is_judged() -> None:
+    run = rows_one_by_one()
+    run.sampled(run.line("train.py", 22, "state = env.step(action)", loops=(20,)), 0.01, phase="environment")
+    assert list(RULE.check(run.build()))
+
+
+def test_values_that_come_back_from_python_make_a_loop_sequential() -> None:
+    assert not list(RULE.check(acting(environment=False, values="fed back").build()))
+
+
+def test_tensors_made_beside_the_values_read_do_not_make_a_loop_sequential() -> None:
+    assert list(RULE.check(acting(environment=False, values="beside").build()))
+
+
+def test_a_recurrent_cell_in_a_rollout_is_still_tried() -> None:
+    run = state_by_state(has_cell=True)
+    run.tried(*proposed(RULE, run.build()), kept=0.25)
+    run.sampled(run.line("model.py", 15, "state = env.step(a)", loops=(10,)), 0.01, phase="environment")
+    assert only_finding(RULE, run.build()).basis == "trial"
+
+
+# ------------------------------------------------------------------------------------------------- parts, shapes, shared tensors
+
+
+def test_rows_added_into_their_own_parts_of_a_buffer_are_independent() -> None:
+    run = training()
+    line = run.line("model.py", 12, "target[i].index_add_(0, at[i], values[i])", loops=(10,))
+    buffer = run.call(run.operator("aten.zeros", run.line("model.py", 9), output=(TIMES, 64)))
+    add = run.operator("aten.index_add_", line, **SHARE | {"inputs": [(64,), (64,), (64,)], "output": (64,)})
+    for i in range(TIMES):
+        row = run.operator("aten.select", line, inputs=[(TIMES, 64)], output=(64,), op_s=1e-6, scalars=f"0, {i}")
+        run.call(row, buffer)
+        buffer = run.call(add, buffer, -1, -1)
+    assert "do not feed one another" in only_finding(RULE, run.build()).because
+
+
+def per_parameter(shapes: list[tuple[int, ...]], *, mask: bool = False) -> EvidenceBuilder:
+    """A loop that picks rows and scales them, of these shapes one after another."""
+    run = training()
+    line = run.line("optimizer.py", 12, "grad = clip * p.grad_sample[picked]", loops=(10,))
+    rows = {}
+    for shape in dict.fromkeys(shapes):
+        num = shapes.count(shape)
+        rows[shape] = run.operator("aten.mul", line, inputs=[shape], calls=num, op_s=num * 1e-4, python_s=num * 5e-5)
+    picked = tensor(TIMES, dtype="bool") if mask else tensor(TIMES, dtype="int64")
+    pick = run.operator("aten.index", line, inputs=[(TIMES, 64), picked], calls=len(shapes))
+    for shape in shapes:
+        run.call(pick, -1, -1)
+        run.call(rows[shape], -1)
+    return run
+
+
+MIXED = [(64, 64), (64,)] * 10 + [(32, 64), (32,)] * 10
+
+
+def test_operators_of_other_shapes_in_each_iteration_are_left_alone() -> None:
+    assert not list(RULE.check(per_parameter(MIXED).build()))
+
+
+def test_a_shorter_last_piece_is_no_other_shape() -> None:
+    assert list(RULE.check(per_parameter([(64, 64)] * 39 + [(20, 64)]).build()))
+
+
+def test_rows_picked_by_a_mask_can_be_summed_at_once() -> None:
+    assert list(RULE.check(per_parameter([(n, 64) for n in range(1, 41)], mask=True).build()))
+
+
+def large_tensors(*, shared: bool) -> EvidenceBuilder:
+    """A loop that scales 4 MB in each iteration: of one tensor, or of others."""
+    run = training()
+    line = run.line("model.py", 12, "out.append(torch.mul(x[i], mask))", loops=(10,))
+    make = run.operator("aten.rand", run.line("model.py", 9), output=(1000, 1000))
+    mul = run.operator("aten.mul", line, **SHARE | {"inputs": [(1000, 1000)], "output": (1,)})
+    first = run.call(make)
+    for _ in range(TIMES):
+        run.call(mul, first if shared else run.call(make))
+    return run
+
+
+def test_a_large_tensor_is_read_once_only_where_it_is_the_same() -> None:
+    same, others = (only_finding(RULE, large_tensors(shared=s).build()).saved_s[1] for s in (True, False))
+    assert same > 5e-3
+    assert others < same

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding
 
@@ -51,3 +52,50 @@ def test_a_constant_without_a_line_is_left_alone() -> None:
     run = EvidenceBuilder()
     run.constant(-1, seconds=0.02)
     assert not list(RULE.check(run.build()))
+
+
+def lstm(run: EvidenceBuilder) -> tuple[int, int]:
+    """Constant states made on line 10 and passed on line 12 into a layer whose Python lands on its first operator."""
+    made = run.line("model.py", 10, "h = torch.zeros(1, n, 5)", function="forward")
+    call = run.line("model.py", 12, "out, _ = self.lstm(x, (h, c))", function="forward")
+    zeros = run.operator("aten.zeros", made, op_s=10e-6, python_s=20e-6)
+    clone = run.operator("aten.clone", call, op_s=10e-6, python_s=0.01, module="Net.lstm")
+    run.operator("aten.mkldnn_rnn_layer", call, op_s=0.02, module="Net.lstm")
+    run.constant(made, seconds=30e-6, operators=(zeros,))
+    run.constant(call, seconds=0.01, operators=(clone,))
+    return zeros, clone
+
+
+def test_the_python_of_a_layer_is_no_part_of_a_constant_passed_into_it() -> None:
+    run = EvidenceBuilder()
+    lstm(run)
+
+    finding = only_finding(RULE, run.build())
+
+    assert finding.cost_s < 100e-6
+    assert diagnose(run.build(), [RULE]).findings == ()
+
+
+def test_the_line_that_creates_a_constant_is_named_and_not_the_one_that_passes_it_on() -> None:
+    run = EvidenceBuilder(machine=None)
+    zeros, clone = lstm(run)
+    run.operators[clone] = msgspec.structs.replace(run.operators[clone], op_s=0.02)
+
+    finding = only_finding(RULE, run.build())
+
+    assert finding.where is not None
+    assert (finding.where.line, [s.line for s in finding.also], finding.operators) == (10, [12], (zeros, clone))
+    assert finding.saved_s[0] < 30e-6, "the layer may copy it all the same"
+
+
+def test_a_line_in_a_file_that_a_library_generated_is_the_line_above_it() -> None:
+    run = EvidenceBuilder()
+    user = run.line("train.py", 30, "out = conv(x, edges)")
+    generated = run.line("/tmp/torch_geometric.nn.conv.gcn_conv_GCNConv_propagate_4pkzwef5.py", 200)
+    run.callers[generated] = (user,)
+    run.constant(generated, seconds=0.02)
+
+    finding = only_finding(RULE, run.build())
+
+    assert finding.where is not None
+    assert (finding.where.file.rpartition("/")[2], finding.where.line) == ("train.py", 30)

@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any, Final
 
 import msgspec
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -15,7 +16,7 @@ from flatout.check.observe.collector import BackwardListener, Collector, Optimiz
 from flatout.check.observe.discovery import CollectorEntry
 from flatout.check.observe.memory.graphs import tensors_in_sequences
 from flatout.check.observe.observation import ObservationState
-from flatout.check.observe.operators.recorder import DeepStep, RecordedCall
+from flatout.check.observe.operators.recorder import DeepStep, OperatorCall, OperatorListener, RecordedCall
 from flatout.check.observe.steps.schedule import Mode
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.usage import ModuleFact
@@ -24,6 +25,9 @@ from flatout.core.tensors.nests import tensors_in
 
 _MOST_NODES: Final = 200_000
 """Nodes of a graph that are looked at to find the calls it came from."""
+
+
+_NO_OPTIMIZER: Final = frozenset((-1,))
 
 
 class _Backward:
@@ -38,12 +42,16 @@ class _Backward:
         """Line of the call, by the name of the root module whose graph it walks through."""
         self.step: DeepStep | None = None
         self.calls = range(first, first)
+        self.behind: dict[int, frozenset[int]] = {}
+        """By the sequence number of a node, the optimizers of the parameters that its gradient leads to."""
+        self.ends: dict[int, frozenset[int]] = {}
+        """The same by operator, counted in the step."""
         self.used: set[int] = set()
         self.cleared: set[int] = set()
         """Optimizers that stepped with its gradients, and those whose gradients were cleared first."""
 
 
-class DiscardedGradients(Collector, BackwardListener, OptimizerStepListener, RootCallListener):
+class DiscardedGradients(Collector, BackwardListener, OptimizerStepListener, RootCallListener, OperatorListener):
     """Facts 'discarded-gradient'. Watches the deep steps, and what becomes of their gradients afterwards."""
 
     def __init__(self, observation: ObservationState) -> None:
@@ -110,8 +118,19 @@ class DiscardedGradients(Collector, BackwardListener, OptimizerStepListener, Roo
         if not self._is_deep or name != "backward" or recorder is None:
             return
         with self._deep.paused():
-            losses = tensors_in_sequences(args[0] if args else kwargs.get("tensors"))
+            losses = list(tensors_in_sequences(args[0] if args else kwargs.get("tensors")))
             self._current = _Backward(self._roots_behind(losses), len(recorder.step.calls), self._gradients())
+            self._current.behind = self._parameters_behind(losses)
+
+    def on_operator(self, call: OperatorCall) -> None:
+        """An operator ran: in a backward, for a node of its graph."""
+        recorder, current = self._deep.recorder, self._current
+        node: Any = torch._C._current_autograd_node() if current is not None else None
+        if current is None or recorder is None or node is None:
+            return
+        ends = self._owners_of(node.variable) if _is_leaf(node) else current.behind.get(node._sequence_nr())
+        if ends is not None:
+            current.ends[len(recorder.step.calls) - 1] = ends
 
     def on_backward_end(self) -> None:
         """The backward pass has returned."""
@@ -121,7 +140,7 @@ class DiscardedGradients(Collector, BackwardListener, OptimizerStepListener, Roo
             current.calls = range(current.calls.start, len(recorder.step.calls))
             now = self._gradients()
             current.reached = {key for key in now if now[key] != current.before.get(key)}
-            current.before = {}
+            current.before, current.behind = {}, {}
             self._open.append(current)
             self._all.append(current)
 
@@ -150,6 +169,37 @@ class DiscardedGradients(Collector, BackwardListener, OptimizerStepListener, Roo
                     known.add(id(following))
                     waiting.append(following)
         return found
+
+    def _parameters_behind(self, losses: Iterable[Tensor]) -> dict[int, frozenset[int]]:
+        """By the sequence number of each node behind these, the optimizers whose parameters it leads to; empty where the graph is
+        too large to look at.
+        """
+        found: dict[int, frozenset[int]] = {}
+        nodes: dict[int, Any] = {}
+        """Held here, so that no id comes twice."""
+        waiting: list[tuple[Any, bool]] = [(t.grad_fn, False) for t in losses if t.grad_fn is not None]
+        behind: dict[int, frozenset[int]] = {}
+        while waiting:
+            node, is_complete = waiting.pop()
+            following = [n for n, _ in node.next_functions if n is not None]
+            if is_complete:
+                behind[id(node)] = frozenset().union(*(behind[id(n)] for n in following))
+                found[node._sequence_nr()] = behind[id(node)]
+            elif id(node) not in nodes:
+                nodes[id(node)] = node
+                if _is_leaf(node):
+                    behind[id(node)] = self._owners_of(node.variable)
+                else:
+                    waiting.append((node, True))
+                    waiting += [(n, False) for n in following]
+            if len(nodes) > _MOST_NODES:
+                return {}
+        return found
+
+    def _owners_of(self, leaf: Tensor) -> frozenset[int]:
+        """The optimizers that hold this leaf; a leaf of none may be read by hand."""
+        watched = self._observation.optimizing.watched
+        return frozenset(key for key, w in watched.items() if id(leaf) in w.parameter_ids) or _NO_OPTIMIZER
 
     def on_optimizer_step(self, optimizer: int) -> None:
         """An optimizer stepped with the gradients that reached its parameters."""
@@ -207,22 +257,22 @@ class DiscardedGradients(Collector, BackwardListener, OptimizerStepListener, Roo
         return msgspec.structs.replace(evidence, module_facts=(*evidence.module_facts, *facts))
 
     def _spared(self, backward: _Backward) -> Iterator[tuple[str, str, float]]:
-        """(root module, how, seconds) of a pass: first what lies behind the last operator of a module that is used."""
+        """(root module, how, seconds) of a pass, by what the gradients that its operators compute lead to."""
         if backward.step is None or not backward.used:
             return
         owners = self._owners()
-        calls = [backward.step.calls[i] for i in backward.calls if i < len(backward.step.calls)]
-        used = {n for n in backward.roots if owners.get(n, set()) & backward.used}
+        calls = ((i, backward.step.calls[i]) for i in backward.calls if i < len(backward.step.calls))
+        known = [(c, backward.ends[i]) for i, c in calls if i in backward.ends]
         cleared = {n for n in backward.roots if (o := owners.get(n)) and o <= backward.cleared}
-        last_used = max((i for i, c in enumerate(calls) if _root_of(c) in used), default=-1)
         for name in cleared:
-            behind = [c for c in calls[last_used + 1 :] if _root_of(c) == name]
-            before = [c for c in calls[: last_used + 1] if _root_of(c) == name]
-            if behind and not before:
-                yield name, "all", sum(map(_seconds, behind))
-            elif before:
+            own = [(call, ends) for call, ends in known if _root_of(call) == name]
+            discarded_s = sum(_seconds(call) for call, ends in own if ends <= backward.cleared)
+            passing = [call for call, ends in own if not ends <= backward.cleared]
+            if passing:
                 shapes = self._shapes(name)
-                yield name, "weights", sum(_weight_share(c, shapes) * _seconds(c) for c in before)
+                yield name, "weights", discarded_s + sum(_weight_share(c, shapes) * _seconds(c) for c in passing)
+            elif discarded_s:
+                yield name, "all", discarded_s
 
     def _owners(self) -> dict[str, set[int]]:
         """By root module, the optimizers that hold its parameters."""
@@ -249,6 +299,11 @@ def _parameters_of(owner: Optimizer | nn.Module) -> Iterator[Tensor]:
     else:
         for group in owner.param_groups:
             yield from group["params"]
+
+
+def _is_leaf(node: Any) -> bool:
+    """Whether a node of a graph adds to the gradient of a leaf, its `variable`."""
+    return type(node).__name__ == "AccumulateGrad"
 
 
 def _root_of(call: RecordedCall) -> str:

@@ -55,6 +55,8 @@ class HostReads(Collector):
         self.uploads: dict[UploadSite, list[tuple[int, float]]] = {}
         """(bytes, seconds of the host) of each copy."""
         self.num_steps = 0
+        self.own_s = 0.0
+        """Seconds that watching took so far besides what it watched: who times what reads inside takes them off."""
         self._observation = observation
         self._sites = observation.sites
         self._phase = observation.phase
@@ -146,6 +148,7 @@ class HostReads(Collector):
         def reading(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if self._inside or get_ident() != self._thread_id:
                 return original(tensor, *args, **kwargs)
+            entered = perf_counter()
             self._inside = True
             source = args[0] if name == "copy_" and args else tensor
             start = perf_counter()
@@ -159,6 +162,7 @@ class HostReads(Collector):
                 self._note_upload(name, source, seconds, is_async=is_async)
             elif name != "cuda":
                 self._note(name, source if isinstance(source, Tensor) else tensor, result, seconds)
+            self.own_s += perf_counter() - entered - seconds
             return result
 
         return reading

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import get_ident
 from time import perf_counter
 from types import CodeType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch.utils.data._utils.collate as torch_collate
@@ -36,12 +36,25 @@ _WORKER_FLUSH_S: Final = 0.5
 _original_worker_loop: Callable[..., None] = torch_worker._worker_loop
 
 
+class LoaderStart(NamedTuple):
+    """What iterators have in common that a loader starts over and over, also where the script makes it anew for each epoch."""
+
+    dataset: int
+    """The data set's identity."""
+    constructed: int
+    num_workers: int
+    site: int
+    """The line that asks for the iterator."""
+
+
 class LoaderUse:
     """One DataLoader that was iterated over from one line."""
 
     def __init__(self, iterator: Any, site: int, sites: Sites) -> None:
         self.site = site
         self.constructed = -1
+        self.starts: set[LoaderStart] = set()
+        """What its iterators were created as."""
         self.dataset = iterator._dataset
         self.collate = iterator._collate_fn
         self.collates = bool(iterator._auto_collation)
@@ -87,9 +100,10 @@ class LoaderWatch(Collector):
     """Watches `next()` of every DataLoader iterator on the observed thread."""
 
     def __init__(self, observation: ObservationState) -> None:
-        self.loaders: dict[tuple[int, int], LoaderUse] = {}
-        self.epochs: Counter[int] = Counter()
-        """Iterators created, by the identity of the data set, in steps that went by unwatched too."""
+        self.loaders: dict[tuple[int, int, int, int], LoaderUse] = {}
+        """By data set, line of construction, number of workers, and the line that fetches."""
+        self.starts: Counter[LoaderStart] = Counter()
+        """Iterators created, in steps that went by unwatched too."""
         self._is_paused = False
         self._observation = observation
         self._calls = observation.calls
@@ -98,7 +112,8 @@ class LoaderWatch(Collector):
         self._thread_id = observation.thread_id
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-workers-")
         self._constructed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._loader_sites: dict[int, int] = {}
+        self._started: weakref.WeakKeyDictionary[Any, LoaderStart] = weakref.WeakKeyDictionary()
+        """What each iterator was created as."""
         self._created_s: dict[int, float] = {}
         """Seconds that creating an iterator took, by its identity, until its first batch is fetched."""
 
@@ -163,7 +178,7 @@ class LoaderWatch(Collector):
                 pin_memory=u.pin_memory,
                 persistent_workers=u.persistent_workers,
                 prefetch_factor=u.prefetch_factor,
-                num_epochs=max(0, self.epochs[id(u.dataset)] - 1) / num_steps,
+                num_epochs=max(0, sum(self.starts[s] for s in u.starts) - 1) / num_steps,
                 first_wait_s=statistics.fmean(u.first_waits_s) if u.first_waits_s else 0.0,
                 is_in_ram=u.is_in_ram,
                 sampler=u.sampler,
@@ -187,15 +202,19 @@ class LoaderWatch(Collector):
     def _make(self, original: Callable[[Any], Any], loader: Any) -> Any:
         if self._is_paused:
             return original(loader)
-        self.epochs[id(loader.dataset)] += 1
-        self._loader_sites[id(loader.dataset)] = self._constructed.get(loader, -1)
+        site = self._sites.of_frame(sys._getframe(1))
+        began = LoaderStart(id(loader.dataset), self._constructed.get(loader, -1), int(loader.num_workers), site)
+        self.starts[began] += 1
         self._listener.on_epoch_start()
         if not self._calls.is_active:
-            return original(loader)
+            iterator = original(loader)
+            self._started[iterator] = began
+            return iterator
         self._listener.on_fetch_start()
         start = perf_counter()
         try:
             iterator = original(loader)
+            self._started[iterator] = began
             self._created_s[id(iterator)] = perf_counter() - start
             return iterator
         finally:
@@ -232,11 +251,15 @@ class LoaderWatch(Collector):
 
     def _use_of(self, iterator: Any) -> LoaderUse:
         site = self._sites.of_frame(sys._getframe(3))
-        key = (id(iterator._dataset), site)
+        began = self._started.get(iterator)
+        constructed = began.constructed if began is not None else -1
+        key = (id(iterator._dataset), constructed, int(iterator._num_workers), site)
         use = self.loaders.get(key)
         if use is None:
             use = self.loaders[key] = LoaderUse(iterator, site, self._sites)
-            use.constructed = self._loader_sites.get(id(iterator._dataset), -1)
+            use.constructed = constructed
+        if began is not None:
+            use.starts.add(began)
         return use
 
 

@@ -147,10 +147,8 @@ class DeepLooks:
     def look_for_padding(self, tensors: dict[str, torch.Tensor], root: RootModule) -> None:
         """Note which of a root call's inputs end in constants."""
         with self.paused():
-            for name, tensor in tensors.items():
-                rows = padded_rows(tensor)
-                if rows is None:
-                    continue
+            for name, rows in padded_rows(tensors).items():
+                tensor = tensors[name]
                 found = self.padded.setdefault(name, PaddedTensor(name, tensor))
                 found.add(rows)
                 if min(rows.lengths) < rows.width:

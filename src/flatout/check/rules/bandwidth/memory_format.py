@@ -5,15 +5,17 @@ Costs        A convolution in NCHW is transposed to the library's own blocked or
 Evidence     Convolutions on contiguous images that take a good share of the step. Trial: the module and its inputs in
              channels_last, forward and backward, and on its images the script's own `.view` calls and the other root modules.
 Levers       memory.channels-last
-False alarm  Few channels, small images, processors whose kernels prefer NCHW: the trial says so.
+False alarm  Images of one channel or one pixel: both formats are the same bytes, and nothing is tried. Few channels, small
+             images, processors whose kernels prefer NCHW: the trial says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from flatout.core.parts import rule
-from flatout.core.records.evidence import Evidence, Model, Operator
+from flatout.core.records.evidence import Evidence, Model, Operator, TensorSpec
 from flatout.core.records.finding import Finding
 from flatout.core.records.trial import TimeModel
 from flatout.machine.cost.accounting import around, milliseconds, model_seconds, model_trial
@@ -54,15 +56,24 @@ def _alone(evidence: Evidence, model: Model) -> str:
 def _convolutions(evidence: Evidence) -> Iterator[SuspectRows[TimeModel]]:
     rows = tuple(i for i, o in enumerate(evidence.operators) if _is_nchw(o))
     trial = model_trial(evidence, "channels-last")
-    if rows and trial is not None:
+    if trial is not None and any(_has_order(t) for i in rows for t in _images(evidence.operators[i])):
         yield SuspectRows(rows, trial)
 
 
 def _is_nchw(operator: Operator) -> bool:
     if not operator.op.removeprefix("aten.").removeprefix("mkldnn_").removeprefix("cudnn_").startswith(_CONVOLUTIONS):
         return False
-    images = operator.inputs[1:2] if operator.phase == "backward" else operator.inputs[:1]  # a gradient has any strides
+    images = _images(operator)
     return bool(images) and all(len(t.shape) == 4 and t.is_contiguous for t in images)
+
+
+def _images(operator: Operator) -> tuple[TensorSpec, ...]:
+    return operator.inputs[1:2] if operator.phase == "backward" else operator.inputs[:1]  # a gradient has any strides
+
+
+def _has_order(images: TensorSpec) -> bool:
+    """Whether channels last puts the bytes in another order: there are several channels of several pixels."""
+    return images.shape[1] > 1 and prod(images.shape[2:]) > 1
 
 
 RULE = rule(

@@ -2,23 +2,27 @@
 
 Costs        Every operator reads its inputs from memory and writes its result back, and is dispatched on its own, forward and
              backward.
-Evidence     Five or more pointwise operators or reductions in one function, on tensors of one size. Trial, where the chain is a
-             normalisation over the last dimension: torch's layer_norm or rms_norm at the same shape; else an estimate from the
-             traffic of a fused kernel.
+Evidence     Five or more operators in one function that a compiler fuses: pointwise ones, reductions, normalisations, softmax
+             and losses. Trial, where the chain is a normalisation over the last dimension: torch's layer_norm or rms_norm at the
+             same shape; else an estimate from the traffic of a fused kernel, and no more than compiling the whole module saved
+             where that was tried.
 Levers       memory.fusion, graph.compile
-False alarm  Chains on tensors so small or so rare that they do not matter to the step.
+False alarm  Chains on tensors so small or so rare that they do not matter to the step. Fourier transforms, sorting, cumulative
+             sums, gathers and shifts are kernels of their own, and operators on complex numbers run as they are in compiled
+             code too: none of them counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import Final
 
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence, Operator
 from flatout.core.records.finding import Finding
 from flatout.core.records.hardware import Machine
-from flatout.core.records.trial import TimeNormalisation
+from flatout.core.records.trial import TimeCompiled, TimeNormalisation
 from flatout.machine.cost.accounting import (
     around,
     group_by,
@@ -27,14 +31,22 @@ from flatout.machine.cost.accounting import (
     remaining_fraction,
     result_of,
 )
+from flatout.machine.cost.families import family_of
+from flatout.machine.cost.flops import short_name
 from flatout.machine.cost.lines import function_finder
+from flatout.machine.cost.module_cures import PricedCure, compiled_result, main_call
 from flatout.machine.cost.roofline import operation_floor
 
 _FEWEST: Final = 5
 _WORTH_A_TRIAL: Final = 0.05
 _MANY_CALLS: Final = 12
-_NOT_POINTWISE: Final = ("mm", "convolution", "attention", "index", "embedding", "cat", "stack", "copy", "inductor")
-"""Parts of the names of all other operators that work or move data."""
+_FUSIBLE_FAMILIES: Final = {"pointwise operators", "reductions", "normalisation", "softmax and losses"}
+"""Of operators that Inductor lowers to loops of its own and fuses with one another."""
+_ALSO_FUSIBLE: Final = {"native_dropout", "native_dropout_backward", "bernoulli_"}
+_DRAWS: Final = ("native_dropout", "bernoulli_")
+"""Random numbers take as long in a fused kernel: on a CPU that is far longer than the traffic."""
+_NOT_FUSIBLE: Final = ("cum", "ctc")
+"""In the names of operators of these families that need the positions before: a scan, or a kernel that Inductor only calls."""
 _ROOTS: Final = {"aten.sqrt", "aten.rsqrt", "aten.pow", "aten.div", "aten.var", "aten.std"}
 _FUSED_PASSES: Final = (2, 5)
 """Tensor-sized reads and writes of a fused pointwise kernel: one in, one out forward; saved input, gradient in and out, with a
@@ -57,8 +69,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             continue
         trial = _trial_of(evidence, rows)
         result = result_of(evidence, trial)
-        by_line = group_by(rows, lambda i: evidence.operators[i].source)
         forward = [i for i in rows if evidence.operators[i].phase != "backward"]
+        by_line = group_by(forward, lambda i: evidence.operators[i].source)
         num = len({(evidence.operators[i].op, evidence.operators[i].source) for i in forward})
         if result is not None and trial is not None:
             remaining = remaining_fraction(result)
@@ -69,7 +81,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             continue  # no ceiling to compare with, or dispatch is what they cost: overhead.tiny-operators tells that
         else:
             fused_s = _fused_s(evidence.machine, evidence, rows)
-            saved_s = (0.4 * max(0.0, cost_s - fused_s), 0.9 * max(0.0, cost_s - fused_s))
+            low, high = _most_saved_s(evidence, rows)
+            saved_s = (min(low, 0.4 * max(0.0, cost_s - fused_s)), min(high, 0.9 * max(0.0, cost_s - fused_s)))
             what = f"the traffic of one fused kernel would take about {fused_s * 1e3:.2f} ms"
             edit = "use torch's own function for the formula if there is one, or torch.compile this function"
         yield Finding(
@@ -87,7 +100,13 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 
 def _chains(evidence: Evidence) -> Iterator[list[int]]:
     """Rows of each function that holds enough pointwise operators, its lines' backward included."""
-    pointwise = [i for i, o in enumerate(evidence.operators) if o.source >= 0 and _is_pointwise(o)]
+    # Backward operators that are known by the line that starts the backward alone are of any forward.
+    anywhere = set(evidence.backward_sources)
+    pointwise = [
+        i
+        for i, o in enumerate(evidence.operators)
+        if o.source >= 0 and _is_pointwise(o) and not (o.phase == "backward" and o.source in anywhere)
+    ]
     function_of = function_finder(evidence)
     for rows in group_by(pointwise, lambda i: function_of(evidence.operators[i].source)).values():
         forward = [evidence.operators[i] for i in rows if evidence.operators[i].phase not in ("backward", "optimizer")]
@@ -115,14 +134,34 @@ def _is_connected(evidence: Evidence, rows: list[int]) -> bool:
 
 
 def _is_pointwise(operator: Operator) -> bool:
-    """Whether it moves data through arithmetic and is no product, gather or copy."""
+    """Whether it moves real numbers through arithmetic that a compiler fuses with what comes before and after."""
     return (
         operator.bytes > 0
         and operator.flop == 0
         and operator.phase != "optimizer"
-        and not any(name in operator.op for name in _NOT_POINTWISE)
+        and _is_fusible(operator.op)
+        and not any(t.dtype.startswith("complex") for t in operator.inputs + operator.outputs)
         and max((t.num_elements for t in operator.inputs), default=0) > 1
     )
+
+
+def _is_fusible(op: str) -> bool:
+    name = short_name(op)
+    is_of_family = family_of(op) in _FUSIBLE_FAMILIES and not any(part in name for part in _NOT_FUSIBLE)
+    return is_of_family or name in _ALSO_FUSIBLE
+
+
+def _most_saved_s(evidence: Evidence, rows: list[int]) -> tuple[float, float]:
+    """What compiling the module around the chain was found to save, which fuses the chain and more; endless where not tried."""
+    main, result = main_call(evidence), compiled_result(evidence)
+    if main is None or result is None or not isinstance(result.trial, TimeCompiled):
+        return inf, inf
+    name, regions = main[1].name, result.trial.regions if result.variant == "regions" else ()
+    compiled = tuple(f"{name}.{path}." for path in regions) or (f"{name}.",)
+    # Backward operators that torch could not match with forward ones belong to no module.
+    forward = [o for o in (evidence.operators[i] for i in rows) if o.phase != "backward"]
+    is_inside = all(f"{o.module}.".startswith(compiled) for o in forward)
+    return PricedCure.of(evidence, main, result).saved_s if is_inside else (inf, inf)
 
 
 def _trial_of(evidence: Evidence, rows: list[int]) -> TimeNormalisation | None:
@@ -149,13 +188,14 @@ def _is_bandwidth_bound(machine: Machine, evidence: Evidence, rows: list[int]) -
 
 
 def _fused_s(machine: Machine, evidence: Evidence, rows: list[int]) -> float:
-    """Seconds of one fused kernel forward and one backward, by traffic and dispatch."""
+    """Seconds of one fused kernel forward and one backward, by traffic and dispatch; random numbers are drawn in it too."""
     operators = [evidence.operators[i] for i in rows]
     largest = max((t for o in operators for t in o.inputs), key=lambda t: t.num_elements)
     calls = max(sum(o.num_calls for o in group) for group in group_by(operators, lambda o: (o.op, o.source)).values())
     passes = sum(_FUSED_PASSES) if any(o.phase == "backward" for o in operators) else _FUSED_PASSES[0]
     floor = operation_floor(machine, flop=0, traffic_bytes=4 * largest.num_elements * passes, dtype="float32")
-    return calls * (floor.floor_s + 3 * (floor.overhead_s or 0.0))
+    drawn_s = sum(o.op_s for o in operators if short_name(o.op) in _DRAWS)
+    return drawn_s + calls * (floor.floor_s + 3 * (floor.overhead_s or 0.0))
 
 
 RULE = rule(

@@ -4,7 +4,7 @@ Costs        A product in bfloat16 takes half of TF32's time on matrix units, a 
              on a CPU with AVX512-BF16; activations take half the traffic.
 Evidence     Time in float32 products of forward and backward while no autocast of this device is in force: none, one with
              enabled=False, or one for another device. Trial: the root module with its forward under autocast, entered anew for
-             each call; float16 where bfloat16 products were measured to be no faster.
+             each call, and in inference with weights in bfloat16; float16 where bfloat16 products were measured to be no faster.
 Levers       workload.mixed-precision
 False alarm  Work that needs float32's 24 bits (solvers, physics); where the loss contains derivatives, it is a remark alone. The
              gain is measured and the loss is not: compare losses before keeping it. So this cure of the whole module comes after
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Final
+
+import msgspec
 
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence
@@ -45,10 +47,9 @@ _LEAST_RATE: Final = 1.2
 
 def propose(evidence: Evidence) -> Iterator[TimeModel]:
     """Time the module under autocast."""
-    trial = _trial(evidence)
     is_much = seconds_of_products(evidence) > _WORTH_A_TRIAL * evidence.steps.step_s
-    if trial is not None and is_much and not waits_for_host(evidence):
-        yield trial
+    if is_much and not waits_for_host(evidence):
+        yield from _trials(evidence)
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
@@ -61,7 +62,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         cost_s=cure.saved_s[1],
         saved_s=cure.saved_s,
         because=f"products and convolutions in {_kind(evidence)} take {milliseconds(seconds_of_products(evidence))} of the step"
-        f"{_idle_autocast(evidence)}; under autocast to {_half(evidence)} {cure.passes} "
+        f"{_idle_autocast(evidence)}; {_how(evidence, cure)} {cure.passes} "
         f"{'take' if cure.has_backward else 'takes'} {remaining_fraction(cure.result):.0%} (tried)"
         f"{times_of_both(compiled_result(evidence))}",
         edit=_edit(evidence, cure),
@@ -75,7 +76,7 @@ def note(evidence: Evidence) -> Iterator[Note]:
     cure = _priced(evidence)
     if cure is None:
         return
-    text = f"under autocast to {_half(evidence)} the step would be {cure.gain:.2f}x as fast (tried)"
+    text = f"{_how(evidence, cure)} the step would be {cure.gain:.2f}x as fast (tried)"
     if cure.is_worth_a_change and _has_derivatives_in_loss(evidence):
         doubt = "; the loss contains derivatives of the network, which 8 bits of a number may not be enough for"
         yield Note(where=cure.where, text=text + doubt)
@@ -89,15 +90,22 @@ def _has_derivatives_in_loss(evidence: Evidence) -> bool:
 
 
 def _priced(evidence: Evidence) -> PricedCure | None:
-    main, result = main_call(evidence), result_of(evidence, _trial(evidence))
-    return PricedCure.of(evidence, main, result) if main is not None and result is not None else None
+    main = main_call(evidence)
+    found = (result_of(evidence, trial) for trial in _trials(evidence))
+    results = sorted((r for r in found if r is not None), key=remaining_fraction)
+    return PricedCure.of(evidence, main, results[0]) if main is not None and results else None
 
 
-def _trial(evidence: Evidence) -> TimeModel | None:
+def _trials(evidence: Evidence) -> Iterator[TimeModel]:
+    """The module under autocast; where no gradients are taken, with its weights in bfloat16: no casts in each call."""
     half = _half(evidence)
     if half is None or autocast_dtype(evidence):
-        return None
-    return model_trial(evidence, "bf16-autocast" if half == "bfloat16" else "fp16-autocast")
+        return
+    trial = model_trial(evidence, "bf16-autocast" if half == "bfloat16" else "fp16-autocast")
+    if trial is not None:
+        yield trial
+    if trial is not None and not trial.backward and half == "bfloat16":
+        yield msgspec.structs.replace(trial, variant="bf16-weights")
 
 
 def _half(evidence: Evidence) -> str | None:
@@ -117,6 +125,14 @@ def _kind(evidence: Evidence) -> str:
     return " and ".join(sorted(kinds))
 
 
+def _has_weights_in_half(cure: PricedCure) -> bool:
+    return isinstance(cure.result.trial, TimeModel) and cure.result.trial.variant == "bf16-weights"
+
+
+def _how(evidence: Evidence, cure: PricedCure) -> str:
+    return "with weights in bfloat16" if _has_weights_in_half(cure) else f"under autocast to {_half(evidence)}"
+
+
 def _idle_autocast(evidence: Evidence) -> str:
     """What is to be said of an autocast that was in force for another device."""
     regions = {tuple(region.split(":")) for f in facts_named(evidence, "autocast") for region in f.text.split(",")}
@@ -128,6 +144,8 @@ def _idle_autocast(evidence: Evidence) -> str:
 
 
 def _edit(evidence: Evidence, cure: PricedCure) -> str:
+    if _has_weights_in_half(cure):
+        return "model.to(torch.bfloat16) once before the loop, and inputs in floating point with it"
     device, half = "cpu" if evidence.workload.device == "cpu" else "cuda", _half(evidence)
     if is_in_library(cure.where):
         short, long = ("bf16", "bf16-mixed") if half == "bfloat16" else ("fp16", "16-mixed")

@@ -4,9 +4,8 @@ Costs        The S x S scores are written to memory, as if attention were writte
 Evidence     The softmax that only torch's fallback uses (aten._safe_softmax) in a step, and dropout beside it: no fused kernel
              for the CPU takes dropout. Trial: the same attention with dropout_p=0, forward and backward.
 Levers       memory.fused-attention
-False alarm  Short sequences, where the fused kernel gains nothing: the trial says so. Leaving dropout out of the weights changes
-             the regularisation: a choice, told as one. Other reasons (head size, dtype, a mask with a gradient) are told in a
-             note.
+False alarm  Short sequences, where the fused kernel gains nothing: the trial says so. Leaving dropout out of the weights is
+             another experiment, so it is a note and no gain; so are other reasons (head size, dtype, a mask with a gradient).
 """
 
 from __future__ import annotations
@@ -16,15 +15,25 @@ from typing import NamedTuple
 
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence, Operator
-from flatout.core.records.finding import Finding, Note
+from flatout.core.records.finding import Note
 from flatout.core.records.trial import TimeAttentionCall
-from flatout.machine.cost.accounting import around, group_by, has_backward, milliseconds, rows_with_shape
-from flatout.machine.cost.suspects import proposing, tried
+from flatout.machine.cost.accounting import (
+    group_by,
+    has_backward,
+    milliseconds,
+    operator_seconds,
+    remaining_fraction,
+    result_of,
+    rows_with_shape,
+)
+from flatout.machine.cost.suspects import proposing
 
 _DROPOUT = ("aten.bernoulli_", "aten.native_dropout", "aten.bernoulli")
 _USUAL_DROPOUT = 0.1
 _WORTH_A_TRIAL = 0.05
 _SHORTEST = 32
+_NO_FASTER = 0.95
+"""Of the time left without dropout, beyond which nothing is worth telling: the noise of a trial is of that size."""
 
 
 class _Fallback(NamedTuple):
@@ -35,27 +44,20 @@ class _Fallback(NamedTuple):
     has_dropout: bool
 
 
-def check(evidence: Evidence) -> Iterator[Finding]:
-    """Yield one finding per line."""
-    for attention in tried(evidence, _with_dropout):
-        softmax = attention.suspect.softmax
-        yield Finding(
-            regime="bandwidth",
-            where=evidence.source_of(softmax.source),
-            cost_s=attention.cost_s,
-            saved_s=around(attention.saved_s, 0.15),
-            because=f"with dropout on its weights attention has no fused kernel here and writes scores of "
-            f"{'x'.join(map(str, softmax.outputs[0].shape))}, {milliseconds(attention.cost_s)} a step; without that dropout it "
-            f"takes {attention.remaining:.0%} (tried)",
-            edit="dropout_p=0.0 in attention (dropout on its output keeps a regularisation), if the quality allows it",
-            module=softmax.module,
-            operators=attention.suspect.rows,
-            basis="trial",
-        )
-
-
 def note(evidence: Evidence) -> Iterator[Note]:
-    """Yield a note for each line that falls back for another reason."""
+    """Yield a note for each line that falls back."""
+    for fallback in _with_dropout(evidence):
+        cost_s, result = operator_seconds(evidence, fallback.rows), result_of(evidence, fallback.trial)
+        remaining = remaining_fraction(result) if result is not None else 0.0
+        if cost_s <= _WORTH_A_TRIAL * evidence.steps.step_s or remaining > _NO_FASTER:
+            continue
+        tried = f" it takes {remaining:.0%} of that (tried), but" if result is not None else ""
+        yield Note(
+            where=evidence.source_of(fallback.softmax.source),
+            text="with dropout on its weights attention has no fused kernel here and writes scores of "
+            f"{'x'.join(map(str, fallback.softmax.outputs[0].shape))}, {milliseconds(cost_s)} a step; with dropout_p=0.0{tried} "
+            "the regularisation is another one, and so the experiment",
+        )
     for fallback in _fallbacks(evidence):
         if not fallback.has_dropout:
             yield Note(
@@ -109,7 +111,6 @@ def _trial_of(evidence: Evidence, rows: tuple[int, ...], softmax: Operator) -> T
 
 RULE = rule(
     __name__,
-    check,
     propose=proposing(_with_dropout, worth=_WORTH_A_TRIAL),
     note=note,
     title="Fused attention that is not fused",

@@ -1,11 +1,13 @@
 """The same files or texts are read and decoded again in each epoch.
 
 Costs        Reading, decompressing and parsing every item as often as the data are passed over.
-Evidence     Sampled time inside the data set lies on lines that read or decode (json, gzip, numpy.load, PIL, csv, open); items
-             come out the same each time, all of them fit the memory, and the loader was iterated over again.
+Evidence     Sampled time inside the data set lies on lines that read or decode (json, gzip, numpy.load, Image.open, csv), or in
+             a package's functions that do (PIL/ImageFile.py, pandas.read_csv, soundfile.read); items come out the same each
+             time, all of them fit the memory, and the loader was iterated over again.
              Trial: a batch fetched item by item against the same batch indexed in ready tensors.
 Levers       communication.prepare-in-memory
-False alarm  A single pass over the data, items that are augmented at random, data that do not fit the memory.
+False alarm  A single pass over the data, images that are made of arrays in memory (Image.fromarray), items that are
+             augmented at random, data that do not fit the memory.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Levers       communication.prepare-in-memory, graph.vectorise, graph.hoist-const
              communication.tensors-once
 False alarm  Logging and saving after the optimizer's step; on a device, Python that runs while the device is still busy; a batch
              that one line converts from Python numbers (overhead.tensor-from-python tells it); a solver that calls the model many
-             times before one backward, whose Python in between makes no batch; what an environment's steps need beside them,
-             unless tensors are made there.
+             times before one backward, whose Python in between makes no batch; the line that steps an environment, and what
+             its steps need beside them on lines that make no tensors.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def _before_forward(evidence: Evidence) -> list[LineTime]:
     loops = step_loops(evidence)
     skip = {r.source for r in evidence.host_reads if r.on_device} | {u.source for u in evidence.loaders}
     skip |= {o.source for o in evidence.optimizers} | set(evidence.backward_sources)
-    in_environment = {r.source for r in evidence.lines if r.phase == "environment"}
-    makes_tensors = _functions_that_make_tensors(evidence) if in_environment else None
-    skip |= in_environment
+    # Of one line the part outside `step` (a wrapper of the user's, what steps that were not watched are filed under) is no batch.
+    in_environment = {_line_of(evidence, r.source) for r in evidence.lines if r.phase == "environment"}
+    makes_tensors = _lines_that_make_tensors(evidence) - in_environment
     trained = [m for m in evidence.models if m.is_training and m.num_graphs_used]
     models = trained or [m for m in evidence.models if m.is_training or not m.grad_enabled]
     calls = [_entry(evidence, loops, m.source, m.callers) for m in models]
@@ -103,7 +103,7 @@ def _before_forward(evidence: Evidence) -> list[LineTime]:
     for row in evidence.lines:
         if row.process != "main" or row.phase != "other" or row.source < 0 or row.source in skip:
             continue
-        if makes_tensors is not None and _function_of(evidence, row.source) not in makes_tensors:
+        if in_environment and _line_of(evidence, row.source) not in makes_tensors:
             continue
         entry = _entry(evidence, loops, row.source, evidence.callers.get(row.source, ()))
         if entry is not None and entry.line <= last.get((entry.file, entry.function), 0):
@@ -118,15 +118,18 @@ def _forwards_before_backward(evidence: Evidence) -> float:
     return names.count("forward") / max(1, names.count("backward"))
 
 
-def _functions_that_make_tensors(evidence: Evidence) -> set[tuple[str, str]]:
-    """Functions of the user's in which tensors are made between the steps."""
-    rows = [o for o in evidence.operators if o.phase == "other" and o.op in _MAKES_TENSORS]
-    return {function for o in rows if (function := _function_of(evidence, o.source)) is not None}
+def _lines_that_make_tensors(evidence: Evidence) -> set[tuple[str, int]]:
+    """Lines (file, line) of the user's on which tensors are made between the steps."""
+    return {
+        _line_of(evidence, o.source)
+        for o in evidence.operators
+        if o.phase == "other" and o.op in _MAKES_TENSORS and o.source >= 0
+    }
 
 
-def _function_of(evidence: Evidence, source: int) -> tuple[str, str] | None:
+def _line_of(evidence: Evidence, source: int) -> tuple[str, int]:
     line = evidence.source_of(source)
-    return None if line is None else (line.file, line.function)
+    return ("", 0) if line is None else (line.file, line.line)
 
 
 def _entry(evidence: Evidence, loops: set[tuple[str, int]], source: int, callers: tuple[int, ...]) -> Source | None:

@@ -2,12 +2,14 @@
 
 Costs        The interpreter, and many small calls, for every item of every batch; with workers it is hidden only as far as the
              cores go.
-Evidence     Asked twice for the same item, the data set gives another one, and sampled time lies on the user's lines inside it.
+Evidence     Asked twice for the same item, the data set gives one that holds other tensors, arrays or values, and sampled time
+             lies on the user's lines inside it.
              Trial: a batch fetched item by item against the same batch indexed in ready tensors, which a batched augmentation
              cannot beat.
 Levers       graph.vectorise, communication.loader-workers, graph.compile-loop
-False alarm  Augmentation that a package does in compiled code is slow only as far as the images are large; then workers are the
-             cure, and the range says so.
+False alarm  Items of classes that say neither what equal means nor what they hold: nobody knows whether these repeat, and nothing
+             is said. Augmentation that a package does in compiled code is slow only as far as the images are large; then workers
+             are the cure, and the range says so.
 """
 
 from __future__ import annotations

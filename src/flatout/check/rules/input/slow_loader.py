@@ -4,8 +4,10 @@ Costs        The whole wait: while a sample is prepared in the main process, not
 Evidence     Time in `next()` of the DataLoader in every step, and the function of the data set or collation it is spent in.
              Trial: a batch fetched item by item against the same batch indexed in ready tensors; are items repeatable?
 Levers       communication.prepare-in-memory, communication.loader-workers, graph.hoist-constant, graph.compile-loop
-False alarm  A first batch that starts workers; a wait shorter than the noise. Rows of tensors in memory, random augmentation and
-             files decoded again are told by input.collate-in-ram, input.python-augmentation and input.decoded-every-epoch.
+False alarm  A first batch that starts workers; a wait shorter than the noise. A script that ended after one pass over its data:
+             preparing the items once costs what the pass does, so only workers are advised. Rows of tensors in memory, random
+             augmentation and files decoded again are told by input.collate-in-ram, input.python-augmentation and
+             input.decoded-every-epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence, Loader
 from flatout.core.records.finding import Basis, Finding
-from flatout.machine.cost.feeding import dataset_trials, fits_memory, hot_line, slow_loader
+from flatout.machine.cost.feeding import dataset_trials, fits_memory, hot_line, is_passed_once, slow_loader
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
@@ -26,7 +28,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     loader, result, wait_s, gained = slow
     saved_s, edit = (0.5 * wait_s, 0.9 * wait_s), _edit_workers(loader, evidence)
     basis: Basis = "estimate"
-    if result is not None and result.facts.get("repeatable") and fits_memory(evidence, result):
+    is_repeatable = result is not None and result.facts.get("repeatable") and fits_memory(evidence, result)
+    if result is not None and is_repeatable and not is_passed_once(evidence, loader, result):
         saved_s, basis = (0.95 * gained, gained), "trial"
         edit = (
             "the items come out the same each time: prepare them once as tensors and index a whole batch at a time; or "

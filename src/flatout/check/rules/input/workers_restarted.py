@@ -2,10 +2,12 @@
 
 Costs        Starting the processes, importing and copying the data set into each, filling the pipeline, and ending them: at every
              pass over the data.
-Evidence     A loader with workers and without `persistent_workers` is iterated over again; the wait for the first batch of an
-             epoch, making and ending the iterator included, beside the wait for the others.
+Evidence     A loader with workers and without `persistent_workers` is iterated over again, itself or made anew at the same line
+             with as many workers; the wait for the first batch of an epoch, making and ending the iterator included, beside the
+             wait for the others.
 Levers       communication.persistent-workers, communication.loader-workers
-False alarm  One long epoch, or epochs so long that a start is nothing beside them.
+False alarm  Another loader over the same data set, for an evaluation. One long epoch, or epochs so long that a start is nothing
+             beside them.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ Evidence     Time of the root module beside its products and convolutions, in a 
              under torch.compile in its default mode, in the time that other trials leave; or, where most of it are blocks that
              are alike, with these compiled each alone, which compiles one for all.
 Levers       graph.compile
-False alarm  Short runs: compiling takes what the finding says, at every start. Inputs whose shapes change from step to step
-             compile anew. So this cure of the whole module comes after causes at a line, and what gains less than 1.15x of the
-             step is a remark beside the findings.
+False alarm  Short runs: compiling takes what the finding says, at every start. A pass over data without training that ended,
+             with the script, before compiling would have paid is left out. Inputs whose shapes change from step to step
+             compile anew. So this cure of the whole module comes after causes at a line, and what gains less than 1.15x of
+             the step is a remark beside the findings.
 """
 
 from __future__ import annotations
@@ -97,7 +98,19 @@ def _priced(evidence: Evidence) -> PricedCure | None:
     main, result = main_call(evidence), compiled_result(evidence)
     if main is None or result is None or _has_compiled(evidence):
         return None
-    return PricedCure.of(evidence, main, result)
+    cure = PricedCure.of(evidence, main, result)
+    return None if _is_over_too_soon(evidence, cure) else cure
+
+
+def _is_over_too_soon(evidence: Evidence, cure: PricedCure) -> bool:
+    """Whether all steps of a loop of known length save less than compiling takes.
+
+    A pass over data without training is as long as its data. A training run may have been cut short to look at it.
+    """
+    steps = evidence.steps
+    is_pass = steps.kind == "inference" and bool(evidence.loaders) and not any(u.num_epochs for u in evidence.loaders)
+    saved_s = sum(cure.saved_s) / 2 * steps.num_observed
+    return is_pass and evidence.exit == "finished" and cure.result.parts.get("compile", 0.0) > saved_s
 
 
 def _has_compiled(evidence: Evidence) -> bool:

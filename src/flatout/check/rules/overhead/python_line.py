@@ -4,13 +4,16 @@ Costs        The host's time; on a GPU it is hidden only while the device has wo
 Evidence     A sampler finds the step at this line far longer than the line's operators run: NumPy round trips, parsing, copying
              of state, logging.
 Levers       graph.vectorise, graph.hoist-constant, graph.compile-loop, memory.gather-once, communication.tensors-once
-False alarm  The lines that wait on purpose (the loader, the backward call); sampling noise.
+False alarm  The lines that wait on purpose (the loader, the backward call); sampling noise; lines that only call modules and
+             torch's operators, whose Python is torch's own dispatch (overhead.tiny-operators tells it).
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Final
 
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence, LineTime
@@ -20,6 +23,33 @@ from flatout.machine.cost.lines import Line, line_finder, source_of_line
 
 _FEWEST_SAMPLES = 8
 _PHASES = ("forward", "other")
+_CALLED: Final = re.compile(r"([A-Za-z_][\w.]*|\.\w+)\s*\(")
+"""What the text of a line calls: 'self.fc3', 'torch.sum', '.relu'."""
+_TORCH: Final = ("torch", "F", "nn")
+_FROM_PYTHON: Final = frozenset(
+    ("tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "Tensor", "save", "load", "compile", "no_grad")
+)
+"""Functions of torch that work through Python's objects or files, or take a Python function."""
+_METHODS: Final = frozenset(
+    (
+        "to",
+        "type",
+        "float",
+        "double",
+        "half",
+        "long",
+        "flatten",
+        "reshape",
+        "matmul",
+        "contiguous",
+        "size",
+        "dim",
+        "chunk",
+    )
+)
+"""Methods of tensors that run operators of other names, or none."""
+_HIDDEN_CALLS: Final = ("for ", "while ", "yield ", "import ", "from ", "def ", "class ")
+"""How lines begin that run Python which their text does not show."""
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
@@ -44,6 +74,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         python_s = total_s - in_operators[line]
         if line is None or line in skipped or num < _FEWEST_SAMPLES or python_s <= 0.5 * total_s:
             continue
+        if not line.library and _only_runs_torch(evidence, line, sampled):
+            continue
         package = "" if line.library else _library(evidence, sampled)
         yield Finding(
             where=source_of_line(evidence, sampled[0].source, line),
@@ -58,6 +90,33 @@ def check(evidence: Evidence) -> Iterator[Finding]:
                 if line_of(o.source) == line and o.phase not in ("backward", "optimizer")
             ),
         )
+
+
+def _only_runs_torch(evidence: Evidence, line: Line, sampled: list[LineTime]) -> bool:
+    """Whether all that a line calls are modules and torch's operators: there is no Python on it to move.
+
+    A sample inside torch is filed under the user's line without a trace of torch, like one in the line's own Python. So the
+    line's text is held against the operators and modules that ran there. Most samples in another package speak for Python.
+    """
+    here = [i for i, s in enumerate(evidence.sources) if (s.file, s.line) == (line.file, line.line)]
+    operators = [o for o in evidence.operators if o.source in here and o.phase != "backward"]
+    text = evidence.sources[sampled[0].source].text.partition("#")[0].strip()
+    if not operators or not text or text.startswith(_HIDDEN_CALLS) or _library(evidence, sampled):
+        return False
+    known = {o.op.rpartition(".")[2].strip("_") for o in operators}
+    known |= {part for o in operators for part in o.module.split(".")[1:]}
+    unknown = [name for name in _CALLED.findall(text) if not _is_of_torch(name, known)]
+    calls_model = any(m.source in here for m in evidence.models)
+    return len(unknown) <= calls_model
+
+
+def _is_of_torch(name: str, known: set[str]) -> bool:
+    """Whether a called name is a function of torch's, or an operator or a module that ran on the line."""
+    owner, _, last = name.rpartition(".")
+    if last in _FROM_PYTHON:
+        return False
+    is_method = "." in name and last in _METHODS
+    return owner.partition(".")[0] in _TORCH or is_method or last.strip("_") in known
 
 
 def _library(evidence: Evidence, sampled: list[LineTime]) -> str:

@@ -6,7 +6,9 @@ Evidence     Lines inside one loop whose operators run many times a step on litt
              what the same arithmetic costs in one piece on the measured machine.
 Levers       graph.vectorise, graph.fused-recurrence, graph.compile-loop
 False alarm  A loop over a model's layers (each iteration is another module), over micro-batches or steps, or over operators so
-             large that the dispatch does not matter.
+             large that the dispatch does not matter; iterations that depend on one another outside torch, because an environment
+             is stepped in the loop or a value read in it may decide what the next tensor holds; operators that meet other shapes
+             in each iteration, which cannot be stacked (rows picked by a mask can be summed by index_add).
 """
 
 from __future__ import annotations
@@ -27,6 +29,12 @@ from flatout.machine.cost.accounting import (
     step_loops,
     usual_calls,
 )
+from flatout.machine.cost.iterations import (
+    bytes_at_once,
+    feeds_itself_through_host,
+    have_various_shapes,
+    steps_environment,
+)
 from flatout.machine.cost.parameters import parameter_loops
 from flatout.machine.cost.roofline import operation_floor
 from flatout.machine.cost.trace import longest_dependence
@@ -34,7 +42,6 @@ from flatout.machine.cost.trace import longest_dependence
 _MANY = 12
 _SMALL_OP_S = 150e-6
 _SEQUENTIAL = 0.7
-_PIECE_BYTES = 64 << 10
 _WORTH_A_TRIAL = 0.05
 
 
@@ -63,7 +70,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     inside = group_by(repeated, lambda s: next((loop for loop in loops_around(evidence, s) if loop not in own), None))
     for loop, sources in inside.items():
         if loop is not None:
-            yield from _judge(evidence, sources)
+            yield from _judge(evidence, loop, sources)
 
 
 def _is_repeated(evidence: Evidence, source: int) -> bool:
@@ -75,7 +82,7 @@ def _is_repeated(evidence: Evidence, source: int) -> bool:
     return sum(o.op_s for o in rows) / calls < _SMALL_OP_S
 
 
-def _judge(evidence: Evidence, sources: list[int]) -> Iterator[Finding]:
+def _judge(evidence: Evidence, loop: tuple[str, int], sources: list[int]) -> Iterator[Finding]:
     rows = rows_at(evidence, sources)
     cost_s = operator_seconds(evidence, rows)
     forward = [i for i in rows if evidence.operators[i].phase != "backward"]
@@ -96,11 +103,15 @@ def _judge(evidence: Evidence, sources: list[int]) -> Iterator[Finding]:
         what = f"{layer} over the whole sequence takes {remaining:.0%} of that (tried)"
         edit = f"use {layer}(..., batch_first=True) on the whole sequence instead of the loop"
         hottest = cell.source
+    elif _is_sequential_outside_torch(evidence, loop, forward):
+        return
     elif depth >= _SEQUENTIAL * calls:
         python_s = 0.0 if evidence.steps.is_device_bound else sum(evidence.operators[i].python_s for i in rows)
         saved_s = (0.25 * python_s, 0.9 * python_s)
         what = "each iteration needs the one before, so only the overhead can go"
         edit = "move what does not depend on the state out of the loop, then compile the rest of the body"
+    elif have_various_shapes(evidence, forward):
+        return
     else:
         whole_s = _in_one_piece_s(evidence, rows, max(1, depth))
         cost_s = max(cost_s, _sampled_s(evidence, sources, rows))
@@ -117,6 +128,16 @@ def _judge(evidence: Evidence, sources: list[int]) -> Iterator[Finding]:
         operators=rows,
         basis="trial" if result is not None else "estimate",
     )
+
+
+def _is_sequential_outside_torch(evidence: Evidence, loop: tuple[str, int], forward: list[int]) -> bool:
+    """Whether an iteration waits for the one before though the trace shows no tensor that goes from one to the next.
+
+    A loop inside an environment that is itself written in torch is judged by the trace alone.
+    """
+    if all(evidence.operators[i].phase == "environment" for i in forward):
+        return False
+    return steps_environment(evidence, loop) or feeds_itself_through_host(evidence, loop)
 
 
 def _sampled_s(evidence: Evidence, sources: list[int], rows: tuple[int, ...]) -> float:
@@ -143,12 +164,16 @@ def _trial_of(evidence: Evidence, cell: RepeatedModule) -> TimeRecurrence:
 def _in_one_piece_s(evidence: Evidence, rows: tuple[int, ...], depth: int) -> float:
     """Seconds of the same work with each operator called on all the data at once, `depth` times where iterations follow."""
     machine = evidence.machine
-    groups = group_by((evidence.operators[i] for i in rows), lambda o: (o.op, o.source, o.module, o.phase))
+
+    def kind(row: int) -> tuple[str, int, str, str]:
+        operator = evidence.operators[row]
+        return operator.op, operator.source, operator.module, operator.phase
+
     total = 0.0
-    for operators in groups.values():
+    for group in group_by(rows, kind).values():
+        operators = [evidence.operators[i] for i in group]
         flop = sum(o.flop * o.num_calls for o in operators)
-        # Small pieces add up to the whole; an iteration that passes over a large tensor shares it with all others.
-        moved = max(o.bytes * (o.num_calls if o.bytes <= _PIECE_BYTES else 1) for o in operators)
+        moved = bytes_at_once(evidence, group)
         overhead_s = 10e-6
         floor_s = 0.0
         if machine is not None:

@@ -1,0 +1,131 @@
+"""What the iterations of a Python loop have in common: the tensors they read, their shapes, and what goes through the host."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from typing import Final
+
+from flatout.core.records.evidence import Evidence, Operator
+from flatout.machine.cost.accounting import group_by, loops_around, uses_by_line
+
+READ: Final = "aten._local_scalar_dense"
+"""The operator of `.item()`, `int(x)` and `if x:`."""
+_READS_WITHOUT_OPERATOR: Final = ("numpy", "tolist")
+_FROM_PYTHON: Final = ("torch.tensor", "torch.as_tensor", "torch.from_numpy")
+_WEIGHTS_AT: Final = {"aten.mm": (1,), "aten.addmm": (0, 2), "aten.convolution": (1, 2)}
+"""Which inputs of an operator are parameters, where they come from before the step and a submodule runs it."""
+_MOST_ITERATIONS: Final = 0.9
+"""A shape that so many of the iterations have is that of all: the last piece of a tensor may be shorter."""
+_ONCE_AN_ITERATION: Final = 0.5
+"""Operators that run less often than this share of the usual count run in some iterations only."""
+
+
+def sources_inside(evidence: Evidence, loop: tuple[str, int]) -> set[int]:
+    """The source lines that lie in this loop, or are reached from it."""
+    return {source for source in range(len(evidence.sources)) if loop in loops_around(evidence, source)}
+
+
+def steps_environment(evidence: Evidence, loop: tuple[str, int]) -> bool:
+    """Whether an environment is stepped in this loop: the next observation is known after the action alone."""
+    lines = {r.source for r in evidence.lines if r.phase == "environment"}
+    return bool(lines & sources_inside(evidence, loop))
+
+
+def feeds_itself_through_host(evidence: Evidence, loop: tuple[str, int]) -> bool:
+    """Whether values read in this loop are followed by a tensor made from Python's or NumPy's, from which values are read again.
+
+    What Python does between the read and the tensor is not known: it may be the game that answers the action. A tensor made from
+    Python has no maker in the trace: it is known again by its size, dtype, and who wrote to its memory last (if anybody).
+    """
+    trace, operators = evidence.trace, evidence.operators
+    inside = sources_inside(evidence, loop)
+    conversions = inside & set(uses_by_line(evidence, _FROM_PYTHON))
+    is_handed_out = any(r.source in inside and r.call in _READS_WITHOUT_OPERATOR for r in evidence.host_reads)
+    handed_out = set(trace.escapes or ()) if is_handed_out else set()
+    from_python: set[int] = set()
+    made: set[tuple[int, int, str]] = set()
+    is_read = False
+    for call, row in enumerate(trace.operator):
+        operator, producers = operators[row], trace.producers[call]
+        is_inside = operator.source in inside and operator.phase != "backward"
+        is_conversion = operator.op == "aten.lift_fresh" or operator.source in conversions
+        tensors = [(p, t.num_elements, t.dtype) for t, p in zip(operator.inputs, producers, strict=False)]
+        is_new = is_inside and is_read and is_conversion
+        if is_new:
+            made.update(tensors[:1])
+        if is_new or any(t[0] in from_python or t in made for t in tensors):
+            from_python.add(call)
+        if is_inside and (operator.op == READ or call in handed_out):
+            if call in from_python:
+                return True
+            is_read = True
+    return False
+
+
+def have_various_shapes(evidence: Evidence, rows: Collection[int]) -> bool:
+    """Whether these operators meet other shapes from iteration to iteration in the step that was traced, so that they cannot be
+    stacked.
+
+    Rows that a mask picks out of one tensor do not count: sums over all of them at once (`index_add`) need no equal lengths.
+    """
+    operators, wanted = evidence.operators, set(rows)
+    counts = Counter(row for row in evidence.trace.operator if row in wanted)
+    by_place = group_by(counts, lambda i: (operators[i].op, operators[i].source, operators[i].module))
+    totals = [sum(counts[i] for i in group) for group in by_place.values()]
+    if not totals or any(_picks_by_mask(operators[i]) for i in counts):
+        return False
+    usual = Counter(totals).most_common(1)[0][0]
+    iterations = min(total for total in totals if total >= _ONCE_AN_ITERATION * usual)
+    for group in by_place.values():
+        of_shape: Counter[tuple[tuple[int, ...], ...]] = Counter()
+        for i in group:
+            of_shape[tuple(t.shape for t in operators[i].inputs)] += counts[i]
+        is_in_all = sum(of_shape.values()) >= iterations
+        if is_in_all and max(of_shape.values()) < _MOST_ITERATIONS * iterations:
+            return True
+    return False
+
+
+def _picks_by_mask(operator: Operator) -> bool:
+    return operator.op == "aten.index" and any(t.dtype == "bool" for t in operator.inputs[1:])
+
+
+def bytes_at_once(evidence: Evidence, rows: Collection[int]) -> float:
+    """Bytes that equal calls move in a step when all iterations are one: what they share is read once.
+
+    A tensor is shared where all calls read the whole result of one call of the step, or the parameters of one submodule.
+    """
+    operators, trace, wanted = evidence.operators, evidence.trace, set(rows)
+    calls = [call for call, row in enumerate(trace.operator) if row in wanted]
+    moved = sum(operators[i].bytes * operators[i].num_calls for i in rows)
+    num_calls = sum(operators[i].num_calls for i in rows)
+    shared = 0
+    if len(calls) > 1:
+        first = operators[trace.operator[calls[0]]]
+        for position, spec in enumerate(first.inputs):
+            producers = {trace.producers[c][position] for c in calls if position < len(trace.producers[c])}
+            if len(producers) == 1 and _is_whole(evidence, trace.operator[calls[0]], position, producers.pop()):
+                shared += spec.num_elements * _item_bytes(spec.dtype)
+    smallest = min((operators[i].bytes for i in rows), default=0)
+    return moved - min(shared, smallest) * max(0.0, num_calls - 1)
+
+
+def _is_whole(evidence: Evidence, row: int, position: int, producer: int) -> bool:
+    """Whether calls with this producer in common read one tensor, and not each another part of one."""
+    operator = evidence.operators[row]
+    if producer < 0:
+        return "." in operator.module and position in _WEIGHTS_AT.get(operator.op, ())
+    made = evidence.operators[evidence.trace.operator[producer]].outputs
+    return operator.inputs[position].num_elements >= max((t.num_elements for t in made), default=0)
+
+
+def _item_bytes(dtype: str) -> int:
+    """Bytes of one element, from the number of bits in the name of the dtype.
+
+    >>> _item_bytes("bfloat16"), _item_bytes("bool")
+    (2, 1)
+    """
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits.group()) // 8) if bits else 1
