@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--python", default=str(BUILD / "venv" / "bin" / "python"))
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
-    os.environ["WORLD_CLOCK"] = options.clock
+    os.environ |= {"WORLD_CLOCK": options.clock, "WORLD_SYNC": "1"}
     lanes: Queue[int | None] = Queue()
     for lane in range(options.lanes) or [None]:
         lanes.put(lane)

@@ -5,6 +5,7 @@ Python imports this file at its start. It waits until the script imports torch, 
     WORLD_MARKS    the stamps' file, one a process: a byte (which optimizer) and a double (seconds) for each call
     WORLD_TIMER    what is stamped: optimizer (default), backward, or forward (calls of outermost modules with parameters)
     WORLD_CLOCK    wall (default), or cpu: stamps in CPU seconds of the process, for a machine that others use at the same time
+    WORLD_SYNC     wait for the GPU before each stamp: a host that runs ahead of it stamps what it launched, not what was done
     WORLD_END_S    end the process so many seconds after the first stamp
     WORLD_CURE     a file of the folder cures/, whose `cure()` is called once torch is imported
 """
@@ -42,9 +43,11 @@ def _install():
     first = []
 
     def stamp(key):
-        now = perf_counter()
         if os.getpid() != main:
             return
+        if os.environ.get("WORLD_SYNC"):
+            wait_for_device()
+        now = perf_counter()
         if not first:
             first.append(now)
         stamps.write(struct.pack("<Bd", order.setdefault(key, len(order)) % 256, clock()))
@@ -54,6 +57,12 @@ def _install():
                 for child in sys.modules["multiprocessing"].active_children():
                     child.kill()
             os._exit(0)
+
+    def wait_for_device():
+        import torch
+
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
     kind = os.environ.get("WORLD_TIMER", "optimizer")
     if kind == "optimizer":

@@ -81,8 +81,10 @@ def compiled_result(evidence: Evidence) -> TrialResult | None:
 
 
 def times_of_both(result: TrialResult | None) -> str:
-    """What autocast and compiling leave of the time together, where that was tried."""
+    """What autocast and compiling leave of the time together, where that was tried and is less than autocast alone leaves."""
     if result is None or not result.now_s or "both" not in result.parts:
+        return ""
+    if result.parts["both"] >= result.parts.get("autocast", result.now_s):
         return ""
     return f", with autocast and compiled {result.parts['both'] / result.now_s:.0%}"
 

@@ -121,3 +121,13 @@ def test_a_line_without_tensors_in_a_function_that_makes_some_is_left_alone() ->
     run = stepping()
     run.operator("aten.stack", run.line("train.py", 39, function="main", loops=(40,)), op_s=0.0001, phase="other")
     assert not list(RULE.check(run.build()))
+
+
+def test_python_in_the_models_forward_is_no_batch() -> None:
+    run = EvidenceBuilder(other=0.06)
+    run.model(run.line("train.py", 42, "loss = criterion(model(x), y)", function="main", loops=(40,)))
+    inside = run.line("model.py", 27, "for conv in self.convs:", function="Net.forward", loops=(27,), callers=(0,))
+    run.operator("aten.convolution", inside, phase="forward", module="Net.convs.0")
+    run.backward_at(run.line("train.py", 44, "loss.backward()", function="main", loops=(40,)))
+    run.sampled(inside, 0.06, phase="other", num_samples=20)
+    assert not list(RULE.check(run.build()))

@@ -100,9 +100,12 @@ def _before_forward(evidence: Evidence) -> list[LineTime]:
             place = (call.file, call.function)
             last[place] = max(call.line, last.get(place, 0))
     found = []
+    of_model = _functions_of_model(evidence)
     for row in evidence.lines:
         if row.process != "main" or row.phase != "other" or row.source < 0 or row.source in skip:
             continue
+        if evidence.function_of(row.source) in of_model:
+            continue  # a sample of steps that went by unwatched: its phase is a guess
         if in_environment and _line_of(evidence, row.source) not in makes_tensors:
             continue
         entry = _entry(evidence, loops, row.source, evidence.callers.get(row.source, ()))
@@ -125,6 +128,12 @@ def _lines_that_make_tensors(evidence: Evidence) -> set[tuple[str, int]]:
         for o in evidence.operators
         if o.phase == "other" and o.op in _MAKES_TENSORS and o.source >= 0
     }
+
+
+def _functions_of_model(evidence: Evidence) -> set[tuple[str, str]]:
+    """Functions (file, name) that run inside the model, and not the ones that call it."""
+    inside = {evidence.function_of(o.source) for o in evidence.operators if o.phase == "forward" and o.module}
+    return inside - {evidence.function_of(m.source) for m in evidence.models}
 
 
 def _line_of(evidence: Evidence, source: int) -> tuple[str, int]:
