@@ -11,6 +11,7 @@ from flatout.core.records.evidence import Evidence, LineTime, Loader
 from flatout.core.records.trial import TimeDataset, TimeModel, TrialResult
 from flatout.core.records.workload import Source
 from flatout.machine.cost.accounting import main_model, model_seconds, remaining_fraction, result_of
+from flatout.machine.cost.module_cures import is_in_library
 
 Kind = Literal["rows", "random", "decoded", "other", "quick"]
 """rows: single rows of tensors in memory, put together again; random: items differ each time they are asked for; decoded: the
@@ -200,7 +201,7 @@ def hot_line(evidence: Evidence, loader: Loader) -> Hot:
     if sum(r.num_samples for r in rows) < _FEWEST_SAMPLES and process == "main":
         return Hot(_line_by_operators(evidence, loader), 0.0, ())
     if not inside or sum(r.seconds for r in inside) < _INSIDE_FRACTION * total_s:
-        return Hot(evidence.source_of(loader.source), 0.0, ())
+        return Hot(_where_to_change(evidence, loader), 0.0, ())
     return hottest(evidence, inside, total_s)
 
 
@@ -211,7 +212,14 @@ def _line_by_operators(evidence: Evidence, loader: Loader) -> Source | None:
         if operator.phase == "data":
             seconds[operator.source] += operator.total_s
     best = max(seconds, key=lambda source: seconds[source], default=-1)
-    return evidence.source_of(best) or evidence.source_of(loader.source)
+    line = evidence.source_of(best)
+    return _where_to_change(evidence, loader) if line is None or is_in_library(line) else line
+
+
+def _where_to_change(evidence: Evidence, loader: Loader) -> Source | None:
+    """The line of the loop over batches; where a library runs that loop (`trainer.fit`), the one that made the loader."""
+    line = evidence.source_of(loader.source)
+    return constructed_at(evidence, loader) or line if is_in_library(line) else line
 
 
 def hottest(evidence: Evidence, rows: list[LineTime], total_s: float) -> Hot:

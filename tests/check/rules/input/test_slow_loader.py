@@ -45,6 +45,15 @@ def test_without_samples_the_loop_over_the_loader_is_named() -> None:
     assert where.line == 16
 
 
+def test_where_a_library_loops_over_the_loader_the_line_that_made_it_is_named() -> None:
+    run = EvidenceBuilder(data=0.06)
+    fit, made = run.line("train.py", 16, "trainer.fit(model, loader)"), run.line("train.py", 9, "DataLoader(data)")
+    run.loader(fit, wait_s=0.06, constructed=made)
+    where = only_finding(RULE, run.build()).where
+    assert where is not None
+    assert where.line == 9
+
+
 def test_repeatable_items_are_priced_by_the_trial() -> None:
     run = waiting(wait_s=0.06)
     run.tried(TimeDataset(loader=0), kept=0.1, now_s=0.06, repeatable=True)
