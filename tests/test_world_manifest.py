@@ -15,7 +15,7 @@ sys.path.insert(0, str(WORLD))
 
 from scripts import read_manifest  # noqa: E402  # it lies beside the bench, not in the package
 
-SCRIPTS = read_manifest() + read_manifest(folder=WORLD / "device")
+SCRIPTS = [s for folder in ("manifest", "device", "held_out") for s in read_manifest(folder=WORLD / folder)]
 MAKERS = {
     node.name
     for node in ast.parse((WORLD / "stand_ins.py").read_text()).body

@@ -557,6 +557,66 @@ def tu_graphs(path: Path, *, name: str, count: int = 600, kinds: int = 3) -> Non
     (path / f"{name}_graph_labels.txt").write_text("\n".join(map(str, labels)) + "\n")
 
 
+def gym_as_before(path: Path) -> None:
+    """A module `gym`: gymnasium's environments under gym's calls of before 0.26, a state from `reset` and four values from `step`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        '"""gymnasium under the calls of gym 0.21."""\n\nimport gymnasium\nfrom gymnasium import Env, spaces, wrappers  # noqa: F401\n\n\n'
+        "class _Before(gymnasium.Wrapper):\n"
+        "    _seed = None\n\n"
+        "    @property\n"
+        "    def _max_episode_steps(self):\n"
+        "        return self.env.spec.max_episode_steps\n\n"
+        "    def seed(self, seed=None):\n"
+        "        self._seed = seed\n\n"
+        "    def reset(self, **options):\n"
+        "        seed, self._seed = self._seed, None\n"
+        "        return self.env.reset(seed=seed, **options)[0]\n\n"
+        "    def step(self, action):\n"
+        "        state, reward, is_over, is_cut, info = self.env.step(action)\n"
+        "        return state, reward, is_over or is_cut, info\n\n\n"
+        "def make(name, **options):\n"
+        "    return _Before(gymnasium.make(name, **options))\n"
+    )
+
+
+def gin_graphs(path: Path, *, count: int = 600, kinds: int = 7) -> None:
+    """Labelled graphs as powerful-gnns reads them: a count, then nodes and label, then tag, degree and neighbours of each node."""
+    generator = np.random.default_rng(0)
+    lines = [str(count)]
+    for graph in range(count):
+        number = int(generator.integers(10, 40))
+        near: list[set[int]] = [set() for _ in range(number)]
+        links = [(i, int(generator.integers(0, i))) for i in range(1, number)]
+        for a, b in links + generator.integers(0, number, size=(number // 2, 2)).tolist():
+            if a != b:
+                near[a].add(b)
+                near[b].add(a)
+        lines.append(f"{number} {graph % 2}")
+        for node in near:
+            lines.append(" ".join(map(str, [int(generator.integers(0, kinds)), len(node), *sorted(node)])))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def vgg_weights(path: Path) -> None:
+    """torchvision's VGG16 with random weights as its file of pretrained ones (hub/checkpoints under TORCH_HOME)."""
+    import torch
+    from torchvision.models import vgg16
+
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        state = vgg16().state_dict()
+    for name, like in state.items():
+        if name.startswith("classifier"):
+            state[name] = torch.zeros(1).expand(like.shape)  # one number in the file
+        else:
+            scale = (2 / like[0].numel()) ** 0.5 if like.dim() == 4 else 0.0
+            state[name] = torch.randn(like.shape) * scale
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path)
+
+
 def _text(characters: int) -> str:
     from pydoc_data import topics as documentation
 
