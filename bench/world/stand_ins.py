@@ -558,10 +558,12 @@ def tu_graphs(path: Path, *, name: str, count: int = 600, kinds: int = 3) -> Non
 
 
 def gym_as_before(path: Path) -> None:
-    """A module `gym`: gymnasium's environments under gym's calls of before 0.26, a state from `reset` and four values from `step`."""
+    """A module `gym`: gymnasium under gym's calls of before 0.26, a state from `reset` and four values from `step`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        '"""gymnasium under the calls of gym 0.21."""\n\nimport gymnasium\nfrom gymnasium import Env, spaces, wrappers  # noqa: F401\n\n\n'
+        '"""gymnasium under the calls of gym 0.21."""\n\n'
+        "import gymnasium\n"
+        "from gymnasium import Env, spaces, wrappers  # noqa: F401\n\n\n"
         "class _Before(gymnasium.Wrapper):\n"
         "    _seed = None\n\n"
         "    @property\n"
@@ -581,7 +583,7 @@ def gym_as_before(path: Path) -> None:
 
 
 def gin_graphs(path: Path, *, count: int = 600, kinds: int = 7) -> None:
-    """Labelled graphs as powerful-gnns reads them: a count, then nodes and label, then tag, degree and neighbours of each node."""
+    """Labelled graphs as powerful-gnns reads them: a count, nodes and label, then tag, degree and neighbours of each node."""
     generator = np.random.default_rng(0)
     lines = [str(count)]
     for graph in range(count):
