@@ -284,6 +284,24 @@ def test_steps_are_found_again_when_the_optimizer_that_ended_them_steps_no_more(
     assert evidence.steps.num_observed > 200
 
 
+@pytest.mark.slow
+def test_steps_of_inference_that_grow_are_looked_at_closely_once_more() -> None:
+    net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)).eval()
+
+    def generate() -> None:
+        text = torch.randn(1, 64)
+        with torch.no_grad():
+            for _ in range(300):
+                out = net(text)
+                text = torch.cat([text, out[-1:], torch.randn(15, 64)])
+
+    evidence = observe(generate, Schedule(trials_budget_s=0.0, observe_s=0.4))
+
+    assert evidence.steps.kind == "inference"
+    rows = max(o.inputs[1].shape[0] for o in evidence.operators if o.op == "aten.addmm" and len(o.inputs) > 1)
+    assert rows > 1000  # at the first looks some 200
+
+
 def test_a_training_after_a_long_inference_is_found() -> None:
     def loop() -> None:
         counting(model().eval(), 150)()

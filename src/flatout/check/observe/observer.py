@@ -20,7 +20,7 @@ from flatout.check.observe.observation import BorderKind, ObservationState
 from flatout.check.observe.operators.overhead import LightWork, light_cost_s
 from flatout.check.observe.steps.blocks import WATCHED_ROOT_DEVICE_S, WATCHED_ROOT_S, WATCHED_STEP_S, UnwatchedBlocks
 from flatout.check.observe.steps.schedule import Mode, Schedule, doing_in
-from flatout.check.observe.steps.timeline import PhaseTimeline
+from flatout.check.observe.steps.timeline import PhaseTimeline, has_grown_since_looks
 from flatout.core.records.distributed import Place
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.progress import ProgressFile
@@ -79,6 +79,8 @@ class LoopObserver:
         self._calls_in_blocks = 0.0
         """Calls of modules in unwatched steps that went through our function, by their number in watched ones."""
         self._is_installed = False
+        self._looks_left: int | None = None
+        """Close looks that are made once more; None while it is not known whether any are."""
 
     # -- life -------------------------------------------------------------------------------------------------------------
 
@@ -167,6 +169,7 @@ class LoopObserver:
             observation.blocks = UnwatchedBlocks()
             observation.calls.weight = 1
             observation.deep.steps.clear()
+            self._looks_left = None
             observation.sampler.clear()
             observation.sampler.is_on = False
 
@@ -194,13 +197,7 @@ class LoopObserver:
         observation.num_steps += 1
         observation.optimizing.end_step()
         self._close_step(before, duration_s, calls)
-        mode = observation.mode = self.schedule.mode(
-            num_steps=observation.num_steps,
-            deep_elapsed_s=observation.times.deep_s,
-            light_elapsed_s=observation.times.light_s,
-            deep_allowed=observation.is_interception_allowed(),
-            is_device=observation.is_device,
-        )
+        mode = observation.mode = self._next_mode()
         if before is Mode.LIGHT and mode is not Mode.LIGHT:
             for collector in observation.collectors:
                 collector.end_light()
@@ -227,6 +224,27 @@ class LoopObserver:
             for collector in observation.collectors:
                 collector.begin_light()
             observation.timeline.restart()  # what that took is no part of a step
+
+    def _next_mode(self) -> Mode:
+        """The mode of the next step, by the schedule; steps of inference that have grown are looked at closely once more."""
+        observation = self.observation
+        mode = self.schedule.mode(
+            num_steps=observation.num_steps,
+            deep_elapsed_s=observation.times.deep_s,
+            light_elapsed_s=observation.times.light_s,
+            deep_allowed=observation.is_interception_allowed(),
+            is_device=observation.is_device,
+        )
+        is_half_over = observation.times.light_s > self.schedule.observe_s / 2
+        if self._looks_left is None and mode is Mode.LIGHT and observation.kind == "inference" and is_half_over:
+            has_grown = has_grown_since_looks(observation.timeline.steps)
+            self._looks_left = self.schedule.num_deep if has_grown and observation.deep.steps else 0
+            if self._looks_left:
+                observation.deep.steps.clear()
+        if self._looks_left and mode in (Mode.LIGHT, Mode.DONE):
+            self._looks_left -= 1
+            return Mode.DEEP
+        return mode
 
     def _close_step(self, mode: Mode, duration_s: float, calls: tuple[int, int]) -> None:
         """File the step that ended, and let the collectors end it."""

@@ -81,7 +81,7 @@ class OperatorTable:
         """The phase of what ran in evaluation mode or without gradients in the steps that are in the table."""
         steps = ordinary[1:] or ordinary or observation.deep.steps
         if steps:
-            nearby = _nearby(observation.timeline.steps)
+            nearby = _nearby(observation.timeline.steps, num_deep=len(observation.deep.steps))
             for clock in observation.listening(CommunicationClock):
                 nearby = _less_communication(nearby, clock)
             self._fill(observation, steps, nearby)
@@ -193,9 +193,9 @@ def _to_samples(rows: list[OperatorRow], observation: ObservationState, num_step
     return [r.scaled(scale[r.key.site]) if phase_group(r.key.phase) == "rest" else r for r in rows]
 
 
-def _nearby(steps: list[TimedStep]) -> Nearby:
-    """Medians of the ordinary light steps closest to the deep ones: a step may grow while the script runs."""
-    deep = [i for i, s in enumerate(steps) if s.mode == Mode.DEEP.value]
+def _nearby(steps: list[TimedStep], *, num_deep: int) -> Nearby:
+    """Medians of the ordinary light steps closest to the last `num_deep` deep ones: a step may grow while the script runs."""
+    deep = [i for i, s in enumerate(steps) if s.mode == Mode.DEEP.value][-num_deep:]
     light = [(i, s) for i, s in enumerate(steps) if s.mode == Mode.LIGHT.value]
     if not deep or not light:
         return Nearby(0.0, {})

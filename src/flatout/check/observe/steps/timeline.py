@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from itertools import pairwise
 from time import perf_counter
 from typing import Final, NamedTuple
 
 import torch
+
+from flatout.check.observe.steps.schedule import Mode
 
 UNWATCHED: Final = "unwatched"
 """The mode of a step of which nothing but its length is known."""
@@ -16,6 +19,11 @@ COMPILE: Final = "compile"
 """The phase while torch.compile compiles, whatever phase of the step it fell into."""
 _ORDERED_STEPS: Final = 500
 """Steps whose order of phases is stored: one of them is drawn, and a long run must not fill the memory."""
+
+_COMPARED: Final = 8
+"""Light steps whose median stands for the beginning, and for now."""
+_GROWN: Final = 1.3
+"""Times as long: beyond what other processes do to a step for a while."""
 
 
 class PhaseStart(NamedTuple):
@@ -209,3 +217,14 @@ class PhaseTimeline:
                 step.evaluation_calls,
             )
         )
+
+
+def has_grown_since_looks(steps: list[TimedStep]) -> bool:
+    """Whether the last light steps take far longer than those around the close looks, as when a text is generated."""
+    looks = [i for i, s in enumerate(steps) if s.mode == Mode.DEEP.value]
+    light = [(i, s.duration_s) for i, s in enumerate(steps) if s.mode in (Mode.LIGHT.value, UNWATCHED)]
+    if not looks or len(light) < 2 * _COMPARED:
+        return False
+    near = sorted(light, key=lambda row: min(abs(row[0] - look) for look in looks))[:_COMPARED]
+    latest_s = statistics.median(seconds for _, seconds in light[-_COMPARED:])
+    return latest_s > _GROWN * statistics.median(seconds for _, seconds in near)
