@@ -39,7 +39,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     if pages is None or pages.faults < _FEWEST_FAULTS or evidence.steps.is_device_bound:
         return
     kernel_s = min(pages.kernel_s, pages.faults * _MOST_S_PER_FAULT)
-    kept_bytes = _kept_bytes(evidence, pages)
+    kept_bytes = _bytes_to_keep(evidence, pages)
     lines = [s for s in (evidence.source_of(line.source) for line in pages.lines) if s is not None]
     yield Finding(
         where=lines[0] if lines else None,
@@ -53,7 +53,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _kept_bytes(evidence: Evidence, pages: FreshPages) -> int:
+def _bytes_to_keep(evidence: Evidence, pages: FreshPages) -> int:
     """A power of two that holds all a step can free at once: its peak, or where that is not known the memory it takes anew."""
     peak_bytes = max((m.peak_bytes for m in evidence.memory if m.device == "cpu"), default=0)
     needed = peak_bytes or ceil(pages.faults * _PAGE_BYTES)
