@@ -157,7 +157,7 @@ def test_watching_host_reads_inside_a_call_is_not_its_time(monkeypatch: pytest.M
 
     monkeypatch.setattr(HostReads, "_note", slow)
 
-    evidence = observe(lambda *_: Normal(torch.zeros(4), torch.ones(4)))
+    evidence = observe(lambda *_: Normal(torch.zeros(4), torch.ones(4), validate_args=True))
 
     use = only(evidence, "Distribution.__init__")
     assert (use.calls, use.detail) == (1, "checked")
@@ -177,7 +177,7 @@ def test_frequent_calls_take_what_they_took_in_the_best_of_several_steps() -> No
                 time.sleep(0.05)
             return Normal.arg_constraints
 
-    evidence = observe(lambda *_: Late(torch.zeros(4), torch.ones(4)), num_reads=2)
+    evidence = observe(lambda *_: Late(torch.zeros(4), torch.ones(4), validate_args=True), num_reads=2)
 
     assert slow
     use = only(evidence, "Distribution.__init__")

@@ -194,6 +194,7 @@ class Optimizing:
                 self._note_other(optimizer)
                 return
             self._others.clear()
+            self._recent.append(id(self._leader))
             ends_s.append(perf_counter())
             if self.has_news or len(ends_s) == self.num_unwatched:
                 self.has_news = False
@@ -216,6 +217,8 @@ class Optimizing:
     def _note_other(self, optimizer: Optimizer) -> None:
         """Another optimizer than the leader stepped while steps go by unwatched."""
         self._others.append(id(optimizer))
+        if (watched := self.watched.get(id(optimizer))) is not None:
+            self._recent.append(id(watched))
         is_replaced = len(self._others) >= _TAKES_OVER and len(set(self._others)) == 1
         if is_replaced or len(self._others) > _LONGEST_CYCLE:
             self._others.clear()
