@@ -88,7 +88,7 @@ class Mean:
 
     @property
     def mean(self) -> float:
-        """The mean so far."""
+        """The mean of the values added so far, 0 of none."""
         return self._total / self._num if self._num else 0.0
 
 

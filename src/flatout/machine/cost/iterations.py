@@ -45,7 +45,7 @@ def feeds_itself_through_host(evidence: Evidence, loop: tuple[str, int]) -> bool
     is_handed_out = any(r.source in inside and r.call in _READS_WITHOUT_OPERATOR for r in evidence.host_reads)
     handed_out = set(trace.escapes or ()) if is_handed_out else set()
     from_python: set[int] = set()
-    made: set[tuple[int, int, str]] = set()
+    known: set[tuple[int, int, str]] = set()
     is_read = False
     for call, row in enumerate(trace.operator):
         operator, producers = operators[row], trace.producers[call]
@@ -54,8 +54,8 @@ def feeds_itself_through_host(evidence: Evidence, loop: tuple[str, int]) -> bool
         tensors = [(p, t.num_elements, t.dtype) for t, p in zip(operator.inputs, producers, strict=False)]
         is_new = is_inside and is_read and is_conversion
         if is_new:
-            made.update(tensors[:1])
-        if is_new or any(t[0] in from_python or t in made for t in tensors):
+            known.update(tensors[:1])
+        if is_new or any(t[0] in from_python or t in known for t in tensors):
             from_python.add(call)
         if is_inside and (operator.op == READ or call in handed_out):
             if call in from_python:
@@ -117,8 +117,8 @@ def _is_whole(evidence: Evidence, row: int, position: int, producer: int) -> boo
     operator = evidence.operators[row]
     if producer < 0:
         return "." in operator.module and position in _WEIGHTS_AT.get(operator.op, ())
-    made = evidence.operators[evidence.trace.operator[producer]].outputs
-    return operator.inputs[position].num_elements >= max((t.num_elements for t in made), default=0)
+    outputs = evidence.operators[evidence.trace.operator[producer]].outputs
+    return operator.inputs[position].num_elements >= max((t.num_elements for t in outputs), default=0)
 
 
 def _item_bytes(dtype: str) -> int:

@@ -31,7 +31,7 @@ def longest_dependence(trace: Trace, operators: Sequence[Operator], inside: set[
 
 
 def dependences(trace: Trace, operators: Sequence[Operator], inside: set[int]) -> list[int]:
-    """For each call of the trace, the length of the longest such chain that leads to it, itself included."""
+    """Lengths of the longest such chain that leads to each call of the trace, itself included."""
     depth: dict[int, dict[tuple[str, int], int]] = {}
     longest = []
     writes = _PartWrites(trace, operators, inside)

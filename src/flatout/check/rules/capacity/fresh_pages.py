@@ -39,7 +39,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     if pages is None or pages.faults < _FEWEST_FAULTS or evidence.steps.is_device_bound:
         return
     kernel_s = min(pages.kernel_s, pages.faults * _MOST_S_PER_FAULT)
-    kept_bytes = _bytes_to_keep(evidence, pages)
+    threshold_bytes = _bytes_to_keep(evidence, pages)
     lines = [s for s in (evidence.source_of(line.source) for line in pages.lines) if s is not None]
     yield Finding(
         where=lines[0] if lines else None,
@@ -47,7 +47,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         saved_s=(_SPREAD[0] * kernel_s, _SPREAD[1] * kernel_s),
         because=f"{pages.faults * _PAGE_BYTES / 2**20:.1f} MiB of memory are given back to the system and taken anew in every "
         f"step: {pages.faults:.0f} page faults, {milliseconds(kernel_s)} in the kernel (by its own accounting)",
-        edit=f"keep the memory: start with MALLOC_MMAP_THRESHOLD_={kept_bytes} MALLOC_TRIM_THRESHOLD_={kept_bytes} python ..., "
+        edit=f"keep the memory: start with MALLOC_MMAP_THRESHOLD_={threshold_bytes} "
+        f"MALLOC_TRIM_THRESHOLD_={threshold_bytes} python ..., "
         "or with LD_PRELOAD=libtcmalloc.so or libjemalloc.so; the process then keeps what its peak needs",
         also=tuple(lines[1:3]),
     )

@@ -20,7 +20,7 @@ from flatout.core.records.usage import ModuleFact
 from flatout.machine.cost.accounting import around, facts_named, milliseconds
 
 
-class _Part(NamedTuple):
+class _DiscardedPart(NamedTuple):
     """Gradients of one network that are discarded in one way."""
 
     fact: ModuleFact
@@ -42,7 +42,7 @@ _REASONS: Final = {
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for all networks: each part may be small where the sum is not."""
     backward_s = evidence.steps.phases.get("backward", 0.0)
-    parts = [_Part(f, how, float(share) * backward_s) for f, (how, share) in _facts(evidence)]
+    parts = [_DiscardedPart(f, how, float(share) * backward_s) for f, (how, share) in _facts(evidence)]
     parts.sort(key=lambda p: -p.seconds)
     if not parts:
         return

@@ -108,20 +108,20 @@ def _writes_next_input(evidence: Evidence, name: str) -> bool:
     """
     trace, operators = evidence.trace, evidence.operators
     indices: set[TensorSpec] = set()
-    given: set[int] = set()
+    from_output: set[int] = set()
     is_read = False
     for call, row in enumerate(trace.operator):
         operator, producers = operators[row], trace.producers[call]
         specs = list(zip(operator.inputs, producers, strict=False))
         if f"{operator.module}.".startswith(f"{name}."):
-            given.add(call)
+            from_output.add(call)
             indices |= {spec for spec, producer in specs if producer < 0 and "int" in spec.dtype}
             continue
-        is_given = any(p in given for p in producers)
-        if is_given:
-            given.add(call)
+        follows_output = any(p in from_output for p in producers)
+        if follows_output:
+            from_output.add(call)
             is_read |= operator.op == READ
-        if operator.op in _JOINS and is_given and any(p < 0 and spec in indices for spec, p in specs):
+        if operator.op in _JOINS and follows_output and any(p < 0 and spec in indices for spec, p in specs):
             return True
         # A single index, made from a number after one was read of what the model gave.
         if is_read and operator.op in _FROM_A_NUMBER and any(_is_like(operator.outputs, spec) for spec in indices):
