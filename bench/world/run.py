@@ -32,6 +32,8 @@ GAIN_WITHIN = 0.25
 WORTH = 1.15
 """A measured cure counts as one that `check` should name from this gain on."""
 LONGEST_S = 240.0
+_FIRST = 8
+"""So many steps pass before `check` times the first."""
 
 
 def main() -> int:
@@ -126,6 +128,9 @@ def judge(script: Script, options: argparse.Namespace, lane: int | None) -> dict
     times, code, tail = timed(script, options, lane, seconds=0, name="check", before=command)
     row |= {"exit": code, "seconds": monotonic() - began, "timer_step_s": median(times), "tail": tail}
     report = json.loads(report_path.read_text()) if report_path.exists() else None
+    if report is not None:
+        steps = report["evidence"]["steps"]
+        row["timer_same_steps_s"] = median(times[: steps["num_timed"] + _FIRST][_FIRST:])
     row["report"] = report
     row |= findings_of(report, script)
     saved.write_text(json.dumps(row) + "\n")
@@ -265,11 +270,13 @@ def gain_of_step(gain: float, report: dict[str, Any]) -> float:
 
 
 def steps_right(row: dict[str, Any]) -> bool | None:
-    """Whether the step is the timer's in the same process, or the plain run's: close looks can slow the steps that follow them.
+    """Whether the step is the timer's in the same process, over the whole run or over the steps that `check` timed, or the plain
+    run's.
 
-    On a GPU launches are slower once the profiler has run; `check` times the steps before it, and the timer all of them.
+    The runs hold different steps where these come sorted by length, where a machine's speed changes, and on a GPU, whose launches
+    are slower once the profiler has run: `check` times the steps before it.
     """
-    ours, timers = row.get("check_step_s"), (row.get("timer_step_s"), row.get("plain_step_s"))
+    ours, timers = row.get("check_step_s"), [row.get(f"{name}_s") for name in ("timer_step", "timer_same_steps", "plain_step")]
     return any(abs(ours / t - 1) <= STEPS_WITHIN for t in timers if t) if ours and timers[0] else None
 
 
