@@ -276,7 +276,10 @@ def steps_right(row: dict[str, Any]) -> bool | None:
     The runs hold different steps where these come sorted by length, where a machine's speed changes, and on a GPU, whose launches
     are slower once the profiler has run: `check` times the steps before it.
     """
-    ours, timers = row.get("check_step_s"), [row.get(f"{name}_s") for name in ("timer_step", "timer_same_steps", "plain_step")]
+    ours, timers = (
+        row.get("check_step_s"),
+        [row.get(f"{name}_s") for name in ("timer_step", "timer_same_steps", "plain_step")],
+    )
     return any(abs(ours / t - 1) <= STEPS_WITHIN for t in timers if t) if ours and timers[0] else None
 
 
