@@ -169,8 +169,8 @@ def _compiled(trial: TimeCompiled, sides: _Sides, backend: str | Callable[..., A
 def _anew(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
     """BACKEND for one more graph of the same code.
 
-    Dynamo's guards do not tell autocast to one dtype from autocast to another (torch 2.11): a graph that was made under a script's
-    autocast to float32 would run again under one to bfloat16. A graph of another backend is not taken for it.
+    Dynamo's guards do not tell autocast to one dtype from that to another (torch 2.11): a graph made under a script's autocast
+    to float32 would run again under one to bfloat16. A graph of another backend is not taken for it.
     """
     return torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
 
