@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Final
 
-from flatout.core.records.evidence import Evidence, Operator
+from flatout.core.records.evidence import Evidence, Operator, TensorSpec
 from flatout.machine.cost.accounting import group_by, loops_around, uses_by_line
 
 READ: Final = "aten._local_scalar_dense"
@@ -92,24 +92,61 @@ def _picks_by_mask(operator: Operator) -> bool:
     return operator.op == "aten.index" and any(t.dtype == "bool" for t in operator.inputs[1:])
 
 
-def bytes_at_once(evidence: Evidence, rows: Collection[int]) -> float:
-    """Bytes that equal calls move in a step when all iterations are one: what they share is read once.
+def bytes_at_once(evidence: Evidence, rows: Collection[int], *, shared: Collection[tuple[int, ...]] = ()) -> float:
+    """Bytes that equal calls move in a step when all iterations are one: what they share is read once, and its gradient is made
+    once.
 
-    A tensor is shared where all calls read the whole result of one call of the step, or the parameters of one submodule.
+    `shared` has the shapes of what the iterations share: a backward operator that returns such a tensor fills a gradient with
+    zeros, puts one iteration's rows into it, or adds it to those of the others.
     """
-    operators, trace, wanted = evidence.operators, evidence.trace, set(rows)
-    calls = [call for call, row in enumerate(trace.operator) if row in wanted]
+    operators = evidence.operators
     moved = sum(operators[i].bytes * operators[i].num_calls for i in rows)
     num_calls = sum(operators[i].num_calls for i in rows)
-    shared = 0
-    if len(calls) > 1:
-        first = operators[trace.operator[calls[0]]]
-        for position, spec in enumerate(first.inputs):
-            producers = {trace.producers[c][position] for c in calls if position < len(trace.producers[c])}
-            if len(producers) == 1 and _is_whole(evidence, trace.operator[calls[0]], position, producers.pop()):
-                shared += spec.num_elements * _item_bytes(spec.dtype)
+    if num_calls > 1 and all(_makes_gradient_of(operators[i], shared) for i in rows):
+        return moved / num_calls
+    inputs = _first_inputs(evidence, rows)
+    read = sum(inputs[p].num_elements * _item_bytes(inputs[p].dtype) for p in _shared_positions(evidence, rows))
     smallest = min((operators[i].bytes for i in rows), default=0)
-    return moved - min(shared, smallest) * max(0.0, num_calls - 1)
+    return moved - min(read, smallest) * max(0.0, num_calls - 1)
+
+
+def shared_shapes(evidence: Evidence, groups: Iterable[Collection[int]]) -> set[tuple[int, ...]]:
+    """The shapes, in all steps looked at, of what the calls of one of these groups share: tensors of two dimensions and more."""
+    found: set[tuple[int, ...]] = set()
+    for rows in groups:
+        for position in _shared_positions(evidence, rows):
+            inputs = (evidence.operators[i].inputs for i in rows)
+            found |= {specs[position].shape for specs in inputs if position < len(specs)}
+    return {shape for shape in found if len(shape) > 1}
+
+
+def _makes_gradient_of(operator: Operator, shared: Collection[tuple[int, ...]]) -> bool:
+    return operator.phase == "backward" and any(t.shape in shared for t in operator.outputs)
+
+
+def _calls_of(evidence: Evidence, rows: Collection[int]) -> list[int]:
+    wanted = set(rows)
+    return [call for call, row in enumerate(evidence.trace.operator) if row in wanted]
+
+
+def _first_inputs(evidence: Evidence, rows: Collection[int]) -> tuple[TensorSpec, ...]:
+    calls = _calls_of(evidence, rows)
+    return evidence.operators[evidence.trace.operator[calls[0]]].inputs if calls else ()
+
+
+def _shared_positions(evidence: Evidence, rows: Collection[int]) -> list[int]:
+    """Which inputs all these calls read from one place: the whole result of one call of the step, or the parameters of one
+    submodule.
+    """
+    trace, calls = evidence.trace, _calls_of(evidence, rows)
+    if len(calls) < 2:
+        return []
+    shared = []
+    for position in range(len(_first_inputs(evidence, rows))):
+        producers = {trace.producers[c][position] for c in calls if position < len(trace.producers[c])}
+        if len(producers) == 1 and _is_whole(evidence, trace.operator[calls[0]], position, producers.pop()):
+            shared.append(position)
+    return shared
 
 
 def _is_whole(evidence: Evidence, row: int, position: int, producer: int) -> bool:

@@ -25,7 +25,7 @@ from flatout.machine.cost.trace import consumers
 _PRODUCTS: Final = ("aten.mm", "aten.addmm")
 _VIEW_NAMES: Final = """
 view _unsafe_view reshape squeeze unsqueeze transpose t permute expand split chunk unbind select slice narrow alias detach
-as_strided
+as_strided unsafe_split unsafe_split_with_sizes unsafe_chunk
 """
 _VIEWS: Final = frozenset(f"aten.{name}" for name in _VIEW_NAMES.split())
 """They read nothing: what they make is read by operators with the smaller shape."""

@@ -33,6 +33,7 @@ from flatout.machine.cost.iterations import (
     bytes_at_once,
     feeds_itself_through_host,
     have_various_shapes,
+    shared_shapes,
     steps_environment,
 )
 from flatout.machine.cost.parameters import parameter_loops
@@ -170,10 +171,12 @@ def _in_one_piece_s(evidence: Evidence, rows: tuple[int, ...], depth: int) -> fl
         return operator.op, operator.source, operator.module, operator.phase
 
     total = 0.0
-    for group in group_by(rows, kind).values():
+    groups = list(group_by(rows, kind).values())
+    shared = shared_shapes(evidence, groups)
+    for group in groups:
         operators = [evidence.operators[i] for i in group]
         flop = sum(o.flop * o.num_calls for o in operators)
-        moved = bytes_at_once(evidence, group)
+        moved = bytes_at_once(evidence, group, shared=shared)
         overhead_s = 10e-6
         floor_s = 0.0
         if machine is not None:
