@@ -165,6 +165,15 @@ def test_a_weaker_claim_on_the_same_operators_is_merged_into_the_stronger() -> N
     assert diagnosis.checked == (), "both found something"
 
 
+def test_of_two_names_for_one_time_the_measured_one_is_told() -> None:
+    timed = msgspec.structs.replace(found(0.028, operators=[1, 2]), basis="timed")
+    rules = [rule("a.timed", timed), rule("b.estimated", found(0.03, operators=[1, 2]))]
+    assert [(f.rule, f.merged) for f in diagnose(four_operators(), rules).findings] == [("a.timed", ("b.estimated",))]
+
+    rules = [rule("a.timed", timed), rule("b.estimated", found(0.04, operators=[1, 2]))]
+    assert [f.rule for f in diagnose(four_operators(), rules).findings] == ["b.estimated"]
+
+
 def test_claims_that_share_little_stay_apart() -> None:
     rules = [rule("a.a", found(0.02, operators=[0, 1, 2])), rule("b.b", found(0.03, operators=[2, 3]))]
     assert len(diagnose(four_operators(), rules).findings) == 2
@@ -262,7 +271,7 @@ def test_where_no_cause_is_found_on_a_cpu_a_cure_is_a_finding_only_where_it_gain
     diagnosis = diagnose(four_operators(), [half])
     assert diagnosis.findings == ()
     [note] = diagnosis.notes
-    assert (note.rule, "faster, by a trial" in note.text) == ("b.half", True)
+    assert (note.rule, "faster, estimated" in note.text) == ("b.half", True)
     assert "b.half" not in diagnosis.checked
     on_device = EvidenceBuilder(step_s=STEP_S, device_s=STEP_S).build()
     assert [f.rule for f in diagnose(on_device, [half]).findings] == ["b.half"]

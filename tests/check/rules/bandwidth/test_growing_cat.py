@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
@@ -97,6 +98,17 @@ def test_growth_over_the_steps_costs_what_the_sampler_saw_of_all_steps() -> None
     run = banked(sizes=(640, 672, 704, 736), cat_s=0.001)  # the deep steps came early
     run.sampled(run.line("train.py", 40), 0.03)
     assert only_finding(RULE, run.build()).cost_s == pytest.approx(0.03)
+
+
+def test_recorded_steps_that_had_grown_already_are_brought_to_the_timed_one() -> None:
+    evidence = banked(sizes=(640, 672, 704, 736), cat_s=0.02).build()
+    step_s = evidence.steps.step_s
+    late = msgspec.structs.replace(evidence.observing, nearby_step_s=2 * step_s)
+    early = msgspec.structs.replace(evidence.observing, nearby_step_s=step_s / 2)
+
+    for observing, cost_s in ((late, 0.01), (early, 0.02)):
+        finding = only_finding(RULE, msgspec.structs.replace(evidence, observing=observing))
+        assert finding.cost_s == pytest.approx(cost_s)
 
 
 def test_a_cat_of_equal_size_in_every_step_is_left_alone() -> None:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.evidence_builder import EvidenceBuilder, only_finding
+import torch
+from tests.check.observe.test_observer import observe
+from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
+from torch import nn
 
 from flatout.check.rules.compute.unread_rows import RULE
 from flatout.core.records.evidence import Evidence
@@ -42,6 +45,21 @@ def test_logits_of_which_a_slice_is_read_are_found_with_what_follows_row_by_row(
     assert finding.cost_s == pytest.approx(0.03 + 0.01 + 0.02)
     assert finding.saved_s[1] == pytest.approx(0.06 * (1 - 0.4))
     assert "80 rows of 1000 numbers" in finding.because
+
+
+def test_the_time_steps_of_a_recurrent_layer_are_all_read() -> None:
+    """torch splits the projections of all time steps with unsafe_split, whose results do not say that they are views."""
+    gru, head = nn.GRU(512, 32), nn.Linear(32, 3)
+
+    def loop() -> None:
+        optimizer = torch.optim.SGD([*gru.parameters(), *head.parameters()], lr=0.1)
+        for _ in range(30):
+            optimizer.zero_grad()
+            states, _ = gru(torch.randn(24, 16, 512))
+            head(states[-1]).square().mean().backward()
+            optimizer.step()
+
+    assert not proposed(RULE, observe(loop))
 
 
 @pytest.mark.parametrize(

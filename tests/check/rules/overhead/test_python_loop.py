@@ -308,6 +308,29 @@ def test_rows_picked_by_a_mask_can_be_summed_at_once() -> None:
     assert list(RULE.check(per_parameter([(n, 64) for n in range(1, 41)], mask=True).build()))
 
 
+def pooled(*, shared: bool) -> EvidenceBuilder:
+    """Rows of 1 MB picked by a mask in each iteration, and the gradients of the whole, filled with zeros and added up.
+
+    The masks pick from one tensor, or each from its own.
+    """
+    run = training()
+    line = run.line("model.py", 12, "pooled.append(atoms[owner == g].mean(dim=0))", loops=(10,))
+    whole = (4096, 64)
+    make = run.operator("aten.relu", run.line("model.py", 9), output=whole)
+    share = {"calls": TIMES, "op_s": TIMES * 1e-4, "python_s": 0.0}
+    pick = run.operator("aten.index", line, inputs=[whole, tensor(4096, dtype="bool")], output=(16, 64), **share)
+    run.operator("aten.add", line, inputs=[whole, whole], output=whole, phase="backward", **share)
+    first = run.call(make)
+    for _ in range(TIMES):
+        run.call(pick, first if shared else run.call(make), -1)
+    return run
+
+
+def test_the_gradient_of_what_the_iterations_share_is_made_once() -> None:
+    finding = only_finding(RULE, pooled(shared=True).build())
+    assert finding.saved_s[0] > 0.8 * finding.cost_s
+
+
 def large_tensors(*, shared: bool) -> EvidenceBuilder:
     """A loop that scales 4 MB in each iteration: of one tensor, or of others."""
     run = training()
