@@ -6,7 +6,9 @@
 For each slow example: is the cause named first, is the line exact, and does the predicted gain agree with the gain of the twin,
 measured by bench/step_time.py on interleaved runs (the mean step, evaluation passes included). A prediction is the geometric mean
 of the gain's two ends; it agrees when it lies within 25 % of the measured gain. `--again RUN --pool RUN ...` judges a run's
-predictions by the gains that all of these runs measured. For each control: what a finding claims.
+predictions by the gains that all of these runs measured. For each control, in which nothing is wrong: what a finding claims. That
+another precision would be faster can be true of any script, so that claim is put to the test: it is borne out when it lies within
+25 % of what autocast gains the control.
 Scripts of your own are judged with a manifest beside them, written as examples/manifest.toml is.
 """
 
@@ -26,6 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHIN = 0.25
+CURES = {"compute.mixed-precision": ROOT / "bench" / "world" / "cures" / "bfloat16.py"}
+"""What is done to a control whose report claims that it would gain."""
 MEMORY_KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 """Some controls do take memory anew in every step (capacity.fresh-pages); a script cannot say otherwise before it starts."""
 
@@ -122,10 +126,38 @@ def judge_again(run: Path, others: list[Path], out: Path | None) -> int:
 
 
 def judge_control(control: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    report = check(folder / control["path"], options, environment=MEMORY_KEPT)
-    claims = [(f["rule"], f["line"], f["share"], f["gain"]) for f in report["findings"]]
-    print(f"{control['name']:22} control: {claims or 'nothing claimed'}", flush=True)
+    script = folder / control["path"]
+    report = check(script, options, environment=MEMORY_KEPT)
+    claims = [claim_on(script, finding, options.rounds) for finding in report["findings"]]
+    told = (
+        f"{c['rule']} at line {c['line']}, predicted {c['predicted']:.2f}, measured "
+        + (f"{c['measured']:.2f}" if c["measured"] else "nothing")
+        + ("" if c["is_borne_out"] else " NO ")
+        for c in claims
+    )
+    print(f"{control['name']:22} control: {'; '.join(told) or 'nothing claimed'}", flush=True)
     return {"name": control["name"], "claims": claims, "observing": report["evidence"]["observing"]}
+
+
+def claim_on(script: Path, finding: dict[str, Any], num_rounds: int) -> dict[str, Any]:
+    """A claim, with what its cure gains where there is one to apply from outside."""
+    measured, cure = None, CURES.get(finding["rule"])
+    if cure is not None:
+        pairs = [
+            (step_s(script, environment=MEMORY_KEPT), step_s(script, cure=cure, environment=MEMORY_KEPT))
+            for _ in range(num_rounds)
+        ]
+        measured = statistics.geometric_mean(before / after for before, after in pairs)
+    predicted = gain_of(finding)
+    return {
+        "rule": finding["rule"],
+        "line": finding["line"],
+        "share": finding["share"],
+        "gain": finding["gain"],
+        "predicted": predicted,
+        "measured": measured,
+        "is_borne_out": measured is not None and abs(predicted / measured - 1) <= WITHIN,
+    }
 
 
 def summarise(rows: list[dict[str, Any]], clean: list[dict[str, Any]]) -> dict[str, Any]:
@@ -138,6 +170,7 @@ def summarise(rows: list[dict[str, Any]], clean: list[dict[str, Any]]) -> dict[s
         "gain_within_25_percent": sum(r["agrees"] for r in rows) / n,
         "controls": len(clean),
         "controls_with_claims": sum(bool(c["claims"]) for c in clean),
+        "controls_with_wrong_claims": sum(not all(claim["is_borne_out"] for claim in c["claims"]) for c in clean),
         "light_fraction_median": statistics.median(fractions),
         "light_fraction_worst": max(fractions),
         "deep_and_trials_worst_s": max(
@@ -164,9 +197,10 @@ def check(script: Path, options: argparse.Namespace, *, environment: dict[str, s
         return json.loads(out.read_text())
 
 
-def step_s(script: Path) -> float:
-    command = [sys.executable, str(ROOT / "bench" / "step_time.py"), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+def step_s(script: Path, *, cure: Path | None = None, environment: dict[str, str] | None = None) -> float:
+    with_cure = ["--cure", str(cure)] if cure is not None else []
+    command = [sys.executable, str(ROOT / "bench" / "step_time.py"), *with_cure, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | (environment or {}))
     return json.loads(done.stdout.strip().splitlines()[-1])["mean_s"]
 
 

@@ -1,4 +1,6 @@
-"""Time a script's steps from outside flatout: `python bench/step_time.py SCRIPT` prints JSON on its last line.
+"""Time a script's steps from outside flatout: `python bench/step_time.py [--cure FILE] SCRIPT` prints JSON on its last line.
+
+`--cure` names a file whose `cure()` is called before the script starts, as those in bench/world/cures.
 
 A step lies between two calls of the optimizer that steps least often; without one, between two calls of the outermost module.
 `mean_s` is the mean over all steps after the third, evaluation passes between them included; `median_s` the median step.
@@ -39,6 +41,9 @@ def after_forward(module: object, inputs: object, output: object) -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "--cure":
+        runpy.run_path(sys.argv[2])["cure"]()
+        del sys.argv[1:3]
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).parent)
