@@ -171,8 +171,8 @@ def _least_s(evidence: Evidence) -> float:
 
 def _with_evaluation(finding: Finding, evidence: Evidence) -> Finding:
     """The finding with what it costs, and its cure saves, in evaluation passes too: they run the same module's forward."""
-    evaluation_s = evidence.steps.phases.get("evaluation", 0.0)
     forward_s = evidence.steps.phases.get("forward", 0.0)
+    evaluation_s = min(evidence.steps.phases.get("evaluation", 0.0), _most_of_evaluation_s(evidence, forward_s))
     if not evaluation_s or not forward_s or finding.cost_s <= 0 or "evaluation" in finding.phases:
         return finding
     rows = [evidence.operators[i] for i in finding.operators]
@@ -183,6 +183,19 @@ def _with_evaluation(finding: Finding, evidence: Evidence) -> Finding:
     longer = 1 + evaluation_s * share
     low, high = (longer * s for s in finding.saved_s)
     return msgspec.structs.replace(finding, cost_s=longer * finding.cost_s, saved_s=(low, high))
+
+
+def _most_of_evaluation_s(evidence: Evidence, forward_s: float) -> float:
+    """What forward passes in evaluation can take of a step: no more than one in training for each batch of another loader.
+
+    The rest of evaluation is its loaders' workers, and what is done with the results.
+    """
+    by_fetches = sorted(evidence.loaders, key=lambda u: -u.fetches)
+    others = [u for u in by_fetches[1:] if u.fetches > 0]
+    if not others:
+        return float("inf")
+    usual = max(1, by_fetches[0].batch_size)
+    return forward_s * sum(u.fetches * max(1.0, u.batch_size / usual) for u in others)
 
 
 def _beside_the_device(finding: Finding, evidence: Evidence) -> Finding:
@@ -314,7 +327,7 @@ def _ranked(
         because=finding.because,
         edit=finding.edit,
         text=where.text if where is not None else "",
-        also=finding.also,
+        also=tuple(source for source in finding.also if not source.is_installed),
         module=finding.module,
         levers=finding.levers,
         basis=finding.basis,

@@ -14,7 +14,7 @@ from rich.style import Style
 from rich.syntax import Syntax
 from rich.text import Text
 
-from flatout.core.records.workload import Source
+from flatout.core.records.workload import PACKAGE_FOLDERS, Source
 
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
 _LONGEST: Final = 2000
@@ -56,7 +56,10 @@ def _visible(text: str, *hidden: str) -> str:
 
 
 def place(file: str, line: int, *, cwd: str) -> str:
-    """'file:line', the file relative to `cwd` when it lies inside; '' when there is no line to name."""
+    """'file:line', the file relative to `cwd` when it lies inside, or to the folder of installed packages.
+
+    '' when there is no line to name.
+    """
     if not file:
         return ""
     for separator in ("/", "\\"):
@@ -64,6 +67,9 @@ def place(file: str, line: int, *, cwd: str) -> str:
         if cwd and file.startswith(inside):
             file = file[len(inside) :]
             break
+    else:
+        for folder in PACKAGE_FOLDERS:
+            file = file.rpartition(f"{folder}/")[2]
     return f"{inert(file)}:{line}" if line > 0 else inert(file)
 
 

@@ -36,10 +36,14 @@ class LibrarySetting(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     edit: str
+    edit_on_cpu: str = ""
+    """What to set where the script runs on a CPU, if that is something else."""
     rules: tuple[str, ...] = ()
     levers: tuple[str, ...] = ()
     through: str = ""
     scope: Literal["below", "loop"] = "below"
+    beside: bool = False
+    """Whether it is told after the rule's own edit, which can be made in the user's code, and not in its place."""
 
     def cures(self, finding: Finding) -> bool:
         """Whether it is set against this cause."""
@@ -74,7 +78,10 @@ def with_settings(findings: Iterable[Finding], evidence: Evidence, *, rewriting:
     for finding in findings:
         setting = _setting(finding, loop)
         if setting is not None:
-            yield msgspec.structs.replace(finding, edit=setting.edit)
+            on_cpu = evidence.workload.device == "cpu" and setting.edit_on_cpu
+            edit = setting.edit_on_cpu if on_cpu else setting.edit
+            edit = f"{finding.edit}; or {edit}" if setting.beside else edit
+            yield msgspec.structs.replace(finding, edit=edit)
         elif finding.rule in rewriting and _is_inside(finding, evidence):
             package = finding.where.library.partition("/")[0] if finding.where is not None else ""
             yield msgspec.structs.replace(finding, edit=_NOTHING.format(package=package))
@@ -83,12 +90,16 @@ def with_settings(findings: Iterable[Finding], evidence: Evidence, *, rewriting:
 
 
 def _setting(finding: Finding, loop: list[LibraryFrame]) -> LibrarySetting | None:
-    """The innermost library's first: BERT's attention is set at BERT, not at the Trainer that calls it."""
+    """The innermost library's first: BERT's attention is set at BERT, not at the Trainer that calls it.
+
+    What is set for the whole loop is set where the user starts it: at the Trainer, not at the Accelerator that it makes.
+    """
     chain = finding.where.via if finding.where is not None else ()
     for frame in reversed(chain):
         for setting in _settings_of(frame):
-            if setting.cures(finding):
+            if setting.scope == "below" and setting.cures(finding):
                 return setting
+    loop = [*chain, *loop]
     return next((s for frame in loop for s in _settings_of(frame) if s.scope == "loop" and s.cures(finding)), None)
 
 

@@ -122,7 +122,10 @@ def _variant(
         args, kwargs = _cropped(captured, trial, trial.cropped_length)
     elif trial.variant == "batched":
         size = next((t.shape[0] for t in tensors_in((args, kwargs)) if t.dim() > 0), 0)
+        before = [t.shape for t in tensors_in((args, kwargs))]
         args, kwargs = (map_tensors(v, lambda t: _repeat(t, size, trial.factor)) for v in (args, kwargs))
+        if [t.shape for t in tensors_in((args, kwargs))] == before:
+            raise Refused("the batch lies in objects of a class of its own, which cannot be repeated")
         per = float(trial.factor)
     elif trial.variant == "unpacked":
         model = copied_module(model)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from flatout.core.records.record import Record
+
+PACKAGE_FOLDERS: Final = ("site-packages", "dist-packages")
+"""Where installers put packages."""
 
 
 class LibraryFrame(Record, frozen=True, kw_only=True):
@@ -44,6 +49,11 @@ class Source(Record, frozen=True, kw_only=True):
     via: tuple[LibraryFrame, ...] = ()
     loops: tuple[int, ...] = ()
     """First lines of the loops and comprehensions around this line in its own function, outermost first."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the line is a package's own, which nobody edits."""
+        return any(f"{folder}/" in self.file.replace("\\", "/") for folder in PACKAGE_FOLDERS)
 
 
 class Setting(Record, frozen=True, kw_only=True):

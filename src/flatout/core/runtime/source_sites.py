@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 import torch
 
-from flatout.core.records.workload import LibraryFrame, Source
+from flatout.core.records.workload import PACKAGE_FOLDERS, LibraryFrame, Source
 
 _STDLIB: Final = tuple({os.path.realpath(sysconfig.get_paths()[k]) for k in ("stdlib", "platstdlib")})
 _TORCH: Final = str(Path(torch.__file__).parent)
@@ -197,7 +197,7 @@ class Sites:
             return _USER
         if path.startswith(_TORCH + os.sep):
             return _INSIDE
-        if "site-packages" in path or "dist-packages" in path:
+        if any(folder in path for folder in PACKAGE_FOLDERS):
             return _LIBRARY
         if os.path.basename(path) in _START_UP or self._is_generated(path):
             return _LIBRARY
@@ -230,7 +230,7 @@ def _library_frame(frame: FrameType) -> LibraryFrame:
 
 def _short(filename: str) -> str:
     """The path from the package folder on."""
-    for folder in ("site-packages", "dist-packages"):
+    for folder in PACKAGE_FOLDERS:
         _, found, tail = filename.rpartition(folder + os.sep)
         if found:
             return tail

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Literal, NamedTuple
+
+import msgspec
 
 from flatout.core.records.evidence import Evidence, LineTime, Loader
 from flatout.core.records.trial import TimeDataset, TimeModel, TrialResult
@@ -23,6 +25,8 @@ _DECODED_FRACTION: Final = 0.5
 _FEWEST_SAMPLES: Final = 10
 """Below, the operators of the data phase and the Python before them tell the line better than samples do."""
 _INSIDE_FRACTION: Final = 0.3
+_MOST_OF_IT: Final = 0.5
+"""Of a user's function: a library's function below it with more is the place to look at."""
 _QUICK_FRACTION: Final = 0.5
 """A worker has a core to itself in the trial and shares it in the loop; below this share of the model's time it keeps up."""
 _MEMORY_FRACTION: Final = 0.5
@@ -51,11 +55,12 @@ _FUNCTIONS_INSIDE: Final = re.compile(r"\.<locals>\.<(listcomp|genexpr|lambda|di
 
 
 class Hot(NamedTuple):
-    """The line to look at, its share of the time in the data pipeline, and the other lines of its function, hottest first."""
+    """The line to look at, its function's share of the time in the data pipeline, and other lines of it, hottest first."""
 
     where: Source | None
     share: float
     also: tuple[Source, ...]
+    function: str = "this function"
 
 
 def main_loader(evidence: Evidence) -> int | None:
@@ -202,7 +207,9 @@ def hot_line(evidence: Evidence, loader: Loader) -> Hot:
         return Hot(_line_by_operators(evidence, loader), 0.0, ())
     if not inside or sum(r.seconds for r in inside) < _INSIDE_FRACTION * total_s:
         return Hot(_where_to_change(evidence, loader), 0.0, ())
-    return hottest(evidence, inside, total_s)
+    hot = hottest(evidence, inside, total_s)
+    is_loop = hot.where is not None and len(hot.where.via) == 1 and is_in_library(hot.where)
+    return Hot(_where_to_change(evidence, loader), 0.0, ()) if is_loop else hot
 
 
 def _line_by_operators(evidence: Evidence, loader: Loader) -> Source | None:
@@ -223,16 +230,58 @@ def _where_to_change(evidence: Evidence, loader: Loader) -> Source | None:
 
 
 def hottest(evidence: Evidence, rows: list[LineTime], total_s: float) -> Hot:
-    """The hottest line of the function that takes most of the time sampled on these lines; shares are of `total_s`."""
-    by_function: dict[tuple[str, str], dict[tuple[str, int], float]] = defaultdict(lambda: defaultdict(float))
-    sources: dict[tuple[str, int], Source] = {}
+    """The function that takes most of the time sampled on these lines, at its hottest line; shares are of `total_s`.
+
+    A function of the user's, or, where most of its time passes in one of a library below it, the innermost such.
+    """
+    by_function: dict[tuple[str, str], list[LineTime]] = defaultdict(list)
     for row in rows:
         source = evidence.sources[row.source]
-        by_function[source.file, function_name_of(source)][source.file, source.line] += row.seconds
-        sources.setdefault((source.file, source.line), source)
-    lines = max(by_function.values(), key=lambda seconds: sum(seconds.values()))
-    ordered = sorted(lines, key=lambda place: -lines[place])
-    return Hot(sources[ordered[0]], sum(lines.values()) / total_s, tuple(sources[p] for p in ordered[1:4]))
+        by_function[source.file, function_name_of(source)].append(row)
+    mine = max(by_function.values(), key=_seconds)
+    frame = _innermost_of_most(evidence, mine)
+    if frame is not None:
+        inside = [row for row in mine if frame in _functions_below(evidence.sources[row.source])]
+        hot = max(inside, key=lambda row: row.seconds)
+        return Hot(_ended_at(evidence.sources[hot.source], frame), _seconds(inside) / total_s, (), frame[1])
+    by_line: dict[tuple[str, int], float] = defaultdict(float)
+    for row in mine:
+        source = evidence.sources[row.source]
+        by_line[source.file, source.line] += row.seconds
+    places = {(s.file, s.line): s for s in (evidence.sources[row.source] for row in mine)}
+    ordered = sorted(by_line, key=lambda place: -by_line[place])
+    lines = [msgspec.structs.replace(places[place], via=(), library="") for place in ordered[:4]]
+    return Hot(lines[0], _seconds(mine) / total_s, tuple(lines[1:]))
+
+
+def _seconds(rows: Iterable[LineTime]) -> float:
+    return sum(row.seconds for row in rows)
+
+
+def _functions_below(source: Source) -> list[tuple[str, str]]:
+    """File and name of the library functions that ran below this line, outermost first."""
+    return [(frame.file, frame.function) for frame in source.via]
+
+
+def _innermost_of_most(evidence: Evidence, rows: list[LineTime]) -> tuple[str, str] | None:
+    """The innermost library function in which most of these samples lie; None where the user's own lines take most."""
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    depth: dict[tuple[str, str], int] = {}
+    for row in rows:
+        functions = _functions_below(evidence.sources[row.source])
+        for level, function in enumerate(functions):
+            depth[function] = max(level, depth.get(function, 0))
+        for function in set(functions):
+            seconds[function] += row.seconds
+    most = [f for f in seconds if seconds[f] > _MOST_OF_IT * _seconds(rows)]
+    return max(most, key=lambda f: (depth[f], -seconds[f]), default=None)
+
+
+def _ended_at(source: Source, function: tuple[str, str]) -> Source:
+    """The line with the chain below it as far as this function."""
+    end = max(i for i, f in enumerate(_functions_below(source)) if f == function)
+    frame = source.via[end]
+    return msgspec.structs.replace(source, via=source.via[: end + 1], library=f"{frame.file}:{frame.line}")
 
 
 def function_name_of(source: Source) -> str:

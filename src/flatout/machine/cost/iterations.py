@@ -16,6 +16,13 @@ _READS_WITHOUT_OPERATOR: Final = ("numpy", "tolist")
 _FROM_PYTHON: Final = ("torch.tensor", "torch.as_tensor", "torch.from_numpy")
 _WEIGHTS_AT: Final = {"aten.mm": (1,), "aten.addmm": (0, 2), "aten.convolution": (1, 2)}
 """Which inputs of an operator are parameters, where they come from before the step and a submodule runs it."""
+_A_PART: Final = 0.5
+"""Of a tensor: an operator that returns more does not pick from it."""
+_PARTS: Final = frozenset(
+    f"aten.{name}" for name in ("slice", "select", "narrow", "split", "unbind", "as_strided", "chunk")
+)
+"""They take the step's part of what was there before, without reading it."""
+_WEIGHTS_ALONE: Final = {"aten.embedding": (0,)}
 _MOST_ITERATIONS: Final = 0.9
 """A shape that so many of the iterations have is that of all: the last piece of a tensor may be shorter."""
 _ONCE_AN_ITERATION: Final = 0.5
@@ -111,17 +118,49 @@ def bytes_at_once(evidence: Evidence, rows: Collection[int], *, shared: Collecti
 
 
 def shared_shapes(evidence: Evidence, groups: Iterable[Collection[int]]) -> set[tuple[int, ...]]:
-    """The shapes, in all steps looked at, of what the calls of one of these groups share: tensors of two dimensions and more."""
+    """The shapes, in all steps looked at, of what the calls of one of these groups share and take a part of each.
+
+    Of tensors of two dimensions and more: only those have a size that few others have.
+    """
     found: set[tuple[int, ...]] = set()
     for rows in groups:
         for position in _shared_positions(evidence, rows):
-            inputs = (evidence.operators[i].inputs for i in rows)
-            found |= {specs[position].shape for specs in inputs if position < len(specs)}
+            for operator in (evidence.operators[i] for i in rows):
+                if position < len(operator.inputs) and _takes_part(operator, operator.inputs[position]):
+                    found.add(operator.inputs[position].shape)
     return {shape for shape in found if len(shape) > 1}
+
+
+def _takes_part(operator: Operator, whole: TensorSpec) -> bool:
+    return sum(t.num_elements for t in operator.outputs) <= _A_PART * whole.num_elements
 
 
 def _makes_gradient_of(operator: Operator, shared: Collection[tuple[int, ...]]) -> bool:
     return operator.phase == "backward" and any(t.shape in shared for t in operator.outputs)
+
+
+def reads_what_was_there_before(evidence: Evidence) -> bool:
+    """Whether the first layer of the step traced reads a tensor from before the step: the same in each, as where all the data is
+    one batch.
+
+    Not where a loader hands batches out, an environment is stepped, or Python or NumPy makes tensors: those come from outside
+    torch in every step.
+    """
+    if evidence.loaders or evidence.steps.phases.get("environment") or uses_by_line(evidence, _FROM_PYTHON):
+        return False
+    trace = evidence.trace
+    parts: set[tuple[int, ...]] = set()
+    for call, row in enumerate(trace.operator):
+        operator = evidence.operators[row]
+        if operator.op in _PARTS:
+            parts.update(t.shape for t in operator.outputs)
+        weights = _WEIGHTS_AT.get(operator.op) or _WEIGHTS_ALONE.get(operator.op)
+        if weights is None or operator.phase != "forward":
+            continue
+        inputs = [p for p in range(len(operator.inputs)) if p not in weights and p < len(trace.producers[call])]
+        is_part = any(operator.inputs[p].shape in parts for p in inputs)
+        return bool(inputs) and not is_part and all(trace.producers[call][p] == -1 for p in inputs)
+    return False
 
 
 def _calls_of(evidence: Evidence, rows: Collection[int]) -> list[int]:

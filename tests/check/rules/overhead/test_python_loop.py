@@ -344,6 +344,5 @@ def large_tensors(*, shared: bool) -> EvidenceBuilder:
 
 
 def test_a_large_tensor_is_read_once_only_where_it_is_the_same() -> None:
-    same, others = (only_finding(RULE, large_tensors(shared=s).build()).saved_s[1] for s in (True, False))
-    assert same > 5e-3
-    assert others < same
+    assert only_finding(RULE, large_tensors(shared=True).build()).saved_s[1] > 5e-3
+    assert not list(RULE.check(large_tensors(shared=False).build())), "in one piece, the same bytes are moved"

@@ -57,7 +57,9 @@ def steps_of(observation: ObservationState, device_s: float | None) -> Steps:
     evaluation_s = sum(s.weight * max(0.0, s.duration_s - middle) for s in extra) / sum(s.weight for s in light)
     late = [*starting, *(s for s in unwatched if s.num_starts)] if starting else []
     restart_s = sum(max(0.0, s.duration_s - middle) for s in late) / num_timed
-    between = {"evaluation": evaluation_s, "data": restart_s, COMPILE: compile_s, "other": rare_s}
+    acting_s = evaluation_s if _acts_in_extra(observation, extra) else 0.0
+    evaluation_s -= acting_s
+    between = {"evaluation": evaluation_s, "rollout": acting_s, "data": restart_s, COMPILE: compile_s, "other": rare_s}
     phases = _with(_phases(ordinary, middle), between)
     return Steps(
         kind=kind,
@@ -68,7 +70,7 @@ def steps_of(observation: ObservationState, device_s: float | None) -> Steps:
         high_s=interval.high,
         evaluation_s=evaluation_s,
         restart_s=restart_s,
-        occasional_s=compile_s + rare_s,
+        occasional_s=compile_s + rare_s + acting_s,
         device_s=device_s,
         durations_s=tuple(round(s.duration_s, 9) for s in light[-2000:]),
         phases=phases,
@@ -131,6 +133,13 @@ def _split(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:
     """Ordinary steps, and those with more root calls than usual: an evaluation pass lies in them."""
     usual = usual_root_calls(steps)
     return [s for s in steps if usual.has(s)], [s for s in steps if not usual.has(s)]
+
+
+def _acts_in_extra(observation: ObservationState, extra: list[TimedStep]) -> bool:
+    """Whether more calls than usual are more actions: an environment is stepped, and no network was put into evaluation mode."""
+    roots = observation.calls.roots.values()
+    is_evaluating = any(r.has_parameters and not r.is_training for r in roots)
+    return not is_evaluating and any("environment" in s.phases for s in extra)
 
 
 def _without_starts(steps: list[TimedStep]) -> tuple[list[TimedStep], list[TimedStep]]:

@@ -64,7 +64,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             saved_s=around(place.cost_s * (1 - place.remaining), 0.15),
             because=f"{len(found)} attention(s) write scores of {'x'.join(map(str, size.shape))} {size.dtype} to memory, "
             f"{place.cost_s * 1e3:.2f} ms a step; fused attention takes {place.remaining:.0%} of that at these shapes (tried)",
-            edit="F.scaled_dot_product_attention(q, k, v, is_causal=...) in place of these lines; "
+            edit=f"F.scaled_dot_product_attention(q, k, v, is_causal=...{_dropout_argument(found[0])}) in place of these lines; "
             "for nn.MultiheadAttention pass need_weights=False",
             also=evidence.sources_of(found[0].sources),
             module=softmax.module,
@@ -145,6 +145,11 @@ def _trial_of(evidence: Evidence, found: WrittenAttention, *, backward: bool) ->
         dropout=found.dropout,
         backward=backward,
     )
+
+
+def _dropout_argument(attention: WrittenAttention) -> str:
+    """The probability, where these lines drop weights; in training alone."""
+    return f", dropout_p={attention.dropout:g} if self.training else 0.0" if attention.dropout > 0 else ""
 
 
 RULE = rule(

@@ -40,12 +40,19 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             saved_s=around(saved_s, 0.15),
             because=f"convolutions on contiguous NCHW images take {milliseconds(module.cost_s)} a step; with module and images "
             f"in channels_last forward and backward take {module.remaining:.0%} (tried)",
-            edit="model = model.to(memory_format=torch.channels_last) once, images = "
-            f"images.to(memory_format=torch.channels_last) for each batch{_alone(evidence, model)}",
+            edit=f"{_edit(evidence, model)}{_alone(evidence, model)}",
             module=model.name,
             operators=module.suspect.rows,
             basis="trial",
         )
+
+
+def _edit(evidence: Evidence, model: Model) -> str:
+    """The module's format, and that of the images where it takes any: a generator makes them from a vector."""
+    once = "model = model.to(memory_format=torch.channels_last) once"
+    first = [o for o in evidence.operators if o.phase == "forward" and o.module.partition(".")[0] == model.name][:1]
+    takes_images = not first or any(len(t.shape) == 4 for t in first[0].inputs[:1])
+    return f"{once}, images = images.to(memory_format=torch.channels_last) for each batch" if takes_images else once
 
 
 def _alone(evidence: Evidence, model: Model) -> str:

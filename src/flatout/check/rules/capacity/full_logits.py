@@ -37,8 +37,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         where=evidence.source_of(loss.source),
         because=f"{logits_bytes / 2**20:.1f} MiB at the peak are arrays of {num // vocabulary} tokens x {vocabulary} classes; "
         f"in {_CHUNKS} chunks of tokens, an eighth of that is alive at once.",
-        edit="compute the head and the loss in chunks of tokens: flatout.linear_cross_entropy(hidden, head.weight, targets); "
-        "or F.linear_cross_entropy(..., options=nn.LinearCrossEntropyOptions(batch_chunk_size=256)) from torch 2.12 on",
+        edit="compute the head and the loss in chunks of tokens: "
+        "flatout.linear_cross_entropy(hidden, head.weight, targets, head.bias); or F.linear_cross_entropy(..., "
+        "options=nn.LinearCrossEntropyOptions(batch_chunk_size=256)) from torch 2.12 on",
         module=loss.module,
         saved_bytes=logits_bytes - logits_bytes // _CHUNKS,
         device=memory.device,

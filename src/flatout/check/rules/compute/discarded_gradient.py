@@ -29,9 +29,9 @@ class _DiscardedPart(NamedTuple):
 
 
 _EDITS: Final = {
-    "all": "detach its result before the other network gets it ({module}(...).detach()), or compute it under torch.no_grad()",
-    "weights": "switch its parameters' gradients off for this loss: {module}.requires_grad_(False) before the forward pass, "
-    "requires_grad_(True) after the backward",
+    "all": "detach the result of {module} before the other network gets it (.detach()), or compute it under torch.no_grad()",
+    "weights": "switch the gradients of the parameters of {module} off for this loss: requires_grad_(False) on it before the "
+    "forward pass, requires_grad_(True) after the backward",
 }
 _REASONS: Final = {
     "all": "nothing that this loss trains lies behind it",
@@ -56,7 +56,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             f"optimizer steps, {milliseconds(p.seconds)}: {_REASONS[p.how]}"
             for p in parts
         ),
-        edit="; ".join(_EDITS[p.how].format(module=p.fact.module.partition(" ")[0].lower()) for p in parts),
+        edit="; ".join(dict.fromkeys(_EDITS[p.how].format(module=p.fact.module.partition(" ")[0]) for p in parts)),
         also=evidence.sources_of(p.fact.source for p in parts[1:]),
         module=parts[0].fact.module,
         basis="timed",

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from flatout.core.parts import rule
-from flatout.core.records.evidence import Evidence
+from flatout.core.records.evidence import Evidence, Operator
 from flatout.core.records.finding import Finding, Note
 from flatout.core.records.trial import TimeModel
 from flatout.machine.cost.accounting import facts_named, milliseconds, model_trial, remaining_fraction, result_of
@@ -41,6 +41,16 @@ from flatout.machine.cost.module_cures import (
 )
 
 _WORTH_A_TRIAL: Final = 0.1
+_COMPARISONS: Final = frozenset(
+    f"aten.{name}" for name in ("gt", "lt", "ge", "le", "sort", "topk", "argsort", "argmin", "min")
+)
+_PRODUCTS: Final = frozenset(f"aten.{name}" for name in ("mm", "bmm", "addmm", "baddbmm", "matmul", "_cdist_forward"))
+_NONLINEAR: Final = frozenset(
+    f"aten.{name}" for name in ("relu", "gelu", "tanh", "sigmoid", "_softmax", "_log_softmax", "exp")
+)
+_MANY: Final = 4096
+_NEAR: Final = 4
+"""Operators between a product and what compares its numbers: a square, a sum, a view."""
 _LEAST_RATE: Final = 1.2
 """Times the rate of float32: with less, the casts around the products eat what they gain."""
 
@@ -155,7 +165,38 @@ def _edit(evidence: Evidence, cure: PricedCure) -> str:
         )
     scaler = "; float16 needs torch.amp.GradScaler around backward and step" if half == "float16" else ""
     scope = "this call and the loss, not the backward" if cure.has_backward else "this call"
-    return f"with torch.autocast('{device}', dtype=torch.{half}): around {scope}; weights stay in float32{scaler}"
+    edit = f"with torch.autocast('{device}', dtype=torch.{half}): around {scope}; weights stay in float32{scaler}"
+    return edit + _to_leave_out(evidence)
+
+
+def _to_leave_out(evidence: Evidence) -> str:
+    """Where the model compares or sorts what it has just multiplied (distances): what rounding to 8 bits can decide otherwise."""
+    trace = evidence.trace
+    for call, row in enumerate(trace.operator):
+        operator, where = evidence.operators[row], evidence.source_of(evidence.operators[row].source)
+        is_own = where is not None and not where.via and operator.phase == "forward" and operator.module
+        if where is None or not is_own or operator.op not in _COMPARISONS or not _is_large_float(operator):
+            continue
+        if _comes_from_product(evidence, trace.producers[call], _NEAR):
+            place = f"{where.file.rpartition('/')[2]}:{where.line}"
+            return f"; numbers that {place} compares or sorts are computed outside it: 8 bits decide otherwise"
+    return ""
+
+
+def _comes_from_product(evidence: Evidence, calls: tuple[int, ...], depth: int) -> bool:
+    """Whether a product lies so few operators before these calls, without a softmax or a nonlinearity in between."""
+    for call in (c for c in calls if c >= 0):
+        op = evidence.operators[evidence.trace.operator[call]].op
+        is_linear = op not in _NONLINEAR
+        if op in _PRODUCTS or (
+            is_linear and depth > 0 and _comes_from_product(evidence, evidence.trace.producers[call], depth - 1)
+        ):
+            return True
+    return False
+
+
+def _is_large_float(operator: Operator) -> bool:
+    return bool(operator.inputs) and "float" in operator.inputs[0].dtype and operator.inputs[0].num_elements >= _MANY
 
 
 RULE = rule(

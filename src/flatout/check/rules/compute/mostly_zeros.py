@@ -38,6 +38,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     for item in tried(evidence, _suspects):
         suspect, trial = item.suspect, item.suspect.trial
         work, edit = _WORDS[trial.task]
+        if trial.task == "product" and _is_dropped(evidence, suspect):
+            edit = _OF_DROPPED
         yield Finding(
             where=evidence.source_of(suspect.source),
             cost_s=item.cost_s,
@@ -58,6 +60,19 @@ _WORDS: Final = {
     ),
     "product": ("the product", "x = x.to_sparse() once before the loop, and torch.sparse.mm(x, weight)"),
 }
+
+
+_OF_DROPPED: Final = (
+    "find the numbers once before the loop (places = x.nonzero().T, values = x[tuple(places)]); in a step, drop among them alone "
+    "and multiply what is left: "
+    "torch.sparse.mm(torch.sparse_coo_tensor(places, F.dropout(values, p, training), x.shape), weight)"
+)
+
+
+def _is_dropped(evidence: Evidence, suspect: _Zeros) -> bool:
+    """Whether a matrix of this shape goes through dropout in the step: what a layer multiplies is another in each."""
+    shape = (suspect.trial.rows, suspect.trial.columns)
+    return any(o.op in _DRAWS and any(t.shape == shape for t in o.inputs + o.outputs) for o in evidence.operators)
 
 
 def _suspects(evidence: Evidence) -> Iterator[_Zeros]:

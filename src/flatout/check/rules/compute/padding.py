@@ -73,10 +73,21 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         because=f"{padding.padding_fraction:.0%} of '{padding.name}' ({'x'.join(map(str, padding.shape))}) is padding; the "
         f"longest row of a batch fills {padding.longest_fraction:.0%} of the width, the mean row {padding.mean_length:.0f} "
         f"positions; cropped, at lengths that change, forward and backward take {min(remaining):.0%} (tried){_first(results)}",
-        edit=f"pad each batch to its own longest row, rounded up to a multiple of {_multiple(padding.shape[1])} so that few "
-        "shapes occur, and batch rows of similar length (bucketing), or pack them",
+        edit=_edit(padding),
         basis="trial",
     )
+
+
+def _edit(padding: Padding) -> str:
+    multiple = _multiple(padding.shape[1])
+    rounded = f", rounded up to a multiple of {multiple} so that few shapes occur" if multiple > 1 else ""
+    read = "; where the model reads a row's last position or averages over all, have it do so over the row's own length"
+    if padding.longest_fraction >= _LONGEST_FRACTION:
+        return (
+            f"batch rows of similar length (bucketing), each batch padded to its own longest row{rounded}; or pack rows, or cut "
+            f"all to fewer positions{read}"
+        )
+    return f"pad each batch to its own longest row{rounded}, and batch rows of similar length (bucketing), or pack them{read}"
 
 
 def _multiple(width: int) -> int:
@@ -109,12 +120,11 @@ def _model(evidence: Evidence) -> int | None:
 
 def _where(evidence: Evidence, padding: Padding) -> Source | None:
     """The line that made the padded tensor, as far as it was seen; else the collate function, else the loop over the loader."""
-    for source in (
-        padding.source,
-        *(s for u in evidence.loaders for s in (u.collate if u.has_own_collate else -1, u.source)),
-    ):
-        if source >= 0:
-            return evidence.source_of(source)
+    loaders = sorted(evidence.loaders, key=lambda u: -u.fetches)
+    for source in (padding.source, *(s for u in loaders for s in (u.collate if u.has_own_collate else -1, u.source))):
+        line = evidence.source_of(source)
+        if line is not None and not line.is_installed:
+            return line
     model = _model(evidence)
     return evidence.source_of(evidence.models[model].source) if model is not None else None
 

@@ -27,10 +27,10 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     if slow is None or result is None:
         return
     loader, _, wait_s, gained = slow
-    where, _, also = hot_line(evidence, loader)
+    hot = hot_line(evidence, loader)
     total_bytes = result.parts.get("item_bytes", 0.0) * result.parts.get("num_items", 0.0)
     yield Finding(
-        where=where,
+        where=hot.where,
         cost_s=wait_s,
         saved_s=(0.95 * gained, gained),
         because=f"each step waits {wait_s * 1e3:.2f} ms for a batch of {loader.dataset}; "
@@ -38,7 +38,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         f"all of it, decoded, takes {total_bytes / 2**20:.1f} MiB",
         edit="decode each item once: prepare all as tensors before the loop (or keep them in a file of tensors that is mapped "
         "into memory), and index a whole batch at a time",
-        also=also,
+        also=hot.also,
         phases=("data",),
         basis="trial",
     )

@@ -35,16 +35,16 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     loader, _, wait_s, gained = slow
     library = in_library_fraction(evidence, loader)
     low = library * _LIBRARY_LOW + (1 - library) * _OWN_LOW
-    where, share, also = hot_line(evidence, loader)
+    hot = hot_line(evidence, loader)
     yield Finding(
-        where=where,
+        where=hot.where,
         cost_s=wait_s,
         saved_s=(low * gained, 0.98 * gained),
         because=f"each step waits {wait_s * 1e3:.2f} ms for a batch of {loader.dataset}, whose items come out different each "
-        f"time; one takes {result.parts.get('item', 0.0) * 1e3:.2f} ms (tried), {share:.0%} of it in this function",
+        f"time; one takes {result.parts.get('item', 0.0) * 1e3:.2f} ms (tried), {hot.share:.0%} of it in {hot.function}",
         edit="augment the whole batch at once: draw the random numbers as tensors of the batch's length, and transform the "
         "stacked batch with tensor operators; or at least do an item with whole-array operations",
-        also=also,
+        also=hot.also,
         phases=("data",),
         basis="estimate",
     )

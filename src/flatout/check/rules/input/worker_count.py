@@ -18,6 +18,7 @@ from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.trial import TimeWorkers
+from flatout.core.records.workload import Source
 from flatout.machine.cost.accounting import result_of
 from flatout.machine.cost.feeding import constructed_at, fetch_trial, fits_memory, loader_kind, main_loader, waiting_s
 
@@ -40,20 +41,25 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     is_enough = best > now > 0 and loader_kind(evidence, trial.loader) == "quick"
     if best == now or gained <= 0 or is_enough:
         return
-    too = "many" if best < now else "few"
+    too, where = "many" if best < now else "few", constructed_at(evidence, loader)
     yield Finding(
-        where=constructed_at(evidence, loader),
+        where=where,
         cost_s=max(wait_s, gained),
         saved_s=(0.7 * gained, gained),
         because=f"{now} worker process(es) are too {too} here: each step waits {wait_s * 1e3:.2f} ms for its batch; tried on "
         f"this machine, batch and model take "
         + ", ".join(f"{result.parts[str(c)] * 1e3:.1f} ms with {c}" for c in trial.counts)
         + f", and the model alone {result.now_s * 1e3:.1f} ms",
-        edit=f"DataLoader(..., num_workers={best}{', persistent_workers=True' if best else ''})",
+        edit=f"DataLoader(..., num_workers={best}{', persistent_workers=True' if best else ''}){_among_keywords(where)}",
         also=evidence.sources_of((loader.source,)),
         phases=("data",),
         basis="trial",
     )
+
+
+def _among_keywords(where: Source | None) -> str:
+    """Where this loader may get its number of workers from, if it is not written in its own line."""
+    return ", among the keyword arguments that this line unpacks" if where is not None and "**" in where.text else ""
 
 
 def _trial(evidence: Evidence) -> TimeWorkers | None:

@@ -29,7 +29,10 @@ _SMALL: Final = 4096
 """Elements of a tensor that is one sample's."""
 _RECURRENT: Final = 0.5
 """Share of the reads that one chain of operators must pass for the values to need one another."""
-_AT_ONCE: Final = "compare and sum the whole batch at once, keep the sums as tensors, and read them once per epoch"
+_AT_ONCE: Final = (
+    "compare and sum the whole batch at once and keep the sums as tensors, to read once per epoch; values that the loop's Python "
+    "needs, read all at once before it (.tolist())"
+)
 _AS_NUMBERS: Final = (
     "convert the inputs to Python numbers or NumPy once before the loop (.tolist()), and compute on those in it"
 )

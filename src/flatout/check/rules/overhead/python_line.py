@@ -83,7 +83,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             saved_s=(0.5 * python_s, 0.95 * python_s),
             because=f"{num} samples put {total_s * 1e3:.2f} ms of a step on this line{package}, its tensor "
             f"operators take {in_operators[line] * 1e3:.2f} ms",
-            edit="do it once before the loop, less often, or with tensor operators on all the data at once",
+            edit="do it once before the loop, less often, or with tensor operators on all the data at once; a solver, whose "
+            "steps need one another, with fewer of them or compiled",
             operators=tuple(
                 i
                 for i, o in enumerate(evidence.operators)

@@ -44,6 +44,8 @@ _MANY = 12
 _SMALL_OP_S = 150e-6
 _SEQUENTIAL = 0.7
 _WORTH_A_TRIAL = 0.05
+_MOST_IN_ONE_PIECE = 0.6
+"""Of the loop's time: when the same work in one piece takes more, its operators are large, and the loop costs little."""
 
 
 _MOST_BESIDE_OPERATORS = 1.3
@@ -116,6 +118,8 @@ def _judge(evidence: Evidence, loop: tuple[str, int], sources: list[int]) -> Ite
     else:
         whole_s = _in_one_piece_s(evidence, rows, max(1, depth))
         cost_s = max(cost_s, _sampled_s(evidence, sources, rows))
+        if whole_s > _MOST_IN_ONE_PIECE * cost_s:
+            return
         saved_s = (max(0.0, 0.95 * cost_s - whole_s), max(0.0, cost_s - 0.5 * whole_s))
         what = f"the iterations do not feed one another; in one piece the same arithmetic takes about {whole_s * 1e3:.2f} ms"
         edit = "do it for all rows at once: index or stack the inputs with a leading dimension and drop the loop"

@@ -5,18 +5,20 @@ Evidence     The mean operator is short beside the measured cost of dispatching 
              read large weights for a few rows. Trial: the model's forward and backward on its batch repeated 2 and 8 times; if
              that takes hardly longer, the batch is too small.
 Levers       parallelism.batch-size, graph.compile, graph.capture
-False alarm  Large operators between small ones; a batch that cannot grow (streaming inference).
+False alarm  Large operators between small ones; a batch that cannot grow (streaming inference, all the data in one batch).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.trial import TimeModel
 from flatout.machine.cost.accounting import main_model, model_seconds, remaining_fraction, result_of
+from flatout.machine.cost.iterations import reads_what_was_there_before
 
 _FACTORS = (4, 8)
 _DISPATCHES = 100.0
@@ -26,6 +28,8 @@ _THIN_FLOP_PER_BYTE = 4.0
 """A float32 product of 8 rows with a large matrix does 4 FLOP for each byte; memory gives no machine's units enough "
 "to do then."""
 _WEIGHT_BOUND = 0.4
+_PER_SAMPLE: Final = ("data", "environment", "rollout", "no_grad", "evaluation")
+"""Phases that take so many times longer with so many times the samples."""
 _MOST_KEPT = 0.62
 """With four times the batch a sample must take at most this share of its time; else the operators themselves are at work."""
 
@@ -45,8 +49,10 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     measured = [r for t in propose(evidence) if (r := result_of(evidence, t)) is not None]
     if model is None or len(measured) < len(_FACTORS) or remaining_fraction(measured[0]) > _MOST_KEPT:
         return
+    if reads_what_was_there_before(evidence):
+        return  # the batch is all the data there is: it cannot grow
     whole_s, busy_s = evidence.steps.whole_s, model_seconds(evidence)
-    per_sample_s = evidence.steps.phases.get("data", 0.0) + evidence.steps.phases.get("evaluation", 0.0)
+    per_sample_s = sum(evidence.steps.phases.get(phase, 0.0) for phase in _PER_SAMPLE)
     rest_s = max(0.0, whole_s - busy_s - per_sample_s)
     saved = [
         busy_s * (1 - remaining_fraction(r)) + rest_s * (1 - 1 / f) for r, f in zip(measured, _FACTORS, strict=True)
@@ -58,10 +64,17 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         saved_s=(max(0.0, min(saved)), max(0.0, *saved)),
         because=f"{num:.0f} operators a step, {whole_s / num * 1e6:.0f} us each with all around them; the batch repeated "
         f"{_FACTORS[1]} times takes {remaining_fraction(measured[1]) * _FACTORS[1]:.1f} times as long (tried)",
-        edit=f"raise the batch size (up to {_FACTORS[1]}x; the learning rate with it), or torch.compile the model",
+        edit=f"{_how_to_grow(evidence)} (up to {_FACTORS[1]}x; the learning rate with it), or torch.compile the model",
         basis="trial",
         advice=f"with up to {_FACTORS[1]} times the batch, which changes the experiment",
     )
+
+
+def _how_to_grow(evidence: Evidence) -> str:
+    """Where the samples of a step come from."""
+    if evidence.steps.phases.get("environment", 0.0) > 0:
+        return "step more environments at once, in a vectorised one"
+    return "raise the batch size"
 
 
 def _num_operators(evidence: Evidence) -> float:
