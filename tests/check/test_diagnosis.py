@@ -516,3 +516,27 @@ def test_every_rule_is_either_named_or_has_found_nothing(rules: list[Rule]) -> N
     named |= {law.rule for law in diagnosis.broken}
     assert sorted([*diagnosis.checked, *named]) == sorted(r.id for r in rules)
     assert all(f.rule not in f.merged for f in diagnosis.findings)
+
+
+def test_evaluation_costs_no_more_than_its_batches_do_in_training() -> None:
+    """Most of an evaluation of a few batches is the start of its loader's workers."""
+    costs = []
+    for fetches in (0.0, 0.05, 1.0):
+        run = EvidenceBuilder(step_s=STEP_S, evaluation_s=0.05, evaluation=0.05, forward=0.06)
+        row = run.operator("aten.mm", run.line("model.py", 5), op_s=0.02, module="Net")
+        run.loader(run.line("train.py", 9))
+        if fetches:
+            run.loader(run.line("train.py", 20))
+            run.loaders[1] = msgspec.structs.replace(run.loaders[1], fetches=fetches)
+        [finding] = diagnose(run.build(), [rule("a.a", found(0.02, operators=[row]))]).findings
+        costs.append(finding.cost_s)
+    unknown, few, many = costs
+    assert many == pytest.approx(unknown) == pytest.approx(0.02 + 0.05 / 3)
+    assert few == pytest.approx(0.02 + 0.06 * 0.05 / 3)
+
+
+def test_lines_of_packages_are_not_told_as_further_places() -> None:
+    own, installed = at(7), Source(file="/venv/lib/site-packages/torch/utils/data/dataset.py", line=205)
+    finding = msgspec.structs.replace(found(0.03, where=at(5)), also=(own, installed))
+    [ranked] = diagnose(four_operators(), [rule("a.a", finding)]).findings
+    assert ranked.also == (own,)

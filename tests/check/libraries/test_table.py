@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from importlib import resources
 
+import msgspec
 import pytest
 from tests.evidence_builder import EvidenceBuilder
 
@@ -103,3 +104,40 @@ def test_an_edit_that_the_user_can_make_is_printed(via: tuple[LibraryFrame, ...]
     [finding] = diagnose(constants_below(via, other_s=other_s).build(), [CONSTANT]).findings
 
     assert "register_buffer" in finding.edit
+
+
+FABRIC = LibraryFrame(file="lightning/fabric/wrappers.py", line=60)
+ACCELERATOR = LibraryFrame(file="accelerate/accelerator.py", line=2700)
+MIXED = ("workload.mixed-precision",)
+
+
+@pytest.mark.parametrize(
+    ("via", "device", "edit"),
+    [
+        ((TRAINER, ACCELERATOR), "NVIDIA H200", "TrainingArguments(..., bf16=True), "),
+        ((TRAINER, ACCELERATOR), "cpu", "use_cpu=True"),
+        ((ACCELERATOR,), "cpu", 'Accelerator(mixed_precision="bf16")'),
+        ((FABRIC,), "cpu", 'Fabric(precision="bf16-mixed")'),
+        ((LibraryFrame(file="sentence_transformers/fit_mixin.py", line=3), TRAINER), "cpu", "fit() has no argument"),
+    ],
+    ids=["Trainer", "Trainer on a CPU", "Accelerator", "Fabric", "fit of sentence-transformers"],
+)
+def test_the_precision_of_a_loop_is_set_where_the_user_starts_it(
+    via: tuple[LibraryFrame, ...], device: str, edit: str
+) -> None:
+    run = EvidenceBuilder()
+    run.backward_at(run.line("train.py", 12, "run()", via=via))
+    where = run.sources[run.line("train.py", 12, "run()", via=via)]
+    finding = Finding(rule="compute.new", where=where, because="slow", edit="own", levers=MIXED)
+    evidence = run.build()
+    evidence = msgspec.structs.replace(evidence, workload=msgspec.structs.replace(evidence.workload, device=device))
+    [after] = with_settings([finding], evidence, rewriting=frozenset())
+    assert edit in after.edit
+
+
+def test_what_the_user_can_do_comes_before_what_a_library_offers_beside_it() -> None:
+    run = EvidenceBuilder()
+    mnist = LibraryFrame(file="torchvision/datasets/mnist.py", line=146)
+    edit = edited(run, run.line("train.py", 12, "for x, y in loader:", via=(mnist,)), "input.slow-loader")
+    assert edit.startswith("the rule's own; or ")
+    assert "v2.PILToTensor" in edit

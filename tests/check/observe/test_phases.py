@@ -179,3 +179,27 @@ def test_a_warm_up_on_another_line_is_forgotten() -> None:
 
     assert evidence.steps.kind == "inference"
     assert evidence.steps.num_observed > 30
+
+
+def test_more_actions_in_some_steps_are_rollout_and_no_evaluation(environments: type) -> None:
+    """Episodes end when they end: steps with more calls of the policy than usual evaluate nothing."""
+    net, walk = policy(), environments()
+
+    def loop() -> None:
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        state = walk.reset()
+        for number in range(40):
+            for _ in range(30 if number % 8 == 7 else 4):
+                with torch.no_grad():
+                    action = net(state)
+                state, _ = walk.step(action)
+            optimizer.zero_grad()
+            net(state).square().mean().backward()
+            optimizer.step()
+
+    steps = observe(loop).steps
+
+    assert steps.evaluation_s == 0
+    assert "evaluation" not in steps.phases
+    assert steps.phases["rollout"] > 0
+    assert steps.whole_s > steps.step_s

@@ -372,3 +372,33 @@ def test_a_batch_is_cropped_to_several_lengths_in_turn() -> None:
     assert "8, 12, 16, 8, 12, 16" in str(LENGTHS), (
         "in turn, so that no two calls that follow one another have one shape"
     )
+
+
+class Graph:
+    """A batch in an object of the user's, as graph libraries have them."""
+
+    def __init__(self, nodes: Tensor) -> None:
+        self.nodes = nodes
+
+
+class OfGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, graph: Graph) -> Tensor:
+        return self.layer(graph.nodes)
+
+
+def test_a_batch_in_an_object_of_its_own_class_is_not_repeated() -> None:
+    net = OfGraph()
+
+    def loop() -> None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(20):
+            optimizer.zero_grad()
+            net(Graph(torch.randn(16, 8))).square().mean().backward()
+            optimizer.step()
+
+    result = try_on(loop, lambda _: [TimeModel(model=0, variant="batched", backward=True, factor=4)])
+    assert "cannot be repeated" in result.refused

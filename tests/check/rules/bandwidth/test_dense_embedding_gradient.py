@@ -70,3 +70,19 @@ def test_a_bag_of_embeddings_is_tried_too_and_what_only_the_trial_sees_counts() 
     assert sum(finding.saved_s) / 2 == pytest.approx(0.9 * 0.06), (
         "zeroing and giving back the gradient's pages included"
     )
+
+
+def test_the_optimizer_works_once_on_a_table_that_is_looked_up_twice() -> None:
+    run = looked_up(backward_s=0.01)
+    run.operator(
+        "aten.embedding_dense_backward",
+        run.line("model.py", 11, "tail = self.words(tails)"),
+        inputs=[(32, 20, 10), TOKENS],
+        output=(100_000, 10),
+        op_s=0.01,
+        phase="backward",
+    )
+    run.tried(*proposed(RULE, run.build()), kept=0.1, now_s=0.0)
+    first, second = RULE.check(run.build())
+    assert first.cost_s == pytest.approx(0.01 + 0.02, rel=0.01)
+    assert second.cost_s == pytest.approx(0.01)

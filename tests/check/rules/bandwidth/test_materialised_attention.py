@@ -4,7 +4,7 @@ import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.check.diagnosis import diagnose
-from flatout.check.rules.bandwidth.materialised_attention import RULE
+from flatout.check.rules.bandwidth.materialised_attention import RULE, WrittenAttention, _dropout_argument
 from flatout.core.records.trial import TimeAttention
 
 # B batch, N heads, T queries, S keys, H head dim
@@ -139,3 +139,9 @@ def test_only_what_touches_the_scores_is_claimed() -> None:
     projection = run.operator("aten.mm", line, inputs=[(256, 512), (512, 1536)], output=(256, 1536), op_s=0.03)
     run.tried(*proposed(RULE, run.build()), kept=0.25)
     assert projection not in only_finding(RULE, run.build()).operators
+
+
+@pytest.mark.parametrize(("dropout", "argument"), [(0.1, "dropout_p=0.1 if self.training else 0.0"), (0.0, "")])
+def test_weights_that_are_dropped_are_so_by_the_edit_too(dropout: float, argument: str) -> None:
+    attention = WrittenAttention(softmax=0, scores=0, values=0, sources=(), masked=False, causal=False, dropout=dropout)
+    assert _dropout_argument(attention).removeprefix(", ") == argument

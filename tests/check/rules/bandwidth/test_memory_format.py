@@ -79,3 +79,20 @@ def test_of_several_modules_the_one_that_was_tried_is_named() -> None:
     run.model(run.line("train.py", 24, "score = judge(out)"), name="Judge", call_s=0.001)
     run.tried(*proposed(RULE, run.build()), kept=0.7)
     assert only_finding(RULE, run.build()).edit.endswith("; Net alone was tried")
+
+
+def test_a_module_that_takes_no_images_is_converted_alone() -> None:
+    """A generator makes its images from a vector, which has no channels to put last."""
+    edits = []
+    for first in (IMAGES, (16, 100)):
+        run = EvidenceBuilder()
+        run.model(run.line("train.py", 20, "images = generator(z)"), name="Generator")
+        run.operator("aten.addmm", run.line("model.py", 8), inputs=[first, (100, 64)], op_s=1e-3, module="Generator")
+        images = TensorSpec(shape=IMAGES, dtype="float32", is_contiguous=True)
+        run.operator(
+            "aten.convolution", run.line("model.py", 9), inputs=[images, (32, 32, 3, 3)], output=IMAGES, op_s=0.05
+        )
+        run.tried(*proposed(RULE, run.build()), kept=0.7)
+        edits.append(only_finding(RULE, run.build()).edit)
+    assert "images.to" in edits[0]
+    assert "images.to" not in edits[1]

@@ -137,3 +137,18 @@ def test_both_cures_together_are_said_where_they_were_tried() -> None:
     parts = {"compile": 8.0, "autocast": 0.05, "both": 0.03}
     run.trial(TrialResult(trial=TimeCompiled(model=0, backward=True), now_s=0.1, cured_s=0.08, parts=parts))
     assert "with autocast and compiled 30%" in only_finding(RULE, run.build()).because
+
+
+@pytest.mark.parametrize(
+    ("between", "is_told"), [("aten.add", True), ("aten.relu", False)], ids=["distances", "after a nonlinearity"]
+)
+def test_what_is_compared_right_after_a_product_stays_outside(between: str, is_told: bool) -> None:
+    """Points within a radius, by |a|^2 + |b|^2 - 2ab: in 8 bits others are within it."""
+    run = multiplying()
+    points = (32, 256, 256)
+    line = run.line("points.py", 102, "idx[dist > radius ** 2] = n")
+    product = run.operator("aten.bmm", run.line("points.py", 37), inputs=[points, points], output=points, op_s=1e-3)
+    sums = run.operator(between, run.line("points.py", 38), inputs=[points], output=points, op_s=1e-4)
+    compared = run.operator("aten.gt", line, inputs=[points], output=points, op_s=1e-4, module="Net")
+    run.call(compared, run.call(sums, run.call(product, -1, -1)))
+    assert ("points.py:102" in only_finding(RULE, tried(run, kept=0.5).build()).edit) == is_told

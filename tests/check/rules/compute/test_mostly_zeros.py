@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.nn.functional as F
 from tests.evidence_builder import EvidenceBuilder, only_finding
 
 from flatout.check.rules.compute.mostly_zeros import RULE
@@ -41,3 +43,18 @@ def test_work_on_zeros_is_found_with_its_forward_and_backward(kind: str, line: i
 
 def test_a_multiplication_that_draws_nothing_is_no_dropout() -> None:
     assert not list(RULE.check(words(kind="aten.mul", draws=False)))
+
+
+@pytest.mark.parametrize(("draws", "edit"), [(True, "drop among them alone"), (False, "x.to_sparse() once")])
+def test_a_matrix_that_goes_through_dropout_is_another_in_each_step(draws: bool, edit: str) -> None:
+    assert edit in only_finding(RULE, words(kind="aten.mm", draws=draws)).edit
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_dropping_among_the_numbers_that_are_there_is_what_the_edit_says() -> None:
+    """The edit for a matrix that goes through dropout, as it is printed: it runs, and without dropout equals the product."""
+    x, weight, p, training = torch.eye(6) * 3, torch.randn(6, 4, dtype=torch.float32), 0.5, False
+    places = x.nonzero().T
+    values = x[tuple(places)]
+    out = torch.sparse.mm(torch.sparse_coo_tensor(places, F.dropout(values, p, training), x.shape), weight)
+    torch.testing.assert_close(out, x @ weight)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.check.diagnosis import diagnose
 from flatout.check.rules.compute.padding import RULE
 from flatout.core.records.trial import TimeModel, TrialResult
+from flatout.core.records.workload import Source
 
 
 def padded(
@@ -128,3 +130,34 @@ def test_a_batch_that_is_packed_is_no_waste() -> None:
     assert proposed(RULE, run.build())
     run.operator("aten._pack_padded_sequence", line, inputs=[(32, 200, 16)], output=(1800, 16), op_s=0.0001)
     assert not proposed(RULE, run.build())
+
+
+@pytest.mark.parametrize(
+    ("longest", "starts"), [(1.0, "batch rows of similar"), (0.75, "pad each batch to its own longest")]
+)
+def test_where_the_longest_row_fills_the_width_only_bucketing_is_left(longest: float, starts: str) -> None:
+    run = padded(longest_fraction=longest)
+    run.tried(*proposed(RULE, run.build()), kept=0.5)
+    edit = only_finding(RULE, run.build()).edit
+    assert edit.startswith(starts)
+    assert "a row's last position" in edit
+
+
+def test_nothing_is_rounded_up_to_a_multiple_of_one() -> None:
+    run = EvidenceBuilder(forward=0.04, backward=0.05)
+    run.model(run.line("train.py", 20))
+    run.padding(run.line("data.py", 22), shape=(32, 11))
+    run.tried(*proposed(RULE, run.build()), kept=0.5)
+    assert "multiple" not in only_finding(RULE, run.build()).edit
+
+
+def test_a_packages_own_collate_function_is_not_where_rows_are_padded() -> None:
+    run = padded(has_source=False)
+    run.loader(run.line("train.py", 16, "for batch in loader:"))
+    installed = Source(file="/venv/lib/python3.11/site-packages/fit.py", line=249, text="def identity(batch):")
+    run.sources.append(installed)
+    run.loaders[0] = msgspec.structs.replace(run.loaders[0], collate=len(run.sources) - 1, has_own_collate=True)
+    run.tried(*proposed(RULE, run.build()), kept=0.5)
+    where = only_finding(RULE, run.build()).where
+    assert where is not None
+    assert where.line == 16

@@ -131,3 +131,13 @@ def test_python_in_the_models_forward_is_no_batch() -> None:
     run.backward_at(run.line("train.py", 44, "loss.backward()", function="main", loops=(40,)))
     run.sampled(inside, 0.06, phase="other", num_samples=20)
     assert not list(RULE.check(run.build()))
+
+
+def test_the_line_that_calls_the_model_is_not_where_the_batch_is_made() -> None:
+    run = making(seconds=0.005)
+    call = run.line("train.py", 42, "loss = criterion(model(x), y)", function="main", loops=(40,))
+    run.sampled(call, 0.012, phase="other", num_samples=20)
+    finding = only_finding(RULE, run.build())
+    assert finding.where is not None
+    assert finding.where.line == 11
+    assert finding.cost_s == pytest.approx(0.015)

@@ -6,7 +6,9 @@ from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.check.diagnosis import diagnose
 from flatout.check.rules.input.slow_loader import RULE
+from flatout.core.records.evidence import Evidence
 from flatout.core.records.trial import TimeDataset, TrialResult
+from flatout.core.records.workload import LibraryFrame
 
 
 def waiting(
@@ -147,3 +149,66 @@ def test_data_without_a_loader_are_left_alone() -> None:
 
 def test_the_edit_does_not_begin_in_the_middle_of_a_sentence() -> None:
     assert not only_finding(RULE, waiting().build()).edit.startswith("or ")
+
+
+MNIST = LibraryFrame(
+    file="torchvision/datasets/mnist.py", line=146, function="MNIST.__getitem__", text="self.transform(img)"
+)
+
+
+def below(*functions: str) -> tuple[LibraryFrame, ...]:
+    return (
+        MNIST,
+        *(
+            LibraryFrame(file="torchvision/functional.py", line=sum(map(ord, f)), function=f, text="t")
+            for f in functions
+        ),
+    )
+
+
+def through_library(seconds: dict[str, float]) -> EvidenceBuilder:
+    """A loop over a loader whose items spend this long in each of torchvision's functions."""
+    run = EvidenceBuilder(data=0.06)
+    run.loader(run.line("train.py", 16, "for x, y in loader:"), wait_s=0.06)
+    for name, function_s in seconds.items():
+        line = run.line("train.py", 16, "for x, y in loader:", via=below(name))
+        run.sampled(line, function_s, num_samples=round(1e3 * function_s), phase="data")
+    return run
+
+
+def test_the_innermost_library_function_with_most_of_the_time_is_shown_with_its_own_share() -> None:
+    finding = only_finding(RULE, through_library({"to_tensor": 0.024, "normalize": 0.02, "resize": 0.016}).build())
+    assert finding.where is not None
+    assert finding.where.via == (MNIST,)
+    assert "100% of the time in the data pipeline is in MNIST.__getitem__" in finding.because
+
+    finding = only_finding(RULE, through_library({"to_tensor": 0.04, "normalize": 0.02}).build())
+    assert finding.where is not None
+    assert [frame.function for frame in finding.where.via] == ["MNIST.__getitem__", "to_tensor"]
+    assert "67% of the time in the data pipeline is in to_tensor" in finding.because
+
+
+def test_a_library_function_with_little_of_the_time_does_not_stand_for_the_users_own() -> None:
+    run = waiting(wait_s=0.06)
+    run.sampled(run.line("data.py", 9, via=below("to_tensor")), 0.01, num_samples=10, phase="data")
+    where = only_finding(RULE, run.build()).where
+    assert where is not None
+    assert (where.line, where.via) == (9, ())
+
+
+def on_one_core(run: EvidenceBuilder) -> Evidence:
+    evidence = run.build()
+    return msgspec.structs.replace(evidence, workload=msgspec.structs.replace(evidence.workload, num_cores=1))
+
+
+def test_a_worker_is_not_advised_where_the_model_computes_on_the_only_core() -> None:
+    evidence = on_one_core(waiting(wait_s=0.06))
+    diagnosis = diagnose(evidence, [RULE])
+    assert not diagnosis.findings
+    assert "another core" in diagnosis.notes[0].text
+
+    run = waiting(wait_s=0.06)
+    run.tried(TimeDataset(loader=0), kept=0.1, now_s=0.06, repeatable=True)
+    finding = only_finding(RULE, on_one_core(run))
+    assert "prepare them once" in finding.edit
+    assert "num_workers" not in finding.edit

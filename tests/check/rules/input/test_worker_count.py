@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.check.rules.input.loading import fetched, waiting
 from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
@@ -65,3 +66,12 @@ def test_items_that_can_be_prepared_once_are_left_to_the_better_cure() -> None:
 @pytest.mark.parametrize("loader", [{"wait_s": 0.001}, {"is_map_style": False}])
 def test_short_waits_and_streams_are_not_tried(loader: dict[str, float]) -> None:
     assert not proposed(RULE, waiting(**loader).build())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "is_told"), [("DataLoader(data, **kwargs)", True), ("DataLoader(data)", False)])
+def test_where_the_line_unpacks_keyword_arguments_the_number_is_among_them(text: str, is_told: bool) -> None:
+    run = waiting(wait_s=0.06, num_workers=1)
+    made = run.line("train.py", 99, text)
+    run.loaders[0] = msgspec.structs.replace(run.loaders[0], constructed=made)
+    tried(run, alone_s=0.04, w1=0.1, w2=0.06, w4=0.045)
+    assert ("keyword arguments" in only_finding(RULE, run.build()).edit) == is_told

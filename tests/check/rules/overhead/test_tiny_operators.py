@@ -82,3 +82,40 @@ def test_host_time_beside_a_busy_device_is_left_alone() -> None:
 
 def test_it_is_general_since_it_names_a_symptom() -> None:
     assert RULE.is_general
+
+
+@pytest.mark.parametrize("phase", ["environment", "rollout", "no_grad", "data"])
+def test_phases_that_grow_with_the_samples_are_not_gained(phase: str) -> None:
+    gained = []
+    for seconds in (0.0, 0.04):
+        run = EvidenceBuilder(forward=0.03, backward=0.03, other=0.04 - seconds, optimizer=0.0, **{phase: seconds})
+        run.model(run.line("train.py", 24))
+        run.operator("aten.add", run.line("model.py", 12), calls=10_000, op_s=4e4 * MACHINE.dispatch_s)
+        run.tried(batched(4), kept=0.3)
+        run.tried(batched(8), kept=0.2)
+        gained.append(only_finding(RULE, run.build()).saved_s[1])
+    assert gained[1] < gained[0]
+
+
+def test_more_environments_are_advised_where_samples_come_from_them() -> None:
+    run = EvidenceBuilder(forward=0.043, backward=0.045, environment=0.01, optimizer=0.0, other=0.0)
+    run.model(run.line("train.py", 24))
+    run.operator("aten.add", run.line("model.py", 12), calls=10_000, op_s=4e4 * MACHINE.dispatch_s, python_s=0.002)
+    run.tried(batched(4), kept=0.3)
+    run.tried(batched(8), kept=0.2)
+    assert "step more environments at once" in only_finding(RULE, run.build()).edit
+
+
+@pytest.mark.parametrize(
+    ("is_part", "is_advised"), [(False, False), (True, True)], ids=["all the data", "a part of it"]
+)
+def test_all_the_data_in_one_batch_cannot_grow(is_part: bool, is_advised: bool) -> None:
+    run = small_batch()
+    line = run.line("model.py", 10)
+    if is_part:
+        run.call(run.operator("aten.slice", line, inputs=[(512, 16)], output=(64, 16), op_s=1e-6), -1)
+    layer = run.operator("aten.addmm", line, inputs=[(8,), (64, 16), (16, 8)], output=(64, 8), op_s=1e-6)
+    run.call(layer, -1, -1, -1)
+    run.tried(batched(4), kept=0.3)
+    run.tried(batched(8), kept=0.2)
+    assert bool(list(RULE.check(run.build()))) == is_advised
