@@ -224,12 +224,12 @@ def _line_by_operators(evidence: Evidence, loader: Loader) -> Source | None:
 
 
 def _where_to_change(evidence: Evidence, loader: Loader) -> Source | None:
-    """The line of the loop over batches; where a library runs that loop (`trainer.fit`), the one that made the loader."""
+    """The line of the loop over batches; where a library runs that loop (`trainer.fit`), the one that constructor the loader."""
     line = evidence.source_of(loader.source)
     if not is_in_library(line):
         return line
-    made = constructed_at(evidence, loader)
-    return msgspec.structs.replace(made, via=(), library="") if made is not None else line
+    constructor = constructed_at(evidence, loader)
+    return msgspec.structs.replace(constructor, via=(), library="") if constructor is not None else line
 
 
 def hottest(evidence: Evidence, rows: list[LineTime], total_s: float) -> Hot:

@@ -10,7 +10,6 @@ from torch import nn
 from flatout.check.rules.compute.discarded_gradient import RULE
 from flatout.core.records.evidence import Evidence
 
-
 BATCH = 256
 """Large enough that arithmetic, not the dispatch of an operator that a busy machine delays, makes up the time."""
 
