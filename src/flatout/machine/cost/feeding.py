@@ -224,7 +224,7 @@ def _line_by_operators(evidence: Evidence, loader: Loader) -> Source | None:
 
 
 def _where_to_change(evidence: Evidence, loader: Loader) -> Source | None:
-    """The line of the loop over batches; where a library runs that loop (`trainer.fit`), the one that constructor the loader."""
+    """The line of the loop over batches; where a library runs that loop (`trainer.fit`), where the loader is constructed."""
     line = evidence.source_of(loader.source)
     if not is_in_library(line):
         return line

@@ -4,7 +4,7 @@ import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.check.diagnosis import diagnose
-from flatout.check.rules.bandwidth.materialised_attention import RULE, WrittenAttention, _dropout_argument
+from flatout.check.rules.bandwidth.materialised_attention import RULE
 from flatout.core.records.trial import TimeAttention
 
 # B batch, N heads, T queries, S keys, H head dim
@@ -141,7 +141,17 @@ def test_only_what_touches_the_scores_is_claimed() -> None:
     assert projection not in only_finding(RULE, run.build()).operators
 
 
-@pytest.mark.parametrize(("dropout", "argument"), [(0.1, "dropout_p=0.1 if self.training else 0.0"), (0.0, "")])
-def test_weights_that_are_dropped_are_so_by_the_edit_too(dropout: float, argument: str) -> None:
-    attention = WrittenAttention(softmax=0, scores=0, values=0, sources=(), masked=False, causal=False, dropout=dropout)
-    assert _dropout_argument(attention).removeprefix(", ") == argument
+@pytest.mark.parametrize("drops", [True, False])
+def test_weights_that_are_dropped_are_so_in_the_trial_and_by_the_edit(drops: bool) -> None:
+    """On a CPU dropout draws its mask into a tensor of its own, which no chain of results leads to."""
+    run = EvidenceBuilder()
+    attend(run, queries=256, keys=256)
+    scores = (B, N, 256, 256)
+    draw = run.operator("aten.bernoulli_", run.line("model.py", 33), inputs=[scores], output=scores, op_s=1e-3)
+    if drops:
+        run.calls.insert(len(run.calls) - 1, (draw, (-1,)))
+    [trial] = proposed(RULE, run.build())
+    assert isinstance(trial, TimeAttention)
+    assert (trial.dropout > 0) == drops
+    run.tried(trial, kept=0.25)
+    assert ("dropout_p=p if self.training else 0.0" in only_finding(RULE, run.build()).edit) == drops

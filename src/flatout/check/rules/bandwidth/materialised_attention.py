@@ -33,6 +33,11 @@ rsub
 _BETWEEN: Final = frozenset(f"aten.{name}" for name in _BETWEEN_NAMES.split())
 
 
+_DRAWS: Final = ("aten.native_dropout", "aten.bernoulli_")
+_USUAL_RATE: Final = 0.1
+"""Of dropout in the trial: what it takes does not depend on the rate."""
+
+
 class WrittenAttention(NamedTuple):
     """One written-out attention: its softmax call, both products, and the lines between."""
 
@@ -101,12 +106,13 @@ def _attentions(evidence: Evidence) -> Iterator[WrittenAttention]:
             values,
             *(c for c in between if any(t.shape[-1:] == (keys,) for t in _op(evidence, c).outputs)),
         ]
-        ops = {_op(evidence, c).op for c in chain}
         masks = [c for c in before if _op(evidence, c).op in _MASKS]
         sources = tuple(sorted({_op(evidence, c).source for c in chain if _op(evidence, c).source >= 0}))
-        has_dropout = bool(ops & {"aten.native_dropout", "aten.bernoulli_"})
+        # On a CPU the mask is drawn beside the chain, into a tensor of its own.
+        drawn = (_op(evidence, c) for c in range(scores + 1, values))
+        has_dropout = any(o.op in _DRAWS and o.outputs and o.outputs[0].shape[-1:] == (keys,) for o in drawn)
         yield WrittenAttention(
-            call, scores, values, sources, bool(masks), _is_causal(evidence, masks), 0.1 if has_dropout else 0.0
+            call, scores, values, sources, bool(masks), _is_causal(evidence, masks), _USUAL_RATE if has_dropout else 0.0
         )
 
 
@@ -148,8 +154,8 @@ def _trial_of(evidence: Evidence, found: WrittenAttention, *, backward: bool) ->
 
 
 def _dropout_argument(attention: WrittenAttention) -> str:
-    """The probability, where these lines drop weights; in training alone."""
-    return f", dropout_p={attention.dropout:g} if self.training else 0.0" if attention.dropout > 0 else ""
+    """What keeps the dropout of these lines; the rate is not in the evidence."""
+    return ", dropout_p=p if self.training else 0.0" if attention.dropout > 0 else ""
 
 
 RULE = rule(
