@@ -152,3 +152,10 @@ def test_what_is_compared_right_after_a_product_stays_outside(between: str, is_t
     compared = run.operator("aten.gt", line, inputs=[points], output=points, op_s=1e-4, module="Net")
     run.call(compared, run.call(sums, run.call(product, -1, -1)))
     assert ("points.py:102" in only_finding(RULE, tried(run, kept=0.5).build()).edit) == is_told
+
+
+def test_a_loss_of_probabilities_is_to_be_one_of_logits() -> None:
+    run = multiplying()
+    assert "with_logits" not in only_finding(RULE, tried(run, kept=0.5).build()).edit
+    run.operator("aten.binary_cross_entropy", run.line("train.py", 21), inputs=[(64,), (64,)], op_s=1e-4)
+    assert "F.binary_cross_entropy_with_logits" in only_finding(RULE, run.build()).edit

@@ -166,7 +166,16 @@ def _edit(evidence: Evidence, cure: PricedCure) -> str:
     scaler = "; float16 needs torch.amp.GradScaler around backward and step" if half == "float16" else ""
     scope = "this call and the loss, not the backward" if cure.has_backward else "this call"
     edit = f"with torch.autocast('{device}', dtype=torch.{half}): around {scope}; weights stay in float32{scaler}"
-    return edit + _to_leave_out(evidence)
+    return edit + _with_logits(evidence) + _to_leave_out(evidence)
+
+
+def _with_logits(evidence: Evidence) -> str:
+    """What a loss of probabilities needs: in 8 bits those near 1 are 1, and on a GPU autocast refuses it with an error."""
+    if all(o.op != "aten.binary_cross_entropy" for o in evidence.operators):
+        return ""
+    return (
+        "; F.binary_cross_entropy_with_logits in place of the sigmoid and the loss, which needs more than 8 bits near 1"
+    )
 
 
 def _to_leave_out(evidence: Evidence) -> str:
