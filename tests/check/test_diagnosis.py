@@ -106,7 +106,7 @@ def test_the_evaluation_between_the_steps_is_part_of_the_step() -> None:
 
 def test_what_a_cure_saves_in_a_modules_forward_it_saves_in_evaluation_passes_too() -> None:
     """20 ms of the forward's 40 lie in the module: half of an evaluation pass of 50 ms is as much slower, and all is saved."""
-    run = EvidenceBuilder(step_s=STEP_S, forward=0.04, evaluation=0.05, evaluation_s=0.05)
+    run = EvidenceBuilder(step_s=STEP_S, forward=0.04, other=0.0, evaluation=0.05, evaluation_s=0.05)
     inside = run.operator("aten.mm", run.line("model.py", 9), op_s=0.02)
     outside = run.operator("aten.mm", run.line("train.py", 9), op_s=0.02, module="")
     evidence = run.build()
@@ -522,7 +522,7 @@ def test_evaluation_costs_no_more_than_its_batches_do_in_training() -> None:
     """Most of an evaluation of a few batches is the start of its loader's workers."""
     costs = []
     for fetches in (0.0, 0.05, 1.0):
-        run = EvidenceBuilder(step_s=STEP_S, evaluation_s=0.05, evaluation=0.05, forward=0.06)
+        run = EvidenceBuilder(step_s=STEP_S, evaluation_s=0.05, evaluation=0.05, forward=0.06, other=0.0)
         row = run.operator("aten.mm", run.line("model.py", 5), op_s=0.02, module="Net")
         run.loader(run.line("train.py", 9))
         if fetches:

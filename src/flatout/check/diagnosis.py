@@ -179,7 +179,8 @@ def _with_evaluation(finding: Finding, evidence: Evidence) -> Finding:
     if any(o.phase == "evaluation" for o in rows):
         return finding
     mine_s = sum(o.total_s for o in rows if o.phase == "forward" and o.module)
-    share = min(_MOST_OF_A_PASS, mine_s / forward_s) / finding.cost_s
+    # The Python of a model whose forward is a loop of calls (a solver) is no phase of its own, and evaluation has it too.
+    share = min(_MOST_OF_A_PASS, mine_s / (forward_s + evidence.steps.phases.get("other", 0.0))) / finding.cost_s
     longer = 1 + evaluation_s * share
     low, high = (longer * s for s in finding.saved_s)
     return msgspec.structs.replace(finding, cost_s=longer * finding.cost_s, saved_s=(low, high))

@@ -47,7 +47,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             because=f"{model.name} is called on the input of the call before and one piece more ({model.num_prefix_calls} of "
             f"{model.num_compared_calls} calls compared), {model.call_s * 1e3:.2f} ms a call; one position alone takes "
             f"{result.cured_s * 1e3:.2f} ms (tried)",
-            edit="keep keys and values (or the recurrent state) of the positions already seen, and pass only the new one",
+            edit="keep keys and values (or the recurrent state) of the positions already seen, and pass only the new one, "
+            "as long as the text fits into the context: when its window slides, all positions are new",
             phases=("forward",),
             basis="trial",
         )
