@@ -115,3 +115,16 @@ def test_the_call_of_a_model_is_left_alone() -> None:
     assert list(RULE.check(run.build()))
     run.model(run.line("model.py", 12))
     assert not list(RULE.check(run.build()))
+
+
+@pytest.mark.parametrize(("is_model", "is_named"), [(True, False), (False, True)], ids=["a model", "a function"])
+def test_the_call_of_a_model_whose_operators_are_on_lines_of_its_own_is_left_alone(
+    is_model: bool, is_named: bool
+) -> None:
+    run = EvidenceBuilder()
+    line = run.line("generate.py", 86, "output, hidden = model(input, hidden)")
+    if is_model:
+        run.model(line)
+    run.operator("aten.addmm", run.line("model.py", 52), op_s=0.01)
+    run.sampled(line, 0.03, num_samples=60, phase="other")
+    assert bool(list(RULE.check(run.build()))) == is_named

@@ -103,7 +103,7 @@ def test_more_environments_are_advised_where_samples_come_from_them() -> None:
     run.operator("aten.add", run.line("model.py", 12), calls=10_000, op_s=4e4 * MACHINE.dispatch_s, python_s=0.002)
     run.tried(batched(4), kept=0.3)
     run.tried(batched(8), kept=0.2)
-    assert "step more environments at once" in only_finding(RULE, run.build()).edit
+    assert "environments hand out" in only_finding(RULE, run.build()).edit
 
 
 @pytest.mark.parametrize(

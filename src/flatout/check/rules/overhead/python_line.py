@@ -102,12 +102,12 @@ def _only_runs_torch(evidence: Evidence, line: Line, sampled: list[LineTime]) ->
     here = [i for i, s in enumerate(evidence.sources) if (s.file, s.line) == (line.file, line.line)]
     operators = [o for o in evidence.operators if o.source in here and o.phase != "backward"]
     text = evidence.sources[sampled[0].source].text.partition("#")[0].strip()
-    if not operators or not text or text.startswith(_HIDDEN_CALLS) or _library(evidence, sampled):
+    calls_model = any(m.source in here for m in evidence.models)
+    if not (operators or calls_model) or not text or text.startswith(_HIDDEN_CALLS) or _library(evidence, sampled):
         return False
     known = {o.op.rpartition(".")[2].strip("_") for o in operators}
     known |= {part for o in operators for part in o.module.split(".")[1:]}
     unknown = [name for name in _CALLED.findall(text) if not _is_of_torch(name, known)]
-    calls_model = any(m.source in here for m in evidence.models)
     return len(unknown) <= calls_model
 
 
