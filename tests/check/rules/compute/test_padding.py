@@ -161,3 +161,14 @@ def test_a_packages_own_collate_function_is_not_where_rows_are_padded() -> None:
     where = only_finding(RULE, run.build()).where
     assert where is not None
     assert where.line == 16
+
+
+def test_the_loader_that_is_waited_for_pads() -> None:
+    run = padded(has_source=False)
+    run.loader(run.line("fit.py", 278, "for batch in data_loader:"), wait_s=1e-5)
+    run.loader(run.line("train.py", 16, "trainer.train()"), wait_s=1e-2)
+    run.loaders[0] = msgspec.structs.replace(run.loaders[0], fetches=3.5)
+    run.tried(*proposed(RULE, run.build()), kept=0.5)
+    where = only_finding(RULE, run.build()).where
+    assert where is not None
+    assert where.line == 16

@@ -99,3 +99,12 @@ def test_a_line_in_a_file_that_a_library_generated_is_the_line_above_it() -> Non
 
     assert finding.where is not None
     assert (finding.where.file.rpartition("/")[2], finding.where.line) == ("train.py", 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "edit"), [("self.sigma.repeat(y.size(0), 1)", "expand(...)"), ("torch.arange(t)", "register_buffer")]
+)
+def test_what_is_repeated_for_each_row_is_better_expanded(text: str, edit: str) -> None:
+    run = EvidenceBuilder()
+    run.constant(run.line("model.py", 15, text), seconds=0.02)
+    assert edit in only_finding(RULE, run.build()).edit

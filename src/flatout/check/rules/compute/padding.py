@@ -120,7 +120,7 @@ def _model(evidence: Evidence) -> int | None:
 
 def _where(evidence: Evidence, padding: Padding) -> Source | None:
     """The line that made the padded tensor, as far as it was seen; else the collate function, else the loop over the loader."""
-    loaders = sorted(evidence.loaders, key=lambda u: -u.fetches)
+    loaders = sorted(evidence.loaders, key=lambda u: -u.fetches * u.wait_s)
     for source in (padding.source, *(s for u in loaders for s in (u.collate if u.has_own_collate else -1, u.source))):
         line = evidence.source_of(source)
         if line is not None and not line.is_installed:

@@ -83,14 +83,20 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             saved_s=(0.5 * python_s, 0.95 * python_s),
             because=f"{num} samples put {total_s * 1e3:.2f} ms of a step on this line{package}, its tensor "
             f"operators take {in_operators[line] * 1e3:.2f} ms",
-            edit="do it once before the loop, less often, or with tensor operators on all the data at once; a solver, whose "
-            "steps need one another, with fewer of them or compiled",
+            edit=_edit(package),
             operators=tuple(
                 i
                 for i, o in enumerate(evidence.operators)
                 if line_of(o.source) == line and o.phase not in ("backward", "optimizer")
             ),
         )
+
+
+def _edit(package: str) -> str:
+    """What can be done about Python on a line; of a package's, in `package`'s half sentence, only its calls can be fewer."""
+    if package:
+        return "call it less often, or for more data at once; or put another class or function in its place"
+    return "do it once before the loop, less often, or with tensor operators on all the data at once"
 
 
 def _only_runs_torch(evidence: Evidence, line: Line, sampled: list[LineTime]) -> bool:

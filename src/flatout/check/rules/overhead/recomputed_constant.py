@@ -41,11 +41,19 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             saved_s=(around(least_s, 0.1)[0], around(cost_s, 0.1)[1]),
             because=f"{num_tensors} tensor(s) made from constants alone came out bit for bit the same in every step looked at; "
             f"making them takes {cost_s * 1e3:.2f} ms a step",
-            edit="compute it once: self.register_buffer(..., persistent=False) in __init__, or before the loop",
+            edit=_edit(sources),
             also=tuple(sources[1:]),
             operators=tuple(sorted({i for c in constants for i in c.operators})),
             basis="timed",
         )
+
+
+def _edit(sources: list[Source]) -> str:
+    if sources and ".repeat(" in sources[0].text:
+        return (
+            "expand(...) in place of repeat(...), which copies nothing; or compute it once for each shape that occurs"
+        )
+    return "compute it once: self.register_buffer(..., persistent=False) in __init__, or before the loop"
 
 
 def _mixed_lines(evidence: Evidence) -> set[int]:
