@@ -16,6 +16,9 @@ class _Listed(data.Dataset):
             self.items[index] = self.source[index]
         return self.items[index]
 
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]  # a Subset has one of its own, which would prepare the items anew
+
     def __getattr__(self, name):
         return getattr(self.__dict__["source"], name)
 
