@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
@@ -114,7 +115,7 @@ def test_what_makes_tensors_beside_an_environment_is_judged_by_line() -> None:
     run = stepping(second="aten.stack")
     finding = only_finding(RULE, run.build())
     assert finding.where is not None
-    assert (finding.where.line, finding.cost_s) == (42, pytest.approx(0.02))
+    assert (finding.where.line, finding.cost_s) == (42, pytest.approx(0.06 * 2 / 5))
 
 
 def test_a_line_without_tensors_in_a_function_that_makes_some_is_left_alone() -> None:
@@ -141,3 +142,20 @@ def test_the_line_that_calls_the_model_is_not_where_the_batch_is_made() -> None:
     assert finding.where is not None
     assert finding.where.line == 11
     assert finding.cost_s == pytest.approx(0.015)
+
+
+def test_samples_that_came_late_do_not_shorten_the_batch() -> None:
+    """A sampler that waits for a call in C files its sample under the line that comes next, between the phases."""
+    run = making(seconds=0.02)
+    run.sampled(run.backward_sources[0], 0.02, phase="other", num_samples=20)
+    run.steps = msgspec.structs.replace(run.steps, phases=run.steps.phases | {"other": 0.08})
+    assert only_finding(RULE, run.build()).cost_s == pytest.approx(0.08)
+
+
+def test_what_else_runs_between_the_phases_is_no_batch() -> None:
+    run = making(seconds=0.02)
+    run.sampled(
+        run.line("train.py", 46, "log(loss)", function="main", loops=(40,)), 0.02, phase="other", num_samples=20
+    )
+    run.steps = msgspec.structs.replace(run.steps, phases=run.steps.phases | {"other": 0.08})
+    assert only_finding(RULE, run.build()).cost_s == pytest.approx(0.062)

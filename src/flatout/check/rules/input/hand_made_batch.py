@@ -56,7 +56,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     in_operators_s = sum(evidence.operators[i].op_s for i in operators)
     if total_s - in_operators_s < _IN_PYTHON * total_s or _most_in_one_conversion(evidence, rows, total_s):
         return
-    cost_s = min(total_s, evidence.steps.phases.get("other", total_s))
+    cost_s = _cost_s(evidence, total_s)
     hot = hottest(evidence, rows, total_s)
     yield Finding(
         where=hot.where,
@@ -69,6 +69,19 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         also=hot.also,
         operators=operators,
     )
+
+
+def _cost_s(evidence: Evidence, sampled_s: float) -> float:
+    """The part of the time between the phases that these samples stand for.
+
+    The timeline knows that time exactly. A sampler that waits for a long call in C files its sample under what comes next: samples
+    between the phases on lines of the backward and the optimizer are such, and tell nothing of where the time went.
+    """
+    between_s = evidence.steps.phases.get("other", sampled_s)
+    late = set(evidence.backward_sources) | {o.source for o in evidence.optimizers}
+    rows = [r for r in evidence.lines if r.process == "main" and r.phase == "other" and r.source not in late]
+    share = min(1.0, sampled_s / max(sampled_s, sum(r.seconds for r in rows)))
+    return min(between_s, max(sampled_s, share * between_s))
 
 
 def _most_in_one_conversion(evidence: Evidence, rows: list[LineTime], total_s: float) -> bool:
