@@ -74,7 +74,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 def _cost_s(evidence: Evidence, sampled_s: float) -> float:
     """The part of the time between the phases that these samples stand for.
 
-    The timeline knows that time exactly. A sampler that waits for a long call in C files its sample under what comes next: samples
+    The timeline knows that time exactly. A sampler that waits for a long call in C files its sample under what is next: samples
     between the phases on lines of the backward and the optimizer are such, and tell nothing of where the time went.
     """
     between_s = evidence.steps.phases.get("other", sampled_s)
