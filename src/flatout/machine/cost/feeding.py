@@ -12,7 +12,7 @@ import msgspec
 from flatout.core.records.evidence import Evidence, LineTime, Loader
 from flatout.core.records.trial import TimeDataset, TimeModel, TrialResult
 from flatout.core.records.workload import Source
-from flatout.machine.cost.accounting import main_model, model_seconds, remaining_fraction, result_of
+from flatout.machine.cost.accounting import main_model, milliseconds, model_seconds, remaining_fraction, result_of
 from flatout.machine.cost.module_cures import is_in_library
 
 Kind = Literal["rows", "random", "decoded", "other", "quick"]
@@ -48,6 +48,10 @@ _DECODING_FUNCTION: Final = re.compile(
 _IMAGES_IN_MEMORY: Final = "PIL/Image.py"
 """Its `load` runs for every image, those made of arrays too."""
 _ONE_CALL: Final = 1.5
+_OWN_LOW: Final = 0.85
+"""Loops in plain Python lose nearly all of their time when a batch goes through tensor operators."""
+_LIBRARY_LOW: Final = 0.4
+_MUCH: Final = 0.02
 _PAUSE_LOW: Final = 0.6
 _PAUSE_HIGH: Final = 1.0
 """Shares of what the pauses cost the model that are gained with the batch ready; bench/check_examples.py shows what comes."""
@@ -190,6 +194,12 @@ def in_library_fraction(evidence: Evidence, loader: Loader) -> float:
     return _fraction_on(evidence, loader, lambda source: bool(source.library))
 
 
+def python_fraction_low(evidence: Evidence, loader: Loader) -> float:
+    """Share of the items' time that whole-array operations save at least: nearly all of the user's plain Python."""
+    library = in_library_fraction(evidence, loader)
+    return library * _LIBRARY_LOW + (1 - library) * _OWN_LOW
+
+
 def _fraction_on(evidence: Evidence, loader: Loader, is_counted: Callable[[Source], bool]) -> float:
     rows = pipeline_lines(evidence, loader)
     total_s = sum(r.seconds for r in rows)
@@ -313,3 +323,10 @@ def with_pause(evidence: Evidence, saved_s: tuple[float, float]) -> tuple[float,
     """A saving of Python before the forward pass, with what the model gains by it; the trial leaves out the loss."""
     pause = pause_s(evidence)
     return saved_s[0] + _PAUSE_LOW * pause, saved_s[1] + _PAUSE_HIGH * pause
+
+
+def of_pause(evidence: Evidence) -> str:
+    """What a finding says of the pause, which is a part of its cost; '' where it is little."""
+    pause = pause_s(evidence)
+    is_much = pause > _MUCH * evidence.steps.step_s
+    return f"; after such a pause the model takes {milliseconds(pause)} longer (tried)" if is_much else ""

@@ -159,3 +159,15 @@ def test_what_else_runs_between_the_phases_is_no_batch() -> None:
     )
     run.steps = msgspec.structs.replace(run.steps, phases=run.steps.phases | {"other": 0.08})
     assert only_finding(RULE, run.build()).cost_s == pytest.approx(0.062)
+
+
+def test_what_the_model_takes_longer_after_the_pause_is_part_of_what_is_gained() -> None:
+    """The laws trim a saving to its cost: the pause belongs to both."""
+    run = making(seconds=0.01)
+    model_s = sum(run.steps.phases[name] for name in ("forward", "backward"))
+    run.tried(STEADY, kept=1.0, now_s=model_s - 0.02)
+    evidence = run.build()
+    [finding] = diagnose(evidence, [RULE]).findings
+    whole_s = evidence.steps.whole_s
+    assert finding.gain[1] == pytest.approx(whole_s / (whole_s - 0.98 * 0.03 - 0.02), rel=0.01)
+    assert "after such a pause the model takes 20.00 ms longer" in finding.because

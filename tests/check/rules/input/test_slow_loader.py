@@ -212,3 +212,16 @@ def test_a_worker_is_not_advised_where_the_model_computes_on_the_only_core() -> 
     finding = only_finding(RULE, on_one_core(run))
     assert "prepare them once" in finding.edit
     assert "num_workers" not in finding.edit
+
+
+def test_items_that_are_asked_for_once_can_only_be_cheaper() -> None:
+    run = waiting(wait_s=0.06)
+    run.loaders[0] = msgspec.structs.replace(run.loaders[0], num_epochs=0.0)
+    parts = {"num_items": 2000.0}
+    trial = TrialResult(trial=TimeDataset(loader=0), now_s=0.06, cured_s=0.006, facts={"repeatable": True}, parts=parts)
+    run.trial(trial)
+
+    finding = only_finding(RULE, msgspec.structs.replace(run.build(), exit="finished"))
+
+    assert finding.edit.startswith("make a batch with whole-array operations")
+    assert finding.saved_s == pytest.approx((0.85 * 0.054, 0.98 * 0.054)), "the user's own Python, nearly all of it"

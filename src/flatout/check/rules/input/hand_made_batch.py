@@ -22,7 +22,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.trial import TimeModel
 from flatout.core.records.workload import Source
 from flatout.machine.cost.accounting import PYTHON_CONVERSIONS, group_by, step_loops, uses_by_line
-from flatout.machine.cost.feeding import hottest, steady_trial, with_pause
+from flatout.machine.cost.feeding import hottest, of_pause, pause_s, steady_trial, with_pause
 
 _FEWEST_SAMPLES = 8
 _IN_PYTHON = 0.5
@@ -60,10 +60,11 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     hot = hottest(evidence, rows, total_s)
     yield Finding(
         where=hot.where,
-        cost_s=cost_s,
+        cost_s=cost_s + pause_s(evidence),
         saved_s=with_pause(evidence, (0.88 * cost_s, 0.98 * cost_s)),
         because=f"{cost_s * 1e3:.2f} ms of each step pass in Python before the forward pass, while its batch is made; "
-        f"{hot.share:.0%} of it in {hot.function}, {in_operators_s * 1e3:.2f} ms in tensor operators",
+        f"{hot.share:.0%} of it in {hot.function}, {in_operators_s * 1e3:.2f} ms in tensor operators"
+        f"{of_pause(evidence)}",
         edit="make all the data tensors once before the loop and index a whole batch at a time; what is random, draw and apply "
         "for the whole batch; or move it into a Dataset and let DataLoader workers do it beside the model",
         also=hot.also,

@@ -19,11 +19,7 @@ from collections.abc import Iterator
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
-from flatout.machine.cost.feeding import dataset_trials, hot_line, in_library_fraction, slow_loader
-
-_OWN_LOW = 0.85
-"""Loops in plain Python lose nearly all of their time when a batch goes through tensor operators."""
-_LIBRARY_LOW = 0.4
+from flatout.machine.cost.feeding import dataset_trials, hot_line, python_fraction_low, slow_loader
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
@@ -33,8 +29,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     if slow is None or result is None or result.now_s is None:
         return
     loader, _, wait_s, gained = slow
-    library = in_library_fraction(evidence, loader)
-    low = library * _LIBRARY_LOW + (1 - library) * _OWN_LOW
+    low = python_fraction_low(evidence, loader)
     hot = hot_line(evidence, loader)
     yield Finding(
         where=hot.where,

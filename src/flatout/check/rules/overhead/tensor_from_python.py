@@ -16,7 +16,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.usage import CallUse
 from flatout.machine.cost.accounting import PYTHON_CONVERSIONS, group_by, rows_at, uses_by_line
-from flatout.machine.cost.feeding import with_pause
+from flatout.machine.cost.feeding import of_pause, pause_s, with_pause
 from flatout.machine.cost.lines import function_finder
 
 _COSTLY: Final = {"list": "a list of numbers", "arrays": "a list of arrays"}
@@ -39,10 +39,11 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         first, calls = lines[hottest][0], sum(u.calls for s in sources for u in lines[s])
         yield Finding(
             where=evidence.source_of(hottest),
-            cost_s=cost_s,
+            cost_s=cost_s + pause_s(evidence),
             saved_s=with_pause(evidence, (max(0.7 * call_s, 0.5 * cost_s), 0.97 * cost_s)),
             because=f"{first.name} of {_COSTLY[first.detail]}, {calls:.0f} times a step, takes {call_s * 1e3:.2f} ms; "
-            f"with what builds the list {'the line takes' if len(times) == 1 else 'the lines take'} {cost_s * 1e3:.2f} ms",
+            f"with what builds the list {'the line takes' if len(times) == 1 else 'the lines take'} {cost_s * 1e3:.2f} ms"
+            f"{of_pause(evidence)}",
             edit="keep the data in one array or tensor from the start and index it; torch.from_numpy(np.stack(arrays)) for a "
             "list of arrays",
             also=evidence.sources_of(s for s in sources if s != hottest),
