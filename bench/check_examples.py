@@ -5,10 +5,12 @@
 
 For each slow example: is the cause named first, is the line exact, and does the predicted gain agree with the gain of the twin,
 measured by bench/step_time.py on interleaved runs (the mean step, evaluation passes included). A prediction is the geometric mean
-of the gain's two ends; it agrees when it lies within 25 % of the measured gain. `--again RUN --pool RUN ...` judges a run's
-predictions by the gains that all of these runs measured. For each control, in which nothing is wrong: what a finding claims. That
-another precision would be faster can be true of any script, so that claim is put to the test: it is borne out when it lies within
-25 % of what autocast gains the control.
+of the gain's two ends; it agrees when it lies within 25 % of the measured gain. `--again RUN --reports FOLDER --pool RUN ...`
+judges the reports of a run by today's rules, and by the gains that all of these runs measured.
+
+For each control, in which nothing is wrong: what a finding claims. That another precision would be faster can be true of any
+script, so that claim is put to the test: it is borne out when it lies within 25 % of what autocast gains the control.
+
 Scripts of your own are judged with a manifest beside them, written as examples/manifest.toml is.
 """
 
@@ -25,6 +27,10 @@ import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
+
+from flatout.app.session import diagnose_all
+from flatout.core.records.evidence import Evidence
+from flatout.core.records.record import from_json, to_json
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHIN = 0.25
@@ -46,9 +52,9 @@ def main() -> int:
     parser.add_argument("--again", type=Path, default=None, help="judge this run once more instead of making one")
     parser.add_argument("--pool", nargs="*", type=Path, default=[], help="runs whose measured gains count too")
     options = parser.parse_args()
-    if options.again is not None:
-        return judge_again(options.again, options.pool, options.out)
     manifest, folder = tomllib.loads(options.manifest.read_text()), options.manifest.resolve().parent
+    if options.again is not None:
+        return judge_again(options, manifest["example"], folder)
     chosen = [e for e in manifest["example"] if not options.only or e["name"] in options.only]
     rows = [judge(e, folder, options) for e in chosen]
     controls = [] if options.only or options.no_controls else manifest.get("control", [])
@@ -62,6 +68,15 @@ def main() -> int:
 
 def judge(example: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     report = check(folder / example["slow"], options)
+    timings = [(step_s(folder / example["slow"]), step_s(folder / example["fast"])) for _ in range(options.rounds)]
+    per = example.get("samples_fast", 1) / example.get("samples_slow", 1)
+    row = judged(example, folder, report, [slow / fast * per for slow, fast in timings])
+    tell(row)
+    return row
+
+
+def judged(example: dict[str, Any], folder: Path, report: dict[str, Any], ratios: list[float]) -> dict[str, Any]:
+    """What a report is worth, by the gains that were measured of the twin."""
     finding = report["findings"][0] if report["findings"] else None
     place = folder / example.get("in", example["slow"])
     lines = {
@@ -70,18 +85,15 @@ def judge(example: dict[str, Any], folder: Path, options: argparse.Namespace) ->
         if any(snippet in text for snippet in example["lines_contain"])
     }
     accepted = {example["rule"], *example.get("also", [])}
-    timings = [(step_s(folder / example["slow"]), step_s(folder / example["fast"])) for _ in range(options.rounds)]
-    per = example.get("samples_fast", 1) / example.get("samples_slow", 1)
-    ratios = [slow / fast * per for slow, fast in timings]
     measured = statistics.geometric_mean(ratios)
     predicted = gain_of(finding) if finding else 1.0
-    row = {
+    return {
         "name": example["name"],
         "rule": example["rule"],
         "named": finding["rule"] if finding else None,
         "cause_first": bool(finding and finding["rule"] in accepted),
         "line": finding["line"] if finding else None,
-        "line_exact": bool(finding and finding["file"] == str(place) and finding["line"] in lines),
+        "line_exact": bool(finding and Path(finding["file"]).name == place.name and finding["line"] in lines),
         "expected_lines": sorted(lines),
         "gain": finding["gain"] if finding else None,
         "predicted": predicted,
@@ -92,14 +104,16 @@ def judge(example: dict[str, Any], folder: Path, options: argparse.Namespace) ->
         "observing": report["evidence"]["observing"],
         "all": [(f["rule"], f["line"], f["gain"]) for f in report["findings"]],
     }
+
+
+def tell(row: dict[str, Any]) -> None:
     yes = {True: "yes", False: "NO "}
     print(
         f"{row['name']:22} {row['rule']:32} first {yes[row['cause_first']]} line {yes[row['line_exact']]} "
-        f"({row['line']}) predicted {predicted:5.2f} measured {measured:5.2f} agrees {yes[row['agrees']]}"
+        f"({row['line']}) predicted {row['predicted']:5.2f} measured {row['measured']:5.2f} agrees {yes[row['agrees']]}"
         + ("" if row["cause_first"] else f"  named {row['named']}"),
         flush=True,
     )
-    return row
 
 
 def gain_of(finding: dict[str, Any]) -> float:
@@ -108,21 +122,33 @@ def gain_of(finding: dict[str, Any]) -> float:
     return math.sqrt(low * high)
 
 
-def judge_again(run: Path, others: list[Path], out: Path | None) -> int:
-    """Judge a run's predictions by the gains that several runs measured: what twins gain scatters from run to run."""
-    saved = json.loads(run.read_text())
+def judge_again(options: argparse.Namespace, examples: list[dict[str, Any]], folder: Path) -> int:
+    """Judge a run by the gains that several runs measured, and by today's rules where its reports are there.
+
+    What twins gain scatters from run to run.
+    """
+    saved = json.loads(options.again.read_text())
     rounds: dict[str, list[float]] = {}
-    for path in (run, *others):
+    for path in (options.again, *options.pool):
         for row in json.loads(path.read_text())["examples"]:
             rounds.setdefault(row["name"], []).extend(row["measured_by_round"])
-    for row in saved["examples"]:
-        row["measured_by_round"] = rounds[row["name"]]
-        row["measured"] = statistics.geometric_mean(rounds[row["name"]])
-        row["agrees"] = abs(row["predicted"] / row["measured"] - 1) <= WITHIN
-    saved["summary"] = summarise(saved["examples"], saved["controls"])
-    if out is not None:
-        out.write_text(json.dumps(saved, indent=1) + "\n")
+    rows = []
+    for example in (e for e in examples if e["name"] in rounds):
+        report = diagnosed_again(options.reports / f"{Path(example['slow']).stem}.json")
+        rows.append(judged(example, folder, report, rounds[example["name"]]))
+        tell(rows[-1])
+    summary = summarise(rows, saved["controls"])
+    if options.out is not None:
+        result = {"summary": summary, "examples": rows, "controls": saved["controls"]}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def diagnosed_again(path: Path) -> dict[str, Any]:
+    """A saved report with what today's rules find in its evidence."""
+    report = json.loads(path.read_text())
+    evidence = from_json(json.dumps(report["evidence"]), Evidence)
+    return report | {"findings": json.loads(to_json(diagnose_all(evidence)))["findings"]}
 
 
 def judge_control(control: dict[str, Any], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
