@@ -253,7 +253,7 @@ class Capture:
             backward_sources=tuple(sorted(s for s in observation.deep.backward_sites if s >= 0)),
             operators=table.operators,
             trace=table.trace,
-            lines=assemble.sampled_lines_of(observation, table, steps.step_s, has_evaluation=steps.evaluation_s > 0),
+            lines=assemble.sampled_lines_of(observation, table, steps),
             constants=assemble.constant_lines_of(observation, table),
             models=models,
             optimizers=assemble.optimizers_of(observation),

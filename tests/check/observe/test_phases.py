@@ -8,8 +8,10 @@ import types
 
 import pytest
 import torch
-from tests.check.observe.test_observer import observe, train
+from tests.check.observe.test_observer import FAST, observe, train
 from torch import Tensor, nn
+
+from flatout.check.capture import Capture
 
 
 @pytest.fixture
@@ -38,6 +40,10 @@ def environments(monkeypatch: pytest.MonkeyPatch) -> type:
             return torch.full((8,), float(self.num_steps)), self.num_steps % 5 == 0
 
     return Walk
+
+
+SEEN = torch.ones(8)
+"""What an environment shows."""
 
 
 def policy() -> nn.Sequential:
@@ -203,3 +209,43 @@ def test_more_actions_in_some_steps_are_rollout_and_no_evaluation(environments: 
     assert "evaluation" not in steps.phases
     assert steps.phases["rollout"] > 0
     assert steps.whole_s > steps.step_s
+
+
+def test_sampled_lines_of_steps_that_grow_add_up_to_the_step_of_the_report(environments: type) -> None:
+    """Episodes last longer and longer: the mean of all steps is not the median step."""
+    net, walk = policy(), environments()
+
+    def loop() -> None:
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        state = walk.reset()
+        for number in range(100):
+            for _ in range(4 if number < 70 else 300):
+                state, _ = walk.step(state)
+            optimizer.zero_grad()
+            net(state).square().mean().backward()
+            optimizer.step()
+
+    evidence = observe(loop)
+
+    sampled_s = sum(r.seconds for r in evidence.lines if r.process == "main")
+    assert 0 < sampled_s <= 1.26 * evidence.steps.whole_s
+
+
+def test_lines_that_step_an_environment_are_known_without_a_sample(environments: type) -> None:
+    """Samples of steps that nobody watched are filed by what is known of their lines."""
+
+    class Silent(environments):  # type: ignore[misc]
+        """Steps without an operator of torch's."""
+
+        def step(self, action: Tensor) -> tuple[Tensor, bool]:
+            return SEEN, False
+
+    capture = Capture(command=("test",), cwd=".", schedule=FAST, machine=None, propose=lambda _: ())
+    capture.start()
+    try:
+        on_policy(Silent, iterations=20, updates=1)
+        phases = capture.observation.deep.phases_of_lines()
+    finally:
+        capture.finish(exit="finished", exit_code=0)
+
+    assert [seconds for seconds in phases.values() if "environment" in seconds]

@@ -67,6 +67,8 @@ class EnvironmentSteps(Collector):
             if watch._is_inside or not calls.is_active or get_ident() != thread or calls.is_fetching:
                 return original(*args, **kwargs)
             watch._is_inside = True
+            if watch._observation.mode is Mode.DEEP:
+                watch._observation.deep.environment_sites.add(watch._observation.sites.of_frame(sys._getframe(1)))
             listener.on_environment_start()
             try:
                 return original(*args, **kwargs)

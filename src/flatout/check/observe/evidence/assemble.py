@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 
@@ -21,9 +21,13 @@ from flatout.core.records.evidence import (
     Padding,
     Phase,
     RepeatedModule,
+    Steps,
     UnusedGradient,
 )
 from flatout.core.tensors.nests import tensors_in
+
+_MUCH_MORE: Final = 1.25
+"""Times the step: sampled lines that add up to more are of steps that are longer than the median."""
 
 
 def constant_lines_of(observation: ObservationState, table: OperatorTable) -> tuple[Constant, ...]:
@@ -59,28 +63,33 @@ def callers_of(observation: ObservationState) -> dict[int, tuple[int, ...]]:
     return {site: call_stack for site, call_stack in known.items() if site >= 0 and call_stack}
 
 
-def sampled_lines_of(
-    observation: ObservationState, table: OperatorTable, step_s: float, *, has_evaluation: bool
-) -> tuple[LineTime, ...]:
-    """Sampled lines in seconds of a step, and the lines of worker processes."""
+def sampled_lines_of(observation: ObservationState, table: OperatorTable, steps: Steps) -> tuple[LineTime, ...]:
+    """Sampled lines in seconds of a step, and the lines of worker processes.
+
+    The samples are of all steps. Where a few are much longer than the median (episodes of a game that last longer and longer),
+    they are scaled to the step that the report is of.
+    """
+    step_s = steps.step_s
     num_steps = max(1, observation.num_sampled)
     # Steps may grow after they were recorded.
     growth = max(1.0, step_s / table.nearby_step_s) if table.nearby_step_s else 1.0
     # Where no step stands out by an evaluation pass, what runs without gradients is part of every step.
-    renamed = {} if has_evaluation else {"evaluation": "no_grad"}
+    renamed = {} if steps.evaluation_s > 0 else {"evaluation": "no_grad"}
     merged: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for spot, seconds, samples in observation.sampler.by_phase(observation.deep.phases_of_lines()):
         row = merged[renamed.get(spot.phase, spot.phase), spot.site]
         row[0] += seconds / num_steps
         row[1] += samples
         row[2] += seconds / num_steps if spot.is_own else 0.0
+    sampled_s = sum(seconds for seconds, _, _ in merged.values())
+    scale = steps.whole_s / sampled_s if sampled_s > _MUCH_MORE * steps.whole_s > 0 else 1.0
     rows = [
         LineTime(
             source=site,
             phase=cast(Phase, phase),
-            seconds=seconds,
+            seconds=scale * seconds,
             num_samples=round(num_samples),
-            in_python_s=max(0.0, own_s - growth * table.in_torch_s.get(site, 0.0)),
+            in_python_s=max(0.0, scale * own_s - growth * table.in_torch_s.get(site, 0.0)),
         )
         for (phase, site), (seconds, num_samples, own_s) in merged.items()
     ]

@@ -44,6 +44,7 @@ class DeepLooks:
         self.examples: dict[OperatorKey, Example] = {}
         self.callers: dict[int, tuple[int, ...]] = {}
         self.backward_sites: set[int] = set()
+        self.environment_sites: set[int] = set()
         self.outside_float64: set[int] = set()
         self.padded: dict[str, PaddedTensor] = {}
         self.padding_signs: tuple[str, ...] = ()
@@ -100,7 +101,10 @@ class DeepLooks:
             self.recorder = None
 
     def phases_of_lines(self) -> dict[tuple[str, int], dict[str, float]]:
-        """Seconds of operators by phase, for each line of the deep steps; a line that calls backward is in that phase."""
+        """Seconds of operators by phase, for each line of the deep steps.
+
+        A line that calls backward, or steps an environment, is in that phase.
+        """
         phases: dict[tuple[str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for step in self.steps:
             for call in step.calls:
@@ -108,6 +112,8 @@ class DeepLooks:
                     phases[self._sites.line_of(call.key.site)][call.key.phase] += call.op_s
         for site in self.backward_sites:
             phases[self._sites.line_of(site)] = {"backward": 1.0}
+        for site in self.environment_sites:
+            phases[self._sites.line_of(site)].setdefault("environment", 1.0)
         return phases
 
     def _watch_graphs(self, recorder: OperatorRecorder) -> None:
