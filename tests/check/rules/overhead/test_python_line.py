@@ -5,6 +5,7 @@ from tests.evidence_builder import EvidenceBuilder, only_finding
 
 from flatout.check.diagnosis import diagnose
 from flatout.check.rules.overhead.python_line import RULE
+from flatout.core.records.workload import LibraryFrame
 
 
 def busy(*, seconds: float = 0.03, num_samples: int = 60, op_s: float = 0.002, phase: str = "other") -> EvidenceBuilder:
@@ -128,3 +129,13 @@ def test_the_call_of_a_model_whose_operators_are_on_lines_of_its_own_is_left_alo
     run.operator("aten.addmm", run.line("model.py", 52), op_s=0.01)
     run.sampled(line, 0.03, num_samples=60, phase="other")
     assert bool(list(RULE.check(run.build()))) == is_named
+
+
+@pytest.mark.parametrize("text", ["loss.backward()", "state, reward = env.step(action)"])
+@pytest.mark.parametrize("is_below", [False, True], ids=["own line", "a package's line"])
+def test_what_steps_or_goes_backward_is_no_python_to_move(text: str, is_below: bool) -> None:
+    run = EvidenceBuilder()
+    via = (LibraryFrame(file="stable_baselines3/a2c/a2c.py", line=175, text=text),) if is_below else ()
+    line = run.line("train.py", 33, "model.learn(steps)" if is_below else text, via=via)
+    run.sampled(line, 0.03, num_samples=60, phase="other")
+    assert not list(RULE.check(run.build()))

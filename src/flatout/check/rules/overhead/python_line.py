@@ -23,6 +23,8 @@ from flatout.machine.cost.lines import Line, line_finder, source_of_line
 
 _FEWEST_SAMPLES = 8
 _PHASES = ("forward", "other")
+_STEPS: Final = re.compile(r"\.(backward|step)\(")
+"""The backward, an optimizer, an environment: late samples of them, and what nobody moves out of the loop."""
 _CALLED: Final = re.compile(r"([A-Za-z_][\w.]*|\.\w+)\s*\(")
 """What the text of a line calls: 'self.fc3', 'torch.sum', '.relu'."""
 _TORCH: Final = ("torch", "F", "nn")
@@ -74,6 +76,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         python_s = total_s - in_operators[line]
         if line is None or line in skipped or num < _FEWEST_SAMPLES or python_s <= 0.5 * total_s:
             continue
+        if _STEPS.search(_innermost_text(evidence, sampled)):
+            continue
         if not line.library and _only_runs_torch(evidence, line, sampled):
             continue
         package = "" if line.library else _library(evidence, sampled)
@@ -90,6 +94,12 @@ def check(evidence: Evidence) -> Iterator[Finding]:
                 if line_of(o.source) == line and o.phase not in ("backward", "optimizer")
             ),
         )
+
+
+def _innermost_text(evidence: Evidence, sampled: list[LineTime]) -> str:
+    """The text of the line that ran: the user's, or a package's below it."""
+    source = evidence.sources[sampled[0].source]
+    return source.via[-1].text if source.via else source.text
 
 
 def _edit(package: str) -> str:
