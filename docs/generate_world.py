@@ -21,8 +21,8 @@ _FINDINGS = 2
 _NONE = "-"
 
 
-def page(result: dict[str, Any], source: str) -> str:
-    """The page of one result that `bench/world/run.py --out` wrote."""
+def page(result: dict[str, Any], source: str, *, on_device: dict[str, Any], device_source: str) -> str:
+    """The page of two results that `bench/world/run.py --out` wrote: on a CPU, and on a GPU."""
     machine, scripts = result["machine"], result["scripts"]
     lines = [
         "# Other people's scripts",
@@ -52,13 +52,32 @@ def page(result: dict[str, Any], source: str) -> str:
         "|---|---|---|---|---|",
         *_cures(scripts),
         "",
+        *_device(on_device, device_source),
+        "",
         "## Repositories",
         "",
         "| repository | commit | licence | scripts |",
         "|---|---|---|---|",
-        *_repositories(scripts),
+        *_repositories([*scripts, *on_device["scripts"]]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _device(result: dict[str, Any], source: str) -> Iterator[str]:
+    machine = result["machine"]
+    yield f"## On one {machine['device_name']}"
+    yield ""
+    laws = result["summary"]["scripts with a law broken"]
+    yield f"torch {machine['torch_version']}, {result['date']}, `{source}`: scripts with a law broken {laws}, steps right on"
+    yield f"{result['summary']['steps right']}, of the cures of 1.15x and more {result['summary']['of these named']} named."
+    yield ""
+    yield "| script | step by the timer | by check | unexplained | what check names first |"
+    yield "|---|---|---|---|---|"
+    yield from (_row(script) for script in result["scripts"])
+    yield ""
+    yield "| script | cure | measured | named | predicted |"
+    yield "|---|---|---|---|---|"
+    yield from _cures(result["scripts"])
 
 
 def _row(script: dict[str, Any]) -> str:
@@ -106,9 +125,12 @@ def _time(seconds: float | None) -> str:
 
 def main() -> int:
     """The exit status: 1 where --check finds the page out of date."""
-    newest = max(RESULTS.glob("*/world.json"), key=lambda path: path.parent.name)
-    source = str(newest.relative_to(RESULTS.parents[1]))
-    wanted = {"index.md": page(json.loads(newest.read_text(encoding="utf-8")), source)}
+    results = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*/world.json"))}
+    is_device = {path: r["machine"]["device_name"].startswith("NVIDIA") for path, r in results.items()}
+    newest, device = ([path for path in results if is_device[path] == kind][-1] for kind in (False, True))
+    sources = [str(path.relative_to(RESULTS.parents[1])) for path in (newest, device)]
+    text = page(results[newest], sources[0], on_device=results[device], device_source=sources[1])
+    wanted = {"index.md": text}
     return written(FOLDER, wanted, description="Write docs/world/index.md from the newest results of bench/world.")
 
 
