@@ -43,3 +43,9 @@ def test_checks_take_no_longer_than_the_phase_they_are_in() -> None:
     run = EvidenceBuilder(forward=0.003, backward=0.09)
     run.use("Distribution.__init__", run.line("ppo.py", 20), 0.004, calls=10, detail="checked", phase="forward")
     assert only_finding(RULE, run.build()).cost_s == pytest.approx(0.003)
+
+
+def test_a_policy_that_acts_in_evaluation_mode_is_checked_in_the_phase_without_gradients() -> None:
+    run = EvidenceBuilder(evaluation=0.0001, no_grad=0.02)
+    run.use("Distribution.__init__", run.line("a2c.py", 201), 0.004, calls=6, detail="checked", phase="evaluation")
+    assert only_finding(RULE, run.build()).cost_s == pytest.approx(0.004)

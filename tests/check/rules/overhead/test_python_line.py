@@ -132,10 +132,12 @@ def test_the_call_of_a_model_whose_operators_are_on_lines_of_its_own_is_left_alo
 
 
 @pytest.mark.parametrize("text", ["loss.backward()", "state, reward = env.step(action)"])
-@pytest.mark.parametrize("is_below", [False, True], ids=["own line", "a package's line"])
-def test_what_steps_or_goes_backward_is_no_python_to_move(text: str, is_below: bool) -> None:
+@pytest.mark.parametrize(
+    ("own", "below"), [("{}", ""), ("model.learn(steps)", "{}"), ("{}", "observe()")], ids=["own", "below", "above"]
+)
+def test_what_steps_or_goes_backward_is_no_python_to_move(text: str, own: str, below: str) -> None:
     run = EvidenceBuilder()
-    via = (LibraryFrame(file="stable_baselines3/a2c/a2c.py", line=175, text=text),) if is_below else ()
-    line = run.line("train.py", 33, "model.learn(steps)" if is_below else text, via=via)
+    via = (LibraryFrame(file="gymnasium/core.py", line=175, text=below.format(text)),) if below else ()
+    line = run.line("train.py", 33, own.format(text), via=via)
     run.sampled(line, 0.03, num_samples=60, phase="other")
     assert not list(RULE.check(run.build()))

@@ -59,7 +59,8 @@ def steps_of(observation: ObservationState, device_s: float | None) -> Steps:
     restart_s = sum(max(0.0, s.duration_s - middle) for s in late) / num_timed
     acting_s = evaluation_s if _acts_in_extra(observation, extra) else 0.0
     evaluation_s -= acting_s
-    between = {"evaluation": evaluation_s, "rollout": acting_s, "data": restart_s, COMPILE: compile_s, "other": rare_s}
+    acting = "rollout" if any("rollout" in s.phases for s in ordinary) else "no_grad"
+    between = {"evaluation": evaluation_s, acting: acting_s, "data": restart_s, COMPILE: compile_s, "other": rare_s}
     phases = _with(_phases(ordinary, middle), between)
     return Steps(
         kind=kind,

@@ -54,7 +54,11 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 def _lawful_s(evidence: Evidence, phase: str, uses: list[CallUse]) -> float:
     """Seconds of these uses, no more than the phase has that they are in."""
     seconds = sum(u.seconds for u in uses)
-    return min(seconds, evidence.steps.phases.get(phase, seconds))
+    phases = evidence.steps.phases
+    # What runs in evaluation mode in each step (a policy that acts) is no evaluation, and is part of the phase "no_grad".
+    names = ("evaluation", "no_grad") if phase == "evaluation" else (phase,)
+    limits = [phases[name] for name in names if name in phases]
+    return min(seconds, sum(limits)) if limits else seconds
 
 
 def _operators(evidence: Evidence, uses: list[CallUse]) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         python_s = total_s - in_operators[line]
         if line is None or line in skipped or num < _FEWEST_SAMPLES or python_s <= 0.5 * total_s:
             continue
-        if _STEPS.search(_innermost_text(evidence, sampled)):
+        if any(_STEPS.search(text) for text in _texts(evidence, sampled)):
             continue
         if not line.library and _only_runs_torch(evidence, line, sampled):
             continue
@@ -96,10 +96,10 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _innermost_text(evidence: Evidence, sampled: list[LineTime]) -> str:
-    """The text of the line that ran: the user's, or a package's below it."""
+def _texts(evidence: Evidence, sampled: list[LineTime]) -> tuple[str, ...]:
+    """The user's line, and the innermost one of a package that ran below it."""
     source = evidence.sources[sampled[0].source]
-    return source.via[-1].text if source.via else source.text
+    return (source.text, *(frame.text for frame in source.via[-1:]))
 
 
 def _edit(package: str) -> str:
