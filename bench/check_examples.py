@@ -53,6 +53,8 @@ def main() -> int:
     parser.add_argument("--pool", nargs="*", type=Path, default=[], help="runs whose measured gains count too")
     options = parser.parse_args()
     manifest, folder = tomllib.loads(options.manifest.read_text()), options.manifest.resolve().parent
+    if options.again is not None and options.reports is None:
+        parser.error("--again judges saved reports: name their folder with --reports")
     if options.again is not None:
         return judge_again(options, manifest["example"], folder)
     chosen = [e for e in manifest["example"] if not options.only or e["name"] in options.only]
@@ -93,7 +95,9 @@ def judged(example: dict[str, Any], folder: Path, report: dict[str, Any], ratios
         "named": finding["rule"] if finding else None,
         "cause_first": bool(finding and finding["rule"] in accepted),
         "line": finding["line"] if finding else None,
-        "line_exact": bool(finding and Path(finding["file"]).name == place.name and finding["line"] in lines),
+        "line_exact": bool(
+            finding and Path(finding["file"]).parts[-2:] == place.parts[-2:] and finding["line"] in lines
+        ),
         "expected_lines": sorted(lines),
         "gain": finding["gain"] if finding else None,
         "predicted": predicted,
@@ -123,7 +127,7 @@ def gain_of(finding: dict[str, Any]) -> float:
 
 
 def judge_again(options: argparse.Namespace, examples: list[dict[str, Any]], folder: Path) -> int:
-    """Judge a run by the gains that several runs measured, and by today's rules where its reports are there.
+    """Judge a run by the gains that several runs measured, and its reports by today's rules.
 
     What twins gain scatters from run to run.
     """

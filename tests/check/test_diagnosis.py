@@ -521,8 +521,8 @@ def test_every_rule_is_either_named_or_has_found_nothing(rules: list[Rule]) -> N
 def test_evaluation_costs_no_more_than_its_batches_do_in_training() -> None:
     """Most of an evaluation of a few batches is the start of its loader's workers."""
     costs = []
-    for fetches in (0.0, 0.05, 1.0):
-        run = EvidenceBuilder(step_s=STEP_S, evaluation_s=0.05, evaluation=0.05, forward=0.06, other=0.0)
+    for fetches in (0.0, 0.05, 1.5):
+        run = EvidenceBuilder(step_s=STEP_S, evaluation_s=0.08, evaluation=0.08, forward=0.06, other=0.0)
         row = run.operator("aten.mm", run.line("model.py", 5), op_s=0.02, module="Net")
         run.loader(run.line("train.py", 9))
         if fetches:
@@ -531,7 +531,7 @@ def test_evaluation_costs_no_more_than_its_batches_do_in_training() -> None:
         [finding] = diagnose(run.build(), [rule("a.a", found(0.02, operators=[row]))]).findings
         costs.append(finding.cost_s)
     unknown, few, many = costs
-    assert many == pytest.approx(unknown) == pytest.approx(0.02 + 0.05 / 3)
+    assert many == pytest.approx(unknown) == pytest.approx(0.02 + 0.08 / 3)
     assert few == pytest.approx(0.02 + 0.06 * 0.05 / 3)
 
 

@@ -5,6 +5,7 @@ What takes memory and no time is told after what takes time; what would fill the
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
@@ -191,11 +192,12 @@ def _most_of_evaluation_s(evidence: Evidence, forward_s: float) -> float:
 
     The rest of evaluation is its loaders' workers, and what is done with the results.
     """
-    by_fetches = sorted(evidence.loaders, key=lambda u: -u.fetches)
-    others = [u for u in by_fetches[1:] if u.fetches > 0]
-    if not others:
-        return float("inf")
-    usual = max(1, by_fetches[0].batch_size)
+    loaders = [u for u in evidence.loaders if u.fetches > 0]
+    if len(loaders) < 2:
+        return math.inf
+    training = min(loaders, key=lambda u: abs(math.log(u.fetches)))  # a batch a step, or nearest to it
+    others = [u for u in loaders if u is not training]
+    usual = max(1, training.batch_size)
     return forward_s * sum(u.fetches * max(1.0, u.batch_size / usual) for u in others)
 
 

@@ -51,10 +51,11 @@ def test_a_matrix_that_goes_through_dropout_is_another_in_each_step(draws: bool,
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_dropping_among_the_numbers_that_are_there_is_what_the_edit_says() -> None:
-    """The edit for a matrix that goes through dropout, as it is printed: it runs, and without dropout equals the product."""
-    x, weight, p, training = torch.eye(6) * 3, torch.randn(6, 4, dtype=torch.float32), 0.5, False
-    places = x.nonzero().T
-    values = x[tuple(places)]
-    out = torch.sparse.mm(torch.sparse_coo_tensor(places, F.dropout(values, p, training), x.shape), weight)
-    torch.testing.assert_close(out, x @ weight)
+def test_dropping_among_the_numbers_that_are_there_runs_as_it_is_printed() -> None:
+    edit = only_finding(RULE, words(kind="aten.mm")).edit
+    names = {"x": torch.eye(6) * 3, "weight": torch.randn(6, 4), "p": 0.5, "training": False, "torch": torch, "F": F}
+    once = edit[edit.index("(places") + 1 : edit.index("); in a step")]
+    for statement in once.split(", values", 1)[0], "values" + once.split(", values", 1)[1]:
+        exec(statement, names)
+    out = eval(edit[edit.index("torch.sparse.mm") :], names)
+    torch.testing.assert_close(out, names["x"] @ names["weight"])

@@ -179,7 +179,7 @@ def _with_logits(evidence: Evidence) -> str:
 
 
 def _to_leave_out(evidence: Evidence) -> str:
-    """Where the model compares or sorts what it has just multiplied (distances): what rounding to 8 bits can decide otherwise."""
+    """A warning of the line that compares or sorts what was just multiplied (distances): 8 bits can decide otherwise."""
     trace = evidence.trace
     for call, row in enumerate(trace.operator):
         operator, where = evidence.operators[row], evidence.source_of(evidence.operators[row].source)

@@ -28,6 +28,7 @@ _FEWEST_SAMPLES = 8
 _IN_PYTHON = 0.5
 _MOST = 0.7
 _MOST_BESIDE = 0.5
+"""Of the time: with less on lines that call no model, the batch is made on the very line of the call."""
 _MOST_FORWARDS = 8
 """Calls of the model before one backward from which on what runs between them belongs to a solver or a recurrence."""
 _MAKES_TENSORS = frozenset(f"aten.{n}" for n in ("lift_fresh", "_to_copy", "copy_", "stack", "cat", "index"))

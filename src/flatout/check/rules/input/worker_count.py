@@ -58,7 +58,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _among_keywords(where: Source | None) -> str:
-    """Where this loader may get its number of workers from, if it is not written in its own line."""
+    """A hint for a line that unpacks its keyword arguments: a second number of workers there is an error."""
     return ", among the keyword arguments that this line unpacks" if where is not None and "**" in where.text else ""
 
 

@@ -71,7 +71,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _how_to_grow(evidence: Evidence) -> str:
-    """Where the samples of a step come from."""
+    """The change that brings more samples into a step, by where they come from."""
     if evidence.steps.phases.get("environment", 0.0) > 0:
         return "raise the batch size, or, where the environments hand out what is one batch, their number"
     return "raise the batch size"
