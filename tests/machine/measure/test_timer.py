@@ -95,6 +95,29 @@ def test_compare_alternates_the_order_of_rounds() -> None:
     assert world.order[2:10] == ["a", "b", "b", "a", "a", "b", "b", "a"]
 
 
+def test_settled_calls_are_timed_without_what_the_other_call_left_behind() -> None:
+    world = World()
+    last = ""
+
+    def after_itself(name: str, own_s: float) -> Callable[[], None]:
+        def run() -> None:
+            nonlocal last
+            world.now_s += own_s + (0.0 if last == name else 0.05)  # 50 ms to fault in what the other call gave back
+            last = name
+
+        return run
+
+    calls = {"now": after_itself("now", 0.1), "cured": after_itself("cured", 0.02)}
+    as_they_come = compare_times(calls, clock=world.clock())
+    settled = compare_times(calls, clock=world.clock(), is_settled=True)
+    hurried = compare_times(calls, clock=world.clock(), is_settled=True, max_time_s=0.6)
+
+    assert as_they_come["cured"].call_s.value > 0.02
+    assert settled["now"].call_s.value == pytest.approx(0.1)
+    assert settled["cured"].call_s.value == pytest.approx(0.02)
+    assert hurried["cured"].call_s.value > 0.02  # no time to call each once more
+
+
 def test_compare_finds_the_ratio_on_a_machine_that_slows_down() -> None:
     world = World()
     before, after = world.call("before", [0.02]), world.call("after", [0.01])

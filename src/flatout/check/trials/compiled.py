@@ -178,7 +178,11 @@ def _anew(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
 def _times(calls: dict[str, Callable[[], object]], scene: Scene, end: float) -> dict[str, float]:
     left_s = max(0.0, end - perf_counter())
     timings = compare_times(
-        calls, device=scene.device, min_time_s=min(_MIN_S, left_s / 4), max_time_s=min(_MAX_S, left_s / 2)
+        calls,
+        device=scene.device,
+        min_time_s=min(_MIN_S, left_s / 4),
+        max_time_s=min(_MAX_S, left_s / 2),
+        is_settled=scene.device == "cpu",
     )
     spread = max(t.spread or 0.0 for t in timings.values())
     return {name: t.call_s.value for name, t in timings.items()} | {"spread": spread}

@@ -31,6 +31,7 @@ def timed_trial(
         device=scene.device,
         min_time_s=min(min_s, scene.limit_s / 4),
         max_time_s=min(max_s, scene.limit_s),
+        is_settled=scene.device == "cpu",
     )
     return TrialResult(
         trial=trial,

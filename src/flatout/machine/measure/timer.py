@@ -20,6 +20,7 @@ from flatout.machine.measure.stats import Estimate, median_estimate, ratio_estim
 SHORT_CALL_S = 50e-6
 # A batch lasts ten times as long, and stays below CUDA's queue of about 1000 launches.
 BATCH_S = 500e-6
+_FEWEST_SETTLED = 3
 MAX_BATCH = 500
 # More samples do not narrow the interval enough to pay for keeping them.
 MAX_SAMPLES = 1000
@@ -138,12 +139,17 @@ def compare_times(
     min_time_s: float = 0.5,
     max_time_s: float = 10.0,
     warmup: int = 3,
+    is_settled: bool = False,
     clock: TimerClock | None = None,
 ) -> dict[str, Timing]:
     """Time several calls in rounds, each call once a round, in an order that turns every round.
 
     A machine that slows down or is shared slows all calls of a round alike; each `ratio` to the first call is taken
     within rounds. The limits are those of `time_call` for all calls together.
+
+    `is_settled`: each call runs once untimed before it is timed. On a CPU, what the other call did to the caches and to the
+    memory that malloc holds would be timed else: one that frees 100 MiB makes the next one fault its pages in anew. Calls so long
+    that there would be fewer than three rounds are timed as they come.
     """
     if not fns:
         raise UsageError("nothing to time; give at least one function")
@@ -154,6 +160,7 @@ def compare_times(
     warm = {name: _warm_up(fn, clock, warmup=warmup, limit_s=share_s / 4) for name, fn in fns.items()}
     calls = {name: _calls_per_sample(last_s) for name, (last_s, _) in warm.items()}
 
+    is_settled &= len(fns) > 1 and 2 * _FEWEST_SETTLED * sum(last_s for last_s, _ in warm.values()) <= max_time_s
     samples: dict[str, list[float]] = {name: [] for name in fns}
     warm_s = sum(used_s for _, used_s in warm.values())
     sampled_s = round_s = 0.0
@@ -164,6 +171,8 @@ def compare_times(
             break
         round_s = 0.0
         for name in names if num_rounds % 2 == 0 else reversed(names):
+            if is_settled:
+                round_s += clock.elapsed_s(fns[name], 1)
             elapsed_s = clock.elapsed_s(fns[name], calls[name])
             samples[name].append(elapsed_s / calls[name])
             round_s += elapsed_s

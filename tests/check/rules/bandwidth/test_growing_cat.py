@@ -57,6 +57,33 @@ def test_the_trial_prices_the_cat_and_its_backward() -> None:
     assert finding.saved_s[0] < 0.8 * 0.02 < finding.saved_s[1]
 
 
+def test_gradients_of_the_pieces_that_are_read_back_are_part_of_the_cost() -> None:
+    run = gathered(pieces=30, cat_s=0.02)
+    read = run.line("model.py", 21, "h = out[:, -1]", loops=(18,))
+    first = run.operator("aten.select", read, inputs=[(8, 30, 64)], output=(8, 64), op_s=1e-6)
+    run.call(first, len(run.calls) - 1)
+    run.operator("aten.select_backward", read, output=(8, 30, 64), op_s=0.008, phase="backward")
+    run.operator("aten.view", read, output=(8, 64), op_s=0.001, phase="backward")
+    run.tried(*proposed(RULE, run.build()), kept=0.2)
+
+    finding = only_finding(RULE, run.build())
+
+    assert finding.cost_s == pytest.approx(0.028)
+    assert finding.saved_s[0] < 0.8 * 0.02 + 0.008 < finding.saved_s[1]
+    assert "read the last piece from the list" in finding.edit
+
+
+def test_gradients_of_long_reads_stay_with_their_line() -> None:
+    run = gathered(pieces=30, cat_s=0.02)
+    read = run.line("model.py", 21, "window = out[:, -16:]", loops=(18,))
+    first = run.operator("aten.slice", read, inputs=[(8, 30, 64)], output=(8, 16, 64), op_s=1e-6)
+    run.call(first, len(run.calls) - 1)
+    run.operator("aten.slice_backward", read, output=(8, 30, 64), op_s=0.008, phase="backward")
+    run.tried(*proposed(RULE, run.build()), kept=0.2)
+
+    assert only_finding(RULE, run.build()).cost_s == pytest.approx(0.02)
+
+
 def test_nothing_is_said_before_the_trial_has_run() -> None:
     assert not list(RULE.check(gathered(pieces=30).build()))
 
