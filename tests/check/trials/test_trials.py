@@ -7,8 +7,10 @@ from typing import Literal
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flatout.check.observe.calls import RootModule
+from flatout.check.observe.steps.optimizers import OptimizerWatched
 from flatout.check.trials.context import Scene
 from flatout.check.trials.runner import run_trials
 from flatout.core.records.trial import (
@@ -20,6 +22,7 @@ from flatout.core.records.trial import (
     TimeMostlyZeros,
     TimeNormalisation,
     TimeOneHot,
+    TimeOptimizer,
     TimeRecurrence,
     Trial,
 )
@@ -122,3 +125,23 @@ def test_inputs_of_the_size_of_most_work_are_captured() -> None:
     for length in (1, 2, 3, *range(4, 200)):
         root.capture((torch.randn(1, length, 2),), {})
     assert 64 <= root.captured_length <= 160
+
+
+def test_an_optimizer_is_tried_on_the_parameters_that_it_steps() -> None:
+    moved, averaged = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+    optimizer = torch.optim.Adam([moved, averaged], lr=1e-3)
+    moved.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    num_stepped = []
+    handle = register_optimizer_step_post_hook(lambda o, *_: num_stepped.append(len(o.state)))
+
+    try:
+        result = run_trials(
+            [TimeOptimizer(optimizer=0)], scene()._replace(optimizers=[OptimizerWatched(optimizer, 0, 0)]), budget_s=5.0
+        )[0]
+    finally:
+        handle.remove()
+
+    assert not result.refused
+    assert set(num_stepped) == {1}

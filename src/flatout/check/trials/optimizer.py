@@ -57,17 +57,32 @@ def run(trial: TimeOptimizer, scene: Scene) -> TrialResult:
 def _clone(optimizer: Optimizer, options: dict[str, Any]) -> Optimizer:
     """The same optimizer over copies of its parameters and gradients, with a state of its own."""
     groups = []
+    stepped = _stepped(optimizer)
     for group in optimizer.param_groups:
         copies = []
         for parameter in group["params"]:
             replica = parameter.detach().clone().requires_grad_()
-            replica.grad = torch.randn_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+            if parameter.grad is not None:
+                replica.grad = parameter.grad.detach().clone()
+            elif id(parameter) in stepped:
+                replica.grad = torch.randn_like(parameter)
             copies.append(replica)
         rest = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "initial_lr")}
         known = {k: v for k, v in options.items() if k in group}
         groups.append({"params": copies, **rest, **known})
     defaults = {k: v for k, v in optimizer.defaults.items() if k in ("lr",)}
     return type(optimizer)(groups, **defaults)
+
+
+def _stepped(optimizer: Optimizer) -> set[int]:
+    """The parameters that a step moves, where gradients were cleared: those with a state, else all.
+
+    An optimizer may hold more (a frozen part, the averaged copy of a model): what has no gradient is passed over.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.grad is not None for p in parameters):
+        return set()
+    return {id(p) for p in parameters if optimizer.state.get(p)} or {id(p) for p in parameters}
 
 
 TRIAL: Final = TrialEntry(TimeOptimizer, run)

@@ -12,7 +12,14 @@ import msgspec
 from flatout.core.records.evidence import Evidence, LineTime, Loader
 from flatout.core.records.trial import TimeDataset, TimeModel, TrialResult
 from flatout.core.records.workload import Source
-from flatout.machine.cost.accounting import main_model, milliseconds, model_seconds, remaining_fraction, result_of
+from flatout.machine.cost.accounting import (
+    group_by,
+    main_model,
+    milliseconds,
+    model_seconds,
+    remaining_fraction,
+    result_of,
+)
 from flatout.machine.cost.module_cures import is_in_library
 
 Kind = Literal["rows", "random", "decoded", "other", "quick"]
@@ -255,8 +262,10 @@ def hottest(evidence: Evidence, rows: list[LineTime], total_s: float) -> Hot:
     frame = _innermost_of_most(evidence, mine)
     if frame is not None:
         inside = [row for row in mine if frame in _functions_below(evidence.sources[row.source])]
-        hot = max(inside, key=lambda row: row.seconds)
-        return Hot(_ended_at(evidence.sources[hot.source], frame), _seconds(inside) / total_s, (), frame[1])
+        # One line of it may lead to many functions below.
+        by_end = group_by(inside, lambda row: _ended_at(evidence.sources[row.source], frame))
+        hot = max(by_end, key=lambda source: _seconds(by_end[source]))
+        return Hot(hot, _seconds(inside) / total_s, (), frame[1])
     by_line: dict[tuple[str, int], float] = defaultdict(float)
     for row in mine:
         source = evidence.sources[row.source]

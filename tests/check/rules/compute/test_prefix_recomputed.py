@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.check.rules.compute.prefix_recomputed import RULE
@@ -33,6 +34,16 @@ def test_a_growing_input_is_tried_with_one_position() -> None:
     assert finding.where is not None
     assert finding.where.line == 12
     assert 0.05 < finding.saved_s[0] < finding.saved_s[1] <= 0.09
+
+
+def test_calls_whose_window_slid_gain_nothing() -> None:
+    whole, sliding = generation(), generation(prefix_calls=6, compared=8)
+    for run in (whole, sliding):
+        run.tried(*proposed(RULE, built(run)), kept=0.2, now_s=0.05)
+
+    slid = only_finding(RULE, built(sliding))
+
+    assert slid.cost_s == pytest.approx(0.75 * only_finding(RULE, built(whole)).cost_s)
 
 
 def test_inputs_that_are_new_each_time_are_left_alone() -> None:

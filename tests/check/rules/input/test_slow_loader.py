@@ -188,6 +188,26 @@ def test_the_innermost_library_function_with_most_of_the_time_is_shown_with_its_
     assert "67% of the time in the data pipeline is in to_tensor" in finding.because
 
 
+def test_the_hottest_line_of_it_counts_all_that_it_leads_to() -> None:
+    def line_of_to_tensor(line: int, *deeper: str) -> tuple[LibraryFrame, ...]:
+        frame = LibraryFrame(file="torchvision/functional.py", line=line, function="to_tensor", text="t")
+        rest = (LibraryFrame(file=f"PIL/{f}.py", line=3, function=f, text="t") for f in deeper)
+        return (MNIST, frame, *rest)
+
+    run = EvidenceBuilder(data=0.06)
+    run.loader(run.line("train.py", 16, "for x, y in loader:"), wait_s=0.06)
+    for via in (line_of_to_tensor(168, "open"), line_of_to_tensor(168, "read"), line_of_to_tensor(168, "close")):
+        run.sampled(run.line("train.py", 16, "for x, y in loader:", via=via), 0.012, num_samples=12, phase="data")
+    run.sampled(
+        run.line("train.py", 16, "for x, y in loader:", via=line_of_to_tensor(176)), 0.02, num_samples=20, phase="data"
+    )
+
+    finding = only_finding(RULE, run.build())
+
+    assert finding.where is not None
+    assert finding.where.via[-1].line == 168
+
+
 def test_a_library_function_with_little_of_the_time_does_not_stand_for_the_users_own() -> None:
     run = waiting(wait_s=0.06)
     run.sampled(run.line("data.py", 9, via=below("to_tensor")), 0.01, num_samples=10, phase="data")

@@ -108,3 +108,19 @@ def test_what_is_repeated_for_each_row_is_better_expanded(text: str, edit: str) 
     run = EvidenceBuilder()
     run.constant(run.line("model.py", 15, text), seconds=0.02)
     assert edit in only_finding(RULE, run.build()).edit
+
+
+def test_the_python_before_a_view_of_a_constant_is_the_loops() -> None:
+    run = EvidenceBuilder()
+    view = run.line("model.py", 9, "x = batch.transpose(0, 1)", function="forward")
+    made = run.line("model.py", 10, "h = torch.zeros(1, n, 5)", function="forward")
+    transpose = run.operator("aten.transpose", view, op_s=1e-6, python_s=0.02)
+    zeros = run.operator("aten.zeros", made, op_s=0.005)
+    run.constant(view, seconds=0.020001, operators=(transpose,))
+    run.constant(made, seconds=0.005, operators=(zeros,))
+
+    finding = only_finding(RULE, run.build())
+
+    assert finding.where is not None
+    assert finding.where.line == 10
+    assert finding.cost_s < 0.006

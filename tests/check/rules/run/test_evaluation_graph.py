@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.check.diagnosis import diagnose
@@ -38,6 +39,18 @@ def test_the_call_is_named() -> None:
     assert finding.where is not None
     assert (finding.where.line, finding.basis) == (50, "trial")
     assert finding.saved_s[0] < 0.4 * 0.03 < finding.saved_s[1]
+
+
+def test_memory_that_the_graph_takes_anew_in_the_script_goes_with_it() -> None:
+    run = evaluated(call_s=0.06)
+    run.tried(without_graph(1), kept=0.9, now_s=0.01)
+    without_faults = run.build()
+    run.pages(run.models[1].source, faults=12_000, kernel_s=0.04)
+
+    finding = only_finding(RULE, run.build())
+
+    assert not [f for f in RULE.check(without_faults) if f.saved_s[1] > 0.2 * 0.06]
+    assert finding.saved_s == pytest.approx((0.06 - 2 * 0.009, 0.06 - 0.009))
 
 
 def test_several_modules_at_one_place_are_one_finding_and_tried_as_they_hold_their_graphs() -> None:

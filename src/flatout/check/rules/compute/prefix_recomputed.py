@@ -37,7 +37,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         result = result_of(evidence, _trial(index, model)) if _grows(model) else None
         if result is None or result.cured_s is None:
             continue
-        cost_s = forward_seconds(evidence, model)
+        # Once the window slides, nothing of the call before can be kept.
+        cost_s = forward_seconds(evidence, model) * model.num_prefix_calls / model.num_compared_calls
         calls = cost_s / model.call_s if model.call_s else 0.0
         saved = [max(0.0, cost_s - calls * result.cured_s * factor) for factor in _CACHE_FACTOR]
         yield Finding(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PurePath
+from typing import Final
 
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Constant, Evidence, Operator
@@ -21,6 +22,23 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.workload import Source
 from flatout.machine.cost.accounting import around, group_by
 from flatout.machine.cost.lines import function_finder
+
+_VIEWS: Final = frozenset(
+    f"aten.{n}"
+    for n in (
+        "alias",
+        "detach",
+        "expand",
+        "permute",
+        "select",
+        "slice",
+        "squeeze",
+        "t",
+        "transpose",
+        "unsqueeze",
+        "view",
+    )
+)
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
@@ -57,10 +75,18 @@ def _edit(sources: list[Source]) -> str:
 
 
 def _mixed_lines(evidence: Evidence) -> set[int]:
-    """Lines that compute more than constants in the forward."""
+    """Lines whose Python is not the constants' own: they compute more in the forward, or only look at a tensor in another shape.
+
+    The Python before a view at the beginning of a forward is the loop's.
+    """
     constant = {row for c in evidence.constants for row in c.operators}
     rows = enumerate(evidence.operators)
-    return {o.source for i, o in rows if i not in constant and o.phase != "backward"}
+    computing = {o.source for i, o in rows if i not in constant and o.phase != "backward"}
+    only_views = (
+        c for c in evidence.constants if c.operators and {evidence.operators[i].op for i in c.operators} <= _VIEWS
+    )
+    views = {c.source for c in only_views}
+    return computing | views
 
 
 def _seconds(evidence: Evidence, constant: Constant, *, is_mixed: bool) -> float:
