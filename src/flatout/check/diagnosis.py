@@ -17,6 +17,7 @@ from flatout.check.gather import gathered, gathered_notes
 from flatout.check.laws import lawful_costs, lawful_floor, lawful_floors
 from flatout.check.libraries.table import with_settings
 from flatout.check.stakes import proposals
+from flatout.check.timed_step import in_timed_step
 from flatout.core import units
 from flatout.core.errors import HardwareError
 from flatout.core.records.evidence import Evidence, Operator
@@ -65,7 +66,7 @@ _LONG_ENOUGH: Final = 0.01
 
 def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
     """What costs a step its time, by these rules."""
-    rules = tuple(rules)
+    rules, evidence = tuple(rules), in_timed_step(evidence)
     whole_s = evidence.steps.whole_s
     titles = {r.id: r.title for r in rules}
     general = {r.id for r in rules if r.is_general}

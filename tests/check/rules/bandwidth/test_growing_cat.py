@@ -6,6 +6,7 @@ from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.check.diagnosis import diagnose
 from flatout.check.rules.bandwidth.growing_cat import RULE
+from flatout.check.timed_step import in_timed_step
 from flatout.core.records.trial import TimeGrowingCat
 
 
@@ -133,8 +134,8 @@ def test_recorded_steps_that_had_grown_already_are_brought_to_the_timed_one() ->
     late = msgspec.structs.replace(evidence.observing, nearby_step_s=2 * step_s)
     early = msgspec.structs.replace(evidence.observing, nearby_step_s=step_s / 2)
 
-    for observing, cost_s in ((late, 0.01), (early, 0.02)):
-        finding = only_finding(RULE, msgspec.structs.replace(evidence, observing=observing))
+    for observing, cost_s in ((late, 0.01), (early, 0.04)):
+        finding = only_finding(RULE, in_timed_step(msgspec.structs.replace(evidence, observing=observing)))
         assert finding.cost_s == pytest.approx(cost_s)
 
 

@@ -67,7 +67,7 @@ def _growing_over_steps(evidence: Evidence) -> Iterator[Finding]:
         if not is_once_a_step or len(firsts) < 2 or len(pieces) > 1 or not is_long:
             continue
         sampled_s = sum(r.seconds for r in evidence.lines if r.source == source and r.process == "main")
-        cost_s = max(operator_seconds(evidence, rows) * _of_the_timed_step(evidence), sampled_s)
+        cost_s = max(operator_seconds(evidence, rows), sampled_s)
         # The piece itself is copied all the same.
         saved_s = cost_s * (1 - evidence.operators[rows[0]].inputs[-1].num_elements / statistics.mean(firsts))
         yield Finding(
@@ -79,12 +79,6 @@ def _growing_over_steps(evidence: Evidence) -> Iterator[Finding]:
             edit="append to a list and torch.cat once at the end, or write into a tensor allocated for all steps",
             operators=tuple(rows),
         )
-
-
-def _of_the_timed_step(evidence: Evidence) -> float:
-    """The length of the timed step over that of the steps near the recorded ones, where those had grown already."""
-    nearby_s = evidence.observing.nearby_step_s
-    return min(1.0, evidence.steps.step_s / nearby_s) if nearby_s else 1.0
 
 
 def _growing(evidence: Evidence) -> Iterator[_Growing]:
