@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.evidence_builder import EvidenceBuilder
+from tests.evidence_builder import EvidenceBuilder, tensor
 
 from flatout.check.diagnosis import diagnose
 from flatout.check.rules.compute.accidental_float64 import RULE
@@ -16,7 +16,8 @@ def in_float64(*, step_s: float, nearby_s: float | None, op_s: float) -> Evidenc
     """A step whose products are float64, recorded where steps took `nearby_s`."""
     run = EvidenceBuilder(step_s=step_s, data=0.0)
     line = run.line("model.py", 3, "y = x @ w")
-    run.operator("aten.mm", line, inputs=[(64, 64), (64, 64)], output=(64, 64), op_s=op_s, dtype="float64")
+    wide = tensor(64, 64, dtype="float64")
+    run.operator("aten.mm", line, inputs=[wide, wide], output=wide, op_s=op_s)
     run.tried(*RULE.propose(run.build()), kept=0.3)
     evidence = run.build()
     return msgspec.structs.replace(

@@ -29,9 +29,7 @@ def in_timed_step(evidence: Evidence) -> Evidence:
 
 
 def _scaled(operator: Operator, factor: float) -> Operator:
-    return msgspec.structs.replace(
-        operator, op_s=factor * operator.op_s, python_s=factor * operator.python_s
-    )
+    return msgspec.structs.replace(operator, op_s=factor * operator.op_s, python_s=factor * operator.python_s)
 
 
 def _constant_scaled(constant: Constant, factor: float) -> Constant:

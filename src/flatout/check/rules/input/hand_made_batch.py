@@ -58,6 +58,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     if total_s - in_operators_s < _IN_PYTHON * total_s or _most_in_one_conversion(evidence, rows, total_s):
         return
     cost_s = _cost_s(evidence, total_s)
+    if cost_s < _WORTH_FRACTION * evidence.steps.step_s:
+        return
     hot = hottest(evidence, rows, total_s)
     yield Finding(
         where=hot.where,
