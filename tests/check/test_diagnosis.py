@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.evidence_builder import MACHINE, EvidenceBuilder
 
 from flatout.check.diagnosis import diagnose
+from flatout.check.rules.capacity.fresh_pages import RULE as FRESH_PAGES
 from flatout.check.stakes import proposed_trials
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding, Note, Rule
@@ -243,6 +244,17 @@ def test_cures_come_after_causes_and_are_not_merged() -> None:
         ("c.graph", (), True),
     ]
     assert diagnosis.explained_s == pytest.approx(0.06)
+
+
+def test_memory_taken_anew_is_a_finding_where_nothing_else_is_wrong() -> None:
+    run = EvidenceBuilder(step_s=0.1)
+    run.pages(run.line("model.py", 30, "return self.body(points)"), faults=4000, kernel_s=0.01)
+
+    diagnosis = diagnose(run.build(), [FRESH_PAGES])
+
+    assert [f.rule for f in diagnosis.findings] == ["capacity.fresh-pages"]
+    assert diagnosis.findings[0].gain[1] < 1.15
+    assert not diagnosis.notes
 
 
 def test_a_cure_of_time_that_others_claim_is_a_remark() -> None:

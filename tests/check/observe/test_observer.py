@@ -735,3 +735,24 @@ def test_an_error_of_ours_at_the_end_leaves_what_was_known_before(monkeypatch: p
 
     assert published[0].steps.num_timed > 0
     assert any("ZeroDivisionError" in note for note in published[0].notes)
+
+
+def test_a_sparse_product_counts_the_numbers_that_it_holds() -> None:
+    edges = torch.stack([torch.arange(40), (torch.arange(40) * 7 + 3) % 64])
+    graph = torch.sparse_coo_tensor(edges, torch.ones(40), (64, 64), check_invariants=True).coalesce()
+    net = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def loop() -> None:
+        for _ in range(20):
+            loss = (graph @ net(torch.randn(64, 8))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    products = [o for o in observe(loop).operators if o.op == "aten.mm" and o.inputs[0].shape == (64, 64)]
+
+    assert products
+    for product in products:
+        assert product.flop == 2 * 40 * 8
+        assert product.bytes < 64 * 64 * 4

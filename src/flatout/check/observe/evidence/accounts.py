@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from math import prod
 from typing import Final, NamedTuple, cast
 
 import msgspec
+import torch
 
 from flatout.check.observe.collector import CommunicationClock
 from flatout.check.observe.collectors.escapes import EscapingTensors
@@ -49,6 +51,7 @@ _USUAL_FRACTION: Final = 0.25
 _REGULAR_FRACTION: Final = 0.5
 """Where so many steps make the same number of training calls, more of them belong to something that few steps do."""
 _NEARBY: Final = 9
+_INDEX_BYTES: Final = torch.int64.itemsize
 _TRUSTED_SAMPLES: Final = 25
 """With so many samples on a line, the samples and the recorded times weigh the same (a sampling error of a fifth)."""
 
@@ -263,7 +266,10 @@ def _operator(row: OperatorRow, num_steps: int, bound: Bound, flop: int | None) 
         num_calls=row.num_calls / num_steps,
         op_s=row.op_s / num_steps,
         python_s=row.python_s / num_steps,
-        flop=flop or operator_flop(key.op, [m.shape for m in key.inputs], [m.shape for m in key.outputs]) or 0,
+        flop=round(
+            _density(key.inputs)
+            * (flop or operator_flop(key.op, [m.shape for m in key.inputs], [m.shape for m in key.outputs]) or 0)
+        ),
         bytes=0 if key.op in VIEWS else operator_traffic(key.op, *sizes),
         scalars=key.scalars,
         bound=bound,
@@ -275,4 +281,13 @@ def _spec(meta: TensorMeta) -> TensorSpec:
 
 
 def _num_bytes(meta: TensorMeta) -> int:
-    return prod(meta.shape) * meta.dtype.itemsize
+    """Bytes of the numbers that a tensor holds, with the indices of a sparse one."""
+    if meta.num_stored is None:
+        return prod(meta.shape) * meta.dtype.itemsize
+    return meta.num_stored * (meta.dtype.itemsize + len(meta.shape) * _INDEX_BYTES)
+
+
+def _density(inputs: Sequence[TensorMeta]) -> float:
+    """The share of a dense product's arithmetic that a sparse input leaves."""
+    shares = [m.num_stored / prod(m.shape) for m in inputs if m.num_stored is not None and prod(m.shape)]
+    return min(1.0, *shares) if shares else 1.0

@@ -7,6 +7,7 @@ value when the forward operator produced it.
 
 from __future__ import annotations
 
+import math
 import sys
 import zlib
 from abc import ABC, abstractmethod
@@ -68,6 +69,8 @@ class TensorMeta(NamedTuple):
     dtype: torch.dtype
     is_contiguous: bool
     device: str
+    num_stored: int | None = None
+    """Numbers that a sparse tensor holds; None of a dense one."""
 
 
 class OperatorKey(NamedTuple):
@@ -462,7 +465,17 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
 
 
 def _meta(tensor: Tensor) -> TensorMeta:
-    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.is_contiguous(), tensor.device.type)
+    if tensor.layout is torch.strided:
+        return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.is_contiguous(), tensor.device.type)
+    return TensorMeta(tuple(tensor.shape), tensor.dtype, False, tensor.device.type, _num_stored(tensor))
+
+
+def _num_stored(tensor: Tensor) -> int | None:
+    """Numbers in a sparse tensor, None where its layout does not tell."""
+    try:
+        return int(tensor._nnz()) * math.prod(tensor.shape[tensor.sparse_dim() :])
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return None
 
 
 def storage_of(tensor: Tensor) -> int:
