@@ -289,5 +289,9 @@ def _num_bytes(meta: TensorMeta) -> int:
 
 def _density(inputs: Sequence[TensorMeta]) -> float:
     """The share of a dense product's arithmetic that a sparse input leaves."""
-    shares = [m.num_stored / prod(m.shape) for m in inputs if m.num_stored is not None and prod(m.shape)]
-    return min(1.0, *shares) if shares else 1.0
+    least = 1.0
+    for meta in inputs:
+        num_elements = prod(meta.shape)
+        if meta.num_stored is not None and num_elements:
+            least = min(least, meta.num_stored / num_elements)
+    return least
