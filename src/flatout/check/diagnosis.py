@@ -84,8 +84,8 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
     # Code for a CPU in which nothing is wrong is as it should be; that it could compute somewhat faster is worth a remark.
     is_in_order = evidence.workload.device == "cpu" and not priced.causes
     # Memory that is taken anew in every step is a fault, not another way to compute.
-    other_ways = [f for f in priced.cures if f.regime != "capacity"]
-    remarkable = [f for f in other_ways if is_in_order and speed_up(whole_s, _middle(f)) < _WORTH_A_CHANGE]
+    compute_cures = [f for f in priced.cures if f.regime != "capacity"]
+    remarkable = [f for f in compute_cures if is_in_order and speed_up(whole_s, _middle(f)) < _WORTH_A_CHANGE]
     cures_on_top: list[AbsorbingFinding] = [(f, []) for f in priced.cures if f not in remarkable]
     timed = [
         _ranked(f, others, evidence, titles, is_cure=f.rule in cures)
