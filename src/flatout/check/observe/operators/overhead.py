@@ -21,8 +21,8 @@ _PER_HANDLER: Final = 2.0
 _UNWATCHED_STEP_S: Final = 20e-6
 """What an unwatched step pays for the hooks of optimizer and backward, the functions of torch that are watched, and its stamp.
 
-The upper end of what a step of 0.23 ms took longer in all: 7 to 20 us and 13 to 19 us in two measurements (SGD on one layer, a core of
-an EPYC of family 25).
+The upper end of what a step of 0.23 ms took longer in all: 7 to 20 us and 13 to 19 us in two measurements (SGD on one layer,
+a core of an EPYC of family 25).
 """
 _FEWEST_COMPARED: Final = 12
 
