@@ -76,9 +76,13 @@ def _remaining(evidence: Evidence, indices: list[int], result: TrialResult) -> t
 
 
 def _with_rest(evidence: Evidence, calls_s: float) -> float:
-    """The calls with what the evaluation does around them, where they are most of it: that builds a graph too."""
+    """The evaluation with what it does around the calls, where they are most of it: that builds a graph too.
+
+    Calls are timed in passes of their own, the evaluation in the step that the report is of: where both are one, that counts.
+    """
     evaluation_s = evidence.steps.phases.get("evaluation", 0.0)
-    return max(calls_s, evaluation_s) if calls_s >= _MOST_OF_EVALUATION * evaluation_s else calls_s
+    is_one = _MOST_OF_EVALUATION * evaluation_s <= calls_s <= evaluation_s / _MOST_OF_EVALUATION
+    return evaluation_s if is_one else calls_s
 
 
 def _by_place(evidence: Evidence) -> dict[int, list[int]]:
