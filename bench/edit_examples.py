@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from flatout.app.session import environment_of, precision_of_plan, read_plan
+from flatout.app.plans import environment_of, precision_of_plan, read_plan
 from flatout.core.errors import FlatoutError
 from flatout.core.records.plan import to_toml
 from flatout.core.records.record import write_whole_file

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from flatout.app.session import environment_of, read_plan
+from flatout.app.plans import environment_of, read_plan
 from flatout.core.records.record import to_json
 from flatout.machine.measure.stats import median_estimate, ratio_estimate
 from flatout.tune.apply import circumstances

@@ -47,7 +47,7 @@ class World:
     def is_right(self, levers: Sequence[PlannedLever]) -> bool:
         return not self.wrong & {p.id for p in levers}
 
-    def has_time(self, *, is_final: bool) -> bool:
+    def has_time(self, *, is_final: bool, effort: float = 1.0) -> bool:
         return is_final or self.num_compared < self.most
 
     def peak_bytes(self, levers: Sequence[PlannedLever]) -> int:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flatout.app.session import apply as apply
+    from flatout.app.plans import apply as apply
     from flatout.app.session import check as check
     from flatout.app.shrink_model import shrink as shrink
     from flatout.blocks.data.batches import Batches as Batches
@@ -83,7 +83,7 @@ _HOMES = {
     "Threads": "flatout.blocks.data.prefetch:Threads",
     "UsageError": "flatout.core.errors:UsageError",
     "World": "flatout.blocks.parallel.world:World",
-    "apply": "flatout.app.session:apply",
+    "apply": "flatout.app.plans:apply",
     "attention": "flatout.blocks.kernels.attention.api:attention",
     "check": "flatout.app.session:check",
     "check_layout": "flatout.blocks.parallel.agreement:check_layout",

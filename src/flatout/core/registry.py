@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -43,11 +44,16 @@ def levers() -> tuple[Lever, ...]:
 
 
 def lever_of(id: str) -> Lever:
-    """The lever of this id.
+    """The lever of this id; of flatout's own, no other is imported for that.
 
     Raises:
         PlanError: There is none.
     """
+    module = f"flatout.tune.levers.{id.replace('-', '_')}"
+    if re.fullmatch(r"[a-z_]+\.[a-z0-9_-]+", id) and all(find_spec(m) for m in (module.rpartition(".")[0], module)):
+        own: Lever | None = getattr(importlib.import_module(module), "LEVER", None)
+        if own is not None:
+            return own
     known = {lever.id: lever for lever in levers()}
     if id not in known:
         raise PlanError(f"there is no lever '{id}'; `flatout levers` lists those there are")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,10 +19,17 @@ from flatout.tune.script_hooks import ScriptHooks
 
 
 @contextmanager
-def applied(plan: Plan, *, root: str = "", look_at: Callable[[nn.Module], None] | None = None) -> Iterator[ScriptHooks]:
+def applied(
+    plan: Plan,
+    *,
+    root: str = "",
+    look_at: Callable[[nn.Module], None] | None = None,
+    texts: Mapping[str, str] | None = None,
+) -> Iterator[ScriptHooks]:
     """Register all levers of the plan with the hooks of what runs inside; at the end undo them, last first.
 
-    `root` is the script's folder; `look_at` is called with each root module at its first call, before any lever.
+    `root` is the script's folder; `look_at` is called with each root module at its first call, before any lever. `texts` take the
+    place of those of files, by path.
     A lever without an `apply` is its edit, made to the text when it is compiled. Raises PlanError
     when a lever is not known, or one of its parameters is missing or wrong.
     """
@@ -36,11 +44,18 @@ def applied(plan: Plan, *, root: str = "", look_at: Callable[[nn.Module], None] 
             pull(lever.id, hooks, planned.parameters, lever.edit)
         else:
             raise PlanError(f"lever '{lever.id}' has neither an `apply` nor an `edit`; take it out of the plan")
+    for file, text in (texts or {}).items():
+        hooks.at_source(file, partial(_text_of, text))
     try:
         hooks.install()
         yield hooks
     finally:
         hooks.remove()
+
+
+def _text_of(text: str, before: str) -> str:
+    """The text that takes the place of the one before."""
+    return text
 
 
 def circumstances(*, world_size: int = 1) -> Circumstances:

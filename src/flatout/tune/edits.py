@@ -5,16 +5,21 @@ plan.
 from __future__ import annotations
 
 import io
+import shlex
 import tokenize
+from collections.abc import Sequence
 from difflib import unified_diff
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from flatout.core.errors import EditError, PlanError, RecordError
 from flatout.core.records.lever import Lever, PlannedLever
 from flatout.core.records.plan import Plan
 from flatout.core.records.record import write_whole_file
 from flatout.core.registry import lever_of
+
+if TYPE_CHECKING:
+    from flatout.tune.verify.side_process import Request
 
 _NO_NEWLINE: Final = "\\ No newline at end of file\n"
 """What `diff` writes and `patch` reads after a last line that has no end."""
@@ -38,13 +43,15 @@ class ChangedFile(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """Changes that a plan makes in the text of a script, and what remains to be done by the plan."""
+    """Changes that a plan makes in the text of a script and in how it is started, and what remains to be done by the plan."""
 
     plan: Plan
     files: tuple[ChangedFile, ...]
     stayed: tuple[Stayed, ...]
     is_outdated: bool
     """Whether a lever did not find its place: the plan was made for another text."""
+    environment: dict[str, str]
+    """Variables to start the script with: what allocators read when a process begins is no matter of the text."""
 
     @property
     def rest(self) -> Plan:
@@ -55,6 +62,20 @@ class Edits(NamedTuple):
     def diff(self) -> str:
         """The unified diff of all files, for `patch -p1` in the script's folder."""
         return "".join(_diff(file) for file in self.files)
+
+    def command(self, script: Path, arguments: Sequence[str]) -> str:
+        """How to start the script with its variables; '' where it takes none."""
+        if not self.environment:
+            return ""
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        return f"{variables} python {shlex.join([str(script), *arguments])}"
+
+    def request(self, script: Path, arguments: Sequence[str]) -> Request:
+        """A run of the script with the changed texts, which leaves the files as they are."""
+        from flatout.tune.verify.side_process import Request as Wanted
+
+        texts = {str(file.path.resolve()): file.after for file in self.files}
+        return Wanted(target=str(script), arguments=tuple(arguments), texts=texts, environment=self.environment)
 
     def write(self, folder: Path | None = None) -> tuple[Path, ...]:
         """Write the changed files in place, or under `folder`, each whole or not at all; returns their paths.
@@ -89,9 +110,13 @@ def edits(plan: Plan, script: Path) -> Edits:
     """
     texts = _Texts(script)
     stayed: list[Stayed] = []
+    environment: dict[str, str] = {}
     is_outdated = False
     for planned in sorted(plan.lever, key=lambda p: lever_of(p.id).apply is not None):
         lever = lever_of(planned.id)
+        if lever.environment is not None:
+            environment |= lever.environment(planned.parameters)
+            continue
         try:
             texts.change(lever, planned)
         except EditError as e:
@@ -99,7 +124,7 @@ def edits(plan: Plan, script: Path) -> Edits:
             is_outdated |= lever.apply is None
     order = {id(planned): index for index, planned in enumerate(plan.lever)}
     stayed.sort(key=lambda s: order[id(s.planned)])
-    return Edits(plan, texts.changed(), tuple(stayed), is_outdated)
+    return Edits(plan, texts.changed(), tuple(stayed), is_outdated, environment)
 
 
 class _Texts:

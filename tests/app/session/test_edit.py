@@ -7,11 +7,13 @@ import subprocess
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.command_line import Ended, flatout
 
 from flatout.core.records.lever import PlannedLever
 from flatout.core.records.plan import Plan, from_toml, to_toml
+from flatout.core.registry import lever_of
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 def edit(folder: Path, *arguments: str, levers: tuple[PlannedLever, ...]) -> Ended:
     (folder / "plan.toml").write_bytes(to_toml(Plan(script="train.py", lever=levers)))
-    return flatout("edit", "--plan", "plan.toml", "train.py", *arguments, folder=folder)
+    return flatout("edit", "--no-verify", "--plan", "plan.toml", "train.py", *arguments, folder=folder)
 
 
 def test_the_diff_alone_is_printed_and_nothing_is_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,3 +80,64 @@ def test_copies_go_where_they_are_wanted(folder: Path) -> None:
     assert "fused=True" in (folder / "edited" / "train.py").read_text()
     assert "fused=True" not in (folder / "train.py").read_text()
     assert edit(folder, "--into", "edited", "--write", levers=(FUSED,)).code == 2
+
+
+TRAINING = """
+    import torch
+    from torch import nn
+
+    torch.autograd.set_detect_anomaly(True)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    x = torch.randn(32, 8)
+    for step in range(400):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+"""
+KEPT = PlannedLever(id="memory.allocator-settings", guarantee="exact", parameters={"kept_bytes": 1 << 30})
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAINING))
+    (tmp_path / "plan.toml").write_bytes(to_toml(Plan(script="train.py", lever=(DEBUG_OFF,))))
+    return tmp_path
+
+
+def verified_edit(folder: Path, *arguments: str) -> Ended:
+    return flatout("edit", "--plan", "plan.toml", "train.py", *arguments, folder=folder)
+
+
+def test_the_text_runs_beside_the_script_before_it_is_printed(training: Path) -> None:
+    done = verified_edit(training)
+    assert done.code == 0, done.err
+    assert done.out.startswith("--- a/train.py") and "verified: " in done.err
+
+
+def test_a_text_that_does_something_else_is_not_printed(training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slower_rate(text: str, parameters: object) -> str:
+        return text.replace("lr=0.01", "lr=0.02")
+
+    wrong = msgspec.structs.replace(lever_of(DEBUG_OFF.id), edit=slower_rate)
+    monkeypatch.setattr("flatout.tune.edits.lever_of", lambda id: wrong)
+    done = verified_edit(training, "--write")
+    assert (done.code, done.out) == (1, "")
+    assert "does something else than the script" in done.err and "step 1" in done.err
+    assert "lr=0.01" in (training / "train.py").read_text()
+
+
+def test_what_could_not_be_verified_says_so_first(folder: Path) -> None:
+    """The script takes no step that could be compared."""
+    (folder / "plan.toml").write_bytes(to_toml(Plan(script="train.py", lever=(DEBUG_OFF,))))
+    done = verified_edit(folder)
+    assert done.code == 3
+    assert done.out.startswith("# NOT VERIFIED: ") and "--- a/train.py" in done.out
+
+
+def test_a_setting_of_the_environment_is_a_command_line(folder: Path) -> None:
+    done = edit(folder, "--", "--lr", "3", levers=(DEBUG_OFF, KEPT))
+    assert done.code == 0
+    assert "mallopt" not in done.out
+    assert f"MALLOC_TRIM_THRESHOLD_={1 << 30} python train.py --lr 3" in done.err

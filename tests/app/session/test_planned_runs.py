@@ -16,7 +16,7 @@ from tests.command_line import flatout
 
 from flatout.app.cli.children import planned_run as planned
 from flatout.core.records.lever import PlannedLever
-from flatout.core.records.plan import Circumstances, Plan, to_toml
+from flatout.core.records.plan import Circumstances, Plan, digest_of_text, to_toml
 from flatout.tune.apply import circumstances
 
 pytestmark = pytest.mark.slow
@@ -122,6 +122,34 @@ def test_a_plan_that_does_not_fit_is_refused_in_one_line(
     assert (done.code, done.out) == (2, "")
     assert why in done.err
     assert "Traceback" not in done.err
+
+
+def test_a_plan_for_another_script_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(script="vae.py", script_digest=digest_of_text(b"import vae"), lever=(DEBUG_OFF,))
+    (folder / "plan.toml").write_bytes(to_toml(plan))
+    monkeypatch.setattr("os.execve", go_on_here)
+    done = flatout("run", "--plan", "plan.toml", "train.py", folder=folder)
+    assert (done.code, done.out) == (2, "")
+    assert "script: vae.py there, train.py here" in done.err and "Traceback" not in done.err
+
+
+def test_a_script_that_changed_since_runs_with_a_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(script="train.py", script_digest=digest_of_text(b"as it was"), lever=(DEBUG_OFF,))
+    (folder / "plan.toml").write_bytes(to_toml(plan))
+    monkeypatch.setattr("os.execve", go_on_here)
+    done = flatout("run", "--plan", "plan.toml", "train.py", folder=folder)
+    assert done.code == 0
+    assert "train.py has changed since the plan was proved" in done.err
+
+
+def test_only_the_levers_of_the_plan_are_imported(folder: Path) -> None:
+    (folder / "train.py").write_text(
+        "import sys\nprint(sorted(m for m in sys.modules if m.startswith('flatout.tune.levers.') and m.count('.') == 4))\n"
+        "print('typer' in sys.modules, 'flatout.check.diagnosis' in sys.modules)\n"
+    )
+    write(folder, DEBUG_OFF)
+    done = started(folder, "run", "--plan", "plan.toml", "train.py")
+    assert done.stdout.splitlines() == ["['flatout.tune.levers.graph.debug_off']", "False False"], done.stderr
 
 
 def test_a_plan_is_proved_again(folder: Path) -> None:

@@ -244,3 +244,87 @@ def test_the_peak_is_the_scripts_own_however_large_who_starts_it(folder: Path, m
     found = verdict(one, one, is_timed=True, num_processes=1, budget_s=0.1)
     assert len(ballast) == 1 << 29
     assert found.footprints[0].before_bytes < 1 << 29
+
+
+FUNCTIONAL = """
+    import torch
+
+    torch.manual_seed(0)
+    w1 = (torch.randn(16, 64) / 4).requires_grad_()
+    w2 = (torch.randn(64, 1) / 8).requires_grad_()
+    optimizer = torch.optim.SGD([w1, w2], lr=0.05)
+    x, y = torch.randn(256, 16) + 1000, torch.randn(256, 1)
+    for step in range(40):
+        product = {product}
+        hidden = torch.relu(product - product.mean(0))  # most digits cancel
+        loss = (hidden @ w2 - y).square().mean() {more}
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def functional(folder: Path, name: str, product: str, more: str = "") -> Request:
+    path = folder / name
+    path.write_text(textwrap.dedent(FUNCTIONAL).format(product=product, more=more))
+    return Request(target=str(path))
+
+
+def test_steps_without_modules_are_judged_by_rounding_noise(folder: Path) -> None:
+    """Nothing can be converted to float64: the sums come in another order, which is rounding all the same."""
+    one = functional(folder, "a.py", "x @ w1")
+    two = functional(folder, "b.py", "x[:, :7] @ w1[:7] + x[:, 7:] @ w1[7:]")
+    found = verdict(one, two, num_steps=8)
+    assert (found.outcome, found.equality.reference) == ("proved", "noise"), found
+
+
+def test_rounding_noise_lets_no_other_loss_pass(folder: Path) -> None:
+    one, two = functional(folder, "a.py", "x @ w1"), functional(folder, "b.py", "x @ w1", "* 1.01")
+    assert verdict(one, two, num_steps=8).outcome == "different"
+
+
+DRAWING = """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Dropout(0.3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 8 * 8, 1)
+    )
+    {setup}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    x, y = torch.randn(8, 3, 12, 12), torch.randn(8, 1)
+    for step in range(40):
+        images = {images}
+        noise = torch.randn_like(images)
+        loss = (net(images + 0.1 * noise) - y).square().mean() {more}
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def drawing(folder: Path, name: str, *, is_last: bool = False, more: str = "") -> Request:
+    path = folder / name
+    setup = "net = net.to(memory_format=torch.channels_last)" if is_last else ""
+    images = "x.to(memory_format=torch.channels_last)" if is_last else "x"
+    path.write_text(textwrap.dedent(DRAWING).format(setup=setup, images=images, more=more))
+    return Request(target=str(path))
+
+
+def test_other_draws_of_the_same_distribution_are_told_as_that(folder: Path) -> None:
+    one, two = drawing(folder, "a.py"), drawing(folder, "b.py", is_last=True)
+    refused = verdict(one, two)
+    assert refused.outcome == "different"
+    assert "other random numbers of the same distribution" in refused.because
+    allowed = verdict(one, two, guarantee="distribution")
+    assert (allowed.outcome, allowed.equality.guarantee) == ("proved", "distribution")
+
+
+def test_other_draws_hide_no_other_loss(folder: Path) -> None:
+    one, two = (
+        drawing(folder, "a.py"),
+        drawing(folder, "b.py", is_last=True, more="+ 0.01 * net[0].weight.square().sum()"),
+    )
+    found = verdict(one, two, guarantee="distribution")
+    assert found.outcome == "different" and "distribution" not in found.because

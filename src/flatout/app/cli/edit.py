@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import require_file, require_folders
-from flatout.app.cli.terminal import print_lines
-from flatout.core.errors import UsageError
+from flatout.app.cli.options import require_file, require_folders, script_arguments
+from flatout.app.cli.terminal import open_console, print_lines
+from flatout.core.errors import FlatoutError, UsageError
 
-_SOME_STAYED = 2
+if TYPE_CHECKING:
+    from flatout.core.records.verdict import Guarantee, Verdict
+    from flatout.tune.edits import Edits
+
+_DIFFERENT: Final = 1
+_SOME_STAYED: Final = 2
+_NOT_VERIFIED: Final = 3
+_RACE_S: Final = 6.0
 
 
 def edit(
     script: Annotated[Path, typer.Argument(help="The script that the plan was made for.")],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ARGS]...", help="The script's own arguments; they change nothing here."),
+        typer.Argument(metavar="[ARGS]...", help="The script's own arguments, after `--`; else those of the plan."),
     ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="The plan that `flatout tune` wrote.")] = None,
     write: Annotated[bool, typer.Option("--write", help="Change the files in place.")] = False,
@@ -30,12 +37,20 @@ def edit(
     rest: Annotated[
         Path | None, typer.Option("--rest", metavar="FILE", help="Write the plan of the levers that stay in the plan.")
     ] = None,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Print the change at once, without running it beside the script.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds one process may take for its start or its first steps.")
+    ] = 300.0,
 ) -> None:
     """Print the plan as a diff of SCRIPT and the files it imports; `patch -p1` in the script's folder takes it.
 
-    Exits with 0 when the text then holds all of the plan, with 2 when levers stay in the plan, which are named with the reason.
+    The changed text runs beside the script first, step by step, and only what is equal is printed. Exits with 0 when the text
+    then holds all of the plan, with 2 when levers stay in the plan, which are named with the reason, with 1 (and no diff) when
+    the text does something else than the script, and with 3 when that could not be verified, as the first line says.
     """
-    from flatout.app.session import read_plan
+    from flatout.app.plans import read_plan
     from flatout.core.records.plan import to_toml
     from flatout.core.records.record import write_whole_file
     from flatout.tune.edits import edits
@@ -46,16 +61,72 @@ def edit(
     if write and into is not None:
         raise UsageError("--write changes the files in place and --into writes copies; give one of them")
     require_folders(rest=rest)
-    found = edits(read_plan(plan), script)
+    wanted = read_plan(plan)
+    found, own = edits(wanted, script), script_arguments(arguments) or wanted.arguments
+    doubt = "not asked for" if no_verify else ""
+    is_changed = bool(found.files or found.environment)
+    if is_changed and not no_verify:
+        doubt = _verified(found, script, own, timeout_s=timeout)
     written = found.write(into) if write or into is not None else ()
+    if is_changed and doubt:
+        print(f"# NOT VERIFIED: {doubt}")
     sys.stdout.write(found.diff())
     sys.stdout.flush()
     # on stderr, so that stdout is the diff alone
     print_lines(*(f"wrote {path}" for path in written), stderr=True)
+    if command := found.command(script, own):
+        print_lines(f"start it as: {command}", stderr=True)
     print_lines(*(f"{one.id} stays in the plan: {because}" for one, because in found.stayed), stderr=True)
     if rest is not None:
         write_whole_file(rest, to_toml(found.rest))
+    if doubt and not no_verify:
+        raise typer.Exit(_NOT_VERIFIED)
     raise typer.Exit(_SOME_STAYED if found.stayed else 0)
+
+
+def _verified(found: Edits, script: Path, arguments: tuple[str, ...], *, timeout_s: float) -> str:
+    """Run the changed text beside the script; why it could not be told whether they are equal, '' where they are.
+
+    Exits with 1 where the text does something else.
+    """
+    from flatout.app.plans import precision_of_plan
+    from flatout.report.parts.verdict import verdict_headline
+    from flatout.tune.verify.proof import ProofTerms, prove_script
+    from flatout.tune.verify.side_process import Request
+
+    if found.plan.guarantee == "quality":
+        return "the plan keeps a metric, not the steps; compare whole runs"
+    guarantee: Guarantee = "distribution" if found.plan.guarantee == "distribution" else "bounded"
+    terms = ProofTerms(
+        guarantee=guarantee,
+        at=precision_of_plan(found.plan),
+        budget_s=_RACE_S,
+        num_processes=1,
+        timeout_s=timeout_s,
+    )
+    base = Request(target=str(script), arguments=arguments)
+    with open_console(stderr=True).status("running the changed text beside the script") as line:
+        try:
+            verdict = prove_script(base, found.request(script, arguments), terms, on_progress=line.update)
+        except FlatoutError as e:
+            return str(e)
+    return _doubt(verdict, verdict_headline(verdict))
+
+
+def _doubt(verdict: Verdict, headline: str) -> str:
+    if verdict.outcome == "different":
+        print_lines(
+            f"the change does something else than the script, so it is not printed: {headline}; run the plan with "
+            "`flatout run` and please report this",
+            stderr=True,
+        )
+        raise typer.Exit(_DIFFERENT)
+    if verdict.equality.holds is None:
+        return verdict.because
+    if verdict.outcome == "slower":
+        return f"equal, but slower here: {headline}"
+    print_lines(f"verified: {headline}", stderr=True)
+    return ""
 
 
 COMMAND = Command(edit, order=170, takes_script=True)

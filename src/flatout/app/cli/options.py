@@ -30,10 +30,14 @@ StepTrace = Annotated[
     Path | None, typer.Option("--trace", help="Write one step as a trace for Perfetto; .gz packs it.")
 ]
 Allow = Annotated[
-    str, typer.Option(metavar="GUARANTEE", help="exact: the same bits. bounded: rounding no worse than before.")
+    str,
+    typer.Option(
+        metavar="GUARANTEE",
+        help="exact: the same bits. bounded: rounding no worse than before. distribution: other random numbers too.",
+    ),
 ]
 
-GUARANTEES: Final[tuple[Guarantee, ...]] = ("exact", "bounded")
+ALLOWED_GUARANTEES: Final[tuple[Guarantee, ...]] = ("exact", "bounded", "distribution")
 _TIMES: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 

@@ -35,8 +35,6 @@ def run(
     With --layout: print and start the torchrun (or srun) command for as many ranks as the layout takes; the script asks for it
     with flatout.layout_from_environment(). The process becomes the script's: its output, its signals, its exit code.
     """
-    from flatout.app.session import environment_of, read_plan
-
     if (plan is None) == (layout is None):
         raise UsageError(
             "give a plan or a layout: `flatout run --plan plan.toml train.py -- --its --arguments`, or --layout layout.toml"
@@ -49,11 +47,10 @@ def run(
         _start(_command(layout, nodes, coordinator, words, is_slurm=srun), only_print)
         return
     assert plan is not None
-    environment = {**os.environ, **environment_of(read_plan(plan))}
     sys.stdout.flush()
     sys.stderr.flush()
     command = [sys.executable, "-m", "flatout.app.cli.children.planned_run", str(plan.absolute()), *words]
-    os.execve(sys.executable, command, environment)
+    os.execve(sys.executable, command, dict(os.environ))
 
 
 def _command(path: Path, nodes: int, coordinator: str, target: list[str], *, is_slurm: bool) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -16,7 +18,7 @@ from flatout.app.cli.check import observation_of, write_request
 from flatout.app.cli.command import Command
 from flatout.app.cli.observed import ObservedCommand, ObservedProcess
 from flatout.app.cli.options import (
-    GUARANTEES,
+    ALLOWED_GUARANTEES,
     Allow,
     ScriptTarget,
     one_of,
@@ -100,7 +102,7 @@ def tune(
     from flatout.tune.verify.side_process import Request as Wanted
 
     require_file(script, what="the script that you would give to python")
-    guarantee = one_of(GUARANTEES, allow, name="--allow")
+    guarantee = one_of(ALLOWED_GUARANTEES, allow, name="--allow")
     require_folders(out=out, html=html, md=markdown, json=json)
     aim = one_of(_OBJECTIVES, objective, name="--objective")
     budget_s, most_bytes = parsed_seconds(budget, name="--budget"), _bytes(memory)
@@ -112,6 +114,7 @@ def tune(
     request = Wanted(target=str(script), arguments=own)
     aims = (allow, objective, memory, metric, str(allowed_loss), str(less_is_better))
     console = open_console(stderr=True)
+    began_s = monotonic()
     with _one_interrupt(), console.status("observing the script") as status:
         try:
             evidence = _observe(request, observe_s=min(_MOST_OBSERVED_S, _OBSERVED_FRACTION * budget_s))
@@ -124,7 +127,7 @@ def tune(
                 SearchSettings(
                     terms=terms,
                     allow="quality" if metric else guarantee,
-                    budget_s=(1 - _OBSERVED_FRACTION) * budget_s,
+                    budget_s=max(1.0, budget_s - (monotonic() - began_s)),
                     log=SearchLog(log_path),
                     objective=aim,
                     most_bytes=most_bytes,
@@ -182,7 +185,16 @@ def _observe(request: Request, *, observe_s: float) -> Evidence:
         if not path.exists():
             words = (folder / "output").read_text(errors="replace").strip().splitlines()[-3:]
             raise CaptureError(f"'{request.target}' could not be observed: {' | '.join(words) or 'it printed nothing'}")
-        return from_json(path.read_bytes(), EvidenceRecord)
+        evidence = from_json(path.read_bytes(), EvidenceRecord)
+        if not evidence.steps.num_timed and evidence.exit_code:
+            sys.stderr.write((folder / "output").read_text(errors="replace"))
+            raise typer.Exit(evidence.exit_code)
+    if not evidence.steps.num_timed:
+        raise CaptureError(
+            f"'{request.target}' took no step of training or inference that could be timed; "
+            "`flatout check` shows what was seen of it"
+        )
+    return evidence
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import GUARANTEES, Allow, one_of, require_file, require_folders, script_arguments
+from flatout.app.cli.options import ALLOWED_GUARANTEES, Allow, one_of, require_file, require_folders, script_arguments
 from flatout.app.cli.terminal import open_console, print_report
 from flatout.core.errors import UsageError
 
@@ -49,7 +49,7 @@ def verify(
     """
     import msgspec
 
-    from flatout.app.session import environment_of, precision_of_plan, read_plan
+    from flatout.app.plans import environment_of, precision_of_plan, read_plan
     from flatout.core.records.record import to_json, write_whole_file
     from flatout.report.parts.verdict import verdict_blocks
     from flatout.tune.verify.proof import ProofTerms, prove_script
@@ -57,7 +57,7 @@ def verify(
 
     _check_options(at, steps=steps, seconds=seconds, timeout=timeout)
     terms = ProofTerms(
-        guarantee=one_of(GUARANTEES, allow, name="--allow"),
+        guarantee=one_of(ALLOWED_GUARANTEES, allow, name="--allow"),
         num_steps=steps,
         budget_s=seconds,
         timeout_s=timeout,

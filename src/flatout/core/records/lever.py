@@ -27,6 +27,8 @@ class Candidate(Record, frozen=True, kw_only=True):
     saved_s: tuple[float, float]
     saved_bytes: int = 0
     where: Source | None = None
+    warm_up_steps: int = 0
+    """Steps until it has its full effect: a cache that fills in the first epoch."""
     because: str
 
 
@@ -49,6 +51,7 @@ class PlannedLever(Record, frozen=True, kw_only=True):
     parameters: Parameters = {}
     predicted: tuple[float, float] | None = None
     measured: tuple[float, float, float] | None = None
+    warm_up_steps: int = 0
     because: str = ""
 
 

@@ -5,7 +5,9 @@ And what came of tuning: the plan, what each of its levers was proved to do, the
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
+from pathlib import PurePath
 from typing import Final, Literal
 
 import msgspec
@@ -45,6 +47,8 @@ class Plan(Record, frozen=True, kw_only=True):
 
     version: int = VERSION
     script: str = ""
+    script_digest: str = ""
+    """What the script's text was (see `digest_of_text`); '' is not compared."""
     arguments: tuple[str, ...] = ()
     measured: tuple[float, float, float] | None = None
     guarantee: str = "exact"
@@ -128,6 +132,27 @@ def mismatches(plan: Plan, here: Circumstances) -> tuple[str, ...]:
         ("ranks", there.world_size, here.world_size),
     )
     return tuple(f"{label}: {one} there, {two} here" for label, one, two in compared if one and two and one != two)
+
+
+def digest_of_text(text: bytes) -> str:
+    """Sixteen hexadecimal digits that change with the text."""
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def other_script(plan: Plan, name: str, text: bytes) -> str:
+    """A message on why a script of this file name and text is not the one that the plan was made for; '' where it may be.
+
+    A script that was edited since is still its own: see `is_edited`.
+    """
+    wanted = PurePath(plan.script).name
+    if not wanted or not plan.script_digest or wanted == PurePath(name).name or not is_edited(plan, text):
+        return ""
+    return f"script: {wanted} there, {PurePath(name).name} here, with another text"
+
+
+def is_edited(plan: Plan, text: bytes) -> bool:
+    """Whether the script's text is another than that which the plan was proved with."""
+    return bool(plan.script_digest) and plan.script_digest != digest_of_text(text)
 
 
 def other_model(plan: Plan, num_parameters: int) -> str:

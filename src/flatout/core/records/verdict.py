@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from flatout.core.records.record import Record
 
-Guarantee = Literal["exact", "bounded", "quality"]
-"""What a change promises: the same bits; rounding errors no worse than a stated factor of those before it; or only that the
-user's own metric holds."""
+Guarantee = Literal["exact", "bounded", "distribution", "quality"]
+"""What a change promises: the same bits; rounding errors no worse than a stated factor of those before it; that too, but with
+other random numbers of the same distribution (bounded once both draw alike); or only that the user's own metric holds."""
+
+GUARANTEES: Final[tuple[Guarantee, ...]] = get_args(Guarantee)
+"""From the strongest to the weakest."""
 
 FEWEST_PAIRS = 6
 """The whole range of so many pairs encloses the median ratio with 97 %; of fewer with less than 95 %."""
 
 What = Literal["loss", "gradient", "parameter", "output", "step"]
+Reference = Literal["before", "float64", "float32", "noise", "none"]
 Outcome = Literal["proved", "different", "slower", "unknown"]
 
 EXIT_CODES: dict[Outcome, int] = {"proved": 0, "different": 1, "slower": 1, "unknown": 2}
@@ -41,7 +45,8 @@ class Difference(Record, frozen=True, kw_only=True):
 class Equality(Record, frozen=True, kw_only=True):
     """Whether two runs of `num_steps` steps computed the same under a guarantee; None: it could not be told, see `because`.
 
-    `reference` says what errors were measured against: 'before' bit for bit, or the same steps in float64. `worst` is the largest
+    `reference` says what errors were measured against: 'before' bit for bit, the same steps in a finer precision, or 'noise':
+    the rounding error before the change is how far its steps end from themselves under rounding noise. `worst` is the largest
     error over what was allowed for it (1 is the limit); `before_error` and `after_error` are the errors of all gradients together
     (of the outputs, in inference) in the last step that was compared.
     """
@@ -50,7 +55,7 @@ class Equality(Record, frozen=True, kw_only=True):
     holds: bool | None
     num_steps: int = 0
     num_tensors: int = 0
-    reference: Literal["before", "float64", "none"] = "none"
+    reference: Reference = "none"
     at: str = ""
     """The precision whose rounding was allowed; '' is the script's own."""
     factor: float = 0.0

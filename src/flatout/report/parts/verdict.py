@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from flatout.core import units
-from flatout.core.records.verdict import Equality, Footprint, Outcome, Speed, Verdict
+from flatout.core.records.verdict import Equality, Footprint, Outcome, Reference, Speed, Verdict
 from flatout.report.document import Block, Heading, Listing
 from flatout.report.sanitise import Words
 
@@ -22,7 +22,13 @@ _TONES: Final[dict[Outcome, str]] = {
 _PROMISES: Final = {
     "exact": "bit for bit",
     "bounded": "within the rounding of the steps before",
+    "distribution": "in distribution (other random numbers; within rounding when both draw alike)",
     "quality": "by its metric",
+}
+_REFERENCES: Final[dict[Reference, str]] = {
+    "float64": "measured against the same steps in float64",
+    "float32": "measured against the same steps in float32",
+    "noise": "measured by what rounding noise does to the steps before",
 }
 SAME_SIZE: Final = 0.02
 """Peaks of two processes that run the same differ by about this."""
@@ -63,7 +69,8 @@ def _equality(equality: Equality) -> Iterator[Remark]:
     if equality.guarantee == "exact":
         yield "equality", f"{compared}; {'every bit is the same' if equality.holds else 'not the same bits'}"
     else:
-        yield "equality", f"{compared}; against {equality.reference}, up to {equality.factor:g}x the error before"
+        against = _REFERENCES.get(equality.reference, "nothing to measure errors by")
+        yield "equality", f"{compared}; {against}, up to {equality.factor:g}x the error before"
     first = equality.first
     if first is not None and equality.holds is not True:
         error = f"off by {first.error:.2g} of its norm" if first.error is not None else first.because

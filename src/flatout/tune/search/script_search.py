@@ -17,7 +17,7 @@ import msgspec
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Rule
 from flatout.core.records.lever import Candidate, Lever, PlannedLever, Refusal
-from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, to_toml
+from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, digest_of_text, to_toml
 from flatout.core.records.record import write_whole_file
 from flatout.core.records.verdict import Guarantee, Verdict
 from flatout.machine.cost.accounting import group_by
@@ -94,7 +94,10 @@ class ScriptBench:
         """A Verdict on two lists of levers, as the protocol `LeverBench` has it."""
         began = monotonic()
         terms = msgspec.structs.replace(
-            self._terms, objective=objective, at=precision_of(after, self._levers) or self._terms.at
+            self._terms,
+            objective=objective,
+            at=precision_of(after, self._levers) or self._terms.at,
+            warm_up_steps=max((planned.warm_up_steps for planned in after), default=0),
         )
         if any(planned.guarantee == "quality" for planned in after):
             terms = msgspec.structs.replace(terms, guarantee="quality")
@@ -104,15 +107,16 @@ class ScriptBench:
             terms = msgspec.structs.replace(terms, timeout_s=min(terms.timeout_s, max(_SHORTEST_S, self._left_s)))
         verdict = self._prover.prove(self._request(before), self._request(after), terms)
         if verdict.speed is not None:  # one that failed says nothing of how long others take
-            self._took_s.append(monotonic() - began)
+            effort = self._levers[after[-1].id].effort if after and not is_final else 1.0
+            self._took_s.append((monotonic() - began) / effort)
         return verdict
 
-    def has_time(self, *, is_final: bool) -> bool:
-        """Whether a comparison and the final proof after it should end in time."""
+    def has_time(self, *, is_final: bool, effort: float = 1.0) -> bool:
+        """Whether a comparison of this effort and the final proof after it should end in time."""
         if is_final:
             return True
         usual_s = median(self._took_s) if self._took_s else _FIRST_GUESS_S
-        return (1 + _FINAL_SHARE / self._terms.num_processes) * usual_s < self._left_s
+        return (effort + _FINAL_SHARE / self._terms.num_processes) * usual_s < self._left_s
 
     @property
     def _left_s(self) -> float:
@@ -204,6 +208,7 @@ def search_script(
     refused = (LeftOut(lever=r.lever, because=r.because, is_for_script=False) for r in proposed.refusals)
     plan = Plan(
         script=script.target,
+        script_digest=digest_of_text(Path(script.target).read_bytes()),
         arguments=script.arguments,
         measured=_ratio(found),
         guarantee=found.proof.equality.guarantee if found.proof is not None else "exact",

@@ -10,11 +10,10 @@ import msgspec
 
 from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever
 from flatout.core.records.plan import Attempt, AttemptKind, LeftOut
-from flatout.core.records.verdict import Guarantee, Verdict
+from flatout.core.records.verdict import GUARANTEES, Guarantee, Verdict
 from flatout.machine.cost.accounting import speed_up
 from flatout.tune.search.search_log import SearchLog
 
-_RANKS: Final[Mapping[Guarantee, int]] = {"exact": 0, "bounded": 1, "quality": 2}
 _STRONG: Final = 2.0
 """A lever that gained so much is not taken out again for what others do."""
 _WORTH_DIGITS: Final = 1.1
@@ -72,8 +71,8 @@ class LeverBench(Protocol):
     ) -> Verdict:
         """Is `after` equal to the untouched script, and faster or smaller than `before`? A final comparison uses fresh seeds."""
 
-    def has_time(self, *, is_final: bool) -> bool:
-        """Whether the budget allows another comparison; the final one is always kept room for."""
+    def has_time(self, *, is_final: bool, effort: float = 1.0) -> bool:
+        """Whether the budget allows another comparison, of this effort; the final one is always kept room for."""
 
 
 def search_levers(
@@ -118,7 +117,7 @@ def _allowed(
     allowed, refused = [], []
     for candidate in candidates:
         guarantee = levers[candidate.lever].guarantee
-        if _RANKS[guarantee] <= _RANKS[allow]:
+        if GUARANTEES.index(guarantee) <= GUARANTEES.index(allow):
             allowed.append(candidate)
         else:
             because = f"its guarantee is '{guarantee}', '{allow}' is allowed"
@@ -149,13 +148,14 @@ class _LeverSearch:
 
     def shrink(self, candidates: Sequence[Candidate]) -> None:
         """Add levers that save memory: all that do where memory is the aim, else until the limit is kept."""
-        for candidate in candidates:
+        for number, candidate in enumerate(candidates):
             why = self._clash(candidate, self._levers[candidate.lever])
             if why:
                 self.left_out.append(LeftOut(lever=candidate.lever, because=why))
                 continue
             verdict = self._add(candidate, "memory")
             if verdict is None:
+                self._leave_out_unreached(candidates[number:])
                 return
             if verdict.outcome == "proved":
                 self._needed.add(candidate.lever)
@@ -176,7 +176,7 @@ class _LeverSearch:
     ) -> list[tuple[Candidate, tuple[PlannedLever, ...]]]:
         """Candidates that could not be told from noise, with the plan they came on top of. Rivals go to that list, if any."""
         doubtful = []
-        for candidate in candidates:
+        for number, candidate in enumerate(candidates):
             if rivals is not None and any(p.id != candidate.lever for p in self._displaced(candidate)):
                 rivals.append(candidate)
                 continue
@@ -186,7 +186,13 @@ class _LeverSearch:
                 continue
             plan = self._plan
             verdict = self._add(candidate, "time")
+            if verdict is None and self._levers[candidate.lever].effort > 1:
+                self._leave_out_unreached([candidate])  # there may be time for a shorter one
+                continue
             if verdict is None:
+                self._leave_out_unreached([*(rivals or ()), *candidates[number:]])
+                if rivals is not None:
+                    rivals.clear()
                 break
             if verdict.outcome == "unknown" and verdict.speed is not None and verdict.speed.ratio > 1:
                 doubtful.append((candidate, plan))
@@ -211,6 +217,8 @@ class _LeverSearch:
             self._leave_out(planned.id, f"it takes {_peak(verdict) / 2**30:.2f} GiB, more than allowed")
             return verdict
         speed = verdict.speed
+        weaker = max(planned.guarantee, verdict.equality.guarantee, key=GUARANTEES.index)
+        planned = msgspec.structs.replace(planned, guarantee=weaker)
         if speed is not None:
             before = _gain(others)
             measured = (before * speed.ratio, before * speed.low, before * speed.high)
@@ -238,6 +246,15 @@ class _LeverSearch:
             or lever.id in self._levers[p.id].conflicts
         )
 
+    def _leave_out_unreached(self, candidates: Sequence[Candidate]) -> None:
+        """Name what there was no time for, with what it promises."""
+        for candidate in candidates:
+            if any(p.id == candidate.lever for p in self._plan):
+                continue
+            low, high = (speed_up(self._left_s, saved_s) for saved_s in self._expected_saving(candidate))
+            unreached = f"not tried, the time was up: predicted {low:.2f} - {high:.2f}x"
+            self._leave_out(candidate.lever, self._why_not(candidate, self._levers[candidate.lever]) or unreached)
+
     def _leave_out(self, lever: str, because: str) -> None:
         if LeftOut(lever=lever, because=because) not in self.left_out:
             self.left_out.append(LeftOut(lever=lever, because=because))
@@ -250,6 +267,7 @@ class _LeverSearch:
             guarantee=lever.guarantee,
             parameters=candidate.parameters,
             predicted=(low, high),
+            warm_up_steps=candidate.warm_up_steps,
             because=candidate.because,
         )
 
@@ -302,7 +320,9 @@ class _LeverSearch:
 
     def _why_not(self, candidate: Candidate, lever: Lever) -> str:
         most = speed_up(self._left_s, self._expected_saving(candidate)[1])
-        return f"it promises {most:.2f}x at most" if most < _SMALLEST_GAIN else self._clash(candidate, lever)
+        if most < _SMALLEST_GAIN:
+            return f"it could make a step {most:.2f}x faster at most, too little to be told from noise"
+        return self._clash(candidate, lever)
 
     def _clash(self, candidate: Candidate, lever: Lever) -> str:
         same = next((p for p in self._plan if p.id == lever.id and p.parameters == candidate.parameters), None)
@@ -328,7 +348,8 @@ class _LeverSearch:
         known = self._log.find(kind, before, after)
         if known is not None:
             return known.verdict
-        if not self._bench.has_time(is_final=kind == "final"):
+        effort = self._levers[lever.id].effort if kind in ("add", "swap") else 1.0
+        if not self._bench.has_time(is_final=kind == "final", effort=effort):
             return None
         self._on_progress(f"{_DOING[kind].format(lever.id)} (best so far {self._goal.step_s / self._left_s:.2f}x)")
         verdict = self._bench.compare(before, after, objective=objective, is_final=kind == "final")
@@ -340,7 +361,7 @@ def _words(verdict: Verdict) -> str:
     """Why a Verdict does not let a lever in."""
     if verdict.outcome == "different":
         first = verdict.equality.first
-        if first is None:
+        if first is None or verdict.equality.because:
             return verdict.because
         return f"different in step {first.step}, {first.what} {first.tensor}".rstrip()
     if verdict.speed is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from flatout.core.records.verdict import PRECISIONS
 from flatout.core.runtime.patches import Patches
 from flatout.core.tensors.nests import map_tensors, tensors_in
+from flatout.tune.verify.ordered_draws import ordered_draws
 
 
 def seed_all(seed: int, patches: Patches) -> None:
@@ -41,8 +42,6 @@ def _moved(owner: Any, name: str, by: int, patches: Patches) -> None:
     patches.set(owner, name, seed)
 
 
-_DRAWS: Final = ("randn_like", "rand_like", "normal", "bernoulli", "normal_", "uniform_")
-"""Those that draw other numbers in float64 than in float32 (seen with torch 2.13 on a CPU; dropout and the others do not)."""
 _TAKE_BOTH: Final = ("to", "type_as", "copy_", "set_", "backward", "grad", "__set__", "__get__", "is_floating_point")
 
 
@@ -99,9 +98,17 @@ class SidePrecision:
         """What a root module returned, as the script gets it: results of autocast in float32, for losses that take no other."""
         return cast_floats(output, torch.float32) if self._dtype in ("float16", "bfloat16") else output
 
-    def surroundings(self) -> AbstractContextManager[object]:
-        """A context for the whole script: what is computed outside its models takes numbers of both precisions."""
-        return self._wide if self._dtype in ("float64", "float32") else nullcontext()
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """A context for the whole script: what is computed outside its models takes numbers of both precisions.
+
+        Where a model was float32, random numbers for its float64 tensors are those that it would have drawn in float32.
+        """
+        if self._dtype not in ("float64", "float32"):
+            yield
+            return
+        with self._wide, ordered_draws(lambda: self._wide.was_narrow):
+            yield
 
     def prepare_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring what an optimizer made before the first call (Adagrad's sums) into the precision of its parameters."""
@@ -121,8 +128,7 @@ class SidePrecision:
 class _MixedWidths(TorchFunctionMode):
     """What surrounds models that run in another precision than their script was written for.
 
-    Functions that are given float32 and float64 compute in float64: losses, products and scatters refuse a mixture. Where a model
-    was float32, random numbers for its float64 tensors are drawn in float32: the generator gives others for each.
+    Functions that are given float32 and float64 compute in float64: losses, products and scatters refuse a mixture.
     """
 
     def __init__(self) -> None:
@@ -132,8 +138,6 @@ class _MixedWidths(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
-        if self.was_narrow and name in _DRAWS and "dtype" not in kwargs:
-            return _drawn_narrow(func, name, args, kwargs)
         floats = {t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}
         if {torch.float32, torch.float64} <= floats and name not in _TAKE_BOTH:
             if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
@@ -143,19 +147,6 @@ class _MixedWidths(TorchFunctionMode):
             elif "out" not in kwargs:
                 args, kwargs = cast_floats(tuple(args), torch.float64), cast_floats(dict(kwargs), torch.float64)
         return func(*args, **kwargs)
-
-
-def _drawn_narrow(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A random function's result as in float32, in the precision of what it was given."""
-    is_wide = any(t.dtype == torch.float64 for t in tensors_in((args, kwargs)))
-    if not is_wide:
-        return func(*args, **kwargs)
-    if name.endswith("_"):
-        narrow = torch.empty_like(args[0], dtype=torch.float32)
-        func(narrow, *args[1:], **kwargs)
-        return args[0].copy_(narrow)
-    narrowed = cast_floats(tuple(args), torch.float32), cast_floats(dict(kwargs), torch.float32)
-    return cast_floats(func(*narrowed[0], **narrowed[1]), torch.float64)
 
 
 def cast_floats(nest: Any, dtype: torch.dtype) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -87,10 +87,12 @@ def compare_bounded(
     *,
     eps: float,
     is_trusted: bool = False,
+    noisy: Sequence[list[Step]] = (),
 ) -> Equality:
     """No worse against the reference than `FACTOR` times what the steps before the change are, or the first thing that is.
 
-    The reference are the same steps in float64; `eps` is the spacing of the dtype in use: an error of a few of it is none. Errors
+    The reference are the same steps in float64; `eps` is the spacing of the dtype in use: an error of a few of it is none.
+    `noisy` are runs of the steps before the change under rounding noise: the error before it is the largest of all runs. Errors
     are those of all losses, all gradients, all parameters of a step together (`_Allowance` tells what each may be), and of each
     single tensor in the first step, where nothing has had the time to grow. A reference that the first step before the change is
     not close to (see `closeness`) is none, unless it is trusted: then it cannot be told.
@@ -102,12 +104,12 @@ def compare_bounded(
     structure = next((d for d in _differing(before, after) if d.error is None), None)
     if structure is not None:
         return outcome(holds=False, factor=FACTOR, worst=math.inf, first=structure)
-    pairs = list(_pairs(before, after, reference))
+    pairs = list(_pairs([before, *noisy], after, reference))
     broken = next((p for p in pairs if p.step == 1 and not p.tensor and p.before > closeness(p.what, eps)), None)
     if broken is not None and not is_trusted:
         why = (
-            f"the steps before the change are {broken.before:.2g} off the float64 reference ({broken.what}, step 1): that is no "
-            "rounding; random numbers that depend on the dtype, perhaps"
+            f"the steps before the change are {broken.before:.2g} off the same steps in a finer precision ({broken.what}, step "
+            "1): that is no rounding; random numbers that depend on the dtype, perhaps"
         )
         return outcome(holds=None, because=why)
     allowance = _Allowance(pairs, eps=eps)
@@ -207,8 +209,16 @@ def is_close(steps: list[Step], reference: list[Step]) -> bool:
     """Whether the first step in float32 is as close to the reference as rounding leaves it."""
     if not steps or not reference:
         return False
-    pairs = _pairs(steps[:1], steps[:1], reference[:1])
+    pairs = _pairs([steps[:1]], steps[:1], reference[:1])
     return all(p.before <= closeness(p.what, _FLOAT32_EPS) for p in pairs if not p.tensor)
+
+
+def is_same_start(steps: list[Step], others: list[Step], *, eps: float) -> bool:
+    """Whether losses and outputs of the first step agree as far as rounding lets them: of the same data and random numbers."""
+    if not steps or not others:
+        return False
+    pairs = _pairs([steps[:1]], steps[:1], others[:1])
+    return all(p.before <= closeness(p.what, eps) for p in pairs if not p.tensor and p.what in ("loss", "output"))
 
 
 def own_roundoff(steps: list[Step]) -> float:
@@ -223,20 +233,29 @@ def own_roundoff(steps: list[Step]) -> float:
     return coarsest if coarsest > _FLOAT64_EPS else 1000 * _FLOAT64_EPS
 
 
-def _pairs(before: list[Step], after: list[Step], reference: list[Step]) -> Iterator[Pair]:
-    """Errors in the order in which a wrong result spreads: losses, outputs, gradients, parameters; all together, then each."""
-    for number, (one, two, exact) in enumerate(zip(before, after, reference, strict=False), start=1):
+def _pairs(befores: Sequence[list[Step]], after: list[Step], reference: list[Step]) -> Iterator[Pair]:
+    """Errors in the order in which a wrong result spreads: losses, outputs, gradients, parameters; all together, then each.
+
+    That before the change is the largest of several runs.
+    """
+    num_steps = min(len(steps) for steps in (*befores, after, reference))
+    for number in range(1, num_steps + 1):
+        ones = [steps[number - 1] for steps in befores]
+        two, exact = after[number - 1], reference[number - 1]
         for what in _ORDER:
-            a, b, r = one.get(what, {}), two.get(what, {}), exact.get(what, {})
-            names = [n for n in a if n in b and n in r and a[n].shape == r[n].shape]
+            runs, b, r = [one.get(what, {}) for one in ones], two.get(what, {}), exact.get(what, {})
+            names = [n for n in r if n in b and all(n in run and run[n].shape == r[n].shape for run in runs)]
             total = math.sqrt(sum(r[n].norm ** 2 for n in names))
             if not names:
                 continue
-            yield Pair(number, what, "", _together(a, r, names, total), _together(b, r, names, total), total)
+            before = max(_together(run, r, names, total) for run in runs)
+            yield Pair(number, what, "", before, _together(b, r, names, total), total)
             if number == 1:
                 for name in names:
                     scale = max(r[name].norm, _SMALL * total)
-                    off, off_after = (_relative(distance(side[name], r[name]), scale) for side in (a, b))
+                    off, off_after = (
+                        max(_relative(distance(side[name], r[name]), scale) for side in sides) for sides in (runs, [b])
+                    )
                     yield Pair(number, what, name, off, off_after, scale)
 
 

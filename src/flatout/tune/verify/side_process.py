@@ -29,6 +29,9 @@ _MEMORY_FRACTION: Final = 0.8
 _READ: Final = 1 << 16
 
 
+Precision = Literal["", "float64", "float32", "tf32", "float16", "bfloat16", "strict"]
+
+
 class Request(Record, frozen=True, kw_only=True):
     """What a side is asked to run: a script or module with its arguments, and how."""
 
@@ -44,10 +47,15 @@ class Request(Record, frozen=True, kw_only=True):
     """Path of a plan whose levers are applied; '' for the untouched script."""
     environment: dict[str, str] = {}
     """Variables that the plan's levers want before the process starts."""
-    dtype: Literal["", "float64", "float32", "tf32", "float16", "bfloat16", "strict"] = ""
+    texts: dict[str, str] = {}
+    """Texts that take the place of those of files, by path; the files stay as they are."""
+    dtype: Precision = ""
     """'float64' and 'float32' run models in that; 'float16' and 'bfloat16' run their
     forward under autocast; 'strict' is as the script has it, but never TF32."""
-
+    noise_seed: int = 0
+    """Multiply what operators return by rounding noise of this seed (see `rounding_noise`); 0: no noise."""
+    has_ordered_draws: bool = False
+    """Draw random numbers that do not depend on dtype and memory format (see `ordered_draws`)."""
     is_whole: bool = False
     """Run to the end in one go; the only answer is that it has ended, with the seconds that took."""
     most_bytes: int = 0

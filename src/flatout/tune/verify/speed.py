@@ -37,10 +37,19 @@ class PairedStretch(NamedTuple):
 class Race:
     """Measures until the interval is narrow enough, the time is up, or a script has no steps left."""
 
-    def __init__(self, *, budget_s: float, timeout_s: float, precision: float = 0.01, num_steps: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        budget_s: float,
+        timeout_s: float,
+        precision: float = 0.01,
+        num_steps: int = 0,
+        warm_up_steps: int = 0,
+    ) -> None:
         """`budget_s` is for one run of two processes; `precision` the relative half width of the interval that is enough.
 
         `num_steps` is how many steps the scripts have, if that is known: stretches are so short that enough of them fit in.
+        `warm_up_steps` go by on both sides before anything is timed.
         """
         self.stretches: list[PairedStretch] = []
         self.has_ended = False
@@ -51,6 +60,7 @@ class Race:
         self._budget_s = budget_s
         self._timeout_s = timeout_s
         self._precision = precision
+        self._warm_up_steps = warm_up_steps
         self.num_steps = num_steps
 
     def started(self, before: SideAnswer, after: SideAnswer) -> None:
@@ -68,6 +78,8 @@ class Race:
         """What both answered, pair by pair."""
         size, spent_s, number, first = 1, 0.0, 0, len(self.stretches)
         pairs: list[tuple[SideAnswer, SideAnswer]] = []
+        if not self._warm_up(before, after):
+            return pairs
         while len(self.stretches) - first < _MOST_PAIRS:
             sides = (before, after) if number % 2 == 0 else (after, before)
             answers = {}
@@ -95,6 +107,20 @@ class Race:
             if spent_s > 3 * self._budget_s:
                 return pairs
         return pairs
+
+    def _warm_up(self, before: SideProcess, after: SideProcess) -> bool:
+        """Take the steps that come before the race; whether both scripts have more."""
+        if not self._warm_up_steps:
+            return True
+        answers = []
+        for side in (before, after):
+            side.order(self._warm_up_steps)
+            answers.append(side.answer(timeout_s=self._timeout_s))
+        self.has_ended = any(answer.what == "ended" for answer in answers)
+        if self.has_ended:
+            self.num_steps = min(answer.num_steps for answer in answers if answer.what == "ended")
+            self._warm_up_steps = 0  # they are shorter than that: what a run gains is what it gains on the way
+        return not self.has_ended
 
     def _most_steps(self, done: int) -> int:
         """The most steps of a stretch when so many are done: enough stretches should fit into what the scripts have left."""

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
-
 import pytest
 from tests.evidence_builder import EvidenceBuilder
-from tests.lever_tools import edited, pulled
+from tests.lever_tools import pulled
 
-from flatout.core.errors import EditError, PlanError
+from flatout.core.errors import PlanError
 from flatout.core.records.lever import Refusal
 from flatout.tune.levers.memory.allocator_settings import LEVER, environment
 
@@ -32,25 +29,5 @@ def test_a_size_that_is_none_is_refused() -> None:
         environment({"kept_bytes": "1 GiB"})
 
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
-
-
-def test_edited_malloc_is_told_as_in_the_fast_twin() -> None:
-    slow, fast = ((EXAMPLES / kind / "sea_surface.py").read_text() for kind in ("slow", "fast"))
-    [told] = [line for line in fast.splitlines() if "Have glibc" in line]
-    after = edited(LEVER, slow, kept_bytes=1 << 30)
-    assert after.replace('    """Have glibc keep freed memory for the next step."""', told) == fast
-
-
-def test_edited_glibc_takes_the_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
-
-    class Libc:
-        def mallopt(self, option: int, value: int) -> None:
-            told.append((option, value))
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: Libc())
-    exec(edited(LEVER, "print(1)\n", kept_bytes=1000), {})
-    assert told == [(-3, 1000), (-1, 1000)]
-    with pytest.raises(EditError, match="already"):
-        edited(LEVER, "libc.mallopt(-3, 1)\n", kept_bytes=1000)
+def test_no_text_is_changed_for_what_is_a_setting() -> None:
+    assert LEVER.edit is None and LEVER.environment is not None

@@ -13,13 +13,18 @@ from pathlib import Path
 def main() -> int:
     """Run the script with the plan; its exit code, or 2 when the plan does not fit."""
     from flatout.app.cli.children import load_target
-    from flatout.app.session import read_plan, run_planned
+    from flatout.app.plans import environment_of, read_plan, run_planned
     from flatout.core.errors import FlatoutError
     from flatout.core.runtime.script import print_to_stderr
 
     path, kind, target, *arguments = sys.argv[1:]
     try:
         plan = read_plan(Path(path))
+        wanted = environment_of(plan)
+        if any(os.environ.get(name) != value for name, value in wanted.items()):
+            # allocators and threads read them when a process begins: begin once more
+            again = [sys.executable, "-m", "flatout.app.cli.children.planned_run", *sys.argv[1:]]
+            os.execve(sys.executable, again, {**os.environ, **wanted})
         script = load_target(kind, target, arguments)
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         return run_planned(plan, script, on_progress=lambda text: print_to_stderr(f"flatout: {text}"), world_size=ranks)

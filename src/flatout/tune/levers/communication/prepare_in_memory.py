@@ -9,6 +9,7 @@ Refuses     Items that differ from time to time (augmentation), data that do not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -60,8 +61,17 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         parameters={"datasets": datasets} | readable_place(evidence, constructor),
         saved_s=(share * low, max(share * low, share * max(high, waited_s))),
         where=constructor,
+        warm_up_steps=max(_steps_per_epoch(evidence, one) for one, _ in able),
         because=f"each step waits for a batch of {loader.dataset}, whose items come out the same each time",
     )
+
+
+def _steps_per_epoch(evidence: Evidence, loader: Loader) -> int:
+    """Steps until each item of the loader's data set was made once."""
+    result = fetch_trial(evidence, evidence.loaders.index(loader))
+    num_items = result.parts.get("num_items", 0.0) if result is not None else 0.0
+    each = loader.batch_size * loader.fetches
+    return math.ceil(num_items / each) if each else 0
 
 
 def _is_repeatable(evidence: Evidence, result: TrialResult) -> bool:
