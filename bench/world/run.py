@@ -166,16 +166,8 @@ def timed(
     marks = BUILD / "work" / f"{script.name}-{name}.marks"
     for old in marks.parent.glob(f"{marks.name}.*"):
         old.unlink()
-    environment = os.environ | script.environment
-    paths = [
-        str(HOOKS),
-        script.environment.get("PYTHONPATH"),
-        str(ROOT / "src") if before else "",
-        os.environ.get("PYTHONPATH"),
-    ]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    environment = environment_of(script, with_flatout=bool(before))
     environment |= {"WORLD_MARKS": str(marks), "WORLD_TIMER": script.timer, "WORLD_END_S": str(seconds)}
-    environment |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "MPLBACKEND": "Agg", "PYTHONHASHSEED": "0"}
     if cure is not None:
         edit(folder, cure.get("edits", []))
         environment |= cure.get("environment", {})
@@ -209,6 +201,25 @@ def timed(
     except subprocess.TimeoutExpired as e:
         code, printed = 124, str((e.stdout or b"")[-3000:]) + str((e.stderr or b"")[-2000:])
     return step_times(stamps_of(marks), script.calls_per_step), code, printed
+
+
+def environment_of(script: Script, *, with_flatout: bool) -> dict[str, str]:
+    """What a script runs in: without network, with the hooks of this folder, and with this checkout of flatout if wanted."""
+    environment = os.environ | script.environment
+    paths = [
+        str(HOOKS),
+        script.environment.get("PYTHONPATH"),
+        str(ROOT / "src") if with_flatout else "",
+        os.environ.get("PYTHONPATH"),
+    ]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return environment | {
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        "MPLBACKEND": "Agg",
+        "PYTHONHASHSEED": "0",
+        "WORLD_TORCHVISION": "1",
+    }
 
 
 def findings_of(report: dict[str, Any] | None, script: Script) -> dict[str, Any]:

@@ -7,6 +7,9 @@ Python imports this file at its start. It waits until the script imports torch, 
     WORLD_CLOCK    wall (default), or cpu: stamps in CPU seconds of the process, for a machine that others use at the same time
     WORLD_SYNC     wait for the GPU before each stamp: a host that runs ahead of it stamps what it launched, not what was done
     WORLD_END_S    end the process so many seconds after the first stamp
+    WORLD_END_STEPS  end it at this stamp of the optimizer (or module) that stamped first
+    WORLD_LOSSES   a file for the losses that backwards start from, a double each
+    WORLD_SEED     moves the seeds of torch that the script sets, and the one that it starts with
     WORLD_CURE     a file of the folder cures/, whose `cure()` is called once torch is imported
 """
 
@@ -39,7 +42,9 @@ def _install():
     main = os.getpid()
     end_s = float(os.environ.get("WORLD_END_S", "0"))
     clock = process_time if os.environ.get("WORLD_CLOCK") == "cpu" else perf_counter
+    end_steps = int(os.environ.get("WORLD_END_STEPS", "0"))
     order = {}
+    counts = {}
     first = []
 
     def stamp(key):
@@ -51,7 +56,9 @@ def _install():
         if not first:
             first.append(now)
         stamps.write(struct.pack("<Bd", order.setdefault(key, len(order)) % 256, clock()))
-        if end_s and now - first[0] > end_s:
+        counts[key] = counts.get(key, 0) + 1
+        is_last = bool(end_steps) and order[key] == 0 and counts[key] >= end_steps
+        if is_last or (end_s and now - first[0] > end_s):
             sys.stdout.flush()
             if "multiprocessing" in sys.modules:
                 for child in sys.modules["multiprocessing"].active_children():
@@ -100,6 +107,33 @@ def _install():
         runpy.run_path(cure)["cure"]()
 
 
+def _record_losses(path):
+    """Write each loss to a file as soon as it is there."""
+    import struct
+
+    import torch
+
+    main, losses = os.getpid(), open(path, "wb", buffering=0)  # noqa: SIM115  # open as long as the process
+    original = torch.autograd.backward
+
+    def backward(tensors, *args, **kwargs):
+        first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
+        if os.getpid() == main:
+            losses.write(struct.pack("<d", float(first.detach().float().sum())))
+        return original(tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward
+
+
+def _move_seeds(by):
+    """Start torch's random numbers from a seed, and move those that the script sets."""
+    import torch
+
+    original = torch.manual_seed
+    torch.manual_seed = lambda seed: original(int(seed) + by)
+    original(by)
+
+
 def _accept_stand_ins(module):
     """torchvision's data sets take files whose checksums are not the true ones, as random stand-ins have."""
     module.check_integrity = lambda fpath, md5=None: os.path.isfile(fpath)
@@ -131,6 +165,10 @@ def _after_torch(module):
     _allow_torchvision()
     if os.environ.get("WORLD_MARKS"):
         _install()
+    if os.environ.get("WORLD_LOSSES"):
+        _record_losses(os.environ["WORLD_LOSSES"])
+    if os.environ.get("WORLD_SEED"):
+        _move_seeds(int(os.environ["WORLD_SEED"]))
 
 
 if os.environ.get("WORLD_MARKS") or os.environ.get("WORLD_TORCHVISION"):

@@ -1,0 +1,145 @@
+"""Generated training scripts through `flatout tune`, `run` and `edit`: does any plan or text change what is learnt?
+
+    python bench/generated/run.py --out FILE [--first 0] [--number 300] [--budget 40s] [--only SEED ...]
+
+For each seed: the script of `scripts.py`, a search for a plan, and where there is one the script's last losses on three seeds,
+untouched, with `flatout run --plan`, and as the text that `flatout edit` makes. Steps and memory of the machine are not measured
+here. Rows are written as they come; a run that was stopped goes on with the seeds that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from scripts import script_of
+
+ROOT = Path(__file__).resolve().parents[2]
+FLATOUT = [sys.executable, "-m", "flatout"]
+MOVES = (0, 1000, 2000)
+LONGEST_S = 600.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--number", type=int, default=300)
+    parser.add_argument("--only", type=int, nargs="*", default=None)
+    parser.add_argument("--budget", default="40s")
+    options = parser.parse_args()
+    rows = {row["seed"]: row for row in json.loads(options.out.read_text())["scripts"]} if options.out.exists() else {}
+    for seed in options.only or range(options.first, options.first + options.number):
+        if seed in rows and not options.only:
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            rows[seed] = judged(seed, Path(name), options.budget)
+        print(line_of(rows[seed]), flush=True)
+        options.out.write_text(
+            json.dumps({"summary": summarise([*rows.values()]), "scripts": [*rows.values()]}, indent=1)
+        )
+    print(json.dumps(summarise([*rows.values()]), indent=1))
+    return 0
+
+
+def judged(seed: int, folder: Path, budget: str) -> dict[str, Any]:
+    """One script: its plan, and the last losses of all its forms."""
+    generated = script_of(seed)
+    (folder / "train.py").write_text(generated.text)
+    began = monotonic()
+    done = run([*FLATOUT, "tune", "train.py", "--budget", budget, "--out", "plan.toml", "--json", "tuned.json"], folder)
+    row: dict[str, Any] = {
+        "seed": seed,
+        "features": generated.features,
+        "tune_s": monotonic() - began,
+        "tune_exit": done.returncode,
+    }
+    if not (folder / "tuned.json").exists():
+        return row | {"error": (done.stdout + done.stderr)[-800:]}
+    tuned = json.loads((folder / "tuned.json").read_text())
+    row["levers"] = [p["id"] for p in tuned["plan"]["lever"]]
+    row["claimed"] = (tuned["plan"].get("measured") or [None])[0]
+    row["guarantee"] = tuned["plan"]["guarantee"]
+    row["left_out"] = [[one["lever"], one["because"]] for one in tuned["left_out"] if one["is_for_script"]]
+    if not row["levers"]:
+        return row
+    forms = {"untouched": [sys.executable, "train.py"], "plan": [*FLATOUT, "run", "--plan", "plan.toml", "train.py"]}
+    edited = run([*FLATOUT, "edit", "train.py", "--plan", "plan.toml", "--into", "text"], folder)
+    row["edit"] = {"exit": edited.returncode, "messages": edited.stderr[-500:]}
+    if (folder / "text" / "train.py").exists():
+        forms["edit"] = [sys.executable, str(folder / "text" / "train.py")]
+    row["losses"] = {name: [last_loss(command, folder, move) for move in MOVES] for name, command in forms.items()}
+    return row
+
+
+def last_loss(command: list[str], folder: Path, move: int) -> float | None:
+    """The mean of the last losses that the script prints; None where it failed."""
+    done = run(command, folder, {"MOVE_SEED": str(move)})
+    line = next((line for line in done.stdout.splitlines() if line.startswith("losses ")), None)
+    if done.returncode or line is None:
+        return None
+    return statistics.fmean(map(float, line.split()[1:]))
+
+
+def run(command: list[str], folder: Path, more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path} | (more or {})
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=LONGEST_S,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def differs(row: dict[str, Any], form: str) -> bool:
+    """Whether a form failed, or learns something else: its losses must lie inside the spread of the untouched script's seeds.
+
+    The spread is taken half wider on both sides.
+    """
+    losses = row.get("losses", {})
+    if form not in losses:
+        return False
+    if None in losses[form]:
+        return None not in losses["untouched"]
+    low, high = min(losses["untouched"]), max(losses["untouched"])
+    room = 0.5 * (high - low) + 0.01 * abs(high)
+    return not all(low - room <= value <= high + room for value in losses[form])
+
+
+def line_of(row: dict[str, Any]) -> str:
+    what = row.get("error", "")[-120:] or ", ".join(row["levers"]) or "no plan"
+    wrong = [form for form in ("plan", "edit") if differs(row, form)]
+    judgement = f"  DIFFERS: {wrong} {row['losses']}" if wrong else ""
+    return f"{row['seed']:4} {row['tune_s']:4.0f} s  {' + '.join(row['features'])}: {what} {row.get('claimed') or ''}{judgement}"
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    planned = [r for r in rows if r.get("levers")]
+    edits = [r["edit"]["exit"] for r in planned if "edit" in r]
+    return {
+        "scripts": len(rows),
+        "failed": [r["seed"] for r in rows if "error" in r],
+        "plans": len(planned),
+        "plans that change what is learnt": [r["seed"] for r in planned if differs(r, "plan")],
+        "texts": sum("edit" in r.get("losses", {}) for r in planned),
+        "texts that change what is learnt": [r["seed"] for r in planned if differs(r, "edit")],
+        "edit's exit codes": {str(code): edits.count(code) for code in sorted(set(edits))},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

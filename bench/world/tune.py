@@ -1,0 +1,326 @@
+"""What `flatout tune` makes of other people's scripts: `python bench/world/tune.py CHECKOUTS [--only NAME ...] --out FILE`.
+
+Each training script of the manifest, unchanged, one after the other with nothing beside it:
+
+1. `flatout tune` within the budget: the plan, and whether each lever that was tried got a verdict;
+2. the whole run, process by process in turn, from the start of python to the same step: untouched, `flatout run --plan`, the best
+   cure that the expert measured, and the text that `flatout edit` makes of the plan;
+3. what is learnt: the mean of the last losses on three seeds, with the plan beside without it.
+
+The run is as long as the plan says that it pays, and at least `--run-seconds` of the untouched script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from run import environment_of
+from scripts import BUILD, HERE, HOOKS, Script, edit, lay_out, read_manifest
+
+WORTH = 1.15
+"""A cure that gains less is not counted as one that a plan should find."""
+SEEDS = (11, 12, 13)
+LAST = 0.2
+"""The share of a run's losses, at its end, that is averaged."""
+LONGEST_S = 900.0
+_PROBE_S = 6.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", type=Path)
+    parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--budget", default="120s")
+    parser.add_argument("--run-seconds", type=float, default=20.0, help="how long the untouched script runs at least")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--manifest", type=Path, default=HERE / "manifest")
+    parser.add_argument("--python", default=str(BUILD / "venv" / "bin" / "python"))
+    parser.add_argument(
+        "--plans", type=Path, default=BUILD / "plans", help="where plans and what tune printed are kept"
+    )
+    parser.add_argument("--no-seeds", action="store_true", help="leave out what is learnt on three seeds")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    rows = {row["name"]: row for row in json.loads(options.out.read_text())["scripts"]} if options.out.exists() else {}
+    options.plans.mkdir(parents=True, exist_ok=True)
+    for script in read_manifest(options.only, options.manifest):
+        if (
+            script.name in rows
+            or script.kind == "inference"
+            or script.is_module
+            or (not options.only and not script.cures)
+        ):
+            continue
+        try:
+            rows[script.name] = Tuning(script, options).row()
+        except (OSError, subprocess.SubprocessError, SystemExit) as e:
+            rows[script.name] = {"name": script.name, "error": f"{type(e).__name__}: {e}"}
+        print(line_of(rows[script.name]), flush=True)
+        options.out.write_text(
+            json.dumps({"summary": summarise(list(rows.values())), "scripts": [*rows.values()]}, indent=1)
+        )
+    print(json.dumps(summarise(list(rows.values())), indent=1))
+    return 0
+
+
+class Tuning:
+    """One script: its plan, and what that is worth over a whole run."""
+
+    def __init__(self, script: Script, options: argparse.Namespace) -> None:
+        self._script = script
+        self._options = options
+        self._work = BUILD / "work" / f"{script.name}-tune"
+        self._plan = options.plans / f"{script.name}.toml"
+
+    def row(self) -> dict[str, Any]:
+        script = self._script
+        folder = lay_out(script, self._options.checkouts, self._work)
+        found = self._tuned(folder)
+        if found.get("plan") is None:
+            return found
+        num_steps = self._length(folder, found)
+        found["num_steps"] = num_steps
+        sides: dict[str, dict[str, Any]] = {"untouched": {}}
+        if found["levers"]:
+            sides["plan"] = {"plan": self._plan}
+            found["edit"] = self._edited()
+            if found["edit"]["exit"] in (0, 2) and found["edit"]["has_diff"]:
+                sides["edit"] = {"is_edited": True, "environment": found["edit"]["environment"]}
+        if cure := max(script.cures, key=lambda c: c.get("measured", 0.0), default=None):
+            sides["by hand"] = {"cure": cure}
+        taken: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(self._options.rounds):
+            for name, how in sides.items():
+                taken[name].append(self._whole_run(num_steps, **how))
+        found["whole_run_s"] = taken
+        if found["levers"] and not self._options.no_seeds:
+            found["losses"] = {
+                name: [self._last_loss(num_steps, seed, name) for seed in SEEDS] for name in ("untouched", "plan")
+            }
+        return found
+
+    def _tuned(self, folder: Path) -> dict[str, Any]:
+        script, record = self._script, self._options.plans / f"{self._script.name}.json"
+        for old in (record, self._plan):
+            old.unlink(missing_ok=True)
+        command = [self._options.python, "-m", "flatout", "tune", script.path, "--budget", self._options.budget]
+        command += ["--out", str(self._plan), "--json", str(record), "--", *script.arguments]
+        began = monotonic()
+        done = _run(command, folder, environment_of(script, with_flatout=True))
+        (self._options.plans / f"{script.name}.txt").write_text(done.stdout + done.stderr)
+        row: dict[str, Any] = {"name": script.name, "repository": script.repository, "commit": script.commit}
+        row |= {"tune_s": monotonic() - began, "tune_exit": done.returncode}
+        cures = [(c["name"], c["measured"]) for c in script.cures if c.get("measured", 0) >= WORTH]
+        row |= {"best_cure": max(cures, key=lambda c: c[1], default=None), "plan": None, "levers": []}
+        if not record.exists():
+            return row | {"error": (done.stdout + done.stderr)[-600:]}
+        found = json.loads(record.read_text())
+        tried = [a for a in found["attempts"] if a["kind"] in ("add", "swap")]
+        return row | {
+            "plan": str(self._plan),
+            "levers": [p["id"] for p in found["plan"]["lever"]],
+            "guarantee": found["plan"]["guarantee"],
+            "claimed": found["plan"].get("measured"),
+            "because": found["plan"]["because"],
+            "is_complete": found["is_complete"],
+            "tried": [
+                {
+                    "lever": a["lever"],
+                    "outcome": a["verdict"]["outcome"],
+                    "has_verdict": has_verdict(a["verdict"]),
+                    "because": a["verdict"]["because"],
+                    "speed": (a["verdict"].get("speed") or {}).get("ratio"),
+                }
+                for a in tried
+            ],
+            "left_out": [[one["lever"], one["because"]] for one in found["left_out"] if one["is_for_script"]],
+            "pays_from": pays_from(found.get("proof")),
+        }
+
+    def _length(self, folder: Path, found: dict[str, Any]) -> int:
+        """Steps of the whole run: those of `--run-seconds` of the untouched script, or twice what the plan needs to pay."""
+        marks = folder.parent / f"{self._script.name}-probe.marks"
+        for old in marks.parent.glob(f"{marks.name}.*"):
+            old.unlink()
+        environment = self._environment() | {"WORLD_MARKS": str(marks), "WORLD_END_S": str(_PROBE_S)}
+        _run([self._options.python, *self._script.command], self._fresh(), environment)
+        stamps = max((p.read_bytes() for p in marks.parent.glob(f"{marks.name}.*")), key=len, default=b"")
+        firsts = sum(1 for key, _ in struct.iter_unpack("<Bd", stamps[: len(stamps) // 9 * 9]) if key == 0)
+        return max(20, math.ceil(firsts * self._options.run_seconds / _PROBE_S), 2 * (found["pays_from"] or 0))
+
+    def _environment(self, *, with_flatout: bool = False) -> dict[str, str]:
+        return environment_of(self._script, with_flatout=with_flatout) | {"WORLD_TIMER": self._script.timer}
+
+    def _fresh(self) -> Path:
+        return lay_out(self._script, self._options.checkouts, self._work)
+
+    def _whole_run(
+        self,
+        num_steps: int,
+        *,
+        plan: Path | None = None,
+        cure: dict[str, Any] | None = None,
+        is_edited: bool = False,
+        environment: dict[str, str] | None = None,
+        extra: dict[str, str] | None = None,
+    ) -> float:
+        """Seconds from the start of the process to the end of so many steps; inf where it failed."""
+        script, folder = self._script, self._fresh()
+        wanted = self._environment(with_flatout=plan is not None) | (environment or {}) | (extra or {})
+        wanted |= {"WORLD_MARKS": str(folder.parent / f"{script.name}-whole.marks"), "WORLD_END_STEPS": str(num_steps)}
+        command = [self._options.python, *script.command]
+        if plan is not None:
+            command = [
+                self._options.python,
+                "-m",
+                "flatout",
+                "run",
+                "--plan",
+                str(plan),
+                script.path,
+                "--",
+                *script.arguments,
+            ]
+        if cure is not None:
+            edit(folder, cure.get("edits", []))
+            wanted |= cure.get("environment", {})
+            if "apply" in cure:
+                wanted["WORLD_CURE"] = str(HOOKS.parent / "cures" / f"{cure['apply']}.py")
+        if is_edited:
+            for path in (self._options.plans / f"{script.name}-text").rglob("*.py"):
+                target = folder / path.relative_to(self._options.plans / f"{script.name}-text")
+                target.write_bytes(path.read_bytes())
+        began = monotonic()
+        done = _run(command, folder, wanted)
+        return monotonic() - began if done.returncode == 0 else math.inf
+
+    def _edited(self) -> dict[str, Any]:
+        """What `flatout edit` makes of the plan."""
+        script, folder = self._script, self._fresh()
+        text = self._options.plans / f"{script.name}-text"
+        command = [
+            self._options.python,
+            "-m",
+            "flatout",
+            "edit",
+            script.path,
+            "--plan",
+            str(self._plan),
+            "--into",
+            str(text),
+        ]
+        done = _run([*command, "--", *script.arguments], folder, environment_of(script, with_flatout=True))
+        started = next((line for line in done.stderr.splitlines() if line.startswith("start it as: ")), "")
+        words = [w for w in started.removeprefix("start it as: ").partition(" python ")[0].split() if "=" in w]
+        return {
+            "exit": done.returncode,
+            "has_diff": bool(done.stdout.strip()) or bool(words),
+            "environment": dict(word.split("=", 1) for word in words),
+            "messages": done.stderr[-600:],
+        }
+
+    def _last_loss(self, num_steps: int, seed: int, name: str) -> float | None:
+        """The mean of the last losses of a run on one seed."""
+        losses = self._work.parent / f"{self._script.name}.losses"
+        losses.unlink(missing_ok=True)
+        extra = {"WORLD_LOSSES": str(losses), "WORLD_SEED": str(seed)}
+        self._whole_run(num_steps, plan=self._plan if name == "plan" else None, extra=extra)
+        data = losses.read_bytes() if losses.exists() else b""
+        values = [v for (v,) in struct.iter_unpack("<d", data[: len(data) // 8 * 8])]
+        return statistics.fmean(values[-max(1, round(LAST * len(values))) :]) if values else None
+
+
+def has_verdict(verdict: dict[str, Any]) -> bool:
+    """Whether it was told if the lever computes the same."""
+    return verdict["outcome"] != "unknown" or verdict["equality"]["holds"] is not None
+
+
+def pays_from(proof: dict[str, Any] | None) -> int | None:
+    """The step from which on the plan has made up for a longer start."""
+    speed = (proof or {}).get("speed")
+    if not speed:
+        return None
+    later_s = speed["first_after_s"] - speed["first_before_s"]
+    saved_s = speed["before_s"] - speed["after_s"]
+    return speed["num_first"] + math.ceil(max(0.0, later_s) / saved_s) if saved_s > 0 else None
+
+
+def _run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=LONGEST_S,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def gain(row: dict[str, Any], side: str) -> float | None:
+    """How much sooner a side ended its whole run than the untouched script; None where it did not run."""
+    taken = row.get("whole_run_s", {})
+    if not taken.get(side) or not all(map(math.isfinite, taken[side])):
+        return None
+    return min(taken["untouched"]) / min(taken[side])
+
+
+def is_learnt(row: dict[str, Any]) -> bool | None:
+    """Whether the plan's last losses lie inside the spread of the untouched script's, half of it wider on both sides."""
+    losses = row.get("losses")
+    if not losses or any(value is None for values in losses.values() for value in values):
+        return None
+    low, high = min(losses["untouched"]), max(losses["untouched"])
+    room = 0.5 * (high - low) + 0.02 * abs(high)
+    return all(low - room <= value <= high + room for value in losses["plan"])
+
+
+def line_of(row: dict[str, Any]) -> str:
+    if "whole_run_s" not in row:
+        return f"{row['name']:28} {row.get('error', row.get('because', ''))[-150:]!r}"
+    shown = "  ".join(f"{side} {value:.2f}x" for side in ("plan", "edit", "by hand") if (value := gain(row, side)))
+    claimed = f"claimed {row['claimed'][0]:.2f}x" if row.get("claimed") else "no plan"
+    judged = sum(1 for t in row["tried"] if t["has_verdict"])
+    return (
+        f"{row['name']:28} {row['tune_s']:4.0f} s  {judged}/{len(row['tried'])} verdicts  {claimed}  "
+        f"{row['num_steps']} steps: {shown}  "
+        f"learnt {is_learnt(row)}  {', '.join(row['levers']) or row['because']}"
+    )
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    ran = [r for r in rows if "whole_run_s" in r]
+    tried = [t for r in ran for t in r["tried"]]
+    planned = [r for r in ran if r["levers"]]
+    gains = [g for r in planned if (g := gain(r, "plan"))]
+    worth = [r for r in ran if r["best_cure"]]
+    shares = [g / h for r in worth if (g := gain(r, "plan")) and (h := gain(r, "by hand"))]
+    learnt = [x for r in planned if (x := is_learnt(r)) is not None]
+    edits = [r for r in planned if r.get("edit")]
+    return {
+        "scripts": len(rows),
+        "failed": [r["name"] for r in rows if "whole_run_s" not in r],
+        "levers with a verdict": f"{sum(t['has_verdict'] for t in tried)} of {len(tried)}",
+        "plans": f"{len(planned)} of {len(ran)}",
+        "plans where a cure gains 1.15x": f"{sum(bool(r['levers']) for r in worth)} of {len(worth)}",
+        "gain over the whole run (geometric mean)": statistics.geometric_mean(gains) if gains else None,
+        "of the best cure by hand (geometric mean)": statistics.geometric_mean(shares) if shares else None,
+        "plans slower over the run": [r["name"] for r in planned if (gain(r, "plan") or 0.0) < 0.98],
+        "plans that learn the same": f"{sum(learnt)} of {len(learnt)}",
+        "plans that became a text": f"{sum(r['edit']['exit'] == 0 for r in edits)} of {len(edits)}",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
