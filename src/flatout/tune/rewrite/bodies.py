@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import libcst as cst
 from libcst import matchers as m
@@ -15,7 +15,6 @@ from flatout.tune.rewrite.operands import atom, inverted
 from flatout.tune.rewrite.source import assigned_in, code_of, expression, statements
 
 How = Literal["append", "add", "subtract", "max", "min", "put", "count", "scatter"]
-_STEPS: Final = (cst.Add, cst.Subtract)
 
 
 class Result(NamedTuple):
@@ -240,7 +239,8 @@ def statements_of(suite: cst.BaseSuite) -> Sequence[cst.BaseStatement]:
 def _running(target: cst.BaseExpression, value: cst.BaseExpression) -> tuple[How, cst.BaseExpression] | None:
     """`s = s + x` and `best = max(best, x)`: how, and x."""
     code = code_of(target)
-    if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, _STEPS) and code_of(value.left) == code:
+    is_step = isinstance(value, cst.BinaryOperation) and isinstance(value.operator, (cst.Add, cst.Subtract))
+    if is_step and isinstance(value, cst.BinaryOperation) and code_of(value.left) == code:
         return ("add" if isinstance(value.operator, cst.Add) else "subtract"), value.right
     if isinstance(value, cst.Call) and code_of(value.func) in ("max", "min") and len(value.args) == 2:
         parts = [a.value for a in value.args]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import libcst as cst
 
@@ -38,9 +38,12 @@ DDP_ORDER: Final = (
     "process_group",
     "bucket_cap_mb",
 )
-TRUE: Final = cst.Name("True")
+Change: TypeAlias = "Callable[[cst.Call], cst.Call]"
 
-Change = Callable[[cst.Call], cst.Call]
+
+def true_name() -> cst.Name:
+    """The name True, as a value to write."""
+    return cst.Name("True")
 
 
 def calls_to(module: cst.Module, names: Sequence[str], *, inside: cst.CSTNode | None = None) -> list[cst.Call]:

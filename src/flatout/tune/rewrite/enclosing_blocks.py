@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import libcst as cst
 from libcst import matchers as m
-from libcst.metadata import MetadataWrapper, ParentNodeProvider
 
 from flatout.core.runtime.torch_functions import is_in_place
 from flatout.tune.rewrite.source import assigned_in, bare_names, names_in, nodes_of
 
-Parents = Mapping[cst.CSTNode, cst.CSTNode]
-Loop = cst.For | cst.While
+Parents: TypeAlias = "Mapping[cst.CSTNode, cst.CSTNode]"
+Loop: TypeAlias = "cst.For | cst.While"
 
 
 class Level(NamedTuple):
@@ -31,6 +30,8 @@ class Level(NamedTuple):
 
 def parents_of(module: cst.Module) -> Parents:
     """The node above each node of the tree."""
+    from libcst.metadata import MetadataWrapper, ParentNodeProvider
+
     return MetadataWrapper(module, unsafe_skip_copy=True).resolve(ParentNodeProvider)
 
 

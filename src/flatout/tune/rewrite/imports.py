@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import libcst as cst
 from libcst import matchers as m
-from libcst.codemod import CodemodContext
-from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
 
 from flatout.tune.rewrite.source import code_of, nodes_of, spaced, statements, with_expression
 
@@ -52,6 +50,9 @@ def dotted_name(node: ast.AST) -> str:
 
 def with_import(module: cst.Module, name: str, member: str | None = None, *, alias: str | None = None) -> cst.Module:
     """The tree with `import name [as alias]`, or `from name import member`, at its head if it is not there."""
+    from libcst.codemod import CodemodContext
+    from libcst.codemod.visitors import AddImportsVisitor
+
     context = CodemodContext()
     AddImportsVisitor.add_needed_import(context, name, member, asname=alias)
     changed = AddImportsVisitor(context).transform_module(module)
@@ -63,6 +64,9 @@ def with_import(module: cst.Module, name: str, member: str | None = None, *, ali
 
 def without_unused_import(module: cst.Module, name: str, member: str | None = None) -> cst.Module:
     """The tree without this import, if nothing uses it any more; what follows a docstring keeps its distance."""
+    from libcst.codemod import CodemodContext
+    from libcst.codemod.visitors import RemoveImportsVisitor
+
     context = CodemodContext()
     RemoveImportsVisitor.remove_unused_import(context, name, member)
     changed = RemoveImportsVisitor(context).transform_module(module)

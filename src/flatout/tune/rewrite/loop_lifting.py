@@ -7,6 +7,7 @@ reduced with the others masked out, as shapes must not depend on values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Final, NamedTuple
 
 import libcst as cst
@@ -154,7 +155,7 @@ class Lifter:
             raise EditError(f"'{code_of(node)}' goes from one iteration to the next")
         if isinstance(node, cst.Name):
             return self.names.get(node.value, LiftedValue(node))
-        for kind, lift in _LIFTS.items():
+        for kind, lift in _lifts().items():
             if isinstance(node, kind):
                 return lift(self, node)
         if names_in(node) & (set(self.names) | self.carried):
@@ -509,23 +510,26 @@ def _lift_comprehension(lifter: Lifter, node: cst.BaseExpression) -> LiftedValue
     return LiftedValue(node)
 
 
-_LIFTS: Final[Mapping[type[cst.CSTNode], Callable[..., LiftedValue]]] = {
-    cst.Attribute: Lifter._attribute,
-    cst.Subscript: Lifter._subscript,
-    cst.BinaryOperation: Lifter._binary,
-    cst.UnaryOperation: Lifter._unary,
-    cst.BooleanOperation: Lifter._boolean,
-    cst.Comparison: Lifter._comparison,
-    cst.IfExp: Lifter._conditional,
-    cst.Tuple: Lifter._sequence,
-    cst.List: Lifter._sequence,
-    cst.Dict: Lifter._mapping,
-    cst.Call: Lifter._call,
-    cst.ListComp: _lift_comprehension,
-    cst.GeneratorExp: _lift_comprehension,
-    cst.SetComp: _lift_comprehension,
-    cst.DictComp: _lift_comprehension,
-}
+@cache
+def _lifts() -> Mapping[type[cst.CSTNode], Callable[..., LiftedValue]]:
+    """What lifts each kind of expression."""
+    return {
+        cst.Attribute: Lifter._attribute,
+        cst.Subscript: Lifter._subscript,
+        cst.BinaryOperation: Lifter._binary,
+        cst.UnaryOperation: Lifter._unary,
+        cst.BooleanOperation: Lifter._boolean,
+        cst.Comparison: Lifter._comparison,
+        cst.IfExp: Lifter._conditional,
+        cst.Tuple: Lifter._sequence,
+        cst.List: Lifter._sequence,
+        cst.Dict: Lifter._mapping,
+        cst.Call: Lifter._call,
+        cst.ListComp: _lift_comprehension,
+        cst.GeneratorExp: _lift_comprehension,
+        cst.SetComp: _lift_comprehension,
+        cst.DictComp: _lift_comprehension,
+    }
 
 
 def _with_values(args: Sequence[cst.Arg], values: Sequence[LiftedValue]) -> list[cst.Arg]:

@@ -7,6 +7,7 @@ A list that is stacked, joined or summed becomes that tensor; one that something
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import libcst as cst
 
@@ -27,7 +28,7 @@ from flatout.tune.rewrite.source import (
     with_expression,
 )
 
-Changes = dict[cst.CSTNode, Sequence[cst.BaseStatement]]
+Changes: TypeAlias = "dict[cst.CSTNode, Sequence[cst.BaseStatement]]"
 
 
 def start_of(place: SourcePlace, result: Result) -> cst.BaseStatement | None:

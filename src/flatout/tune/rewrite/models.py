@@ -26,7 +26,6 @@ _CHAINED: Final = word_set("to cuda cpu eval train float double half bfloat16 re
 """Methods of nn.Module that return the module itself (documentation of torch 2.13)."""
 _SIGNS: Final = word_set("parameters named_parameters train eval state_dict load_state_dict zero_grad to cuda modules")
 """Methods that tell a module (`to` and `cuda` with another of them, or a call)."""
-_FORWARD: Final = m.FunctionDef(name=m.Name("forward"))
 
 
 class Construction(NamedTuple):
@@ -74,7 +73,8 @@ def _assignments(module: cst.Module) -> list[Construction]:
             continue
         is_part = function is not None and function.name.value in builders
         if place.owner is not None:
-            is_part |= m.matches(place.owner.body, m.IndentedBlock(body=[m.ZeroOrMore(), _FORWARD, m.ZeroOrMore()]))
+            forward = m.FunctionDef(name=m.Name("forward"))
+            is_part |= m.matches(place.owner.body, m.IndentedBlock(body=[m.ZeroOrMore(), forward, m.ZeroOrMore()]))
         line = cst.ensure_type(place.statement, cst.SimpleStatementLine)
         kind = _constructed_class(value, builders)
         found.append(Construction(code_of(target), kind, value, line, place.block, function, is_part))

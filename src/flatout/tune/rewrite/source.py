@@ -12,8 +12,9 @@ import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import libcst as cst
 from libcst import matchers as m
@@ -26,8 +27,8 @@ from flatout.core.records.workload import Source
 from flatout.machine.cost.feeding import function_name_of
 
 Edit = Callable[[str, Parameters], str]
-Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
-Node = TypeVar("Node", bound=cst.CSTNode)
+Statement: TypeAlias = "cst.SimpleStatementLine | cst.BaseCompoundStatement"
+Node = TypeVar("Node", bound="cst.CSTNode")
 
 MODULE: Final = "<module>"
 
@@ -194,28 +195,34 @@ def expression(template: str, **nodes: cst.CSTNode) -> cst.BaseExpression:
     return parse_template_expression(template, **nodes)  # type: ignore[arg-type]
 
 
-Change = Callable[[Any], cst.CSTNode | Sequence[cst.CSTNode]] | cst.CSTNode | Sequence[cst.CSTNode]
+Change: TypeAlias = "Callable[[Any], cst.CSTNode | Sequence[cst.CSTNode]] | cst.CSTNode | Sequence[cst.CSTNode]"
 """What replaces a node: a node, or statements; or what returns it when it is called with the node whose parts are changed."""
 
 
-class _NodeChanger(cst.CSTTransformer):
-    """Changes nodes (by identity), the inner before the outer; comments above a statement stay above what replaces it."""
+@cache
+def _node_changer() -> type[Any]:
+    """The class of what changes nodes, made when the first text is changed: libcst takes half a second to import."""
 
-    def __init__(self, changes: Mapping[cst.CSTNode, Change]) -> None:
-        super().__init__()
-        self._changes = {id(old): change for old, change in changes.items()}
-        self._nodes = list(changes)  # so that identities stay taken
+    class NodeChanger(cst.CSTTransformer):
+        """Changes nodes (by identity), the inner before the outer; comments above a statement stay above what replaces it."""
 
-    def on_leave(
-        self, original_node: cst.CSTNode, updated_node: cst.CSTNode
-    ) -> Any:  # what a visitor may return is more than its stubs say of one node
-        change = self._changes.get(id(original_node))
-        if change is None:
-            return super().on_leave(original_node, updated_node)
-        new = change(updated_node) if callable(change) else change
-        if isinstance(new, cst.CSTNode):
-            return new
-        return cst.FlattenSentinel(_with_lines_of(updated_node, new)) if new else cst.RemoveFromParent()
+        def __init__(self, changes: Mapping[cst.CSTNode, Change]) -> None:
+            super().__init__()
+            self._changes = {id(old): change for old, change in changes.items()}
+            self._nodes = list(changes)  # so that identities stay taken
+
+        def on_leave(
+            self, original_node: cst.CSTNode, updated_node: cst.CSTNode
+        ) -> Any:  # what a visitor may return is more than its stubs say of one node
+            change = self._changes.get(id(original_node))
+            if change is None:
+                return super().on_leave(original_node, updated_node)
+            new = change(updated_node) if callable(change) else change
+            if isinstance(new, cst.CSTNode):
+                return new
+            return cst.FlattenSentinel(_with_lines_of(updated_node, new)) if new else cst.RemoveFromParent()
+
+    return NodeChanger
 
 
 def _with_lines_of(old: cst.CSTNode, new: Sequence[cst.CSTNode]) -> list[cst.CSTNode]:
@@ -229,7 +236,7 @@ def _with_lines_of(old: cst.CSTNode, new: Sequence[cst.CSTNode]) -> list[cst.CST
 
 def with_changes(node: Node, changes: Mapping[cst.CSTNode, Change]) -> Node:
     """The tree with nodes (by identity) changed, the inner before the outer; comments above a statement stay there."""
-    return node.visit(_NodeChanger(changes))  # type: ignore[return-value]
+    return node.visit(_node_changer()(changes))  # type: ignore[return-value]
 
 
 def spaced(statement: cst.CSTNode, number: int) -> cst.BaseStatement:

@@ -6,7 +6,7 @@ The two ways there differ in what an iteration is given (`LoopInputs`); what it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import libcst as cst
 import msgspec
@@ -42,7 +42,7 @@ from flatout.tune.rewrite.source import (
 _WIDTH: Final = 100
 """Calls that would get longer get a function of their own."""
 
-Block = Sequence[cst.BaseStatement]
+Block: TypeAlias = "Sequence[cst.BaseStatement]"
 
 
 class Loop(NamedTuple):

@@ -15,9 +15,11 @@ def main() -> int:
     from flatout.app.cli.children import load_target
     from flatout.app.plans import environment_of, read_plan, run_planned
     from flatout.core.errors import FlatoutError
+    from flatout.core.runtime.deferred_imports import defer_imports
     from flatout.core.runtime.script import print_to_stderr
 
     path, kind, target, *arguments = sys.argv[1:]
+    defer_imports("libcst", "matchers")
     try:
         plan = read_plan(Path(path))
         wanted = environment_of(plan)

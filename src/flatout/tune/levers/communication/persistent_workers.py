@@ -17,7 +17,7 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
-from flatout.tune.rewrite.calls import LOADER, LOADER_ORDER, TRUE, argument, calls_to, with_argument, with_calls
+from flatout.tune.rewrite.calls import LOADER, LOADER_ORDER, argument, calls_to, true_name, with_argument, with_calls
 from flatout.tune.rewrite.source import code_of, expression, parsed
 
 _NUM_WORKERS_AT: Final = LOADER_ORDER.index("num_workers")
@@ -79,7 +79,9 @@ def edit(text: str, parameters: Parameters) -> str:
         number = argument(call, "num_workers", _NUM_WORKERS_AT)
         assert number is not None
         known = isinstance(number, cst.Integer)
-        return with_argument(call, "persistent_workers", TRUE if known else expression("{number} > 0", number=number))
+        return with_argument(
+            call, "persistent_workers", true_name() if known else expression("{number} > 0", number=number)
+        )
 
     return with_calls(module, list(able), persist).code
 

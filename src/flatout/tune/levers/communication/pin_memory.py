@@ -21,9 +21,9 @@ from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.tune.rewrite.calls import (
     LOADER,
     LOADER_ORDER,
-    TRUE,
     call_in,
     keyword_argument,
+    true_name,
     with_argument,
     with_calls,
     with_keywords,
@@ -74,7 +74,7 @@ def edit(text: str, parameters: Parameters) -> str:
     )
     changed = with_keywords(module, call, {"pin_memory": "True"}, LOADER_ORDER)
     copies = list(_copies(changed, name)) if name else []
-    return with_calls(changed, copies, lambda copy: with_argument(copy, "non_blocking", TRUE)).code
+    return with_calls(changed, copies, lambda copy: with_argument(copy, "non_blocking", true_name())).code
 
 
 def _copies(module: cst.Module, loader: str) -> Iterator[cst.Call]:

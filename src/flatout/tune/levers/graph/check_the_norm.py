@@ -38,8 +38,6 @@ _SAVED: Final = (0.3, 1.0)
 _ASKS: Final = {"isnan": "any", "isinf": "any", "isposinf": "any", "isneginf": "any", "isfinite": "all"}
 """What is asked of each number, and how the answers are put together for a question of the whole tensor."""
 
-_IS_NONE: Final = m.Comparison(comparisons=[m.ComparisonTarget(m.Is(), m.Name("None"))])
-_IS_NOT_NONE: Final = m.Comparison(comparisons=[m.ComparisonTarget(m.IsNot(), m.Name("None"))])
 _PASSING: Final = ("enumerate", "zip", "list", "tuple", "reversed", "sorted", "filter", "map")
 _LISTS: Final = (
     m.List()
@@ -163,6 +161,10 @@ def _search_of(module: cst.Module, loop: cst.For) -> _FiniteSearch:
     )
 
 
+def _is_none(test: cst.BaseExpression) -> bool:
+    return m.matches(test, m.Comparison(comparisons=[m.ComparisonTarget(m.Is(), m.Name("None"))]))
+
+
 def _read(
     module: cst.Module,
     body: Sequence[cst.CSTNode],
@@ -173,7 +175,7 @@ def _read(
     """Statements of the loop: names for what is checked, guards against None, questions."""
     for index, statement in enumerate(body):
         if isinstance(statement, cst.If) and statement.orelse is None:
-            if is_skip(statement) and m.matches(statement.test, _IS_NONE):
+            if is_skip(statement) and _is_none(statement.test):
                 tested = cst.ensure_type(statement.test, cst.Comparison).left
                 ifs.append(expression("{x} is not None", x=tested))
             elif _is_not_none(statement.test) and index == len(body) - 1:
@@ -245,7 +247,7 @@ def _method(module: cst.Module, call: cst.Call) -> tuple[str, cst.BaseExpression
 
 
 def _is_not_none(test: cst.CSTNode) -> bool:
-    return m.matches(test, _IS_NOT_NONE)
+    return m.matches(test, m.Comparison(comparisons=[m.ComparisonTarget(m.IsNot(), m.Name("None"))]))
 
 
 def _see_none(test: cst.BaseExpression) -> None:

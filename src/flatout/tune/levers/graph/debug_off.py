@@ -8,6 +8,7 @@ Refuses     Scripts that do not switch the mode on.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 
 import libcst as cst
@@ -54,7 +55,7 @@ def edit(text: str, parameters: Parameters) -> str:
     unclear = next((c for c in calls if _mode(c) is not None and not is_named(_mode(c), "True")), None)
     if unclear is not None:
         raise EditError(f"'{code_of(unclear)}' may be on or off")
-    remover = _Remover(calls)
+    remover = _remover()(calls)
     module = module.visit(remover)
     if remover.num_met != len(calls):
         raise EditError("the mode is switched on inside of another statement")
@@ -69,61 +70,69 @@ def _mode(call: cst.Call) -> cst.BaseExpression | None:
     return argument(call, "mode", 0) if code_of(call.func).endswith("set_detect_anomaly") else None
 
 
-class _Remover(cst.CSTTransformer):
-    """Takes out statements and items of `with` that consist of these calls."""
+@cache
+def _remover() -> type[Any]:
+    """The class of what removes calls, made when the first text is changed: libcst takes half a second to import."""
 
-    def __init__(self, calls: Sequence[cst.Call]) -> None:
-        super().__init__()
-        self.num_met = 0
-        self._gone: list[cst.SimpleStatementLine] = []
-        self._calls = {id(call) for call in calls}
+    class Remover(cst.CSTTransformer):
+        """Takes out statements and items of `with` that consist of these calls."""
 
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.BaseStatement:
-        only = original_node.body[0]
-        if len(original_node.body) > 1 or not isinstance(only, cst.Expr) or id(only.value) not in self._calls:
+        def __init__(self, calls: Sequence[cst.Call]) -> None:
+            super().__init__()
+            self.num_met = 0
+            self._gone: list[cst.SimpleStatementLine] = []
+            self._calls = {id(call) for call in calls}
+
+        def leave_SimpleStatementLine(
+            self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+        ) -> cst.BaseStatement:
+            only = original_node.body[0]
+            if len(original_node.body) > 1 or not isinstance(only, cst.Expr) or id(only.value) not in self._calls:
+                return updated_node
+            self.num_met += 1
+            self._gone.append(updated_node)
             return updated_node
-        self.num_met += 1
-        self._gone.append(updated_node)
-        return updated_node
 
-    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
-        body = self._closed_up(updated_node.body)
-        if not body:
-            raise EditError("the mode is all that a block of the file switches on")
-        return updated_node.with_changes(body=body)
+        def leave_IndentedBlock(
+            self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+        ) -> cst.BaseSuite:
+            body = self._closed_up(updated_node.body)
+            if not body:
+                raise EditError("the mode is all that a block of the file switches on")
+            return updated_node.with_changes(body=body)
 
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        return updated_node.with_changes(body=self._closed_up(updated_node.body))
+        def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+            return updated_node.with_changes(body=self._closed_up(updated_node.body))
 
-    def _closed_up(self, block: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
-        """The block without what is gone; blank lines above it go to what follows."""
-        remaining: list[cst.BaseStatement] = []
-        blank: list[cst.EmptyLine] = []
-        for statement in block:
-            lines: Sequence[cst.EmptyLine] = getattr(statement, "leading_lines", ())
-            if any(statement is gone for gone in self._gone):
-                blank = [line for line in lines if line.comment is None]
-                continue
-            remaining.append(statement.with_changes(leading_lines=blank) if blank and not lines else statement)
-            blank = []
-        return remaining
+        def _closed_up(self, block: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
+            """The block without what is gone; blank lines above it go to what follows."""
+            remaining: list[cst.BaseStatement] = []
+            blank: list[cst.EmptyLine] = []
+            for statement in block:
+                lines: Sequence[cst.EmptyLine] = getattr(statement, "leading_lines", ())
+                if any(statement is gone for gone in self._gone):
+                    blank = [line for line in lines if line.comment is None]
+                    continue
+                remaining.append(statement.with_changes(leading_lines=blank) if blank and not lines else statement)
+                blank = []
+            return remaining
 
-    def leave_With(
-        self, original_node: cst.With, updated_node: cst.With
-    ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        pairs = zip(original_node.items, updated_node.items, strict=True)
-        remaining = [new for old, new in pairs if id(old.item) not in self._calls or old.asname is not None]
-        body = updated_node.body
-        if len(remaining) == len(updated_node.items) or not isinstance(body, cst.IndentedBlock):
-            return updated_node
-        self.num_met += len(updated_node.items) - len(remaining)
-        if remaining:
-            remaining[-1] = remaining[-1].with_changes(comma=updated_node.items[-1].comma)
-            return updated_node.with_changes(items=remaining)
-        first, *rest = body.body
-        return cst.FlattenSentinel([first.with_changes(leading_lines=updated_node.leading_lines), *rest])
+        def leave_With(
+            self, original_node: cst.With, updated_node: cst.With
+        ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
+            pairs = zip(original_node.items, updated_node.items, strict=True)
+            remaining = [new for old, new in pairs if id(old.item) not in self._calls or old.asname is not None]
+            body = updated_node.body
+            if len(remaining) == len(updated_node.items) or not isinstance(body, cst.IndentedBlock):
+                return updated_node
+            self.num_met += len(updated_node.items) - len(remaining)
+            if remaining:
+                remaining[-1] = remaining[-1].with_changes(comma=updated_node.items[-1].comma)
+                return updated_node.with_changes(items=remaining)
+            first, *rest = body.body
+            return cst.FlattenSentinel([first.with_changes(leading_lines=updated_node.leading_lines), *rest])
+
+    return Remover
 
 
 LEVER = lever(__name__, as_found("no debug mode is on"), apply=apply, edit=edit, title="Debug modes off")

@@ -55,7 +55,6 @@ _FACTORIES: Final = frozenset(
     f"torch.{name}"
     for name in ("rand", "randn", "randint", "randperm", "tensor", "arange", "from_numpy", "zeros", "ones")
 )
-_NON_BLOCKING: Final = cst.parse_expression("f(non_blocking=True)").args[0]  # type: ignore[attr-defined]
 _CLOCKS: Final = ("perf_counter", "monotonic", "time", "process_time", "elapsed_time", "record")
 
 
@@ -138,7 +137,7 @@ class _Deferring:
             target = call.args[0]
             is_device = target.keyword is None or target.keyword.value == "device"
             if is_host_value and is_device and not call_name(self._module, target.value).startswith("torch."):
-                new = call.with_changes(args=[*call.args, _NON_BLOCKING])
+                new = call.with_changes(args=[*call.args, cst.parse_expression("f(non_blocking=True)").args[0]])  # type: ignore[attr-defined]
                 self._changes.setdefault(call, new)
 
     def _is_host_value(self, node: cst.BaseExpression) -> bool:

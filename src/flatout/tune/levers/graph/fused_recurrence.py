@@ -49,7 +49,6 @@ from flatout.tune.rewrite.source import (
 _CELLS: Final = {"torch.nn.LSTMCell": "lstm", "torch.nn.GRUCell": "gru", "torch.nn.RNNCell": "rnn_tanh"}
 _COST_FRACTION: Final = 0.95
 """At most so much of the loop's time goes; the trial of the rule knows the cells alone, without what autograd does between."""
-_LEAVES: Final = m.Break() | m.Continue() | m.Return() | m.Yield() | m.Await()
 _RESHAPING: Final = {
     "view",
     "reshape",
@@ -100,7 +99,8 @@ def edit(text: str, parameters: Parameters) -> str:
     if len(around) < 2 or not isinstance(around[0].owner, cst.For):
         raise EditError("it is not directly in a for loop")
     loop = around[0].owner
-    if loop.orelse is not None or loop.asynchronous is not None or m.findall(loop, _LEAVES):
+    leaving = m.Break() | m.Continue() | m.Return() | m.Yield() | m.Await()
+    if loop.orelse is not None or loop.asynchronous is not None or m.findall(loop, leaving):
         raise EditError("the loop may be left early")
     return _Conversion(place, around[1], loop).text()
 

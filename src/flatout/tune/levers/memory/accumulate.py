@@ -52,7 +52,6 @@ _PARTS: Final = (2, 4, 8)
 _SMALLEST_SHARE: Final = 0.05
 _MAY_COST: Final = 0.5
 """Of a step: products of half the rows take more than half the time where they do not fill the machine."""
-_COUNTING: Final = m.Call(func=m.Name("range") | m.Name("enumerate"))
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
@@ -195,7 +194,7 @@ def _fed(
         target = owner.target
         if m.matches(owner.iter, m.Call(func=m.Name("enumerate"))) and isinstance(target, cst.Tuple):
             bound |= names_in(target.elements[1:]) - {step.loss}
-        elif not m.matches(owner.iter, _COUNTING):
+        elif not m.matches(owner.iter, m.Call(func=m.Name("range") | m.Name("enumerate"))):
             bound |= names_in(target)
     return [_whole(one, parents) for name in sorted(bound) for one in occurrences(step.inside, name)]
 

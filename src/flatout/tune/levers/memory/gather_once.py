@@ -380,21 +380,20 @@ def _join(growth: Concatenation, gathering: Gathering) -> list[cst.BaseStatement
         if not numpy:
             raise EditError("'append' was imported by itself")
         func, rest = cst.parse_expression(f"{numpy}.concatenate"), growth.call.args[2:]
-        rest = [a.with_changes(keyword=cst.Name("axis"), equal=_EQUAL) for a in rest]
+        equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+        rest = [a.with_changes(keyword=cst.Name("axis"), equal=equal) for a in rest]
         if not rest:
             pieces = expression(f"[{numpy}.ravel(piece) for piece in {{pieces}}]", pieces=pieces)
     if gathering.is_stacked:
         assert isinstance(func, cst.Attribute), "only an attribute is stacked"
         func = func.with_changes(attr=cst.Name("stack"))
-    rest = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=_NO_SPACE) for a in rest]
+    rest = [
+        a.with_changes(comma=cst.MaybeSentinel.DEFAULT, whitespace_after_arg=cst.SimpleWhitespace("")) for a in rest
+    ]
     whole: cst.BaseExpression = cst.Call(func=func, args=[cst.Arg(pieces), *rest])
     if gathering.is_none:
         whole = expression("{whole} if {pieces} else None", whole=whole, pieces=cst.Name(gathering.name))
     return statements("{name} = {whole}\n", name=cst.Name(growth.name), whole=whole)
-
-
-_NO_SPACE: Final = cst.SimpleWhitespace("")
-_EQUAL: Final = cst.AssignEqual(_NO_SPACE, _NO_SPACE)
 
 
 def _appending(pieces: Sequence[cst.BaseExpression], list_name: str) -> list[cst.BaseStatement]:

@@ -20,7 +20,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer, string
 from flatout.machine.cost.accounting import facts_named
-from flatout.tune.rewrite.calls import TRUE, argument, calls_to, with_argument, with_calls, without_argument
+from flatout.tune.rewrite.calls import argument, calls_to, true_name, with_argument, with_calls, without_argument
 from flatout.tune.rewrite.imports import call_name, with_torch
 from flatout.tune.rewrite.operands import last_name
 from flatout.tune.rewrite.source import code_of, nodes_of, parsed, statements, with_changes
@@ -153,7 +153,7 @@ def edit(text: str, parameters: Parameters) -> str:
     module = with_calls(
         module,
         [cst.ensure_type(_construction(module, name).value, cst.Call)],
-        lambda call: with_argument(call, "sparse", TRUE),
+        lambda call: with_argument(call, "sparse", true_name()),
     )
     able = [c for c in calls_to(module, _LAZY_NAMES) if argument(c, "fused") is not None]
     return with_calls(module, able, lambda call: without_argument(call, "fused")).code

@@ -10,7 +10,7 @@ Refuses     Loops whose arithmetic hands something from one tensor to the next, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import libcst as cst
 from libcst import matchers as m
@@ -39,7 +39,6 @@ _EACH: Final = ("clone", "detach")
 _SCALED: Final = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}
 _OPERATORS: Final = {"Add": "add", "Subtract": "sub", "Multiply": "mul", "Divide": "div", "Power": "pow"}
 _NUMBERS: Final = ("abs", "bool", "float", "int", "len", "max", "min", "pow")
-_LEAVING: Final = m.Break() | m.Return() | m.Yield() | m.Await() | m.Raise()
 
 
 class _List(NamedTuple):
@@ -49,7 +48,7 @@ class _List(NamedTuple):
     is_name: bool = True
 
 
-_Value = _List | cst.BaseExpression
+_Value: TypeAlias = "_List | cst.BaseExpression"
 """A list of tensors, or a number that is the same in all rounds."""
 
 
@@ -62,7 +61,9 @@ def edit(text: str, parameters: Parameters) -> str:
     loop = place.statement
     if not isinstance(loop, cst.For) or not isinstance(loop.body, cst.IndentedBlock) or loop.orelse is not None:
         raise EditError("it is no plain loop")
-    if loop.asynchronous is not None or m.findall(loop.body, _LEAVING):
+    if loop.asynchronous is not None or m.findall(
+        loop.body, m.Break() | m.Return() | m.Yield() | m.Await() | m.Raise()
+    ):
         raise EditError("the loop may be left early")
     module, torch_ = with_torch(place.module)
     if module is not place.module:

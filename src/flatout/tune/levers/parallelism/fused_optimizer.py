@@ -18,7 +18,15 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
-from flatout.tune.rewrite.calls import TRUE, argument, calls_to, is_named, with_argument, with_calls, without_argument
+from flatout.tune.rewrite.calls import (
+    argument,
+    calls_to,
+    is_named,
+    true_name,
+    with_argument,
+    with_calls,
+    without_argument,
+)
 from flatout.tune.rewrite.source import parsed
 
 _NAMES = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -87,11 +95,13 @@ def edit(text: str, parameters: Parameters) -> str:
     """Write `fused=True`, or `foreach=True`, into the calls that construct an optimizer."""
     module = parsed(text)
     slow = [c for c in _optimizers(module, _OF_LISTS) if not is_named(argument(c, "foreach"), "True")]
-    module = with_calls(module, slow, lambda call: with_argument(call, "foreach", TRUE))
+    module = with_calls(module, slow, lambda call: with_argument(call, "foreach", true_name()))
     able = [c for c in _optimizers(module, _NAMES) if not is_named(argument(c, "fused"), "True")]
     if not able and not slow:
         raise EditError("no call that makes an optimizer with a fused implementation is in the file")
-    return with_calls(module, able, lambda call: with_argument(without_argument(call, "foreach"), "fused", TRUE)).code
+    return with_calls(
+        module, able, lambda call: with_argument(without_argument(call, "foreach"), "fused", true_name())
+    ).code
 
 
 def _optimizers(module: cst.Module, names: Sequence[str]) -> list[cst.Call]:
