@@ -18,7 +18,7 @@ FEWEST_PAIRS = 6
 """The whole range of so many pairs encloses the median ratio with 97 %; of fewer with less than 95 %."""
 
 What = Literal["loss", "gradient", "parameter", "output", "step"]
-Reference = Literal["before", "float64", "float32", "noise", "none"]
+Reference = Literal["before", "finer", "float64", "noise", "none"]
 Outcome = Literal["proved", "different", "slower", "unknown"]
 
 EXIT_CODES: dict[Outcome, int] = {"proved": 0, "different": 1, "slower": 1, "unknown": 2}

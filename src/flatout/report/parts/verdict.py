@@ -27,7 +27,7 @@ _PROMISES: Final = {
 }
 _REFERENCES: Final[dict[Reference, str]] = {
     "float64": "measured against the same steps in float64",
-    "float32": "measured against the same steps in float32",
+    "finer": "measured against the same steps in a finer precision",
     "noise": "measured by what rounding noise does to the steps before",
 }
 SAME_SIZE: Final = 0.02

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
@@ -284,11 +284,11 @@ class ScriptProver:
         """The change judged by more precise runs of the same steps, and the run that judged it; None where there is none."""
         terms = self._terms
         found = Equality(guarantee=terms.guarantee, holds=None, num_steps=len(rough), because="no step was recorded")
-        for name in ("float64", "float32") if terms.at else ("float64",):
+        for name, dtype in self._finer():
             try:
-                reference = self._steps(terms.seed, "float64" if name == "float64" else self._strict)
+                reference = self._steps(terms.seed, dtype)
             except Failed as e:
-                found = msgspec.structs.replace(found, because=f"the steps cannot be run in {name}: {e}")
+                found = msgspec.structs.replace(found, because=f"there is no run in a finer precision ({name}): {e}")
                 continue
             is_trusted = name == "float64" and self._is_reference(reference)
             found = _bounded(rough, after, reference, at=terms.at, name=name, is_trusted=is_trusted)
@@ -309,11 +309,22 @@ class ScriptProver:
                 steps = self._steps(terms.seed, terms.at, noise_seed)
             except Failed:
                 return None
-            if not is_same_start(steps, rough, eps=_roundoff_of(rough, terms.at)):
+            if not is_same_start(steps, rough, eps=max(_roundoff_of(rough, terms.at), self._coarsest_by_default)):
                 return None
             noisy.append(steps)
         name: Reference = "noise"
         return _bounded(rough, after, reference or rough, at=terms.at, name=name, is_trusted=True, noisy=noisy)
+
+    def _finer(self) -> Iterator[tuple[Reference, Precision]]:
+        """Precisions finer than the one whose rounding counts, the cheapest first: beside 16 bits the script as it is will do."""
+        if self._terms.at:
+            yield "finer", self._strict if self._terms.at == "tf32" else ""
+        yield "float64", "float64"
+
+    @property
+    def _coarsest_by_default(self) -> float:
+        """The spacing of numbers that products in float32 may be rounded to: cuDNN takes TF32 unless it is told not to."""
+        return roundoff("float32" if self._device == "cpu" else "tf32")
 
     @property
     def _strict(self) -> Precision:
