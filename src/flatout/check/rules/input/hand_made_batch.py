@@ -106,6 +106,7 @@ def _before_forward(evidence: Evidence) -> list[LineTime]:
     loops = step_loops(evidence)
     skip = {r.source for r in evidence.host_reads if r.on_device} | {u.source for u in evidence.loaders}
     skip |= {o.source for o in evidence.optimizers} | set(evidence.backward_sources)
+    skip |= {i for i, source in enumerate(evidence.sources) if "zero_grad(" in source.text}  # which makes no batch
     # Of one line the part outside `step` (a wrapper of the user's, what steps that were not watched are filed under) is no batch.
     in_environment = {_line_of(evidence, r.source) for r in evidence.lines if r.phase == "environment"}
     makes_tensors = _lines_that_make_tensors(evidence) - in_environment

@@ -37,9 +37,12 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     # Both times hold the model's own work; what is above it is the wait that is left.
     left_s = max(0.0, result.cured_s - result.now_s)
     gained = result.parts[str(now)] - result.cured_s if now else wait_s - left_s
+    # No number of workers makes a step shorter than the model alone, and none whose trial is slower than the steps shortens them.
+    gained = min(gained, evidence.steps.step_s - result.now_s) if trial.model >= 0 else gained
     gained = min(gained, evidence.steps.step_s * 0.95)
+    is_slower = bool(now) and result.cured_s > evidence.steps.step_s
     is_enough = best > now > 0 and loader_kind(evidence, trial.loader) == "quick"
-    if best == now or gained <= 0 or is_enough:
+    if best == now or gained <= 0 or is_enough or is_slower:
         return
     too, where = "many" if best < now else "few", constructed_at(evidence, loader)
     yield Finding(
