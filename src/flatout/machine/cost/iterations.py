@@ -22,7 +22,12 @@ _PARTS: Final = frozenset(
     f"aten.{name}" for name in ("slice", "select", "narrow", "split", "unbind", "as_strided", "chunk")
 )
 """They take the step's part of what was there before, without reading it."""
-_WEIGHTS_ALONE: Final = {"aten.embedding": (0,)}
+_WEIGHTS_ALONE: Final = {
+    "aten.embedding": (0,),
+    "aten.mkldnn_rnn_layer": tuple(range(1, 7)),  # and the states, which begin as zeros in every step
+    "aten._cudnn_rnn": tuple(range(1, 7)),
+}
+_COPIES: Final = frozenset(f"aten.{name}" for name in ("clone", "_to_copy", "contiguous"))
 _MOST_ITERATIONS: Final = 0.9
 """A shape that so many of the iterations have is that of all: the last piece of a tensor may be shorter."""
 _ONCE_AN_ITERATION: Final = 0.5
@@ -159,8 +164,17 @@ def reads_what_was_there_before(evidence: Evidence) -> bool:
             continue
         inputs = [p for p in range(len(operator.inputs)) if p not in weights and p < len(trace.producers[call])]
         is_part = any(operator.inputs[p].shape in parts for p in inputs)
-        return bool(inputs) and not is_part and all(trace.producers[call][p] == -1 for p in inputs)
+        return bool(inputs) and not is_part and all(_is_from_before(evidence, trace.producers[call][p]) for p in inputs)
     return False
+
+
+def _is_from_before(evidence: Evidence, producer: int) -> bool:
+    """Whether a tensor, or what it is a plain copy of, was there before the step; `producer` made it, -1 for none."""
+    trace = evidence.trace
+    if producer == -1:
+        return True
+    is_copy = evidence.operators[trace.operator[producer]].op in _COPIES
+    return is_copy and bool(trace.producers[producer]) and trace.producers[producer][0] == -1
 
 
 def _calls_of(evidence: Evidence, rows: Collection[int]) -> list[int]:

@@ -23,6 +23,8 @@ from flatout.machine.cost.accounting import result_of
 from flatout.machine.cost.feeding import constructed_at, fetch_trial, fits_memory, loader_kind, main_loader, waiting_s
 
 _MOST = 8
+_NOISE = 0.1
+"""Share by which two timings of one model differ without anything beside it."""
 _WORTH_A_TRIAL = 0.1
 
 
@@ -37,8 +39,12 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     # Both times hold the model's own work; what is above it is the wait that is left.
     left_s = max(0.0, result.cured_s - result.now_s)
     gained = result.parts[str(now)] - result.cured_s if now else wait_s - left_s
-    # No number of workers makes a step shorter than the model alone, and none whose trial is slower than the steps shortens them.
-    gained = min(gained, evidence.steps.step_s - result.now_s) if trial.model >= 0 else gained
+    # What another number can save is the wait for batches, and what workers take from the model: what it runs longer beside them.
+    phases = evidence.steps.phases
+    beside_s = sum(phases.get(name, 0.0) for name in ("forward", "backward"))
+    if trial.model >= 0:
+        taken_s = beside_s - result.now_s
+        gained = min(gained, wait_s + (taken_s if taken_s > _NOISE * result.now_s else 0.0))
     gained = min(gained, evidence.steps.step_s * 0.95)
     is_slower = bool(now) and result.cured_s > evidence.steps.step_s
     is_enough = best > now > 0 and loader_kind(evidence, trial.loader) == "quick"
