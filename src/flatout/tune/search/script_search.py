@@ -77,6 +77,7 @@ class ScriptBench:
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
         self._took_s: list[float] = []
+        self._num_compared = 0
         self._doing = ""
         self._num_plans = 0
 
@@ -93,6 +94,7 @@ class ScriptBench:
     ) -> Verdict:
         """A Verdict on two lists of levers, as the protocol `LeverBench` has it."""
         began = monotonic()
+        self._num_compared += 1
         terms = msgspec.structs.replace(
             self._terms,
             objective=objective,
@@ -112,8 +114,8 @@ class ScriptBench:
         return verdict
 
     def has_time(self, *, is_final: bool, effort: float = 1.0) -> bool:
-        """Whether a comparison of this effort and the final proof after it should end in time."""
-        if is_final:
+        """Whether a comparison of this effort and the final proof after it should end in time; the first one is always made."""
+        if is_final or not self._num_compared:
             return True
         usual_s = median(self._took_s) if self._took_s else _FIRST_GUESS_S
         return (effort + _FINAL_SHARE / self._terms.num_processes) * usual_s < self._left_s

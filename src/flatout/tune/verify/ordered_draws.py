@@ -30,7 +30,7 @@ _FILLS: Final = (
 
 @contextmanager
 def ordered_draws(is_wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Within it, kernels that draw are replaced, for compiled code too where it calls them (`fallback_random`).
+    """Kernels that draw are replaced inside it, for compiled code too where it calls them (`fallback_random`).
 
     A contiguous float32 tensor gets the numbers that it would have had anyway, and each tensor does while `is_wanted` is false.
     """

@@ -36,7 +36,7 @@ _WHOLE_BELOW: Final = 2.0**20
 
 
 class RoundingNoise(TorchDispatchMode):
-    """Within it, each result of an operator that rounds is multiplied by 1 + e, with e random within one spacing of its dtype.
+    """Each result of an operator that rounds is multiplied by 1 + e inside it, with e random within one spacing of its dtype.
 
     Random numbers of the script stay as they are: the noise has generators of its own. Whole numbers stay too. Code that
     torch.compile would make runs eagerly inside. An operator costs some 0.1 ms more.
