@@ -104,7 +104,7 @@ bench: $(VENV)/tools.stamp
 world: $(VENV)/examples.stamp
 	@echo "== environment: what other people's scripts import, into build/world/venv"
 	@test -x build/world/venv/bin/python || $(BIN)/python -m venv build/world/venv
-	@build/world/venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e . -r bench/world/requirements.txt
+	@build/world/venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[edit]' -r bench/world/requirements.txt
 	@# It asks for an older huggingface_hub than transformers does, and works with either.
 	@build/world/venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps huggingface_sb3==3.0
 
