@@ -206,7 +206,7 @@ def script_of(seed: int) -> Generated:
         _CUSTOM,
         text.format(dropout=dropout, activation=_ACTIVATIONS[activation]),
         f"inputs = {inputs}\nlabels = (inputs.flatten(1)[:, :6].sum(1).abs() * 1.5).long().clamp(max=3)\n",
-        _DATA[data],
+        _DATA[data] + "\n",
         "model = Net()\n",
         _tied(model) if "tied weights" in extra else "",
         _HOOKS if "hooks" in extra else "",
