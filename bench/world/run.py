@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any
 
 from laws import broken_laws
-from scripts import BUILD, HERE, HOOKS, ROOT, Script, lay_out, median, read_manifest, stamps_of, step_times
+from scripts import BUILD, HERE, HOOKS, ROOT, Script, completed, lay_out, median, read_manifest, stamps_of, step_times
 
 STEPS_WITHIN = 0.10
 """A step is right when `check` and the plain timer in the same process differ by at most this share."""
@@ -186,17 +186,7 @@ def timed(
     if lane is not None:
         command = ["taskset", "-c", str(lane), *command]
     try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=LONGEST_S,
-            stdin=subprocess.DEVNULL,
-        )
+        done = completed(command, folder, environment, timeout_s=LONGEST_S)
         code, printed = done.returncode, done.stdout[-6000:] + done.stderr[-3000:]
     except subprocess.TimeoutExpired as e:
         code, printed = 124, str((e.stdout or b"")[-3000:]) + str((e.stderr or b"")[-2000:])

@@ -124,6 +124,23 @@ def write_commit(git: Path, commit: str, into: Path) -> None:
             path.write_bytes(data)
 
 
+def completed(
+    command: list[str], folder: Path, environment: dict[str, str], *, timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, with nothing to read, and return what it printed. Raises subprocess.TimeoutExpired."""
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+    )
+
+
 def edit(folder: Path, edits: list[dict[str, Any]]) -> None:
     """Apply an expert's cure to the laid-out copy: each edit replaces one short text, found exactly `times` times (1)."""
     for change in edits:

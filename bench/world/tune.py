@@ -24,7 +24,7 @@ from time import monotonic
 from typing import Any
 
 from run import environment_of
-from scripts import BUILD, HERE, HOOKS, Script, edit, lay_out, read_manifest
+from scripts import BUILD, HERE, HOOKS, Script, completed, edit, lay_out, read_manifest
 
 WORTH = 1.15
 """A cure that gains less is not counted as one that a plan should find."""
@@ -255,17 +255,7 @@ def pays_from(proof: dict[str, Any] | None) -> int | None:
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        timeout=LONGEST_S,
-        stdin=subprocess.DEVNULL,
-    )
+    return completed(command, folder, environment, timeout_s=LONGEST_S)
 
 
 def gain(row: dict[str, Any], side: str) -> float | None:

@@ -12,7 +12,7 @@ Guarantee = Literal["exact", "bounded", "distribution", "quality"]
 other random numbers of the same distribution (bounded once both draw alike); or only that the user's own metric holds."""
 
 GUARANTEES: Final[tuple[Guarantee, ...]] = get_args(Guarantee)
-"""From the strongest to the weakest."""
+"""All of them, the strongest first."""
 
 FEWEST_PAIRS = 6
 """The whole range of so many pairs encloses the median ratio with 97 %; of fewer with less than 95 %."""

@@ -239,8 +239,8 @@ def statements_of(suite: cst.BaseSuite) -> Sequence[cst.BaseStatement]:
 def _running(target: cst.BaseExpression, value: cst.BaseExpression) -> tuple[How, cst.BaseExpression] | None:
     """`s = s + x` and `best = max(best, x)`: how, and x."""
     code = code_of(target)
-    is_step = isinstance(value, cst.BinaryOperation) and isinstance(value.operator, (cst.Add, cst.Subtract))
-    if is_step and isinstance(value, cst.BinaryOperation) and code_of(value.left) == code:
+    steps = (cst.Add, cst.Subtract)
+    if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, steps) and code_of(value.left) == code:
         return ("add" if isinstance(value.operator, cst.Add) else "subtract"), value.right
     if isinstance(value, cst.Call) and code_of(value.func) in ("max", "min") and len(value.args) == 2:
         parts = [a.value for a in value.args]

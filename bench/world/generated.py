@@ -1,10 +1,10 @@
 """Generated training scripts through `flatout tune`, `run` and `edit`: does any plan or text change what is learnt?
 
-    python bench/generated/run.py --out FILE [--first 0] [--number 300] [--budget 40s] [--only SEED ...]
+    python bench/world/generated.py --out FILE [--first 0] [--number 300] [--budget 40s] [--only SEED ...]
 
-For each seed: the script of `scripts.py`, a search for a plan, and where there is one the script's last losses on three seeds,
-untouched, with `flatout run --plan`, and as the text that `flatout edit` makes. Steps and memory of the machine are not measured
-here. Rows are written as they come; a run that was stopped goes on with the seeds that are missing.
+For each seed: the script of `generated_scripts.py`, a search for a plan, and where there is one the script's last losses on three
+seeds, untouched, with `flatout run --plan`, and as the text that `flatout edit` makes. Steps and memory are not measured here. Rows
+are written as they come; a run that was stopped goes on with the seeds that are missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from scripts import script_of
+from generated_scripts import script_of
+from scripts import completed
 
 ROOT = Path(__file__).resolve().parents[2]
 FLATOUT = [sys.executable, "-m", "flatout"]
@@ -92,17 +93,7 @@ def last_loss(command: list[str], folder: Path, move: int) -> float | None:
 def run(command: list[str], folder: Path, more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path} | (more or {})
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-        timeout=LONGEST_S,
-        stdin=subprocess.DEVNULL,
-    )
+    return completed(command, folder, environment, timeout_s=LONGEST_S)
 
 
 def differs(row: dict[str, Any], form: str) -> bool:
