@@ -2,9 +2,9 @@
 
     python bench/world/generated.py --out FILE [--first 0] [--number 300] [--budget 40s] [--only SEED ...]
 
-For each seed: the script of `generated_scripts.py`, a search for a plan, and where there is one the script's last losses on three
-seeds, untouched, with `flatout run --plan`, and as the text that `flatout edit` makes. Steps and memory are not measured here. Rows
-are written as they come; a run that was stopped goes on with the seeds that are missing.
+For each seed: the script of `generated_scripts.py`, a search for a plan, and with a plan the script's last losses on three
+seeds, untouched, with `flatout run --plan`, and as the text that `flatout edit` makes. Steps and memory are not measured.
+Rows are written as they come; a run that was stopped goes on with the seeds that are missing.
 """
 
 from __future__ import annotations
