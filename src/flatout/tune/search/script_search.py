@@ -214,7 +214,7 @@ def search_script(
         arguments=script.arguments,
         measured=_ratio(found),
         guarantee=found.proof.equality.guarantee if found.proof is not None else "exact",
-        because="" if found.levers else _why_empty(goal, is_untried=not found.is_complete and not log.attempts),
+        because="" if found.levers else _why_empty(goal),
         proved_on=circumstances_of(evidence),
         lever=found.levers,
     )
@@ -249,9 +249,7 @@ def _verdict_of(planned: PlannedLever, log: SearchLog) -> Verdict | None:
     return next((a.verdict for a in attempts if a.verdict.outcome == "proved"), None)
 
 
-def _why_empty(goal: SearchGoal, *, is_untried: bool) -> str:
-    if is_untried:
-        return "the time was up before anything could be tried; give it more with --budget"
+def _why_empty(goal: SearchGoal) -> str:
     if goal.must_shrink:
         there, allowed = goal.peak_bytes / 2**30, goal.most_bytes / 2**30
         return f"the untouched script takes {there:.2f} GiB, {allowed:.2f} GiB are allowed, and nothing that was tried fits"
