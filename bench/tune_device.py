@@ -31,6 +31,8 @@ from flatout.tune.verify.side_process import Failed, Request, SideProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 FLATOUT = [sys.executable, "-c", "from flatout.app.cli import main; main()"]
+LONG = "10000000"
+"""Steps of the runs that plans are for: the scripts are cut short, and the table tells the gain of a step."""
 MIXED = ("workload.mixed-precision", {"dtype": "bfloat16"})
 COMPILE = ("graph.compile", {})
 LINES = {
@@ -78,7 +80,8 @@ def judged(name: str, options: argparse.Namespace) -> dict[str, Any]:
     script = ROOT / "examples" / "gpu" / f"{name}.py"
     plan, record = options.out / f"{name}.toml", options.out / f"{name}-tuned.json"
     if options.plans is None:
-        command = [*FLATOUT, "tune", str(script), "--budget", options.budget, "--out", str(plan), "--json", str(record)]
+        command = [*FLATOUT, "tune", str(script), "--budget", options.budget, "--run-steps", LONG]
+        command += ["--out", str(plan), "--json", str(record)]
         said = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         (options.out / f"{name}.txt").write_text(neutral(said.stdout + said.stderr[-3000:], options.out))
         for path in (plan, record):

@@ -29,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FLATOUT = [sys.executable, "-m", "flatout"]
 SEED = 77
+LONG = 10_000_000
+"""Steps of the runs that plans are for: the examples are cut short, and their table tells the gain of a step."""
 """Neither the search nor its final proof run on it."""
 COMPILE_ALONE = """
 [[lever]]
@@ -69,7 +71,7 @@ def tuned(example: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
         folder = Path(name)
         plan, record = folder / "plan.toml", folder / "tuned.json"
         clock = [time.monotonic()]
-        said = run([*FLATOUT, "tune", script, "--budget", options.budget, "--out", plan, "--json", record])
+        said = run([*FLATOUT, "tune", script, "--budget", options.budget, "--run-steps", LONG, "--out", plan, "--json", record])
         if not record.exists():
             return {"name": example["name"], "rule": example["rule"], "error": said[-600:]}
         found = json.loads(record.read_text())

@@ -25,7 +25,12 @@ class World:
         crashing: Sequence[str] = (),
         most: int = 1000,
         smaller: Mapping[str, int] | None = None,
+        later_s: Mapping[str, float] | None = None,
+        num_run: int = 0,
     ) -> None:
+        """`later_s`: what levers add to the first 8 steps; `num_run`: the steps that the script has, where it ends."""
+        self.later_s = dict(later_s or {})
+        self.num_run = num_run
         self.smaller = dict(smaller or {})
         self.factors = dict(factors)
         self.together = dict(together or {})
@@ -59,8 +64,18 @@ class World:
         self.num_compared += 1
         ids = {p.id for p in after}
         ratio = self.step_s(before) / self.step_s(after)
+        first_s = [1.0 + sum(self.later_s.get(p.id, 0.0) for p in side) for side in (before, after)]
         speed = Speed(
-            ratio=ratio, low=0.99 * ratio, high=1.01 * ratio, num_pairs=9, before_s=STEP_S, after_s=STEP_S / ratio
+            ratio=ratio,
+            low=0.99 * ratio,
+            high=1.01 * ratio,
+            num_pairs=9,
+            before_s=STEP_S,
+            after_s=STEP_S / ratio,
+            num_first=8,
+            first_before_s=first_s[0],
+            first_after_s=first_s[1],
+            num_run=self.num_run,
         )
         if ids & self.crashing:
             return verdict(Equality(guarantee="bounded", holds=None), None, "different", "it was killed by signal 11")

@@ -143,7 +143,8 @@ class Tuning:
                 for a in tried
             ],
             "left_out": [[one["lever"], one["because"]] for one in found["left_out"] if one["is_for_script"]],
-            "pays_from": pays_from(found.get("proof")),
+            "pays_from": found["plan"].get("pays_from"),
+            "run_start_s": found["plan"].get("run_start_s"),
         }
 
     def _length(self, folder: Path, found: dict[str, Any]) -> int:
@@ -242,16 +243,6 @@ class Tuning:
 def has_verdict(verdict: dict[str, Any]) -> bool:
     """Whether it was told if the lever computes the same."""
     return verdict["outcome"] != "unknown" or verdict["equality"]["holds"] is not None
-
-
-def pays_from(proof: dict[str, Any] | None) -> int | None:
-    """The step from which on the plan has made up for a longer start."""
-    speed = (proof or {}).get("speed")
-    if not speed:
-        return None
-    later_s = speed["first_after_s"] - speed["first_before_s"]
-    saved_s = speed["before_s"] - speed["after_s"]
-    return speed["num_first"] + math.ceil(max(0.0, later_s) / saved_s) if saved_s > 0 else None
 
 
 def _run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from flatout.core.records.lever import PlannedLever
@@ -127,3 +128,27 @@ def test_a_plan_that_saves_memory_and_costs_time_says_that(render: Render) -> No
     slower = Tuned(plan=TUNED.plan, proof=verdict(ratio=0.8))
     assert ladder_headline(slower).startswith("1.00 GiB -> 512 MiB at the peak, 12.0 ms -> 15.0 ms a step")
     assert "faster</h1>" not in ladder_html(slower).decode()
+
+
+def test_the_gain_of_whole_runs_is_told_with_the_step_from_which_on_they_pay(render: Render) -> None:
+    assert TUNED.proof is not None and TUNED.proof.speed is not None
+    speed = msgspec.structs.replace(TUNED.proof.speed, num_first=8, first_before_s=2.0, first_after_s=7.0)
+    start_s = 0.5
+    plan = msgspec.structs.replace(TUNED.plan, run_start_s=start_s, pays_from=speed.pays_from(start_s))
+    tuned = msgspec.structs.replace(TUNED, plan=plan, proof=msgspec.structs.replace(TUNED.proof, speed=speed))
+    text = " ".join(render(ladder_blocks(tuned), width=200, limit=WIDTH).split())
+    # 5.33 ms a step have to make up for 5.5 s
+    assert (
+        "The first steps end 5.50 s later, 500 ms of that `flatout run` itself: a whole run pays from step 1,040 on"
+        in text
+    )
+    assert f"({speed.gain_of_run(10_000, start_s):.2f}x over 10,000, " in text
+    assert "pays from" not in render(ladder_blocks(TUNED), width=200, limit=WIDTH)
+
+
+def test_a_plan_that_starts_no_later_gains_at_once(render: Render) -> None:
+    assert TUNED.proof is not None and TUNED.proof.speed is not None
+    speed = msgspec.structs.replace(TUNED.proof.speed, num_first=8, first_before_s=7.0, first_after_s=2.0)
+    plan = msgspec.structs.replace(TUNED.plan, run_start_s=0.5, pays_from=0)
+    tuned = msgspec.structs.replace(TUNED, plan=plan, proof=msgspec.structs.replace(TUNED.proof, speed=speed))
+    assert "A whole run gains from its first steps on." in render(ladder_blocks(tuned), width=200, limit=WIDTH)

@@ -106,3 +106,22 @@ def test_a_start_is_never_made_up_for_by_steps_that_are_no_faster() -> None:
     never = Speed(ratio=0.5, low=0.4, high=0.6, num_pairs=12, before_s=1, after_s=2, num_first=8, first_after_s=1)
     assert never.break_even_steps is None
     assert SPEED.break_even_steps == 0
+
+
+def test_a_whole_run_gains_what_its_steps_save_less_what_it_starts_later() -> None:
+    speed = Speed(
+        ratio=2.0,
+        low=1.9,
+        high=2.1,
+        num_pairs=12,
+        before_s=0.2,
+        after_s=0.1,
+        num_first=8,
+        first_before_s=3.0,
+        first_after_s=12.0,
+    )
+    assert speed.pays_from(1.0) == 8 + 100
+    for num_steps in (8, 50, 108, 1000):
+        before_s, after_s = 3.0 + 0.2 * (num_steps - 8), 1.0 + 12.0 + 0.1 * (num_steps - 8)
+        assert speed.gain_of_run(num_steps, 1.0) == pytest.approx(before_s / after_s)
+        assert (speed.gain_of_run(num_steps, 1.0) >= 1) == (num_steps >= 108)

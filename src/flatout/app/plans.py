@@ -5,6 +5,7 @@ Apart from the other verbs, so that `flatout run` starts fast: only the levers o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,11 +54,20 @@ def precision_of_plan(plan: Plan) -> str:
     return precision_of(plan.lever, {planned.id: lever_of(planned.id) for planned in plan.lever})
 
 
-def run_planned(plan: Plan, script: Script, *, on_progress: Callable[[str], None], world_size: int = 1) -> int:
+def run_planned(
+    plan: Plan,
+    script: Script,
+    *,
+    on_progress: Callable[[str], None],
+    world_size: int = 1,
+    only_print: bool = False,
+) -> int:
     """Run `script` in this process with the plan's levers pulled; the exit code python would give.
 
-    `on_progress` hears at the end which levers met nothing to change. Raises PlanError when the plan was proved on something that
-    differs in a way that matters.
+    `on_progress` hears at the end which levers met nothing to change. With `only_print` everything is prepared, the levers are
+    printed with their settings, and the script's first line is not run.
+
+    Raises PlanError when the plan was proved on something that differs in a way that matters.
     """
     from flatout.core.runtime.script import end_script, run_script
     from flatout.tune.apply import applied, circumstances
@@ -76,7 +86,13 @@ def run_planned(plan: Plan, script: Script, *, on_progress: Callable[[str], None
                 end_script()
 
     with applied(plan, root=script.root, look_at=look_at) as hooks:
-        outcome = run_script(script.with_code(hooks.code_of(script.file)))
+        ready = script.with_code(hooks.code_of(script.file))
+        if only_print:
+            for planned in plan.lever:
+                settings = "".join(f"  {name}={value}" for name, value in planned.parameters.items())
+                sys.stdout.write(f"{planned.id}  ({planned.guarantee}){settings}\n")
+            return 0
+        outcome = run_script(ready)
         missed = [planned.id for planned in plan.lever if planned.id not in hooks.done]
     if any(others):
         raise _elsewhere(others)

@@ -100,6 +100,21 @@ def test_a_lever_that_met_nothing_is_told(folder: Path, monkeypatch: pytest.Monk
     assert "fused-optimizer" not in done.err
 
 
+def test_what_would_run_is_printed_and_nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, FUSED, KEPT)
+    (folder / "train.py").write_text("raise SystemExit('it ran')\n")
+    monkeypatch.setattr("os.execve", go_on_here)
+    done = flatout("run", "--plan", "plan.toml", "--print", "train.py", folder=folder)
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "parallelism.fused-optimizer  (bounded)",
+        f"memory.allocator-settings  (exact)  kept_bytes={1 << 30}",
+    ]
+    write(folder, FUSED, proved_on=Circumstances(device="NVIDIA H200"))
+    done = flatout("run", "--plan", "plan.toml", "--print", "train.py", folder=folder)
+    assert (done.code, done.out) == (2, "")
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -30,12 +30,13 @@ def found(
     allow: Guarantee = "bounded",
     objective: Objective = "time",
     most_bytes: int = 0,
+    num_steps: int = 0,
 ) -> LeverSearchResult:
     levers = {
         n: lever(n, conflicts=(conflicts or {}).get(n, ()), guarantee=(guarantees or {}).get(n, "bounded"))
         for n in NAMES
     }
-    goal = SearchGoal(STEP_S, PEAK_BYTES, objective, most_bytes, allow)
+    goal = SearchGoal(STEP_S, PEAK_BYTES, objective, most_bytes, allow, num_steps)
     return search_levers(candidates, levers, world, log or SearchLog(), goal)
 
 
@@ -246,3 +247,30 @@ def test_digits_are_not_given_up_for_a_few_percent() -> None:
     result = search_levers([candidate("b", 0.05), candidate("a", 0.02)], coarse, world, SearchLog(), goal)
     assert ids(result) == ["b"]
     assert any("coarser numbers" in t.because for t in result.left_out)
+
+
+def test_a_lever_that_pays_after_the_end_of_the_run_is_left_out() -> None:
+    """`a` saves 50 ms a step and starts 20 s later: it pays from step 408 on."""
+    promised = [candidate("a", 0.06), candidate("b", 0.05)]
+    factors = {"a": 0.5, "b": 0.8}
+    short = found(World(factors, later_s={"a": 20.0}), promised, num_steps=300)
+    assert ids(short) == ["b"]
+    [because] = [t.because for t in short.left_out if t.lever == "a"]
+    assert "it pays from step 408 on, and the run has 300" in because
+    assert "--run-steps" not in because
+    assert ids(found(World(factors, later_s={"a": 20.0}), promised, num_steps=500)) == ["a", "b"]
+    assert ids(found(World(factors, later_s={"a": 20.0}), promised)) == ["a", "b"]
+
+
+def test_a_script_that_comes_to_its_end_says_how_long_its_runs_are() -> None:
+    world = World({"a": 0.5}, later_s={"a": 20.0}, num_run=300)
+    result = found(world, [candidate("a", 0.06)])
+    assert not result.levers
+    assert "the run has 300 (--run-steps N for longer runs)" in result.left_out[0].because
+    assert ids(found(world, [candidate("a", 0.06)], num_steps=10_000)) == ["a"]
+
+
+def test_what_is_for_memory_may_take_longer() -> None:
+    world = World({"a": 1.2}, later_s={"a": 20.0}, num_run=300, smaller={"a": 500})
+    result = found(world, [candidate("a", -0.01, saved_bytes=500)], objective="memory")
+    assert ids(result) == ["a"]

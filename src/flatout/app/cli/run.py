@@ -28,7 +28,10 @@ def run(
     nodes: Annotated[int, typer.Option(help="Machines, with --layout; the ranks are divided evenly.")] = 1,
     coordinator: Annotated[str, typer.Option(help="HOST:PORT of the first machine, with --nodes.")] = "",
     srun: Annotated[bool, typer.Option("--srun", help="Start on all machines of a Slurm job.")] = False,
-    only_print: Annotated[bool, typer.Option("--print", help="Print the command and start nothing.")] = False,
+    only_print: Annotated[
+        bool,
+        typer.Option("--print", help="Print what would run and start nothing; a plan is prepared and checked first."),
+    ] = False,
 ) -> None:
     """Run SCRIPT unchanged with the plan's levers pulled: models at their first call, optimizers and loaders at their making.
 
@@ -49,7 +52,8 @@ def run(
     assert plan is not None
     sys.stdout.flush()
     sys.stderr.flush()
-    command = [sys.executable, "-m", "flatout.app.cli.children.planned_run", str(plan.absolute()), *words]
+    only = ["--print"] if only_print else []
+    command = [sys.executable, "-m", "flatout.app.cli.children.planned_run", *only, str(plan.absolute()), *words]
     os.execve(sys.executable, command, dict(os.environ))
 
 

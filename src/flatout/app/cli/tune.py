@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import tempfile
@@ -78,6 +79,14 @@ def tune(
             metavar="SIZE", help="What a step may hold at most, of the device or else the process: 20GiB, 800MiB."
         ),
     ] = "",
+    run_steps: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Steps of the runs that the plan is for: what gains no whole run of them, start and compiling included, is "
+            "left out; 0: as many as the script has, where it comes to its end.",
+        ),
+    ] = 0,
     out: Annotated[Path, typer.Option("--out", help="Where the plan goes.")] = Path("plan.toml"),
     html: Annotated[Path | None, typer.Option("--html", help="Write what was found to this file, as a page.")] = None,
     markdown: Annotated[Path | None, typer.Option("--md", help="Write it to this file as Markdown.")] = None,
@@ -93,7 +102,7 @@ def tune(
     """
     from flatout.core.records.plan import to_toml
     from flatout.core.records.record import write_whole_file
-    from flatout.core.registry import levers, rules
+    from flatout.core.registry import lever_of, levers, rules
     from flatout.report.parts.ladder import WIDTH, ladder_blocks
     from flatout.tune.search.script_search import SearchSettings, search_script
     from flatout.tune.search.search_log import SearchLog
@@ -112,7 +121,7 @@ def tune(
     terms = ProofTerms(guarantee=guarantee, budget_s=_RACE_S, timeout_s=timeout, decisive=_DECISIVE, metric=quality)
     own = script_arguments(arguments)
     request = Wanted(target=str(script), arguments=own)
-    aims = (allow, objective, memory, metric, str(allowed_loss), str(less_is_better))
+    aims = (allow, objective, memory, metric, str(allowed_loss), str(less_is_better), str(run_steps))
     console = open_console(stderr=True)
     began_s = monotonic()
     with _one_interrupt(), console.status("observing the script") as status:
@@ -130,6 +139,7 @@ def tune(
                     budget_s=max(1.0, budget_s - (monotonic() - began_s)),
                     log=SearchLog(log_path),
                     objective=aim,
+                    num_steps=run_steps,
                     most_bytes=most_bytes,
                 ),
                 on_progress=status.update,
@@ -143,8 +153,13 @@ def tune(
     if tuned.is_complete:
         log_path.unlink(missing_ok=True)
     if tuned.plan.lever:
-        rest = " ".join(("--", *own)) if own else ""
-        print_lines("", f"flatout run --plan {out} {script} {rest}".rstrip())
+        rest = f" -- {shlex.join(own)}" if own else ""
+        commands = [f"flatout run --plan {out} {script}{rest}"]
+        if all(lever_of(planned.id).edit is not None for planned in tuned.plan.lever):
+            commands.insert(
+                0, f"flatout edit --plan {out} {script}{rest}   # the change as a diff, without a start of its own"
+            )
+        print_lines("", *commands)
 
 
 def _write(tuned: Tuned, *, html: Path | None, markdown: Path | None, json: Path | None) -> None:

@@ -53,6 +53,10 @@ class Plan(Record, frozen=True, kw_only=True):
     measured: tuple[float, float, float] | None = None
     guarantee: str = "exact"
     because: str = ""
+    run_start_s: float | None = None
+    """Seconds that `flatout run` takes to begin with this plan, more than python with torch; None where it was not measured."""
+    pays_from: int | None = None
+    """The step from which on a whole run by `flatout run` is ahead, its start and compiling included; None: not known."""
     proved_on: Circumstances = Circumstances()
     lever: tuple[PlannedLever, ...] = ()
 
@@ -99,7 +103,7 @@ def to_toml(plan: Plan) -> bytes:
     """The plan as TOML, below a comment on how to use it."""
     body = msgspec.to_builtins(plan)
     for part in (body, *body["lever"]):
-        for name in ("measured", "predicted"):
+        for name in ("measured", "predicted", "run_start_s", "pays_from"):
             if part.get(name, ()) is None:
                 del part[name]
     return _HEAD.encode() + b"\n" + msgspec.toml.encode(body)

@@ -84,14 +84,30 @@ class Speed(Record, frozen=True, kw_only=True):
     first_before_s: float = 0.0
     first_after_s: float = 0.0
     """Seconds from the script's first line to the end of these steps."""
+    num_run: int = 0
+    """Steps of a whole run, where the script came to its end; 0 where that is not known."""
+
+    @property
+    def later_s(self) -> float:
+        """Seconds by which the later side ends its first steps later; below 0 where it is sooner."""
+        return self.first_after_s - self.first_before_s
 
     @property
     def break_even_steps(self) -> int | None:
         """Steps after which the later side has made up for a longer start; 0 if it starts no later, None if it never does."""
-        later_s, saved_s = self.first_after_s - self.first_before_s, self.before_s - self.after_s
+        return self.pays_from(0.0)
+
+    def pays_from(self, start_s: float) -> int | None:
+        """`break_even_steps` where the later side begins `start_s` later besides."""
+        later_s, saved_s = self.later_s + start_s, self.before_s - self.after_s
         if later_s <= 0:
             return 0
         return self.num_first + math.ceil(later_s / saved_s) if saved_s > 0 else None
+
+    def gain_of_run(self, num_steps: int, start_s: float = 0.0) -> float:
+        """How much sooner a run of so many steps (at least the first ones) ends, start and compiling included."""
+        rest = max(0, num_steps - self.num_first)
+        return (self.first_before_s + rest * self.before_s) / (start_s + self.first_after_s + rest * self.after_s)
 
     @property
     def is_faster(self) -> bool:

@@ -16,6 +16,9 @@ WIDTH: Final = 110
 """Columns at most on a terminal."""
 _WIDE: Final = 104
 """Columns that the whole table takes with usual names."""
+_RUN_LENGTHS: Final = tuple(10**n for n in range(2, 8))
+"""Steps of whole runs for which the gain is told: those of them that come after the one from which on the plan pays."""
+_NUM_LENGTHS: Final = 2
 UNTOUCHED: Final = "untouched"
 TOGETHER: Final = "all together"
 
@@ -48,6 +51,8 @@ def ladder_blocks(tuned: Tuned) -> list[Block]:
         blocks += ["", _levers(found)]
         places = [(str(number), Words(row.where, "dim")) for number, row in enumerate(found) if row.where]
         blocks += ["", Table([Column(style="dim"), Column()], places)] if places else []
+    if whole := _whole_run(tuned):
+        blocks += ["", Words(whole)]
     if where := _proof_circumstances(tuned):
         blocks += ["", Words(where, style="dim")]
     tried = [[one.lever, one.because] for one in tuned.left_out if one.is_for_script]
@@ -99,6 +104,21 @@ def ladder_headline(tuned: Tuned) -> str:
         print_ = proof.footprints[-1]
         return f"{size(print_.before_bytes)} -> {size(print_.after_bytes)} at the peak, {steps}"
     return f"{speed.ratio:.2f}x faster ({speed.low:.2f} - {speed.high:.2f}), {steps}"
+
+
+def _whole_run(tuned: Tuned) -> str:
+    """What the plan gains from the start of python on, '' where that is not known."""
+    plan, speed = tuned.plan, tuned.proof.speed if tuned.proof is not None else None
+    if not plan.lever or speed is None or plan.run_start_s is None or plan.pays_from is None:
+        return ""
+    later_s = speed.later_s + plan.run_start_s
+    if later_s <= 0:
+        return "A whole run gains from its first steps on."
+    own = f"{duration(plan.run_start_s)} of that `flatout run` itself"
+    lengths = [n for n in _RUN_LENGTHS if n > plan.pays_from][:_NUM_LENGTHS]
+    gains = ", ".join(f"{speed.gain_of_run(n, plan.run_start_s):.2f}x over {n:,}" for n in lengths)
+    pays = f"a whole run pays from step {plan.pays_from:,} on" + (f" ({gains})" if gains else "")
+    return f"The first steps end {duration(later_s)} later, {own}: {pays}."
 
 
 def _proof_circumstances(tuned: Tuned) -> str:

@@ -101,7 +101,7 @@ def _speed(speed: Speed | None) -> Iterator[Remark]:
 
 def _start_words(speed: Speed) -> str:
     """How much longer the script takes until its steps are fast, and when that is made up for; '' where that is little."""
-    later_s, steps = speed.first_after_s - speed.first_before_s, speed.break_even_steps
+    later_s, steps = speed.later_s, speed.break_even_steps
     if not speed.num_first or later_s < max(_SHORT_START_S, 0.1 * speed.first_before_s):
         return ""
     took = f"{units.duration(speed.first_before_s)} -> {units.duration(speed.first_after_s)}"

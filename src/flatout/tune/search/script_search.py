@@ -21,8 +21,9 @@ from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tu
 from flatout.core.records.record import write_whole_file
 from flatout.core.records.verdict import Guarantee, Verdict
 from flatout.machine.cost.accounting import group_by
-from flatout.tune.search.search import LeverSearchResult, Objective, SearchGoal, search_levers
+from flatout.tune.search.search import Objective, SearchGoal, search_levers
 from flatout.tune.search.search_log import SearchLog, lever_key
+from flatout.tune.search.whole_run import run_start_s
 from flatout.tune.verify.conditions import coarsest
 from flatout.tune.verify.proof import ProofTerms, ScriptProver
 from flatout.tune.verify.side_process import Request, SideProcess
@@ -178,6 +179,8 @@ class SearchSettings:
     allow: Guarantee | None = None
     """The weakest guarantee of a lever; None is that of the terms."""
     objective: Objective = "time"
+    num_steps: int = 0
+    """Steps of the runs that the plan is for; 0: as many as the script has, if it came to its end."""
     most_bytes: int = 0
     """What a step may hold at its peak: of the device's memory where there is one, else of the process; 0: no limit."""
 
@@ -205,27 +208,40 @@ def search_script(
             settings.objective,
             settings.most_bytes,
             settings.allow if settings.allow is not None else settings.terms.guarantee,
+            settings.num_steps,
         )
         found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)
-    refused = (LeftOut(lever=r.lever, because=r.because, is_for_script=False) for r in proposed.refusals)
     plan = Plan(
         script=script.target,
         script_digest=digest_of_text(Path(script.target).read_bytes()),
         arguments=script.arguments,
-        measured=_ratio(found),
-        guarantee=found.proof.equality.guarantee if found.proof is not None else "exact",
-        because="" if found.levers else _why_empty(goal),
         proved_on=circumstances_of(evidence),
         lever=found.levers,
     )
-    return Tuned(
-        plan=plan,
-        steps=tuple(PlanStep(planned=planned, verdict=_verdict_of(planned, log)) for planned in found.levers),
-        proof=found.proof,
+    refused = (LeftOut(lever=r.lever, because=r.because, is_for_script=False) for r in proposed.refusals)
+    tuned = Tuned(
+        plan=msgspec.structs.replace(plan, because=_why_empty(goal)),
         left_out=(*found.left_out, *refused),
         attempts=tuple(log.attempts),
         is_complete=found.is_complete,
     )
+    if found.proof is None:
+        return tuned
+    speed, start_s, late = found.proof.speed, None, ""
+    if speed is not None and speed.num_first:  # whole runs that are judged by a metric have no first steps
+        start_s = run_start_s(plan, script, timeout_s=terms.timeout_s)
+        late = goal.too_late(speed, start_s or 0.0)
+    if late and any(known[planned.id].edit is None for planned in found.levers):  # a text has no start of its own
+        return msgspec.structs.replace(tuned, plan=msgspec.structs.replace(plan, lever=(), because=late))
+    plan = msgspec.structs.replace(
+        plan,
+        measured=(speed.ratio, speed.low, speed.high) if speed is not None else None,
+        guarantee=found.proof.equality.guarantee,
+        run_start_s=start_s,
+        pays_from=speed.pays_from(start_s) if speed is not None and start_s is not None else None,
+    )
+    steps = tuple(PlanStep(planned=planned, verdict=_verdict_of(planned, log)) for planned in found.levers)
+    return msgspec.structs.replace(tuned, plan=plan, steps=steps, proof=found.proof)
 
 
 def circumstances_of(evidence: Evidence) -> Circumstances:
@@ -254,8 +270,3 @@ def _why_empty(goal: SearchGoal) -> str:
         there, allowed = goal.peak_bytes / 2**30, goal.most_bytes / 2**30
         return f"the untouched script takes {there:.2f} GiB, {allowed:.2f} GiB are allowed, and nothing that was tried fits"
     return f"nothing that was tried is equal and {'faster' if goal.objective == 'time' else 'smaller'}"
-
-
-def _ratio(found: LeverSearchResult) -> tuple[float, float, float] | None:
-    speed = found.proof.speed if found.proof is not None else None
-    return (speed.ratio, speed.low, speed.high) if speed is not None else None

@@ -10,7 +10,8 @@ import msgspec
 
 from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever
 from flatout.core.records.plan import Attempt, AttemptKind, LeftOut
-from flatout.core.records.verdict import GUARANTEES, Guarantee, Verdict
+from flatout.core.records.verdict import GUARANTEES, Guarantee, Speed, Verdict
+from flatout.core.units import duration
 from flatout.machine.cost.accounting import speed_up
 from flatout.tune.search.search_log import SearchLog
 
@@ -47,6 +48,21 @@ class SearchGoal(NamedTuple):
     most_bytes: int = 0
     allow: Guarantee = "bounded"
     """The weakest guarantee of a lever."""
+    num_steps: int = 0
+    """Steps of the runs that it is for: what gains no whole run of them is not taken; 0: as many as the script has, if known."""
+
+    def too_late(self, speed: Speed, start_s: float = 0.0) -> str:
+        """A sentence on a gain that comes after the end of the run; '' where it comes in time, or the length is not known.
+
+        `start_s` are the seconds that the run begins later besides what the race saw.
+        """
+        num_steps, pays_from = self.num_steps or speed.num_run, speed.pays_from(start_s)
+        is_for_time = self.objective == "time" and not self.must_shrink
+        if not is_for_time or not num_steps or pays_from is None or pays_from <= num_steps:
+            return ""
+        later = f"{speed.ratio:.2f}x faster a step, but the first steps end {duration(speed.later_s + start_s)} later"
+        longer = "" if self.num_steps else " (--run-steps N for longer runs)"
+        return f"{later}: it pays from step {pays_from:,} on, and the run has {num_steps:,}{longer}"
 
     @property
     def must_shrink(self) -> bool:
@@ -212,6 +228,9 @@ class _LeverSearch:
             return verdict
         if objective == "time" and self._is_too_little(planned, verdict):
             self._leave_out(planned.id, f"too little for coarser numbers: {_words(verdict)}")
+            return verdict
+        if objective == "time" and verdict.speed is not None and (late := self._goal.too_late(verdict.speed)):
+            self._leave_out(planned.id, late)
             return verdict
         if objective == "time" and self._is_over(verdict):
             self._leave_out(planned.id, f"it takes {_peak(verdict) / 2**30:.2f} GiB, more than allowed")

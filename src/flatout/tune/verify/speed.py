@@ -146,6 +146,7 @@ class Race:
             num_first=first_after.num_steps,
             first_before_s=first_before.seconds,
             first_after_s=first_after.seconds,
+            num_run=self.num_steps,
         )
 
     def footprints(self) -> tuple[Footprint, ...]:

@@ -32,3 +32,26 @@ def test_the_environment_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(name, value)
     with pulled(LEVER) as hooks:
         assert hooks.done == [LEVER.id]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128", "max_split_size_mb:128,expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False,backend:native", "backend:native,expandable_segments:True"),
+        (
+            "PYTORCH_CUDA_ALLOC_CONF",
+            "roundup_power2_divisions:[256:1,512:2],expandable_segments:True",
+            "roundup_power2_divisions:[256:1,512:2],expandable_segments:True",
+        ),
+    ],
+)
+def test_the_users_own_settings_of_the_allocator_stay(
+    monkeypatch: pytest.MonkeyPatch, name: str, before: str, after: str
+) -> None:
+    for other in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, before)
+    assert environment({}) == {name: after}
+    monkeypatch.setenv(name, after)
+    assert environment({}) == {name: after}, "a process that was begun once more begins no third time"

@@ -1,6 +1,6 @@
 """The process of `flatout run`.
 
-`python -m flatout.app.cli.children.planned_run PLAN KIND TARGET ARGS...`. Not a command of its own.
+`python -m flatout.app.cli.children.planned_run [--print] PLAN KIND TARGET ARGS...`. Not a command of its own.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run the script with the plan; its exit code, or 2 when the plan does not fit."""
+    """Run the script with the plan, or only prepare that; its exit code, or 2 when the plan does not fit."""
     from flatout.app.cli.children import load_target
     from flatout.app.plans import environment_of, read_plan, run_planned
     from flatout.core.errors import FlatoutError
     from flatout.core.runtime.deferred_imports import defer_imports
     from flatout.core.runtime.script import print_to_stderr
 
-    path, kind, target, *arguments = sys.argv[1:]
+    only_print = sys.argv[1] == "--print"
+    path, kind, target, *arguments = sys.argv[1 + only_print :]
     defer_imports("libcst", "matchers")
     try:
         plan = read_plan(Path(path))
@@ -29,7 +30,13 @@ def main() -> int:
             os.execve(sys.executable, again, {**os.environ, **wanted})
         script = load_target(kind, target, arguments)
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        return run_planned(plan, script, on_progress=lambda text: print_to_stderr(f"flatout: {text}"), world_size=ranks)
+        return run_planned(
+            plan,
+            script,
+            on_progress=lambda text: print_to_stderr(f"flatout: {text}"),
+            world_size=ranks,
+            only_print=only_print,
+        )
     except FlatoutError as e:
         print_to_stderr(f"flatout: {e}")
         return 2

@@ -1,6 +1,7 @@
 """The device's allocator grows its segments instead of asking the driver for new ones, so that less lies in pieces.
 
-What        `expandable_segments:True` for the allocator, in the environment before the process starts.
+What        `expandable_segments:True` for the allocator, in the environment before the process starts, beside the settings that
+            are there.
 Guarantee   EXACT: where memory comes from is all that changes.
 Refuses     Runs on the CPU; runs whose allocator does not go back to the driver once it is warm.
 """
@@ -17,8 +18,10 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.tune.levers.proposals import as_found
 
-_NAME: Final = "PYTORCH_CUDA_ALLOC_CONF"
-_VALUE: Final = "expandable_segments:True"
+_NAMES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""The allocator's settings: the name since torch 2.9, and the one before, which is still read."""
+_SETTING: Final = "expandable_segments"
+_VALUE: Final = f"{_SETTING}:True"
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
@@ -34,13 +37,15 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
 
 
 def environment(parameters: Parameters) -> Mapping[str, str]:
-    """The variable with the allocator's settings."""
-    return {_NAME: _VALUE}
+    """The variable with the allocator's settings: those of this process, and this one."""
+    name = next((name for name in _NAMES if os.environ.get(name)), _NAMES[-1])
+    others = [one for one in os.environ.get(name, "").split(",") if one and one.partition(":")[0].strip() != _SETTING]
+    return {name: ",".join((*others, _VALUE))}
 
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
     """Do nothing: the variable was set before the process started."""
-    if _VALUE in os.environ.get(_NAME, ""):
+    if any(_VALUE in os.environ.get(name, "") for name in _NAMES):
         hooks.note(LEVER.id)
 
 

@@ -127,6 +127,8 @@ def edit(text: str, parameters: Parameters) -> str:
     place = find(text, parameters)
     if not isinstance(place.statement, cst.SimpleStatementLine):
         raise EditError(f"'{parameters['code']}' is no plain statement")
+    if m.matches(place.statement.body[0], m.Expr()):
+        raise EditError(f"nothing reads what '{parameters['code']}' returns: the model's own call lies inside of it")
     if "autocast" in text:
         raise EditError("the file speaks of autocast already")
     calls = _model_calls(place.module, place.statement)

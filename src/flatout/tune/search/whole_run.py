@@ -1,0 +1,41 @@
+"""What a plan costs at the start of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+from flatout.core.records.plan import Plan, to_toml
+from flatout.core.records.record import write_whole_file
+from flatout.tune.verify.side_process import Request
+
+_NUM_STARTS: Final = 2
+
+
+def run_start_s(plan: Plan, script: Request, *, timeout_s: float) -> float | None:
+    """Seconds that `flatout run` takes until the script's first line, more than python takes to import torch; the best of two.
+
+    None where it could not be begun, or took longer than `timeout_s`.
+    """
+    with tempfile.TemporaryDirectory(prefix="flatout-start-") as folder:
+        path = Path(folder) / "plan.toml"
+        write_whole_file(path, to_toml(plan))
+        run = [sys.executable, "-m", "flatout", "run", "--plan", str(path), "--print", script.target]
+        try:
+            bare = [_seconds([sys.executable, "-c", "import torch"], timeout_s) for _ in range(_NUM_STARTS)]
+            planned = [_seconds([*run, "--", *script.arguments], timeout_s) for _ in range(_NUM_STARTS)]
+        except (subprocess.SubprocessError, OSError):
+            return None
+    return max(0.0, min(planned) - min(bare))
+
+
+def _seconds(command: Sequence[str], timeout_s: float) -> float:
+    """What a process takes. Raises subprocess.SubprocessError where it fails or takes longer than `timeout_s`."""
+    began = monotonic()
+    subprocess.run(command, check=True, timeout=timeout_s, stdin=subprocess.DEVNULL, capture_output=True)
+    return monotonic() - began
