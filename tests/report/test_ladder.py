@@ -152,3 +152,13 @@ def test_a_plan_that_starts_no_later_gains_at_once(render: Render) -> None:
     plan = msgspec.structs.replace(TUNED.plan, run_start_s=0.5, pays_from=0)
     tuned = msgspec.structs.replace(TUNED, plan=plan, proof=msgspec.structs.replace(TUNED.proof, speed=speed))
     assert "A whole run gains from its first steps on." in render(ladder_blocks(tuned), width=200, limit=WIDTH)
+
+
+def test_a_terminal_names_the_five_that_were_most_at_stake(render: Render) -> None:
+    left_out = tuple(LeftOut(lever=f"lever-{i}", because=f"reason {i}", gain=1 + i / 10) for i in range(8))
+    tuned = msgspec.structs.replace(NOTHING, left_out=left_out)
+    text = render(ladder_blocks(tuned), width=100, limit=WIDTH)
+    assert [i for i in range(8) if f"reason {i}" in text] == [3, 4, 5, 6, 7]
+    assert text.index("reason 7") < text.index("reason 3")
+    assert "and 3 that promised less" in text
+    assert all(f"reason {i}" in markdown_report(ladder_blocks(tuned)) for i in range(8))

@@ -132,7 +132,7 @@ def test_each_failure_costs_itself_alone_and_is_told(folder: Path, capfd: pytest
     for fault, why in {
         "fault.segfault": "killed by signal 11 (SIGSEGV)",
         "fault.hang": "did not answer within 12 s",
-        "fault.wrong": "different in step",
+        "fault.wrong": "not equal: in step",
         "fault.leak": "memory grows by",
         "fault.greedy": "MemoryError",
     }.items():

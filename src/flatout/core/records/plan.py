@@ -77,6 +77,8 @@ class LeftOut(Record, frozen=True, kw_only=True):
     lever: str
     because: str
     is_for_script: bool = True
+    gain: float = 1.0
+    """How many times as fast it made a step, or was predicted to at most: what is at stake comes first in reports."""
 
 
 class PlanStep(Record, frozen=True, kw_only=True):

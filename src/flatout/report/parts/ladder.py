@@ -19,6 +19,8 @@ _WIDE: Final = 104
 _RUN_LENGTHS: Final = tuple(10**n for n in range(2, 8))
 """Steps of whole runs for which the gain is told: those of them that come after the one from which on the plan pays."""
 _NUM_LENGTHS: Final = 2
+_MOST_LEFT_OUT: Final = 5
+"""Levers that a terminal names with the reason why they are not in the plan: those that showed or promised most."""
 UNTOUCHED: Final = "untouched"
 TOGETHER: Final = "all together"
 
@@ -55,11 +57,20 @@ def ladder_blocks(tuned: Tuned) -> list[Block]:
         blocks += ["", Words(whole)]
     if where := _proof_circumstances(tuned):
         blocks += ["", Words(where, style="dim")]
-    tried = [[one.lever, one.because] for one in tuned.left_out if one.is_for_script]
+    at_stake = sorted((one for one in tuned.left_out if one.is_for_script), key=lambda one: -one.gain)
+    tried = [[one.lever, one.because] for one in at_stake]
     others = [[one.lever, one.because] for one in tuned.left_out if not one.is_for_script]
     pair = [Column(), Column()]
     if tried:
-        blocks += ["", Fold("Tried or considered, and left out", [Table(pair, tried)])]
+        title = "Tried or considered, and left out"
+        rest = len(tried) - _MOST_LEFT_OUT
+        more = (
+            [Words(f"and {rest} that promised less (--html, --md and --json name them)", style="dim")]
+            if rest > 0
+            else []
+        )
+        brief_tried: list[Block] = [Heading(title), Table(pair, tried[:_MOST_LEFT_OUT]), *more]
+        blocks += ["", Fold(title, [Table(pair, tried)], brief_tried)]
     if others:
         names = ", ".join(dict.fromkeys(lever for lever, _ in others))
         brief: list[Block] = [

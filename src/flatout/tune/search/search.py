@@ -167,7 +167,7 @@ class _LeverSearch:
         for number, candidate in enumerate(candidates):
             why = self._clash(candidate, self._levers[candidate.lever])
             if why:
-                self.left_out.append(LeftOut(lever=candidate.lever, because=why))
+                self._leave_out(candidate.lever, why)
                 continue
             verdict = self._add(candidate, "memory")
             if verdict is None:
@@ -198,7 +198,7 @@ class _LeverSearch:
                 continue
             why = self._why_not(candidate, self._levers[candidate.lever])
             if why:
-                self._leave_out(candidate.lever, why)
+                self._leave_out(candidate.lever, why, self._most_gain(candidate))
                 continue
             plan = self._plan
             verdict = self._add(candidate, "time")
@@ -222,18 +222,19 @@ class _LeverSearch:
         if verdict is None:
             self._is_complete = False
             return None
+        gain = verdict.speed.ratio if verdict.speed is not None else self._most_gain(candidate)
         if verdict.outcome != "proved":
             as_what = f"as {_settings(planned.parameters)}: " if any(p.id == planned.id for p in others) else ""
-            self._leave_out(planned.id, as_what + _words(verdict))
+            self._leave_out(planned.id, as_what + _words(verdict), gain)
             return verdict
         if objective == "time" and self._is_too_little(planned, verdict):
-            self._leave_out(planned.id, f"too little for coarser numbers: {_words(verdict)}")
+            self._leave_out(planned.id, f"too little for coarser numbers: {_words(verdict)}", gain)
             return verdict
         if objective == "time" and verdict.speed is not None and (late := self._goal.too_late(verdict.speed)):
-            self._leave_out(planned.id, late)
+            self._leave_out(planned.id, late, gain)
             return verdict
         if objective == "time" and self._is_over(verdict):
-            self._leave_out(planned.id, f"it takes {_peak(verdict) / 2**30:.2f} GiB, more than allowed")
+            self._leave_out(planned.id, f"it takes {_peak(verdict) / 2**30:.2f} GiB, more than allowed", gain)
             return verdict
         speed = verdict.speed
         weaker = max(planned.guarantee, verdict.equality.guarantee, key=GUARANTEES.index)
@@ -272,11 +273,15 @@ class _LeverSearch:
                 continue
             low, high = (speed_up(self._left_s, saved_s) for saved_s in self._expected_saving(candidate))
             unreached = f"not tried, the time was up: predicted {low:.2f} - {high:.2f}x"
-            self._leave_out(candidate.lever, self._why_not(candidate, self._levers[candidate.lever]) or unreached)
+            self._leave_out(candidate.lever, self._why_not(candidate, self._levers[candidate.lever]) or unreached, high)
 
-    def _leave_out(self, lever: str, because: str) -> None:
-        if LeftOut(lever=lever, because=because) not in self.left_out:
-            self.left_out.append(LeftOut(lever=lever, because=because))
+    def _leave_out(self, lever: str, because: str, gain: float = 1.0) -> None:
+        if not any((one.lever, one.because) == (lever, because) for one in self.left_out):
+            self.left_out.append(LeftOut(lever=lever, because=because, gain=gain))
+
+    def _most_gain(self, candidate: Candidate) -> float:
+        """How many times as fast a lever could make the step as it is now."""
+        return speed_up(self._left_s, self._expected_saving(candidate)[1])
 
     def _planned(self, candidate: Candidate) -> PlannedLever:
         lever = self._levers[candidate.lever]
@@ -323,7 +328,7 @@ class _LeverSearch:
                 continue
             if verdict.equality.holds and verdict.outcome in ("proved", "unknown") and verdict.speed is not None:
                 self._plan = without
-                self.left_out.append(LeftOut(lever=planned.id, because="the others leave it nothing to gain"))
+                self._leave_out(planned.id, "the others leave it nothing to gain")
 
     def finish(self) -> LeverSearchResult:
         """Prove all together against the untouched script, with fresh seeds; what cannot be proved loses its last lever."""
@@ -333,12 +338,12 @@ class _LeverSearch:
             if verdict is not None and verdict.outcome == "proved" and not self._is_over(verdict):
                 return LeverSearchResult(self._plan, verdict, tuple(dict.fromkeys(self.left_out)), self._is_complete)
             why = _words(verdict) if verdict is not None else "there was no time left to prove it"
-            self.left_out.append(LeftOut(lever=self._plan[-1].id, because=f"all together: {why}"))
+            self._leave_out(self._plan[-1].id, f"all together: {why}", _gain(self._plan[-1:]))
             self._plan = self._plan[:-1]
         return LeverSearchResult((), None, tuple(dict.fromkeys(self.left_out)), self._is_complete)
 
     def _why_not(self, candidate: Candidate, lever: Lever) -> str:
-        most = speed_up(self._left_s, self._expected_saving(candidate)[1])
+        most = self._most_gain(candidate)
         if most < _SMALLEST_GAIN:
             return f"it could make a step {most:.2f}x faster at most, too little to be told from noise"
         return self._clash(candidate, lever)
@@ -382,7 +387,10 @@ def _words(verdict: Verdict) -> str:
         first = verdict.equality.first
         if first is None or verdict.equality.because:
             return verdict.because
-        return f"different in step {first.step}, {first.what} {first.tensor}".rstrip()
+        where = f"{first.what} {first.tensor}".rstrip()
+        error = f"off by {first.error:.2g} of its norm" if first.error is not None else first.because
+        allowed = f", {first.allowed:.2g} allowed" if first.allowed is not None else ""
+        return f"not equal: in step {first.step} {where} is {error or 'another'}{allowed}"
     if verdict.speed is None:
         return verdict.because
     speed = verdict.speed
