@@ -5,12 +5,12 @@ plan.
 from __future__ import annotations
 
 import io
-import shlex
 import tokenize
-from collections.abc import Sequence
 from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+import msgspec
 
 from flatout.core.errors import EditError, PlanError, RecordError
 from flatout.core.records.lever import Lever, PlannedLever
@@ -63,19 +63,10 @@ class Edits(NamedTuple):
         """The unified diff of all files, for `patch -p1` in the script's folder."""
         return "".join(_diff(file) for file in self.files)
 
-    def command(self, script: Path, arguments: Sequence[str]) -> str:
-        """How to start the script with its variables; '' where it takes none."""
-        if not self.environment:
-            return ""
-        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
-        return f"{variables} python {shlex.join([str(script), *arguments])}"
-
-    def request(self, script: Path, arguments: Sequence[str]) -> Request:
+    def changed(self, run: Request) -> Request:
         """A run of the script with the changed texts, which leaves the files as they are."""
-        from flatout.tune.verify.side_process import Request as Wanted
-
         texts = {str(file.path.resolve()): file.after for file in self.files}
-        return Wanted(target=str(script), arguments=tuple(arguments), texts=texts, environment=self.environment)
+        return msgspec.structs.replace(run, texts=texts, environment=self.environment)
 
     def write(self, folder: Path | None = None) -> tuple[Path, ...]:
         """Write the changed files in place, or under `folder`, each whole or not at all; returns their paths.
@@ -102,13 +93,13 @@ class Edits(NamedTuple):
         return targets
 
 
-def edits(plan: Plan, script: Path) -> Edits:
-    """Changes that the plan's levers make in the text of `script` and of the files beside it.
+def edits(plan: Plan, script: Path, *, root: Path | None = None) -> Edits:
+    """Changes that the plan's levers make in the text of `script` and of the files under `root` (the script's folder if None).
 
     Those that are nothing but an edit come first, as in a run, where the text is changed before anything runs. Raises PlanError
     when a lever names a file outside of the script's folder, RecordError when the script cannot be read.
     """
-    texts = _Texts(script)
+    texts = _Texts(script, root)
     stayed: list[Stayed] = []
     environment: dict[str, str] = {}
     is_outdated = False
@@ -130,9 +121,9 @@ def edits(plan: Plan, script: Path) -> Edits:
 class _Texts:
     """The files of a script's folder that have been looked at, as they were and as they are now."""
 
-    def __init__(self, script: Path) -> None:
+    def __init__(self, script: Path, root: Path | None) -> None:
         self._script = script.absolute()
-        self._root = self._script.parent
+        self._root = root.absolute() if root is not None else self._script.parent
         self._files: dict[Path, ChangedFile] = {}
         self._read(self._script)
 
@@ -140,10 +131,10 @@ class _Texts:
         """Make a lever's edit; raises EditError when there is none, or it is not certain."""
         if lever.edit is None:
             raise EditError("it has no change of text")
-        name = planned.parameters.get("file", self._script.name)
-        path = (self._root / str(name)).resolve()
+        name = planned.parameters.get("file")
+        path = (self._root / str(name) if name is not None else self._script).resolve()
         if not path.is_relative_to(self._root.resolve()):
-            raise PlanError(f"lever '{lever.id}' names '{name}', which is not in the script's folder; mend the plan")
+            raise PlanError(f"lever '{lever.id}' names '{path}', which is not in the script's folder; mend the plan")
         path = self._root / path.relative_to(self._root.resolve())
         try:
             file = self._files.get(path) or self._read(path)

@@ -28,6 +28,20 @@ SCRIPT = """
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     print("anomaly", torch.is_anomaly_enabled(), "fused", bool(optimizer.defaults["fused"]))
 """
+MODULE = """
+    import torch
+    from torch import nn
+
+    torch.autograd.set_detect_anomaly(True)
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    for step in opened(40):
+        loss = net(torch.randn(8, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
 DEBUG_OFF = PlannedLever(id="graph.debug-off", guarantee="exact")
 FUSED = PlannedLever(id="parallelism.fused-optimizer", guarantee="bounded")
 CHANNELS = PlannedLever(id="memory.channels-last", guarantee="bounded")
@@ -141,3 +155,18 @@ def test_a_setting_of_the_environment_is_a_command_line(folder: Path) -> None:
     assert done.code == 0
     assert "mallopt" not in done.out
     assert f"MALLOC_TRIM_THRESHOLD_={1 << 30} python train.py --lr 3" in done.err
+
+
+def test_a_module_is_edited_in_the_folder_that_it_is_run_from(folder: Path) -> None:
+    package = folder / "mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text("from mine.helper import opened\n" + textwrap.dedent(MODULE))
+    (package / "helper.py").write_text("def opened(steps):\n    return range(steps)\n")
+    (folder / "plan.toml").write_bytes(to_toml(Plan(script="mine/train.py", lever=(DEBUG_OFF, FUSED))))
+    done = flatout("edit", "--plan", "plan.toml", "-m", "mine.train", folder=folder)
+    assert done.code == 0, done.err
+    assert "--- a/mine/train.py" in done.out and "fused=True" in done.out
+    assert "verified" in done.err
+    other = flatout("edit", "--plan", "plan.toml", "-m", "mine.absent", folder=folder)
+    assert other.code == 2 and "mine.absent" in other.err and "Traceback" not in other.err

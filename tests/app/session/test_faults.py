@@ -119,6 +119,7 @@ def test_each_failure_costs_itself_alone_and_is_told(folder: Path, capfd: pytest
 
     tuned = search_script(
         Request(target="train.py"),
+        Path("train.py"),
         run.build(),
         [debug_mode.RULE],
         [debug_off.LEVER, *faulty_levers(folder)],

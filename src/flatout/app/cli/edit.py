@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import require_file, require_folders, script_arguments
+from flatout.app.cli.options import ModuleName, Script, ScriptTarget, require_folders, target_of
 from flatout.app.cli.terminal import open_console, print_lines
 from flatout.core.errors import FlatoutError, UsageError
 
@@ -24,11 +25,12 @@ _RACE_S: Final = 6.0
 
 
 def edit(
-    script: Annotated[Path, typer.Argument(help="The script that the plan was made for.")],
+    script: Script = None,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[ARGS]...", help="The script's own arguments, after `--`; else those of the plan."),
     ] = None,
+    module: ModuleName = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="The plan that `flatout tune` wrote.")] = None,
     write: Annotated[bool, typer.Option("--write", help="Change the files in place.")] = False,
     into: Annotated[
@@ -57,16 +59,18 @@ def edit(
 
     if plan is None:
         raise UsageError("no plan given; call `flatout edit --plan plan.toml train.py`")
-    require_file(script, what="the script that the plan was made for")
+    target = target_of(script, module, arguments, example="`flatout edit --plan plan.toml train.py`")
+    file = target.file
     if write and into is not None:
         raise UsageError("--write changes the files in place and --into writes copies; give one of them")
     require_folders(rest=rest)
     wanted = read_plan(plan)
-    found, own = edits(wanted, script), script_arguments(arguments) or wanted.arguments
+    target = target._replace(arguments=target.arguments or wanted.arguments)
+    found = edits(wanted, file, root=Path.cwd() if target.is_module and not file.is_absolute() else None)
     doubt = "not asked for" if no_verify else ""
     is_changed = bool(found.files or found.environment)
     if is_changed and not no_verify:
-        doubt = _verified(found, script, own, timeout_s=timeout)
+        doubt = _verified(found, target, timeout_s=timeout)
     written = found.write(into) if write or into is not None else ()
     if is_changed and doubt:
         print(f"# NOT VERIFIED: {doubt}")
@@ -74,8 +78,10 @@ def edit(
     sys.stdout.flush()
     # on stderr, so that stdout is the diff alone
     print_lines(*(f"wrote {path}" for path in written), stderr=True)
-    if command := found.command(script, own):
-        print_lines(f"start it as: {command}", stderr=True)
+    if found.environment:
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in found.environment.items())
+        words = ["python", *(("-m",) if target.is_module else ()), target.name, *target.arguments]
+        print_lines(f"start it as: {variables} {shlex.join(words)}", stderr=True)
     print_lines(*(f"{one.id} stays in the plan: {because}" for one, because in found.stayed), stderr=True)
     if rest is not None:
         write_whole_file(rest, to_toml(found.rest))
@@ -84,7 +90,7 @@ def edit(
     raise typer.Exit(_SOME_STAYED if found.stayed else 0)
 
 
-def _verified(found: Edits, script: Path, arguments: tuple[str, ...], *, timeout_s: float) -> str:
+def _verified(found: Edits, target: ScriptTarget, *, timeout_s: float) -> str:
     """Run the changed text beside the script; why it could not be told whether they are equal, '' where they are.
 
     Exits with 1 where the text does something else.
@@ -104,10 +110,10 @@ def _verified(found: Edits, script: Path, arguments: tuple[str, ...], *, timeout
         num_processes=1,
         timeout_s=timeout_s,
     )
-    base = Request(target=str(script), arguments=arguments)
+    base = Request(target=target.name, kind=target.kind, arguments=target.arguments)
     with open_console(stderr=True).status("running the changed text beside the script") as line:
         try:
-            verdict = prove_script(base, found.request(script, arguments), terms, on_progress=line.update)
+            verdict = prove_script(base, found.changed(base), terms, on_progress=line.update)
         except FlatoutError as e:
             return str(e)
     return _doubt(verdict, verdict_headline(verdict))

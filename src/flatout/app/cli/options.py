@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, TypeVar
@@ -62,6 +63,25 @@ class ScriptTarget(NamedTuple):
     def kind(self) -> Literal["script", "module"]:
         """The word that processes of their own get for it."""
         return "module" if self.is_module else "script"
+
+    @property
+    def file(self) -> Path:
+        """The file that runs, relative to this folder where it lies in it.
+
+        Raises UsageError where there is no such script, ScriptError where there is no such module.
+        """
+        if not self.is_module:
+            require_file(Path(self.name), what="the script that you would give to python")
+            return Path(self.name)
+        from flatout.core.runtime.script import module_file
+
+        file, here = module_file(self.name), Path.cwd()
+        return file.relative_to(here) if file.is_relative_to(here) else file
+
+    def typed(self, command: str) -> str:
+        """The command line of a verb for this target: `flatout run --plan plan.toml train.py -- --epochs 3`."""
+        own = f" -- {shlex.join(self.arguments)}" if self.arguments else ""
+        return f"{command} {'-m ' if self.is_module else ''}{shlex.quote(self.name)}{own}"
 
 
 def target_of(script: str | None, module: str | None, arguments: list[str] | None, *, example: str) -> ScriptTarget:

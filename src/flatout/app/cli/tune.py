@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 import tempfile
@@ -21,13 +20,15 @@ from flatout.app.cli.observed import ObservedCommand, ObservedProcess
 from flatout.app.cli.options import (
     ALLOWED_GUARANTEES,
     Allow,
+    Arguments,
+    ModuleName,
+    Script,
     ScriptTarget,
     one_of,
     parsed_amount,
     parsed_seconds,
-    require_file,
     require_folders,
-    script_arguments,
+    target_of,
 )
 from flatout.app.cli.terminal import open_console, print_lines, print_report
 from flatout.core.errors import CaptureError
@@ -35,7 +36,6 @@ from flatout.core.errors import CaptureError
 if TYPE_CHECKING:
     from flatout.core.records.evidence import Evidence
     from flatout.core.records.plan import Tuned
-    from flatout.tune.verify.side_process import Request
 
 _RACE_S: Final = 6.0
 _DECISIVE: Final = 1.3
@@ -57,10 +57,9 @@ _INTERRUPTED: Final = 130
 
 
 def tune(
-    script: Annotated[Path, typer.Argument(help="The script, as you would give it to python.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments, after `--`.")
-    ] = None,
+    script: Script = None,
+    arguments: Arguments = None,
+    module: ModuleName = None,
     budget: Annotated[str, typer.Option(help="How long to search: 300, 300s, 5m, 1h.")] = "5m",
     allow: Allow = "bounded",
     metric: Annotated[
@@ -110,7 +109,8 @@ def tune(
     from flatout.tune.verify.quality import Metric, checked
     from flatout.tune.verify.side_process import Request as Wanted
 
-    require_file(script, what="the script that you would give to python")
+    target = target_of(script, module, arguments, example="`flatout tune train.py -- --its --arguments`")
+    file = target.file
     guarantee = one_of(ALLOWED_GUARANTEES, allow, name="--allow")
     require_folders(out=out, html=html, md=markdown, json=json)
     aim = one_of(_OBJECTIVES, objective, name="--objective")
@@ -119,17 +119,17 @@ def tune(
     if metric:
         quality = checked(Metric(pattern=metric, allowed_loss=allowed_loss, is_cost=less_is_better))
     terms = ProofTerms(guarantee=guarantee, budget_s=_RACE_S, timeout_s=timeout, decisive=_DECISIVE, metric=quality)
-    own = script_arguments(arguments)
-    request = Wanted(target=str(script), arguments=own)
+    request = Wanted(target=target.name, kind=target.kind, arguments=target.arguments)
     aims = (allow, objective, memory, metric, str(allowed_loss), str(less_is_better), str(run_steps))
     console = open_console(stderr=True)
     began_s = monotonic()
     with _one_interrupt(), console.status("observing the script") as status:
         try:
-            evidence = _observe(request, observe_s=min(_MOST_OBSERVED_S, _OBSERVED_FRACTION * budget_s))
-            log_path = out.with_name(f".{out.stem}.{_fingerprint(evidence, script, own, aims)}.search-log")
+            evidence = _observe(target, observe_s=min(_MOST_OBSERVED_S, _OBSERVED_FRACTION * budget_s))
+            log_path = out.with_name(f".{out.stem}.{_fingerprint(evidence, file, target.arguments, aims)}.search-log")
             tuned = search_script(
                 request,
+                file,
                 evidence,
                 rules(),
                 levers(),
@@ -153,11 +153,10 @@ def tune(
     if tuned.is_complete:
         log_path.unlink(missing_ok=True)
     if tuned.plan.lever:
-        rest = f" -- {shlex.join(own)}" if own else ""
-        commands = [f"flatout run --plan {out} {script}{rest}"]
+        commands = [target.typed(f"flatout run --plan {out}")]
         if all(lever_of(planned.id).edit is not None for planned in tuned.plan.lever):
             commands.insert(
-                0, f"flatout edit --plan {out} {script}{rest}   # the change as a diff, without a start of its own"
+                0, f"{target.typed(f'flatout edit --plan {out}')}   # the change as a diff, without a start of its own"
             )
         print_lines("", *commands)
 
@@ -179,7 +178,7 @@ def _write(tuned: Tuned, *, html: Path | None, markdown: Path | None, json: Path
         write_whole_file(json, to_json(tuned))
 
 
-def _observe(request: Request, *, observe_s: float) -> Evidence:
+def _observe(target: ScriptTarget, *, observe_s: float) -> Evidence:
     """What a run of the script shows, in a process of its own, which ends when enough was observed."""
     from flatout.core.records.evidence import Evidence as EvidenceRecord
     from flatout.core.records.record import from_json
@@ -188,9 +187,7 @@ def _observe(request: Request, *, observe_s: float) -> Evidence:
     with tempfile.TemporaryDirectory(prefix="flatout-") as name:
         folder = Path(name)
         path = folder / "evidence.json"
-        observation = observation_of(
-            ScriptTarget(request.target, False, request.arguments), observe_s=observe_s, stop=True
-        )
+        observation = observation_of(target, observe_s=observe_s, stop=True)
         command = write_request(observation, folder / "request.json", evidence_path=path)
         with open(folder / "output", "wb") as output:
             process = ObservedProcess(ObservedCommand(command, is_complete=path.exists, stop=True, output=output))
@@ -199,14 +196,14 @@ def _observe(request: Request, *, observe_s: float) -> Evidence:
             process.end_rest()
         if not path.exists():
             words = (folder / "output").read_text(errors="replace").strip().splitlines()[-3:]
-            raise CaptureError(f"'{request.target}' could not be observed: {' | '.join(words) or 'it printed nothing'}")
+            raise CaptureError(f"'{target.name}' could not be observed: {' | '.join(words) or 'it printed nothing'}")
         evidence = from_json(path.read_bytes(), EvidenceRecord)
         if not evidence.steps.num_timed and evidence.exit_code:
             sys.stderr.write((folder / "output").read_text(errors="replace"))
             raise typer.Exit(evidence.exit_code)
     if not evidence.steps.num_timed:
         raise CaptureError(
-            f"'{request.target}' took no step of training or inference that could be timed; "
+            f"'{target.name}' took no step of training or inference that could be timed; "
             "`flatout check` shows what was seen of it"
         )
     return evidence

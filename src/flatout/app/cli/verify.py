@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import ALLOWED_GUARANTEES, Allow, one_of, require_file, require_folders, script_arguments
+from flatout.app.cli.options import (
+    ALLOWED_GUARANTEES,
+    Allow,
+    ModuleName,
+    one_of,
+    require_file,
+    require_folders,
+    target_of,
+)
 from flatout.app.cli.terminal import open_console, print_report
 from flatout.core.errors import UsageError
 
@@ -18,10 +26,11 @@ def verify(
     before: Annotated[
         Path, typer.Argument(help="The script as it was; or a plan (.toml) for the script that follows.")
     ],
-    after: Annotated[Path, typer.Argument(help="The script as it is now.")],
+    after: Annotated[str | None, typer.Argument(help="The script as it is now, or that of the plan.")] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of both scripts, after `--`.")
     ] = None,
+    module: ModuleName = None,
     allow: Allow = "bounded",
     at: Annotated[
         str,
@@ -67,17 +76,20 @@ def verify(
         is_compared=not no_equality,
     )
     require_folders(json=json)
-    own = script_arguments(arguments)
     status = open_console(stderr=True)
-    for path in (before, after):
-        require_file(path, what="two scripts that you would give to python")
-    requests = [Request(target=str(path), arguments=own) for path in (before, after)]
+    require_file(before, what="two scripts that you would give to python, or a plan and a script")
+    target = target_of(after, module, arguments, example="`flatout verify before.py after.py`")
+    require_file(target.file, what="two scripts that you would give to python, or a plan and a script")
+    script = Request(target=target.name, kind=target.kind, arguments=target.arguments)
     if before.suffix == ".toml":
         plan = read_plan(before)
-        wanted = environment_of(plan)
         terms = msgspec.structs.replace(terms, at=at or precision_of_plan(plan))
-        changed = Request(target=str(after), arguments=own, plan=str(before.absolute()), environment=wanted)
-        requests = [Request(target=str(after), arguments=own), changed]
+        changed = msgspec.structs.replace(script, plan=str(before.absolute()), environment=environment_of(plan))
+        requests = [script, changed]
+    elif target.is_module:
+        raise UsageError(f"-m {target.name} goes with a plan: `flatout verify plan.toml -m {target.name}`")
+    else:
+        requests = [msgspec.structs.replace(script, target=str(before)), script]
     with status.status("starting") as line:
         verdict = prove_script(requests[0], requests[1], terms, on_progress=line.update)
     print_report(verdict_blocks(verdict))

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Final, NamedTuple
@@ -67,6 +68,27 @@ def load_module(name: str, arguments: tuple[str, ...]) -> Script:
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    spec, file = _spec_of(name)
+    script = _main_module(file, (str(file), *arguments), search_path=os.getcwd())
+    script.module.__spec__ = spec
+    script.module.__package__ = spec.parent
+    here = Path.cwd().resolve()
+    is_own = file.resolve().is_relative_to(here) and "site-packages" not in file.parts
+    return script._replace(root=str(here)) if is_own else script
+
+
+def module_file(name: str) -> Path:
+    """The file that `python -m name` runs, started here. Raises ScriptError when it cannot be found."""
+    before = sys.path[:]
+    sys.path.insert(0, os.getcwd())
+    try:
+        return _spec_of(name)[1]
+    finally:
+        sys.path[:] = before
+
+
+def _spec_of(name: str) -> tuple[ModuleSpec, Path]:
+    """A module, or the `__main__` of a package, with its file. Raises ScriptError when it cannot be found."""
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -75,10 +97,7 @@ def load_module(name: str, arguments: tuple[str, ...]) -> Script:
         raise ScriptError(f"module '{name}' cannot be found: {e}; run flatout where `python -m {name}` works") from e
     if spec is None or spec.origin is None or spec.loader is None:
         raise ScriptError(f"module '{name}' cannot be found; run flatout where `python -m {name}` works")
-    script = _main_module(Path(spec.origin), (spec.origin, *arguments), search_path=os.getcwd())
-    script.module.__spec__ = spec
-    script.module.__package__ = spec.parent
-    return script
+    return spec, Path(spec.origin)
 
 
 def run_script(script: Script) -> Outcome:

@@ -187,6 +187,7 @@ class SearchSettings:
 
 def search_script(
     script: Request,
+    file: Path,
     evidence: Evidence,
     rules: Iterable[Rule],
     levers: Iterable[Lever],
@@ -194,7 +195,7 @@ def search_script(
     *,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Tuned:
-    """The fastest plan (or the smallest) that could be proved for a script that was observed."""
+    """The fastest plan (or the smallest) that could be proved for a script, of this file, that was observed."""
     known = {lever.id: lever for lever in levers}
     terms, log = settings.terms, settings.log
     if evidence.workload.device != "cpu":
@@ -212,8 +213,8 @@ def search_script(
         )
         found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)
     plan = Plan(
-        script=script.target,
-        script_digest=digest_of_text(Path(script.target).read_bytes()),
+        script=str(file),
+        script_digest=digest_of_text(file.read_bytes()),
         arguments=script.arguments,
         proved_on=circumstances_of(evidence),
         lever=found.levers,

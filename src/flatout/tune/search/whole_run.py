@@ -25,7 +25,8 @@ def run_start_s(plan: Plan, script: Request, *, timeout_s: float) -> float | Non
     with tempfile.TemporaryDirectory(prefix="flatout-start-") as folder:
         path = Path(folder) / "plan.toml"
         write_whole_file(path, to_toml(plan))
-        run = [sys.executable, "-m", "flatout", "run", "--plan", str(path), "--print", script.target]
+        run = [sys.executable, "-m", "flatout", "run", "--plan", str(path), "--print"]
+        run += ["-m", script.target] if script.kind == "module" else [script.target]
         try:
             bare = [_seconds([sys.executable, "-c", "import torch"], timeout_s) for _ in range(_NUM_STARTS)]
             planned = [_seconds([*run, "--", *script.arguments], timeout_s) for _ in range(_NUM_STARTS)]
