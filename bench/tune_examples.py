@@ -71,7 +71,9 @@ def tuned(example: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
         folder = Path(name)
         plan, record = folder / "plan.toml", folder / "tuned.json"
         clock = [time.monotonic()]
-        said = run([*FLATOUT, "tune", script, "--budget", options.budget, "--run-steps", LONG, "--out", plan, "--json", record])
+        said = run(
+            [*FLATOUT, "tune", script, "--budget", options.budget, "--run-steps", LONG, "--out", plan, "--json", record]
+        )
         if not record.exists():
             return {"name": example["name"], "rule": example["rule"], "error": said[-600:]}
         found = json.loads(record.read_text())

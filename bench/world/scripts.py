@@ -45,7 +45,12 @@ class Script:
     @property
     def command(self) -> list[str]:
         """The script and its arguments, as python takes them."""
-        return [*(["-m"] if self.is_module else []), self.path, *self.arguments]
+        return [*self.named, *self.arguments]
+
+    @property
+    def named(self) -> list[str]:
+        """What names the script after `python` or a verb of flatout."""
+        return [*(["-m"] if self.is_module else []), self.path]
 
 
 def read_manifest(only: list[str] | None = None, folder: Path = HERE / "manifest") -> list[Script]:

@@ -53,12 +53,7 @@ def main() -> int:
     rows = {row["name"]: row for row in json.loads(options.out.read_text())["scripts"]} if options.out.exists() else {}
     options.plans.mkdir(parents=True, exist_ok=True)
     for script in read_manifest(options.only, options.manifest):
-        if (
-            script.name in rows
-            or script.kind == "inference"
-            or script.is_module
-            or (not options.only and not script.cures)
-        ):
+        if script.name in rows or script.kind == "inference" or (not options.only and not script.cures):
             continue
         try:
             rows[script.name] = Tuning(script, options).row()
@@ -112,7 +107,7 @@ class Tuning:
         script, record = self._script, self._options.plans / f"{self._script.name}.json"
         for old in (record, self._plan):
             old.unlink(missing_ok=True)
-        command = [self._options.python, "-m", "flatout", "tune", script.path, "--budget", self._options.budget]
+        command = [self._options.python, "-m", "flatout", "tune", *script.named, "--budget", self._options.budget]
         command += ["--out", str(self._plan), "--json", str(record), "--", *script.arguments]
         began = monotonic()
         done = _run(command, folder, environment_of(script, with_flatout=True))
@@ -187,7 +182,7 @@ class Tuning:
                 "run",
                 "--plan",
                 str(plan),
-                script.path,
+                *script.named,
                 "--",
                 *script.arguments,
             ]
@@ -213,7 +208,7 @@ class Tuning:
             "-m",
             "flatout",
             "edit",
-            script.path,
+            *script.named,
             "--plan",
             str(self._plan),
             "--into",
