@@ -11,14 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.core.errors import PlanError
-from flatout.core.records.plan import Circumstances, Plan, from_toml, is_edited, mismatches, other_model, other_script
+from flatout.core.records.plan import (
+    Circumstances,
+    LossSpread,
+    Plan,
+    from_toml,
+    is_edited,
+    mismatches,
+    other_model,
+    other_script,
+)
 from flatout.core.registry import lever_of
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from flatout.core.runtime.script import Script
+    from flatout.core.runtime.script import Outcome, Script
     from flatout.tune.live import Applied, Model, Optimizer
 
 
@@ -61,11 +70,13 @@ def run_planned(
     on_progress: Callable[[str], None],
     world_size: int = 1,
     only_print: bool = False,
+    check_losses: bool = False,
 ) -> int:
     """Run `script` in this process with the plan's levers pulled; the exit code python would give.
 
     `on_progress` hears at the end which levers met nothing to change. With `only_print` everything is prepared, the levers are
-    printed with their settings, and the script's first line is not run.
+    printed with their settings, and the script's first line is not run. With `check_losses` it also hears how the first losses
+    compare with those that the plan holds.
 
     Raises PlanError when the plan was proved on something that differs in a way that matters.
     """
@@ -92,13 +103,37 @@ def run_planned(
                 settings = "".join(f"  {name}={value}" for name, value in planned.parameters.items())
                 sys.stdout.write(f"{planned.id}  ({planned.guarantee}){settings}\n")
             return 0
-        outcome = run_script(ready)
+        outcome = _run_checked(ready, plan.losses, on_progress) if check_losses and plan.losses else run_script(ready)
         missed = [planned.id for planned in plan.lever if planned.id not in hooks.done]
     if any(others):
         raise _elsewhere(others)
     if missed:
         on_progress(f"these levers of the plan met nothing to change: {', '.join(missed)}")
     return outcome.exit_code
+
+
+def _run_checked(script: Script, expected: LossSpread, on_progress: Callable[[str], None]) -> Outcome:
+    """Run the script, and tell after so many losses whether their mean is one that the untouched script may have."""
+    from flatout.core.runtime.script import run_script
+    from flatout.tune.verify.losses import FirstLosses
+
+    low, high = expected.limits
+    seeds = f"{low:.5g} to {high:.5g} is expected of the untouched script by {len(expected.means)} seeds"
+
+    def on_end(mean: float) -> None:
+        found = f"after {expected.num_losses:,} losses the mean of the last fifth is {mean:.5g}; {seeds}"
+        odd = "" if expected.holds(mean) else "WARNING: the plan may have changed what is learnt here: "
+        on_progress(odd + found)
+
+    losses = FirstLosses(expected.num_losses, on_end)
+    losses.install()
+    try:
+        outcome = run_script(script)
+    finally:
+        losses.remove()
+    if losses.num_seen < expected.num_losses:
+        on_progress(f"the losses were not compared: the run had {losses.num_seen:,} of {expected.num_losses:,}")
+    return outcome
 
 
 def apply(

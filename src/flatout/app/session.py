@@ -222,9 +222,10 @@ def run_side(request: Request, script: Script, *, orders: int, answers: int) -> 
     """
     from flatout.app.plans import read_plan
     from flatout.core.runtime.patches import Patches
-    from flatout.core.runtime.script import run_script
+    from flatout.core.runtime.script import end_script, run_script
     from flatout.tune.apply import applied
     from flatout.tune.verify.conditions import SidePrecision, seed_all
+    from flatout.tune.verify.losses import FirstLosses
     from flatout.tune.verify.ordered_draws import ordered_draws
     from flatout.tune.verify.recording import Recorder
     from flatout.tune.verify.rounding_noise import RoundingNoise
@@ -242,6 +243,13 @@ def run_side(request: Request, script: Script, *, orders: int, answers: int) -> 
         user_root=script.root,
     )
     plan = read_plan(Path(request.plan)) if request.plan else Plan()
+    means: list[float] = []
+
+    def end_with(mean: float) -> None:
+        means.append(mean)
+        end_script()
+
+    losses = FirstLosses(request.num_losses, end_with)
     began_s = perf_counter()
     try:
         noise = RoundingNoise(request.noise_seed) if request.noise_seed else nullcontext()
@@ -250,15 +258,23 @@ def run_side(request: Request, script: Script, *, orders: int, answers: int) -> 
             script = script.with_code(hooks.code_of(script.file))
             if not request.is_whole:
                 side.install()
+            elif request.num_losses:
+                losses.install()
             outcome = run_script(script)
             side.remove()
+            losses.remove()
     except EditError as e:
         side.ended(str(e))
         return 2
     finally:
         patches.undo()
     sys.stdout.flush()
-    side.ended("" if outcome.exit_code == 0 else outcome.exit, seconds=perf_counter() - began_s)
+    side.ended(
+        "" if outcome.exit_code == 0 else outcome.exit,
+        seconds=perf_counter() - began_s,
+        num_losses=losses.num_seen,
+        mean_loss=next(iter(means), None),
+    )
     return outcome.exit_code
 
 

@@ -10,13 +10,14 @@ import textwrap
 from pathlib import Path
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 from tests.command_line import flatout
 
 from flatout.app.cli.children import planned_run as planned
 from flatout.core.records.lever import PlannedLever
-from flatout.core.records.plan import Circumstances, Plan, digest_of_text, to_toml
+from flatout.core.records.plan import Circumstances, Plan, digest_of_text, from_toml, to_toml
 from flatout.tune.apply import circumstances
 
 pytestmark = pytest.mark.slow
@@ -98,6 +99,32 @@ def test_a_lever_that_met_nothing_is_told(folder: Path, monkeypatch: pytest.Monk
     assert done.code == 0
     assert "memory.channels-last" in done.err
     assert "fused-optimizer" not in done.err
+
+
+def test_losses_are_compared_with_those_of_the_untouched_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, DEBUG_OFF, FUSED)
+    monkeypatch.setattr("os.execve", go_on_here)
+    command = ("run", "--plan", "plan.toml", "--check-after", "40", "train.py")
+    done = flatout(*command, folder=folder)
+    assert done.code == 0, done.err
+    assert "after 40 losses the mean of the last fifth is " in done.err and "WARNING" not in done.err
+    plan = from_toml((folder / "plan.toml").read_bytes())
+    assert plan.losses is not None and len(set(plan.losses.means)) == 3, "three seeds learn three things"
+    other = msgspec.structs.replace(plan, losses=msgspec.structs.replace(plan.losses, means=(9.0, 9.1, 9.2)))
+    (folder / "plan.toml").write_bytes(to_toml(other))
+    done = flatout(*command, folder=folder)
+    assert done.code == 0
+    assert "WARNING: the plan may have changed what is learnt here" in done.err, (
+        "what the plan holds is not measured again"
+    )
+
+
+def test_more_losses_than_the_script_has_are_refused(folder: Path) -> None:
+    write(folder, DEBUG_OFF)
+    done = flatout("run", "--plan", "plan.toml", "--check-after", "100", "train.py", folder=folder)
+    assert done.code == 2
+    assert "it ended after 60, ask for as many at most" in " ".join(done.err.split())
+    assert from_toml((folder / "plan.toml").read_bytes()).losses is None
 
 
 def test_what_would_run_is_printed_and_nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

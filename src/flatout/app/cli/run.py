@@ -7,14 +7,17 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from flatout.app.cli.children.layout_rank import ranks_of
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import Arguments, ModuleName, Script, target_of
+from flatout.app.cli.options import Arguments, ModuleName, Script, ScriptTarget, target_of
 from flatout.core.errors import UsageError
+
+_LONGEST_S: Final = 24 * 3600.0
+"""What a run of the untouched script may take; the user can end it by Ctrl-C."""
 
 
 def run(
@@ -22,6 +25,15 @@ def run(
     arguments: Arguments = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="The plan that `flatout tune` wrote.")] = None,
     module: ModuleName = None,
+    check_after: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Compare the mean of the last fifth of N losses with that of the untouched script on three seeds, which are "
+            "run first where the plan does not hold them yet.",
+        ),
+    ] = 0,
     layout: Annotated[
         Path | None, typer.Option("--layout", help="The layout that `flatout scale --out` wrote.")
     ] = None,
@@ -52,9 +64,32 @@ def run(
     assert plan is not None
     sys.stdout.flush()
     sys.stderr.flush()
-    only = ["--print"] if only_print else []
-    command = [sys.executable, "-m", "flatout.app.cli.children.planned_run", *only, str(plan.absolute()), *words]
+    options = ["--print"] if only_print else []
+    if check_after and not only_print:
+        _ensure_losses(plan, wanted, check_after)
+        options.append("--check-losses")
+    command = [sys.executable, "-m", "flatout.app.cli.children.planned_run", *options, str(plan.absolute()), *words]
     os.execve(sys.executable, command, dict(os.environ))
+
+
+def _ensure_losses(path: Path, target: ScriptTarget, num_losses: int) -> None:
+    """Have the plan hold what the untouched script learns in so many losses."""
+    import msgspec
+
+    from flatout.app.cli.terminal import open_console
+    from flatout.app.plans import read_plan
+    from flatout.core.records.plan import to_toml
+    from flatout.core.records.record import write_whole_file
+    from flatout.tune.verify.losses import loss_spread
+    from flatout.tune.verify.side_process import Request
+
+    plan = read_plan(path)
+    if plan.losses is not None and plan.losses.num_losses == num_losses:
+        return
+    script = Request(target=target.name, kind=target.kind, arguments=target.arguments)
+    with open_console(stderr=True).status("starting") as line:
+        losses = loss_spread(script, num_losses, timeout_s=_LONGEST_S, on_progress=line.update)
+    write_whole_file(path, to_toml(msgspec.structs.replace(plan, losses=losses)))
 
 
 def _command(path: Path, nodes: int, coordinator: str, target: list[str], *, is_slurm: bool) -> list[str]:

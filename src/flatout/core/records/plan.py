@@ -6,8 +6,10 @@ And what came of tuning: the plan, what each of its levers was proved to do, the
 from __future__ import annotations
 
 import hashlib
+import math
 import tomllib
 from pathlib import PurePath
+from statistics import fmean, stdev
 from typing import Final, Literal
 
 import msgspec
@@ -18,6 +20,9 @@ from flatout.core.records.record import Record
 from flatout.core.records.verdict import Verdict
 
 VERSION: Final = 1
+_T_95: Final = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Student's t by the number of runs: 97.5 % of the distribution with one degree of freedom less lie below."""
+_LEAST_ROOM: Final = 0.02
 AttemptKind = Literal["add", "swap", "drop", "final"]
 
 _HEAD: Final = """\
@@ -42,6 +47,26 @@ class Circumstances(Record, frozen=True, kw_only=True):
     world_size: int = 1
 
 
+class LossSpread(Record, frozen=True, kw_only=True):
+    """What the untouched script learns on several seeds: the mean of the last fifth of the first `num_losses`, for each."""
+
+    num_losses: int
+    means: tuple[float, ...]
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Where the mean of one more run lies with 95 %, by Student's t distribution, and 2 % of the mean at least."""
+        middle, num = fmean(self.means), len(self.means)
+        room = _T_95[num] * stdev(self.means) * math.sqrt(1 + 1 / num)
+        room = max(room, _LEAST_ROOM * abs(middle))
+        return middle - room, middle + room
+
+    def holds(self, mean: float) -> bool:
+        """Whether a run with this mean may be one of the same script; not for NaN."""
+        low, high = self.limits
+        return low <= mean <= high
+
+
 class Plan(Record, frozen=True, kw_only=True):
     """Levers for a script; `measured` is the speed-up of all together over the untouched script: (median, low, high)."""
 
@@ -58,6 +83,8 @@ class Plan(Record, frozen=True, kw_only=True):
     pays_from: int | None = None
     """The step from which on a whole run by `flatout run` is ahead, its start and compiling included; None: not known."""
     proved_on: Circumstances = Circumstances()
+    losses: LossSpread | None = None
+    """What the untouched script learns, once `flatout run --check-after` has asked."""
     lever: tuple[PlannedLever, ...] = ()
 
 
@@ -105,7 +132,7 @@ def to_toml(plan: Plan) -> bytes:
     """The plan as TOML, below a comment on how to use it."""
     body = msgspec.to_builtins(plan)
     for part in (body, *body["lever"]):
-        for name in ("measured", "predicted", "run_start_s", "pays_from"):
+        for name in ("measured", "predicted", "run_start_s", "pays_from", "losses"):
             if part.get(name, ()) is None:
                 del part[name]
     return _HEAD.encode() + b"\n" + msgspec.toml.encode(body)
@@ -122,6 +149,8 @@ def from_toml(data: bytes, *, name: str = "the plan") -> Plan:
         raise PlanError(f"{name} is no TOML: {e}; was the file cut off? Write it again with `flatout tune`") from e
     except msgspec.ValidationError as e:
         raise PlanError(f"{name} is no plan: {e}; docs/how-to/verify-a-change.md shows one") from e
+    if plan.losses is not None and len(plan.losses.means) not in _T_95:
+        raise PlanError(f"{name} has {len(plan.losses.means)} means of losses and needs {min(_T_95)} to {max(_T_95)}")
     if plan.version > VERSION:
         raise PlanError(f"{name} has version {plan.version}, this flatout reads up to {VERSION}; install a newer one")
     return plan

@@ -56,6 +56,8 @@ class SideAnswer(Record, frozen=True, kw_only=True):
     device: str = "cpu"
     kind: Kind = "none"
     error: str = ""
+    mean_loss: float | None = None
+    """Of a run that ended after the losses that were asked for."""
 
 
 class Orders:
@@ -134,9 +136,10 @@ class ProofSide:
             handle.remove()
         self._patches.undo()
 
-    def ended(self, error: str, *, seconds: float = 0.0) -> None:
-        """The script has ended, by itself or by an error; `seconds` are those of a run in one go."""
-        self._orders.answer(self._answer("ended", error=error, seconds=seconds))
+    def ended(self, error: str, *, seconds: float = 0.0, num_losses: int = 0, mean_loss: float | None = None) -> None:
+        """The script has ended, by itself or by an error; `seconds` and losses are those of a run in one go."""
+        self.num_steps = num_losses or self.num_steps
+        self._orders.answer(self._answer("ended", error=error, seconds=seconds, mean_loss=mean_loss))
 
     # -- events -----------------------------------------------------------------------------------------------------------
 
@@ -283,7 +286,12 @@ class ProofSide:
         _reset_peaks()
 
     def _answer(
-        self, what: Literal["recorded", "ran", "ended"], *, seconds: float = 0.0, error: str = ""
+        self,
+        what: Literal["recorded", "ran", "ended"],
+        *,
+        seconds: float = 0.0,
+        error: str = "",
+        mean_loss: float | None = None,
     ) -> SideAnswer:
         is_device = torch.cuda.is_available() and torch.cuda.is_initialized()
         return SideAnswer(
@@ -295,6 +303,7 @@ class ProofSide:
             device=torch.cuda.get_device_name() if is_device else "cpu",
             kind=self.kind,
             error=error,
+            mean_loss=mean_loss,
         )
 
 

@@ -58,6 +58,8 @@ class Request(Record, frozen=True, kw_only=True):
     """Draw random numbers that do not depend on dtype and memory format (see `ordered_draws`)."""
     is_whole: bool = False
     """Run to the end in one go; the only answer is that it has ended, with the seconds that took."""
+    num_losses: int = 0
+    """End a whole run after so many calls of backward, and answer with the mean of the last losses; 0: run to the end."""
     most_bytes: int = 0
     """A process that holds more of the machine's memory is ended; 0: most of what is free when it starts."""
 

@@ -1,6 +1,6 @@
 """The process of `flatout run`.
 
-`python -m flatout.app.cli.children.planned_run [--print] PLAN KIND TARGET ARGS...`. Not a command of its own.
+`python -m flatout.app.cli.children.planned_run [--print] [--check-losses] PLAN KIND TARGET ARGS...`. Not a command of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def main() -> int:
     from flatout.core.runtime.deferred_imports import defer_imports
     from flatout.core.runtime.script import print_to_stderr
 
-    only_print = sys.argv[1] == "--print"
-    path, kind, target, *arguments = sys.argv[1 + only_print :]
+    num_options = next(i for i, word in enumerate(sys.argv[1:]) if not word.startswith("--"))
+    options, (path, kind, target, *arguments) = sys.argv[1 : 1 + num_options], sys.argv[1 + num_options :]
     defer_imports("libcst", "matchers")
     try:
         plan = read_plan(Path(path))
@@ -35,7 +35,8 @@ def main() -> int:
             script,
             on_progress=lambda text: print_to_stderr(f"flatout: {text}"),
             world_size=ranks,
-            only_print=only_print,
+            only_print="--print" in options,
+            check_losses="--check-losses" in options,
         )
     except FlatoutError as e:
         print_to_stderr(f"flatout: {e}")

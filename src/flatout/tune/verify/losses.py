@@ -1,0 +1,89 @@
+"""The first losses of a run: are those of a plan like those of the untouched script on other seeds?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import get_ident
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from flatout.core.errors import VerificationError
+from flatout.core.records.plan import LossSpread
+from flatout.core.runtime.patches import Patches
+from flatout.tune.verify.side_process import Request, SideProcess
+
+NUM_SEEDS: Final = 3
+_LAST: Final = 0.2
+"""The share of the losses, at the end, whose mean is compared."""
+
+
+class FirstLosses:
+    """Adds up what a script calls backward on, and calls `on_end` with a mean once there were `num_losses`.
+
+    It costs one small operator for each of the last fifth of them, waits for the device once, and nothing afterwards.
+    """
+
+    def __init__(self, num_losses: int, on_end: Callable[[float], None]) -> None:
+        """Nothing is watched until `install`."""
+        self.num_seen = 0
+        self._num_losses = num_losses
+        self._first_counted = num_losses - max(1, round(_LAST * num_losses))
+        self._on_end = on_end
+        self._losses: list[Tensor] = []
+        self._patches = Patches()
+        self._thread_id = get_ident()
+        self._in_backward = False
+
+    def install(self) -> None:
+        """Begin to watch backwards."""
+        self._patches.set(torch.autograd, "backward", self._watching(torch.autograd.backward))
+
+    def remove(self) -> None:
+        """Stop watching."""
+        self._patches.undo()
+
+    def _watching(self, original: Callable[..., None]) -> Callable[..., None]:
+        def backward(tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
+            if self._in_backward or get_ident() != self._thread_id:
+                return original(tensors, *args, **kwargs)
+            self._in_backward = True
+            try:
+                original(tensors, *args, **kwargs)
+            finally:
+                self._in_backward = False
+            self._add((tensors,) if isinstance(tensors, Tensor) else tensors)
+
+        return backward
+
+    def _add(self, tensors: Sequence[Tensor]) -> None:
+        self.num_seen += 1
+        if self.num_seen > self._first_counted:
+            with torch.no_grad():
+                self._losses.append(sum((t.detach().float().sum() for t in tensors), torch.zeros(())))
+        if self.num_seen == self._num_losses:
+            self.remove()
+            mean, self._losses = float(torch.stack(self._losses).mean()), []
+            self._on_end(mean)
+
+
+def loss_spread(
+    script: Request, num_losses: int, *, timeout_s: float, on_progress: Callable[[str], None] = lambda _: None
+) -> LossSpread:
+    """The mean of the last fifth of the first losses of the untouched script, on each of three seeds.
+
+    Raises VerificationError when it fails, takes longer than `timeout_s`, or ends before.
+    """
+    means = []
+    for seed in range(NUM_SEEDS):
+        on_progress(f"the untouched script's first {num_losses:,} losses, seed {seed + 1} of {NUM_SEEDS}")
+        wanted = msgspec.structs.replace(script, seed=seed, is_whole=True, num_losses=num_losses)
+        with SideProcess(wanted) as process:
+            answer = process.answer(timeout_s=timeout_s)
+        if answer.mean_loss is None:
+            why = answer.error or f"it ended after {answer.num_steps:,}, ask for as many at most"
+            raise VerificationError(f"'{script.target}' did not come to {num_losses:,} losses: {why}")
+        means.append(answer.mean_loss)
+    return LossSpread(num_losses=num_losses, means=tuple(means))
