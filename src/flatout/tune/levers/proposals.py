@@ -62,8 +62,9 @@ def rounded_products(evidence: Evidence, dtype: str, *, trial: ModelVariant, lea
     if rate is None:
         raise LeverRefused(f"how fast {name} products are on this machine was not measured")
     if rate < least_rate:
+        compared = f"{rate:.1f} times as fast as" if rate >= 1 else "slower than"
         raise LeverRefused(
-            f"{name} products are {rate:.1f} times as fast as float32 ones on this machine: no units for them"
+            f"{name} products were measured to be {compared} float32 ones on this machine: no units for them"
         )
     tried_s = tried_saving(evidence, trial)
     because = (

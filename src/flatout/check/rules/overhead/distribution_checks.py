@@ -4,7 +4,7 @@ Costs        Comparisons and reductions of all parameters at each construction a
              read of each result: dozens of small operators around a few that compute.
 Evidence     Seconds in the checks of torch.distributions (its base class's constructor and `_validate_sample`), by line, without
              what watching them took; the comparisons and reductions of these lines in the phases of the checks are its operators.
-Levers       none
+Levers       graph.distribution-checks-off
 False alarm  Hunting a NaN; distributions that are built once.
 """
 
