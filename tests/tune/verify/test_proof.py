@@ -105,6 +105,20 @@ def test_what_a_change_takes_to_start_is_told(folder: Path) -> None:
     assert found.speed.first_after_s > 0.5
 
 
+def test_what_only_the_first_process_compiles_is_no_price_of_every_run(folder: Path) -> None:
+    """A first start of four seconds, as for a compiler whose cache is empty, is not what later runs pay."""
+    cache = folder / "cache"
+    compile = (
+        f"exec('if not os.path.exists({str(cache)!r}):\\n open({str(cache)!r}, chr(119)).close()\\n time.sleep(4)')"
+    )
+    before = script(folder, "a.py", change="time.sleep(0.02)", steps=5000)
+    after = script(folder, "b.py", setup=compile, steps=5000)
+    found = verdict(before, after, is_timed=True, decisive=1.3)
+    assert cache.exists()
+    assert found.speed is not None and found.speed.is_faster
+    assert found.speed.first_after_s < 3
+
+
 def test_one_wrong_gradient_is_named_with_its_step(folder: Path) -> None:
     one = script(folder, "a.py")
     two = script(folder, "b.py", change="net[3].bias.grad.mul_(1.001 if step == 0 else 1)")

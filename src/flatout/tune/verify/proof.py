@@ -51,6 +51,8 @@ _SAME_SIZE: Final = 0.02
 """Peaks of two processes that run the same differ by about this share."""
 _NUM_NOISY: Final = 3
 """Runs under rounding noise: a fourth is off more than these in one case of four, and four times as much is allowed."""
+_COLD_S: Final = 3.0
+"""What was compiled for so long is found in a cache by the next process: that one shows what a run pays at its start."""
 _ROUNDS: Final = 4
 """How often two scripts are started again because their steps ran out before the interval was there."""
 
@@ -400,14 +402,16 @@ class ScriptProver:
                 process.end()  # what it holds of a device's memory is wanted now
             first, second = (msgspec.structs.replace(p.request, folder="") for p in (one, two))
             with ExitStack() as stack:
-                again_one, _, again_two = self._started(stack, first, second)
-                again_two.answer(timeout_s=self._terms.timeout_s)
+                again_one, one_answer, again_two = self._started(stack, first, second)
+                race.started(one_answer, again_two.answer(timeout_s=self._terms.timeout_s))
                 race.run(again_one, again_two)
                 num_whole += not race.has_ended
 
     def _is_decided(self, race: Race) -> bool:
         speed, most = race.speed(), self._terms.decisive
-        return speed is not None and speed.num_pairs >= FEWEST_PAIRS and (speed.low > most or speed.high < 1 / most)
+        if speed is None or (race.num_starts == 1 and speed.later_s > _COLD_S and speed.ratio > 1):
+            return False
+        return speed.num_pairs >= FEWEST_PAIRS and (speed.low > most or speed.high < 1 / most)
 
 
 def _bounded(

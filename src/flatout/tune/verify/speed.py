@@ -54,6 +54,7 @@ class Race:
         self.stretches: list[PairedStretch] = []
         self.has_ended = False
         """Whether the scripts of the last run ended before there were enough pairs."""
+        self.num_starts = 0
         self._sizes: list[tuple[SideAnswer, SideAnswer]] = []
         self._leak = ""
         self._first: tuple[SideAnswer, SideAnswer] | None = None
@@ -64,8 +65,9 @@ class Race:
         self.num_steps = num_steps
 
     def started(self, before: SideAnswer, after: SideAnswer) -> None:
-        """What both answered when they had taken their first steps."""
+        """What both answered when they had taken their first steps; of several pairs of processes the last counts."""
         self._first = (before, after)
+        self.num_starts += 1
 
     def run(self, before: SideProcess, after: SideProcess) -> None:
         """Order stretches in turn, the first of each pair alternating; both must have recorded, and stand."""
