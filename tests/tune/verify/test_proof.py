@@ -108,9 +108,7 @@ def test_what_a_change_takes_to_start_is_told(folder: Path) -> None:
 def test_what_only_the_first_process_compiles_is_no_price_of_every_run(folder: Path) -> None:
     """A first start of four seconds, as for a compiler whose cache is empty, is not what later runs pay."""
     cache = folder / "cache"
-    compile = (
-        f"exec('if not os.path.exists({str(cache)!r}):\\n open({str(cache)!r}, chr(119)).close()\\n time.sleep(4)')"
-    )
+    compile = f"if not os.path.exists('{cache}'):\n    open('{cache}', 'w').close()\n    time.sleep(4)"
     before = script(folder, "a.py", change="time.sleep(0.02)", steps=5000)
     after = script(folder, "b.py", setup=compile, steps=5000)
     found = verdict(before, after, is_timed=True, decisive=1.3)
