@@ -20,6 +20,7 @@ from flatout.core.records.plan import (
     mismatches,
     other_model,
     other_script,
+    text_root,
 )
 from flatout.core.registry import lever_of
 
@@ -81,10 +82,10 @@ def run_planned(
     Raises PlanError when the plan was proved on something that differs in a way that matters.
     """
     from flatout.core.runtime.script import end_script, run_script
-    from flatout.tune.apply import applied, circumstances
+    from flatout.tune.apply import applied
 
     text = Path(script.file).read_bytes()
-    _must_fit(plan, circumstances(world_size=world_size), other_script(plan, script.file, text))
+    must_fit(plan, Path(script.file), world_size=world_size)
     if is_edited(plan, text):
         on_progress(f"{script.file} has changed since the plan was proved; `flatout verify` proves it again")
     others: list[str] = []
@@ -96,7 +97,7 @@ def run_planned(
             if others[0]:
                 end_script()
 
-    with applied(plan, root=script.root, look_at=look_at) as hooks:
+    with applied(plan, root=str(text_root(plan, Path(script.file).resolve())), look_at=look_at) as hooks:
         ready = script.with_code(hooks.code_of(script.file))
         if only_print:
             for planned in plan.lever:
@@ -110,6 +111,13 @@ def run_planned(
     if missed:
         on_progress(f"these levers of the plan met nothing to change: {', '.join(missed)}")
     return outcome.exit_code
+
+
+def must_fit(plan: Plan, file: Path, *, world_size: int = 1) -> None:
+    """Raises PlanError when the plan was proved on something that differs in a way that matters from here and this script."""
+    from flatout.tune.apply import circumstances
+
+    _must_fit(plan, circumstances(world_size=world_size), other_script(plan, str(file), file.read_bytes()))
 
 
 def _run_checked(script: Script, expected: LossSpread, on_progress: Callable[[str], None]) -> Outcome:

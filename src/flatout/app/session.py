@@ -20,7 +20,7 @@ from flatout.core.records.comparison import Comparison
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Diagnosis
 from flatout.core.records.hardware import Machine
-from flatout.core.records.plan import Plan
+from flatout.core.records.plan import Plan, text_root
 from flatout.core.records.record import Record, to_json, write_whole_file
 from flatout.core.records.trial import Trial
 from flatout.core.registry import reductions, rules
@@ -254,7 +254,8 @@ def run_side(request: Request, script: Script, *, orders: int, answers: int) -> 
     try:
         noise = RoundingNoise(request.noise_seed) if request.noise_seed else nullcontext()
         draws = ordered_draws() if request.has_ordered_draws else nullcontext()
-        with applied(plan, root=script.root, texts=request.texts) as hooks, precision.surroundings(), draws, noise:
+        root = str(text_root(plan, Path(script.file).resolve()))
+        with applied(plan, root=root, texts=request.texts) as hooks, precision.surroundings(), draws, noise:
             script = script.with_code(hooks.code_of(script.file))
             if not request.is_whole:
                 side.install()

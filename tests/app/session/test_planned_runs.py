@@ -117,6 +117,33 @@ def test_losses_are_compared_with_those_of_the_untouched_script(folder: Path, mo
     assert "WARNING: the plan may have changed what is learnt here" in done.err, (
         "what the plan holds is not measured again"
     )
+    done = flatout(*command, "--", "0", folder=folder)
+    assert "WARNING" not in done.err, "another argument is another run"
+
+
+@pytest.mark.parametrize(
+    ("levers", "proved_on", "environment", "why"),
+    [
+        ((PlannedLever(id="memory.accumulate", guarantee="bounded"),), None, {}, "memory.accumulate changes how many"),
+        ((FUSED,), Circumstances(device="NVIDIA H200"), {}, "device: NVIDIA H200 there"),
+        ((FUSED,), None, {"RANK": "1", "WORLD_SIZE": "2"}, "run once with one process first"),
+    ],
+)
+def test_losses_that_cannot_be_compared_are_refused_before_anything_runs(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    levers: tuple[PlannedLever, ...],
+    proved_on: Circumstances | None,
+    environment: dict[str, str],
+    why: str,
+) -> None:
+    write(folder, *levers, proved_on=proved_on)
+    (folder / "train.py").write_text("raise SystemExit('it ran')\n")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    done = flatout("run", "--plan", "plan.toml", "--check-after", "40", "train.py", folder=folder)
+    assert (done.code, done.out) == (2, "")
+    assert why in " ".join(done.err.split()) and "it ran" not in done.err
 
 
 def test_more_losses_than_the_script_has_are_refused(folder: Path) -> None:

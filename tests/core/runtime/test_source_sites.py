@@ -141,6 +141,15 @@ def test_the_user_root_makes_an_installed_package_the_users(tmp_path: Path) -> N
     assert not Sites().is_user_code(scope["here"].__code__)
 
 
+def test_an_environment_inside_of_the_users_folder_is_not_theirs(tmp_path: Path) -> None:
+    packages = tmp_path / ".venv" / "lib" / "site-packages"
+    packages.mkdir(parents=True)
+    scope = run_file(packages / "library.py", "def here():\n    return sys._getframe()\n")
+    assert not Sites(user_root=str(tmp_path)).is_user_code(scope["here"].__code__)
+    above = Path(textwrap.__file__).parents[2]
+    assert not Sites(user_root=str(above)).is_user_code(textwrap.dedent.__code__)
+
+
 LOOPS = textwrap.dedent(
     """
     for epoch in range(3):

@@ -53,6 +53,31 @@ def test_several_losses_of_one_backward_are_added_up() -> None:
     assert told == [14.0]
 
 
+def test_a_scaled_loss_counts_as_it_was() -> None:
+    told: list[float] = []
+    watch = FirstLosses(2, told.append)
+    watch.install()
+    scaler, weight = torch.amp.GradScaler("cpu", init_scale=1024.0), nn.Parameter(torch.tensor(2.0))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    for factor in (3.0, 4.0):
+        scaler.scale(weight * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert told == [8.0]
+    assert "scale" in vars(torch.amp.GradScaler) and torch.amp.GradScaler.scale.__qualname__ == "GradScaler.scale"
+
+
+def test_backwards_of_other_things_than_tensors_and_later_ones_are_let_be() -> None:
+    told: list[float] = []
+    watch = FirstLosses(2, told.append)
+    watch.install()
+    by_name, x = torch.autograd.backward, torch.tensor(2.0, requires_grad=True)
+    by_name(torch.autograd.graph.get_gradient_edge(x * 3))  # type: ignore[arg-type]
+    by_name([x * 3])
+    by_name([x * 3])
+    assert (told, watch.num_seen) == ([6.0], 2)
+
+
 def test_a_run_that_ends_before_tells_nothing() -> None:
     told: list[float] = []
     watch = FirstLosses(50, told.append)
@@ -83,5 +108,6 @@ def test_a_plan_holds_the_losses_and_refuses_too_few() -> None:
     plan = Plan(losses=LossSpread(num_losses=10, means=(1.0, 2.0, 3.0)))
     assert from_toml(to_toml(plan)) == plan
     assert from_toml(to_toml(Plan())).losses is None
-    with pytest.raises(PlanError, match="1 means of losses and needs 2 to 5"):
-        from_toml(to_toml(Plan(losses=LossSpread(num_losses=10, means=(1.0,)))))
+    for means in ((1.0,), (1.0, math.nan, 2.0)):
+        with pytest.raises(PlanError, match="needs 2 to 5 finite ones"):
+            from_toml(to_toml(Plan(losses=LossSpread(num_losses=10, means=means))))

@@ -53,7 +53,7 @@ def edit(
     the text does something else than the script, and with 3 when that could not be verified, as the first line says.
     """
     from flatout.app.plans import read_plan
-    from flatout.core.records.plan import to_toml
+    from flatout.core.records.plan import text_root, to_toml
     from flatout.core.records.record import write_whole_file
     from flatout.tune.edits import edits
 
@@ -66,7 +66,7 @@ def edit(
     require_folders(rest=rest)
     wanted = read_plan(plan)
     target = target._replace(arguments=target.arguments or wanted.arguments)
-    found = edits(wanted, file, root=Path.cwd() if target.is_module and not file.is_absolute() else None)
+    found = edits(wanted, file, root=Path(text_root(wanted, file.absolute())))
     doubt = "not asked for" if no_verify else ""
     is_changed = bool(found.files or found.environment)
     if is_changed and not no_verify:

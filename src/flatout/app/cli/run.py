@@ -16,6 +16,7 @@ from flatout.app.cli.command import Command
 from flatout.app.cli.options import Arguments, ModuleName, Script, ScriptTarget, target_of
 from flatout.core.errors import UsageError
 
+_OTHER_LOSSES: Final = ("memory.accumulate", "parallelism.batch-size")
 _LONGEST_S: Final = 24 * 3600.0
 """What a run of the untouched script may take; the user can end it by Ctrl-C."""
 
@@ -58,6 +59,8 @@ def run(
         target, module, arguments, example="`flatout run --plan plan.toml train.py -- --its --arguments`"
     )
     words = [wanted.kind, wanted.name, *wanted.arguments]
+    if check_after and layout is not None:
+        raise UsageError("--check-after compares a run with a plan; it does not go with --layout")
     if layout is not None:
         _start(_command(layout, nodes, coordinator, words, is_slurm=srun), only_print)
         return
@@ -76,19 +79,31 @@ def _ensure_losses(path: Path, target: ScriptTarget, num_losses: int) -> None:
     """Have the plan hold what the untouched script learns in so many losses."""
     import msgspec
 
+    from flatout.app.cli.ranks import launched_rank
     from flatout.app.cli.terminal import open_console
-    from flatout.app.plans import read_plan
-    from flatout.core.records.plan import to_toml
+    from flatout.app.plans import must_fit, read_plan
+    from flatout.core.records.plan import digest_of_run, to_toml
     from flatout.core.records.record import write_whole_file
     from flatout.tune.verify.losses import loss_spread
     from flatout.tune.verify.side_process import Request
 
-    plan = read_plan(path)
-    if plan.losses is not None and plan.losses.num_losses == num_losses:
+    plan, file = read_plan(path), target.file
+    clash = next((planned.id for planned in plan.lever if planned.id in _OTHER_LOSSES), None)
+    if clash is not None:
+        raise UsageError(
+            f"--check-after counts calls of backward, and {clash} changes how many there are for the same data"
+        )
+    run = digest_of_run(file.read_bytes(), target.arguments)
+    if plan.losses is not None and (plan.losses.num_losses, plan.losses.run) == (num_losses, run):
         return
+    if launched_rank(os.environ) is not None:
+        raise UsageError("the plan does not hold the untouched script's losses yet; run once with one process first")
+    must_fit(plan, file)
+    if not os.access(path, os.W_OK):
+        raise UsageError(f"'{path}' cannot be written, and the untouched script's losses go there; give a copy of it")
     script = Request(target=target.name, kind=target.kind, arguments=target.arguments)
     with open_console(stderr=True).status("starting") as line:
-        losses = loss_spread(script, num_losses, timeout_s=_LONGEST_S, on_progress=line.update)
+        losses = loss_spread(script, num_losses, run, timeout_s=_LONGEST_S, on_progress=line.update)
     write_whole_file(path, to_toml(msgspec.structs.replace(plan, losses=losses)))
 
 

@@ -103,7 +103,7 @@ def tune(
     from flatout.core.records.record import write_whole_file
     from flatout.core.registry import lever_of, levers, rules
     from flatout.report.parts.ladder import WIDTH, ladder_blocks
-    from flatout.tune.search.script_search import SearchSettings, search_script
+    from flatout.tune.search.script_search import SearchSettings, is_text, search_script
     from flatout.tune.search.search_log import SearchLog
     from flatout.tune.verify.proof import ProofTerms
     from flatout.tune.verify.quality import Metric, checked
@@ -111,6 +111,7 @@ def tune(
 
     target = target_of(script, module, arguments, example="`flatout tune train.py -- --its --arguments`")
     file = target.file
+    root = Path.cwd() if target.is_module and not file.is_absolute() else file.resolve().parent
     guarantee = one_of(ALLOWED_GUARANTEES, allow, name="--allow")
     require_folders(out=out, html=html, md=markdown, json=json)
     aim = one_of(_OBJECTIVES, objective, name="--objective")
@@ -126,7 +127,9 @@ def tune(
     with _one_interrupt(), console.status("observing the script") as status:
         try:
             evidence = _observe(target, observe_s=min(_MOST_OBSERVED_S, _OBSERVED_FRACTION * budget_s))
-            log_path = out.with_name(f".{out.stem}.{_fingerprint(evidence, file, target.arguments, aims)}.search-log")
+            log_path = out.with_name(
+                f".{out.stem}.{_fingerprint(evidence, root, file, target.arguments, aims)}.search-log"
+            )
             tuned = search_script(
                 request,
                 file,
@@ -154,7 +157,7 @@ def tune(
         log_path.unlink(missing_ok=True)
     if tuned.plan.lever:
         commands = [target.typed(f"flatout run --plan {out}")]
-        if all(lever_of(planned.id).edit is not None for planned in tuned.plan.lever):
+        if is_text(tuned.plan.lever, {planned.id: lever_of(planned.id) for planned in tuned.plan.lever}):
             commands.insert(
                 0, f"{target.typed(f'flatout edit --plan {out}')}   # the change as a diff, without a start of its own"
             )
@@ -225,12 +228,14 @@ def _one_interrupt() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-def _fingerprint(evidence: Evidence, script: Path, arguments: tuple[str, ...], wanted: tuple[str, ...]) -> str:
+def _fingerprint(
+    evidence: Evidence, root: Path, script: Path, arguments: tuple[str, ...], wanted: tuple[str, ...]
+) -> str:
     """Changes with what a trial depends on: the text of the script and of those of its files that steps ran through, its
     arguments, the device and torch, and what a plan is for."""
     import hashlib
 
-    root, workload = script.resolve().parent, evidence.workload
+    workload = evidence.workload
     files = {Path(s.file).resolve() for s in evidence.sources} | {script.resolve()}
     found = hashlib.sha256(repr((arguments, wanted, workload.device, workload.torch)).encode())
     for path in sorted(files):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tomllib
+from collections.abc import Sequence
 from pathlib import PurePath
 from statistics import fmean, stdev
 from typing import Final, Literal
@@ -52,6 +53,8 @@ class LossSpread(Record, frozen=True, kw_only=True):
 
     num_losses: int
     means: tuple[float, ...]
+    run: str = ""
+    """Changes with the script's text and its arguments (see `digest_of_run`)."""
 
     @property
     def limits(self) -> tuple[float, float]:
@@ -75,6 +78,8 @@ class Plan(Record, frozen=True, kw_only=True):
     script_digest: str = ""
     """What the script's text was (see `digest_of_text`); '' is not compared."""
     arguments: tuple[str, ...] = ()
+    module: str = ""
+    """The module's name where it was made for `python -m`; `script` is its file, relative to the folder that it is run from."""
     measured: tuple[float, float, float] | None = None
     guarantee: str = "exact"
     because: str = ""
@@ -149,8 +154,12 @@ def from_toml(data: bytes, *, name: str = "the plan") -> Plan:
         raise PlanError(f"{name} is no TOML: {e}; was the file cut off? Write it again with `flatout tune`") from e
     except msgspec.ValidationError as e:
         raise PlanError(f"{name} is no plan: {e}; docs/how-to/verify-a-change.md shows one") from e
-    if plan.losses is not None and len(plan.losses.means) not in _T_95:
-        raise PlanError(f"{name} has {len(plan.losses.means)} means of losses and needs {min(_T_95)} to {max(_T_95)}")
+    if plan.losses is not None and (
+        len(plan.losses.means) not in _T_95 or not all(map(math.isfinite, plan.losses.means))
+    ):
+        raise PlanError(
+            f"{name} has the means of losses {plan.losses.means} and needs {min(_T_95)} to {max(_T_95)} finite ones"
+        )
     if plan.version > VERSION:
         raise PlanError(f"{name} has version {plan.version}, this flatout reads up to {VERSION}; install a newer one")
     return plan
@@ -172,6 +181,23 @@ def mismatches(plan: Plan, here: Circumstances) -> tuple[str, ...]:
 def digest_of_text(text: bytes) -> str:
     """Sixteen hexadecimal digits that change with the text."""
     return hashlib.sha256(text).hexdigest()[:16]
+
+
+def digest_of_run(text: bytes, arguments: Sequence[str]) -> str:
+    """Sixteen hexadecimal digits that change with a script's text and its arguments."""
+    return digest_of_text(text + repr(tuple(arguments)).encode())
+
+
+def text_root(plan: Plan, file: PurePath) -> PurePath:
+    """The folder that the plan's changes of text are relative to, for a script in this file: the script's own, or that which a
+    module is run from.
+
+    >>> text_root(Plan(script="pkg/train.py", module="pkg.train"), PurePath("/home/me/pkg/train.py")).as_posix()
+    '/home/me'
+    """
+    written = PurePath(plan.script)
+    depth = len(written.parts) - 1 if plan.module and not written.is_absolute() else 0
+    return file.parents[min(depth, len(file.parents) - 1)]
 
 
 def other_script(plan: Plan, name: str, text: bytes) -> str:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -78,13 +78,29 @@ def load_module(name: str, arguments: tuple[str, ...]) -> Script:
 
 
 def module_file(name: str) -> Path:
-    """The file that `python -m name` runs, started here. Raises ScriptError when it cannot be found."""
-    before = sys.path[:]
-    sys.path.insert(0, os.getcwd())
-    try:
-        return _spec_of(name)[1]
-    finally:
-        sys.path[:] = before
+    """The file that `python -m name` runs, started here; nothing of it is imported, nor are the packages that it lies in.
+
+    Raises ScriptError when it cannot be found.
+    """
+    folders: Sequence[str] | None = [os.getcwd(), *sys.path]
+    spec: ModuleSpec | None = None
+    parts = name.split(".")
+    for number in range(len(parts)):
+        spec = _found(".".join(parts[: number + 1]), folders) if parts[number] else None
+        folders = spec.submodule_search_locations if spec is not None else None
+        if spec is None or (folders is None and number + 1 < len(parts)):
+            raise ScriptError(f"module '{name}' cannot be found; run flatout where `python -m {name}` works")
+    if folders is not None:
+        spec = _found(f"{name}.__main__", folders)
+    if spec is None or spec.origin is None or spec.loader is None:
+        raise ScriptError(f"module '{name}' cannot be found; run flatout where `python -m {name}` works")
+    return Path(spec.origin)
+
+
+def _found(name: str, folders: Sequence[str] | None) -> ModuleSpec | None:
+    """What the interpreter's finders make of a module's whole name in these folders."""
+    specs = (finder.find_spec(name, folders) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return next((spec for spec in specs if spec is not None), None)
 
 
 def _spec_of(name: str) -> tuple[ModuleSpec, Path]:

@@ -193,7 +193,7 @@ class Sites:
             return _INSIDE
         if path.startswith(_OURS + os.sep):  # also where the user's folder is a checkout of flatout
             return _INSIDE
-        if self._user_root and path.startswith(self._user_root):
+        if self._is_in_user_root(path):
             return _USER
         if path.startswith(_TORCH + os.sep):
             return _INSIDE
@@ -202,6 +202,14 @@ class Sites:
         if os.path.basename(path) in _START_UP or self._is_generated(path):
             return _LIBRARY
         return _INSIDE if path.startswith(_STDLIB) else _USER
+
+    def _is_in_user_root(self, path: str) -> bool:
+        """Whether a file lies in the user's folder, and not in an environment in it: torch in a `.venv` is not the user's."""
+        root = self._user_root
+        if not root or not path.startswith(root) or any(folder in path[len(root) - 1 :] for folder in PACKAGE_FOLDERS):
+            return False
+        homes = (f"{home}{os.sep}" for home in (_TORCH, *_STDLIB))
+        return not any(path.startswith(home) and not root.startswith(home) for home in homes)
 
     def _is_generated(self, path: str) -> bool:
         """Whether a library wrote this file while the script ran (torch_geometric writes its layers' loops): nobody edits it."""

@@ -125,11 +125,11 @@ def _whole_run(tuned: Tuned) -> str:
     later_s = speed.later_s + plan.run_start_s
     if later_s <= 0:
         return "A whole run gains from its first steps on."
-    own = f"{duration(plan.run_start_s)} of that `flatout run` itself"
+    own = f", {duration(plan.run_start_s)} of that `flatout run` itself" if plan.run_start_s <= later_s else ""
     lengths = [n for n in _RUN_LENGTHS if n > plan.pays_from][:_NUM_LENGTHS]
     gains = ", ".join(f"{speed.gain_of_run(n, plan.run_start_s):.2f}x over {n:,}" for n in lengths)
     pays = f"a whole run pays from step {plan.pays_from:,} on" + (f" ({gains})" if gains else "")
-    return f"The first steps end {duration(later_s)} later, {own}: {pays}."
+    return f"The first steps end {duration(later_s)} later{own}: {pays}."
 
 
 def _proof_circumstances(tuned: Tuned) -> str:

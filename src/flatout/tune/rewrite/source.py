@@ -307,12 +307,26 @@ def _statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
 
 
 def _root(evidence: Evidence) -> Path | None:
-    """The folder of the script that ran."""
+    """The folder of the script that ran, or that a module was run from."""
     command = evidence.workload.command
     if len(command) < 2:
         return None
+    if command[1] == "-m":
+        return Path(evidence.workload.cwd).resolve()
     script = Path(evidence.workload.cwd, command[1]).resolve()
     return script if script.is_dir() else script.parent
+
+
+def script_of(evidence: Evidence) -> str | None:
+    """The script's own file, relative to the folder that changes of text are relative to; None where that is not known."""
+    command = evidence.workload.command
+    if command[1:2] != ("-m",):
+        return Path(command[1]).name if len(command) > 1 else None
+    if len(command) < 3:
+        return None
+    stem = Path(*command[2].split("."))
+    files = (stem.with_name(f"{stem.name}.py"), stem / "__main__.py")
+    return next((str(file) for file in files if Path(evidence.workload.cwd, file).is_file()), None)
 
 
 def text_at(evidence: Evidence, parameters: Parameters) -> str:

@@ -64,6 +64,7 @@ class ScriptBench:
     def __init__(
         self,
         script: Request,
+        plan: Plan,
         levers: Mapping[str, Lever],
         terms: ProofTerms,
         *,
@@ -71,6 +72,7 @@ class ScriptBench:
         on_progress: Callable[[str], None],
     ) -> None:
         self._script = script
+        self._plan = plan
         self._terms = terms
         self._levers = levers
         self._on_progress = on_progress
@@ -152,7 +154,8 @@ class ScriptBench:
             return self._script
         self._num_plans += 1
         path = Path(self._folder.name) / f"plan{self._num_plans}.toml"
-        write_whole_file(path, to_toml(Plan(script=self._script.target, lever=tuple(levers))))
+        plan = msgspec.structs.replace(self._plan, lever=tuple(levers))
+        write_whole_file(path, to_toml(plan))
         environment: dict[str, str] = {}
         for planned in levers:
             variables = self._levers[planned.id].environment
@@ -201,7 +204,14 @@ def search_script(
     if evidence.workload.device != "cpu":
         terms = msgspec.structs.replace(terms, num_processes=_TRIAL_PROCESSES_ON_DEVICE)
     proposed = lever_proposals(evidence, rules, known.values())
-    with ScriptBench(script, known, terms, budget_s=settings.budget_s, on_progress=on_progress) as bench:
+    plan = Plan(
+        script=str(file),
+        script_digest=digest_of_text(file.read_bytes()),
+        arguments=script.arguments,
+        module=script.target if script.kind == "module" else "",
+        proved_on=circumstances_of(evidence),
+    )
+    with ScriptBench(script, plan, known, terms, budget_s=settings.budget_s, on_progress=on_progress) as bench:
         peak_bytes = bench.peak_bytes() if settings.most_bytes else 0
         goal = SearchGoal(
             evidence.steps.whole_s,
@@ -212,13 +222,6 @@ def search_script(
             settings.num_steps,
         )
         found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)
-    plan = Plan(
-        script=str(file),
-        script_digest=digest_of_text(file.read_bytes()),
-        arguments=script.arguments,
-        proved_on=circumstances_of(evidence),
-        lever=found.levers,
-    )
     refused = (LeftOut(lever=r.lever, because=r.because, is_for_script=False) for r in proposed.refusals)
     tuned = Tuned(
         plan=msgspec.structs.replace(plan, because=_why_empty(goal)),
@@ -230,12 +233,16 @@ def search_script(
         return tuned
     speed, start_s, late = found.proof.speed, None, ""
     if speed is not None and speed.num_first:  # whole runs that are judged by a metric have no first steps
-        start_s = run_start_s(plan, script, timeout_s=terms.timeout_s)
-        late = goal.too_late(speed, start_s or 0.0)
-    if late and any(known[planned.id].edit is None for planned in found.levers):  # a text has no start of its own
-        return msgspec.structs.replace(tuned, plan=msgspec.structs.replace(plan, lever=(), because=late))
+        start_s = run_start_s(msgspec.structs.replace(plan, lever=found.levers), script, timeout_s=terms.timeout_s)
+        # a text has no start of its own
+        late = goal.too_late(speed, 0.0 if is_text(found.levers, known) else start_s or 0.0)
+    if late:
+        dropped = (LeftOut(lever=p.id, because=late, gain=p.measured[0] if p.measured else 1.0) for p in found.levers)
+        empty = msgspec.structs.replace(plan, because=late)
+        return msgspec.structs.replace(tuned, plan=empty, left_out=(*dropped, *tuned.left_out))
     plan = msgspec.structs.replace(
         plan,
+        lever=found.levers,
         measured=(speed.ratio, speed.low, speed.high) if speed is not None else None,
         guarantee=found.proof.equality.guarantee,
         run_start_s=start_s,
@@ -243,6 +250,11 @@ def search_script(
     )
     steps = tuple(PlanStep(planned=planned, verdict=_verdict_of(planned, log)) for planned in found.levers)
     return msgspec.structs.replace(tuned, plan=plan, steps=steps, proof=found.proof)
+
+
+def is_text(levers: Iterable[PlannedLever], known: Mapping[str, Lever]) -> bool:
+    """Whether `flatout edit` may write all these levers, as a text or as variables to start it with."""
+    return all(known[p.id].edit is not None or known[p.id].environment is not None for p in levers)
 
 
 def circumstances_of(evidence: Evidence) -> Circumstances:

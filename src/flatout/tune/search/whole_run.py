@@ -15,10 +15,14 @@ from flatout.core.records.record import write_whole_file
 from flatout.tune.verify.side_process import Request
 
 _NUM_STARTS: Final = 2
+_BARE: Final = "import torch; torch.cuda.is_available() and torch.cuda.get_device_name()"
+"""What the script itself does at its start, and a plan's check of the device as well."""
 
 
 def run_start_s(plan: Plan, script: Request, *, timeout_s: float) -> float | None:
-    """Seconds that `flatout run` takes until the script's first line, more than python takes to import torch; the best of two.
+    """Seconds that `flatout run` takes until the script's first line, more than python with torch and the device.
+
+    The best of two of both.
 
     None where it could not be begun, or took longer than `timeout_s`.
     """
@@ -28,7 +32,7 @@ def run_start_s(plan: Plan, script: Request, *, timeout_s: float) -> float | Non
         run = [sys.executable, "-m", "flatout", "run", "--plan", str(path), "--print"]
         run += ["-m", script.target] if script.kind == "module" else [script.target]
         try:
-            bare = [_seconds([sys.executable, "-c", "import torch"], timeout_s) for _ in range(_NUM_STARTS)]
+            bare = [_seconds([sys.executable, "-c", _BARE], timeout_s) for _ in range(_NUM_STARTS)]
             planned = [_seconds([*run, "--", *script.arguments], timeout_s) for _ in range(_NUM_STARTS)]
         except (subprocess.SubprocessError, OSError):
             return None

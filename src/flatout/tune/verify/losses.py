@@ -23,7 +23,8 @@ _LAST: Final = 0.2
 class FirstLosses:
     """Adds up what a script calls backward on, and calls `on_end` with a mean once there were `num_losses`.
 
-    It costs one small operator for each of the last fifth of them, waits for the device once, and nothing afterwards.
+    A loss that a GradScaler scaled counts as it was before. It costs a few small operators for each of the last fifth of them,
+    waits for the device once, and nothing afterwards.
     """
 
     def __init__(self, num_losses: int, on_end: Callable[[float], None]) -> None:
@@ -32,7 +33,9 @@ class FirstLosses:
         self._num_losses = num_losses
         self._first_counted = num_losses - max(1, round(_LAST * num_losses))
         self._on_end = on_end
-        self._losses: list[Tensor] = []
+        self._sums: dict[torch.device, Tensor] = {}
+        self._scales: dict[int, Tensor] = {}
+        """The scale of what a GradScaler returned last, by the identity of that."""
         self._patches = Patches()
         self._thread_id = get_ident()
         self._in_backward = False
@@ -40,6 +43,7 @@ class FirstLosses:
     def install(self) -> None:
         """Begin to watch backwards."""
         self._patches.set(torch.autograd, "backward", self._watching(torch.autograd.backward))
+        self._patches.set(torch.amp.GradScaler, "scale", self._noting(torch.amp.GradScaler.scale))
 
     def remove(self) -> None:
         """Stop watching."""
@@ -58,19 +62,35 @@ class FirstLosses:
 
         return backward
 
-    def _add(self, tensors: Sequence[Tensor]) -> None:
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            if scaler.is_enabled() and scaler._scale is not None and isinstance(scaled, Tensor):
+                self._scales = {id(scaled): scaler._scale}
+            return scaled
+
+        return scale
+
+    def _add(self, tensors: Sequence[Any]) -> None:
+        if self.num_seen >= self._num_losses:
+            return  # a script that has imported `backward` by name goes on calling this
         self.num_seen += 1
         if self.num_seen > self._first_counted:
             with torch.no_grad():
-                self._losses.append(sum((t.detach().float().sum() for t in tensors), torch.zeros(())))
+                for tensor in (t for t in tensors if isinstance(t, Tensor)):
+                    loss = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                    loss = loss.detach().float().sum() / self._scales.get(id(tensor), 1.0)
+                    before = self._sums.get(loss.device)
+                    self._sums[loss.device] = loss if before is None else before + loss
+        self._scales.clear()
         if self.num_seen == self._num_losses:
             self.remove()
-            mean, self._losses = float(torch.stack(self._losses).mean()), []
-            self._on_end(mean)
+            total = sum(float(part) for part in self._sums.values())
+            self._on_end(total / (self._num_losses - self._first_counted))
 
 
 def loss_spread(
-    script: Request, num_losses: int, *, timeout_s: float, on_progress: Callable[[str], None] = lambda _: None
+    script: Request, num_losses: int, run: str, *, timeout_s: float, on_progress: Callable[[str], None] = lambda _: None
 ) -> LossSpread:
     """The mean of the last fifth of the first losses of the untouched script, on each of three seeds.
 
@@ -83,7 +103,9 @@ def loss_spread(
         with SideProcess(wanted) as process:
             answer = process.answer(timeout_s=timeout_s)
         if answer.mean_loss is None:
-            why = answer.error or f"it ended after {answer.num_steps:,}, ask for as many at most"
+            short = f"it ended after {answer.num_steps:,}, ask for as many at most"
+            is_there = answer.num_steps >= num_losses  # JSON has no NaN
+            why = answer.error or ("the mean of the last is no finite number" if is_there else short)
             raise VerificationError(f"'{script.target}' did not come to {num_losses:,} losses: {why}")
         means.append(answer.mean_loss)
-    return LossSpread(num_losses=num_losses, means=tuple(means))
+    return LossSpread(num_losses=num_losses, means=tuple(means), run=run)

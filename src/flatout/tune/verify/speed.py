@@ -62,6 +62,7 @@ class Race:
         self._timeout_s = timeout_s
         self._precision = precision
         self._warm_up_steps = warm_up_steps
+        self._warmed_s = (0.0, 0.0)
         self.num_steps = num_steps
 
     def started(self, before: SideAnswer, after: SideAnswer) -> None:
@@ -119,7 +120,9 @@ class Race:
             side.order(self._warm_up_steps)
             answers.append(side.answer(timeout_s=self._timeout_s))
         self.has_ended = any(answer.what == "ended" for answer in answers)
+        self._warmed_s = (answers[0].seconds, answers[1].seconds)
         if self.has_ended:
+            self._warmed_s = (0.0, 0.0)
             self.num_steps = min(answer.num_steps for answer in answers if answer.what == "ended")
             self._warm_up_steps = 0  # they are shorter than that: what a run gains is what it gains on the way
         return not self.has_ended
@@ -145,9 +148,9 @@ class Race:
             num_pairs=len(self.stretches),
             before_s=median_estimate(before).value,
             after_s=median_estimate(after).value,
-            num_first=first_after.num_steps,
-            first_before_s=first_before.seconds,
-            first_after_s=first_after.seconds,
+            num_first=first_after.num_steps + (self._warm_up_steps if any(self._warmed_s) else 0),
+            first_before_s=first_before.seconds + self._warmed_s[0],
+            first_after_s=first_after.seconds + self._warmed_s[1],
             num_run=self.num_steps,
         )
 

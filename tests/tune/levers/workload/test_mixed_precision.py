@@ -199,5 +199,5 @@ def test_an_edit_is_refused_where_the_call_is_not_known_or_autocast_is_there() -
 
 def test_a_call_whose_result_nobody_reads_is_not_the_models() -> None:
     text = "import torch\nfrom transformers import Trainer\ntrainer = Trainer()\ntrainer.train()\n"
-    with pytest.raises(EditError, match="lies inside of it"):
+    with pytest.raises(EditError, match="more than the model"):
         edit(text, {"file": "train.py", "function": "<module>", "code": "trainer.train()", "device": "cpu"})

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import libcst as cst
@@ -21,7 +20,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
 from flatout.tune.rewrite.calls import LOADER, calls_ending, calls_to, keyword_argument
-from flatout.tune.rewrite.source import code_of, nodes_of, parsed, pull, text_at, with_expression
+from flatout.tune.rewrite.source import code_of, nodes_of, parsed, pull, script_of, text_at, with_expression
 
 _FACTORS = (4, 2)
 _NAMED = re.compile(r"^(--)?(train_?|train-)?(batch(_|-)?(size)?|bs)$", re.IGNORECASE)
@@ -50,8 +49,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
 
 
 def _in_script(evidence: Evidence) -> Parameters:
-    command = evidence.workload.command
-    place: Parameters = {"file": Path(command[1]).name if len(command) > 1 else ""}
+    place: Parameters = {"file": script_of(evidence) or ""}
     edit(text_at(evidence, place), place | {"factor": _FACTORS[0]})
     return place
 

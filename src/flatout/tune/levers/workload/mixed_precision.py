@@ -128,7 +128,9 @@ def edit(text: str, parameters: Parameters) -> str:
     if not isinstance(place.statement, cst.SimpleStatementLine):
         raise EditError(f"'{parameters['code']}' is no plain statement")
     if m.matches(place.statement.body[0], m.Expr()):
-        raise EditError(f"nothing reads what '{parameters['code']}' returns: the model's own call lies inside of it")
+        raise EditError(
+            f"'{parameters['code']}' assigns nothing: autocast around it would cover more than the model's call"
+        )
     if "autocast" in text:
         raise EditError("the file speaks of autocast already")
     calls = _model_calls(place.module, place.statement)
