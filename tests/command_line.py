@@ -12,6 +12,9 @@ from unittest.mock import patch
 
 from flatout.app.cli import main
 
+QUICK = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
+"""What `flatout` is started with where compiling is not what a test looks at: a trial of it takes longer than a small script."""
+
 
 class Ended(NamedTuple):
     """The exit code of a command, and what it printed."""

@@ -19,6 +19,12 @@ pytestmark = pytest.mark.slow
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 
 
+@pytest.fixture(autouse=True)
+def few_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranking itself has tests of its own."""
+    monkeypatch.setattr("flatout.scale.search._MOST_PLAYED", 20)
+
+
 def test_layouts_are_ranked_with_where_their_steps_go() -> None:
     asked = [
         "scale",
@@ -94,7 +100,10 @@ def test_a_run_is_priced_with_what_failures_leave_of_it() -> None:
     assert isinstance(CliRunner().invoke(app, [*asked, "--tokens", "many"]).exception, PlanError)
 
 
-def test_compressed_gradients_are_asked_for_by_name_and_said_to_change_results(tmp_path: Path) -> None:
+def test_compressed_gradients_are_asked_for_by_name_and_said_to_change_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flatout.scale.search._MOST_PLAYED", 200)  # they are far below the first
     model = tmp_path / "small.toml"
     model.write_text("hidden = 2048\nlayers = 24\nheads = 16\nvocab = 50304\nseq = 1024\n")
     asked = [

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tests.command_line import QUICK
 
 
 class Ran(NamedTuple):
@@ -56,7 +57,7 @@ def check(tmp_path: Path, cache_home: Path) -> Check:
         done = subprocess.run(
             [*command, *target, *arguments],
             cwd=tmp_path,
-            env={**os.environ, "XDG_CACHE_HOME": str(cache_home), "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+            env={**os.environ, **QUICK, "XDG_CACHE_HOME": str(cache_home), "COLUMNS": "100"},
             capture_output=True,
             text=True,
             timeout=110,

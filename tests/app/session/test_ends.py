@@ -14,6 +14,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import pytest
+from tests.command_line import QUICK
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +86,7 @@ def ended_by(folder: Path, cache: Path, script: str, *numbers: int) -> tuple[int
         process = subprocess.Popen(
             [sys.executable, "-c", main, "check", *options, "train.py"],
             cwd=folder,
-            env={**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+            env={**os.environ, **QUICK, "XDG_CACHE_HOME": str(cache), "COLUMNS": "100"},
             stdout=out,
             stderr=subprocess.STDOUT,
         )
@@ -101,9 +102,10 @@ def ended_by(folder: Path, cache: Path, script: str, *numbers: int) -> tuple[int
 
 
 def test_a_script_is_ended_when_the_report_is_ready_and_prints_nothing_more(check: Check) -> None:
-    ran = check(ENDLESS, "--seconds", "0.5")
+    ran = check(ENDLESS, "--stop", "--seconds", "0.5")
 
     assert ran.code == 0, ran.err
+    assert "--stop is not needed" in ran.err, "the option of before changes nothing"
     assert "forty" in ran.out.partition("a training step")[0]
     assert "ended when this report was ready" in ran.out
     assert ran.report["evidence"]["exit"] == "stopped"
@@ -127,14 +129,6 @@ def test_a_script_that_is_to_keep_running_runs_to_its_own_end(check: Check) -> N
     assert ran.code == 0, ran.err
     assert "the end of 3000" in ran.out
     assert ran.report["evidence"]["exit"] in ("", "finished")
-
-
-def test_the_option_of_before_changes_nothing_but_says_so(check: Check) -> None:
-    ran = check(ENDLESS, "--stop", "--seconds", "0.5")
-
-    assert ran.code == 0
-    assert "--stop is not needed" in ran.err
-    assert "a training step" in ran.out
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
-from tests.command_line import flatout
+from tests.command_line import QUICK, flatout
 
 from flatout.core.records.plan import from_toml
+from flatout.tune.search import whole_run
 
 SLOW = """
     import torch
@@ -47,7 +48,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **QUICK, "COLUMNS": "100"},
         start_new_session=True,
     )
 
@@ -66,7 +67,12 @@ def test_a_slow_script_gets_a_plan_that_is_proved_and_runs(folder: Path) -> None
     assert all(p.measured is not None and p.measured[1] > 1 for p in plan.lever)
 
 
-def test_a_budget_that_is_too_short_still_compares_the_first_lever(folder: Path) -> None:
+def test_a_budget_that_is_too_short_still_compares_the_first_lever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_run, "_NUM_STARTS", 1)
+    for name, value in QUICK.items():
+        monkeypatch.setenv(name, value)
     ended = flatout("tune", "train.py", "--budget", "1s", folder=folder)
     assert ended.code == 0, ended.err
     printed = " ".join(ended.out.split())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-KILLS = 30
+KILLS = 18
 STEPS = 8
 """Optimizer steps of two micro-batches each; an epoch has four."""
 

@@ -113,7 +113,7 @@ def test_what_is_left_out_is_said_with_its_reason(full: Evidence, diagnosis: Dia
     assert law.text in page.text
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(st.characters(), max_size=60) | st.text("<>\"'&$\\`{}%=/ onscript", max_size=60))
 def test_no_text_becomes_markup(full: Evidence, diagnosis: Diagnosis, text: str) -> None:
     check_harmless(Page(html_report(spoiled(full, text), spoiled(diagnosis, text))))

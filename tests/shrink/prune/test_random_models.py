@@ -84,7 +84,7 @@ def built(kinds: list[str]) -> nn.Module:
     return nn.Sequential(*pieces, nn.Linear(width, 3))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=4),
     fraction=st.sampled_from([0.25, 0.5, 0.7]),

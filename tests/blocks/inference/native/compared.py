@@ -63,7 +63,7 @@ def built(models: list[Model], folder: Path) -> Bare:
     name = f"m{models[0].seed}_{len(models)}"
     generated = Program.of(garden, (inputs, states), "s" if states else (), name).generated()
     assert all(torch.equal(t, kept[n]) for n, t in garden.named_buffers()), "exporting changed a buffer"
-    return Bare(generated, folder)
+    return Bare(generated, folder, extra=("-O0",))  # gardens are large, and are called a few times
 
 
 def rolled_out(models: list[Model], events: list[list[Tensor]], is_double: bool) -> list[list[Tensor]]:
