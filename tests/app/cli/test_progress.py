@@ -131,12 +131,6 @@ def test_a_window_of_few_rows_is_left_alone(terminal: tuple[int, TextIO], tmp_pa
     assert written(ours) == ""
 
 
-@pytest.fixture(scope="module")
-def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with this machine measured once for these tests."""
-    return tmp_path_factory.mktemp("cache")
-
-
 def check_on_a_terminal(folder: Path, cache_home: Path, script: str, *options: str, code: int) -> str:
     """All that `flatout check` and its script write to a terminal, until it ends with this exit code."""
     (folder / "train.py").write_text(textwrap.dedent(script))

@@ -30,12 +30,6 @@ class Ran(NamedTuple):
 Check = Callable[..., Ran]
 
 
-@pytest.fixture(scope="session")
-def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with this machine measured once for all tests of a process."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def check(tmp_path: Path, cache_home: Path) -> Check:
     """Writes a script, runs `flatout check` on it in `tmp_path`, and returns what came out."""

@@ -36,7 +36,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
     (tmp_path / "train.py").write_text(textwrap.dedent(SLOW))
     return tmp_path
 

@@ -12,8 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import monotonic
 from typing import IO, Final, NoReturn, Protocol
@@ -38,6 +38,17 @@ class ChildProcess(Protocol):
 def fork_servers() -> ForkServers | None:
     """Fork servers on Linux; None elsewhere, where system libraries start threads, so that forking is not safe."""
     return ForkServers() if sys.platform == "linux" else None
+
+
+@contextmanager
+def closing_servers() -> Iterator[ForkServers | None]:
+    """`fork_servers` for the time of a context."""
+    servers = fork_servers()
+    try:
+        yield servers
+    finally:
+        if servers is not None:
+            servers.end()
 
 
 class ForkServers:

@@ -13,6 +13,8 @@ from torch import Tensor
 from flatout.core.errors import VerificationError
 from flatout.core.records.plan import LossSpread
 from flatout.core.runtime.patches import Patches
+from flatout.tune.verify.fork_server import closing_servers
+from flatout.tune.verify.side import SideAnswer
 from flatout.tune.verify.side_process import Request, SideProcess
 
 NUM_SEEDS: Final = 3
@@ -97,15 +99,20 @@ def loss_spread(
     Raises VerificationError when it fails, takes longer than `timeout_s`, or ends before.
     """
     means = []
-    for seed in range(NUM_SEEDS):
-        on_progress(f"the untouched script's first {num_losses:,} losses, seed {seed + 1} of {NUM_SEEDS}")
-        wanted = msgspec.structs.replace(script, seed=seed, is_whole=True, num_losses=num_losses)
-        with SideProcess(wanted) as process:
-            answer = process.answer(timeout_s=timeout_s)
-        if answer.mean_loss is None:
-            short = f"it ended after {answer.num_steps:,}, ask for as many at most"
-            is_there = answer.num_steps >= num_losses  # JSON has no NaN
-            why = answer.error or ("the mean of the last is no finite number" if is_there else short)
-            raise VerificationError(f"'{script.target}' did not come to {num_losses:,} losses: {why}")
-        means.append(answer.mean_loss)
+    with closing_servers() as servers:
+        for seed in range(NUM_SEEDS):
+            on_progress(f"the untouched script's first {num_losses:,} losses, seed {seed + 1} of {NUM_SEEDS}")
+            wanted = msgspec.structs.replace(script, seed=seed, is_whole=True, num_losses=num_losses)
+            with SideProcess(wanted, servers) as process:
+                answer = process.answer(timeout_s=timeout_s)
+            means.append(_mean_of(answer, script.target, num_losses))
     return LossSpread(num_losses=num_losses, means=tuple(means), run=run)
+
+
+def _mean_of(answer: SideAnswer, name: str, num_losses: int) -> float:
+    if answer.mean_loss is not None:
+        return answer.mean_loss
+    short = f"it ended after {answer.num_steps:,}, ask for as many at most"
+    is_there = answer.num_steps >= num_losses  # JSON has no NaN
+    why = answer.error or ("the mean of the last is no finite number" if is_there else short)
+    raise VerificationError(f"'{name}' did not come to {num_losses:,} losses: {why}")
