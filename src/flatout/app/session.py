@@ -61,6 +61,8 @@ class Observation(Record, frozen=True, kw_only=True):
     progress_path: str = ""
     machine_path: str
     observe_s: float
+    effort: float = 1.0
+    """The share of the usual budgets that close looks and trials may take."""
     stop: bool
     """Whether the script is ended when the observation is complete; of several ranks each goes on until it is ended."""
     rank: int = 0
@@ -168,7 +170,6 @@ def compare_runs(before: Evidence, after: Evidence, *, fail_if_slower: float | N
 def observe_script(observation: Observation, script: Script, machine: Machine | None) -> int:
     """Run `script` under observation in this process, write its Evidence, and return the exit code python would give."""
     from flatout.check.capture import Capture
-    from flatout.check.observe.steps.schedule import Schedule
     from flatout.core.records.distributed import Place
     from flatout.core.runtime.progress import ProgressFile
     from flatout.core.runtime.script import end_script, mute, run_script, writing_when_terminated
@@ -188,7 +189,7 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
     capture = Capture(
         command=observation.command,
         cwd=os.getcwd(),
-        schedule=Schedule(observe_s=observation.observe_s) if is_alone else _schedule_of_rank(observation),
+        schedule=_schedule_of(observation) if is_alone else _schedule_of_rank(observation),
         machine=machine,
         propose=_propose,
         user_root=script.root,
@@ -294,6 +295,18 @@ def ended_by(number: int) -> str:
 def draft_path(path: Path) -> Path:
     """Where a process writes what it has observed so far, in case it is killed before it can write `path`."""
     return path.with_suffix(".draft")
+
+
+def _schedule_of(observation: Observation) -> Schedule:
+    from flatout.check.observe.steps.schedule import Schedule
+
+    usual, effort = Schedule(), observation.effort
+    return Schedule(
+        observe_s=observation.observe_s,
+        deep_budget_s=effort * usual.deep_budget_s,
+        trials_budget_s=effort * usual.trials_budget_s,
+        compile_budget_s=effort * usual.compile_budget_s,
+    )
 
 
 def _schedule_of_rank(observation: Observation) -> Schedule:

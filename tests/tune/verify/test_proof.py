@@ -10,8 +10,9 @@ import pytest
 
 from flatout.core.errors import VerificationError
 from flatout.core.records.verdict import Verdict
+from flatout.tune.verify.equality import compare_exact
 from flatout.tune.verify.fork_server import fork_servers
-from flatout.tune.verify.proof import ProofTerms, prove_script
+from flatout.tune.verify.proof import ProofTerms, ScriptProver, _num_that_fit, prove_script
 from flatout.tune.verify.side_process import Request
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -340,3 +341,25 @@ def test_other_draws_hide_no_other_loss(folder: Path) -> None:
     )
     found = verdict(one, two, guarantee="distribution")
     assert found.outcome == "different" and "distribution" not in found.because
+
+
+def test_on_a_device_all_that_may_judge_a_change_is_recorded_at_once(folder: Path) -> None:
+    """As if on a device: what it records is what it would have recorded one after the other."""
+    request, terms = script(folder, "a.py"), ProofTerms(num_steps=4, timeout_s=60.0)
+    keys = [("", 0), ("float64", 0), ("strict", 0), ("", 1), ("", 2), ("", 3)]
+    with ScriptProver(request, terms) as together, ScriptProver(request, terms) as alone:
+        together._device, together._peak_bytes, together._free_bytes = "a device", 1, 8
+        together._record_together("")
+        assert sorted(key[1:3] for key in together._recorded) == sorted(keys)
+        for dtype, noise in keys:
+            assert compare_exact(together._steps(0, dtype, noise), alone._steps(0, dtype, noise)).holds
+        assert together._recorded.keys() == alone._recorded.keys()
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "num"),
+    [(0, 1), (5, 1), (6, 2), (7, 2), (8, 3), (100, 3)],
+)
+def test_runs_at_once_fit_into_what_is_free(free_gib: int, num: int) -> None:
+    """Of a script that holds 1 GiB, beside another: four fifths of the rest for 1.4, 2.2 and 1.4 GiB."""
+    assert _num_that_fit(["", "float64", ""], 1 << 30, free_gib << 30) == num

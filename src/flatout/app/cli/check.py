@@ -183,7 +183,7 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
     return code
 
 
-def observation_of(target: ScriptTarget, *, observe_s: float, stop: bool) -> Observation:
+def observation_of(target: ScriptTarget, *, observe_s: float, stop: bool, effort: float = 1.0) -> Observation:
     """The request to observe a script in a process of its own; `write_request` adds where its Evidence goes."""
     from flatout.app.session import Observation
 
@@ -195,6 +195,7 @@ def observation_of(target: ScriptTarget, *, observe_s: float, stop: bool) -> Obs
         evidence_path="",
         machine_path=str(default_cache_folder()),
         observe_s=observe_s,
+        effort=effort,
         stop=stop,
     )
 

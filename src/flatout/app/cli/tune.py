@@ -51,7 +51,9 @@ _SIZES: Final = {
     "GB": 10**9,
     "TB": 10**12,
 }
-_OBSERVED_FRACTION: Final = 0.1
+_OBSERVED_FRACTION: Final = 0.06
+_USUAL_BUDGET_S: Final = 300.0
+"""With less than this, close looks and trials get as much less than `check` gives them, and a quarter at least."""
 _MOST_OBSERVED_S: Final = 20.0
 _INTERRUPTED: Final = 130
 
@@ -126,7 +128,7 @@ def tune(
     began_s = monotonic()
     with _one_interrupt(), console.status("observing the script") as status:
         try:
-            evidence = _observe(target, observe_s=min(_MOST_OBSERVED_S, _OBSERVED_FRACTION * budget_s))
+            evidence = _observe(target, budget_s)
             log_path = out.with_name(
                 f".{out.stem}.{_fingerprint(evidence, root, file, target.arguments, aims)}.search-log"
             )
@@ -181,7 +183,7 @@ def _write(tuned: Tuned, *, html: Path | None, markdown: Path | None, json: Path
         write_whole_file(json, to_json(tuned))
 
 
-def _observe(target: ScriptTarget, *, observe_s: float) -> Evidence:
+def _observe(target: ScriptTarget, budget_s: float) -> Evidence:
     """What a run of the script shows, in a process of its own, which ends when enough was observed."""
     from flatout.core.records.evidence import Evidence as EvidenceRecord
     from flatout.core.records.record import from_json
@@ -190,7 +192,12 @@ def _observe(target: ScriptTarget, *, observe_s: float) -> Evidence:
     with tempfile.TemporaryDirectory(prefix="flatout-") as name:
         folder = Path(name)
         path = folder / "evidence.json"
-        observation = observation_of(target, observe_s=observe_s, stop=True)
+        observation = observation_of(
+            target,
+            observe_s=min(_MOST_OBSERVED_S, _OBSERVED_FRACTION * budget_s),
+            stop=True,
+            effort=min(1.0, max(0.25, budget_s / _USUAL_BUDGET_S)),
+        )
         command = write_request(observation, folder / "request.json", evidence_path=path)
         with open(folder / "output", "wb") as output:
             process = ObservedProcess(ObservedCommand(command, is_complete=path.exists, stop=True, output=output))

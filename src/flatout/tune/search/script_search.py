@@ -31,6 +31,7 @@ from flatout.tune.verify.side_process import Request, SideProcess
 _FINAL_SEED: Final = 1000
 """The last proof runs on random numbers that no lever was chosen with."""
 _FINAL_PROCESSES: Final = 3
+_FINAL_PROCESSES_ON_DEVICE: Final = 2
 _TRIAL_PROCESSES_ON_DEVICE: Final = 1
 """Pairs for one lever where a device does the work: its kernels take as long in one process as in another (padded sizes of a
 GPT-2 small on an H200: 0.98 and 1.01 in two runs), and half a minute of compiling belongs to each start."""
@@ -107,7 +108,8 @@ class ScriptBench:
         if any(planned.guarantee == "quality" for planned in after):
             terms = msgspec.structs.replace(terms, guarantee="quality")
         if is_final:
-            terms = msgspec.structs.replace(terms, seed=_FINAL_SEED, num_processes=_FINAL_PROCESSES, decisive=math.inf)
+            num_processes = _FINAL_PROCESSES if self._terms.num_processes > 1 else _FINAL_PROCESSES_ON_DEVICE
+            terms = msgspec.structs.replace(terms, seed=_FINAL_SEED, num_processes=num_processes, decisive=math.inf)
         else:
             terms = msgspec.structs.replace(terms, timeout_s=min(terms.timeout_s, max(_SHORTEST_S, self._left_s)))
         verdict = self._prover.prove(self._request(before), self._request(after), terms)

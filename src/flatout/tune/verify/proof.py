@@ -6,7 +6,7 @@ import math
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -51,6 +51,11 @@ _SAME_SIZE: Final = 0.02
 """Peaks of two processes that run the same differ by about this share."""
 _NUM_NOISY: Final = 3
 """Runs under rounding noise: a fourth is off more than these in one case of four, and four times as much is allowed."""
+_SPARED: Final = 0.8
+_WIDE: Final = 2.2
+_NOISY: Final = 1.4
+"""What a run in float64, and another under rounding noise, holds at most, by what the script holds: numbers twice as wide, and
+what an operator returns once more."""
 _COLD_S: Final = 3.0
 """What was compiled for so long is found in a cache by the next process: that one shows what a run pays at its start."""
 _ROUNDS: Final = 4
@@ -111,6 +116,8 @@ class ScriptProver:
         self._terms = self._usual = terms
         self._on_progress = on_progress
         self._device = "cpu"
+        self._peak_bytes = self._free_bytes = 0
+        """Of the device: what the script holds at its peak, and what is free while one side stands."""
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-proof-")
         self._servers = fork_servers()
         self._recorded: dict[tuple[int, str, int, bool], list[Step]] = {}
@@ -204,7 +211,8 @@ class ScriptProver:
             one_process, one, two_process = self._started(stack, one_request, two_request)
             if one.what == "ended" and (one.error or not one.num_steps):
                 raise Failed(f"'{before.target}' ended after {one.num_steps} steps: {one.error or 'too few'}")
-            self._device = one.device
+            self._device, self._peak_bytes = one.device, one.device_peak_bytes
+            self._free_bytes = one.device_free_bytes
             if is_base:
                 self._recorded[seed, "", 0, False] = read_recorded_steps(Path(one_request.folder))
             try:
@@ -286,6 +294,7 @@ class ScriptProver:
         if terms.guarantee == "exact" or exact.holds:
             return exact
         try:
+            self._record_together(at)
             rough = self._steps(seed, at)
         except Failed as e:
             why = f"not equal bit for bit, and no steps to measure the rounding by: {e}"
@@ -369,13 +378,41 @@ class ScriptProver:
             self._recorded[key] = self._first_steps(request)
         return self._recorded[key]
 
+    def _record_together(self, at: str) -> None:
+        """Record the base's steps in all that may be wanted to judge a change, at once as far as the device has memory for it.
+
+        A process takes most of its time to start, for which the device does nothing. On a CPU they would wait for each other.
+        """
+        if self._device == "cpu":
+            return
+        seed, ordered = self._terms.seed, self._has_ordered_draws
+        dtypes: list[str] = [at, *(precision for _, precision in self._finer()), self._strict]
+        wanted = [(dtype, 0) for dtype in dict.fromkeys(dtypes)] + [(at, 1 + i) for i in range(_NUM_NOISY)]
+        left = [(dtype, noise) for dtype, noise in wanted if (seed, dtype, noise, ordered) not in self._recorded]
+        while left:
+            num = _num_that_fit([dtype for dtype, _ in left], self._peak_bytes, self._free_bytes)
+            group, left = left[:num], left[num:]
+            self._on_progress(f"the steps before the change in {len(group)} other ways at once")
+            with ExitStack() as stack:
+                requests = [
+                    msgspec.structs.replace(self._recording(self._base), dtype=dtype, noise_seed=noise)
+                    for dtype, noise in group
+                ]
+                processes = [stack.enter_context(self._process(request)) for request in requests]
+                for (dtype, noise), process in zip(group, processes, strict=True):
+                    with suppress(Failed):  # it is run alone where it is wanted
+                        self._recorded[seed, dtype, noise, ordered] = self._recorded_by(process)
+
     def _first_steps(self, request: Request) -> list[Step]:
         """What a process for this request records. Raises Failed when it cannot be run."""
         with self._process(request) as process:
-            answer = process.answer(timeout_s=self._terms.timeout_s)
-            if answer.what == "ended" and (answer.error or not answer.num_steps):
-                raise Failed(answer.error or f"it ended after {answer.num_steps} steps")
-        return read_recorded_steps(Path(request.folder))
+            return self._recorded_by(process)
+
+    def _recorded_by(self, process: SideProcess) -> list[Step]:
+        answer = process.answer(timeout_s=self._terms.timeout_s)
+        if answer.what == "ended" and (answer.error or not answer.num_steps):
+            raise Failed(answer.error or f"it ended after {answer.num_steps} steps")
+        return read_recorded_steps(Path(process.request.folder))
 
     def _started(
         self, stack: ExitStack, first: Request, second: Request
@@ -441,6 +478,17 @@ def _bounded(
     eps = _roundoff_of(rough, at)
     equality = compare_bounded(rough, after, reference, eps=eps, is_trusted=is_trusted, noisy=noisy)
     return msgspec.structs.replace(equality, reference=name)
+
+
+def _num_that_fit(dtypes: Sequence[str], peak_bytes: int, free_bytes: int) -> int:
+    """How many of the first of these runs of a script go on a device at once, beside two that stand: one at least."""
+    left, num = _SPARED * (free_bytes - peak_bytes), 0
+    for dtype in dtypes:
+        left -= (_WIDE if dtype == "float64" else _NOISY) * peak_bytes
+        if left < 0:
+            break
+        num += 1
+    return max(1, num)
 
 
 def _differs_from_start(equality: Equality) -> bool:

@@ -53,6 +53,7 @@ class SideAnswer(Record, frozen=True, kw_only=True):
     peak_bytes: int = 0
     """Most resident memory; of 'ran' since the first steps, so that neither the start nor recording counts."""
     device_peak_bytes: int = 0
+    device_free_bytes: int = 0
     device: str = "cpu"
     kind: Kind = "none"
     error: str = ""
@@ -300,6 +301,7 @@ class ProofSide:
             seconds=seconds,
             peak_bytes=_resident_peak_bytes(),
             device_peak_bytes=torch.cuda.max_memory_allocated() if is_device else 0,
+            device_free_bytes=torch.cuda.mem_get_info()[0] if is_device else 0,
             device=torch.cuda.get_device_name() if is_device else "cpu",
             kind=self.kind,
             error=error,
