@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from time import monotonic
 from types import TracebackType
 from typing import Final, NamedTuple
@@ -37,8 +36,10 @@ _TRIAL_PROCESSES_ON_DEVICE: Final = 1
 GPT-2 small on an H200: 0.98 and 1.01 in two runs), and half a minute of compiling belongs to each start."""
 _SHORTEST_S: Final = 30.0
 """A process may take so long for its first steps however little of the budget is left."""
-_FINAL_SHARE: Final = 2.5
-"""The final proof takes so many times as long as a comparison of one pair of processes: more processes, and other seeds."""
+_FINAL_SHARE: Final = 1.25
+"""The final proof takes so many times as long as the longest comparison: more processes, and other seeds."""
+_LATER_SHARE: Final = 0.7
+"""What later comparisons take of the first, which also runs what they are judged by."""
 _FIRST_GUESS_S: Final = 10.0
 """What a comparison takes, before one has been made: 5 to 9 s for small models on two cores, 10 to 40 s on an H200."""
 
@@ -57,6 +58,23 @@ def lever_proposals(evidence: Evidence, rules: Iterable[Rule], levers: Iterable[
     proposals = [p for lever in levers for p in lever.propose(evidence, [f for _, f in named.get(lever.id, [])])]
     candidates = tuple(p for p in proposals if isinstance(p, Candidate))
     return Proposals(candidates, tuple(p for p in proposals if isinstance(p, Refusal)))
+
+
+class Pace:
+    """How long comparisons took, and so how long another one and the final proof should take."""
+
+    def __init__(self) -> None:
+        self._took_s: list[float] = []
+
+    def add(self, seconds: float, effort: float) -> None:
+        """A comparison of a lever with this effort has taken so long."""
+        self._took_s.append(seconds / effort)
+
+    def needed_s(self, effort: float) -> float:
+        """Seconds for a comparison of this effort and the final proof after it."""
+        first_s, *later_s = self._took_s or [_FIRST_GUESS_S]
+        usual_s = min(later_s, default=_LATER_SHARE * first_s)
+        return effort * usual_s + _FINAL_SHARE * max((first_s, *later_s))
 
 
 class ScriptBench:
@@ -80,7 +98,7 @@ class ScriptBench:
         self._prover = ScriptProver(script, terms, on_progress=self._with_time_left)
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
-        self._took_s: list[float] = []
+        self._pace = Pace()
         self._num_compared = 0
         self._doing = ""
         self._num_plans = 0
@@ -115,15 +133,14 @@ class ScriptBench:
         verdict = self._prover.prove(self._request(before), self._request(after), terms)
         if verdict.speed is not None:  # one that failed says nothing of how long others take
             effort = self._levers[after[-1].id].effort if after and not is_final else 1.0
-            self._took_s.append((monotonic() - began) / effort)
+            self._pace.add(monotonic() - began, effort)
         return verdict
 
     def has_time(self, *, is_final: bool, effort: float = 1.0) -> bool:
         """Whether a comparison of this effort and the final proof after it should end in time; the first one is always made."""
         if is_final or not self._num_compared:
             return True
-        usual_s = median(self._took_s) if self._took_s else _FIRST_GUESS_S
-        return (effort + _FINAL_SHARE / self._terms.num_processes) * usual_s < self._left_s
+        return self._pace.needed_s(effort) < self._left_s
 
     @property
     def _left_s(self) -> float:

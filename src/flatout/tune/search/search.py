@@ -272,7 +272,12 @@ class _LeverSearch:
             if any(p.id == candidate.lever for p in self._plan):
                 continue
             low, high = (speed_up(self._left_s, saved_s) for saved_s in self._expected_saving(candidate))
-            unreached = f"not tried, the time was up: predicted {low:.2f} - {high:.2f}x"
+            predicted = (
+                f"predicted {low:.2f} - {high:.2f}x"
+                if high <= 2 * low
+                else f"its gain is not known, {high:.1f}x at most"
+            )
+            unreached = f"not tried, the time was up: {predicted}"
             self._leave_out(candidate.lever, self._why_not(candidate, self._levers[candidate.lever]) or unreached, high)
 
     def _leave_out(self, lever: str, because: str, gain: float = 1.0) -> None:

@@ -1,0 +1,29 @@
+"""How long a search expects what comes next to take."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.tune.search.script_search import Pace
+
+SECONDS = st.floats(0.1, 1e3)
+
+
+def test_the_first_comparison_also_runs_what_later_ones_are_judged_by() -> None:
+    pace = Pace()
+    pace.add(30.0, 1.0)
+    assert pace.needed_s(1.0) == 0.7 * 30 + 1.25 * 30
+    pace.add(36.0, 3.0)
+    assert pace.needed_s(5.0) == 5 * 12 + 1.25 * 30
+
+
+@given(st.lists(st.tuples(SECONDS, st.sampled_from([1.0, 3.0, 5.0]))), st.floats(1.0, 10.0))
+def test_more_effort_takes_longer_and_the_final_proof_is_never_forgotten(
+    took: list[tuple[float, float]], effort: float
+) -> None:
+    pace = Pace()
+    for seconds, of_effort in took:
+        pace.add(seconds, of_effort)
+    assert pace.needed_s(effort + 1) > pace.needed_s(effort)
+    assert pace.needed_s(effort) > max((seconds / of_effort for seconds, of_effort in took), default=0.0)
