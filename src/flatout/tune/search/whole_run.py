@@ -34,7 +34,8 @@ def run_start_s(plan: Plan, script: Request, *, timeout_s: float) -> float | Non
         run = [sys.executable, "-m", "flatout", "run", "--plan", str(path), "--print"]
         run += ["-m", script.target] if script.kind == "module" else [script.target]
         try:
-            bare, planned = [], []
+            bare: list[float] = []
+            planned: list[float] = []
             while len(bare) < _NUM_STARTS and sum(bare) < _QUICK_S:
                 bare.append(_seconds([sys.executable, "-c", _BARE], timeout_s))
                 planned.append(_seconds([*run, "--", *script.arguments], timeout_s))
