@@ -139,8 +139,10 @@ def _run_checked(script: Script, expected: LossSpread, on_progress: Callable[[st
         outcome = run_script(script)
     finally:
         losses.remove()
-    if losses.num_seen < expected.num_losses:
-        on_progress(f"the losses were not compared: the run had {losses.num_seen:,} of {expected.num_losses:,}")
+    if losses.num_losses_so_far < expected.num_losses:
+        on_progress(
+            f"the losses were not compared: the run had {losses.num_losses_so_far:,} of {expected.num_losses:,}"
+        )
     return outcome
 
 

@@ -274,7 +274,7 @@ def run_side(request: Request, script: Script, *, orders: int, answers: int) -> 
     side.ended(
         "" if outcome.exit_code == 0 else outcome.exit,
         seconds=perf_counter() - began_s,
-        num_losses=losses.num_seen,
+        num_losses=losses.num_losses_so_far,
         mean_loss=next(iter(means), None),
     )
     return outcome.exit_code

@@ -75,7 +75,7 @@ def test_backwards_of_other_things_than_tensors_and_later_ones_are_let_be() -> N
     by_name(torch.autograd.graph.get_gradient_edge(x * 3))  # type: ignore[arg-type]
     by_name([x * 3])
     by_name([x * 3])
-    assert (told, watch.num_seen) == ([6.0], 2)
+    assert (told, watch.num_losses_so_far) == ([6.0], 2)
 
 
 def test_a_run_that_ends_before_tells_nothing() -> None:
@@ -84,7 +84,7 @@ def test_a_run_that_ends_before_tells_nothing() -> None:
     watch.install()
     trained(30)
     watch.remove()
-    assert (told, watch.num_seen) == ([], 30)
+    assert (told, watch.num_losses_so_far) == ([], 30)
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=5))

@@ -31,7 +31,7 @@ class FirstLosses:
 
     def __init__(self, num_losses: int, on_end: Callable[[float], None]) -> None:
         """Nothing is watched until `install`."""
-        self.num_seen = 0
+        self.num_losses_so_far = 0
         self._num_losses = num_losses
         self._first_counted = num_losses - max(1, round(_LAST * num_losses))
         self._on_end = on_end
@@ -43,12 +43,12 @@ class FirstLosses:
         self._in_backward = False
 
     def install(self) -> None:
-        """Begin to watch backwards."""
+        """Begin to watch what backward is called on."""
         self._patches.set(torch.autograd, "backward", self._watching(torch.autograd.backward))
         self._patches.set(torch.amp.GradScaler, "scale", self._noting(torch.amp.GradScaler.scale))
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Watch no longer, and undo both patches."""
         self._patches.undo()
 
     def _watching(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -74,10 +74,10 @@ class FirstLosses:
         return scale
 
     def _add(self, tensors: Sequence[Any]) -> None:
-        if self.num_seen >= self._num_losses:
+        if self.num_losses_so_far >= self._num_losses:
             return  # a script that has imported `backward` by name goes on calling this
-        self.num_seen += 1
-        if self.num_seen > self._first_counted:
+        self.num_losses_so_far += 1
+        if self.num_losses_so_far > self._first_counted:
             with torch.no_grad():
                 for tensor in (t for t in tensors if isinstance(t, Tensor)):
                     loss = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -85,7 +85,7 @@ class FirstLosses:
                     before = self._sums.get(loss.device)
                     self._sums[loss.device] = loss if before is None else before + loss
         self._scales.clear()
-        if self.num_seen == self._num_losses:
+        if self.num_losses_so_far == self._num_losses:
             self.remove()
             total = sum(float(part) for part in self._sums.values())
             self._on_end(total / (self._num_losses - self._first_counted))
