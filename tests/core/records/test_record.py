@@ -41,7 +41,7 @@ def test_evidence_with_former_field_names_is_read() -> None:
     former = to_json(evidence).decode()
     for before, now in FORMER_FIELDS.items():
         former = former.replace(f'"{now}"', f'"{before}"')
-    assert '"num_losses_so_far"' in former
+    assert '"num_seen"' in former
     assert from_json(former, Evidence) == evidence
 
 

@@ -29,7 +29,7 @@ FORMER_FIELDS: Final[dict[str, str]] = {
     "kept": "remaining",
     "num_calls_seen": "num_calls_observed",
     "num_kept": "num_remaining",
-    "num_losses_so_far": "num_observed",
+    "num_seen": "num_observed",
     "purpose": "kind",
     "rungs": "steps",
     "told": "notes",
