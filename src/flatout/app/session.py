@@ -63,6 +63,7 @@ class Observation(Record, frozen=True, kw_only=True):
     observe_s: float
     effort: float = 1.0
     """The share of the usual budgets that close looks and trials may take."""
+    has_trials: bool = True
     stop: bool
     """Whether the script is ended when the observation is complete; of several ranks each goes on until it is ended."""
     rank: int = 0
@@ -301,11 +302,12 @@ def _schedule_of(observation: Observation) -> Schedule:
     from flatout.check.observe.steps.schedule import Schedule
 
     usual, effort = Schedule(), observation.effort
+    of_trials = effort if observation.has_trials else 0.0
     return Schedule(
         observe_s=observation.observe_s,
         deep_budget_s=effort * usual.deep_budget_s,
-        trials_budget_s=effort * usual.trials_budget_s,
-        compile_budget_s=effort * usual.compile_budget_s,
+        trials_budget_s=of_trials * usual.trials_budget_s,
+        compile_budget_s=of_trials * usual.compile_budget_s,
     )
 
 
@@ -317,7 +319,7 @@ def _schedule_of_rank(observation: Observation) -> Schedule:
     return Schedule(
         observe_s=observation.observe_s,
         deep_budget_s=float("inf"),
-        trials_budget_s=usual.trials_budget_s if observation.rank == 0 else 0.0,
+        trials_budget_s=usual.trials_budget_s if observation.rank == 0 and observation.has_trials else 0.0,
         num_settle=3,
     )
 

@@ -81,9 +81,10 @@ def test_a_module_runs_like_python_m_with_its_exit_code(check: Check, tmp_path: 
         """)
     )
 
-    ran = check(None, "-m", "app.train", arguments=("--flag",))
+    ran = check(None, "--no-trials", "-m", "app.train", arguments=("--flag",))
 
     assert ran.code == 3, ran.err
+    assert ran.report is not None and not ran.report["evidence"]["trials"]
     assert "width 32 package app ['--flag']" in ran.out
     assert "a training step" in ran.out
 
@@ -143,6 +144,7 @@ def test_a_script_that_catches_everything_can_still_be_stopped(check: Check) -> 
             except BaseException:
                 pass
         """,
+        "--no-trials",
         "--seconds",
         "0.5",
     )

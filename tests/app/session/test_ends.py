@@ -102,7 +102,7 @@ def ended_by(folder: Path, cache: Path, script: str, *numbers: int) -> tuple[int
 
 
 def test_a_script_is_ended_when_the_report_is_ready_and_prints_nothing_more(check: Check) -> None:
-    ran = check(ENDLESS, "--stop", "--seconds", "0.5")
+    ran = check(ENDLESS, "--stop", "--no-trials", "--seconds", "0.5")
 
     assert ran.code == 0, ran.err
     assert "--stop is not needed" in ran.err, "the option of before changes nothing"
@@ -124,7 +124,7 @@ def test_a_stubborn_script_is_ended_with_all_that_it_has_started(check: Check) -
 def test_a_script_that_is_to_keep_running_runs_to_its_own_end(check: Check) -> None:
     script = textwrap.dedent(ENDLESS).replace("while True:", "while step < 3000:") + "print('the end of', step)\n"
 
-    ran = check(script, "--seconds", "0.2", "--keep-running")
+    ran = check(script, "--no-trials", "--seconds", "0.2", "--keep-running")
 
     assert ran.code == 0, ran.err
     assert "the end of 3000" in ran.out

@@ -62,6 +62,12 @@ def check(
     keep_running: Annotated[
         bool, typer.Option("--keep-running", help="Let the script go on when the report is ready, to its own end.")
     ] = False,
+    no_trials: Annotated[
+        bool,
+        typer.Option(
+            "--no-trials", help="Try nothing: gains are estimated from what was seen, sooner and less exactly."
+        ),
+    ] = False,
     stop: Annotated[bool, typer.Option("--stop", hidden=True)] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress line on the terminal.")] = False,
     nproc: Annotated[
@@ -88,7 +94,7 @@ def check(
             "note: check ends the script by itself now, --stop is not needed and will go; --keep-running lets it go on"
         )
         open_console(stderr=True).print(note, style="dim")
-    observation = observation_of(wanted, observe_s=seconds, stop=not keep_running)
+    observation = observation_of(wanted, observe_s=seconds, stop=not keep_running, has_trials=not no_trials)
     launched = launched_rank(os.environ)
     if launched is not None:
         if nproc is not None:
@@ -183,7 +189,9 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
     return code
 
 
-def observation_of(target: ScriptTarget, *, observe_s: float, stop: bool, effort: float = 1.0) -> Observation:
+def observation_of(
+    target: ScriptTarget, *, observe_s: float, stop: bool, effort: float = 1.0, has_trials: bool = True
+) -> Observation:
     """The request to observe a script in a process of its own; `write_request` adds where its Evidence goes."""
     from flatout.app.session import Observation
 
@@ -196,6 +204,7 @@ def observation_of(target: ScriptTarget, *, observe_s: float, stop: bool, effort
         machine_path=str(default_cache_folder()),
         observe_s=observe_s,
         effort=effort,
+        has_trials=has_trials,
         stop=stop,
     )
 
