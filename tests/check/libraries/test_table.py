@@ -141,3 +141,12 @@ def test_what_the_user_can_do_comes_before_what_a_library_offers_beside_it() -> 
     edit = edited(run, run.line("train.py", 12, "for x, y in loader:", via=(mnist,)), "input.slow-loader")
     assert edit.startswith("the rule's own; or ")
     assert "v2.PILToTensor" in edit
+
+
+def test_what_a_library_derives_from_another_is_set_as_it_says() -> None:
+    run = EvidenceBuilder()
+    fit = LibraryFrame(file="sentence_transformers/base/fit_mixin.py", line=3)
+    own = edited(run, run.line("train.py", 12, "model.fit()", via=(fit, TRAINER)), "compute.padding")
+    assert "SentenceTransformerTrainingArguments" in own and "train_sampling_strategy" not in own
+    plain = edited(run, run.line("train.py", 14, "trainer.train()", via=(TRAINER,)), "compute.padding")
+    assert "train_sampling_strategy" in plain

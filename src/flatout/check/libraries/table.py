@@ -55,6 +55,8 @@ class Library(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     packages: tuple[str, ...]
     settings: tuple[LibrarySetting, ...]
+    replaces: tuple[str, ...] = ()
+    """Packages whose classes it derives its own from: what is set for theirs is set as it says, where it says anything."""
 
 
 @cache
@@ -98,14 +100,16 @@ def _setting(finding: Finding, loop: list[LibraryFrame]) -> LibrarySetting | Non
     for frame in reversed(chain):
         for setting in _settings_of(frame):
             if setting.scope == "below" and setting.cures(finding):
-                return setting
+                derived = (s for outer in chain for s in _settings_of(outer, replacing=frame.package))
+                return next((s for s in derived if s.scope == "below" and s.cures(finding)), setting)
     loop = [*chain, *loop]
     return next((s for frame in loop for s in _settings_of(frame) if s.scope == "loop" and s.cures(finding)), None)
 
 
-def _settings_of(frame: LibraryFrame) -> Iterator[LibrarySetting]:
+def _settings_of(frame: LibraryFrame, *, replacing: str = "") -> Iterator[LibrarySetting]:
+    """The settings of a frame's library; with `replacing` only where it derives its classes from those of this package."""
     for library in libraries().values():
-        if frame.package in library.packages:
+        if frame.package in library.packages and (not replacing or replacing in library.replaces):
             inside = frame.file.partition("/")[2]
             yield from (setting for setting in library.settings if inside.startswith(setting.through))
 

@@ -159,6 +159,22 @@ def test_subnormal_results_are_reported_by_line() -> None:
     assert fact.value == 1.0
 
 
+def test_memory_that_nothing_was_written_to_holds_no_numbers() -> None:
+    """What lies there before dropout draws into it may be anything."""
+
+    def loop() -> None:
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(20):
+            junk = torch.full((64, 8), 1e-40)
+            del junk  # its memory is handed out again
+            out = torch.empty(64, 8).normal_()
+            net(out).mean().backward()
+            optimizer.step()
+
+    assert not [f for f in facts(observe(loop), "subnormal") if f.kind.startswith("aten.empty")]
+
+
 def test_only_what_nobody_uses_counts_as_unused() -> None:
     stored: list[Tensor] = []
     handed_out: list[object] = []

@@ -4,7 +4,7 @@ from tests.evidence_builder import EvidenceBuilder, only_finding, proposed
 
 from flatout.check.diagnosis import diagnose
 from flatout.check.rules.compute.denormals import RULE
-from flatout.core.records.trial import TimeModel
+from flatout.core.records.trial import TimeModel, TrialResult
 
 
 def decaying(*, share: float = 0.1, device_s: float | None = None, flushed: str = "False") -> EvidenceBuilder:
@@ -30,6 +30,13 @@ def test_subnormal_numbers_that_cost_time_are_found_at_their_line() -> None:
 def test_a_processor_that_does_not_mind_is_left_alone() -> None:
     run = decaying()
     run.tried(*proposed(RULE, run.build()), kept=1.0)
+    assert diagnose(run.build(), [RULE]).findings == ()
+
+
+def test_a_gain_within_the_spread_of_the_trial_is_none() -> None:
+    run = decaying()
+    [trial] = proposed(RULE, run.build())
+    run.trial(TrialResult(trial=trial, now_s=0.0176, cured_s=0.0154, spread_fraction=0.28))
     assert diagnose(run.build(), [RULE]).findings == ()
 
 

@@ -34,6 +34,16 @@ def test_the_line_that_made_the_optimizer_is_named() -> None:
     assert finding.saved_s[0] < 0.8 * 0.03 < finding.saved_s[1]
 
 
+def test_a_trial_slower_than_the_scripts_own_step_gives_a_range() -> None:
+    """The trial takes 160 ms and leaves 16, the script's step 40 ms: 24 ms go by the seconds that are left, 36 by the share."""
+    run = stepping(step_s=0.04)
+    run.tried(TimeOptimizer(optimizer=0), kept=0.1, now_s=0.16, variant="fused")
+    finding = only_finding(RULE, run.build())
+    low_s, high_s = finding.saved_s
+    assert low_s < 0.024 < 0.036 < high_s
+    assert high_s <= finding.cost_s
+
+
 def test_the_line_of_the_step_is_named_when_nobody_saw_it_made() -> None:
     run = EvidenceBuilder(optimizer=0.03)
     run.optimizer(run.line("train.py", 27), step_s=0.03)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -25,6 +26,8 @@ _MOSTLY: Final = 0.9
 """Share of zeros from which a sparse product is several times faster than a dense one on a CPU."""
 _READ_MATRICES: Final = ("aten.mm", "aten.addmm", "aten.mul")
 _FEWEST_SUBNORMAL: Final = 0.002
+_UNWRITTEN: Final = re.compile(r"aten\.(empty|new_empty|resize)")
+"""Operators whose results hold what the memory held before."""
 
 
 class Subnormal(NamedTuple):
@@ -56,7 +59,7 @@ class TensorValues(Collector, OperatorListener):
             mask = _mask_of(call.inputs)
             if mask is not None:
                 self._masks[key] = _kind(mask)
-        if key not in self._subnormal:
+        if key not in self._subnormal and not _UNWRITTEN.match(key.op):
             self._subnormal[key] = max((_subnormal(r) for r in call.results), default=Subnormal(0.0, ""))
 
         if key.op in _READ_MATRICES and key.phase != "backward" and key not in self._zeros:
