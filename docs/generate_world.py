@@ -18,11 +18,21 @@ from generate_rules import written
 FOLDER = Path(__file__).parent / "world"
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
 _FINDINGS = 2
+_WORTH = 1.15
+_RACED_ON = "2026-11-25-epyc-2-cores"
 _NONE = "-"
 
 
-def page(result: dict[str, Any], source: str, *, on_device: dict[str, Any], device_source: str) -> str:
-    """The page of two results that `bench/world/run.py --out` wrote: on a CPU, and on a GPU."""
+def page(
+    result: dict[str, Any],
+    source: str,
+    *,
+    on_device: dict[str, Any],
+    device_source: str,
+    raced: dict[str, Any],
+    raced_source: str,
+) -> str:
+    """The page of results that `bench/world/run.py --out` wrote: on a CPU, on a GPU, and on the CPU that cures were raced on."""
     machine, scripts = result["machine"], result["scripts"]
     lines = [
         "# Other people's scripts",
@@ -40,8 +50,8 @@ def page(result: dict[str, Any], source: str, *, on_device: dict[str, Any], devi
         "expert would try, raced against the untouched script by `bench/world/measure.py`; it counts from 1.15x on.",
         "`unexplained` is the share of the step that the report cannot assign.",
         "",
-        "The findings are those of the rules of that date, on evidence that may be some hours older (`run.py --again`); rules",
-        "were mended on these very reports, so expect less on scripts that nobody has looked at.",
+        *_raced(raced, raced_source, scripts),
+        "The rules were mended on earlier reports of the same scripts, so expect less on scripts that nobody has looked at.",
         "",
         "## Every script",
         "",
@@ -64,6 +74,19 @@ def page(result: dict[str, Any], source: str, *, on_device: dict[str, Any], devi
         *_repositories([*scripts, *on_device["scripts"]]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _raced(raced: dict[str, Any], source: str, scripts: list[dict[str, Any]]) -> Iterator[str]:
+    """What the run on the CPU that the cures were raced on found of them, where the page's run is another."""
+    cures = [cure for script in scripts for cure in script.get("cures", ())]
+    missed = [cure for cure in cures if not cure["is_named"] and cure["measured"] >= _WORTH]
+    if raced["scripts"] == scripts or not missed:
+        return
+    in_half = sum("bfloat16" in cure["name"] for cure in missed)
+    yield f"{in_half} of the {len(missed)} cures that are not named here are bfloat16, for which this CPU has no units. On the CPU"
+    yield f"that the cures were raced on an earlier run (`{source}`, by earlier rules, on evidence some hours older) named"
+    yield f"{raced['summary']['of these named']} and priced {raced['summary']['predicted within 25 %']} within 25 %."
+    yield ""
 
 
 def _device(result: dict[str, Any], source: str) -> Iterator[str]:
@@ -132,7 +155,15 @@ def main() -> int:
     is_device = {path: r["machine"]["device_name"].startswith("NVIDIA") for path, r in results.items()}
     newest, device = ([path for path in results if is_device[path] == kind][-1] for kind in (False, True))
     sources = [str(path.relative_to(RESULTS.parents[1])) for path in (newest, device)]
-    text = page(results[newest], sources[0], on_device=results[device], device_source=sources[1])
+    raced = RESULTS / _RACED_ON / "world.json"
+    text = page(
+        results[newest],
+        sources[0],
+        on_device=results[device],
+        device_source=sources[1],
+        raced=results[raced],
+        raced_source=str(raced.relative_to(RESULTS.parents[1])),
+    )
     wanted = {"index.md": text}
     return written(FOLDER, wanted, description="Write docs/world/index.md from the newest results of bench/world.")
 
