@@ -83,8 +83,8 @@ def _raced(raced: dict[str, Any], source: str, scripts: list[dict[str, Any]]) ->
     if raced["scripts"] == scripts or not missed:
         return
     in_half = sum("bfloat16" in cure["name"] for cure in missed)
-    yield f"{in_half} of the {len(missed)} cures that are not named here are bfloat16, for which this CPU has no units. On the CPU"
-    yield f"that the cures were raced on an earlier run (`{source}`, by earlier rules, on evidence some hours older) named"
+    yield f"{in_half} of the {len(missed)} cures that are not named here are bfloat16, for which this CPU has no units. On the"
+    yield f"CPU that the cures were raced on an earlier run (`{source}`, by earlier rules, on evidence some hours older) named"
     yield f"{raced['summary']['of these named']} and priced {raced['summary']['predicted within 25 %']} within 25 %."
     yield ""
 
