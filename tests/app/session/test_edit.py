@@ -163,7 +163,9 @@ def test_a_module_is_edited_in_the_folder_that_it_is_run_from(folder: Path) -> N
     (package / "__init__.py").write_text("")
     (package / "train.py").write_text("from mine.helper import opened\n" + textwrap.dedent(MODULE))
     (package / "helper.py").write_text("def opened(steps):\n    return range(steps)\n")
-    (folder / "plan.toml").write_bytes(to_toml(Plan(script="mine/train.py", lever=(DEBUG_OFF, FUSED))))
+    (folder / "plan.toml").write_bytes(
+        to_toml(Plan(script="mine/train.py", module="mine.train", lever=(DEBUG_OFF, FUSED)))
+    )
     done = flatout("edit", "--plan", "plan.toml", "-m", "mine.train", folder=folder)
     assert done.code == 0, done.err
     assert "--- a/mine/train.py" in done.out and "fused=True" in done.out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from typing import Final, NamedTuple
 
 from flatout.core.records.evidence import Evidence, Model, Operator
@@ -15,6 +16,8 @@ from flatout.machine.cost.matrix_units import PRODUCTS
 _PASSES: Final = ("forward", "backward")
 _RUNS_LOOP: Final = {"fit", "train", "learn", "fine_tune", "predict", "evaluate", "validate", "test", "pretrain", "run"}
 """Methods of libraries that hold the training loop themselves (Trainer.train, Trainer.fit, model.learn)."""
+_ERROR: Final = re.compile(r"\w(Error|Exception)\b")
+"""In the reason why a trial was refused: what it tried was raised by what it runs, and would be in the script."""
 _OF_TORCH: Final = {"torch", "F", "nn", "functional"}
 
 WORTH_A_CHANGE: Final = 1.15
@@ -78,6 +81,13 @@ def compiled_result(evidence: Evidence) -> TrialResult | None:
         if is_it and result.now_s is not None and result.cured_s is not None:
             return result
     return None
+
+
+def compiling_failed(evidence: Evidence) -> bool:
+    """Whether compiling the main root module was tried and ended in an error."""
+    index = main_model(evidence)
+    tried = (r for r in evidence.trials if isinstance(r.trial, TimeCompiled) and r.trial.model == index)
+    return compiled_result(evidence) is None and any(_ERROR.search(r.refused) for r in tried)
 
 
 def times_of_both(result: TrialResult | None) -> str:

@@ -201,3 +201,17 @@ def test_a_chain_in_a_module_that_gains_nothing_compiled_is_not_reported() -> No
 def test_compiled_blocks_say_nothing_of_a_chain_outside_them() -> None:
     alone = only_finding(RULE, chain(*GELU, seconds=0.04).build())
     assert only_finding(RULE, compiled(kept=0.9, regions=("blocks",)).build()).saved_s == alone.saved_s
+
+
+@pytest.mark.parametrize(
+    ("why", "is_advised"),
+    [
+        ("the module does not take these inputs (TorchRuntimeError: RuntimeError when making fake tensor call)", False),
+        ("there was no time for it", True),
+    ],
+)
+def test_compiling_that_failed_in_the_trial_is_not_advised(why: str, is_advised: bool) -> None:
+    run = chain(*GELU, seconds=0.04)
+    run.model(run.line("train.py", 20))
+    run.refused(TimeCompiled(model=0, backward=True), why=why)
+    assert ("torch.compile" in only_finding(RULE, run.build()).edit) == is_advised

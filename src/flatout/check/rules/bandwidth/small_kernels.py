@@ -18,6 +18,7 @@ from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.machine.cost.accounting import group_by
+from flatout.machine.cost.module_cures import compiling_failed
 from flatout.machine.cost.roofline import bandwidth_bytes_per_s
 
 _FEWEST_LAUNCHES: Final = 8
@@ -48,13 +49,14 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         moved = sum(evidence.operators[i].bytes * evidence.operators[i].num_calls for i in rows)
         fused_s = moved / num_fused / bandwidth_bytes_per_s(machine) + num / num_fused * _FUSED_LAUNCH_S
         gain_s = max(0.0, cost_s - fused_s)
+        other = "" if compiling_failed(evidence) else ", or torch.compile the function"
         yield Finding(
             where=evidence.source_of(source),
             cost_s=min(cost_s, evidence.steps.step_s),
             saved_s=(0.4 * gain_s, 0.9 * gain_s),
             because=f"{num} pointwise kernels of {cost_s / num * 1e6:.1f} us each take {cost_s * 1e3:.2f} ms a step; one kernel "
             f"for the {num_fused} operators of the line would take about {fused_s * 1e3:.2f} ms by its traffic",
-            edit="torch.compile the function, or use torch's own function for the formula if there is one",
+            edit=f"use torch's own function for the formula if there is one{other}",
             operators=rows,
         )
 

@@ -34,7 +34,7 @@ from flatout.machine.cost.accounting import (
 from flatout.machine.cost.families import family_of
 from flatout.machine.cost.flops import short_name
 from flatout.machine.cost.lines import function_finder
-from flatout.machine.cost.module_cures import PricedCure, compiled_result, main_call
+from flatout.machine.cost.module_cures import PricedCure, compiled_result, compiling_failed, main_call
 from flatout.machine.cost.roofline import operation_floor
 
 _FEWEST: Final = 5
@@ -84,7 +84,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             low, high = _most_saved_s(evidence, rows)
             saved_s = (min(low, 0.4 * max(0.0, cost_s - fused_s)), min(high, 0.9 * max(0.0, cost_s - fused_s)))
             what = f"the traffic of one fused kernel would take about {fused_s * 1e3:.2f} ms"
-            edit = "use torch's own function for the formula if there is one, or torch.compile this function"
+            other = "" if compiling_failed(evidence) else ", or torch.compile this function"
+            edit = f"use torch's own function for the formula if there is one{other}"
         yield Finding(
             where=evidence.source_of(max(by_line, key=lambda s: operator_seconds(evidence, by_line[s]))),
             cost_s=cost_s,
