@@ -22,7 +22,7 @@ from flatout.core.records.finding import Diagnosis
 from flatout.core.records.hardware import Machine
 from flatout.core.records.plan import Plan, text_root
 from flatout.core.records.record import Record, to_json, write_whole_file
-from flatout.core.records.trial import Trial
+from flatout.core.records.trial import TimeCompiled, Trial
 from flatout.core.registry import reductions, rules
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Observation(Record, frozen=True, kw_only=True):
     effort: float = 1.0
     """The share of the usual budgets that close looks and trials may take."""
     has_trials: bool = True
+    is_for_search: bool = False
+    """A search follows, which tries each lever in processes of its own: on a device compiling is left to it."""
     stop: bool
     """Whether the script is ended when the observation is complete; of several ranks each goes on until it is ended."""
     rank: int = 0
@@ -192,7 +194,7 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
         cwd=os.getcwd(),
         schedule=_schedule_of(observation) if is_alone else _schedule_of_rank(observation),
         machine=machine,
-        propose=_propose,
+        propose=_propose_before_search if observation.is_for_search else _propose,
         user_root=script.root,
         publish=publish,
         progress=ProgressFile(Path(observation.progress_path)) if observation.progress_path else None,
@@ -326,6 +328,12 @@ def _schedule_of_rank(observation: Observation) -> Schedule:
 
 def _propose(evidence: Evidence) -> tuple[Trial, ...]:
     return proposed_trials(evidence, rules())
+
+
+def _propose_before_search(evidence: Evidence) -> tuple[Trial, ...]:
+    """Trials of a script that a search follows: on a device one that compiles takes as long as a comparison would."""
+    is_device = evidence.workload.device != "cpu"
+    return tuple(t for t in _propose(evidence) if not (is_device and isinstance(t, TimeCompiled)))
 
 
 def shrink_named(

@@ -349,7 +349,7 @@ def test_on_a_device_all_that_may_judge_a_change_is_recorded_at_once(folder: Pat
     keys = [("", 0), ("float64", 0), ("strict", 0), ("", 1), ("", 2), ("", 3)]
     with ScriptProver(request, terms) as together, ScriptProver(request, terms) as alone:
         together._device, together._peak_bytes, together._free_bytes = "a device", 1, 8
-        together._record_together("")
+        together._record_together(keys)
         assert sorted(key[1:3] for key in together._recorded) == sorted(keys)
         for dtype, noise in keys:
             assert compare_exact(together._steps(0, dtype, noise), alone._steps(0, dtype, noise)).holds

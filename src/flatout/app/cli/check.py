@@ -190,7 +190,13 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
 
 
 def observation_of(
-    target: ScriptTarget, *, observe_s: float, stop: bool, effort: float = 1.0, has_trials: bool = True
+    target: ScriptTarget,
+    *,
+    observe_s: float,
+    stop: bool,
+    effort: float = 1.0,
+    has_trials: bool = True,
+    is_for_search: bool = False,
 ) -> Observation:
     """The request to observe a script in a process of its own; `write_request` adds where its Evidence goes."""
     from flatout.app.session import Observation
@@ -205,6 +211,7 @@ def observation_of(
         observe_s=observe_s,
         effort=effort,
         has_trials=has_trials,
+        is_for_search=is_for_search,
         stop=stop,
     )
 

@@ -51,7 +51,7 @@ _SIZES: Final = {
     "GB": 10**9,
     "TB": 10**12,
 }
-_OBSERVED_FRACTION: Final = 0.06
+_OBSERVED_FRACTION: Final = 0.04
 _USUAL_BUDGET_S: Final = 300.0
 """With less than this, close looks and trials get as much less than `check` gives them, and a quarter at least."""
 _MOST_OBSERVED_S: Final = 20.0
@@ -197,6 +197,7 @@ def _observe(target: ScriptTarget, budget_s: float) -> Evidence:
             observe_s=min(_MOST_OBSERVED_S, _OBSERVED_FRACTION * budget_s),
             stop=True,
             effort=min(1.0, max(0.25, budget_s / _USUAL_BUDGET_S)),
+            is_for_search=True,
         )
         command = write_request(observation, folder / "request.json", evidence_path=path)
         with open(folder / "output", "wb") as output:

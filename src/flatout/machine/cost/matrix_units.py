@@ -51,9 +51,12 @@ def _is_unaligned(operator: Operator) -> bool:
     return any(size >= _LARGE and size % _ALIGNED for size in sizes)
 
 
-def seconds_of_products(evidence: Evidence) -> float:
-    """What float32 products take of a step: of the device's time where there is one."""
-    return sum(evidence.operators[i].op_s for i in float32_products(evidence))
+def seconds_of_products(evidence: Evidence, *, is_finer_than: str = "") -> float:
+    """What float32 products take of a step: of the device's time where there is one. `is_finer_than` 'tf32' leaves out those
+    that run in TF32 already, as cuDNN's do unless it is forbidden.
+    """
+    operators = [evidence.operators[i] for i in float32_products(evidence)]
+    return sum(o.op_s for o in operators if is_finer_than != "tf32" or not runs_in_tf32(evidence, o))
 
 
 def image_convolutions(evidence: Evidence) -> tuple[Operator, ...]:

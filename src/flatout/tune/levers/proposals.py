@@ -53,10 +53,11 @@ def rounded_products(evidence: Evidence, dtype: str, *, trial: ModelVariant, lea
 
     Raises LeverRefused where they are few, the device waits, or they were not measured to be `least_rate` times as fast.
     """
-    seconds, rate = seconds_of_products(evidence), rate_over_float32(evidence, dtype)
+    seconds, rate = seconds_of_products(evidence, is_finer_than=dtype), rate_over_float32(evidence, dtype)
     name = dtype.replace("tf32", "TF32")
     if seconds < _SMALL_PART * evidence.steps.whole_s:
-        raise LeverRefused("float32 products are a small part of a step")
+        finer = ", those not in TF32 already," if seconds < seconds_of_products(evidence) else ""
+        raise LeverRefused(f"float32 products{finer} are a small part of a step")
     if waits_for_host(evidence):
         raise LeverRefused("the device waits for its host most of a step")
     if rate is None:

@@ -294,13 +294,16 @@ class ScriptProver:
         if terms.guarantee == "exact" or exact.holds:
             return exact
         try:
-            self._record_together(at)
+            first = [(at, 0), *((precision, 0) for _, precision in self._finer())]
+            # what is judged at a coarser precision mostly is equal by the finer one
+            self._record_together(first[:2] if at else [*first, *self._more_to_judge_by(at)])
             rough = self._steps(seed, at)
         except Failed as e:
             why = f"not equal bit for bit, and no steps to measure the rounding by: {e}"
             return Equality(guarantee=terms.guarantee, holds=None, num_steps=len(base), first=exact.first, because=why)
         equality, reference = self._against_references(rough, after)
         if _may_be_rounding(equality, eps=_roundoff_of(rough, at)):
+            self._record_together(self._more_to_judge_by(at))
             equality = self._under_noise(rough, after, reference) or equality
         return msgspec.structs.replace(equality, at=at)
 
@@ -378,16 +381,19 @@ class ScriptProver:
             self._recorded[key] = self._first_steps(request)
         return self._recorded[key]
 
-    def _record_together(self, at: str) -> None:
-        """Record the base's steps in all that may be wanted to judge a change, at once as far as the device has memory for it.
+    def _more_to_judge_by(self, at: str) -> list[tuple[str, int]]:
+        """Precisions and noise seeds of the runs that are wanted where a finer one alone does not judge."""
+        return [(self._strict, 0), *((at, 1 + i) for i in range(_NUM_NOISY))]
+
+    def _record_together(self, wanted: Sequence[tuple[str, int]]) -> None:
+        """Record the base's steps in these precisions and with these noise seeds, at once as far as the device has memory.
 
         A process takes most of its time to start, for which the device does nothing. On a CPU they would wait for each other.
         """
         if self._device == "cpu":
             return
         seed, ordered = self._terms.seed, self._has_ordered_draws
-        dtypes: list[str] = [at, *(precision for _, precision in self._finer()), self._strict]
-        wanted = [(dtype, 0) for dtype in dict.fromkeys(dtypes)] + [(at, 1 + i) for i in range(_NUM_NOISY)]
+        wanted = list(dict.fromkeys(wanted))
         left = [(dtype, noise) for dtype, noise in wanted if (seed, dtype, noise, ordered) not in self._recorded]
         while left:
             num = _num_that_fit([dtype for dtype, _ in left], self._peak_bytes, self._free_bytes)
