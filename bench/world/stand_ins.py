@@ -210,13 +210,14 @@ def glue_pairs(path: Path, *, config: str = "mrpc", count: int = 3600) -> None:
     _write_data_set(path, config, rows)
 
 
-def instructions(path: Path, *, count: int = 2000) -> None:
-    """A folder that `datasets.load_dataset` takes for instructions and answers (Alpaca's columns) and a text of both."""
+def instructions(path: Path, *, count: int = 2000, longest: int = 4) -> None:
+    """A folder that `datasets.load_dataset` takes for instructions and answers (Alpaca's columns) and a text of both, in which an
+    answer has up to `longest` sentences."""
     generator = random.Random(0)
     lines = _sentences(2 * count)
     rows = []
     for _ in range(count):
-        asked, answer = generator.choice(lines), " ".join(generator.sample(lines, generator.randint(1, 4)))
+        asked, answer = generator.choice(lines), " ".join(generator.sample(lines, generator.randint(1, longest)))
         rows.append({"instruction": asked, "input": "", "output": answer, "text": f"{asked}\n{answer}"})
     _write_data_set(path, "default", {"train": rows})
 
@@ -507,10 +508,18 @@ def notebook(path: Path, *, source: str, before: str = "") -> None:
     path.write_text("\n".join(line for line in lines if not line.lstrip().startswith(("%", "!"))) + "\n")
 
 
-def fenced_block(path: Path, *, source: str, block: int = 0, before: str = "") -> None:
-    """One of the Python blocks of a Markdown file that lies beside `path`, as a script, after lines that make its data."""
+def fenced_block(
+    path: Path, *, source: str, block: int = 0, before: str = "", find: str = "", replace: str = ""
+) -> None:
+    """One of the Python blocks of a Markdown file that lies beside `path`, as a script, after lines that make its data.
+
+    `find` and `replace` switch off what wants a network.
+    """
     blocks = re.findall(r"^```python\n(.*?)^```", (path.parent / source).read_text(), flags=re.MULTILINE | re.DOTALL)
-    path.write_text(f"{before.strip()}\n{blocks[block]}")
+    if find not in blocks[block]:
+        raise SystemExit(f"block {block} of {source} has no '{find}'")
+    text = blocks[block].replace(find, replace) if find else blocks[block]
+    path.write_text(f"{before.strip()}\n{text}")
 
 
 def planetoid(path: Path, *, name: str = "cora", nodes: int = 2708, features: int = 1433, classes: int = 7) -> None:

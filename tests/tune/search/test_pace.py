@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.tune.search.script_search import Pace
+from flatout.tune.search.script_search import Pace, _num_compared
 
 SECONDS = st.floats(0.1, 1e3)
 
@@ -27,3 +28,11 @@ def test_more_effort_takes_longer_and_the_final_proof_is_never_forgotten(
         pace.add(seconds, of_effort)
     assert pace.needed_s(effort + 1) > pace.needed_s(effort)
     assert pace.needed_s(effort) > max((seconds / of_effort for seconds, of_effort in took), default=0.0)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "budget_s", "num"), [(0.01, 120.0, 8), (0.3, 120.0, 7), (0.75, 120.0, 4), (0.75, 600.0, 8)]
+)
+def test_long_steps_are_compared_over_fewer_of_them(step_s: float, budget_s: float, num: int) -> None:
+    assert _num_compared(8, step_s, budget_s) == num
+    assert _num_compared(2, step_s, budget_s) == 2

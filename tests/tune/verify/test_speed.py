@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from flatout.tune.verify.side import SideAnswer
@@ -21,6 +22,10 @@ class Side:
         self._done = self._size = 0
         self.random = random.Random(0)
 
+    @property
+    def num_done(self) -> int:
+        return self._done
+
     def order(self, num_steps: int) -> None:
         self._size = num_steps
         self._done += num_steps
@@ -33,6 +38,18 @@ class Side:
             seconds=self._step_s * self._size * noise,
             peak_bytes=int(self._peak(self._done)),
         )
+
+
+class Filling(Side):
+    """Its first steps take 40 ms each without noise, the others 20 ms."""
+
+    def __init__(self, num_filling: int) -> None:
+        super().__init__(0.02, flat)
+        self._num_filling = num_filling
+
+    def answer(self, *, timeout_s: float) -> SideAnswer:
+        answer = super().answer(timeout_s=timeout_s)
+        return msgspec.structs.replace(answer, seconds=0.04 * self._size) if self._done <= self._num_filling else answer
 
 
 def raced(before: Side, after: Side) -> Race:
@@ -69,3 +86,17 @@ def test_memory_that_grows_with_every_step_is_a_leak() -> None:
 def test_memory_that_grows_with_the_longest_batch_so_far_is_none() -> None:
     assert longest_so_far(110) - longest_so_far(10) > 32 * MIB
     assert raced(Side(0.05, flat), Side(0.05, longest_so_far)).leak() == ""
+
+
+def test_the_changed_side_alone_fills_its_caches_before_the_race() -> None:
+    """A cache that is filled in 100 steps of 40 ms, and steps of 20 ms after that."""
+    race = Race(budget_s=12.0, timeout_s=1.0, warm_up_steps=100)
+    before, after = Side(0.04, flat), Filling(100)
+    race.started(SideAnswer(what="recorded", num_steps=8, seconds=1.0), SideAnswer(what="recorded", num_steps=8))
+    race.run(before, after)  # type: ignore[arg-type]
+    speed = race.speed()
+    assert speed is not None and speed.ratio == pytest.approx(2.0, rel=0.15)
+    assert after.num_done - before.num_done == 100
+    assert speed.num_first == 108
+    assert speed.first_before_s == pytest.approx(1.0 + 100 * speed.before_s)
+    assert speed.first_after_s == pytest.approx(100 * 0.04)

@@ -12,11 +12,14 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Lever, Parameters
 from flatout.core.records.trial import ModelVariant
 from flatout.machine.cost.accounting import milliseconds
-from flatout.machine.cost.matrix_units import rate_over_float32, seconds_of_products, tried_saving, waits_for_host
+from flatout.machine.cost.matrix_units import rate_over_float32, seconds_of_products, tried_saving
 from flatout.tune.rewrite.source import Edit, editable_place, local_proposals
 
 _SMALL_PART: Final = 0.1
 """Of a step: what products in another type gain is less than that."""
+
+_MOSTLY_IDLE: Final = 0.25
+"""A device that is busy for less of a step waits for its host even when the model is compiled."""
 
 Propose = Callable[[Evidence, Sequence[Finding]], Iterator[Candidate]]
 
@@ -58,7 +61,8 @@ def rounded_products(evidence: Evidence, dtype: str, *, trial: ModelVariant, lea
     if seconds < _SMALL_PART * evidence.steps.whole_s:
         finer = ", those not in TF32 already," if seconds < seconds_of_products(evidence) else ""
         raise LeverRefused(f"float32 products{finer} are a small part of a step")
-    if waits_for_host(evidence):
+    steps = evidence.steps
+    if steps.device_s is not None and steps.device_s < _MOSTLY_IDLE * steps.step_s:
         raise LeverRefused("the device waits for its host most of a step")
     if rate is None:
         raise LeverRefused(f"how fast {name} products are on this machine was not measured")

@@ -44,8 +44,12 @@ _FIRST_GUESS_S: Final = 10.0
 """What a comparison takes, before one has been made: 5 to 9 s for small models on two cores, 10 to 40 s on an H200."""
 
 
-_COMPRESSED: Final = 0.5
-"""On a device starting and recording take most of a comparison: of a compiled GPT-2 small 53 s, and as it is 20 to 30 s."""
+_FEWEST_COMPARED: Final = 4
+_NUM_RECORDINGS: Final = 22
+"""First steps that a trial and the final proof run: both sides, float64, plain float32, and three under noise, which take twice
+as long."""
+_COMPARED_SHARE: Final = 0.4
+"""Of the budget, for those."""
 
 
 class Proposals(NamedTuple):
@@ -92,8 +96,10 @@ class ScriptBench:
         terms: ProofTerms,
         *,
         budget_s: float,
+        effort_of: Callable[[Lever], float],
         on_progress: Callable[[str], None],
     ) -> None:
+        self._effort_of = effort_of
         self._script = script
         self._plan = plan
         self._terms = terms
@@ -136,19 +142,15 @@ class ScriptBench:
             terms = msgspec.structs.replace(terms, timeout_s=min(terms.timeout_s, max(_SHORTEST_S, self._left_s)))
         verdict = self._prover.prove(self._request(before), self._request(after), terms)
         if verdict.speed is not None:  # one that failed says nothing of how long others take
-            effort = self._levers[after[-1].id].effort if after and not is_final else 1.0
-            self._pace.add(monotonic() - began, self._taken(effort))
+            effort = self._effort_of(self._levers[after[-1].id]) if after and not is_final else 1.0
+            self._pace.add(monotonic() - began, effort)
         return verdict
 
     def has_time(self, *, is_final: bool, effort: float = 1.0) -> bool:
         """Whether a comparison of this effort and the final proof after it should end in time; the first one is always made."""
         if is_final or not self._num_compared:
             return True
-        return self._pace.needed_s(self._taken(effort)) < self._left_s
-
-    def _taken(self, effort: float) -> float:
-        """A lever's effort as it shows on this machine."""
-        return effort if self._plan.proved_on.device == "cpu" else 1 + _COMPRESSED * (effort - 1)
+        return self._pace.needed_s(effort) < self._left_s
 
     @property
     def _left_s(self) -> float:
@@ -230,6 +232,8 @@ def search_script(
     terms, log = settings.terms, settings.log
     if evidence.workload.device != "cpu":
         terms = msgspec.structs.replace(terms, num_processes=_TRIAL_PROCESSES_ON_DEVICE)
+    num_steps = _num_compared(terms.num_steps, evidence.steps.whole_s, settings.budget_s)
+    terms = msgspec.structs.replace(terms, num_steps=num_steps)
     proposed = lever_proposals(evidence, rules, known.values())
     plan = Plan(
         script=str(file),
@@ -238,16 +242,19 @@ def search_script(
         module=script.target if script.kind == "module" else "",
         proved_on=circumstances_of(evidence),
     )
-    with ScriptBench(script, plan, known, terms, budget_s=settings.budget_s, on_progress=on_progress) as bench:
-        peak_bytes = bench.peak_bytes() if settings.most_bytes else 0
-        goal = SearchGoal(
-            evidence.steps.whole_s,
-            peak_bytes,
-            settings.objective,
-            settings.most_bytes,
-            settings.allow if settings.allow is not None else settings.terms.guarantee,
-            settings.num_steps,
-        )
+    goal = SearchGoal(
+        evidence.steps.whole_s,
+        0,
+        settings.objective,
+        settings.most_bytes,
+        settings.allow if settings.allow is not None else settings.terms.guarantee,
+        settings.num_steps,
+        evidence.workload.device != "cpu",
+    )
+    with ScriptBench(
+        script, plan, known, terms, budget_s=settings.budget_s, effort_of=goal.effort_of, on_progress=on_progress
+    ) as bench:
+        goal = goal._replace(peak_bytes=bench.peak_bytes() if settings.most_bytes else 0)
         found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)
     refused = (LeftOut(lever=r.lever, because=r.because, is_for_script=False) for r in proposed.refusals)
     tuned = Tuned(
@@ -277,6 +284,11 @@ def search_script(
     )
     steps = tuple(PlanStep(planned=planned, verdict=_verdict_of(planned, log)) for planned in found.levers)
     return msgspec.structs.replace(tuned, plan=plan, steps=steps, proof=found.proof)
+
+
+def _num_compared(usual: int, step_s: float, budget_s: float) -> int:
+    """How many steps a proof compares: fewer than usual where steps are so long that two proofs would take most of the budget."""
+    return max(min(_FEWEST_COMPARED, usual), min(usual, int(_COMPARED_SHARE * budget_s / (_NUM_RECORDINGS * step_s))))
 
 
 def is_text(levers: Iterable[PlannedLever], known: Mapping[str, Lever]) -> bool:

@@ -33,6 +33,9 @@ _SMALLEST_GAIN: Final = 1.02
 """A lever whose best promise is below this is not tried: no interval on an ordinary machine would exclude 1."""
 
 
+_ON_DEVICE: Final = 0.5
+"""On a device starting and recording take most of a comparison: of a compiled GPT-2 small 53 s, and as it is 20 to 30 s."""
+
 Objective = Literal["time", "memory"]
 
 
@@ -50,6 +53,12 @@ class SearchGoal(NamedTuple):
     """The weakest guarantee of a lever."""
     num_steps: int = 0
     """Steps of the runs that it is for: what gains no whole run of them is not taken; 0: as many as the script has, if known."""
+
+    is_on_device: bool = False
+
+    def effort_of(self, lever: Lever) -> float:
+        """How many times as long a comparison of this lever takes as others."""
+        return 1 + _ON_DEVICE * (lever.effort - 1) if self.is_on_device else lever.effort
 
     def too_late(self, speed: Speed, start_s: float = 0.0) -> str:
         """A sentence on a gain that comes after the end of the run; '' where it comes in time, or the length is not known.
@@ -112,14 +121,14 @@ def search_levers(
     if goal.objective == "memory" or goal.must_shrink:
         run.shrink(smaller)
     if goal.objective == "time":
-        run.climb(_in_order([c for c in allowed if c.saved_s[1] >= 0], levers))
+        run.climb(_in_order([c for c in allowed if c.saved_s[1] >= 0], levers, goal))
         run.prune()
     return run.finish()
 
 
-def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever]) -> list[Candidate]:
+def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever], goal: SearchGoal) -> list[Candidate]:
     """What promises most for the effort first; other ways to pull a lever behind all levers."""
-    ordered = sorted(candidates, key=lambda c: -sum(c.saved_s) / levers[c.lever].effort)
+    ordered = sorted(candidates, key=lambda c: -sum(c.saved_s) / goal.effort_of(levers[c.lever]))
     first: dict[str, Candidate] = {}
     for candidate in ordered:
         first.setdefault(candidate.lever, candidate)
@@ -377,7 +386,7 @@ class _LeverSearch:
         known = self._log.find(kind, before, after)
         if known is not None:
             return known.verdict
-        effort = self._levers[lever.id].effort if kind in ("add", "swap") else 1.0
+        effort = self._goal.effort_of(self._levers[lever.id]) if kind in ("add", "swap") else 1.0
         if not self._bench.has_time(is_final=kind == "final", effort=effort):
             return None
         self._on_progress(f"{_DOING[kind].format(lever.id)} (best so far {self._goal.step_s / self._left_s:.2f}x)")

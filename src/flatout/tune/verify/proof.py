@@ -6,7 +6,7 @@ import math
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -87,7 +87,7 @@ class ProofTerms(Record, frozen=True, kw_only=True):
     """What QUALITY is judged by; whole runs are compared then, `num_runs` of each side."""
     num_runs: int = NUM_RUNS
     warm_up_steps: int = 0
-    """Steps of each process before the race: until a cache is filled it gains nothing, and what it takes is no leak."""
+    """Steps of the changed side before the race: until a cache is filled it gains nothing, and what it takes is no leak."""
     decisive: float = math.inf
     """A ratio so far from 1 in the first pair of processes (or its inverse) needs no further pair."""
 
@@ -121,6 +121,8 @@ class ScriptProver:
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-proof-")
         self._servers = fork_servers()
         self._recorded: dict[tuple[int, str, int, bool], list[Step]] = {}
+        self._unrecordable: dict[tuple[int, str, int, bool], str] = {}
+        """Why steps could not be recorded, which is not tried again."""
         self._has_ordered_draws = False
         """Whether what is recorded now draws random numbers that do not depend on dtype and memory format."""
         self._num_folders = 0
@@ -374,11 +376,17 @@ class ScriptProver:
         Raises Failed when they cannot be run.
         """
         key = (seed, dtype, noise_seed, self._has_ordered_draws)
+        if key in self._unrecordable:
+            raise Failed(self._unrecordable[key])
         if key not in self._recorded:
             how = f" in {dtype}" if dtype else ""
             self._on_progress(f"the steps before the change{how}{' under rounding noise' if noise_seed else ''}")
             request = msgspec.structs.replace(self._recording(self._base), dtype=dtype, noise_seed=noise_seed)
-            self._recorded[key] = self._first_steps(request)
+            try:
+                self._recorded[key] = self._first_steps(request)
+            except Failed as e:
+                self._unrecordable[key] = str(e)
+                raise
         return self._recorded[key]
 
     def _more_to_judge_by(self, at: str) -> list[tuple[str, int]]:
@@ -394,7 +402,8 @@ class ScriptProver:
             return
         seed, ordered = self._terms.seed, self._has_ordered_draws
         wanted = list(dict.fromkeys(wanted))
-        left = [(dtype, noise) for dtype, noise in wanted if (seed, dtype, noise, ordered) not in self._recorded]
+        known = self._recorded.keys() | self._unrecordable.keys()
+        left = [(dtype, noise) for dtype, noise in wanted if (seed, dtype, noise, ordered) not in known]
         while left:
             num = _num_that_fit([dtype for dtype, _ in left], self._peak_bytes, self._free_bytes)
             group, left = left[:num], left[num:]
@@ -406,8 +415,12 @@ class ScriptProver:
                 ]
                 processes = [stack.enter_context(self._process(request)) for request in requests]
                 for (dtype, noise), process in zip(group, processes, strict=True):
-                    with suppress(Failed):  # it is run alone where it is wanted
-                        self._recorded[seed, dtype, noise, ordered] = self._recorded_by(process)
+                    key = (seed, dtype, noise, ordered)
+                    try:
+                        self._recorded[key] = self._recorded_by(process)
+                    except Failed as e:
+                        if "out of memory" not in str(e):  # alone there may be enough
+                            self._unrecordable[key] = str(e)
 
     def _first_steps(self, request: Request) -> list[Step]:
         """What a process for this request records. Raises Failed when it cannot be run."""

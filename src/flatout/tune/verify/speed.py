@@ -49,7 +49,7 @@ class Race:
         """`budget_s` is for one run of two processes; `precision` the relative half width of the interval that is enough.
 
         `num_steps` is how many steps the scripts have, if that is known: stretches are so short that enough of them fit in.
-        `warm_up_steps` go by on both sides before anything is timed.
+        `warm_up_steps` go by on the changed side before anything is timed: they fill its caches.
         """
         self.stretches: list[PairedStretch] = []
         self.has_ended = False
@@ -62,7 +62,7 @@ class Race:
         self._timeout_s = timeout_s
         self._precision = precision
         self._warm_up_steps = warm_up_steps
-        self._warmed_s = (0.0, 0.0)
+        self._warmed_s = 0.0
         self.num_steps = num_steps
 
     def started(self, before: SideAnswer, after: SideAnswer) -> None:
@@ -81,7 +81,7 @@ class Race:
         """What both answered, pair by pair."""
         size, spent_s, number, first = 1, 0.0, 0, len(self.stretches)
         pairs: list[tuple[SideAnswer, SideAnswer]] = []
-        if not self._warm_up(before, after):
+        if not self._warm_up(after):
             return pairs
         while len(self.stretches) - first < _MOST_PAIRS:
             sides = (before, after) if number % 2 == 0 else (after, before)
@@ -99,7 +99,8 @@ class Race:
             number += 1
             spent_s += one.seconds + two.seconds
             slower_s = max(one.seconds, two.seconds) / size
-            wanted = max(1, min(self._most_steps(one.num_steps), round(_STRETCH_S / slower_s)))
+            done = max(one.num_steps, two.num_steps)
+            wanted = max(1, min(self._most_steps(done), round(_STRETCH_S / slower_s)))
             if number > _WARM_UP_PAIRS and size >= 0.7 * wanted:
                 self.stretches.append(PairedStretch(one.seconds, two.seconds, size))
                 num = len(self.stretches) - first
@@ -111,20 +112,17 @@ class Race:
                 return pairs
         return pairs
 
-    def _warm_up(self, before: SideProcess, after: SideProcess) -> bool:
-        """Take the steps that come before the race; whether both scripts have more."""
+    def _warm_up(self, after: SideProcess) -> bool:
+        """Take the changed side's steps that come before the race; whether the script has more."""
         if not self._warm_up_steps:
             return True
-        answers = []
-        for side in (before, after):
-            side.order(self._warm_up_steps)
-            answers.append(side.answer(timeout_s=self._timeout_s))
-        self.has_ended = any(answer.what == "ended" for answer in answers)
-        self._warmed_s = (answers[0].seconds, answers[1].seconds)
+        after.order(self._warm_up_steps)
+        answer = after.answer(timeout_s=self._timeout_s)
+        self.has_ended = answer.what == "ended"
+        self._warmed_s = 0.0 if self.has_ended else answer.seconds
         if self.has_ended:
-            self._warmed_s = (0.0, 0.0)
-            self.num_steps = min(answer.num_steps for answer in answers if answer.what == "ended")
-            self._warm_up_steps = 0  # they are shorter than that: what a run gains is what it gains on the way
+            self.num_steps = answer.num_steps
+            self._warm_up_steps = 0  # it is shorter than that: what a run gains is what it gains on the way
         return not self.has_ended
 
     def _most_steps(self, done: int) -> int:
@@ -140,17 +138,19 @@ class Race:
         before = [s.before_s / s.num_steps for s in self.stretches]
         after = [s.after_s / s.num_steps for s in self.stretches]
         ratio = ratio_estimate(before, after)
+        before_s = median_estimate(before).value
         first_before, first_after = self._first or (SideAnswer(what="recorded"), SideAnswer(what="recorded"))
+        num_warmed = self._warm_up_steps if self._warmed_s else 0
         return Speed(
             ratio=ratio.value,
             low=ratio.low,
             high=ratio.high,
             num_pairs=len(self.stretches),
-            before_s=median_estimate(before).value,
+            before_s=before_s,
             after_s=median_estimate(after).value,
-            num_first=first_after.num_steps + (self._warm_up_steps if any(self._warmed_s) else 0),
-            first_before_s=first_before.seconds + self._warmed_s[0],
-            first_after_s=first_after.seconds + self._warmed_s[1],
+            num_first=first_after.num_steps + num_warmed,
+            first_before_s=first_before.seconds + num_warmed * before_s,
+            first_after_s=first_after.seconds + self._warmed_s,
             num_run=self.num_steps,
         )
 

@@ -75,11 +75,13 @@ def test_shapes_that_change_are_compiled_for_all_shapes_first() -> None:
     assert _parameters(run)[0] == {"mode": "default", "dynamic": True}
 
 
-def test_a_device_that_waits_gets_graphs_first_and_a_busy_one_is_tuned() -> None:
+def test_a_small_model_on_a_device_that_waits_gets_graphs_first_and_a_busy_one_is_tuned() -> None:
     waiting, busy = EvidenceBuilder(device_s=0.03), EvidenceBuilder(device_s=0.099)
-    for run in (waiting, busy):
+    small = EvidenceBuilder(step_s=0.006, device_s=0.003, forward=0.002, backward=0.003, optimizer=0.001, data=0.0)
+    for run in (waiting, busy, small):
         run.model(run.line("train.py", 5, "net(x)"))
-    assert _parameters(waiting) == [{"mode": "reduce-overhead"}, {"mode": "default"}]
+    assert _parameters(small) == [{"mode": "reduce-overhead"}, {"mode": "default"}]
+    assert _parameters(waiting) == [{"mode": "default"}, {"mode": "reduce-overhead"}]
     assert _parameters(busy) == [{"mode": "default"}, {"mode": "max-autotune-no-cudagraphs"}]
 
 

@@ -32,6 +32,9 @@ _EFFORT: Final = 5.0
 _MAY_COST: Final = 1.3
 """Small models that were compiled took up to 2.3 times as long as before, on two cores and on an H200 (bench/results,
 tune_examples)."""
+_SMALL_S: Final = 0.01
+"""Forward and backward of a model on a device that take longer than this lose little at worst, in our judgement."""
+_LITTLE: Final = 0.1
 _MOST_FASTER: Final = 20.0
 """What a plan makes of a step at most, in our judgement: a host that takes less than this part of it is never waited for."""
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
@@ -49,7 +52,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     savings = [f.saved_s for f in findings]
     low, high = max((a for a, _ in savings), default=0.0), max((b for _, b in savings), default=0.0)
     is_busy = evidence.steps.device_s is not None and evidence.steps.is_device_bound
-    low, high = min(low, 0.1 * busy_s) if is_busy else -_MAY_COST * busy_s, min(busy_s, max(high, 0.5 * busy_s))
+    most_lost_s = (_LITTLE if _is_large(evidence) else _MAY_COST) * busy_s
+    low, high = min(low, 0.1 * busy_s) if is_busy else -most_lost_s, min(busy_s, max(high, 0.5 * busy_s))
     usual: Parameters = {"fallback_random": True} if draws_in_model(evidence) else {}
     for share, parameters, why in _options(evidence):
         yield Candidate(
@@ -59,15 +63,24 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         )
 
 
+def _is_large(evidence: Evidence) -> bool:
+    return evidence.steps.device_s is not None and model_seconds(evidence) > _SMALL_S
+
+
 def _options(evidence: Evidence) -> Iterator[tuple[float, Parameters, str]]:
     """Share of the promise, parameters, and what speaks for them."""
     is_device, is_ragged = evidence.steps.device_s is not None, has_changing_shapes(evidence)
+    is_waiting = is_device and not is_ragged and not evidence.steps.is_device_bound
+    # graphs overwrite what they returned before, which loops of many parts do not bear: the plain way comes first there
+    share_of_graphs = 0.0 if not is_waiting else 0.95 if _is_large(evidence) else 1.0
     if is_ragged:
         yield 1.0, {"mode": "default", "dynamic": True}, "; shapes change from step to step"
-    elif is_device and not evidence.steps.is_device_bound:
+    elif share_of_graphs == 1:
         yield 1.0, {"mode": "reduce-overhead"}, "; the device waits for its host"
-    share = 0.9 if is_ragged or (is_device and not evidence.steps.is_device_bound) else 1.0
+    share = 0.9 if is_ragged or share_of_graphs == 1 else 1.0
     yield share, {"mode": "default"}, ""
+    if 0 < share_of_graphs < 1:
+        yield share_of_graphs, {"mode": "reduce-overhead"}, "; the device waits for its host"
     if is_device and evidence.steps.is_device_bound and not is_ragged:
         if host_seconds(evidence) > evidence.steps.step_s / _MOST_FASTER:
             yield 0.95, {"mode": "reduce-overhead"}, "; once the device has less to do, it waits for its host"

@@ -63,8 +63,9 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     is_cpu, busy_s = evidence.workload.device == "cpu", model_seconds(evidence)
     most_s = busy_s * (1 - 1 / products.rate)
     low, high = products.tried_s or (-_CASTS * busy_s if is_cpu else 0.1 * products.seconds, most_s)
-    if not is_cpu and image_convolutions(evidence):
-        high = max(high, most_s)  # kernels transpose NCHW for matrix units: more with channels-last
+    if not is_cpu and (image_convolutions(evidence) or not evidence.steps.is_device_bound):
+        # kernels transpose NCHW for matrix units, and launches hide what faster kernels gain: others may change both
+        high = max(high, min(most_s, 1.1 * products.seconds * (1 - 1 / products.rate)))
     place = _place(evidence)
     yield Candidate(parameters={"dtype": "bfloat16", **place}, saved_s=(low, high), because=products.because)
 
