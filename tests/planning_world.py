@@ -27,8 +27,13 @@ class World:
         smaller: Mapping[str, int] | None = None,
         later_s: Mapping[str, float] | None = None,
         num_run: int = 0,
+        noise: float = 0.01,
     ) -> None:
-        """`later_s`: what levers add to the first 8 steps; `num_run`: the steps that the script has, where it ends."""
+        """`later_s`: what levers add to the first 8 steps; `num_run`: the steps that the script has, where it ends.
+
+        `noise` is the half width of the interval of a ratio, relative to it; a quarter of that in a longer race.
+        """
+        self.noise = noise
         self.later_s = dict(later_s or {})
         self.num_run = num_run
         self.smaller = dict(smaller or {})
@@ -52,23 +57,30 @@ class World:
     def is_right(self, levers: Sequence[PlannedLever]) -> bool:
         return not self.wrong & {p.id for p in levers}
 
-    def has_time(self, *, is_final: bool, effort: float = 1.0) -> bool:
+    def has_time(self, *, is_final: bool, effort: float = 1.0, is_longer: bool = False) -> bool:
         return is_final or self.num_compared < self.most
 
     def peak_bytes(self, levers: Sequence[PlannedLever]) -> int:
         return PEAK_BYTES - sum(self.smaller.get(p.id, 0) for p in levers)
 
     def compare(
-        self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, objective: Objective, is_final: bool
+        self,
+        before: Sequence[PlannedLever],
+        after: Sequence[PlannedLever],
+        *,
+        objective: Objective,
+        is_final: bool,
+        is_longer: bool = False,
     ) -> Verdict:
         self.num_compared += 1
+        noise = self.noise / 4 if is_longer or is_final else self.noise
         ids = {p.id for p in after}
         ratio = self.step_s(before) / self.step_s(after)
         first_s = [1.0 + sum(self.later_s.get(p.id, 0.0) for p in side) for side in (before, after)]
         speed = Speed(
             ratio=ratio,
-            low=0.99 * ratio,
-            high=1.01 * ratio,
+            low=(1 - noise) * ratio,
+            high=(1 + noise) * ratio,
             num_pairs=9,
             before_s=STEP_S,
             after_s=STEP_S / ratio,

@@ -11,12 +11,12 @@ from flatout.tune.search.script_search import Pace, _num_compared
 SECONDS = st.floats(0.1, 1e3)
 
 
-def test_the_first_comparison_also_runs_what_later_ones_are_judged_by() -> None:
+def test_what_judges_others_runs_once_for_the_trials_and_once_for_the_final_proof() -> None:
     pace = Pace()
-    pace.add(30.0, 1.0)
-    assert pace.needed_s(1.0) == 0.7 * 30 + 1.25 * 30
-    pace.add(36.0, 3.0)
-    assert pace.needed_s(5.0) == 5 * 12 + 1.25 * 30
+    pace.add(67.0, 1.0, judged_s=46.0)
+    assert pace.needed_s(2.0) == 2 * 21 + 1.5 * 21 + 46
+    pace.add(45.0, 3.0)
+    assert pace.needed_s(2.0) == 2 * 18 + 1.5 * 21 + 46
 
 
 @given(st.lists(st.tuples(SECONDS, st.sampled_from([1.0, 3.0, 5.0]))), st.floats(1.0, 10.0))

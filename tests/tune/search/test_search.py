@@ -231,13 +231,30 @@ def test_what_could_not_be_told_is_tried_again_when_the_plan_has_grown() -> None
             *,
             objective: Objective,
             is_final: bool,
+            is_longer: bool = False,
         ) -> Verdict:
-            found = super().compare(before, after, objective=objective, is_final=is_final)
+            found = super().compare(before, after, objective=objective, is_final=is_final, is_longer=is_longer)
             is_alone = not before and [p.id for p in after] == ["a"]
             return msgspec.structs.replace(found, outcome="unknown") if is_alone else found
 
     result = found(Doubtful({"a": 0.9, "b": 0.7}), [candidate("a", 0.05), candidate("b", 0.02)])
     assert sorted(ids(result)) == ["a", "b"]
+
+
+def test_what_noise_hid_is_raced_longer_in_the_time_that_is_left() -> None:
+    world, candidates = World({"a": 0.93}, noise=0.1), [candidate("a", 0.01)]
+    log = SearchLog()
+    result = found(world, candidates, log=log)
+    assert ids(result) == ["a"] and not result.left_out
+    assert [a.kind for a in log.attempts] == ["add", "again", "final"]
+    hurried = found(World({"a": 0.93}, noise=0.1, most=1), candidates)
+    assert not hurried.levers and [one.lever for one in hurried.left_out] == ["a"]
+
+
+def test_a_lever_that_may_help_is_not_taken_out_for_noise() -> None:
+    """Each gains 7 %, and leaving one out cannot be told from noise."""
+    world = World({"a": 0.93, "b": 0.93}, noise=0.06)
+    assert ids(found(world, [candidate("a", 0.01), candidate("b", 0.009)])) == ["a", "b"]
 
 
 def test_digits_are_not_given_up_for_a_few_percent() -> None:

@@ -36,10 +36,11 @@ _TRIAL_PROCESSES_ON_DEVICE: Final = 1
 GPT-2 small on an H200: 0.98 and 1.01 in two runs), and half a minute of compiling belongs to each start."""
 _SHORTEST_S: Final = 30.0
 """A process may take so long for its first steps however little of the budget is left."""
-_FINAL_SHARE: Final = 1.25
-"""The final proof takes so many times as long as the longest comparison: more processes, and other seeds."""
-_LATER_SHARE: Final = 0.7
-"""What later comparisons take of the first, which also runs what they are judged by."""
+_FINAL_SHARE: Final = 1.5
+"""The final proof takes so many times as long as the longest comparison, less what runs once for all that judge: it has more
+processes."""
+_LONGER: Final = 4.0
+"""How many times as long a race goes on that is to decide what could not be told from noise."""
 _FIRST_GUESS_S: Final = 10.0
 """What a comparison takes, before one has been made: 5 to 9 s for small models on two cores, 10 to 40 s on an H200."""
 
@@ -73,16 +74,18 @@ class Pace:
 
     def __init__(self) -> None:
         self._took_s: list[float] = []
+        self._judged_s: list[float] = []
 
-    def add(self, seconds: float, effort: float) -> None:
-        """A comparison of a lever with this effort has taken so long."""
-        self._took_s.append(seconds / effort)
+    def add(self, seconds: float, effort: float, judged_s: float = 0.0) -> None:
+        """A comparison of a lever with this effort has taken so long, `judged_s` of that for runs that judge others, too."""
+        self._took_s.append(max(0.0, seconds - judged_s) / effort)
+        self._judged_s.append(judged_s)
 
     def needed_s(self, effort: float) -> float:
-        """Seconds for a comparison of this effort and the final proof after it."""
-        first_s, *later_s = self._took_s or [_FIRST_GUESS_S]
-        usual_s = min(later_s, default=_LATER_SHARE * first_s)
-        return effort * usual_s + _FINAL_SHARE * max((first_s, *later_s))
+        """Seconds for a comparison of this effort and the final proof after it, whose random numbers are others."""
+        took_s = self._took_s or [_FIRST_GUESS_S]
+        usual_s = sum(took_s) / len(took_s)
+        return effort * usual_s + _FINAL_SHARE * max(took_s) + max(self._judged_s, default=0.0)
 
 
 class ScriptBench:
@@ -122,10 +125,16 @@ class ScriptBench:
         self._folder.cleanup()
 
     def compare(
-        self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, objective: Objective, is_final: bool
+        self,
+        before: Sequence[PlannedLever],
+        after: Sequence[PlannedLever],
+        *,
+        objective: Objective,
+        is_final: bool,
+        is_longer: bool = False,
     ) -> Verdict:
         """A Verdict on two lists of levers, as the protocol `LeverBench` has it."""
-        began = monotonic()
+        began, judged_s = monotonic(), self._prover.recording_s
         self._num_compared += 1
         terms = msgspec.structs.replace(
             self._terms,
@@ -140,17 +149,20 @@ class ScriptBench:
             terms = msgspec.structs.replace(terms, seed=_FINAL_SEED, num_processes=num_processes, decisive=math.inf)
         else:
             terms = msgspec.structs.replace(terms, timeout_s=min(terms.timeout_s, max(_SHORTEST_S, self._left_s)))
+        if is_longer:
+            terms = msgspec.structs.replace(terms, budget_s=_LONGER * terms.budget_s, decisive=math.inf)
         verdict = self._prover.prove(self._request(before), self._request(after), terms)
-        if verdict.speed is not None:  # one that failed says nothing of how long others take
+        if verdict.speed is not None and not is_longer:  # one that failed says nothing of how long others take
             effort = self._effort_of(self._levers[after[-1].id]) if after and not is_final else 1.0
-            self._pace.add(monotonic() - began, effort)
+            self._pace.add(monotonic() - began, effort, self._prover.recording_s - judged_s)
         return verdict
 
-    def has_time(self, *, is_final: bool, effort: float = 1.0) -> bool:
+    def has_time(self, *, is_final: bool, effort: float = 1.0, is_longer: bool = False) -> bool:
         """Whether a comparison of this effort and the final proof after it should end in time; the first one is always made."""
         if is_final or not self._num_compared:
             return True
-        return self._pace.needed_s(effort) < self._left_s
+        more_s = (_LONGER - 1) * self._terms.budget_s if is_longer else 0.0
+        return self._pace.needed_s(effort) + more_s < self._left_s
 
     @property
     def _left_s(self) -> float:
@@ -313,7 +325,9 @@ def circumstances_of(evidence: Evidence) -> Circumstances:
 def _verdict_of(planned: PlannedLever, log: SearchLog) -> Verdict | None:
     """The Verdict that let a lever into the plan."""
     key = lever_key([planned])
-    attempts = (a for a in reversed(log.attempts) if a.kind in ("add", "swap") and lever_key(a.after[-1:]) == key)
+    attempts = (
+        a for a in reversed(log.attempts) if a.kind in ("add", "swap", "again") and lever_key(a.after[-1:]) == key
+    )
     return next((a.verdict for a in attempts if a.verdict.outcome == "proved"), None)
 
 

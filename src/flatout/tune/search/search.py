@@ -25,10 +25,15 @@ _DOING: Final[Mapping[AttemptKind, str]] = {
     "add": "trying {}",
     "swap": "trying {} another way",
     "drop": "trying without {}",
+    "again": "racing {} longer",
     "final": "proving all together",
 }
 _CARRIES_OVER: Final = 1.25
 """What a trial at a line saved, the whole step saves within this factor (35 of 42 scripts, bench/results, check_examples)."""
+_NOTHING_LOST: Final = 0.99
+"""A lever is taken out where the plan without it is at least so many times as fast: it costs nothing to keep what may help."""
+_WORTH_A_LONGER_RACE: Final = 1.03
+"""What is equal and so much faster by the first race is raced longer where there is time left in the end."""
 _SMALLEST_GAIN: Final = 1.02
 """A lever whose best promise is below this is not tried: no interval on an ordinary machine would exclude 1."""
 
@@ -92,11 +97,20 @@ class LeverBench(Protocol):
     """Who compares two lists of levers on the script."""
 
     def compare(
-        self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], *, objective: Objective, is_final: bool
+        self,
+        before: Sequence[PlannedLever],
+        after: Sequence[PlannedLever],
+        *,
+        objective: Objective,
+        is_final: bool,
+        is_longer: bool = False,
     ) -> Verdict:
-        """Is `after` equal to the untouched script, and faster or smaller than `before`? A final comparison uses fresh seeds."""
+        """Is `after` equal to the untouched script, and faster or smaller than `before`?
 
-    def has_time(self, *, is_final: bool, effort: float = 1.0) -> bool:
+        A final comparison uses fresh seeds; a longer one races longer.
+        """
+
+    def has_time(self, *, is_final: bool, effort: float = 1.0, is_longer: bool = False) -> bool:
         """Whether the budget allows another comparison, of this effort; the final one is always kept room for."""
 
 
@@ -123,6 +137,7 @@ def search_levers(
     if goal.objective == "time":
         run.climb(_in_order([c for c in allowed if c.saved_s[1] >= 0], levers, goal))
         run.prune()
+        run.decide()
     return run.finish()
 
 
@@ -167,6 +182,10 @@ class _LeverSearch:
         self._left_s = goal.step_s
         self._on_progress = on_progress
         self._plan: tuple[PlannedLever, ...] = ()
+        self._undecided: list[tuple[Candidate, Speed]] = []
+        """Candidates that are equal and seemed to be faster, on top of the plan as it is."""
+        self._reasons: dict[int, LeftOut] = {}
+        """Why a candidate was left out when it was tried, by its identity: tried again, it gets another reason."""
         self._needed: set[str] = set()
         """Levers without which the plan would not fit."""
         self._is_complete = True
@@ -194,12 +213,22 @@ class _LeverSearch:
         """
         rivals: list[Candidate] = []
         doubtful = self._climb(candidates, rivals)
-        self._climb([*rivals, *(c for c, plan in doubtful if plan != self._plan)], None)
+        more = self._climb([*rivals, *(c for c, plan, _ in doubtful if plan != self._plan)], None)
+        self._undecided = [(c, speed) for c, plan, speed in [*doubtful, *more] if plan == self._plan]
+
+    def decide(self) -> None:
+        """Race longer, in the time that is left, what could not be told from noise."""
+        for candidate, speed in self._undecided:
+            if speed.ratio > _WORTH_A_LONGER_RACE and not self._clash(candidate, self._levers[candidate.lever]):
+                self._add(candidate, "time", kind="again")
 
     def _climb(
         self, candidates: Sequence[Candidate], rivals: list[Candidate] | None
-    ) -> list[tuple[Candidate, tuple[PlannedLever, ...]]]:
-        """Candidates that could not be told from noise, with the plan they came on top of. Rivals go to that list, if any."""
+    ) -> list[tuple[Candidate, tuple[PlannedLever, ...], Speed]]:
+        """Candidates that could not be told from noise, with the plan they came on top of and what the race said.
+
+        Rivals go to that list, if any.
+        """
         doubtful = []
         for number, candidate in enumerate(candidates):
             if rivals is not None and any(p.id != candidate.lever for p in self._displaced(candidate)):
@@ -220,21 +249,23 @@ class _LeverSearch:
                     rivals.clear()
                 break
             if verdict.outcome == "unknown" and verdict.speed is not None and verdict.speed.ratio > 1:
-                doubtful.append((candidate, plan))
+                doubtful.append((candidate, plan, verdict.speed))
         return doubtful
 
-    def _add(self, candidate: Candidate, objective: Objective) -> Verdict | None:
+    def _add(self, candidate: Candidate, objective: Objective, kind: Literal["add", "again"] = "add") -> Verdict | None:
         """Try one more lever, or another way to pull one, and keep it if it is proved; None when the time is up."""
         planned, others = self._planned(candidate), self._displaced(candidate)
         rest = tuple(p for p in self._plan if p not in others)
-        verdict = self._try("swap" if others else "add", (*rest, planned), planned, objective)
+        verdict = self._try("swap" if others else kind, (*rest, planned), planned, objective)
         if verdict is None:
             self._is_complete = False
             return None
+        before_this = self._reasons.pop(id(candidate), None)
+        self.left_out = [one for one in self.left_out if one is not before_this]
         gain = verdict.speed.ratio if verdict.speed is not None else self._most_gain(candidate)
         if verdict.outcome != "proved":
             as_what = f"as {_settings(planned.parameters)}: " if any(p.id == planned.id for p in others) else ""
-            self._leave_out(planned.id, as_what + _words(verdict), gain)
+            self._reasons[id(candidate)] = self._leave_out(planned.id, as_what + _words(verdict), gain)
             return verdict
         if objective == "time" and self._is_too_little(planned, verdict):
             self._leave_out(planned.id, f"too little for coarser numbers: {_words(verdict)}", gain)
@@ -289,9 +320,12 @@ class _LeverSearch:
             unreached = f"not tried, the time was up: {predicted}"
             self._leave_out(candidate.lever, self._why_not(candidate, self._levers[candidate.lever]) or unreached, high)
 
-    def _leave_out(self, lever: str, because: str, gain: float = 1.0) -> None:
-        if not any((one.lever, one.because) == (lever, because) for one in self.left_out):
-            self.left_out.append(LeftOut(lever=lever, because=because, gain=gain))
+    def _leave_out(self, lever: str, because: str, gain: float = 1.0) -> LeftOut:
+        known = next((one for one in self.left_out if (one.lever, one.because) == (lever, because)), None)
+        if known is None:
+            known = LeftOut(lever=lever, because=because, gain=gain)
+            self.left_out.append(known)
+        return known
 
     def _most_gain(self, candidate: Candidate) -> float:
         """How many times as fast a lever could make the step as it is now."""
@@ -340,7 +374,9 @@ class _LeverSearch:
                 return
             if self._is_over(verdict):
                 continue
-            if verdict.equality.holds and verdict.outcome in ("proved", "unknown") and verdict.speed is not None:
+            speed = verdict.speed
+            is_as_fast = speed is not None and not speed.is_slower and speed.ratio > _NOTHING_LOST
+            if verdict.equality.holds and is_as_fast:
                 self._plan = without
                 self._leave_out(planned.id, "the others leave it nothing to gain")
 
@@ -386,11 +422,13 @@ class _LeverSearch:
         known = self._log.find(kind, before, after)
         if known is not None:
             return known.verdict
-        effort = self._goal.effort_of(self._levers[lever.id]) if kind in ("add", "swap") else 1.0
-        if not self._bench.has_time(is_final=kind == "final", effort=effort):
+        effort = self._goal.effort_of(self._levers[lever.id]) if kind in ("add", "swap", "again") else 1.0
+        if not self._bench.has_time(is_final=kind == "final", effort=effort, is_longer=kind == "again"):
             return None
         self._on_progress(f"{_DOING[kind].format(lever.id)} (best so far {self._goal.step_s / self._left_s:.2f}x)")
-        verdict = self._bench.compare(before, after, objective=objective, is_final=kind == "final")
+        verdict = self._bench.compare(
+            before, after, objective=objective, is_final=kind == "final", is_longer=kind == "again"
+        )
         self._log.add(Attempt(kind=kind, before=before, after=after, lever=lever.id, verdict=verdict))
         return verdict
 

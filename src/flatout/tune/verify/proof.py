@@ -6,7 +6,7 @@ import math
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -123,6 +123,8 @@ class ScriptProver:
         self._recorded: dict[tuple[int, str, int, bool], list[Step]] = {}
         self._unrecordable: dict[tuple[int, str, int, bool], str] = {}
         """Why steps could not be recorded, which is not tried again."""
+        self.recording_s = 0.0
+        """Spent so far on runs that judge what others compute; each is made once for a seed."""
         self._has_ordered_draws = False
         """Whether what is recorded now draws random numbers that do not depend on dtype and memory format."""
         self._num_folders = 0
@@ -223,6 +225,7 @@ class ScriptProver:
                     return none, None, f"'{after.target}' ended after {two.num_steps} steps: {two.error}"
             except Failed as e:
                 return none, None, str(e)
+            self._free_bytes = two.device_free_bytes or self._free_bytes
             equality = (
                 self._compared(after, read_recorded_steps(Path(two_request.folder))) if terms.is_compared else none
             )
@@ -383,7 +386,8 @@ class ScriptProver:
             self._on_progress(f"the steps before the change{how}{' under rounding noise' if noise_seed else ''}")
             request = msgspec.structs.replace(self._recording(self._base), dtype=dtype, noise_seed=noise_seed)
             try:
-                self._recorded[key] = self._first_steps(request)
+                with self._judging():
+                    self._recorded[key] = self._first_steps(request)
             except Failed as e:
                 self._unrecordable[key] = str(e)
                 raise
@@ -408,7 +412,7 @@ class ScriptProver:
             num = _num_that_fit([dtype for dtype, _ in left], self._peak_bytes, self._free_bytes)
             group, left = left[:num], left[num:]
             self._on_progress(f"the steps before the change in {len(group)} other ways at once")
-            with ExitStack() as stack:
+            with self._judging(), ExitStack() as stack:
                 requests = [
                     msgspec.structs.replace(self._recording(self._base), dtype=dtype, noise_seed=noise)
                     for dtype, noise in group
@@ -421,6 +425,15 @@ class ScriptProver:
                     except Failed as e:
                         if "out of memory" not in str(e):  # alone there may be enough
                             self._unrecordable[key] = str(e)
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """What goes by inside is spent once for all that are judged by it."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.recording_s += perf_counter() - began
 
     def _first_steps(self, request: Request) -> list[Step]:
         """What a process for this request records. Raises Failed when it cannot be run."""

@@ -16,6 +16,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import IO, Any, Final, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -77,8 +78,6 @@ class Orders:
 
     def answer(self, answer: SideAnswer) -> None:
         """Report to the parent, if there still is one."""
-        import msgspec
-
         with suppress(BrokenPipeError, ValueError):
             self._answers.write(msgspec.json.encode(answer).decode() + "\n")
             self._answers.flush()
@@ -266,8 +265,10 @@ class ProofSide:
                 return
             _settle()
             since_s = perf_counter() - self._began_s - self._recording_s
-            self._orders.answer(self._answer("recorded", seconds=since_s))
+            answer = self._answer("recorded", seconds=since_s)
             self._end_recording()
+            # what other runs of the same script find free while this one stands
+            self._orders.answer(msgspec.structs.replace(answer, device_free_bytes=_device_free_bytes()))
         elif self._left > 1:
             self._left -= 1
             return
@@ -285,6 +286,8 @@ class ProofSide:
         self._recorder = None
         forget_signs()
         _reset_peaks()
+        if _is_device():
+            torch.cuda.empty_cache()
 
     def _answer(
         self,
@@ -294,14 +297,13 @@ class ProofSide:
         error: str = "",
         mean_loss: float | None = None,
     ) -> SideAnswer:
-        is_device = torch.cuda.is_available() and torch.cuda.is_initialized()
+        is_device = _is_device()
         return SideAnswer(
             what=what,
             num_steps=self.num_steps,
             seconds=seconds,
             peak_bytes=_resident_peak_bytes(),
             device_peak_bytes=torch.cuda.max_memory_allocated() + _bytes_of_graphs() if is_device else 0,
-            device_free_bytes=torch.cuda.mem_get_info()[0] if is_device else 0,
             device=torch.cuda.get_device_name() if is_device else "cpu",
             kind=self.kind,
             error=error,
@@ -313,6 +315,14 @@ def _settle() -> None:
     """Let the device finish its queue, so that no stretch of steps pays for another's."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()  # noqa: TID251  # between two stretches, in which nothing is measured
+
+
+def _is_device() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _device_free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] if _is_device() else 0
 
 
 def _bytes_of_graphs() -> int:

@@ -11,6 +11,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import Any, Final, Literal, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -59,9 +60,9 @@ class OptimizerWatched:
         self.num_tensors = len(parameters)
         self.num_elements = sum(p.numel() for p in parameters)
         self.parameter_ids = {id(p) for p in parameters}
-        self.fused_supported = (
-            is_torchs_own(optimizer) and self.name in _HAS_FUSED and all(p.is_floating_point() for p in parameters)
-        )
+        is_dense = not any(p.grad is not None and p.grad.layout != torch.strided for p in parameters)
+        is_of_floats = is_dense and all(p.is_floating_point() for p in parameters)
+        self.fused_supported = is_torchs_own(optimizer) and self.name in _HAS_FUSED and is_of_floats
         self.started_s = 0.0
         self.closure_s = 0.0
         """Seconds of the step in progress that went to its closure: forward and backward, not the optimizer's own work."""

@@ -4,8 +4,8 @@ What        A function of loops over NumPy arrays and numbers gets `@numba.njit`
             where only a loop in it is of numbers, the loop moves to a function of its own. Tensors go in as `.numpy()`, which
             shares their memory.
 Guarantee   BOUNDED: the same operations in the same order; numbers between them may be held in float64 instead of float32.
-Refuses     Loops that draw random numbers, call what is not known to compile, or read objects and lists; machines without Numba
-            (`pip install 'flatout[loops]'`). Tensors that need a gradient or lie on a device fail when it is tried.
+Refuses     Loops that gradients go back through, that draw random numbers, call what is not known to compile, or read objects
+            and lists; machines without Numba (`pip install 'flatout[loops]'`). Tensors on a device fail when it is tried.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     if find_spec("numba") is None:
         raise LeverRefused(_MISSING)
     why = "no line spends its time in a loop of numbers"
-    yield from local_proposals(evidence, findings, edit, else_because=why, cost_fraction=_COST_FRACTION)
+    differentiated = {o.source for o in evidence.operators if o.phase == "backward"}
+    lines = {(evidence.sources[s].file, evidence.sources[s].line) for s in differentiated if s >= 0}
+    of_numbers = [f for f in findings if f.where is None or (f.where.file, f.where.line) not in lines]
+    yield from local_proposals(evidence, of_numbers, edit, else_because=why, cost_fraction=_COST_FRACTION)
 
 
 def edit(text: str, parameters: Parameters) -> str:
