@@ -91,6 +91,45 @@ def test_a_slower_script_is_told_as_slower(folder: Path) -> None:
     assert back.footprints[0].before_bytes > 0
 
 
+def loading(folder: Path, name: str, *, change: str) -> Request:
+    """A script that waits for its loader: two workers take 60 ms for each batch."""
+    path = folder / name
+    path.write_text(
+        textwrap.dedent(
+            f"""
+            import time, torch
+            from torch.utils.data import DataLoader, Dataset
+            class Slow(Dataset):
+                def __len__(self):
+                    return 4000
+                def __getitem__(self, i):
+                    end = time.thread_time() + 0.06
+                    while time.thread_time() < end:
+                        pass
+                    return torch.full((8,), i / 4000)
+            torch.manual_seed(0)
+            net = torch.nn.Linear(8, 8)
+            opt = torch.optim.SGD(net.parameters(), lr=0.01)
+            for x in DataLoader(Slow(), batch_size=1, num_workers=2, prefetch_factor=8):
+                {change}
+                opt.zero_grad()
+                net(x).square().mean().backward()
+                opt.step()
+            """
+        )
+    )
+    return Request(target=str(path))
+
+
+def test_a_side_that_stands_gets_no_batches_ahead(folder: Path) -> None:
+    """20 ms less in the loop gain nothing where each batch is waited for: so it is in a whole run, and in the race."""
+    one, two = loading(folder, "a.py", change="time.sleep(0.02)"), loading(folder, "b.py", change="pass")
+    found = verdict(one, two, is_timed=True, budget_s=3.0, num_processes=1)
+    assert found.speed is not None and found.equality.holds
+    assert found.speed.before_s > 0.025 and found.speed.after_s > 0.025
+    assert found.speed.ratio < 1.3
+
+
 def test_scripts_too_short_to_race_are_started_again(folder: Path) -> None:
     one, two = script(folder, "a.py", change="time.sleep(0.01)", steps=12), script(folder, "b.py", steps=12)
     found = verdict(one, two, is_timed=True)

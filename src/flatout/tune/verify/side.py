@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter
@@ -60,6 +63,8 @@ class SideAnswer(Record, frozen=True, kw_only=True):
     error: str = ""
     mean_loss: float | None = None
     """Of a run that ended after the losses that were asked for."""
+    num_workers: int = 0
+    """Processes that the script has started, as a loader's workers: they hand over their batches in turn."""
 
 
 class Orders:
@@ -275,7 +280,8 @@ class ProofSide:
         else:
             _settle()
             self._orders.answer(self._answer("ran", seconds=perf_counter() - self._began_s))
-        self._left = self._orders.wait()
+        with _standing_workers():
+            self._left = self._orders.wait()
         if not self._left:
             self.remove()
             end_script()
@@ -308,7 +314,30 @@ class ProofSide:
             kind=self.kind,
             error=error,
             mean_loss=mean_loss,
+            num_workers=len(active_children()),
         )
+
+
+@contextmanager
+def _standing_workers() -> Iterator[None]:
+    """The processes that the script has started stand still with it.
+
+    Batches that a loader's workers prepared meanwhile would have the next steps wait for none, and the other side would share its
+    cores with them.
+    """
+    workers = active_children()
+    _send(workers, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _send(workers, signal.SIGCONT)
+
+
+def _send(processes: Sequence[BaseProcess], number: int) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            if process.pid is not None:
+                os.kill(process.pid, number)
 
 
 def _settle() -> None:

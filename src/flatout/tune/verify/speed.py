@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import ceil
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -100,7 +101,9 @@ class Race:
             spent_s += one.seconds + two.seconds
             slower_s = max(one.seconds, two.seconds) / size
             done = max(one.num_steps, two.num_steps)
-            wanted = max(1, min(self._most_steps(done), round(_STRETCH_S / slower_s)))
+            # batches of several workers come in bursts: a stretch has whole cycles of them
+            cycle = max(1, one.num_workers, two.num_workers)
+            wanted = max(1, min(self._most_steps(done), cycle * ceil(_STRETCH_S / slower_s / cycle)))
             if number > _WARM_UP_PAIRS and size >= 0.7 * wanted:
                 self.stretches.append(PairedStretch(one.seconds, two.seconds, size))
                 num = len(self.stretches) - first
