@@ -100,3 +100,23 @@ def test_the_changed_side_alone_fills_its_caches_before_the_race() -> None:
     assert speed.num_first == 108
     assert speed.first_before_s == pytest.approx(1.0 + 100 * speed.before_s)
     assert speed.first_after_s == pytest.approx(100 * 0.04)
+
+
+class Rollouts(Side):
+    """Every 16th step has a rollout before it, of 50 ms; updates take 1 ms."""
+
+    def answer(self, *, timeout_s: float) -> SideAnswer:
+        answer = super().answer(timeout_s=timeout_s)
+        num_rollouts = self._done // 16 - (self._done - self._size) // 16
+        return msgspec.structs.replace(answer, seconds=answer.seconds + 0.05 * num_rollouts)
+
+
+def test_a_stretch_of_updates_has_its_rollouts() -> None:
+    """Updates of half the time: 66 ms become 58 ms between two rollouts, though most updates come without one."""
+    before, after = Rollouts(0.001, flat), Rollouts(0.0005, flat)
+    after.random.seed(1)
+    race = Race(budget_s=12.0, timeout_s=1.0, cycle=16)
+    race.run(before, after)  # type: ignore[arg-type]
+    assert all(s.num_steps % 16 == 0 for s in race.stretches)
+    speed = race.speed()
+    assert speed is not None and speed.ratio == pytest.approx(66 / 58, rel=0.1)

@@ -117,6 +117,15 @@ def ladder_headline(tuned: Tuned) -> str:
     return f"{speed.ratio:.2f}x faster ({speed.low:.2f} - {speed.high:.2f}), {steps}"
 
 
+def _predicted(low: float, high: float) -> str:
+    """A promise as a range; the most alone where it says little.
+
+    >>> _predicted(1.2, 1.5), _predicted(1.0, 10.0)
+    ('1.20 - 1.50x', 'up to 10.0x')
+    """
+    return f"{low:.2f} - {high:.2f}x" if high <= 2 * low else f"up to {high:.1f}x"
+
+
 def _whole_run(tuned: Tuned) -> str:
     """What the plan gains from the start of python on, '' where that is not known."""
     plan, speed = tuned.plan, tuned.proof.speed if tuned.proof is not None else None
@@ -168,7 +177,7 @@ def _row(step: PlanStep, before_s: float | None) -> Row:
         name=planned.id,
         where=_where(planned),
         step_s=step_s,
-        predicted=f"{planned.predicted[0]:.2f} - {planned.predicted[1]:.2f}x" if planned.predicted is not None else "",
+        predicted=_predicted(*planned.predicted) if planned.predicted is not None else "",
         measured=_range(*measured) if measured is not None else "",
         memory=_memory(step.verdict) if step.verdict is not None else "",
         guarantee=_guarantee_text(step.verdict) if step.verdict is not None else planned.guarantee,

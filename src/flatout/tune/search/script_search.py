@@ -245,7 +245,7 @@ def search_script(
     if evidence.workload.device != "cpu":
         terms = msgspec.structs.replace(terms, num_processes=_TRIAL_PROCESSES_ON_DEVICE)
     num_steps = _num_compared(terms.num_steps, evidence.steps.whole_s, settings.budget_s)
-    terms = msgspec.structs.replace(terms, num_steps=num_steps)
+    terms = msgspec.structs.replace(terms, num_steps=num_steps, cycle=_updates_of_a_step(evidence))
     proposed = lever_proposals(evidence, rules, known.values())
     plan = Plan(
         script=str(file),
@@ -301,6 +301,11 @@ def search_script(
 def _num_compared(usual: int, step_s: float, budget_s: float) -> int:
     """How many steps a proof compares: fewer than usual where steps are so long that two proofs would take most of the budget."""
     return max(min(_FEWEST_COMPARED, usual), min(usual, int(_COMPARED_SHARE * budget_s / (_NUM_RECORDINGS * step_s))))
+
+
+def _updates_of_a_step(evidence: Evidence) -> int:
+    """How often the loop updates in one of its steps: more than once in reinforcement learning, after each rollout."""
+    return max(1, round(min((o.calls for o in evidence.optimizers), default=1.0)))
 
 
 def is_text(levers: Iterable[PlannedLever], known: Mapping[str, Lever]) -> bool:

@@ -19,6 +19,10 @@ _FEWEST_PAIRS: Final = 7
 _MOST_PAIRS: Final = 60
 _WARM_UP_PAIRS: Final = 2
 _MOST_STEPS: Final = 2000
+_LONGEST_S: Final = 1.5
+"""Of the slower side, where a stretch is to have whole cycles of a loader's workers: those of longer steps come and go in it."""
+_LONGEST_RACE: Final = 10.0
+"""How many times its budget a race may take for the fewest pairs of whole cycles."""
 _LEAK_FLOOR_BYTES: Final = 32 << 20
 """Allocators round and keep; what grows by less in a race is no leak that could be told."""
 _LEAK_FLOOR_SHARE: Final = 0.1
@@ -46,11 +50,13 @@ class Race:
         precision: float = 0.01,
         num_steps: int = 0,
         warm_up_steps: int = 0,
+        cycle: int = 1,
     ) -> None:
         """`budget_s` is for one run of two processes; `precision` the relative half width of the interval that is enough.
 
         `num_steps` is how many steps the scripts have, if that is known: stretches are so short that enough of them fit in.
-        `warm_up_steps` go by on the changed side before anything is timed: they fill its caches.
+        `warm_up_steps` go by on the changed side before anything is timed: they fill its caches. A stretch has a multiple of
+        `cycle` steps: in reinforcement learning, those between two rollouts.
         """
         self.stretches: list[PairedStretch] = []
         self.has_ended = False
@@ -64,6 +70,7 @@ class Race:
         self._precision = precision
         self._warm_up_steps = warm_up_steps
         self._warmed_s = 0.0
+        self._cycle = cycle
         self.num_steps = num_steps
 
     def started(self, before: SideAnswer, after: SideAnswer) -> None:
@@ -101,8 +108,7 @@ class Race:
             spent_s += one.seconds + two.seconds
             slower_s = max(one.seconds, two.seconds) / size
             done = max(one.num_steps, two.num_steps)
-            # batches of several workers come in bursts: a stretch has whole cycles of them
-            cycle = max(1, one.num_workers, two.num_workers)
+            cycle = self._cycle_of(max(one.num_workers, two.num_workers), slower_s)
             wanted = max(1, min(self._most_steps(done), cycle * ceil(_STRETCH_S / slower_s / cycle)))
             if number > _WARM_UP_PAIRS and size >= 0.7 * wanted:
                 self.stretches.append(PairedStretch(one.seconds, two.seconds, size))
@@ -111,9 +117,14 @@ class Race:
                     return pairs
             elif number >= _WARM_UP_PAIRS:
                 size = wanted
-            if spent_s > 3 * self._budget_s:
+            fewest_s = 2 * (_FEWEST_PAIRS + _WARM_UP_PAIRS) * wanted * slower_s
+            if spent_s > max(3 * self._budget_s, min(fewest_s, _LONGEST_RACE * self._budget_s)):
                 return pairs
         return pairs
+
+    def _cycle_of(self, num_workers: int, step_s: float) -> int:
+        """How many steps belong together: batches of several workers come in bursts, and rollouts between updates."""
+        return max(1, self._cycle, min(num_workers, int(_LONGEST_S / step_s)))
 
     def _warm_up(self, after: SideProcess) -> bool:
         """Take the changed side's steps that come before the race; whether the script has more."""
