@@ -31,14 +31,14 @@ def run_start_s(plan: Plan, script: Request, *, timeout_s: float) -> float | Non
     with tempfile.TemporaryDirectory(prefix="flatout-start-") as folder:
         path = Path(folder) / "plan.toml"
         write_whole_file(path, to_toml(plan))
-        run = [sys.executable, "-m", "flatout", "run", "--plan", str(path), "--print"]
-        run += ["-m", script.target] if script.kind == "module" else [script.target]
+        run = [sys.executable, "-m", "flatout.app.cli.children.planned_run", "--print", str(path)]
+        run += [script.kind, script.target, *script.arguments]
         try:
             bare: list[float] = []
             planned: list[float] = []
             while len(bare) < _NUM_STARTS and sum(bare) < _QUICK_S:
                 bare.append(_seconds([sys.executable, "-c", _BARE], timeout_s))
-                planned.append(_seconds([*run, "--", *script.arguments], timeout_s))
+                planned.append(_seconds(run, timeout_s))
         except (subprocess.SubprocessError, OSError):
             return None
     return max(0.0, min(planned) - min(bare))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 
 def main() -> int:
@@ -43,8 +44,13 @@ def main() -> int:
         return 2
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """Run, and end the process with the script's exit code."""
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    run()
