@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import textwrap
+import time
 from pathlib import Path
 
 import msgspec
@@ -13,7 +16,7 @@ from flatout.core.records.verdict import Verdict
 from flatout.tune.verify.equality import compare_exact
 from flatout.tune.verify.fork_server import fork_servers
 from flatout.tune.verify.proof import ProofTerms, ScriptProver, _num_that_fit, prove_script
-from flatout.tune.verify.side_process import Request
+from flatout.tune.verify.side_process import Request, SideProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
@@ -128,6 +131,33 @@ def test_a_side_that_stands_gets_no_batches_ahead(folder: Path) -> None:
     assert found.speed is not None and found.equality.holds
     assert found.speed.before_s > 0.025 and found.speed.after_s > 0.025
     assert found.speed.ratio < 1.3
+
+
+def test_workers_that_stand_die_with_their_side(folder: Path) -> None:
+    """Of a side that is killed while it stands, nothing is left behind."""
+    request = msgspec.structs.replace(loading(folder, "a.py", change="pass"), num_recorded=2, folder=str(folder))
+    process = SideProcess(request)
+    with process:
+        assert process.answer(timeout_s=60.0).num_workers == 2
+        assert process._child is not None
+        pid = process._child.pid
+        workers = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        deadline = time.monotonic() + 10
+        while {_state(w) for w in workers} != {"T"} and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert [_state(w) for w in workers] == ["T", "T"]
+        os.kill(pid, signal.SIGKILL)
+        while any(_state(w) in ("T", "S", "R") for w in workers) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(_state(w) in ("T", "S", "R") for w in workers)
+
+
+def _state(pid: int) -> str:
+    """The state of a process as Linux has it: R, S, T (stopped), Z; '' when it has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return ""
 
 
 def test_scripts_too_short_to_race_are_started_again(folder: Path) -> None:

@@ -13,9 +13,10 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import active_children
+from multiprocessing.popen_fork import Popen as Forked
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import get_ident
+from threading import current_thread, get_ident, main_thread
 from time import perf_counter
 from typing import IO, Any, Final, Literal
 
@@ -28,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flatout.check.observe.steps.optimizers import Optimizing
 from flatout.core.records.record import Record
+from flatout.core.runtime.fork_server import die_with_parent
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.script import end_script
 from flatout.core.runtime.source_sites import Sites
@@ -130,6 +132,8 @@ class ProofSide:
         self._optimizing.install(self._patches)
         self._optimizing.is_active = True
         self._handles.append(register_optimizer_step_pre_hook(self._before_update))
+        self._patches.set(BaseProcess, "start", _noting_thread(BaseProcess.start))
+        self._patches.set(BaseProcess, "_bootstrap", _dying_with_parent(BaseProcess._bootstrap))  # type: ignore[attr-defined]
         self._patches.set(nn.Module, "__call__", self._watching_calls(nn.Module.__call__))
         self._patches.set(torch.autograd, "backward", self._watching_backward(torch.autograd.backward))
 
@@ -325,12 +329,35 @@ def _standing_workers() -> Iterator[None]:
     Batches that a loader's workers prepared meanwhile would have the next steps wait for none, and the other side would share its
     cores with them.
     """
-    workers = active_children()
+    workers = [w for w in active_children() if isinstance(getattr(w, "_popen", None), Forked) and _is_of_main_thread(w)]
     _send(workers, signal.SIGSTOP)
     try:
         yield
     finally:
         _send(workers, signal.SIGCONT)
+
+
+def _dying_with_parent(bootstrap: Callable[..., int]) -> Callable[..., int]:
+    """Forked processes die with the thread that has forked them: one that stands could not find out that it has gone."""
+
+    def run(self: BaseProcess, *args: Any, **kwargs: Any) -> int:
+        if _is_of_main_thread(self):
+            die_with_parent()
+        return bootstrap(self, *args, **kwargs)
+
+    return run
+
+
+def _noting_thread(start: Callable[..., None]) -> Callable[..., None]:
+    def run(self: BaseProcess, *args: Any, **kwargs: Any) -> None:
+        self._is_of_main_thread = current_thread() is main_thread()  # type: ignore[attr-defined]
+        start(self, *args, **kwargs)
+
+    return run
+
+
+def _is_of_main_thread(process: BaseProcess) -> bool:
+    return getattr(process, "_is_of_main_thread", False)
 
 
 def _send(processes: Sequence[BaseProcess], number: int) -> None:
