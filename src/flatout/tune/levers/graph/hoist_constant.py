@@ -2,7 +2,8 @@
 
 What        In a module's method: constants made of buffers and fixed attributes become buffers, made at the end of `__init__`.
             In a loop: what does not depend on it is computed before it. A function that is called again with equal arguments
-            keeps its results: `functools.cache` where those are texts and numbers, else `flatout.memoise`.
+            keeps its results: `functools.cache` where those are texts and numbers, else `flatout.memoise`. So does an
+            expression of a function's arguments, which becomes a function of its own.
 Guarantee   EXACT: the same operators on the same numbers, once.
 Refuses     What reads weights, the batch, random numbers or anything that is written to; calls that cannot be analysed.
 """
@@ -125,7 +126,7 @@ def edit(text: str, parameters: Parameters) -> str:
     place = find(text, parameters)
     purity = Purity(place.module)
     why: list[str] = []
-    for edit_of in (_in_constructor, _before_loop, _cached_in_function):
+    for edit_of in (_in_constructor, _before_loop, _cached_in_function, _cached_of_arguments):
         try:
             return edit_of(place, purity)
         except EditError as e:
@@ -407,6 +408,34 @@ def _cached_in_function(place: SourcePlace, purity: Purity) -> str:
     [old] = [s for s in module.body if isinstance(s, cst.FunctionDef) and s.name.value == name]
     new = old.with_changes(decorators=[cst.Decorator(decorator=expression(decorator))])
     return with_changes(module, {old: [new]}).code
+
+
+def _cached_of_arguments(place: SourcePlace, purity: Purity) -> str:
+    """An assignment in a function, whose value is made of arguments that nothing writes to, calls a memoised function."""
+    function, statement = place.function, place.statement
+    is_assignment = m.matches(statement, m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget()])]))
+    if function is None or not is_assignment:
+        raise EditError("")
+    assignment = cst.ensure_type(cst.ensure_type(statement, cst.SimpleStatementLine).body[0], cst.Assign)
+    value = assignment.value
+    reads = purity.reads(value)
+    tree = _as_ast([function])
+    arguments = [a.arg for node in tree.body if isinstance(node, ast.FunctionDef) for a in node.args.args]
+    changed = written_names(tree) | {
+        n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
+    names = [a for a in arguments if a in reads.names]
+    outside = sorted((reads.names | reads.globals) - set(names))
+    if not names or reads.attributes or not has_work(value) or changed & set(names):
+        raise EditError("")
+    if any(name in _locals(function) or not purity.is_constant(name) for name in outside):
+        raise EditError("")
+    module = with_import(place.module, "flatout", "memoise")
+    cached = fresh_name(module, f"_{function.name.value.strip('_')}_of_{'_and_'.join(names)}")
+    [head] = statements(f"@memoise\ndef {cached}({', '.join(names)}):\n    return {{value}}\n", value=value)
+    around = next(s for s in module.body if any(node is function for node in nodes_of(cst.FunctionDef, s)))
+    call = expression(f"{cached}({', '.join(names)})")
+    return with_changes(module, {around: [head, with_expression(around, value, call)]}).code
 
 
 def _takes_texts(function: ast.FunctionDef) -> bool:
