@@ -13,7 +13,7 @@ from unittest.mock import patch
 import msgspec
 import pytest
 import torch
-from tests.command_line import flatout
+from tests.command_line import Ended, flatout
 
 from flatout.app.cli.children import planned_run as planned
 from flatout.core.records.lever import PlannedLever
@@ -70,6 +70,12 @@ def write(folder: Path, *levers: PlannedLever, proved_on: Circumstances | None =
     (folder / "plan.toml").write_bytes(to_toml(plan))
 
 
+def here(folder: Path, *arguments: str) -> Ended:
+    """A plain run of a plan in this process, which is put back to what it was."""
+    with patch.object(sys, "path", ["", *sys.path]), torch.autograd.set_detect_anomaly(False):
+        return flatout(*arguments, folder=folder)
+
+
 def go_on_here(program: str, command: list[str], environment: dict[str, str]) -> None:
     """What the process would become, in this one: `python -m MODULE ARGUMENTS`."""
     [python, minus_m, module, *arguments] = command
@@ -95,7 +101,7 @@ def test_an_unchanged_script_runs_with_the_levers_pulled(folder: Path) -> None:
 def test_a_lever_that_met_nothing_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder, FUSED, CHANNELS)
     monkeypatch.setattr("os.execve", go_on_here)
-    done = flatout("run", "--plan", "plan.toml", "train.py", folder=folder)
+    done = here(folder, "run", "--plan", "plan.toml", "train.py")
     assert done.code == 0
     assert "memory.channels-last" in done.err
     assert "fused-optimizer" not in done.err
@@ -187,7 +193,7 @@ def test_a_plan_that_does_not_fit_is_refused_in_one_line(
 ) -> None:
     (folder / "plan.toml").write_text(text)
     monkeypatch.setattr("os.execve", go_on_here)
-    done = flatout("run", "--plan", "plan.toml", "train.py", folder=folder)
+    done = here(folder, "run", "--plan", "plan.toml", "train.py")
     assert (done.code, done.out) == (2, "")
     assert why in done.err
     assert "Traceback" not in done.err
@@ -197,7 +203,7 @@ def test_a_plan_for_another_script_is_refused(folder: Path, monkeypatch: pytest.
     plan = Plan(script="vae.py", script_digest=digest_of_text(b"import vae"), lever=(DEBUG_OFF,))
     (folder / "plan.toml").write_bytes(to_toml(plan))
     monkeypatch.setattr("os.execve", go_on_here)
-    done = flatout("run", "--plan", "plan.toml", "train.py", folder=folder)
+    done = here(folder, "run", "--plan", "plan.toml", "train.py")
     assert (done.code, done.out) == (2, "")
     assert "script: vae.py there, train.py here" in done.err and "Traceback" not in done.err
 
@@ -206,7 +212,7 @@ def test_a_script_that_changed_since_runs_with_a_message(folder: Path, monkeypat
     plan = Plan(script="train.py", script_digest=digest_of_text(b"as it was"), lever=(DEBUG_OFF,))
     (folder / "plan.toml").write_bytes(to_toml(plan))
     monkeypatch.setattr("os.execve", go_on_here)
-    done = flatout("run", "--plan", "plan.toml", "train.py", folder=folder)
+    done = here(folder, "run", "--plan", "plan.toml", "train.py")
     assert done.code == 0
     assert "train.py has changed since the plan was proved" in done.err
 
