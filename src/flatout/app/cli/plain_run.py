@@ -1,4 +1,4 @@
-"""The plain form of `flatout run`, which begins at once: parsing all verbs takes as long as python and torch's first imports."""
+"""The plain form of `flatout run`, which begins at once: no other verb is imported and no help is made for it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import math
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -124,7 +124,7 @@ class ScriptProver:
         self._servers = fork_servers()
         self._recorded: dict[tuple[int, str, int, bool], list[Step]] = {}
         self._unrecordable: dict[tuple[int, str, int, bool], str] = {}
-        """Why steps could not be recorded, which is not tried again."""
+        """Why steps could not be recorded by a process alone, which is not tried again."""
         self.recording_s = 0.0
         """Spent so far on runs that judge what others compute; each is made once for a seed."""
         self._has_ordered_draws = False
@@ -422,12 +422,8 @@ class ScriptProver:
                 ]
                 processes = [stack.enter_context(self._process(request)) for request in requests]
                 for (dtype, noise), process in zip(group, processes, strict=True):
-                    key = (seed, dtype, noise, ordered)
-                    try:
-                        self._recorded[key] = self._recorded_by(process)
-                    except Failed as e:
-                        if "out of memory" not in str(e):  # alone there may be enough
-                            self._unrecordable[key] = str(e)
+                    with suppress(Failed):  # it is run alone where it is wanted, with all the memory
+                        self._recorded[seed, dtype, noise, ordered] = self._recorded_by(process)
 
     @contextmanager
     def _judging(self) -> Iterator[None]:

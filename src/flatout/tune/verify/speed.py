@@ -117,7 +117,7 @@ class Race:
                     return pairs
             elif number >= _WARM_UP_PAIRS:
                 size = wanted
-            fewest_s = 2 * (_FEWEST_PAIRS + _WARM_UP_PAIRS) * wanted * slower_s
+            fewest_s = 2 * (_FEWEST_PAIRS + _WARM_UP_PAIRS) * wanted * slower_s if cycle > 1 else 0.0
             if spent_s > max(3 * self._budget_s, min(fewest_s, _LONGEST_RACE * self._budget_s)):
                 return pairs
         return pairs

@@ -229,5 +229,11 @@ def test_it_offers_itself_where_a_rule_saw_the_loop(tmp_path: Path) -> None:
     [said] = LEVER.propose(evidence, [finding])
     assert isinstance(said, Candidate) and said.parameters["code"] == code
     assert said.saved_s[0] < said.saved_s[1]
+    builder = EvidenceBuilder()
+    builder.operator("aten.mul", builder.line("train.py", number, code), phase="backward")
+    assert finding.where is not None
+    differentiated = msgspec.structs.replace(builder.build(), workload=workload, sources=(finding.where,))
+    [refused] = LEVER.propose(differentiated, [finding])
+    assert isinstance(refused, Refusal)
     [refused] = LEVER.propose(evidence, [])
     assert isinstance(refused, Refusal) and LEVER.edit is edit

@@ -43,6 +43,17 @@ def test_processors_old_gpus_and_scripts_that_allow_it_are_refused() -> None:
     assert "already" in _refusal(run)
 
 
+def test_convolutions_that_run_in_it_already_are_no_reason() -> None:
+    """cuDNN takes TF32 unless it is told not to."""
+    run = EvidenceBuilder(device_s=0.09, machine=_run().machine)
+    line = run.line("train.py", 5, "out = net(x)")
+    run.model(line)
+    run.operator("aten.convolution", line, inputs=[(8, 3, 32, 32), (16, 3, 3, 3)], op_s=0.06)
+    assert "not in TF32 already, are a small part" in _refusal(run)
+    run.setting("cudnn_allow_tf32", "False")
+    assert isinstance(next(iter(LEVER.propose(run.build(), ()))), Candidate)
+
+
 def test_it_is_allowed_also_after_the_script_has_forbidden_it_and_not_afterwards() -> None:
     net, before = nn.Linear(3, 2), (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
     with pulled(LEVER, level="high") as hooks:

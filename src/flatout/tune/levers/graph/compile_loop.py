@@ -66,7 +66,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     why = "no line spends its time in a loop of numbers"
     differentiated = {o.source for o in evidence.operators if o.phase == "backward"}
     lines = {(evidence.sources[s].file, evidence.sources[s].line) for s in differentiated if s >= 0}
-    of_numbers = [f for f in findings if f.where is None or (f.where.file, f.where.line) not in lines]
+    of_numbers = [f for f in findings if not any(s and (s.file, s.line) in lines for s in (f.where, *f.also))]
     yield from local_proposals(evidence, of_numbers, edit, else_because=why, cost_fraction=_COST_FRACTION)
 
 

@@ -1,7 +1,7 @@
 """Activations are kept for the backward instead of computed again, where the memory holds them.
 
-What        Calls of `torch.utils.checkpoint.checkpoint` call their function directly. Batch norms below them update their running
-            statistics as far as both of their forwards did, in one.
+What        Calls of `torch.utils.checkpoint.checkpoint` call their function directly. Batch norms below them that have a momentum
+            update their running statistics as far as both of their forwards did, in one.
 Guarantee   BOUNDED: the same operators on the same numbers. The momentum of those batch norms is rounded.
 Refuses     Runs that recompute nothing, or whose memory would be short without it.
 Costs       Memory: what is kept.
