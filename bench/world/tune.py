@@ -2,12 +2,11 @@
 
 Each training script of the manifest, unchanged, one after the other with nothing beside it:
 
-1. `flatout tune` within the budget: the plan, and whether each lever that was tried got a verdict;
-2. the whole run, process by process in turn, from the start of python to the same step: untouched, `flatout run --plan`, the best
-   cure that the expert measured, and the text that `flatout edit` makes of the plan;
+1. `flatout tune` within the budget, for runs of so many steps as the untouched script takes in `--run-seconds`: the plan, and
+   whether each lever that was tried got a verdict;
+2. the whole run of these steps, process by process in turn, from the start of python to the same step: untouched,
+   `flatout run --plan`, the best cure that the expert measured, and the text that `flatout edit` makes of the plan;
 3. what is learnt: the mean of the last losses on three seeds, with the plan beside without it.
-
-The run is as long as the plan says that it pays, and at least `--run-seconds` of the untouched script.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def main() -> int:
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--budget", default="120s")
-    parser.add_argument("--run-seconds", type=float, default=20.0, help="how long the untouched script runs at least")
+    parser.add_argument("--run-seconds", type=float, default=60.0, help="how long the untouched script runs")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--manifest", type=Path, default=HERE / "manifest")
     parser.add_argument("--python", default=str(BUILD / "venv" / "bin" / "python"))
@@ -79,11 +78,10 @@ class Tuning:
     def row(self) -> dict[str, Any]:
         script = self._script
         folder = lay_out(script, self._options.checkouts, self._work)
-        found = self._tuned(folder)
+        num_steps = self._length(folder)
+        found = self._tuned(self._fresh(), num_steps) | {"num_steps": num_steps}
         if found.get("plan") is None:
             return found
-        num_steps = self._length(folder, found)
-        found["num_steps"] = num_steps
         sides: dict[str, dict[str, Any]] = {"untouched": {}}
         if found["levers"]:
             sides["plan"] = {"plan": self._plan}
@@ -103,11 +101,12 @@ class Tuning:
             }
         return found
 
-    def _tuned(self, folder: Path) -> dict[str, Any]:
+    def _tuned(self, folder: Path, num_steps: int) -> dict[str, Any]:
         script, record = self._script, self._options.plans / f"{self._script.name}.json"
         for old in (record, self._plan):
             old.unlink(missing_ok=True)
         command = [self._options.python, "-m", "flatout", "tune", *script.named, "--budget", self._options.budget]
+        command += ["--run-steps", str(num_steps)]
         command += ["--out", str(self._plan), "--json", str(record), "--", *script.arguments]
         began = monotonic()
         done = _run(command, folder, environment_of(script, with_flatout=True))
@@ -142,16 +141,16 @@ class Tuning:
             "run_start_s": found["plan"].get("run_start_s"),
         }
 
-    def _length(self, folder: Path, found: dict[str, Any]) -> int:
-        """Steps of the whole run: those of `--run-seconds` of the untouched script, or twice what the plan needs to pay."""
+    def _length(self, folder: Path) -> int:
+        """Steps of the whole run: those of `--run-seconds` of the untouched script, by the pace of its first steps."""
         marks = folder.parent / f"{self._script.name}-probe.marks"
         for old in marks.parent.glob(f"{marks.name}.*"):
             old.unlink()
         environment = self._environment() | {"WORLD_MARKS": str(marks), "WORLD_END_S": str(_PROBE_S)}
-        _run([self._options.python, *self._script.command], self._fresh(), environment)
+        _run([self._options.python, *self._script.command], folder, environment)
         stamps = max((p.read_bytes() for p in marks.parent.glob(f"{marks.name}.*")), key=len, default=b"")
         firsts = sum(1 for key, _ in struct.iter_unpack("<Bd", stamps[: len(stamps) // 9 * 9]) if key == 0)
-        return max(20, math.ceil(firsts * self._options.run_seconds / _PROBE_S), 2 * (found["pays_from"] or 0))
+        return max(20, math.ceil(firsts * self._options.run_seconds / _PROBE_S))
 
     def _environment(self, *, with_flatout: bool = False) -> dict[str, str]:
         return environment_of(self._script, with_flatout=with_flatout) | {"WORLD_TIMER": self._script.timer}

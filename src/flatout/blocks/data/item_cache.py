@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from flatout.blocks.data.prefetch import Wrapper
+from flatout.blocks.data.stored_images import stored_images
 
 
 class CachedItems(Wrapper, Dataset[Any]):
@@ -34,14 +35,14 @@ class CachedBatches(Wrapper, Dataset[Any]):
     """Wraps a map-style dataset whose items come out the same each time, and hands out batches collated as torch does by default.
 
     For use with the collate function `identity_collate`. Once all items are there, a batch is cut out of tensors that hold them;
-    the rows of a TensorDataset are cut out from the start.
+    the rows of a TensorDataset, and images that torchvision stores as one array, are cut out from the start.
     """
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset)
         self._items: dict[int, Any] = {}
         self._whole: Any = None
-        self._is_ragged = False
+        self._is_ragged = self._is_begun = False
 
     def __getitem__(self, index: int) -> Any:
         if self._whole is not None:
@@ -52,6 +53,10 @@ class CachedBatches(Wrapper, Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """The batch of these items."""
+        if not self._is_begun:
+            self._is_begun = True
+            images = stored_images(self._wrapped)
+            self._whole = list(images) if images is not None else None
         if self._whole is not None:
             return _cut(self._whole, torch.as_tensor(indices))
         rows = _rows_of(self._wrapped, indices)

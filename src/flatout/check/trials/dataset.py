@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from flatout.blocks.data.stored_images import stored_as
 from flatout.check.observe.collectors.loaders import LoaderUse
 from flatout.check.trials.context import Refused, Scene, TrialEntry
 from flatout.check.trials.subprocess_copy import in_copy
@@ -26,7 +27,7 @@ _DEEPEST: Final = 6
 """Containers and objects inside one another: an item of a data set of graphs takes three."""
 _ENOUGH_S: Final = 0.3
 _MOST_TENSORS: Final = 20_000
-_FACTS: Final = ("repeatable", "views", "takes_batches", "item_by_item")
+_FACTS: Final = ("repeatable", "views", "takes_batches", "item_by_item", "stored_grey", "stored_colour", "normalised")
 _SEED: Final = 20_611
 
 
@@ -36,7 +37,8 @@ def run(trial: TimeDataset, scene: Scene) -> TrialResult:
     The data set is asked in a copy of the process. Parts: seconds of one 'item' and of 'collate', 'item_bytes', 'num_items', and
     'index' where one call with a list of indices gives the batch. Facts: 'repeatable' (the same items come out when asked again
     with other random numbers, so they can be prepared once), 'views' (items are rows of tensors or arrays that the data set
-    holds), 'takes_batches' (a list of indices gives the collated batch), 'item_by_item' (the loader asks for single items).
+    holds), 'takes_batches' (a list of indices gives the collated batch), 'item_by_item' (the loader asks for single items);
+    'stored_grey', 'stored_colour' and 'normalised' for images that torchvision stores in one array.
 
     'repeatable' is left out where items cannot be compared. `cured_s` is then None, and where a batch holds no tensors: nobody
     knows what it would cost from memory.
@@ -105,6 +107,9 @@ def _measure(use: LoaderUse, limit_s: float) -> dict[str, float]:
         "takes_batches": index_s is not None,
         "item_by_item": use.collates,
     }
+    stored = stored_as(dataset)
+    if stored is not None and len(stored.normalised_by) <= 1:
+        result |= {f"stored_{stored.colours}": 1.0, "normalised": float(bool(stored.normalised_by))}
     if index_s is not None:
         result["index"] = index_s * share
     if is_repeatable is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import libcst as cst
 
@@ -146,3 +146,73 @@ def without_argument(call: cst.Call, keyword: str, position: int | None = None) 
 def is_named(node: cst.CSTNode | None, *names: str) -> bool:
     """Whether an expression is one of these names ('True', 'None')."""
     return isinstance(node, cst.Name) and node.value in names
+
+
+class Unpacked(NamedTuple):
+    """Keywords that come out of `**options`: all values that the text has for them, and which are there in any case."""
+
+    values: Mapping[str, tuple[cst.BaseExpression, ...]]
+    certain: frozenset[str]
+
+
+def unpacked(scope: cst.CSTNode, call: cst.Call) -> Unpacked:
+    """What a call may get out of `**options`, from the text of a scope.
+
+    Raises EditError where that is not plain: `options` must be a name that is only assigned, updated with and unpacked, from
+    dictionaries that are written out.
+    """
+    starred = [a for a in call.args if a.star]
+    if not starred:
+        return Unpacked({}, frozenset())
+    if len(starred) > 1 or starred[0].star != "**" or not isinstance(starred[0].value, cst.Name):
+        raise EditError(f"it cannot be told what '{starred[0].star}{code_of(starred[0].value)}' may hold")
+    return _dictionary(scope, starred[0].value.value, ())
+
+
+def _dictionary(scope: cst.CSTNode, name: str, inside: tuple[str, ...]) -> Unpacked:
+    """The dictionary of this name, from all assignments and updates."""
+    problem = EditError(f"it cannot be told what '**{name}' may hold")
+    assigned = [a.value for a in nodes_of(cst.Assign, scope) for t in a.targets if is_named(t.target, name)]
+    updates = [c for c in calls_ending(scope, "update") if len(c.args) == 1 and not c.args[0].star]
+    own = [c.args[0].value for c in updates if is_named(cst.ensure_type(c.func, cst.Attribute).value, name)]
+    num_read = sum(a.star == "**" and is_named(a.value, name) for a in nodes_of(cst.Arg, scope))
+    num_read += sum(is_named(c.args[0].value, name) for c in updates)
+    num_known = len(assigned) + len(own) + num_read
+    if not assigned or name in inside or num_known != sum(n.value == name for n in nodes_of(cst.Name, scope)):
+        raise problem
+    first = [_written_out(scope, source, (*inside, name), problem) for source in assigned]
+    later = [_written_out(scope, source, (*inside, name), problem) for source in own]
+    return Unpacked(_together([*first, *later]), frozenset.intersection(*(one.certain for one in first)))
+
+
+def _written_out(
+    scope: cst.CSTNode, source: cst.BaseExpression, inside: tuple[str, ...], problem: EditError
+) -> Unpacked:
+    """A dictionary that an expression makes."""
+    if isinstance(source, cst.Name):
+        return _dictionary(scope, source.value, inside)
+    if isinstance(source, cst.IfExp):
+        sides = [_written_out(scope, side, inside, problem) for side in (source.body, source.orelse)]
+        return Unpacked(_together(sides), sides[0].certain & sides[1].certain)
+    pairs: dict[str, tuple[cst.BaseExpression, ...]] = {}
+    if isinstance(source, cst.Call) and is_named(source.func, "dict"):
+        for arg in source.args:
+            if arg.keyword is None:
+                raise problem
+            pairs[arg.keyword.value] = (arg.value,)
+    elif isinstance(source, cst.Dict):
+        for element in source.elements:
+            if not isinstance(element, cst.DictElement) or not isinstance(element.key, cst.SimpleString):
+                raise problem
+            pairs[str(element.key.evaluated_value)] = (element.value,)
+    else:
+        raise problem
+    return Unpacked(pairs, frozenset(pairs))
+
+
+def _together(parts: Sequence[Unpacked]) -> dict[str, tuple[cst.BaseExpression, ...]]:
+    found: dict[str, tuple[cst.BaseExpression, ...]] = {}
+    for part in parts:
+        for key, values in part.values.items():
+            found[key] = (*found.get(key, ()), *values)
+    return found

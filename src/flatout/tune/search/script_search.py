@@ -85,7 +85,11 @@ class Pace:
         """Seconds for a comparison of this effort and the final proof after it, whose random numbers are others."""
         took_s = self._took_s or [_FIRST_GUESS_S]
         usual_s = sum(took_s) / len(took_s)
-        return effort * usual_s + _FINAL_SHARE * max(took_s) + max(self._judged_s, default=0.0)
+        return effort * usual_s + self.final_s() + max(self._judged_s, default=0.0)
+
+    def final_s(self) -> float:
+        """Seconds for the final proof, where what judges it is recorded."""
+        return _FINAL_SHARE * max(self._took_s, default=_FIRST_GUESS_S)
 
 
 class ScriptBench:
@@ -159,10 +163,11 @@ class ScriptBench:
 
     def has_time(self, *, is_final: bool, effort: float = 1.0, is_longer: bool = False) -> bool:
         """Whether a comparison of this effort and the final proof after it should end in time; the first one is always made."""
-        if is_final or not self._num_compared:
+        if not is_longer and (is_final or not self._num_compared):
             return True
         more_s = (_LONGER - 1) * self._terms.budget_s if is_longer else 0.0
-        return self._pace.needed_s(effort) + more_s < self._left_s
+        needed_s = self._pace.final_s() if is_final else self._pace.needed_s(effort)
+        return needed_s + more_s < self._left_s
 
     @property
     def _left_s(self) -> float:

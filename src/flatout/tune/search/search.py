@@ -27,6 +27,7 @@ _DOING: Final[Mapping[AttemptKind, str]] = {
     "drop": "trying without {}",
     "again": "racing {} longer",
     "final": "proving all together",
+    "final-again": "racing all together longer",
 }
 _CARRIES_OVER: Final = 1.25
 """What a trial at a line saved, the whole step saves within this factor (35 of 42 scripts, bench/results, check_examples)."""
@@ -111,7 +112,10 @@ class LeverBench(Protocol):
         """
 
     def has_time(self, *, is_final: bool, effort: float = 1.0, is_longer: bool = False) -> bool:
-        """Whether the budget allows another comparison, of this effort; the final one is always kept room for."""
+        """Whether the budget allows another comparison, of this effort; the final one is always kept room for.
+
+        The final one itself is always made; once more, and longer, in time that is left.
+        """
 
 
 def search_levers(
@@ -389,6 +393,8 @@ class _LeverSearch:
         objective: Objective = "memory" if self._needed else "time"
         while self._plan:
             verdict = self._try("final", self._plan, self._plan[-1], objective)
+            if verdict is not None and verdict.outcome == "unknown" and _may_be_faster(verdict):
+                verdict = self._try("final-again", self._plan, self._plan[-1], objective) or verdict
             if verdict is not None and verdict.outcome == "proved" and not self._is_over(verdict):
                 return LeverSearchResult(self._plan, verdict, tuple(dict.fromkeys(self.left_out)), self._is_complete)
             why = _words(verdict) if verdict is not None else "there was no time left to prove it"
@@ -422,19 +428,23 @@ class _LeverSearch:
         self, kind: AttemptKind, after: tuple[PlannedLever, ...], lever: PlannedLever, objective: Objective
     ) -> Verdict | None:
         """The Verdict, from the log where it is known; None when the time is up."""
-        before = () if kind == "final" else self._plan
+        is_final, is_longer = kind in ("final", "final-again"), kind in ("again", "final-again")
+        before = () if is_final else self._plan
         known = self._log.find(kind, before, after)
         if known is not None:
             return known.verdict
         effort = self._goal.effort_of(self._levers[lever.id]) if kind in ("add", "swap", "again") else 1.0
-        if not self._bench.has_time(is_final=kind == "final", effort=effort, is_longer=kind == "again"):
+        if not self._bench.has_time(is_final=is_final, effort=effort, is_longer=is_longer):
             return None
         self._on_progress(f"{_DOING[kind].format(lever.id)} (best so far {self._goal.step_s / self._left_s:.2f}x)")
-        verdict = self._bench.compare(
-            before, after, objective=objective, is_final=kind == "final", is_longer=kind == "again"
-        )
+        verdict = self._bench.compare(before, after, objective=objective, is_final=is_final, is_longer=is_longer)
         self._log.add(Attempt(kind=kind, before=before, after=after, lever=lever.id, verdict=verdict))
         return verdict
+
+
+def _may_be_faster(verdict: Verdict) -> bool:
+    """Whether a longer race may show that what is equal is faster."""
+    return bool(verdict.equality.holds) and verdict.speed is not None and verdict.speed.ratio > _WORTH_A_LONGER_RACE
 
 
 def _words(verdict: Verdict) -> str:

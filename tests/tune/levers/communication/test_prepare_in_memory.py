@@ -143,6 +143,10 @@ class Squares(Dataset):
 def batches():
     torch.manual_seed(0)
     rows = TensorDataset(torch.arange(9.0), torch.arange(9))
+    options = {{"batch_size": 2, "shuffle": True}}
+    if rows is not None:
+        workers = dict(drop_last=True, timeout=0, prefetch_factor=None)
+        options.update(workers)
     {loader}
     return [batch for _ in range(2) for batch in loader]
 """
@@ -153,6 +157,14 @@ LOADERS = {
     ),
     "rows in order": ("loader = DataLoader(rows, 4)", "BatchSampler(SequentialSampler(rows), 4, drop_last=False)"),
     "items": ("loader = DataLoader(Squares(), batch_size=2, shuffle=True, num_workers=1)", "[dataset[i] for i in"),
+    "rows, options elsewhere": (
+        "loader = DataLoader(rows, **options)",
+        'BatchSampler(RandomSampler(rows), options["batch_size"], drop_last=options.get("drop_last", False))',
+    ),
+    "items, options elsewhere": (
+        "loader = DataLoader(Squares(), **options)",
+        "DataLoader(items, **{k: v for k, v in options.items() if k not in (",
+    ),
     "items, collated": ("loader = DataLoader(Squares(), 2, collate_fn=list)", "DataLoader(items, 2, collate_fn=list)"),
 }
 
@@ -179,6 +191,9 @@ def test_the_edited_script_makes_the_same_batches(name: str) -> None:
         ("loader = DataLoader(rows, 2); print(len(loader.dataset))", "read elsewhere|alone"),
         ("loader = DataLoader(rows, batch_sampler=[[1], [2]])", "batch_sampler"),
         ("loader = list(DataLoader(rows, 2))", "alone"),
+        ("loader = DataLoader(rows, **options, collate_fn=options.get('list'))", "cannot be told"),
+        ("loader = DataLoader(rows, **dict(batch_size=2))", "cannot be told"),
+        ("loader = DataLoader(Squares(), **{**options})", "cannot be told"),
     ],
 )
 def test_the_edit_is_refused(loader: str, why: str) -> None:

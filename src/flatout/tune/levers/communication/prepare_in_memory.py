@@ -23,12 +23,21 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
 from flatout.core.records.trial import TrialResult
 from flatout.machine.cost.feeding import fetch_trial, fits_memory
-from flatout.tune.rewrite.calls import argument, is_named, with_calls, without_argument
+from flatout.tune.rewrite.calls import with_calls
 from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import
-from flatout.tune.rewrite.source import code_of, find, fresh_name, readable_place, statements, with_changes
+from flatout.tune.rewrite.loader_calls import WORKER_OPTIONS, LoaderCall
+from flatout.tune.rewrite.source import (
+    SourcePlace,
+    code_of,
+    find,
+    fresh_name,
+    nodes_of,
+    readable_place,
+    statements,
+    with_changes,
+)
 
-_WORKERS: Final = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
 _LOADER: Final = "torch.utils.data.DataLoader"
 _ROWS: Final = "torch.utils.data.TensorDataset"
 _CACHING_COST: Final = 0.1
@@ -58,12 +67,22 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     datasets = tuple(sorted({one.dataset for one, _ in able}))
     yield Candidate(
         # a loader that is made in somebody else's file is wrapped all the same
-        parameters={"datasets": datasets} | readable_place(evidence, constructor),
+        parameters={"datasets": datasets} | readable_place(evidence, constructor) | _stored(evidence, loader),
         saved_s=(share * low, max(share * low, share * max(high, waited_s))),
         where=constructor,
         warm_up_steps=max(_steps_per_epoch(evidence, one) for one, _ in able),
         because=f"each step waits for a batch of {loader.dataset}, whose items come out the same each time",
     )
+
+
+def _stored(evidence: Evidence, loader: Loader) -> Parameters:
+    """How torchvision stores the images, where their tensors can be written as one formula."""
+    result = fetch_trial(evidence, evidence.loaders.index(loader))
+    facts = result.facts if result is not None else {}
+    colours = next((name for name in ("grey", "colour") if facts.get(f"stored_{name}")), None)
+    if colours is None or loader.has_own_collate:
+        return {}
+    return {"images": colours, "normalised": facts.get("normalised", False)}
 
 
 def _steps_per_epoch(evidence: Evidence, loader: Loader) -> int:
@@ -107,7 +126,7 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
             arguments["dataset"] = CachedItems(dataset)
         if arguments.get("persistent_workers"):
             lasting.append(arguments["dataset"])
-        for name in _WORKERS:
+        for name in WORKER_OPTIONS:
             arguments.pop(name, None)  # a worker's copy of what was kept would be lost with it
         hooks.note(LEVER.id)
 
@@ -130,7 +149,7 @@ def _once_seeded(original: Callable[[Any], Any], lasting: list[Any]) -> Callable
 
 
 def edit(text: str, parameters: Parameters) -> str:
-    """Select rows of a TensorDataset by whole batches; put other items in a list before the loop.
+    """Select rows of a TensorDataset, or of images that are stored as one array, by whole batches; put other items in a list.
 
     Raises EditError where the loader is not plainly made.
     """
@@ -138,18 +157,60 @@ def edit(text: str, parameters: Parameters) -> str:
     pair = assignment(place.statement)
     if pair is None or not isinstance(pair[1], cst.Call) or call_name(place.module, pair[1].func) != _LOADER:
         raise EditError(f"'{string(parameters, 'code')}' does not make a loader alone")
-    loader = pair[1]
-    arguments = argument(loader, "dataset", 0)
-    if arguments is None:
-        raise EditError("the loader is made without a dataset")
     if _dataset_is_read(place.module, pair[0]):
         raise EditError("the loader's dataset is read elsewhere")
+    scope = place.function or place.module
+    loader = LoaderCall(pair[1], scope)
     for word in ("worker_init_fn", "batch_sampler", "persistent_workers"):
-        if argument(loader, word) is not None:
+        if loader.value(word) is not None:
             raise EditError(f"the loader is made with {word}")
-    if _is_rows(place.module, place.function or place.module, arguments) and argument(loader, "collate_fn") is None:
-        return _by_batches(place.module, loader, arguments).code
-    return _from_list(place.module, place.statement, loader, arguments).code
+    dataset, has_collate = loader.dataset, loader.value("collate_fn") is not None
+    if not has_collate and _is_rows(place.module, scope, dataset):
+        if not isinstance(dataset, cst.Name):
+            raise EditError(f"'{code_of(dataset)}' has no name of its own")
+        return _with_samplers(_with_loader(place, loader.call, loader.by_batches(dataset.value), [])).code
+    new: list[cst.BaseStatement] = []
+    if not isinstance(dataset, cst.Name):
+        name = fresh_name(place.module, "dataset")
+        new += statements(f"{name} = {{dataset}}", dataset=dataset)
+        dataset = cst.Name(name)
+    data, items = dataset.value, fresh_name(place.module, "items")
+    if has_collate or "images" not in parameters:
+        new += statements(f"{items} = [{data}[i] for i in range(len({data}))]")
+        return _with_loader(place, loader.call, loader.of_items(items), new).code
+    new += statements(f"{items} = TensorDataset({_whole(data, parameters)})")
+    module = _with_samplers(_with_loader(place, loader.call, loader.by_batches(items), new))
+    return with_import(module, "torch.utils.data", "TensorDataset").code
+
+
+def _whole(data: str, parameters: Parameters) -> str:
+    """All images and targets, as ToTensor and Normalize make them."""
+    is_grey = string(parameters, "images") == "grey"
+    images = f"{data}.data[:, None]" if is_grey else f"torch.from_numpy({data}.data).permute(0, 3, 1, 2).contiguous()"
+    images = f"{images}.float() / 255"
+    targets = f"{data}.targets" if is_grey else f"torch.tensor({data}.targets)"
+    normalised = f"{data}.transform.transforms[1]({images})" if parameters.get("normalised") else images
+    return f"{normalised}, {targets}"
+
+
+def _with_loader(
+    place: SourcePlace, loader: cst.Call, call: cst.Call, before: Sequence[cst.BaseStatement]
+) -> cst.Module:
+    """The file with this call in the place of the loader's, and statements before it."""
+    line = with_calls(cst.Module(body=[place.statement]), [loader], lambda _: call).body[0]  # type: ignore[list-item]
+    assert isinstance(line, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
+    if not before:
+        return with_changes(place.module, {place.statement: [line]})
+    return with_changes(place.module, {place.statement: [*before, line.with_changes(leading_lines=())]})
+
+
+def _with_samplers(module: cst.Module) -> cst.Module:
+    """The file with imports of the samplers that it names."""
+    used = {n.value for n in nodes_of(cst.Name, module)}
+    for name in ("SequentialSampler", "RandomSampler", "BatchSampler"):
+        if name in used and call_name(module, cst.Name(name)) != f"torch.utils.data.{name}":
+            module = with_import(module, "torch.utils.data", name)
+    return module
 
 
 def _dataset_is_read(module: cst.Module, loader: cst.BaseExpression) -> bool:
@@ -171,61 +232,6 @@ def _targets(assign: cst.CSTNode) -> list[str]:
     if isinstance(assign, cst.AnnAssign):
         return [code_of(assign.target)]
     return [code_of(t.target) for t in cst.ensure_type(assign, cst.Assign).targets]
-
-
-def _by_batches(module: cst.Module, loader: cst.Call, dataset: cst.BaseExpression) -> cst.Module:
-    """`DataLoader(rows, sampler=BatchSampler(RandomSampler(rows), 32, drop_last=True), batch_size=None)`."""
-    if not isinstance(dataset, cst.Name):
-        raise EditError(f"'{code_of(dataset)}' has no name of its own")
-    size, drop = argument(loader, "batch_size", 1), argument(loader, "drop_last", 8)
-    shuffle, sampler = argument(loader, "shuffle", 2), argument(loader, "sampler", 3)
-    generator = argument(loader, "generator")
-    rows = code_of(dataset)
-    if sampler is not None:
-        order = code_of(sampler)
-    elif is_named(shuffle, "True"):
-        order = f"RandomSampler({rows}{f', generator={code_of(generator)}' if generator is not None else ''})"
-    elif shuffle is None or is_named(shuffle, "False"):
-        order = f"SequentialSampler({rows})"
-    else:
-        raise EditError(f"'shuffle={code_of(shuffle)}' is decided when it runs")
-    length = code_of(size) if size is not None else "1"
-    batches = f"BatchSampler({order}, {length}, drop_last={code_of(drop) if drop is not None else 'False'})"
-    named = {k.keyword.value: code_of(k.value) for k in loader.args if k.keyword is not None}
-    keywords = [f", {word}={named[word]}" for word in ("pin_memory", "generator") if word in named]
-    new = f"{code_of(loader.func)}({rows}, sampler={batches}, batch_size=None{''.join(keywords)})"
-    module = with_calls(module, [loader], lambda _: cst.ensure_type(cst.parse_expression(new), cst.Call))
-    for name in (order.split("(")[0] if sampler is None else "", "BatchSampler"):
-        if name and call_name(module, cst.Name(name)) != f"torch.utils.data.{name}":
-            module = with_import(module, "torch.utils.data", name)
-    return module
-
-
-def _from_list(
-    module: cst.Module, statement: cst.BaseStatement, loader: cst.Call, dataset: cst.BaseExpression
-) -> cst.Module:
-    """`items = [data[i] for i in range(len(data))]`, and the loader of these, without workers."""
-    items = fresh_name(module, "items")
-    new: list[cst.BaseStatement] = []
-    if not isinstance(dataset, cst.Name):
-        name = fresh_name(module, "dataset")
-        new += statements(f"{name} = {{dataset}}", dataset=dataset)
-        dataset = cst.Name(name)
-    data = dataset.value
-    new += statements(f"{items} = [{data}[i] for i in range(len({data}))]")
-
-    def changed(call: cst.Call) -> cst.Call:
-        for name in _WORKERS:
-            call = without_argument(call, name)
-        first = call.args[0]
-        if first.keyword is not None and first.keyword.value != "dataset":
-            raise EditError("the dataset is not the loader's first argument")
-        return call.with_changes(args=[first.with_changes(value=cst.Name(items)), *call.args[1:]])
-
-    line = with_calls(cst.Module(body=[statement]), [loader], changed).body[0]  # type: ignore[list-item]
-    assert isinstance(line, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
-    new.append(line.with_changes(leading_lines=()))
-    return with_changes(module, {statement: new})
 
 
 LEVER = lever(__name__, propose, apply=apply, edit=edit, title="Items made once, batches cut from tensors")
