@@ -163,6 +163,7 @@ class LoopObserver:
             observation.is_device = observation.finds_device() if kind != "call" else self._is_call_on_device
             observation.timeline = PhaseTimeline(use_events=observation.is_device)
             observation.mode = Mode.WARM_UP
+            self.schedule = self.schedule.after_restart(observation.num_steps)
             observation.num_steps = observation.num_light = 0
             observation.optimizing.restart()
             observation.times.light_s = 0.0
@@ -255,10 +256,20 @@ class LoopObserver:
         elif mode is Mode.LIGHT:
             observation.times.light_s += duration_s
             observation.num_light += 1
+            if observation.place is None:  # ranks look at the same steps
+                self.schedule = self._for_long_steps(calls[0])
         if mode is not Mode.LIGHT:
             for collector in reversed(observation.collectors):  # what was patched last is put back first
                 collector.end(mode)
         self._report_end(mode, duration_s)
+
+    def _for_long_steps(self, num_calls: int) -> Schedule:
+        observation, light_s = self.observation, self.observation.times.light_s
+        if observation.num_steps > self.schedule.num_before_looks(is_device=observation.is_device):
+            return self.schedule
+        return self.schedule.for_long_steps(
+            num_steps=observation.num_steps, light_elapsed_s=light_s, num_calls=num_calls
+        )
 
     def _report_end(self, mode: Mode | None, duration_s: float) -> None:
         step = EndedStep(mode, self.observation.timeline.num_ended - 1, duration_s)

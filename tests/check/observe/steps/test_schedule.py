@@ -68,3 +68,32 @@ def test_a_block_leaves_no_close_look_out(num_steps: int, is_device: bool) -> No
         )  # the steps of the block, and the watched one after it
     ]
     assert set(skipped) == {Mode.LIGHT}
+
+
+def test_of_long_steps_fewer_are_waited_for() -> None:
+    schedule = Schedule(observe_s=8.0)
+    early = schedule.for_long_steps(num_steps=5, light_elapsed_s=10.0, num_calls=2)
+    assert early is schedule  # two light steps are too few
+    enough = schedule.for_long_steps(num_steps=6, light_elapsed_s=3.0, num_calls=2)
+    assert enough.num_before_looks(is_device=True) == 6
+    assert [mode_after(enough, n) for n in (5, 6, 7)] == [Mode.LIGHT, Mode.READS, Mode.KERNELS]
+    short = schedule.for_long_steps(num_steps=6, light_elapsed_s=0.1, num_calls=2)
+    assert short.num_before_looks(is_device=True) == Schedule().num_before_looks(is_device=True)
+
+
+def test_long_steps_of_many_calls_are_not_looked_at_for_their_memory() -> None:
+    schedule = Schedule(deep_budget_s=15.0)
+    for num_calls, num_memory in ((2, 1), (2048, 0)):
+        assert schedule.for_long_steps(num_steps=6, light_elapsed_s=11.0, num_calls=num_calls).num_memory == num_memory
+    assert schedule.for_long_steps(num_steps=6, light_elapsed_s=0.5, num_calls=2048).num_memory == 1
+
+
+def test_steps_by_another_border_were_a_warm_up() -> None:
+    assert Schedule().after_restart(100).num_warm_up == 1
+    assert Schedule().after_restart(2).num_warm_up == Schedule().num_warm_up
+
+
+def mode_after(schedule: Schedule, num_steps: int) -> Mode:
+    return schedule.mode(
+        num_steps=num_steps, deep_elapsed_s=0.0, light_elapsed_s=0.0, deep_allowed=True, is_device=True
+    )

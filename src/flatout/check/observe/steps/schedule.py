@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final
 
+import msgspec
+
 from flatout.core.records.progress import Doing
 from flatout.core.records.record import Record
 
@@ -24,6 +26,13 @@ class Mode(Enum):
     MEMORY = "memory"
     DEEP = "deep"
     DONE = "done"
+
+
+_ENOUGH_LIGHT: Final = 0.25
+"""Of `observe_s`: light steps before the profiler of a device, where the full number of them would take longer."""
+_MEMORY_COST: Final = 8.0
+"""How many times as long a step of many calls takes that is looked at for its memory (PPO with 320 updates: 31 and 3.7 s)."""
+_MANY_CALLS: Final = 100
 
 
 class Schedule(Record, frozen=True, kw_only=True):
@@ -50,6 +59,26 @@ class Schedule(Record, frozen=True, kw_only=True):
     """Besides, for trials that compile: 15 to 25 s for the blocks of a transformer on two cores (EPYC, torch 2.13)."""
     observe_s: float = 30.0
     max_light: int = 20_000
+
+    def after_restart(self, num_steps: int) -> Schedule:
+        """The schedule once steps are counted anew, after so many by another border: they were a warm-up, too."""
+        return msgspec.structs.replace(self, num_warm_up=1) if num_steps > self.num_warm_up else self
+
+    def for_long_steps(self, *, num_steps: int, light_elapsed_s: float, num_calls: int) -> Schedule:
+        """The schedule after a light step before the close looks: of steps that are long, fewer are waited for and looked at.
+
+        `num_calls` are calls of models in the step: where they are many, a look at its memory takes several times as long.
+        """
+        num_light = num_steps - self.num_warm_up
+        if num_light < self.num_light_before:
+            return self
+        has_enough = light_elapsed_s > _ENOUGH_LIGHT * self.observe_s and num_light < self.num_light_on_device
+        is_too_long = num_calls >= _MANY_CALLS and _MEMORY_COST * light_elapsed_s > num_light * self.deep_budget_s
+        return msgspec.structs.replace(
+            self,
+            num_light_on_device=num_light if has_enough else self.num_light_on_device,
+            num_memory=0 if is_too_long else self.num_memory,
+        )
 
     def trials_limit_s(self, step_s: float) -> float:
         """Seconds for all trials: a short observation is not followed by long trials, and long steps take longer to try."""
