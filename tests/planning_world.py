@@ -28,12 +28,17 @@ class World:
         later_s: Mapping[str, float] | None = None,
         num_run: int = 0,
         noise: float = 0.01,
+        final_noise: float | None = None,
+        latest: int = 1000,
     ) -> None:
         """`later_s`: what levers add to the first 8 steps; `num_run`: the steps that the script has, where it ends.
 
-        `noise` is the half width of the interval of a ratio, relative to it; a quarter of that in a longer race.
+        `noise` is the half width of the interval of a ratio, relative to it; a quarter of that in a longer race and, where
+        `final_noise` is not another, in the final one. After `latest` comparisons the final one would end too late.
         """
         self.noise = noise
+        self.final_noise = noise / 4 if final_noise is None else final_noise
+        self.latest = latest
         self.later_s = dict(later_s or {})
         self.num_run = num_run
         self.smaller = dict(smaller or {})
@@ -58,7 +63,10 @@ class World:
         return not self.wrong & {p.id for p in levers}
 
     def has_time(self, *, is_final: bool, effort: float = 1.0, is_longer: bool = False) -> bool:
-        return is_final or self.num_compared < self.most
+        return (is_final and not is_longer) or self.num_compared < self.most
+
+    def is_late(self) -> bool:
+        return self.num_compared >= self.latest
 
     def peak_bytes(self, levers: Sequence[PlannedLever]) -> int:
         return PEAK_BYTES - sum(self.smaller.get(p.id, 0) for p in levers)
@@ -73,7 +81,7 @@ class World:
         is_longer: bool = False,
     ) -> Verdict:
         self.num_compared += 1
-        noise = self.noise / 4 if is_longer or is_final else self.noise
+        noise = self.noise / 4 if is_longer else self.final_noise if is_final else self.noise
         ids = {p.id for p in after}
         ratio = self.step_s(before) / self.step_s(after)
         first_s = [1.0 + sum(self.later_s.get(p.id, 0.0) for p in side) for side in (before, after)]

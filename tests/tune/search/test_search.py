@@ -251,6 +251,25 @@ def test_what_noise_hid_is_raced_longer_in_the_time_that_is_left() -> None:
     assert not hurried.levers and [one.lever for one in hurried.left_out] == ["a"]
 
 
+def test_a_final_proof_that_noise_hides_is_raced_longer_in_the_time_that_is_left() -> None:
+    log = SearchLog()
+    result = found(World({"a": 0.93}, final_noise=0.1), [candidate("a", 0.01)], log=log)
+    assert ids(result) == ["a"]
+    assert [a.kind for a in log.attempts] == ["add", "final", "final-again"]
+    hurried = found(World({"a": 0.93}, final_noise=0.1, most=1), [candidate("a", 0.01)])
+    assert not hurried.levers
+
+
+def test_one_lever_that_was_compared_with_the_untouched_script_needs_no_final_proof_when_the_time_is_up() -> None:
+    log = SearchLog()
+    result = found(World({"a": 0.6}, latest=1), [candidate("a", 0.04)], log=log)
+    assert ids(result) == ["a"] and result.proof is log.attempts[0].verdict
+    small, two = SearchLog(), SearchLog()
+    found(World({"a": 0.95}, latest=1), [candidate("a", 0.01)], log=small)
+    found(World({"a": 0.6, "b": 0.7}, latest=1), [candidate("a", 0.04), candidate("b", 0.03)], log=two)
+    assert small.attempts[-1].kind == two.attempts[-1].kind == "final"
+
+
 def test_a_lever_that_may_help_is_not_taken_out_for_noise() -> None:
     """Each gains 7 %, and leaving one out cannot be told from noise."""
     world = World({"a": 0.93, "b": 0.93}, noise=0.06)

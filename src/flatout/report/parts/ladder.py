@@ -110,11 +110,17 @@ def ladder_headline(tuned: Tuned) -> str:
     if not plan.lever or proof is None or proof.speed is None:
         return f"No plan: {plan.because or 'nothing that was tried is equal and faster'}."
     speed = proof.speed
-    steps = f"{duration(speed.before_s)} -> {duration(speed.after_s)} a step, proved {_guarantee_text(proof)} on fresh seeds"
+    steps = f"{duration(speed.before_s)} -> {duration(speed.after_s)} a step, proved {_guarantee_text(proof)} {_on_seeds(tuned)}"
     if not speed.is_faster and proof.footprints:
         print_ = proof.footprints[-1]
         return f"{size(print_.before_bytes)} -> {size(print_.after_bytes)} at the peak, {steps}"
     return f"{speed.ratio:.2f}x faster ({speed.low:.2f} - {speed.high:.2f}), {steps}"
+
+
+def _on_seeds(tuned: Tuned) -> str:
+    """Whether what was proved was proved once more on random numbers that nothing was chosen with."""
+    is_trial = any(a.verdict == tuned.proof for a in tuned.attempts if a.kind in ("add", "swap", "again"))
+    return "in its trial (no time was left for fresh seeds)" if is_trial else "on fresh seeds"
 
 
 def _predicted(low: float, high: float) -> str:

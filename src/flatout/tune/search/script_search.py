@@ -169,6 +169,10 @@ class ScriptBench:
         needed_s = self._pace.final_s() if is_final else self._pace.needed_s(effort)
         return needed_s + more_s < self._left_s
 
+    def is_late(self) -> bool:
+        """Whether the final proof, and what judges it, would end after the budget."""
+        return self._pace.needed_s(0.0) > self._left_s
+
     @property
     def _left_s(self) -> float:
         return self._deadline_s - monotonic()

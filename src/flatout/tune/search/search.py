@@ -112,10 +112,13 @@ class LeverBench(Protocol):
         """
 
     def has_time(self, *, is_final: bool, effort: float = 1.0, is_longer: bool = False) -> bool:
-        """Whether the budget allows another comparison, of this effort; the final one is always kept room for.
+        """Whether the budget allows another comparison, of this effort; the final one is always left room for.
 
         The final one itself is always made; once more, and longer, in time that is left.
         """
+
+    def is_late(self) -> bool:
+        """Whether a final comparison would end after the budget."""
 
 
 def search_levers(
@@ -391,6 +394,9 @@ class _LeverSearch:
     def finish(self) -> LeverSearchResult:
         """Prove all together against the untouched script, with fresh seeds; what cannot be proved loses its last lever."""
         objective: Objective = "memory" if self._needed else "time"
+        alone = self._proved_alone()
+        if alone is not None and self._bench.is_late():
+            return LeverSearchResult(self._plan, alone, tuple(dict.fromkeys(self.left_out)), self._is_complete)
         while self._plan:
             verdict = self._try("final", self._plan, self._plan[-1], objective)
             if verdict is not None and verdict.outcome == "unknown" and _may_be_faster(verdict):
@@ -401,6 +407,15 @@ class _LeverSearch:
             self._leave_out(self._plan[-1].id, f"all together: {why}", _gain(self._plan[-1:]))
             self._plan = self._plan[:-1]
         return LeverSearchResult((), None, tuple(dict.fromkeys(self.left_out)), self._is_complete)
+
+    def _proved_alone(self) -> Verdict | None:
+        """The Verdict that compared this plan, of one lever, with the untouched script, where its gain is beyond doubt."""
+        kinds: tuple[AttemptKind, ...] = ("again", "add", "swap")
+        attempts = [a for kind in kinds if (a := self._log.find(kind, (), self._plan))] if len(self._plan) == 1 else []
+        verdict = attempts[0].verdict if attempts else None
+        if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
+            return None
+        return verdict if verdict.speed.low >= _WORTH_DIGITS else None
 
     def _why_not(self, candidate: Candidate, lever: Lever) -> str:
         most = self._most_gain(candidate)

@@ -41,6 +41,20 @@ def test_a_module_is_compiled_in_place_at_its_first_call_and_afterwards_not() ->
     assert torch.equal(output, expected)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_nothing_is_compiled_anew_for_an_epochs_smaller_last_batch() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+    torch._dynamo.reset()
+    with pulled(LEVER, backend="eager"):
+        for _ in range(20):
+            net(torch.randn(8, 4))
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        x = torch.randn(3, 4)
+        output = net(x)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before > 0
+    assert torch.equal(output, net(x))
+
+
 def _parameters(run: EvidenceBuilder) -> list[Parameters]:
     return [c.parameters for c in LEVER.propose(run.build(), ()) if isinstance(c, Candidate)]
 

@@ -2,6 +2,7 @@
 
 What        `model.compile(...)` at its first call, in place; or each of its repeated blocks alone, which compiles one block for
             all (`regions`: the paths of the containers that hold them). `mode` and `dynamic` are those of torch.compile.
+            Shapes that come first after many calls and rarely, as an epoch's smaller last batch, are computed as before.
 Guarantee   BOUNDED: sums in other orders, fused multiply-adds. With `fallback_random` random masks (dropout) are drawn as they
             are without compiling, so that steps can be compared; without it they are other numbers of the same distribution.
 Refuses     Scripts that compile already; models whose calls are a small part of the step.
@@ -20,6 +21,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.accounting import host_seconds, model_seconds
 from flatout.machine.cost.compiling import block_containers, draws_in_model, has_changing_shapes
+from flatout.tune.levers.usual_shapes import UsualShapes
 from flatout.tune.rewrite.models import behind_model
 
 if TYPE_CHECKING:
@@ -109,6 +111,8 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         before = [(one, one._compiled_call_impl) for one in modules]
         for one in modules:
             one.compile(**options)
+            if "dynamic" not in options and one._compiled_call_impl is not None:
+                one._compiled_call_impl = UsualShapes(one._compiled_call_impl, one._call_impl)
         if modules:
             hooks.note(LEVER.id)
 

@@ -1,0 +1,60 @@
+"""Compiled calls for shapes that usually come; a rare one, as an epoch's smaller last batch, is computed without compiling."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from flatout.core.tensors.nests import tensors_in
+
+_EARLY: Final = 16
+"""Calls, with and without gradients each, whose shapes are compiled at once: those that a proof compares are among them."""
+_RAGGED: Final = 3
+"""So many kinds of shapes among the early calls: batches vary, and one dynamic graph is for all of them."""
+_FEWEST: Final = 20
+_USUAL_SHARE: Final = 0.1
+"""Of the calls since it came first: what is rarer never earns back a compilation, which takes as long as hundreds of calls."""
+
+
+class UsualShapes:
+    """Calls `compiled` for shapes that come usually, and `plain` for those that are rare: nothing is compiled anew for them."""
+
+    def __init__(self, compiled: Callable[..., Any], plain: Callable[..., Any]) -> None:
+        self._compiled = compiled
+        self._plain = plain
+        self._num_calls: Counter[bool] = Counter()
+        self._usual: set[tuple[bool, Hashable]] = set()
+        self._rare: dict[tuple[bool, Hashable], tuple[int, int]] = {}
+        """Calls of a rare kind, and of all kinds when it came first."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._compiled(*args, **kwargs)
+        return (self._compiled if self._is_usual(_shapes(args, kwargs)) else self._plain)(*args, **kwargs)
+
+    def _is_usual(self, shapes: Hashable) -> bool:
+        has_gradients = torch.is_grad_enabled()
+        self._num_calls[has_gradients] += 1
+        kind, num = (has_gradients, shapes), self._num_calls[has_gradients]
+        if kind in self._usual or sum(one[0] is has_gradients for one in self._usual) >= _RAGGED:
+            return True
+        times, first = self._rare.get(kind, (0, num))
+        self._rare[kind] = times + 1, first
+        is_often = times + 1 >= _FEWEST and times + 1 >= _USUAL_SHARE * (num - first + 1)
+        if num > _EARLY and not is_often:
+            return False
+        self._usual.add(kind)
+        del self._rare[kind]
+        return True
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    return tuple(
+        leaf.shape if isinstance(leaf, Tensor) else tuple(t.shape for t in tensors_in(leaf))
+        for leaf in (*args, *kwargs.values())
+        if isinstance(leaf, (Tensor, list, tuple, dict))
+    )

@@ -1,0 +1,66 @@
+"""Rare shapes are not compiled for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatout.tune.levers.usual_shapes import UsualShapes
+
+
+class Calls:
+    """Counts what went to the compiled call."""
+
+    def __init__(self) -> None:
+        self.compiled: list[int] = []
+        self.call = UsualShapes(self._compiled, lambda x, **_: x + 1)
+
+    def _compiled(self, x: Tensor, **_: object) -> Tensor:
+        self.compiled.append(len(x))
+        return x + 1
+
+    def run(self, sizes: list[int]) -> list[int]:
+        """The sizes that were compiled."""
+        self.compiled.clear()
+        for size in sizes:
+            assert torch.equal(self.call(torch.zeros(size)), torch.ones(size))
+        return self.compiled
+
+
+def test_an_epochs_smaller_last_batch_is_not_compiled_for() -> None:
+    epoch = [32] * 60 + [16]
+    assert Calls().run(20 * epoch) == [32] * (60 * 20)
+
+
+def test_shapes_of_the_first_calls_are() -> None:
+    calls = Calls()
+    assert calls.run([8, 8, 4]) == [8, 8, 4]
+    assert calls.run([4] * 30) == [4] * 30
+
+
+def test_shapes_that_come_to_stay_are() -> None:
+    calls = Calls()
+    calls.run([32] * 100)
+    assert calls.run([64] * 40) == [64] * 21
+
+
+def test_ragged_batches_all_go_to_one_dynamic_graph() -> None:
+    sizes = [3, 5, 9, *range(10, 60)]
+    assert Calls().run(sizes) == sizes
+
+
+def test_evaluation_is_counted_by_itself() -> None:
+    calls = Calls()
+    calls.run([32] * 100)
+    with torch.no_grad():
+        assert calls.run([1000] * 3) == [1000] * 3
+
+
+def test_tensors_inside_lists_and_keywords_count() -> None:
+    seen = []
+    call = UsualShapes(lambda *args, **kwargs: seen.append("compiled"), lambda *args, **kwargs: seen.append("plain"))
+    for _ in range(20):
+        call([torch.zeros(2)], mask=torch.zeros(3))
+    call([torch.zeros(1)], mask=torch.zeros(3))
+    call([torch.zeros(2)], mask=torch.zeros(1))
+    assert seen == ["compiled"] * 20 + ["plain"] * 2
