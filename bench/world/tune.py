@@ -47,6 +47,7 @@ def main() -> int:
         "--plans", type=Path, default=BUILD / "plans", help="where plans and what tune printed are kept"
     )
     parser.add_argument("--no-seeds", action="store_true", help="leave out what is learnt on three seeds")
+    parser.add_argument("--no-edits", action="store_true", help="leave out the text of the plan")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     rows = {row["name"]: row for row in json.loads(options.out.read_text())["scripts"]} if options.out.exists() else {}
@@ -85,9 +86,10 @@ class Tuning:
         sides: dict[str, dict[str, Any]] = {"untouched": {}}
         if found["levers"]:
             sides["plan"] = {"plan": self._plan}
-            found["edit"] = self._edited()
-            if found["edit"]["exit"] in (0, 2) and found["edit"]["has_diff"]:
-                sides["edit"] = {"is_edited": True, "environment": found["edit"]["environment"]}
+            if not self._options.no_edits:
+                found["edit"] = self._edited()
+                if found["edit"]["exit"] in (0, 2) and found["edit"]["has_diff"]:
+                    sides["edit"] = {"is_edited": True, "environment": found["edit"]["environment"]}
         if cure := max(script.cures, key=lambda c: c.get("measured", 0.0), default=None):
             sides["by hand"] = {"cure": cure}
         taken: dict[str, list[float]] = {name: [] for name in sides}
