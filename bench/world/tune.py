@@ -5,7 +5,8 @@ Each training script of the manifest, unchanged, one after the other with nothin
 1. `flatout tune` within the budget, for runs of so many steps as the untouched script takes in `--run-seconds`: the plan, and
    whether each lever that was tried got a verdict;
 2. the whole run of these steps, process by process in turn, from the start of python to the same step: untouched,
-   `flatout run --plan`, the best cure that the expert measured, and the text that `flatout edit` makes of the plan;
+   `flatout run --plan`, the best cure that the expert measured, and the text that `flatout edit` makes of the plan; and what a
+   step takes in the second half of these runs, when what is compiled is compiled;
 3. what is learnt: the mean of the last losses on three seeds, with the plan beside without it.
 """
 
@@ -75,6 +76,7 @@ class Tuning:
         self._options = options
         self._work = BUILD / "work" / f"{script.name}-tune"
         self._plan = options.plans / f"{script.name}.toml"
+        self._marks = self._work.parent / f"{script.name}-tune.marks"
 
     def row(self) -> dict[str, Any]:
         script = self._script
@@ -93,10 +95,12 @@ class Tuning:
         if cure := max(script.cures, key=lambda c: c.get("measured", 0.0), default=None):
             sides["by hand"] = {"cure": cure}
         taken: dict[str, list[float]] = {name: [] for name in sides}
+        later: dict[str, list[float | None]] = {name: [] for name in sides}
         for _ in range(self._options.rounds):
             for name, how in sides.items():
                 taken[name].append(self._whole_run(num_steps, **how))
-        found["whole_run_s"] = taken
+                later[name].append(self._later_step_s())
+        found["whole_run_s"], found["later_step_s"] = taken, later
         if found["levers"] and not self._options.no_seeds:
             found["losses"] = {
                 name: [self._last_loss(num_steps, seed, name) for seed in SEEDS] for name in ("untouched", "plan")
@@ -145,14 +149,26 @@ class Tuning:
 
     def _length(self, folder: Path) -> int:
         """Steps of the whole run: those of `--run-seconds` of the untouched script, by the pace of its first steps."""
-        marks = folder.parent / f"{self._script.name}-probe.marks"
-        for old in marks.parent.glob(f"{marks.name}.*"):
-            old.unlink()
-        environment = self._environment() | {"WORLD_MARKS": str(marks), "WORLD_END_S": str(_PROBE_S)}
+        environment = self._environment() | {"WORLD_MARKS": self._fresh_marks(), "WORLD_END_S": str(_PROBE_S)}
         _run([self._options.python, *self._script.command], folder, environment)
-        stamps = max((p.read_bytes() for p in marks.parent.glob(f"{marks.name}.*")), key=len, default=b"")
-        firsts = sum(1 for key, _ in struct.iter_unpack("<Bd", stamps[: len(stamps) // 9 * 9]) if key == 0)
-        return max(20, math.ceil(firsts * self._options.run_seconds / _PROBE_S))
+        return max(20, math.ceil(len(self._stamps_s()) * self._options.run_seconds / _PROBE_S))
+
+    def _later_step_s(self) -> float | None:
+        """Seconds of a step in the second half of the run that has just ended; None of one that took too few."""
+        stamps = self._stamps_s()
+        half = len(stamps) // 2
+        return (stamps[-1] - stamps[half]) / (len(stamps) - 1 - half) if len(stamps) > 8 else None
+
+    def _fresh_marks(self) -> str:
+        """Where the next run writes when its steps end."""
+        for old in self._marks.parent.glob(f"{self._marks.name}.*"):
+            old.unlink()
+        return str(self._marks)
+
+    def _stamps_s(self) -> list[float]:
+        """When the steps of the last run ended."""
+        found = max((p.read_bytes() for p in self._marks.parent.glob(f"{self._marks.name}.*")), key=len, default=b"")
+        return [at for key, at in struct.iter_unpack("<Bd", found[: len(found) // 9 * 9]) if key == 0]
 
     def _environment(self, *, with_flatout: bool = False) -> dict[str, str]:
         return environment_of(self._script, with_flatout=with_flatout) | {"WORLD_TIMER": self._script.timer}
@@ -173,7 +189,7 @@ class Tuning:
         """Seconds from the start of the process to the end of so many steps; inf where it failed."""
         script, folder = self._script, self._fresh()
         wanted = self._environment(with_flatout=plan is not None) | (environment or {}) | (extra or {})
-        wanted |= {"WORLD_MARKS": str(folder.parent / f"{script.name}-whole.marks"), "WORLD_END_STEPS": str(num_steps)}
+        wanted |= {"WORLD_MARKS": self._fresh_marks(), "WORLD_END_STEPS": str(num_steps)}
         command = [self._options.python, *script.command]
         if plan is not None:
             command = [
@@ -253,6 +269,14 @@ def gain(row: dict[str, Any], side: str) -> float | None:
     return min(taken["untouched"]) / min(taken[side])
 
 
+def step_gain(row: dict[str, Any], side: str) -> float | None:
+    """How much sooner a side took its later steps; None where that is not known."""
+    later = row.get("later_step_s", {})
+    if None in later.get(side, [None]) or None in later.get("untouched", [None]):
+        return None
+    return float(min(later["untouched"]) / min(later[side]))
+
+
 def is_learnt(row: dict[str, Any]) -> bool | None:
     """Whether the plan's last losses lie inside the spread of the untouched script's, half of it wider on both sides."""
     losses = row.get("losses")
@@ -266,7 +290,11 @@ def is_learnt(row: dict[str, Any]) -> bool | None:
 def line_of(row: dict[str, Any]) -> str:
     if "whole_run_s" not in row:
         return f"{row['name']:28} {row.get('error', row.get('because', ''))[-150:]!r}"
-    shown = "  ".join(f"{side} {value:.2f}x" for side in ("plan", "edit", "by hand") if (value := gain(row, side)))
+    shown = "  ".join(
+        f"{side} {value:.2f}x (later steps {step_gain(row, side) or math.nan:.2f}x)"
+        for side in ("plan", "edit", "by hand")
+        if (value := gain(row, side))
+    )
     claimed = f"claimed {row['claimed'][0]:.2f}x" if row.get("claimed") else "no plan"
     judged = sum(1 for t in row["tried"] if t["has_verdict"])
     return (
@@ -281,6 +309,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     tried = [t for r in ran for t in r["tried"]]
     planned = [r for r in ran if r["levers"]]
     gains = [g for r in planned if (g := gain(r, "plan"))]
+    steady = [g for r in planned if (g := step_gain(r, "plan"))]
     worth = [r for r in ran if r["best_cure"]]
     shares = [g / h for r in worth if (g := gain(r, "plan")) and (h := gain(r, "by hand"))]
     learnt = [x for r in planned if (x := is_learnt(r)) is not None]
@@ -292,6 +321,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "plans": f"{len(planned)} of {len(ran)}",
         "plans where a cure gains 1.15x": f"{sum(bool(r['levers']) for r in worth)} of {len(worth)}",
         "gain over the whole run (geometric mean)": statistics.geometric_mean(gains) if gains else None,
+        "gain of later steps (geometric mean)": statistics.geometric_mean(steady) if steady else None,
         "of the best cure by hand (geometric mean)": statistics.geometric_mean(shares) if shares else None,
         "plans slower over the run": [r["name"] for r in planned if (gain(r, "plan") or 0.0) < 0.98],
         "plans that learn the same": f"{sum(learnt)} of {len(learnt)}",

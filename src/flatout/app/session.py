@@ -245,6 +245,7 @@ def run_side(request: Request, script: Script, *, orders: int, answers: int) -> 
         num_recorded=request.num_recorded,
         precision=precision,
         user_root=script.root,
+        environment_answers=Path(request.environment_answers) if request.environment_answers else None,
     )
     plan = read_plan(Path(request.plan)) if request.plan else Plan()
     means: list[float] = []

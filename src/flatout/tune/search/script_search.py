@@ -34,6 +34,8 @@ _FINAL_PROCESSES_ON_DEVICE: Final = 2
 _TRIAL_PROCESSES_ON_DEVICE: Final = 1
 """Pairs for one lever where a device does the work: its kernels take as long in one process as in another (padded sizes of a
 GPT-2 small on an H200: 0.98 and 1.01 in two runs), and half a minute of compiling belongs to each start."""
+_LONG_CYCLE_S: Final = 1.5
+"""A race of whole rollouts that take longer takes a minute for one pair of processes."""
 _SHORTEST_S: Final = 30.0
 """A process may take so long for its first steps however little of the budget is left."""
 _FINAL_SHARE: Final = 1.5
@@ -255,6 +257,8 @@ def search_script(
         terms = msgspec.structs.replace(terms, num_processes=_TRIAL_PROCESSES_ON_DEVICE)
     num_steps = _num_compared(terms.num_steps, evidence.steps.whole_s, settings.budget_s)
     terms = msgspec.structs.replace(terms, num_steps=num_steps, cycle=_updates_of_a_step(evidence))
+    if terms.cycle > 1 and evidence.steps.whole_s > _LONG_CYCLE_S:
+        terms = msgspec.structs.replace(terms, num_processes=1)
     proposed = lever_proposals(evidence, rules, known.values())
     plan = Plan(
         script=str(file),

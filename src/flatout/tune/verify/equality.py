@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from flatout.core.records.verdict import Difference, Equality, What
-from flatout.tune.verify.recording import Step
+from flatout.tune.verify.recording import Step, is_module_output
 from flatout.tune.verify.tensor_digests import TensorDigest, distance
 
 FACTOR: Final = 4.0
@@ -277,7 +277,9 @@ def _matched(one: Step, two: Step) -> Iterator[tuple[What, str, TensorDigest | N
     for what in _ORDER:
         a, b = one.get(what, {}), two.get(what, {})
         if what == "output" and len(a) != len(b) and one.get("loss") and two.get("loss"):
-            continue  # outputs are kept of calls without gradients alone; an evaluation that stopped building graphs has new ones
+            # those of modules are recorded of calls without gradients alone: an evaluation that stopped building graphs has new
+            # ones, and compiled code hides them
+            a, b = ({name: d for name, d in found.items() if not is_module_output(name)} for found in (a, b))
         for name in dict.fromkeys((*a, *b)):
             yield what, name, a.get(name), b.get(name)
 

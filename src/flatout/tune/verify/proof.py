@@ -27,6 +27,7 @@ from flatout.core.records.verdict import (
     Verdict,
 )
 from flatout.tune.verify.conditions import roundoff
+from flatout.tune.verify.environment_answers import FILE
 from flatout.tune.verify.equality import (
     closeness,
     compare_bounded,
@@ -45,6 +46,8 @@ from flatout.tune.verify.side import SideAnswer
 from flatout.tune.verify.side_process import Failed, Precision, Request, SideProcess
 from flatout.tune.verify.speed import Race
 
+_How = Literal["", "ordered draws", "answers"]
+"""What runs share besides seeds: draws that do not depend on dtype and memory format, or the answers of environments."""
 _WHOLE_RUN_S: Final = 3600.0
 """What a whole run may take."""
 _SAME_SIZE: Final = 0.02
@@ -122,13 +125,15 @@ class ScriptProver:
         """Of the device: what the script holds at its peak, and what is free while one side stands."""
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-proof-")
         self._servers = fork_servers()
-        self._recorded: dict[tuple[int, str, int, bool], list[Step]] = {}
-        self._unrecordable: dict[tuple[int, str, int, bool], str] = {}
+        self._recorded: dict[tuple[int, str, int, _How], list[Step]] = {}
+        self._unrecordable: dict[tuple[int, str, int, _How], str] = {}
         """Why steps could not be recorded by a process alone, which is not tried again."""
         self.recording_s = 0.0
         """Spent so far on runs that judge what others compute; each is made once for a seed."""
-        self._has_ordered_draws = False
-        """Whether what is recorded now draws random numbers that do not depend on dtype and memory format."""
+        self._how: _How = ""
+        """What is the same in all runs that are recorded now, besides seeds."""
+        self._environments: dict[int, Path] = {}
+        """What the environments answered in the base's run on a seed, where it has any."""
         self._num_folders = 0
         self._whole: dict[Metric, WholeRuns] = {}
         self._num_steps = 0
@@ -211,7 +216,7 @@ class ScriptProver:
         none = Equality(guarantee=terms.guarantee, holds=None, because="nothing was compared")
         with ExitStack() as stack:
             self._on_progress("the first steps of both sides")
-            is_base = before == self._base and (seed, "", 0, False) not in self._recorded
+            is_base = before == self._base and (seed, "", 0, "") not in self._recorded
             # both are recorded, whether it is read or not: it leaves its traces in allocators, which race alike then
             one_request, two_request = self._recording(before), self._recording(after)
             one_process, one, two_process = self._started(stack, one_request, two_request)
@@ -220,7 +225,8 @@ class ScriptProver:
             self._device, self._peak_bytes = one.device, one.device_peak_bytes
             self._free_bytes = one.device_free_bytes
             if is_base:
-                self._recorded[seed, "", 0, False] = read_recorded_steps(Path(one_request.folder))
+                self._recorded[seed, "", 0, ""] = read_recorded_steps(Path(one_request.folder))
+                self._note_environments(one_request)
             try:
                 two = two_process.answer(timeout_s=terms.timeout_s)
                 if two.what == "ended" and two.error:
@@ -265,18 +271,41 @@ class ScriptProver:
             return  # what was seen counts
 
     def _compared(self, after: Request, steps: list[Step]) -> Equality:
-        """The change judged by its steps, and once more with ordered draws where its first losses are others."""
+        """The change judged by its steps, and once more with ordered draws where its first losses are others.
+
+        Where environments answer, bit for bit or with the base's answers.
+        """
+        terms = self._terms
+        if terms.seed in self._environments and terms.guarantee != "exact":
+            exact = compare_exact(self._steps(terms.seed, ""), steps)
+            return exact if exact.holds else self._compared_with_answers(after)
         equality = self._compare(steps)
         if self._terms.guarantee == "exact" or equality.holds or not _differs_from_start(equality):
             return equality
         return self._compared_with_ordered_draws(after, steps) or equality
+
+    def _compared_with_answers(self, after: Request) -> Equality:
+        """The change judged on the answers that environments gave in the base's run: a rollout magnifies the last digits."""
+        self._how = "answers"
+        try:
+            self._on_progress("the first steps once more, with the environment's answers of the first run")
+            return self._compare(self._first_steps(self._recording(after)))
+        except Failed as e:
+            return Equality(guarantee=self._terms.guarantee, holds=None, because=str(e))
+        finally:
+            self._how = ""
+
+    def _note_environments(self, request: Request) -> None:
+        path = Path(request.folder) / FILE
+        if path.exists() and request.seed is not None:
+            self._environments[request.seed] = path
 
     def _compared_with_ordered_draws(self, after: Request, steps: list[Step]) -> Equality | None:
         """The change judged on random numbers that depend on shapes alone; None where it draws as before or differs all the same.
 
         It is equal then, and otherwise draws other numbers of the same distribution, which has to be allowed.
         """
-        self._has_ordered_draws = True
+        self._how = "ordered draws"
         try:
             self._on_progress("the first steps once more, with random numbers that depend on shapes alone")
             ordered = self._first_steps(self._recording(after))
@@ -286,7 +315,7 @@ class ScriptProver:
         except Failed:
             return None
         finally:
-            self._has_ordered_draws = False
+            self._how = ""
         if equality.holds is not True:
             return None
         if self._terms.guarantee == "distribution":
@@ -381,16 +410,19 @@ class ScriptProver:
 
         Raises Failed when they cannot be run.
         """
-        key = (seed, dtype, noise_seed, self._has_ordered_draws)
+        # the base's own answers are what it gets again
+        how: _How = "" if self._how == "answers" and not dtype and not noise_seed else self._how
+        key = (seed, dtype, noise_seed, how)
         if key in self._unrecordable:
             raise Failed(self._unrecordable[key])
         if key not in self._recorded:
-            how = f" in {dtype}" if dtype else ""
-            self._on_progress(f"the steps before the change{how}{' under rounding noise' if noise_seed else ''}")
+            precision = f" in {dtype}" if dtype else ""
+            self._on_progress(f"the steps before the change{precision}{' under rounding noise' if noise_seed else ''}")
             request = msgspec.structs.replace(self._recording(self._base), dtype=dtype, noise_seed=noise_seed)
             try:
                 with self._judging():
                     self._recorded[key] = self._first_steps(request)
+                    self._note_environments(request)
             except Failed as e:
                 self._unrecordable[key] = str(e)
                 raise
@@ -407,10 +439,10 @@ class ScriptProver:
         """
         if self._device == "cpu":
             return
-        seed, ordered = self._terms.seed, self._has_ordered_draws
+        seed, how = self._terms.seed, self._how
         wanted = list(dict.fromkeys(wanted))
         known = self._recorded.keys() | self._unrecordable.keys()
-        left = [(dtype, noise) for dtype, noise in wanted if (seed, dtype, noise, ordered) not in known]
+        left = [(dtype, noise) for dtype, noise in wanted if (seed, dtype, noise, how) not in known]
         while left:
             num = _num_that_fit([dtype for dtype, _ in left], self._peak_bytes, self._free_bytes)
             group, left = left[:num], left[num:]
@@ -423,7 +455,7 @@ class ScriptProver:
                 processes = [stack.enter_context(self._process(request)) for request in requests]
                 for (dtype, noise), process in zip(group, processes, strict=True):
                     with suppress(Failed):  # it is run alone where it is wanted, with all the memory
-                        self._recorded[seed, dtype, noise, ordered] = self._recorded_by(process)
+                        self._recorded[seed, dtype, noise, how] = self._recorded_by(process)
 
     @contextmanager
     def _judging(self) -> Iterator[None]:
@@ -468,8 +500,15 @@ class ScriptProver:
         folder = Path(self._folder.name) / str(self._num_folders)
         folder.mkdir()
         terms = self._terms
-        changed = {"num_recorded": terms.num_steps, "seed": terms.seed, "has_ordered_draws": self._has_ordered_draws}
-        return msgspec.structs.replace(request, folder=str(folder), **changed)
+        answers = self._environments.get(terms.seed) if self._how == "answers" else None
+        return msgspec.structs.replace(
+            request,
+            folder=str(folder),
+            num_recorded=terms.num_steps,
+            seed=terms.seed,
+            has_ordered_draws=self._how == "ordered draws",
+            environment_answers=str(answers or ""),
+        )
 
     def _race(self, race: Race, one: SideProcess, two: SideProcess) -> None:
         race.run(one, two)

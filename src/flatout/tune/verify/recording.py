@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,26 +15,34 @@ from torch.optim import Optimizer
 
 from flatout.check.observe.calls import wrapped
 from flatout.core.records.verdict import What
-from flatout.core.tensors.nests import tensors_in
+from flatout.core.tensors.nests import tensors_in, tree_leaves
 from flatout.tune.verify.tensor_digests import TensorDigest, digest_of
 
 _ADDED: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 """Parts of a parameter's path that torch.compile, FSDP, recompute and DDP put into it."""
 
+_OF_MODULE: Final = "output"
+
 Step = dict[What, dict[str, TensorDigest]]
 """Digests by what they are of, then by name."""
+
+
+def is_module_output(name: str) -> bool:
+    """Whether an output of this name is what a module returned, and not what an environment was given."""
+    return name.startswith(f"{_OF_MODULE} ")
 
 
 class Recorder:
     """Collects one step after the other, and writes each whole to `folder` as `step<number>.pt`, counted from 1."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._step: Step = {}
         self._modules: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self._num_losses = 0
         self._num_outputs = 0
+        self._num_actions = 0
 
     def add_module(self, module: nn.Module) -> None:
         """A root module, whose parameters give their names."""
@@ -49,7 +58,15 @@ class Recorder:
         """What a root module returned."""
         for tensor in tensors_in(output):
             self._num_outputs += 1
-            self._add("output", f"output {self._num_outputs}", tensor)
+            self._add("output", f"{_OF_MODULE} {self._num_outputs}", tensor)
+
+    def add_action(self, action: Any) -> None:
+        """What an environment was given: arrays and numbers."""
+        for leaf in tree_leaves(action):
+            with suppress(TypeError, ValueError, RuntimeError):  # a text, or an object of the environment's own
+                tensor = torch.as_tensor(leaf)
+                self._num_actions += 1
+                self._add("output", f"action {self._num_actions}", tensor)
 
     def add_gradients(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
@@ -61,10 +78,10 @@ class Recorder:
 
     def clear(self) -> None:
         """Delete all steps that were recorded so far."""
-        for path in self._folder.glob("step*.pt"):
+        for path in self.folder.glob("step*.pt"):
             path.unlink()
         self._step = {}
-        self._num_losses = self._num_outputs = 0
+        self._num_losses = self._num_outputs = self._num_actions = 0
 
     def end(self, number: int) -> None:
         """The step is over: write it with the parameters as they are now."""
@@ -76,12 +93,12 @@ class Recorder:
                 if parameter.requires_grad and parameter.grad is not None:
                     self._add("gradient", name, parameter.grad)
                     self._add("parameter", name, parameter)
-        path = self._folder / f"step{number}.pt"
+        path = self.folder / f"step{number}.pt"
         beside = path.with_suffix(f".{os.getpid()}.part")
         torch.save({what: {n: tuple(m) for n, m in digests.items()} for what, digests in self._step.items()}, beside)
         os.replace(beside, path)
         self._step = {}
-        self._num_losses = self._num_outputs = 0
+        self._num_losses = self._num_outputs = self._num_actions = 0
 
     def _add(self, what: What, name: str, tensor: Tensor) -> None:
         self._step.setdefault(what, {})[name] = digest_of(tensor)

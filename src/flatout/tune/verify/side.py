@@ -34,6 +34,7 @@ from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.script import end_script
 from flatout.core.runtime.source_sites import Sites
 from flatout.tune.verify.conditions import SidePrecision
+from flatout.tune.verify.environment_answers import EnvironmentAnswers
 from flatout.tune.verify.recording import Recorder
 from flatout.tune.verify.tensor_digests import forget_signs
 
@@ -106,6 +107,7 @@ class ProofSide:
         num_recorded: int,
         precision: SidePrecision,
         user_root: str | None,
+        environment_answers: Path | None = None,
     ) -> None:
         self.num_steps = 0
         self.kind: Kind = "none"
@@ -114,6 +116,11 @@ class ProofSide:
         self._num_recorded = num_recorded
         self._precision = precision
         self._optimizing = Optimizing(Sites(user_root=user_root), self)
+        self._environments = EnvironmentAnswers(
+            given=environment_answers,
+            is_wanted=lambda: recorder is not None and self._is_recording,
+            on_action=self._add_action,
+        )
         self._patches = Patches()
         self._handles: list[RemovableHandle] = []
         self._thread_id = get_ident()
@@ -131,6 +138,8 @@ class ProofSide:
         self._began_s = perf_counter()
         self._optimizing.install(self._patches)
         self._optimizing.is_active = True
+        self._environments.install(self._patches)
+        self._patches.set(Optimizer, "__init__", self._finding_environments(Optimizer.__init__))
         self._handles.append(register_optimizer_step_pre_hook(self._before_update))
         self._patches.set(BaseProcess, "start", _noting_thread(BaseProcess.start))
         self._patches.set(BaseProcess, "_bootstrap", _dying_with_parent(BaseProcess._bootstrap))  # type: ignore[attr-defined]
@@ -228,10 +237,29 @@ class ProofSide:
 
         return __call__
 
+    def _finding_environments(self, original: Callable[..., None]) -> Callable[..., None]:
+        """By the time that an optimizer is made, a script has imported its environments."""
+
+        def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._environments.find()
+            original(optimizer, *args, **kwargs)
+
+        return __init__
+
+    def _add_action(self, action: Any) -> None:
+        if self._recorder is not None:
+            with self._recording():
+                self._recorder.add_action(action)
+
+    @property
+    def _is_rollout(self) -> bool:
+        """Whether calls without gradients collect what is learnt from later."""
+        return bool(self._environments.num_calls) and self._optimizing.has_optimizers
+
     def _before_call(self, module: nn.Module) -> None:
         if self._recorder is not None and self._is_recording:
             self._recorder.add_module(module)
-        if self.kind in ("none", "inference"):
+        if self.kind in ("none", "inference") and not self._is_rollout:
             if self._leader is None and not self._optimizing.watched:
                 self._calls_without_backward += 1
                 fewest = _EVALUATION_AT_MOST if self._optimizing.has_optimizers else _INFERENCE_AFTER
@@ -293,6 +321,8 @@ class ProofSide:
 
     def _end_recording(self) -> None:
         """Release what recording holds, and start the peaks anew: those of the steps that follow are the script's own."""
+        if self._recorder is not None:
+            self._environments.write(self._recorder.folder)
         self._recorder = None
         forget_signs()
         _reset_peaks()

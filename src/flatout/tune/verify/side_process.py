@@ -56,6 +56,8 @@ class Request(Record, frozen=True, kw_only=True):
     """Multiply what operators return by rounding noise of this seed (see `rounding_noise`); 0: no noise."""
     has_ordered_draws: bool = False
     """Draw random numbers that do not depend on dtype and memory format (see `ordered_draws`)."""
+    environment_answers: str = ""
+    """Path of what environments answered in another run, to be given again (see `environment_answers`)."""
     is_whole: bool = False
     """Run to the end in one go; the only answer is that it has ended, with the seconds that took."""
     num_losses: int = 0

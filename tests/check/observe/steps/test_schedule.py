@@ -88,6 +88,12 @@ def test_long_steps_of_many_calls_are_not_looked_at_for_their_memory() -> None:
     assert schedule.for_long_steps(num_steps=6, light_elapsed_s=0.5, num_calls=2048).num_memory == 1
 
 
+def test_the_device_is_not_traced_over_thousands_of_calls() -> None:
+    for num_calls, num_kernels in ((320, Schedule().num_kernels), (2300, 0)):
+        schedule = Schedule().for_long_steps(num_steps=6, light_elapsed_s=20.0, num_calls=num_calls)
+        assert schedule.num_kernels == num_kernels
+
+
 def test_steps_by_another_border_were_a_warm_up() -> None:
     assert Schedule().after_restart(100).num_warm_up == 1
     assert Schedule().after_restart(2).num_warm_up == Schedule().num_warm_up

@@ -35,7 +35,7 @@ class EnvironmentSteps(Collector):
         self._observation = observation
         self._calls = observation.calls
         self._patches: Patches | None = None
-        self._patched: set[type] = set()
+        self._patched: set[tuple[type, str]] = set()
         self._is_inside = False
 
     def install(self, patches: Patches) -> None:
@@ -51,14 +51,10 @@ class EnvironmentSteps(Collector):
         """Watch every class of environments that is not watched yet."""
         if self._patches is None:
             return
-        for module, name in _KINDS:
-            base = getattr(sys.modules.get(module), name, None)
-            for kind in _classes_under(base) if isinstance(base, type) else ():
-                if kind not in self._patched:
-                    self._patched.add(kind)
-                    for method in _METHODS:
-                        if callable(original := vars(kind).get(method)):
-                            self._patches.set(kind, method, self._watching(original))
+        for kind, method, original in environment_methods():
+            if (kind, method) not in self._patched:
+                self._patched.add((kind, method))
+                self._patches.set(kind, method, self._watching(original))
 
     def _watching(self, original: Callable[..., Any]) -> Callable[..., Any]:
         watch, calls, listener, thread = self, self._calls, self._observation.listener, self._observation.thread_id
@@ -77,6 +73,16 @@ class EnvironmentSteps(Collector):
                 listener.on_environment_end()
 
         return watched
+
+
+def environment_methods() -> Iterator[tuple[type, str, Callable[..., Any]]]:
+    """Each class of environments that is there now, with the methods of its own by which a loop steps it."""
+    for module, name in _KINDS:
+        base = getattr(sys.modules.get(module), name, None)
+        for kind in _classes_under(base) if isinstance(base, type) else ():
+            for method in _METHODS:
+                if callable(original := vars(kind).get(method)):
+                    yield kind, method, original
 
 
 def _classes_under(base: type) -> Iterator[type]:

@@ -33,6 +33,8 @@ _ENOUGH_LIGHT: Final = 0.25
 _MEMORY_COST: Final = 8.0
 """How many times as long a step of many calls takes that is looked at for its memory (PPO with 320 updates: 31 and 3.7 s)."""
 _MANY_CALLS: Final = 100
+_TOO_MANY_CALLS: Final = 1000
+"""Launches of so many calls of models fill a trace that took three minutes to read (PPO with 2,300 calls a step on an H200)."""
 
 
 class Schedule(Record, frozen=True, kw_only=True):
@@ -67,7 +69,8 @@ class Schedule(Record, frozen=True, kw_only=True):
     def for_long_steps(self, *, num_steps: int, light_elapsed_s: float, num_calls: int) -> Schedule:
         """The schedule after a light step before the close looks: of steps that are long, fewer are waited for and looked at.
 
-        `num_calls` are calls of models in the step: where they are many, a look at its memory takes several times as long.
+        `num_calls` are calls of models in the step: where they are many, a look at its memory takes several times as long, and
+        the device's trace is too large.
         """
         num_light = num_steps - self.num_warm_up
         if num_light < self.num_light_before:
@@ -78,6 +81,7 @@ class Schedule(Record, frozen=True, kw_only=True):
             self,
             num_light_on_device=num_light if has_enough else self.num_light_on_device,
             num_memory=0 if is_too_long else self.num_memory,
+            num_kernels=0 if num_calls >= _TOO_MANY_CALLS else self.num_kernels,
         )
 
     def trials_limit_s(self, step_s: float) -> float:

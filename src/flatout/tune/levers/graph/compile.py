@@ -21,6 +21,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.accounting import host_seconds, model_seconds
 from flatout.machine.cost.compiling import block_containers, draws_in_model, has_changing_shapes
+from flatout.tune.levers.eager_draws import draw_as_eager
 from flatout.tune.levers.usual_shapes import UsualShapes
 from flatout.tune.rewrite.models import behind_model
 
@@ -102,7 +103,7 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
     if mode == "default" or "backend" in options:
         options.pop("mode", None)
     if parameters.get("fallback_random"):
-        hooks.at_start(_draw_as_eager)
+        hooks.at_start(draw_as_eager)
 
     def compile_it(module: nn.Module) -> Callable[[], None] | None:
         if module._compiled_call_impl is not None:
@@ -144,15 +145,6 @@ def _blocks(root: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
         classes = Counter(type(child) for child in children)
         found += [child for child in children if classes[type(child)] > 1 and next(child.children(), None) is not None]
     return found
-
-
-def _draw_as_eager() -> Callable[[], None]:
-    """Compiled code draws random numbers as eager code does; returns how to undo it."""
-    from torch._inductor import config
-
-    from flatout.core.runtime.patches import set_attributes
-
-    return set_attributes(config, fallback_random=True)
 
 
 def edit(text: str, parameters: Parameters) -> str:
