@@ -19,6 +19,12 @@ def test_what_judges_others_runs_once_for_the_trials_and_once_for_the_final_proo
     assert pace.needed_s(2.0) == 2 * 18 + 1.5 * 21 + 46
 
 
+def test_the_effort_is_in_starting_and_not_in_racing() -> None:
+    pace = Pace()
+    pace.add(25.0, 1.0, raced_s=20.0)
+    assert pace.needed_s(5.0) == 5 * 5 + 20 + 1.5 * 25
+
+
 @given(st.lists(st.tuples(SECONDS, st.sampled_from([1.0, 3.0, 5.0]))), st.floats(1.0, 10.0))
 def test_more_effort_takes_longer_and_the_final_proof_is_never_forgotten(
     took: list[tuple[float, float]], effort: float

@@ -310,3 +310,20 @@ def test_what_is_for_memory_may_take_longer() -> None:
     world = World({"a": 1.2}, later_s={"a": 20.0}, num_run=300, smaller={"a": 500})
     result = found(world, [candidate("a", -0.01, saved_bytes=500)], objective="memory")
     assert ids(result) == ["a"]
+
+
+def test_gains_that_noise_hides_alone_are_tried_together() -> None:
+    """Each gains 6 %, which cannot be told from noise of 8 %: all three together can."""
+    world = World({"a": 0.94, "b": 0.94, "c": 0.94, "d": 1.03}, noise=0.08, final_noise=0.02)
+    log = SearchLog()
+    candidates = [candidate(name, 0.01) for name in "abcd"]
+    result = found(world, candidates, log=log)
+    assert sorted(ids(result)) == ["a", "b", "c"]
+    assert [t.lever for t in result.left_out] == ["d"]
+    assert "together" in [a.kind for a in log.attempts]
+
+
+def test_a_wrong_lever_is_not_tried_with_the_others() -> None:
+    world = World({"a": 0.94, "b": 0.94, "c": 0.5}, noise=0.08, final_noise=0.02, wrong=["c"])
+    result = found(world, [candidate(name, 0.01) for name in "abc"])
+    assert sorted(ids(result)) == ["a", "b"] and world.is_right(result.levers)

@@ -120,3 +120,25 @@ def test_a_stretch_of_updates_has_its_rollouts() -> None:
     assert all(s.num_steps % 16 == 0 for s in race.stretches)
     speed = race.speed()
     assert speed is not None and speed.ratio == pytest.approx(66 / 58, rel=0.1)
+
+
+class Fed(Side):
+    """Batches of four workers come four at a time, each such cycle a third longer or shorter by what was ready."""
+
+    def answer(self, *, timeout_s: float) -> SideAnswer:
+        cycles = max(1, self._size // 4)
+        jitter = (self.random.random() - 0.5) * 0.66 / cycles
+        answer = super().answer(timeout_s=timeout_s)
+        return msgspec.structs.replace(answer, seconds=self._step_s * self._size * (1 + jitter), num_workers=4)
+
+
+def test_a_stretch_has_several_cycles_of_a_loaders_workers() -> None:
+    race = raced(Fed(0.15, flat), Fed(0.12, flat))
+    assert {stretch.num_steps for stretch in race.stretches} == {12}
+    speed = race.speed()
+    assert speed is not None and speed.is_faster
+
+
+def test_but_not_of_very_long_ones() -> None:
+    race = raced(Fed(1.0, flat), Fed(1.0, flat))
+    assert {stretch.num_steps for stretch in race.stretches} <= {1, 2, 3}

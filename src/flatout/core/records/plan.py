@@ -24,7 +24,7 @@ VERSION: Final = 1
 _T_95: Final = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Student's t by the number of runs: 97.5 % of the distribution with one degree of freedom less lie below."""
 _LEAST_ROOM: Final = 0.02
-AttemptKind = Literal["add", "swap", "drop", "again", "final", "final-again"]
+AttemptKind = Literal["add", "swap", "drop", "again", "together", "final", "final-again"]
 
 _HEAD: Final = """\
 # A plan of flatout: what makes the script below faster, lever by lever, in the order in which they are pulled.

@@ -72,26 +72,38 @@ def lever_proposals(evidence: Evidence, rules: Iterable[Rule], levers: Iterable[
 
 
 class Pace:
-    """How long comparisons took, and so how long another one and the final proof should take."""
+    """How long comparisons took, and so how long another one and the final proof should take.
+
+    The effort of a lever is in starting it and in its first steps: a race takes as long with one as with another.
+    """
 
     def __init__(self) -> None:
-        self._took_s: list[float] = []
+        self._started_s: list[float] = []
+        self._raced_s: list[float] = []
         self._judged_s: list[float] = []
 
-    def add(self, seconds: float, effort: float, judged_s: float = 0.0) -> None:
-        """A comparison of a lever with this effort has taken so long, `judged_s` of that for runs that judge others, too."""
-        self._took_s.append(max(0.0, seconds - judged_s) / effort)
+    def add(self, seconds: float, effort: float, *, judged_s: float = 0.0, raced_s: float = 0.0) -> None:
+        """A comparison of a lever with this effort has taken so long: of that, runs that judge others, too, and the race."""
+        self._started_s.append(max(0.0, seconds - judged_s - raced_s) / effort)
+        self._raced_s.append(raced_s)
         self._judged_s.append(judged_s)
 
     def needed_s(self, effort: float) -> float:
         """Seconds for a comparison of this effort and the final proof after it, whose random numbers are others."""
-        took_s = self._took_s or [_FIRST_GUESS_S]
-        usual_s = sum(took_s) / len(took_s)
-        return effort * usual_s + self.final_s() + max(self._judged_s, default=0.0)
+        if not self._started_s:
+            return effort * _FIRST_GUESS_S + self.final_s()
+        usual_s = effort * _mean(self._started_s) + _mean(self._raced_s)
+        return usual_s + self.final_s() + max(self._judged_s)
 
     def final_s(self) -> float:
         """Seconds for the final proof, where what judges it is recorded."""
-        return _FINAL_SHARE * max(self._took_s, default=_FIRST_GUESS_S)
+        if not self._started_s:
+            return _FINAL_SHARE * _FIRST_GUESS_S
+        return _FINAL_SHARE * (max(self._started_s) + max(self._raced_s))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 class ScriptBench:
@@ -140,7 +152,7 @@ class ScriptBench:
         is_longer: bool = False,
     ) -> Verdict:
         """A Verdict on two lists of levers, as the protocol `LeverBench` has it."""
-        began, judged_s = monotonic(), self._prover.recording_s
+        began, judged_s, raced_s = monotonic(), self._prover.recording_s, self._prover.racing_s
         self._num_compared += 1
         terms = msgspec.structs.replace(
             self._terms,
@@ -160,7 +172,12 @@ class ScriptBench:
         verdict = self._prover.prove(self._request(before), self._request(after), terms)
         if verdict.speed is not None and not is_longer:  # one that failed says nothing of how long others take
             effort = self._effort_of(self._levers[after[-1].id]) if after and not is_final else 1.0
-            self._pace.add(monotonic() - began, effort, self._prover.recording_s - judged_s)
+            self._pace.add(
+                monotonic() - began,
+                effort,
+                judged_s=self._prover.recording_s - judged_s,
+                raced_s=self._prover.racing_s - raced_s,
+            )
         return verdict
 
     def has_time(self, *, is_final: bool, effort: float = 1.0, is_longer: bool = False) -> bool:

@@ -26,6 +26,7 @@ _DOING: Final[Mapping[AttemptKind, str]] = {
     "swap": "trying {} another way",
     "drop": "trying without {}",
     "again": "racing {} longer",
+    "together": "trying {} with all else that seemed to be faster",
     "final": "proving all together",
     "final-again": "racing all together longer",
 }
@@ -151,10 +152,9 @@ def search_levers(
 def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever], goal: SearchGoal) -> list[Candidate]:
     """What promises most for the effort first; other ways to pull a lever behind all levers.
 
-    A budget has room for few comparisons on a device: what may gain much comes before what is cheap.
+    The effort counts by its root: it is in the start of a comparison, and the race after it takes as long for all.
     """
-    power = 0.5 if goal.is_on_device else 1.0
-    ordered = sorted(candidates, key=lambda c: -sum(c.saved_s) / goal.effort_of(levers[c.lever]) ** power)
+    ordered = sorted(candidates, key=lambda c: -sum(c.saved_s) / math.sqrt(goal.effort_of(levers[c.lever])))
     first: dict[str, Candidate] = {}
     for candidate in ordered:
         first.setdefault(candidate.lever, candidate)
@@ -228,10 +228,38 @@ class _LeverSearch:
         self._undecided = [(c, speed) for c, plan, speed in [*doubtful, *more] if plan == self._plan]
 
     def decide(self) -> None:
-        """Race longer, in the time that is left, what could not be told from noise."""
+        """Try all together, and race longer, in the time that is left, what could not be told from noise."""
+        self._add_together()
         for candidate, speed in self._undecided:
             if speed.ratio > _WORTH_A_LONGER_RACE and not self._clash(candidate, self._levers[candidate.lever]):
                 self._add(candidate, "time", kind="again")
+
+    def _add_together(self) -> None:
+        """Try what seemed to be faster as one: gains that are small alone add up, and of two limits each hides the other's."""
+        before, joined, tried = self._plan, self._plan, []
+        for candidate, speed in self._undecided:
+            self._plan = joined  # clashes are those with what came before it
+            if (
+                speed.ratio > 1
+                and not self._displaced(candidate)
+                and not self._clash(candidate, self._levers[candidate.lever])
+            ):
+                low_to_high = (speed.ratio, speed.low, speed.high)
+                tried.append(candidate)
+                joined = (*joined, msgspec.structs.replace(self._planned(candidate), measured=low_to_high))
+        self._plan = before
+        if len(tried) < 2:
+            return
+        verdict = self._try("together", joined, joined[-1], "time")
+        if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
+            return
+        if self._goal.too_late(verdict.speed):
+            return
+        self._plan = joined
+        self._left_s /= max(1.0, verdict.speed.ratio)
+        self._undecided = [(c, speed) for c, speed in self._undecided if not any(c is one for one in tried)]
+        reasons = [self._reasons.pop(id(candidate), None) for candidate in tried]
+        self.left_out = [one for one in self.left_out if not any(one is reason for reason in reasons)]
 
     def _climb(
         self, candidates: Sequence[Candidate], rivals: list[Candidate] | None
@@ -449,6 +477,8 @@ class _LeverSearch:
         if known is not None:
             return known.verdict
         effort = self._goal.effort_of(self._levers[lever.id]) if kind in ("add", "swap", "again") else 1.0
+        if kind == "together":
+            effort = max(self._goal.effort_of(self._levers[planned.id]) for planned in after)
         if not self._bench.has_time(is_final=is_final, effort=effort, is_longer=is_longer):
             return None
         self._on_progress(f"{_DOING[kind].format(lever.id)} (best so far {self._goal.step_s / self._left_s:.2f}x)")

@@ -23,17 +23,17 @@ FILE: Final = "environment.pickle"
 class EnvironmentAnswers:
     """Watches `step` and `reset` of the outermost environments on the thread that has made it.
 
-    While `is_wanted`, their answers are collected; or those of `given` take their place, as long as the calls are the same: the
+    While `is_wanted`, their answers are collected; or those of `replayed` take their place, as long as the calls are the same: the
     environments step all the same. `on_action` gets what each call was given.
     """
 
-    def __init__(self, *, given: Path | None, is_wanted: Callable[[], bool], on_action: Callable[[Any], None]) -> None:
+    def __init__(self, *, replayed: Path | None, is_wanted: Callable[[], bool], on_action: Callable[[Any], None]) -> None:
         self.num_calls = 0
         self._is_wanted = is_wanted
         self._on_action = on_action
-        self._given: list[tuple[str, bytes]] | None = None
-        if given is not None:
-            self._given = pickle.loads(given.read_bytes())
+        self._replayed: list[tuple[str, bytes]] | None = None
+        if replayed is not None:
+            self._replayed = pickle.loads(replayed.read_bytes())
         self._recorded: list[tuple[str, bytes]] = []
         self._is_complete = True
         """Whether all answers so far could be recorded, or given."""
@@ -58,7 +58,7 @@ class EnvironmentAnswers:
 
     def write(self, folder: Path) -> None:
         """Write the answers into this folder, if there are any and all of them could be recorded."""
-        if not self._recorded or not self._is_complete or self._given is not None:
+        if not self._recorded or not self._is_complete or self._replayed is not None:
             return
         beside = folder / f"{FILE}.{os.getpid()}.part"
         beside.write_bytes(pickle.dumps(self._recorded))
@@ -88,11 +88,11 @@ class EnvironmentAnswers:
         if not self._is_complete:
             return answer
         try:
-            if self._given is None:
+            if self._replayed is None:
                 self._recorded.append((method, pickle.dumps(answer)))
                 return answer
             position = len(self._recorded)
-            name, data = self._given[position]
+            name, data = self._replayed[position]
             if name != method:
                 raise LookupError(method)
             self._recorded.append((name, b""))

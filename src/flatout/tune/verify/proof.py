@@ -130,6 +130,8 @@ class ScriptProver:
         """Why steps could not be recorded by a process alone, which is not tried again."""
         self.recording_s = 0.0
         """Spent so far on runs that judge what others compute; each is made once for a seed."""
+        self.racing_s = 0.0
+        """Spent so far on races, without starting what races."""
         self._how: _How = ""
         """What is the same in all runs that are recorded now, besides seeds."""
         self._environments: dict[int, Path] = {}
@@ -511,7 +513,7 @@ class ScriptProver:
         )
 
     def _race(self, race: Race, one: SideProcess, two: SideProcess) -> None:
-        race.run(one, two)
+        self._run_race(race, one, two)
         num_whole = int(not race.has_ended)
         for _ in range(self._terms.num_processes - 1 + _ROUNDS):
             if num_whole >= self._terms.num_processes or (num_whole and self._is_decided(race)):
@@ -524,8 +526,15 @@ class ScriptProver:
             with ExitStack() as stack:
                 again_one, one_answer, again_two = self._started(stack, first, second)
                 race.started(one_answer, again_two.answer(timeout_s=self._terms.timeout_s))
-                race.run(again_one, again_two)
+                self._run_race(race, again_one, again_two)
                 num_whole += not race.has_ended
+
+    def _run_race(self, race: Race, one: SideProcess, two: SideProcess) -> None:
+        began = perf_counter()
+        try:
+            race.run(one, two)
+        finally:
+            self.racing_s += perf_counter() - began
 
     def _is_decided(self, race: Race) -> bool:
         speed, most = race.speed(), self._terms.decisive

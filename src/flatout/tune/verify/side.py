@@ -117,7 +117,7 @@ class ProofSide:
         self._precision = precision
         self._optimizing = Optimizing(Sites(user_root=user_root), self)
         self._environments = EnvironmentAnswers(
-            given=environment_answers,
+            replayed=environment_answers,
             is_wanted=lambda: recorder is not None and self._is_recording,
             on_action=self._add_action,
         )

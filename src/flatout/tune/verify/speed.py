@@ -21,6 +21,10 @@ _WARM_UP_PAIRS: Final = 2
 _MOST_STEPS: Final = 2000
 _LONGEST_S: Final = 1.5
 """Of the slower side, where a stretch is to have whole cycles of a loader's workers: those of longer steps come and go in it."""
+_CYCLES: Final = 3
+_LONGEST_CYCLES_S: Final = 3.0
+"""A stretch has three cycles of a loader's workers where they take no longer (a ResNet-50 with four workers on an H200: ratios of
+stretches of one cycle of 0.7 s went from 0.6 to 1.4)."""
 _LONGEST_RACE: Final = 10.0
 """How many times its budget a race may take for the fewest pairs of whole cycles."""
 _LEAK_FLOOR_BYTES: Final = 32 << 20
@@ -108,8 +112,10 @@ class Race:
             spent_s += one.seconds + two.seconds
             slower_s = max(one.seconds, two.seconds) / size
             done = max(one.num_steps, two.num_steps)
-            cycle = self._cycle_of(max(one.num_workers, two.num_workers), slower_s)
-            wanted = max(1, min(self._most_steps(done), cycle * ceil(_STRETCH_S / slower_s / cycle)))
+            num_workers = max(one.num_workers, two.num_workers)
+            cycle = self._cycle_of(num_workers, slower_s)
+            num_cycles = max(ceil(_STRETCH_S / slower_s / cycle), self._fewest_cycles(num_workers, cycle, slower_s))
+            wanted = max(1, min(self._most_steps(done), cycle * num_cycles))
             if number > _WARM_UP_PAIRS and size >= 0.7 * wanted:
                 self.stretches.append(PairedStretch(one.seconds, two.seconds, size))
                 num = len(self.stretches) - first
@@ -125,6 +131,10 @@ class Race:
     def _cycle_of(self, num_workers: int, step_s: float) -> int:
         """How many steps belong together: batches of several workers come in bursts, and rollouts between updates."""
         return max(1, self._cycle, min(num_workers, int(_LONGEST_S / step_s)))
+
+    def _fewest_cycles(self, num_workers: int, cycle: int, step_s: float) -> int:
+        """Batches that workers have ready make a cycle of theirs shorter or longer by as much: several even that out."""
+        return max(1, min(_CYCLES, int(_LONGEST_CYCLES_S / (cycle * step_s)))) if num_workers > 1 else 1
 
     def _warm_up(self, after: SideProcess) -> bool:
         """Take the changed side's steps that come before the race; whether the script has more."""
