@@ -2,9 +2,9 @@
 
 Each training script of the manifest, unchanged, one after the other with nothing beside it:
 
-1. `flatout tune` within the budget, for runs of so many steps as the untouched script takes in `--run-seconds`: the plan, and
-   whether each lever that was tried got a verdict;
-2. the whole run of these steps, process by process in turn, from the start of python to the same step: untouched,
+1. `flatout tune` within the budget, for runs of so many steps as the untouched script takes in `--run-seconds` (or
+   `--planned-seconds`): the plan, and whether each lever that was tried got a verdict;
+2. the whole run of the steps of `--run-seconds`, process by process in turn, from the start of python to the same step: untouched,
    `flatout run --plan`, the best cure that the expert measured, and the text that `flatout edit` makes of the plan; and what a
    step takes in the second half of these runs, when what is compiled is compiled;
 3. what is learnt: the mean of the last losses on three seeds, with the plan beside without it.
@@ -41,6 +41,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--budget", default="120s")
     parser.add_argument("--run-seconds", type=float, default=60.0, help="how long the untouched script runs")
+    parser.add_argument(
+        "--planned-seconds", type=float, default=None, help="how long the runs are that the plan is for; None: as long"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--manifest", type=Path, default=HERE / "manifest")
     parser.add_argument("--python", default=str(BUILD / "venv" / "bin" / "python"))
@@ -82,7 +85,9 @@ class Tuning:
         script = self._script
         folder = lay_out(script, self._options.checkouts, self._work)
         num_steps = self._length(folder)
-        found = self._tuned(self._fresh(), num_steps) | {"num_steps": num_steps}
+        planned_s = self._options.planned_seconds or self._options.run_seconds
+        num_planned = math.ceil(num_steps * planned_s / self._options.run_seconds)
+        found = self._tuned(self._fresh(), num_planned) | {"num_steps": num_steps, "num_planned": num_planned}
         if found.get("plan") is None:
             return found
         sides: dict[str, dict[str, Any]] = {"untouched": {}}

@@ -23,11 +23,13 @@ FILE: Final = "environment.pickle"
 class EnvironmentAnswers:
     """Watches `step` and `reset` of the outermost environments on the thread that has made it.
 
-    While `is_wanted`, their answers are collected; or those of `replayed` take their place, as long as the calls are the same: the
-    environments step all the same. `on_action` gets what each call was given.
+    While `is_wanted`, their answers are collected; or those of `replayed` take their place as long as the calls are the same, and
+    the environments step all the same. `on_action` gets what each call was given.
     """
 
-    def __init__(self, *, replayed: Path | None, is_wanted: Callable[[], bool], on_action: Callable[[Any], None]) -> None:
+    def __init__(
+        self, *, replayed: Path | None, is_wanted: Callable[[], bool], on_action: Callable[[Any], None]
+    ) -> None:
         self.num_calls = 0
         self._is_wanted = is_wanted
         self._on_action = on_action

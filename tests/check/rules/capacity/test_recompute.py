@@ -7,6 +7,7 @@ from tests.evidence_builder import EvidenceBuilder, only_finding
 from flatout.check.rules.capacity.recompute import RULE
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.usage import ModuleFact
+from flatout.core.records.workload import LibraryFrame
 
 
 def checkpointed(*, peak_bytes: int = GIB, forward_calls: float = 2, backward_calls: float = 2) -> Evidence:
@@ -30,6 +31,32 @@ def test_what_runs_twice_is_priced_where_there_is_room() -> None:
 
 def test_an_operator_is_repeated_no_oftener_than_the_forward_ran_it() -> None:
     assert only_finding(RULE, checkpointed(forward_calls=1, backward_calls=2)).cost_s == pytest.approx(0.005)
+
+
+def test_a_library_that_recomputes_is_reached_from_one_line_in_several_ways() -> None:
+    """As transformers does below `trainer.train()`: forward and backward are other ways there."""
+    run = EvidenceBuilder()
+    ways = [
+        run.line(
+            "train.py",
+            9,
+            "trainer.train()",
+            via=(
+                LibraryFrame(file=f"transformers/{way}.py", line=120, function="forward", text="checkpoint(self, x)"),
+                LibraryFrame(file="transformers/model.py", line=40, function="Block.forward", text="self.up(x)"),
+            ),
+        )
+        for way in ("trainer", "model")
+    ]
+    for way, phase in zip(ways, ("forward", "backward"), strict=True):
+        run.operator("aten.addmm", way, inputs=[(64,), (8, 64), (64, 64)], calls=2, op_s=0.01, phase=phase)  # type: ignore[arg-type]
+    fact = ModuleFact(
+        name="recompute",
+        module="Net.h.0",
+        kind="torch.utils.checkpoint",
+        source=run.line("train.py", 9, "trainer.train()"),
+    )
+    assert only_finding(RULE, remembering(run, facts=(fact,), peak_bytes=GIB)).cost_s == pytest.approx(0.01)
 
 
 def test_near_the_end_of_the_memory_recomputing_is_left_alone() -> None:

@@ -68,18 +68,20 @@ def _recomputed(evidence: Evidence, source: int) -> tuple[tuple[int, ...], float
 
     An operator is repeated at most as often as the forward ran it; more calls of the same kind are the backward's own.
     """
+    line = _line(evidence, source)
     below = [
         i
         for i, o in enumerate(evidence.operators)
-        if o.source == source or source in evidence.callers.get(o.source, ())
+        if any(_line(evidence, s) == line for s in (o.source, *evidence.callers.get(o.source, ())))
     ]
+    kinds = {i: _kind(evidence, evidence.operators[i]) for i in below}
     forward: dict[tuple[object, ...], float] = defaultdict(float)
     for i in below:
         if evidence.operators[i].phase == "forward":
-            forward[_kind(evidence.operators[i])] += evidence.operators[i].num_calls
+            forward[kinds[i]] += evidence.operators[i].num_calls
     again = group_by(
-        (i for i in below if evidence.operators[i].phase == "backward" and _kind(evidence.operators[i]) in forward),
-        lambda i: _kind(evidence.operators[i]),
+        (i for i in below if evidence.operators[i].phase == "backward" and kinds[i] in forward),
+        lambda i: kinds[i],
     )
     seconds, num_bytes = 0.0, 0.0
     for kind, rows in again.items():
@@ -90,8 +92,23 @@ def _recomputed(evidence: Evidence, source: int) -> tuple[tuple[int, ...], float
     return tuple(i for rows in again.values() for i in rows), seconds, round(num_bytes)
 
 
-def _kind(operator: Operator) -> tuple[object, ...]:
-    return operator.op, operator.source, tuple(t.shape for t in operator.inputs), operator.scalars
+def _line(evidence: Evidence, source: int) -> tuple[str, int]:
+    """File and line of a source; a library that calls torch.utils.checkpoint itself is reached from one line in several ways."""
+    found = evidence.source_of(source)
+    return (found.file, found.line) if found is not None else ("", 0)
+
+
+def _kind(evidence: Evidence, operator: Operator) -> tuple[object, ...]:
+    """What an operator and its repetition share: the way there through libraries is another in the backward."""
+    where = evidence.source_of(operator.source)
+    library = where.library if where is not None else ""
+    return (
+        operator.op,
+        _line(evidence, operator.source),
+        library,
+        tuple(t.shape for t in operator.inputs),
+        operator.scalars,
+    )
 
 
 def _result_bytes(operator: Operator) -> float:
