@@ -134,7 +134,9 @@ class Race:
 
     def _fewest_cycles(self, num_workers: int, cycle: int, step_s: float) -> int:
         """Batches that workers have ready make a cycle of theirs shorter or longer by as much: several even that out."""
-        return max(1, min(_CYCLES, int(_LONGEST_CYCLES_S / (cycle * step_s)))) if num_workers > 1 else 1
+        if not 1 < num_workers <= cycle:  # no whole cycles, where steps are long
+            return 1
+        return max(1, min(_CYCLES, int(_LONGEST_CYCLES_S / (cycle * step_s))))
 
     def _warm_up(self, after: SideProcess) -> bool:
         """Take the changed side's steps that come before the race; whether the script has more."""

@@ -62,7 +62,11 @@ def _cudnn_first() -> Callable[[], None]:
 
     order = sdpa_kernel([getattr(SDPBackend, name) for name in _ORDER], set_priority=True)
     order.__enter__()
-    return lambda: order.__exit__(None, None, None)
+
+    def undo() -> None:
+        order.__exit__(None, None, None)
+
+    return undo
 
 
 def edit(text: str, parameters: Parameters) -> str:
