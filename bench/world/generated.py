@@ -1,10 +1,11 @@
 """Generated training scripts through `flatout tune`, `run` and `edit`: does any plan or text change what is learnt?
 
-    python bench/world/generated.py --out FILE [--first 0] [--number 300] [--budget 40s] [--only SEED ...]
+    python bench/world/generated.py --out FILE [--first 0] [--number 300] [--budget 40s] [--only SEED ...] [--jobs 1]
 
 For each seed: the script of `generated_scripts.py`, a search for a plan, and with a plan the script's last losses on three
 seeds, untouched, with `flatout run --plan`, and as the text that `flatout edit` makes. Steps and memory are not measured.
-Rows are written as they come; a run that was stopped goes on with the seeds that are missing.
+Rows are written as they come; a run that was stopped goes on with the seeds that are missing. Several jobs share the cores
+evenly, each on its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import Queue
+from threading import Lock
 from time import monotonic
 from typing import Any
 
@@ -27,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FLATOUT = [sys.executable, "-m", "flatout"]
 MOVES = (0, 1000, 2000)
 LONGEST_S = 600.0
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def main() -> int:
@@ -36,23 +43,36 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=300)
     parser.add_argument("--only", type=int, nargs="*", default=None)
     parser.add_argument("--budget", default="40s")
+    parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     rows = {row["seed"]: row for row in json.loads(options.out.read_text())["scripts"]} if options.out.exists() else {}
-    for seed in options.only or range(options.first, options.first + options.number):
-        if seed in rows and not options.only:
-            continue
+    cores = sorted(os.sched_getaffinity(0))
+    shares: Queue[list[int]] = Queue()
+    for job in range(options.jobs):
+        shares.put(cores[job :: options.jobs])
+    done = Lock()
+
+    def judge(seed: int) -> None:
+        share = shares.get()
         with tempfile.TemporaryDirectory() as name:
-            rows[seed] = judged(seed, Path(name), options.budget)
-        print(line_of(rows[seed]), flush=True)
-        options.out.write_text(
-            json.dumps({"summary": summarise([*rows.values()]), "scripts": [*rows.values()]}, indent=1)
-        )
+            row = judged(seed, Path(name), options.budget, share)
+        shares.put(share)
+        with done:
+            rows[seed] = row
+            print(line_of(row), flush=True)
+            found = {"summary": summarise([*rows.values()]), "scripts": [*rows.values()]}
+            options.out.write_text(json.dumps(found, indent=1))
+
+    wanted = options.only or [s for s in range(options.first, options.first + options.number) if s not in rows]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(judge, wanted))
     print(json.dumps(summarise([*rows.values()]), indent=1))
     return 0
 
 
-def judged(seed: int, folder: Path, budget: str) -> dict[str, Any]:
-    """One script: its plan, and the last losses of all its forms."""
+def judged(seed: int, folder: Path, budget: str, cores: list[int]) -> dict[str, Any]:
+    """One script on these cores: its plan, and the last losses of all its forms."""
+    run = partial(run_on, cores)
     generated = script_of(seed)
     (folder / "train.py").write_text(generated.text)
     began = monotonic()
@@ -77,11 +97,11 @@ def judged(seed: int, folder: Path, budget: str) -> dict[str, Any]:
     row["edit"] = {"exit": edited.returncode, "messages": edited.stderr[-500:]}
     if (folder / "text" / "train.py").exists():
         forms["edit"] = [sys.executable, str(folder / "text" / "train.py")]
-    row["losses"] = {name: [last_loss(command, folder, move) for move in MOVES] for name, command in forms.items()}
+    row["losses"] = {name: [last_loss(run, command, folder, move) for move in MOVES] for name, command in forms.items()}
     return row
 
 
-def last_loss(command: list[str], folder: Path, move: int) -> float | None:
+def last_loss(run: Run, command: list[str], folder: Path, move: int) -> float | None:
     """The mean of the last losses that the script prints; None where it failed."""
     done = run(command, folder, {"MOVE_SEED": str(move)})
     line = next((line for line in done.stdout.splitlines() if line.startswith("losses ")), None)
@@ -90,10 +110,13 @@ def last_loss(command: list[str], folder: Path, move: int) -> float | None:
     return statistics.fmean(map(float, line.split()[1:]))
 
 
-def run(command: list[str], folder: Path, more: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run_on(
+    cores: list[int], command: list[str], folder: Path, more: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path} | (more or {})
-    return completed(command, folder, environment, timeout_s=LONGEST_S)
+    pinned = ["taskset", "-c", ",".join(map(str, cores)), *command]
+    return completed(pinned, folder, environment, timeout_s=LONGEST_S)
 
 
 def differs(row: dict[str, Any], form: str) -> bool:

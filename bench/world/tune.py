@@ -4,7 +4,7 @@ Each training script of the manifest, unchanged, one after the other with nothin
 
 1. `flatout tune` within the budget, for runs of so many steps as the untouched script takes in `--run-seconds` (or
    `--planned-seconds`): the plan, and whether each lever that was tried got a verdict;
-2. the whole run of the steps of `--run-seconds`, process by process in turn, from the start of python to the same step: untouched,
+2. the whole run of the steps of `--run-seconds`, process by process in turn, from the start of python to the same step: plainly,
    `flatout run --plan`, the best cure that the expert measured, and the text that `flatout edit` makes of the plan; and what a
    step takes in the second half of these runs, when what is compiled is compiled;
 3. what is learnt: the mean of the last losses on three seeds, with the plan beside without it.
