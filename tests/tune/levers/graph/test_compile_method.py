@@ -61,7 +61,9 @@ class Trainer:
 '''
 
 
-def run_of(folder: Path, function: str = "Policy.act", *, sampled_s: float = 0.05) -> Candidate | Refusal:
+def run_of(
+    folder: Path, function: str = "Policy.act", *, sampled_s: float = 0.05, device: str = "cpu"
+) -> Candidate | Refusal:
     file = folder / "train.py"
     file.write_text(SCRIPT)
     line = 1 + SCRIPT.splitlines().index(
@@ -72,7 +74,7 @@ def run_of(folder: Path, function: str = "Policy.act", *, sampled_s: float = 0.0
     run.model(source, calls=20, call_s=0.001)
     run.sampled(source, sampled_s)
     evidence = run.build()
-    workload = msgspec.structs.replace(evidence.workload, command=("python", str(file)))
+    workload = msgspec.structs.replace(evidence.workload, command=("python", str(file)), device=device)
     sources = tuple(msgspec.structs.replace(s, file=str(file)) for s in evidence.sources)
     return next(iter(LEVER.propose(msgspec.structs.replace(evidence, workload=workload, sources=sources), ())))
 
@@ -82,6 +84,11 @@ def test_the_method_in_which_models_are_called_is_offered(tmp_path: Path) -> Non
     assert isinstance(offered, Candidate)
     assert offered.parameters["function"] == "Policy.act" and offered.parameters["file"] == "train.py"
     assert offered.saved_s[0] < 0 < offered.saved_s[1] < 0.08
+
+
+def test_a_device_that_waits_for_a_small_model_surely_gains(tmp_path: Path) -> None:
+    offered = run_of(tmp_path, device="NVIDIA H200")
+    assert isinstance(offered, Candidate) and offered.saved_s[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,12 @@ _SMALL_PART: Final = 0.1
 _EFFORT: Final = 5.0
 """As of `graph.compile`."""
 _MAY_COST: Final = 0.3
+_LEAST_SAVED: Final = 0.2
+"""Where a device waits for the host's launches of a small model."""
 _MOST_SAVED: Final = 0.6
 """Of the host's time in the method: what one call of compiled code takes instead of hundreds of operators, in our judgement."""
+_SLOW_DEVICE: Final = 1e12
+"""FLOP/s that any GPU reaches in small products: a call that takes ten times as long as that waits for its host."""
 _MODES: Final = ("default", "reduce-overhead")
 _READS: Final = ("backward", "step", "item", "tolist", "numpy", "cpu")
 """What makes the graph end, or changes more than it returns."""
@@ -72,10 +76,11 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     if draws_in_model(evidence) or _draws(evidence, *where):
         parameters["fallback_random"] = True
     modes = _MODES if evidence.workload.device != "cpu" else _MODES[:1]
+    least = _LEAST_SAVED if _waits_for_host(evidence, *where) else -_MAY_COST
     for share, mode in zip((1.0, 0.95), modes, strict=False):
         yield Candidate(
             parameters=parameters | {"mode": mode},
-            saved_s=(-_MAY_COST * share * spent_s, _MOST_SAVED * share * spent_s),
+            saved_s=(share * least * spent_s, share * _MOST_SAVED * spent_s),
             where=line,
             because=f"{where[1]}, and the backward of what it computes, take {milliseconds(spent_s)} of a step",
         )
@@ -108,6 +113,14 @@ def _seconds_in(evidence: Evidence, file: str, function: str) -> float:
     )
     share = in_it_s / called_s if called_s else 0.0
     return max(forward_s, in_it_s) + share * evidence.steps.phases.get("backward", 0.0)
+
+
+def _waits_for_host(evidence: Evidence, file: str, function: str) -> bool:
+    """Whether the models that are called in a method are so small that a device waits for their launches."""
+    called = [m for m in evidence.models if _is_in(evidence.source_of(m.source), file, function)]
+    flop = sum(2.0 * m.num_parameters * max(1, m.batch_size) * m.calls for m in called)
+    seconds = sum(m.call_s * m.calls for m in called)
+    return evidence.workload.device != "cpu" and flop < 0.1 * _SLOW_DEVICE * seconds
 
 
 def _draws(evidence: Evidence, file: str, function: str) -> bool:
