@@ -22,7 +22,7 @@ def test_what_judges_others_runs_once_for_the_trials_and_once_for_the_final_proo
 def test_the_effort_is_in_starting_and_not_in_racing() -> None:
     pace = Pace()
     pace.add(25.0, 1.0, raced_s=20.0)
-    assert pace.needed_s(5.0) == 5 * 5 + 20 + 1.5 * 25
+    assert pace.needed_s(5.0) == 5 * 5 + 20 + 1.5 * 5 + 0.5 * 20
 
 
 @given(st.lists(st.tuples(SECONDS, st.sampled_from([1.0, 3.0, 5.0]))), st.floats(1.0, 10.0))

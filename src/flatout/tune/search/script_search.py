@@ -41,6 +41,8 @@ _SHORTEST_S: Final = 30.0
 _FINAL_SHARE: Final = 1.5
 """The final proof takes so many times as long as the longest comparison, less what runs once for all that judge: it has more
 processes."""
+_SHORT_RACE: Final = 0.5
+"""The race of the final proof may be cut to this part of one before, where little of the budget is left."""
 _LONGER: Final = 4.0
 """How many times as long a race goes on that is to decide what could not be told from noise."""
 _FIRST_GUESS_S: Final = 10.0
@@ -96,10 +98,14 @@ class Pace:
         return usual_s + self.final_s() + max(self._judged_s)
 
     def final_s(self) -> float:
-        """Seconds for the final proof, where what judges it is recorded."""
+        """Seconds for the final proof, where what judges it is recorded; its race may be cut short."""
         if not self._started_s:
             return _FINAL_SHARE * _FIRST_GUESS_S
-        return _FINAL_SHARE * (max(self._started_s) + max(self._raced_s))
+        return self.final_start_s() + _SHORT_RACE * max(self._raced_s)
+
+    def final_start_s(self) -> float:
+        """Seconds of that for starting and first steps."""
+        return _FINAL_SHARE * max(self._started_s, default=_FIRST_GUESS_S)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -164,7 +170,10 @@ class ScriptBench:
             terms = msgspec.structs.replace(terms, guarantee="quality")
         if is_final:
             num_processes = _FINAL_PROCESSES if self._terms.num_processes > 1 else _FINAL_PROCESSES_ON_DEVICE
-            terms = msgspec.structs.replace(terms, seed=_FINAL_SEED, num_processes=num_processes, decisive=math.inf)
+            race_s = max(_SHORT_RACE * terms.budget_s, min(terms.budget_s, self._left_s - self._pace.final_start_s()))
+            terms = msgspec.structs.replace(
+                terms, seed=_FINAL_SEED, num_processes=num_processes, decisive=math.inf, budget_s=race_s
+            )
         else:
             terms = msgspec.structs.replace(terms, timeout_s=min(terms.timeout_s, max(_SHORTEST_S, self._left_s)))
         if is_longer:
