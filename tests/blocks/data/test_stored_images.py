@@ -29,9 +29,12 @@ class _Images:
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         image: Any = Image.fromarray(np.asarray(self.data[index]), mode=self.mode)
-        target = int(self.targets[index])
+        target = self._target(index)
         image = image if self.transform is None else self.transform(image)
         return image, target if self.target_transform is None else self.target_transform(target)
+
+    def _target(self, index: int) -> Any:
+        return int(self.targets[index])
 
 
 class _MNIST(_Images):
@@ -47,6 +50,9 @@ class _CIFAR10(_Images):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         return super().__getitem__(index)
+
+    def _target(self, index: int) -> Any:
+        return self.targets[index]
 
 
 class _CIFAR100(_CIFAR10):
@@ -160,6 +166,16 @@ def test_all_at_once_is_one_by_one(vision: Any) -> None:
         for i in range(len(dataset)):
             image, target = dataset[i]
             assert torch.equal(images[i], image) and images[i].dtype is image.dtype and targets[i] == target
+
+
+def test_targets_are_whole_numbers_as_in_batches_whatever_they_are_stored_as(vision: Any) -> None:
+    dataset = mnist(vision, vision.to_tensor)
+    dataset.targets = dataset.targets.float()
+    found = stored_images(dataset)
+    assert found is not None and found[1].dtype is torch.int64
+    dataset = cifar(vision, vision.to_tensor)
+    dataset.targets = [target > 50 for target in dataset.targets]
+    assert stored_images(dataset) is None
 
 
 def test_other_items_are_left_to_the_dataset(vision: Any) -> None:

@@ -49,6 +49,12 @@ def test_ragged_batches_all_go_to_one_dynamic_graph() -> None:
     assert Calls().run(sizes) == sizes
 
 
+def test_batches_that_vary_later_are_compiled_as_well() -> None:
+    calls = Calls()
+    calls.run([32] * 100)
+    assert len(calls.run([*range(100, 200)])) == 100 - 32
+
+
 def test_evaluation_is_counted_by_itself() -> None:
     calls = Calls()
     calls.run([32] * 100)

@@ -323,6 +323,13 @@ def test_gains_that_noise_hides_alone_are_tried_together() -> None:
     assert "together" in [a.kind for a in log.attempts]
 
 
+def test_levers_that_are_tried_together_have_the_guarantee_by_which_they_were_judged() -> None:
+    world = World({"a": 0.94, "b": 0.94}, noise=0.08, final_noise=0.02)
+    candidates = [candidate(name, 0.01) for name in "ab"]
+    result = found(world, candidates, guarantees={"a": "exact", "b": "exact"})
+    assert [p.guarantee for p in result.levers] == ["bounded", "bounded"]
+
+
 def test_a_wrong_lever_is_not_tried_with_the_others() -> None:
     world = World({"a": 0.94, "b": 0.94, "c": 0.5}, noise=0.08, final_noise=0.02, wrong=["c"])
     result = found(world, [candidate(name, 0.01) for name in "abc"])

@@ -62,7 +62,7 @@ def _whole(dataset: Any, rows: Tensor | None) -> tuple[Tensor, Tensor] | None:
         return None
     data = dataset.data
     bytes_ = data.unsqueeze(1) if found.colours == "grey" else torch.from_numpy(data).permute(0, 3, 1, 2)
-    targets = torch.as_tensor(dataset.targets)
+    targets = torch.as_tensor(dataset.targets).to(torch.int64)  # as batches of Python's numbers are
     if rows is not None:
         bytes_, targets = bytes_[rows], targets[rows]
     images = bytes_.to(torch.get_default_dtype(), memory_format=torch.contiguous_format).div_(255)
@@ -88,7 +88,7 @@ def _is_same(item: Any, image: Tensor, target: Tensor) -> bool:
         isinstance(item, (tuple, list))
         and len(item) == 2
         and isinstance(item[0], Tensor)
-        and isinstance(item[1], int)
+        and type(item[1]) is int
         and item[0].dtype is image.dtype
         and torch.equal(item[0], image)
         and item[1] == int(target)

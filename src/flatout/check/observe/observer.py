@@ -267,9 +267,23 @@ class LoopObserver:
         observation, light_s = self.observation, self.observation.times.light_s
         if observation.num_steps > self.schedule.num_before_looks(is_device=observation.is_device):
             return self.schedule
-        return self.schedule.for_long_steps(
+        schedule = self.schedule.for_long_steps(
             num_steps=observation.num_steps, light_elapsed_s=light_s, num_calls=num_calls
         )
+        missing = [
+            what
+            for what, before, after in (
+                ("the memory", self.schedule.num_memory, schedule.num_memory),
+                ("the kernels of the device", self.schedule.num_kernels * observation.is_device, schedule.num_kernels),
+            )
+            if before > after == 0
+        ]
+        if missing:
+            observation.notes.append(
+                f"a step calls models {num_calls} times; {' and '.join(missing)} of such steps would take minutes to watch, "
+                "and are not in this report"
+            )
+        return schedule
 
     def _report_end(self, mode: Mode | None, duration_s: float) -> None:
         step = EndedStep(mode, self.observation.timeline.num_ended - 1, duration_s)

@@ -15,6 +15,8 @@ _EARLY: Final = 16
 """Calls, with and without gradients each, whose shapes are compiled at once: those that a proof compares are among them."""
 _RAGGED: Final = 3
 """So many kinds of shapes among the early calls: batches vary, and one dynamic graph is for all of them."""
+_MANY_KINDS: Final = 32
+"""So many kinds of rare shapes: they vary after all."""
 _FEWEST: Final = 20
 _USUAL_SHARE: Final = 0.1
 """Of the calls since it came first: what is rarer never earns back a compilation, which takes as long as hundreds of calls."""
@@ -40,7 +42,8 @@ class UsualShapes:
         has_gradients = torch.is_grad_enabled()
         self._num_calls[has_gradients] += 1
         kind, num = (has_gradients, shapes), self._num_calls[has_gradients]
-        if kind in self._usual or sum(one[0] is has_gradients for one in self._usual) >= _RAGGED:
+        is_ragged = sum(one[0] is has_gradients for one in self._usual) >= _RAGGED or len(self._rare) >= _MANY_KINDS
+        if kind in self._usual or is_ragged:
             return True
         times, first = self._rare.get(kind, (0, num))
         self._rare[kind] = times + 1, first

@@ -65,6 +65,13 @@ def call_in(text: str, parameters: Parameters, names: Sequence[str]) -> tuple[cs
     return module, calls[0]
 
 
+def compiles_models(module: cst.Module) -> bool:
+    """Whether a file names torch.compile, or a method `compile` of anything but the module `re`."""
+    named = [a for a in nodes_of(cst.Attribute, module) if a.attr.value == "compile"]
+    plain = [n for n in nodes_of(cst.Name, module) if n.value == "compile" and call_name(module, n) == "torch.compile"]
+    return bool(plain) or any(call_name(module, a) not in ("re.compile", "regex.compile") for a in named)
+
+
 def calls_ending(node: cst.CSTNode, name: str) -> list[cst.Call]:
     """All calls in a node of a method of this name."""
     return [c for c in nodes_of(cst.Call, node) if isinstance(c.func, cst.Attribute) and c.func.attr.value == name]

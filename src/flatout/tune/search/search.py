@@ -253,9 +253,12 @@ class _LeverSearch:
         verdict = self._try("together", joined, joined[-1], "time")
         if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
             return
-        if self._goal.too_late(verdict.speed):
+        new, judged = joined[len(before) :], verdict.equality.guarantee
+        if self._goal.too_late(verdict.speed) or any(self._is_too_little(planned, verdict) for planned in new):
             return
-        self._plan = joined
+        weaker = (max(planned.guarantee, judged, key=GUARANTEES.index) for planned in new)
+        new = tuple(msgspec.structs.replace(p, guarantee=g) for p, g in zip(new, weaker, strict=True))
+        self._plan = (*before, *new)
         self._left_s /= max(1.0, verdict.speed.ratio)
         self._undecided = [(c, speed) for c, speed in self._undecided if not any(c is one for one in tried)]
         reasons = [self._reasons.pop(id(candidate), None) for candidate in tried]

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, Final
 
-from flatout.check.observe.collectors.environments import environment_methods
+from flatout.check.observe.collectors.environments import watch_environments
 from flatout.core.runtime.patches import Patches
 
 FILE: Final = "environment.pickle"
@@ -40,7 +40,7 @@ class EnvironmentAnswers:
         self._is_complete = True
         """Whether all answers so far could be recorded, or given."""
         self._patches: Patches | None = None
-        self._patched: set[tuple[type, str]] = set()
+        self._patched: set[type] = set()
         self._is_inside = False
         self._thread_id = get_ident()
 
@@ -53,10 +53,7 @@ class EnvironmentAnswers:
         """Watch all classes of environments that are not watched yet."""
         if self._patches is None:
             return
-        for kind, method, original in environment_methods():
-            if (kind, method) not in self._patched:
-                self._patched.add((kind, method))
-                self._patches.set(kind, method, self._watching(method, original))
+        watch_environments(self._patches, self._patched, self._watching)
 
     def write(self, folder: Path) -> None:
         """Write the answers into this folder, if there are any and all of them could be recorded."""

@@ -120,9 +120,22 @@ def test_an_edit_is_refused(function: str, why: str) -> None:
         edit(SCRIPT, {"file": "train.py", "function": function})
 
 
-def test_a_file_that_compiles_is_left_alone() -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        "policy = torch.compile(Policy())",
+        "import re\nWORD = re.compile('a')\npolicy = Policy()\npolicy.compile()",
+        "@torch.compile\ndef loss(x):\n    return x",
+        "from torch import compile\npolicy = compile(Policy())",
+    ],
+)
+def test_a_file_that_compiles_is_left_alone(more: str) -> None:
     with pytest.raises(EditError, match="compiles something already"):
-        edit(SCRIPT + "\npolicy = torch.compile(Policy())\n", {"file": "train.py", "function": "Policy.act"})
+        edit(f"{SCRIPT}\n{more}\n", {"file": "train.py", "function": "Policy.act"})
+
+
+def test_a_pattern_is_no_model() -> None:
+    edit(f"import re\n{SCRIPT}\nWORD = re.compile('a')\n", {"file": "train.py", "function": "Policy.act"})
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -35,7 +35,7 @@ class EnvironmentSteps(Collector):
         self._observation = observation
         self._calls = observation.calls
         self._patches: Patches | None = None
-        self._patched: set[tuple[type, str]] = set()
+        self._patched: set[type] = set()
         self._is_inside = False
 
     def install(self, patches: Patches) -> None:
@@ -51,10 +51,7 @@ class EnvironmentSteps(Collector):
         """Watch every class of environments that is not watched yet."""
         if self._patches is None:
             return
-        for kind, method, original in environment_methods():
-            if (kind, method) not in self._patched:
-                self._patched.add((kind, method))
-                self._patches.set(kind, method, self._watching(original))
+        watch_environments(self._patches, self._patched, lambda _, original: self._watching(original))
 
     def _watching(self, original: Callable[..., Any]) -> Callable[..., Any]:
         watch, calls, listener, thread = self, self._calls, self._observation.listener, self._observation.thread_id
@@ -75,14 +72,21 @@ class EnvironmentSteps(Collector):
         return watched
 
 
-def environment_methods() -> Iterator[tuple[type, str, Callable[..., Any]]]:
-    """Each class of environments that is there now, with the methods of its own by which a loop steps it."""
+def watch_environments(
+    patches: Patches, watched: set[type], watching: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Put `watching(name, method)` in the place of the methods by which a loop steps environments.
+
+    Classes that are there now and not among the `watched` are patched, and added to them.
+    """
     for module, name in _KINDS:
         base = getattr(sys.modules.get(module), name, None)
         for kind in _classes_under(base) if isinstance(base, type) else ():
-            for method in _METHODS:
-                if callable(original := vars(kind).get(method)):
-                    yield kind, method, original
+            if kind not in watched:
+                watched.add(kind)
+                for method in _METHODS:
+                    if callable(original := vars(kind).get(method)):
+                        patches.set(kind, method, watching(method, original))
 
 
 def _classes_under(base: type) -> Iterator[type]:

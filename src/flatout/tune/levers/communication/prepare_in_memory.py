@@ -168,7 +168,8 @@ def edit(text: str, parameters: Parameters) -> str:
     if not has_collate and _is_rows(place.module, scope, dataset):
         if not isinstance(dataset, cst.Name):
             raise EditError(f"'{code_of(dataset)}' has no name of its own")
-        return _with_samplers(_with_loader(place, loader.call, loader.by_batches(dataset.value), [])).code
+        call = loader.by_batches(dataset.value)
+        return _with_samplers(_with_loader(place, loader.call, call, []), loader.call, call).code
     new: list[cst.BaseStatement] = []
     if not isinstance(dataset, cst.Name):
         name = fresh_name(place.module, "dataset")
@@ -179,7 +180,8 @@ def edit(text: str, parameters: Parameters) -> str:
         new += statements(f"{items} = [{data}[i] for i in range(len({data}))]")
         return _with_loader(place, loader.call, loader.of_items(items), new).code
     new += statements(f"{items} = TensorDataset({_whole(data, parameters)})")
-    module = _with_samplers(_with_loader(place, loader.call, loader.by_batches(items), new))
+    call = loader.by_batches(items)
+    module = _with_samplers(_with_loader(place, loader.call, call, new), loader.call, call)
     return with_import(module, "torch.utils.data", "TensorDataset").code
 
 
@@ -204,9 +206,9 @@ def _with_loader(
     return with_changes(place.module, {place.statement: [*before, line.with_changes(leading_lines=())]})
 
 
-def _with_samplers(module: cst.Module) -> cst.Module:
-    """The file with imports of the samplers that it names."""
-    used = {n.value for n in nodes_of(cst.Name, module)}
+def _with_samplers(module: cst.Module, before: cst.Call, after: cst.Call) -> cst.Module:
+    """The file with imports of the samplers that a call names now and did not before."""
+    used = {n.value for n in nodes_of(cst.Name, after)} - {n.value for n in nodes_of(cst.Name, before)}
     for name in ("SequentialSampler", "RandomSampler", "BatchSampler"):
         if name in used and call_name(module, cst.Name(name)) != f"torch.utils.data.{name}":
             module = with_import(module, "torch.utils.data", name)

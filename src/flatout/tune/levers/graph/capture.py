@@ -49,7 +49,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
 def _check_run(evidence: Evidence) -> None:
     """Raise LeverRefused where it does not apply."""
     if evidence.steps.device_s is None:
-        raise LeverRefused("no CUDA device")
+        is_there = evidence.workload.device != "cpu"
+        raise LeverRefused("what the device does in a step was not traced" if is_there else "no CUDA device")
     if evidence.compilation is not None and evidence.compilation.num_graphs:
         raise LeverRefused("the script compiles; there mode='reduce-overhead' captures graphs")
     if evidence.steps.is_device_bound:

@@ -2,7 +2,8 @@
 
 What        `model.compile(...)` at its first call, in place; or each of its repeated blocks alone, which compiles one block for
             all (`regions`: the paths of the containers that hold them). `mode` and `dynamic` are those of torch.compile.
-            Shapes that come first after many calls and rarely, as an epoch's smaller last batch, are computed as before.
+            Shapes that come first after many calls and rarely, as an epoch's smaller last batch, are computed as before (the text
+            of `flatout edit` leaves them to torch.compile, which compiles once more).
 Guarantee   BOUNDED: sums in other orders, fused multiply-adds. With `fallback_random` random masks (dropout) are drawn as they
             are without compiling, so that steps can be compared; without it they are other numbers of the same distribution.
 Refuses     Scripts that compile already; models whose calls are a small part of the step.
@@ -23,7 +24,9 @@ from flatout.machine.cost.accounting import host_seconds, model_seconds
 from flatout.machine.cost.compiling import block_containers, draws_in_model, has_changing_shapes
 from flatout.tune.levers.eager_draws import draw_as_eager
 from flatout.tune.levers.usual_shapes import UsualShapes
+from flatout.tune.rewrite.calls import compiles_models
 from flatout.tune.rewrite.models import behind_model
+from flatout.tune.rewrite.source import parsed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,7 +152,7 @@ def _blocks(root: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
 
 def edit(text: str, parameters: Parameters) -> str:
     """Write `model.compile(...)` after the statement that constructs the model, or a loop over its blocks."""
-    if "compile(" in text and "re.compile(" not in text:
+    if compiles_models(parsed(text)):
         raise EditError("the file compiles something already")
     options = {k: v for k, v in parameters.items() if k in _OPTIONS and v != "default"}
     arguments = ", ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in options.items())

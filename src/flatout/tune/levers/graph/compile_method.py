@@ -25,6 +25,7 @@ from flatout.core.records.workload import Source
 from flatout.machine.cost.accounting import milliseconds
 from flatout.machine.cost.compiling import draws_in_model
 from flatout.tune.levers.eager_draws import draw_as_eager
+from flatout.tune.rewrite.calls import compiles_models
 from flatout.tune.rewrite.imports import call_name, with_torch
 from flatout.tune.rewrite.source import (
     code_of,
@@ -151,7 +152,7 @@ def edit(text: str, parameters: Parameters) -> str:
     if holder is None or not _is_module(module, holder):
         raise EditError(f"'{name}' is no method of a module")
     decorators = {code_of(d.decorator) for d in method.decorators}
-    if "compile(" in text and "re.compile(" not in text:
+    if compiles_models(module):
         raise EditError("the file compiles something already")
     if decorators & {"property", "staticmethod", "classmethod"} or method.asynchronous is not None:
         raise EditError(f"'{name}' is no plain method")

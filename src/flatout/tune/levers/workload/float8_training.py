@@ -32,6 +32,7 @@ from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.accounting import facts_named, milliseconds
 from flatout.machine.cost.matrix_units import waits_for_host
 from flatout.machine.specs import catalog
+from flatout.tune.rewrite.calls import compiles_models
 from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import
 from flatout.tune.rewrite.models import behind_model, constructions_in
@@ -239,8 +240,7 @@ def edit(text: str, parameters: Parameters) -> str:
     module = parsed(text)
     found = _compiling(module)
     if found is None:
-        is_compiled = "compile(" in text.replace("re.compile(", "")
-        last = "" if is_compiled or not parameters.get("compile") else "model.compile()\n"
+        last = "" if compiles_models(module) or not parameters.get("compile") else "model.compile()\n"
         module = parsed(behind_model(text, f"float8.convert(model{arguments})\n{last}"))
     else:
         name, statement = found
