@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from flatout.blocks.training.schedules import set_rate as set_rate
     from flatout.blocks.training.schedules import warm_up_cosine as warm_up_cosine
     from flatout.blocks.training.snapshot import copied as copied
+    from flatout.blocks.training.vectorised_draws import vectorise_draws as vectorise_draws
     from flatout.core.errors import ExpectationFailed as ExpectationFailed
     from flatout.core.errors import FlatoutError as FlatoutError
     from flatout.core.errors import NotFused as NotFused
@@ -110,6 +111,7 @@ _HOMES = {
     "set_rate": "flatout.blocks.training.schedules:set_rate",
     "shrink": "flatout.app.shrink_model:shrink",
     "swiglu": "flatout.blocks.kernels.swiglu.call:swiglu",
+    "vectorise_draws": "flatout.blocks.training.vectorised_draws:vectorise_draws",
     "warm_up_cosine": "flatout.blocks.training.schedules:warm_up_cosine",
 }
 

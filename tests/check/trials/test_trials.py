@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from flatout.blocks.training.vectorised_draws import draws_refusal
 from flatout.check.observe.calls import RootModule
 from flatout.check.observe.steps.optimizers import OptimizerWatched
 from flatout.check.trials.context import Scene
@@ -17,6 +18,7 @@ from flatout.core.records.trial import (
     TimeActivation,
     TimeAttention,
     TimeDistance,
+    TimeDraws,
     TimeGrowingCat,
     TimeModel,
     TimeMostlyZeros,
@@ -107,6 +109,14 @@ def test_work_on_zeros_is_timed_against_the_numbers_that_are_there(task: Literal
     trial = TimeMostlyZeros(task=task, rows=512, columns=256, width=8, density=0.02, dtype="float32", backward=True)
     [result] = run_trials([trial], scene(captured_root(nn.Linear(2, 2), torch.randn(1, 2))), budget_s=5.0)
     assert not result.refused
+    assert result.now_s is not None
+    assert result.cured_s is not None
+
+
+@pytest.mark.skipif(bool(draws_refusal()), reason=draws_refusal())
+def test_masks_are_timed_against_those_by_vector_instructions() -> None:
+    trial = TimeDraws(num_elements=50_000, dtype="float32")
+    [result] = run_trials([trial], scene(captured_root(nn.Linear(2, 2), torch.randn(1, 2))), budget_s=5.0)
     assert result.now_s is not None
     assert result.cured_s is not None
 

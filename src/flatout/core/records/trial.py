@@ -190,6 +190,13 @@ class TimeDataset(TrialRequest, frozen=True, kw_only=True):
     loader: int
 
 
+class TimeDraws(TrialRequest, frozen=True, kw_only=True):
+    """Fill a tensor with `bernoulli_`, as dropout does for its mask, against the same draws by vector instructions."""
+
+    num_elements: int
+    dtype: str
+
+
 class TimeMostlyZeros(TrialRequest, frozen=True, kw_only=True):
     """A matrix (rows x columns) of which `density` (a fraction) are not zero: what is done with all of it, against those alone.
 

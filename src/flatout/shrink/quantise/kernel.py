@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import math
 import platform
 from pathlib import Path
@@ -17,15 +16,8 @@ import torch
 from torch import Tensor
 
 from flatout.core.errors import NativeError
-from flatout.core.runtime.c_compiler import (
-    STRICT_FLAGS,
-    CompilerRun,
-    build_shared_library,
-    cpu_features,
-    find_compiler,
-    native_flags,
-)
-from flatout.core.runtime.cache_folder import create_code_folder, default_cache_folder, require_trusted_library
+from flatout.core.runtime.c_compiler import STRICT_FLAGS, native_flags
+from flatout.core.runtime.compiled_source import load_source
 
 SOURCE: Final = Path(__file__).with_name("kernel.c")
 LANES: Final = 16
@@ -46,15 +38,7 @@ class FewBitsWeights(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL:
     """The kernel of this machine, compiled into the user's cache folder once. Raises NativeError where there can be none."""
-    file = _file()
-    if not file.exists():
-        create_code_folder(file.parent)
-        build_shared_library(SOURCE, file, [CompilerRun("kernel", _flags())], compiler=find_compiler())
-    require_trusted_library(file)
-    try:
-        found = ctypes.CDLL(str(file))
-    except OSError as e:
-        raise NativeError(f"the kernel of few-bit products cannot be loaded: {e}; this torch may have no OpenMP") from e
+    found = load_source(SOURCE, flags=_flags())
     pointer, whole = ctypes.c_void_p, ctypes.c_long
     found.flatout_product.argtypes = [pointer, pointer, whole, pointer, ctypes.c_int]
     found.flatout_recurrent.argtypes = [*[pointer] * 3, whole, whole, *[pointer] * 5, ctypes.c_int, ctypes.c_int]
@@ -140,13 +124,6 @@ def few_bits_recurrent(
     if not found:
         raise MemoryError(f"no memory for {steps} steps of {batch} sequences")
     return y, last_h, last_c
-
-
-def _file() -> Path:
-    # The CPU's features are in the name: a home folder may be shared by machines.
-    features = " ".join(sorted(cpu_features() or {platform.processor()}))
-    key = hashlib.sha256(SOURCE.read_bytes() + repr(_flags()).encode() + features.encode()).hexdigest()[:16]
-    return default_cache_folder() / f"quantised-{key}.so"
 
 
 def _flags() -> tuple[str, ...]:
