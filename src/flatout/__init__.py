@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from flatout.blocks.parallel.world import World as World
     from flatout.blocks.parallel.world import layout_from_environment as layout_from_environment
     from flatout.blocks.recording.run import Run as Run
+    from flatout.blocks.training.captured_calls import captured as captured
     from flatout.blocks.training.checkpoints import Checkpoints as Checkpoints
     from flatout.blocks.training.memoise import memoise as memoise
     from flatout.blocks.training.nan_watch import NanWatch as NanWatch
@@ -86,6 +87,7 @@ _HOMES = {
     "World": "flatout.blocks.parallel.world:World",
     "apply": "flatout.app.plans:apply",
     "attention": "flatout.blocks.kernels.attention.api:attention",
+    "captured": "flatout.blocks.training.captured_calls:captured",
     "check": "flatout.app.session:check",
     "check_layout": "flatout.blocks.parallel.agreement:check_layout",
     "collate_ragged": "flatout.blocks.data.ragged:collate_ragged",

@@ -99,7 +99,7 @@ def changed_in_place(node: cst.CSTNode | Sequence[cst.CSTNode]) -> set[str]:
     return found - {""}
 
 
-def captured(module: cst.Module, function: cst.FunctionDef | None) -> set[str]:
+def closed_over(module: cst.Module, function: cst.FunctionDef | None) -> set[str]:
     """Names that inner functions of a function (or any function, for the file itself) read from around themselves."""
     found: set[str] = set()
     scope: cst.CSTNode = function.body if function is not None else module

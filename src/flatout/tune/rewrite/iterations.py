@@ -9,7 +9,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.core.errors import EditError
-from flatout.tune.rewrite.enclosing_blocks import Parents, assignment, captured, levels, occurrences, rebinds
+from flatout.tune.rewrite.enclosing_blocks import Parents, assignment, closed_over, levels, occurrences, rebinds
 from flatout.tune.rewrite.loop_lifting import LiftedValue, is_spelt_mask
 from flatout.tune.rewrite.operands import atom
 from flatout.tune.rewrite.source import (
@@ -187,7 +187,7 @@ def initial(place: SourcePlace, name: str) -> tuple[cst.BaseStatement, cst.BaseE
 
 def check_unread(parents: Parents, place: SourcePlace, names: set[str]) -> None:
     """Raise EditError when a name that the loop binds is read after it."""
-    inside = captured(place.module, place.function)
+    inside = closed_over(place.module, place.function)
     for name in sorted(names):
         if name in inside or _is_read_later(parents, place.statement, name):
             raise EditError(f"'{name}' is read after the loop")

@@ -1,7 +1,7 @@
 """The model's kernels are launched by one CUDA graph instead of one by one.
 
-What        `how='graphs'`: forward and backward of each root module are captured after a few equal calls
-            (`torch.cuda.make_graphed_callables`) and replayed; calls of other shapes run as before. `how='compiled'`: dynamo and
+What        `how='graphs'`: forward and backward of each root module are captured after a few equal calls (see
+            `flatout.captured`) and replayed; calls of other shapes run as before. `how='compiled'`: dynamo and
             `backend='cudagraphs'`, which finds what can be captured by itself.
 Guarantee   BOUNDED: the same kernels, but libraries may choose others of them. What a model returns is copied out of the graph.
 Refuses     Processes without a CUDA device; devices that are busy all the time; shapes that change; scripts that compile.
@@ -36,9 +36,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     idle_s = steps.step_s - (steps.device_s or 0.0)
     most_s = min(idle_s, model_seconds(evidence))
     high_s = max([most_s, *(f.saved_s[1] for f in findings)])
-    model = main_model(evidence)
-    is_called_once = model is not None and evidence.models[model].calls < 1.5
-    for share, how in ((1.0, "graphs"), (0.9, "compiled")) if is_called_once else ((1.0, "compiled"),):
+    for share, how in ((1.0, "graphs"), (0.9, "compiled")):
         yield Candidate(
             parameters={"how": how},
             saved_s=(0.2 * share * most_s, share * high_s),
@@ -68,13 +66,14 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         raise PlanError(f"how {how!r} is neither 'graphs' nor 'compiled'")
 
     def capture(module: nn.Module) -> Callable[[], None] | None:
+        from flatout.blocks.training.captured_calls import CapturedCalls
         from flatout.core.runtime.patches import replace_forward
-        from flatout.tune.levers.cuda_graphs import GraphedForward, captured_on_device
 
         if any(p.device.type != "cuda" for p in module.parameters()):
             return None
         if how == "graphs":
-            return replace_forward(module, GraphedForward(module, captured_on_device, lambda: hooks.note(LEVER.id)))
+            calls, forward = CapturedCalls(module, on_captured=lambda: hooks.note(LEVER.id)), module.forward
+            return replace_forward(module, lambda *args, **kwargs: calls.run(forward, args, kwargs))
         before = module._compiled_call_impl
         module.compile(backend="cudagraphs")
         hooks.note(LEVER.id)
@@ -86,7 +85,7 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
 def edit(text: str, parameters: Parameters) -> str:
     """Write `model.compile(backend="cudagraphs")` after the construction of the model."""
     if parameters.get("how") != "compiled":
-        raise EditError("torch.cuda.make_graphed_callables needs sample inputs, which only a run can show")
+        raise EditError("forward of the module's class would be decorated with flatout.captured, wherever that is")
     return behind_model(text, 'model.compile(backend="cudagraphs")\n')
 
 

@@ -22,7 +22,7 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Parameters
-from flatout.tune.rewrite.enclosing_blocks import Level, captured, levels, occurrences, parents_of, rebinds, scope_of
+from flatout.tune.rewrite.enclosing_blocks import Level, closed_over, levels, occurrences, parents_of, rebinds, scope_of
 from flatout.tune.rewrite.imports import call_name, with_import
 from flatout.tune.rewrite.numeric_loops import (
     check_numbers,
@@ -260,7 +260,7 @@ def _is_set_first(loop: cst.CSTNode, name: str) -> bool:
 def _outside(place: SourcePlace, loop: cst.CSTNode) -> set[str]:
     """Names that are read outside the loop, after it or in another round of a loop around it."""
     scope = scope_of(place.module, place.function)
-    return names_in(with_changes(scope, {loop: lambda _: []})) | captured(place.module, place.function)
+    return names_in(with_changes(scope, {loop: lambda _: []})) | closed_over(place.module, place.function)
 
 
 def _handed(place: SourcePlace, level: Level, name: str, of_self: dict[str, str]) -> Handed:

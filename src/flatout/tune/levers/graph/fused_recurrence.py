@@ -24,7 +24,7 @@ from flatout.tune.levers.proposals import source_lever
 from flatout.tune.rewrite.enclosing_blocks import (
     Level,
     assignment,
-    captured,
+    closed_over,
     levels,
     occurrences,
     only_small,
@@ -111,7 +111,7 @@ class _Conversion:
     def __init__(self, place: SourcePlace, level: Level, loop: cst.For) -> None:
         self._module = place.module
         self._scope = scope_of(place.module, place.function)
-        self._captured = captured(place.module, place.function)
+        self._captured = closed_over(place.module, place.function)
         self._loop = loop
         self._before = level.block[: level.at]
         self._new: list[cst.BaseStatement] = []

@@ -21,8 +21,8 @@ from flatout.tune.levers.proposals import source_lever
 from flatout.tune.rewrite.enclosing_blocks import (
     Level,
     assignment,
-    captured,
     changed_in_place,
+    closed_over,
     levels,
     occurrences,
     parents_of,
@@ -79,7 +79,7 @@ def edit(text: str, parameters: Parameters) -> str:
     around = tuple(levels(parents, place.statement))
     append, append_at, is_none = _branches(growth, around)
     loop, start = _loop(growth, around[append_at:])
-    if growth.name in captured(module, place.function):
+    if growth.name in closed_over(module, place.function):
         raise EditError(f"'{growth.name}' is used by other functions")
     _check_handlers(growth, around, loop)
     _check_writes(growth, loop.statement, append)
