@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -56,14 +58,28 @@ def test_a_model_learns_the_same_bit_for_bit(monkeypatch: pytest.MonkeyPatch) ->
     plain, calls = trained(), []
     original = vectorised_draws.draw_bernoulli
     monkeypatch.setattr(vectorised_draws, "draw_bernoulli", lambda *a: (calls.append(1), original(*a))[1])
-    undo = vectorise_draws()
+    undo = [vectorise_draws()]
     vectorised = trained()
-    undo()
+    undo.pop()()
     assert len(calls) == 3
     trained()
     assert len(calls) == 3, "undone, PyTorch draws again"
     for one, other in zip(plain, vectorised, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_it_lasts_where_nobody_keeps_what_undoes_it() -> None:
+    script = (
+        "import gc, torch\n"
+        "from flatout.blocks.training import vectorised_draws\n"
+        "vectorised_draws.vectorise_draws()\n"
+        "gc.collect()\n"
+        "drawn = vectorised_draws.draw_bernoulli\n"
+        "vectorised_draws.draw_bernoulli = lambda *a: print('by vectors') or drawn(*a)\n"
+        "torch.empty(5000).bernoulli_(0.5)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "by vectors\n"
 
 
 @pytest.mark.usefixtures("drawn_by_vectors")

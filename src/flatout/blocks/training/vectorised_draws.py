@@ -35,6 +35,7 @@ _FEWEST: Final = 2000
 _COMPARED: Final = ((2_001, 0.3, torch.float32), (3_120, 0.5, torch.float64), (2_500, 0.9, torch.bool))
 """Sizes (odd, whole blocks), chances and types that are drawn both ways before anything is replaced."""
 _lock = Lock()
+_registered: list[torch.library.Library] = []
 
 
 def vectorise_draws() -> Callable[[], None]:
@@ -51,8 +52,8 @@ def vectorise_draws() -> Callable[[], None]:
     """
     _check_equal()
     plain = torch.library.get_kernel(f"aten::{_OPERATOR}", "CPU")
-    # torch.library keeps what a Library registers until that is destroyed.
     registered = torch.library.Library("aten", "IMPL")
+    _registered.append(registered)  # what is registered goes with the Library
 
     def draw(keys: Any, tensor: Tensor, p: float = 0.5, *, generator: Generator | None = None) -> Tensor:
         if tensor.numel() < _FEWEST or not tensor.is_contiguous() or not 0 <= p <= 1:
@@ -63,7 +64,13 @@ def vectorise_draws() -> Callable[[], None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
         registered.impl(_OPERATOR, draw, "CPU", with_keyset=True)
-    return registered._destroy
+
+    def undo() -> None:
+        if registered in _registered:
+            _registered.remove(registered)
+            registered._destroy()
+
+    return undo
 
 
 def draws_refusal() -> str:
