@@ -106,7 +106,8 @@ def test_wrong_and_crashing_levers_cost_themselves_alone() -> None:
 
 
 def test_when_the_time_is_up_what_was_proved_is_the_plan() -> None:
-    result = found(World({"a": 0.5, "b": 0.5}, most=1), [candidate("a", 0.05), candidate("b", 0.05)])
+    unsure = msgspec.structs.replace(candidate("b", 0.05), saved_s=(-0.01, 0.04))
+    result = found(World({"a": 0.5, "b": 0.5}, most=1), [candidate("a", 0.05), unsure])
     assert ids(result) == ["a"]
     assert not result.is_complete
 
@@ -334,3 +335,39 @@ def test_a_wrong_lever_is_not_tried_with_the_others() -> None:
     world = World({"a": 0.94, "b": 0.94, "c": 0.5}, noise=0.08, final_noise=0.02, wrong=["c"])
     result = found(world, [candidate(name, 0.01) for name in "abc"])
     assert sorted(ids(result)) == ["a", "b"] and world.is_right(result.levers)
+
+
+def test_where_time_is_short_all_that_is_cheap_is_begun_with_as_one() -> None:
+    world, log = World({"a": 0.8, "b": 0.7, "c": 0.9}, most=2), SearchLog()
+    result = found(world, [candidate(name, 0.03) for name in "abc"], log=log)
+    assert sorted(ids(result)) == ["a", "b", "c"]
+    assert [a.kind for a in log.attempts] == ["together", "final"]
+    measured = [p.measured for p in result.levers]
+    assert measured[:2] == [None, None], "nothing is known of one alone"
+    assert measured[2] is not None and measured[2][0] == pytest.approx(1 / (0.8 * 0.7 * 0.9))
+
+
+def test_where_those_begun_with_are_wrong_they_are_tried_alone() -> None:
+    world = World({"a": 0.8, "b": 0.4}, wrong=["a"], most=1)
+    assert not found(world, [candidate(name, 0.03) for name in "ab"]).levers
+    world = World({"a": 0.8, "b": 0.4, "c": 0.9}, wrong=["a"], most=2)
+    assert ids(found(world, [candidate("b", 0.05), candidate("a", 0.03), candidate("c", 0.02)])) == ["b"]
+
+
+def companion(name: str) -> Candidate:
+    """What gains nothing alone."""
+    return msgspec.structs.replace(candidate(name, 0.0), is_companion=True)
+
+
+def test_what_limits_the_step_once_others_made_it_faster_is_tried_with_them() -> None:
+    world = World({"a": 0.97, "b": 1.0}, together={("a", "b"): 0.5}, noise=0.08)
+    result = found(world, [candidate("a", 0.05), companion("b")])
+    assert sorted(ids(result)) == ["a", "b"]
+
+
+def test_what_limits_nothing_is_left_out_with_the_reason() -> None:
+    result = found(World({"a": 1.2, "b": 1.0}), [candidate("a", 0.05), companion("b")])
+    assert not result.levers
+    assert {t.lever: t.because for t in result.left_out}["b"].startswith("it gains nothing alone")
+    alone = found(World({"b": 1.0}), [companion("b")])
+    assert not alone.levers and [t.lever for t in alone.left_out] == ["b"]

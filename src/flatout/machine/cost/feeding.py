@@ -101,10 +101,19 @@ def slow_loader(evidence: Evidence, kind: Kind) -> SlowLoader | None:
 
 
 def dataset_trials(evidence: Evidence) -> Iterator[TimeDataset]:
-    """Yield a trial that fetches a batch by hand, some items twice, when the step waits for its data."""
+    """Yield a trial that fetches a batch by hand, some items twice, when the step waits for its data, or soon may."""
     index = main_loader(evidence)
+    index = watched_loader(evidence) if index is None else index
     if index is not None and evidence.loaders[index].is_map_style:
         yield TimeDataset(loader=index)
+
+
+def watched_loader(evidence: Evidence) -> int | None:
+    """Index of the loader whose workers feed a device in time, as its step is now: a faster step may wait for them."""
+    if evidence.workload.device == "cpu" or main_loader(evidence) is not None:
+        return None
+    fed = [i for i, loader in enumerate(evidence.loaders) if loader.num_workers and loader.fetches > 0]
+    return max(fed, key=lambda i: evidence.loaders[i].fetches, default=None)
 
 
 def constructed_at(evidence: Evidence, loader: Loader) -> Source | None:

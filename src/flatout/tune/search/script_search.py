@@ -46,7 +46,9 @@ _SHORT_RACE: Final = 0.5
 _LONGER: Final = 4.0
 """How many times as long a race goes on that is to decide what could not be told from noise."""
 _FIRST_GUESS_S: Final = 10.0
-"""What a comparison takes, before one has been made: 5 to 9 s for small models on two cores, 10 to 40 s on an H200."""
+"""What a comparison takes, before one has been made: 5 to 9 s for small models on two cores."""
+_FIRST_GUESS_ON_DEVICE_S: Final = 60.0
+"""On an H200, of scripts that other people wrote: 45 s (trl), 60 s (ResNet-50), 100 s (PPO)."""
 
 
 _FEWEST_COMPARED: Final = 4
@@ -79,7 +81,9 @@ class Pace:
     The effort of a lever is in starting it and in its first steps: a race takes as long with one as with another.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guess_s: float = _FIRST_GUESS_S) -> None:
+        """`guess_s` are the seconds of a comparison before one was made."""
+        self._guess_s = guess_s
         self._started_s: list[float] = []
         self._raced_s: list[float] = []
         self._judged_s: list[float] = []
@@ -96,6 +100,12 @@ class Pace:
             return effort * _FIRST_GUESS_S + self.final_s()
         usual_s = effort * _mean(self._started_s) + _mean(self._raced_s)
         return usual_s + self.final_s() + max(self._judged_s)
+
+    def all_s(self, efforts: Sequence[float]) -> float:
+        """Seconds for comparisons of these efforts, one after the other, and the final proof."""
+        if not self._started_s:
+            return sum(efforts) * self._guess_s + self.final_s()
+        return sum(efforts) * _mean(self._started_s) + len(efforts) * _mean(self._raced_s) + self.final_s()
 
     def final_s(self) -> float:
         """Seconds for the final proof, where what judges it is recorded; its race may be cut short."""
@@ -135,7 +145,7 @@ class ScriptBench:
         self._prover = ScriptProver(script, terms, on_progress=self._with_time_left)
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
-        self._pace = Pace()
+        self._pace = Pace(_FIRST_GUESS_S if self._terms.num_processes > 1 else _FIRST_GUESS_ON_DEVICE_S)
         self._num_compared = 0
         self._doing = ""
         self._num_plans = 0
@@ -196,6 +206,10 @@ class ScriptBench:
         more_s = (_LONGER - 1) * self._terms.budget_s if is_longer else 0.0
         needed_s = self._pace.final_s() if is_final else self._pace.needed_s(effort)
         return needed_s + more_s < self._left_s
+
+    def has_time_for_each(self, efforts: Sequence[float]) -> bool:
+        """Whether comparisons of these efforts and the final proof should end in time, by what those so far took."""
+        return self._pace.all_s(efforts) < self._left_s
 
     def is_late(self) -> bool:
         """Whether the final proof, and what judges it, would end after the budget."""

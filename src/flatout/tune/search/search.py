@@ -26,7 +26,7 @@ _DOING: Final[Mapping[AttemptKind, str]] = {
     "swap": "trying {} another way",
     "drop": "trying without {}",
     "again": "racing {} longer",
-    "together": "trying {} with all else that seemed to be faster",
+    "together": "trying {} with others as one",
     "final": "proving all together",
     "final-again": "racing all together longer",
 }
@@ -40,6 +40,9 @@ _SMALLEST_GAIN: Final = 1.02
 """A lever whose best promise is below this is not tried: no interval on an ordinary machine would exclude 1."""
 
 
+_CHEAP: Final = 1.5
+"""Efforts up to this are tried as one where time is short: nothing of them compiles."""
+_NO_COMPANY: Final = "it gains nothing alone, and nothing else made the step so fast that it would wait for this"
 _ON_DEVICE: Final = 0.5
 """On a device starting and recording take most of a comparison: of a compiled GPT-2 small 53 s, and as it is 20 to 30 s."""
 
@@ -118,6 +121,9 @@ class LeverBench(Protocol):
         The final one itself is always made; once more, and longer, in time that is left.
         """
 
+    def has_time_for_each(self, efforts: Sequence[float]) -> bool:
+        """Whether comparisons of these efforts, one after the other, and the final one should all end in time."""
+
     def is_late(self) -> bool:
         """Whether a final comparison would end after the budget."""
 
@@ -143,7 +149,9 @@ def search_levers(
     if goal.objective == "memory" or goal.must_shrink:
         run.shrink(smaller)
     if goal.objective == "time":
-        run.climb(_in_order([c for c in allowed if c.saved_s[1] >= 0], levers, goal))
+        ordered = _in_order([c for c in allowed if c.saved_s[1] >= 0], levers, goal)
+        run.join(ordered)
+        run.climb([c for c in ordered if not c.is_companion])
         run.prune()
         run.decide()
     return run.finish()
@@ -217,6 +225,27 @@ class _LeverSearch:
                 if self._goal.objective == "time" and _peak(verdict) <= self._goal.most_bytes:
                     return
 
+    def join(self, candidates: Sequence[Candidate]) -> None:
+        """Begin with all that is cheap and promises something as one, where there is no time to try one after the other.
+
+        That is what a person would do; and of two things that limit a step each hides what the other gains.
+        """
+        before, tried = self._plan, []
+        for candidate in candidates:
+            lever = self._levers[candidate.lever]
+            is_sure = candidate.is_companion or (candidate.saved_s[0] >= 0 and not self._why_not(candidate, lever))
+            if is_sure and self._goal.effort_of(lever) <= _CHEAP and not self._displaced(candidate):
+                tried.append(candidate)
+                self._plan = (*self._plan, self._planned(candidate))
+        joined, self._plan = self._plan, before
+        efforts = [self._goal.effort_of(self._levers[c.lever]) for c in tried if not c.is_companion]
+        if len(tried) > 1 and efforts and (len(efforts) < len(tried) or not self._bench.has_time_for_each(efforts)):
+            self._add_joined(joined)
+        taken = {planned.id for planned in self._plan}
+        for companion in candidates:
+            if companion.is_companion and companion.lever not in taken:
+                self._leave_out(companion.lever, _NO_COMPANY)
+
     def climb(self, candidates: Sequence[Candidate]) -> None:
         """Add one lever after the other, each on top of those that were kept.
 
@@ -248,21 +277,28 @@ class _LeverSearch:
                 tried.append(candidate)
                 joined = (*joined, msgspec.structs.replace(self._planned(candidate), measured=low_to_high))
         self._plan = before
-        if len(tried) < 2:
+        if len(tried) < 2 or not self._add_joined(joined):
             return
-        verdict = self._try("together", joined, joined[-1], "time")
-        if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
-            return
-        new, judged = joined[len(before) :], verdict.equality.guarantee
-        if self._goal.too_late(verdict.speed) or any(self._is_too_little(planned, verdict) for planned in new):
-            return
-        weaker = (max(planned.guarantee, judged, key=GUARANTEES.index) for planned in new)
-        new = tuple(msgspec.structs.replace(p, guarantee=g) for p, g in zip(new, weaker, strict=True))
-        self._plan = (*before, *new)
-        self._left_s /= max(1.0, verdict.speed.ratio)
         self._undecided = [(c, speed) for c, speed in self._undecided if not any(c is one for one in tried)]
         reasons = [self._reasons.pop(id(candidate), None) for candidate in tried]
         self.left_out = [one for one in self.left_out if not any(one is reason for reason in reasons)]
+
+    def _add_joined(self, joined: tuple[PlannedLever, ...]) -> bool:
+        """Try a plan that has several levers more, and keep it if it is proved; False where it is not."""
+        before = self._plan
+        verdict = self._try("together", joined, joined[-1], "time")
+        if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
+            return False
+        new, judged, speed = joined[len(before) :], verdict.equality.guarantee, verdict.speed
+        if self._goal.too_late(speed) or any(self._is_too_little(planned, verdict) for planned in new):
+            return False
+        weaker = (max(planned.guarantee, judged, key=GUARANTEES.index) for planned in new)
+        new = tuple(msgspec.structs.replace(p, guarantee=g) for p, g in zip(new, weaker, strict=True))
+        if not any(planned.measured for planned in new):  # nothing is known of one alone
+            new = (*new[:-1], msgspec.structs.replace(new[-1], measured=(speed.ratio, speed.low, speed.high)))
+        self._plan = (*before, *new)
+        self._left_s /= max(1.0, speed.ratio)
+        return True
 
     def _climb(
         self, candidates: Sequence[Candidate], rivals: list[Candidate] | None

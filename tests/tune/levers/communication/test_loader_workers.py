@@ -140,3 +140,24 @@ def test_a_number_that_is_there_is_replaced_and_none_is_taken_out() -> None:
 def test_workers_by_position_are_left() -> None:
     with pytest.raises(EditError, match="'num_workers' is passed by position"):
         edit(f"{IMPORT}loader = DataLoader(data, 8, True, None, None, 2)\n", {"num_workers": 4})
+
+
+def fed(*, batch_s: float, num_workers: int = 4, on_device: bool = True) -> Candidate | Refusal:
+    """Steps of 100 ms on a device that never wait for their four workers; one of them makes a batch in `batch_s`."""
+    run = EvidenceBuilder(forward=0.05, backward=0.05, device_s=0.095 if on_device else None)
+    run.loader(run.line("train.py", 5), wait_s=0.0, num_workers=num_workers)
+    run.trials.append(TrialResult(trial=TimeDataset(loader=0), now_s=batch_s, cured_s=0.01, facts={"repeatable": True}))
+    return next(iter(LEVER.propose(run.build(), ())))
+
+
+def test_workers_that_hardly_keep_up_are_joined_by_more_beside_what_makes_steps_faster() -> None:
+    offered = fed(batch_s=0.35)
+    assert isinstance(offered, Candidate)
+    assert offered.is_companion and offered.parameters["num_workers"] == 8
+
+
+@pytest.mark.parametrize(
+    "refused", [fed(batch_s=0.1), fed(batch_s=0.9, num_workers=8), fed(batch_s=0.35, on_device=False)]
+)
+def test_workers_that_keep_up_or_have_all_cores_stay(refused: Candidate | Refusal) -> None:
+    assert isinstance(refused, Refusal) and "no loader is waited for" in refused.because

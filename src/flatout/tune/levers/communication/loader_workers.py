@@ -4,8 +4,8 @@ What        `num_workers`, `prefetch_factor`, `persistent_workers` where a DataL
             its batches made by threads of the process. Workers that live on draw the seed that new ones would have drawn; the
             edited script leaves that out, so that an order that comes from torch's global generator is another from epoch 2 on.
 Guarantee   EXACT: the same batches in the same order, where items hold no random numbers; items that do are refused.
-Refuses     Loaders that are not waited for; items that differ from time to time; iterable data sets, which each worker would read
-            as a whole; one core.
+Refuses     Loaders that are not waited for, unless others may make the step so fast that they are; items that differ from time
+            to time; iterable data sets, which each worker would read as a whole; one core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
 from flatout.core.records.trial import TimeWorkers
 from flatout.machine.cost.accounting import result_of
-from flatout.machine.cost.feeding import fetch_trial, main_loader, waiting_s
+from flatout.machine.cost.feeding import fetch_trial, main_loader, waiting_s, watched_loader
 from flatout.tune.rewrite.calls import LOADER, LOADER_ORDER, call_in, with_keywords
 from flatout.tune.rewrite.imports import with_import
 from flatout.tune.rewrite.source import code_of, editable_place, with_expression
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 _MOST = 8
 _CROWDED = 0.4
 """Where compute threads hold all cores already, workers take some away: steps took up to 1.4 times as long (bench/results)."""
+_NEARLY = 0.4
+"""Of a step, what workers take to make a batch: below it not even steps twice as fast wait for them."""
 _USUAL_FACTOR = 2
 """Batches that a worker has under way, by default (documentation of torch.utils.data)."""
 
@@ -43,7 +45,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     """
     index = main_loader(evidence)
     if index is None:
-        raise LeverRefused("no loader is waited for")
+        yield _beside_others(evidence)
+        return
     _check_run(evidence, index)
     loader = evidence.loaders[index]
     place = editable_place(evidence, evidence.source_of(loader.constructed), edit, num_workers=1)
@@ -67,6 +70,33 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
             where=evidence.source_of(loader.constructed),
             because=f"{waited}, made by {loader.num_workers} worker process(es)",
         )
+
+
+def _beside_others(evidence: Evidence) -> Candidate:
+    """More workers for what makes the step faster, where those that there are could not keep up with much faster ones."""
+    index = watched_loader(evidence)
+    result = fetch_trial(evidence, index) if index is not None else None
+    if index is None or result is None or result.now_s is None:
+        raise LeverRefused("no loader is waited for")
+    loader = evidence.loaders[index]
+    batch_s = result.now_s * loader.fetches / loader.num_workers
+    if batch_s < _NEARLY * evidence.steps.step_s:
+        raise LeverRefused("no loader is waited for, nor would it be in much faster steps")
+    _check_run(evidence, index)
+    number = min(evidence.workload.num_cores, _MOST)
+    if number <= loader.num_workers:
+        raise LeverRefused(
+            f"{loader.num_workers} workers have {evidence.workload.num_cores} cores, and no loader is waited for"
+        )
+    place = editable_place(evidence, evidence.source_of(loader.constructed), edit, num_workers=1)
+    return Candidate(
+        parameters=place | {"num_workers": number, "dataset": loader.dataset},
+        saved_s=(0.0, 0.0),
+        is_companion=True,
+        where=evidence.source_of(loader.constructed),
+        because=f"{loader.num_workers} workers make a batch of {loader.dataset} each {batch_s * 1e3:.0f} ms, hardly sooner than "
+        "a step takes: faster steps would wait for them",
+    )
 
 
 def _check_run(evidence: Evidence, index: int) -> None:
