@@ -371,3 +371,11 @@ def test_what_limits_nothing_is_left_out_with_the_reason() -> None:
     assert {t.lever: t.because for t in result.left_out}["b"].startswith("it gains nothing alone")
     alone = found(World({"b": 1.0}), [companion("b")])
     assert not alone.levers and [t.lever for t in alone.left_out] == ["b"]
+
+
+def test_what_was_tried_as_one_is_proved_by_that_where_the_final_proof_would_end_too_late() -> None:
+    log = SearchLog()
+    result = found(World({"a": 0.8, "b": 0.7}, most=1, latest=1), [candidate(name, 0.03) for name in "ab"], log=log)
+    assert sorted(ids(result)) == ["a", "b"]
+    assert [a.kind for a in log.attempts] == ["together"]
+    assert result.proof is not None and result.proof.outcome == "proved"

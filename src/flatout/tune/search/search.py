@@ -476,9 +476,9 @@ class _LeverSearch:
         return LeverSearchResult((), None, tuple(dict.fromkeys(self.left_out)), self._is_complete)
 
     def _proved_alone(self) -> Verdict | None:
-        """The Verdict that compared this plan, of one lever, with the untouched script, where its gain is beyond doubt."""
-        kinds: tuple[AttemptKind, ...] = ("again", "add", "swap")
-        attempts = [a for kind in kinds if (a := self._log.find(kind, (), self._plan))] if len(self._plan) == 1 else []
+        """The Verdict that compared this whole plan with the untouched script, where its gain is beyond doubt."""
+        kinds: tuple[AttemptKind, ...] = ("again", "together", "add", "swap")
+        attempts = [a for kind in kinds if (a := self._log.find(kind, (), self._plan))] if self._plan else []
         verdict = attempts[0].verdict if attempts else None
         if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
             return None
