@@ -54,6 +54,10 @@ def slowest_method(evidence: Evidence) -> CalledMethod:
     line, spent_s = calling[where], seconds[where]
     if spent_s < _SMALL_PART * evidence.steps.whole_s or line is None:
         raise LeverRefused(f"{where[1]} takes {milliseconds(spent_s)} of a step")
+    try:
+        file = place_parameters(evidence, line)["file"]
+    except EditError as e:
+        raise LeverRefused(str(e)) from e
     called = [m for m in evidence.models if _is_in(evidence.source_of(m.source), *where)]
     flop = sum(2.0 * m.num_parameters * max(1, m.batch_size) * m.calls for m in called)
     in_calls_s = sum(m.call_s * m.calls for m in called)
@@ -61,7 +65,7 @@ def slowest_method(evidence: Evidence) -> CalledMethod:
         line=line,
         seconds=spent_s,
         num_calls=max(m.calls for m in called),
-        parameters={"file": place_parameters(evidence, line)["file"], "function": where[1]},
+        parameters={"file": file, "function": where[1]},
         waits_for_host=evidence.workload.device != "cpu" and flop < 0.1 * _SLOW_DEVICE * in_calls_s,
     )
 

@@ -105,6 +105,15 @@ def test_other_methods_are_refused(tmp_path: Path, function: str, sampled_s: flo
     assert isinstance(refused, Refusal) and why in refused.because
 
 
+def test_a_method_of_another_folder_is_refused() -> None:
+    run = EvidenceBuilder(forward=0.06, backward=0.03)
+    source = run.line("/elsewhere/trainer.py", 3, "self.actor(x)", function="Policy.act")
+    run.model(source, calls=20, call_s=0.001)
+    run.sampled(source, 0.05)
+    [refused] = LEVER.propose(run.build(), ())
+    assert isinstance(refused, Refusal) and "cannot be read" in refused.because
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
