@@ -42,3 +42,11 @@ def test_more_effort_takes_longer_and_the_final_proof_is_never_forgotten(
 def test_long_steps_are_compared_over_fewer_of_them(step_s: float, budget_s: float, num: int) -> None:
     assert _num_compared(8, step_s, budget_s) == num
     assert _num_compared(2, step_s, budget_s) == 2
+
+
+def test_before_a_comparison_was_made_long_steps_make_the_guess_longer() -> None:
+    quick, slow = Pace(10.0), Pace(70.0)
+    assert slow.needed_s(1.0) == pytest.approx(7 * quick.needed_s(1.0))
+    assert quick.all_s([1.0, 1.0]) == pytest.approx(2 * 10.0 + quick.final_s())
+    quick.add(30.0, 1.0, raced_s=5.0)
+    assert quick.all_s([1.0, 1.0]) == pytest.approx(2 * 30.0 + quick.final_s())

@@ -49,6 +49,8 @@ _FIRST_GUESS_S: Final = 10.0
 """What a comparison takes, before one has been made: 5 to 9 s for small models on two cores."""
 _FIRST_GUESS_ON_DEVICE_S: Final = 60.0
 """On an H200, of scripts that other people wrote: 45 s (trl), 60 s (ResNet-50), 100 s (PPO)."""
+_GUESSED_STEPS: Final = 60.0
+"""Steps of the script that a comparison takes besides: eight in four forms, most of them recorded, and the race."""
 
 
 _FEWEST_COMPARED: Final = 4
@@ -82,7 +84,7 @@ class Pace:
     """
 
     def __init__(self, guess_s: float = _FIRST_GUESS_S) -> None:
-        """`guess_s` are the seconds of a comparison before one was made."""
+        """`guess_s` are the seconds of a comparison, before one has been made, that are not in its race."""
         self._guess_s = guess_s
         self._started_s: list[float] = []
         self._raced_s: list[float] = []
@@ -97,7 +99,7 @@ class Pace:
     def needed_s(self, effort: float) -> float:
         """Seconds for a comparison of this effort and the final proof after it, whose random numbers are others."""
         if not self._started_s:
-            return effort * _FIRST_GUESS_S + self.final_s()
+            return effort * self._guess_s + self.final_s()
         usual_s = effort * _mean(self._started_s) + _mean(self._raced_s)
         return usual_s + self.final_s() + max(self._judged_s)
 
@@ -110,12 +112,12 @@ class Pace:
     def final_s(self) -> float:
         """Seconds for the final proof, where what judges it is recorded; its race may be cut short."""
         if not self._started_s:
-            return _FINAL_SHARE * _FIRST_GUESS_S
+            return _FINAL_SHARE * self._guess_s
         return self.final_start_s() + _SHORT_RACE * max(self._raced_s)
 
     def final_start_s(self) -> float:
         """Seconds of that for starting and first steps."""
-        return _FINAL_SHARE * max(self._started_s, default=_FIRST_GUESS_S)
+        return _FINAL_SHARE * max(self._started_s, default=self._guess_s)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -133,6 +135,7 @@ class ScriptBench:
         terms: ProofTerms,
         *,
         budget_s: float,
+        step_s: float,
         effort_of: Callable[[Lever], float],
         on_progress: Callable[[str], None],
     ) -> None:
@@ -145,7 +148,8 @@ class ScriptBench:
         self._prover = ScriptProver(script, terms, on_progress=self._with_time_left)
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
-        self._pace = Pace(_FIRST_GUESS_S if self._terms.num_processes > 1 else _FIRST_GUESS_ON_DEVICE_S)
+        guess_s = _FIRST_GUESS_S if self._terms.num_processes > 1 else _FIRST_GUESS_ON_DEVICE_S
+        self._pace = Pace(guess_s + _GUESSED_STEPS * step_s)
         self._num_compared = 0
         self._doing = ""
         self._num_plans = 0
@@ -317,7 +321,14 @@ def search_script(
         evidence.workload.device != "cpu",
     )
     with ScriptBench(
-        script, plan, known, terms, budget_s=settings.budget_s, effort_of=goal.effort_of, on_progress=on_progress
+        script,
+        plan,
+        known,
+        terms,
+        budget_s=settings.budget_s,
+        step_s=goal.step_s,
+        effort_of=goal.effort_of,
+        on_progress=on_progress,
     ) as bench:
         goal = goal._replace(peak_bytes=bench.peak_bytes() if settings.most_bytes else 0)
         found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)
