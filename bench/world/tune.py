@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 import struct
 import subprocess
@@ -80,6 +81,8 @@ class Tuning:
         self._work = BUILD / "work" / f"{script.name}-tune"
         self._plan = options.plans / f"{script.name}.toml"
         self._marks = self._work.parent / f"{script.name}-tune.marks"
+        self._text_folder = self._work
+        """What the files that `flatout edit` changed are named from."""
 
     def row(self) -> dict[str, Any]:
         script = self._script
@@ -214,9 +217,9 @@ class Tuning:
             if "apply" in cure:
                 wanted["WORLD_CURE"] = str(HOOKS.parent / "cures" / f"{cure['apply']}.py")
         if is_edited:
-            for path in (self._options.plans / f"{script.name}-text").rglob("*.py"):
-                target = folder / path.relative_to(self._options.plans / f"{script.name}-text")
-                target.write_bytes(path.read_bytes())
+            text = self._options.plans / f"{script.name}-text"
+            for path in text.rglob("*.py"):
+                (self._text_folder / path.relative_to(text)).write_bytes(path.read_bytes())
         began = monotonic()
         done = _run(command, folder, wanted)
         return monotonic() - began if done.returncode == 0 else math.inf
@@ -237,6 +240,9 @@ class Tuning:
             str(text),
         ]
         done = _run([*command, "--", *script.arguments], folder, environment_of(script, with_flatout=True))
+        named_from = re.search(r"files are named from '(.+?)'", done.stderr)
+        own = folder if script.is_module else (folder / script.path).parent
+        self._text_folder = Path(named_from[1]) if named_from else own
         started = next((line for line in done.stderr.splitlines() if line.startswith("start it as: ")), "")
         words = [w for w in started.removeprefix("start it as: ").partition(" python ")[0].split() if "=" in w]
         return {

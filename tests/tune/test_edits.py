@@ -104,8 +104,45 @@ def test_a_plan_of_another_text_is_not_written_in_place(script: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../train.py", "/etc/hosts"])
 def test_a_file_outside_of_the_folder_is_refused(script: Path, name: str) -> None:
-    with pytest.raises(PlanError, match="not in the script's folder"):
+    with pytest.raises(PlanError, match="not in the script's project"):
         edits_of(script, planned("graph.debug-off", file=name))
+
+
+@pytest.fixture
+def script_of_project(tmp_path: Path) -> Path:
+    """A script in a folder of its project, beside the folder of what it imports."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "setup.py").touch()
+    (tmp_path / "parts.py").write_text(PARTS)
+    (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
+    return tmp_path / "scripts" / "train.py"
+
+
+def test_a_file_elsewhere_in_the_project_is_changed_and_named_from_the_project(script_of_project: Path) -> None:
+    project = script_of_project.parent.parent
+    found = edits_of(script_of_project, DEBUG_OFF, planned("parallelism.fused-optimizer", file="../parts.py"))
+    assert not found.stayed
+    assert found.folder == project
+    assert [file.name for file in found.files] == ["scripts/train.py", "parts.py"]
+    subprocess.run(["patch", "-p1"], input=found.diff(), text=True, cwd=project, check=True, capture_output=True)
+    assert "fused=True" in (project / "parts.py").read_text()
+    assert "anomaly" not in script_of_project.read_text()
+    found.write(project / "copies")
+    assert sorted(str(p.relative_to(project / "copies")) for p in (project / "copies").rglob("*.py")) == [
+        "parts.py",
+        "scripts/train.py",
+    ]
+
+
+def test_names_stay_those_of_the_scripts_folder_where_no_file_lies_outside(script_of_project: Path) -> None:
+    found = edits_of(script_of_project, DEBUG_OFF)
+    assert [file.name for file in found.files] == ["train.py"]
+    assert found.folder == script_of_project.parent
+
+
+def test_a_file_outside_of_the_project_is_refused(script_of_project: Path) -> None:
+    with pytest.raises(PlanError, match="not in the script's project"):
+        edits_of(script_of_project, planned("graph.debug-off", file="../../parts.py"))
 
 
 def test_a_file_that_is_not_there_leaves_its_lever_in_the_plan(script: Path) -> None:

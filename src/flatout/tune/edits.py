@@ -17,6 +17,8 @@ from flatout.core.records.lever import Lever, PlannedLever
 from flatout.core.records.plan import Plan
 from flatout.core.records.record import write_whole_file
 from flatout.core.registry import lever_of
+from flatout.core.runtime.project_folder import project_folder
+from flatout.tune.rewrite.source import is_editable
 
 if TYPE_CHECKING:
     from flatout.tune.verify.side_process import Request
@@ -33,7 +35,7 @@ class Stayed(NamedTuple):
 
 
 class ChangedFile(NamedTuple):
-    """A file of the script's folder: `name` relative to it, its text before and after, and how it is encoded."""
+    """A file of the script's project: its name in a diff, its text before and after, and how it is encoded."""
 
     path: Path
     name: str
@@ -50,6 +52,8 @@ class Edits(NamedTuple):
     stayed: tuple[Stayed, ...]
     is_outdated: bool
     """Whether a lever did not find its place: the plan was made for another text."""
+    folder: Path
+    """What the files' names are relative to: the script's folder, or its project's where a file lies outside of that."""
     environment: dict[str, str]
     """Variables to start the script with: what allocators read when a process begins is no matter of the text."""
 
@@ -60,7 +64,7 @@ class Edits(NamedTuple):
         return Plan(script=self.plan.script, arguments=self.plan.arguments, proved_on=self.plan.proved_on, lever=left)
 
     def diff(self) -> str:
-        """The unified diff of all files, for `patch -p1` in the script's folder."""
+        """The unified diff of all files, for `patch -p1` in `folder`."""
         return "".join(_diff(file) for file in self.files)
 
     def changed(self, run: Request) -> Request:
@@ -97,7 +101,7 @@ def edits(plan: Plan, script: Path, *, root: Path | None = None) -> Edits:
     """Changes that the plan's levers make in the text of `script` and of the files under `root` (the script's folder if None).
 
     Those that are nothing but an edit come first, as in a run, where the text is changed before anything runs. Raises PlanError
-    when a lever names a file outside of the script's folder, RecordError when the script cannot be read.
+    when a lever names a file outside of the script's project, RecordError when the script cannot be read.
     """
     texts = _Texts(script, root)
     stayed: list[Stayed] = []
@@ -115,11 +119,12 @@ def edits(plan: Plan, script: Path, *, root: Path | None = None) -> Edits:
             is_outdated |= lever.apply is None
     order = {id(planned): index for index, planned in enumerate(plan.lever)}
     stayed.sort(key=lambda s: order[id(s.planned)])
-    return Edits(plan, texts.changed(), tuple(stayed), is_outdated, environment)
+    folder, files = texts.changed()
+    return Edits(plan, files, tuple(stayed), is_outdated, folder, environment)
 
 
 class _Texts:
-    """The files of a script's folder that have been looked at, as they were and as they are now."""
+    """The files of a script's project that have been looked at, as they were and as they are now."""
 
     def __init__(self, script: Path, root: Path | None) -> None:
         self._script = script.absolute()
@@ -133,9 +138,10 @@ class _Texts:
             raise EditError("it has no change of text")
         name = planned.parameters.get("file")
         path = (self._root / str(name) if name is not None else self._script).resolve()
-        if not path.is_relative_to(self._root.resolve()):
-            raise PlanError(f"lever '{lever.id}' names '{path}', which is not in the script's folder; mend the plan")
-        path = self._root / path.relative_to(self._root.resolve())
+        root = self._root.resolve()
+        if not is_editable(path, root):
+            raise PlanError(f"lever '{lever.id}' names '{path}', which is not in the script's project; mend the plan")
+        path = self._root / path.relative_to(root) if path.is_relative_to(root) else path
         try:
             file = self._files.get(path) or self._read(path)
         except RecordError as e:
@@ -149,9 +155,14 @@ class _Texts:
             raise EditError(f"its change leaves no Python: {e}") from e
         self._files[path] = file._replace(after=after)
 
-    def changed(self) -> tuple[ChangedFile, ...]:
-        """The files that differ from before, the script first."""
-        return tuple(file for file in self._files.values() if file.after != file.before)
+    def changed(self) -> tuple[Path, tuple[ChangedFile, ...]]:
+        """The files that differ from before, the script first, and the folder that their names are relative to."""
+        files = [file for file in self._files.values() if file.after != file.before]
+        folder = self._root
+        if not all(file.path.is_relative_to(folder) for file in files):
+            folder = project_folder(folder.resolve())
+            files = [f._replace(name=f.path.resolve().relative_to(folder).as_posix()) for f in files]
+        return folder, tuple(files)
 
     def _read(self, path: Path) -> ChangedFile:
         """Raises RecordError when it cannot be read."""
@@ -161,7 +172,7 @@ class _Texts:
             text = data.decode(encoding)
         except (OSError, SyntaxError, UnicodeDecodeError) as e:
             raise RecordError(f"cannot read '{path}': {e}; give the script that the plan was made for") from e
-        name = path.relative_to(self._root).as_posix()
+        name = path.relative_to(self._root).as_posix() if path.is_relative_to(self._root) else path.name
         self._files[path] = file = ChangedFile(path, name, text, text, encoding)
         return file
 

@@ -11,7 +11,7 @@ from flatout.core.errors import EditError, LeverRefused
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.lever import Candidate, Parameters
 from flatout.core.records.workload import Source
-from flatout.tune.rewrite.source import find, local_proposals, with_changes
+from flatout.tune.rewrite.source import find, local_proposals, place_parameters, text_at, with_changes
 
 _TEXT = "for i in range(3):\n    a = i\nb = 2\nc = 3\n"
 
@@ -75,3 +75,34 @@ def test_what_is_saved_is_a_share_of_the_promise_or_of_the_cost(tmp_path: Path) 
         cost_fraction=0.3,
     )
     assert isinstance(said, Candidate) and said.saved_s == pytest.approx((0.0025, 0.03))
+
+
+def _project(tmp_path: Path) -> tuple[Evidence, Source]:
+    """A script in a folder of its project, and a line of the package beside that folder."""
+    evidence = _evidence(tmp_path / "scripts")
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "model.py").write_text("def scaled(x):\n    y = 2 * x\n    return y\n")
+    return evidence, Source(file=str(package / "model.py"), line=2, function="scaled", text="y = 2 * x")
+
+
+def test_a_line_elsewhere_in_the_scripts_project_can_be_changed(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    evidence, line = _project(tmp_path)
+    place = place_parameters(evidence, line)
+    assert place["file"] == "../package/model.py"
+    assert text_at(evidence, place).startswith("def scaled")
+
+
+def test_a_line_of_no_project_or_of_an_installed_package_cannot(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    evidence, line = _project(tmp_path)
+    with pytest.raises(EditError, match="not in the script's project"):
+        place_parameters(evidence, line)
+    (tmp_path / "setup.cfg").touch()
+    installed = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages" / "model.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text(Path(line.file).read_text())
+    with pytest.raises(EditError, match="not in the script's project"):
+        place_parameters(evidence, msgspec.structs.replace(line, file=str(installed)))

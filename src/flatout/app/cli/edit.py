@@ -46,7 +46,8 @@ def edit(
         float, typer.Option(help="Seconds one process may take for its start or its first steps.")
     ] = 300.0,
 ) -> None:
-    """Print the plan as a diff of SCRIPT and the files it imports; `patch -p1` in the script's folder takes it.
+    """Print the plan as a diff of SCRIPT and the files it imports; `patch -p1` in the script's folder takes it, or in the
+    project's where a file of that lies outside.
 
     The changed text runs beside the script first, step by step, and only what is equal is printed. Exits with 0 when the text
     then holds all of the plan, with 2 when levers stay in the plan, which are named with the reason, with 1 (and no diff) when
@@ -66,7 +67,8 @@ def edit(
     require_folders(rest=rest)
     wanted = read_plan(plan)
     target = target._replace(arguments=target.arguments or wanted.arguments)
-    found = edits(wanted, file, root=Path(text_root(wanted, file.absolute())))
+    root = Path(text_root(wanted, file.absolute()))
+    found = edits(wanted, file, root=root)
     doubt = "not asked for" if no_verify else ""
     is_changed = bool(found.files or found.environment)
     if is_changed and not no_verify:
@@ -77,6 +79,8 @@ def edit(
     sys.stdout.write(found.diff())
     sys.stdout.flush()
     # on stderr, so that stdout is the diff alone
+    if found.files and found.folder != root:
+        print_lines(f"files are named from '{found.folder}': `patch -p1` there takes the diff", stderr=True)
     print_lines(*(f"wrote {path}" for path in written), stderr=True)
     if found.environment:
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in found.environment.items())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from os.path import relpath
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -24,6 +25,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameter, Parameters, string
 from flatout.core.records.workload import Source
+from flatout.core.runtime.project_folder import project_folder
 from flatout.machine.cost.feeding import function_name_of
 
 Edit = Callable[[str, Parameters], str]
@@ -288,15 +290,20 @@ def place_parameters(evidence: Evidence, where: Source, *, loop: bool = False) -
     except (OSError, UnicodeDecodeError, SyntaxError) as e:
         raise EditError(f"'{where.file}' cannot be read: {e}") from e
     root = _root(evidence)
-    if root is None or not path.is_relative_to(root):
-        raise EditError(f"'{where.file}' is not in the script's folder")
+    if root is None or not is_editable(path, root, is_installed=where.is_installed):
+        raise EditError(f"'{where.file}' is not in the script's project")
     line = where.loops[-1] if loop and where.loops else where.line
     statement = _statement_at(tree, line)
     if statement is None:
         raise EditError(f"'{path.name}' has no statement at line {line}")
     first = text.splitlines()[statement.lineno - 1]
     code = first.encode()[statement.col_offset :].decode()
-    return {"file": str(path.relative_to(root)), "function": function_name_of(where) or MODULE, "code": code.strip()}
+    return {"file": relpath(path, root), "function": function_name_of(where) or MODULE, "code": code.strip()}
+
+
+def is_editable(path: Path, folder: Path, *, is_installed: bool = False) -> bool:
+    """Whether a file may be changed for a script in this folder: it lies in there, or elsewhere in its project."""
+    return path.is_relative_to(folder) or (path.is_relative_to(project_folder(folder)) and not is_installed)
 
 
 def _statement_at(tree: ast.Module, line: int) -> ast.stmt | None:
