@@ -21,6 +21,8 @@ _RUN_LENGTHS: Final = tuple(10**n for n in range(2, 8))
 _NUM_LENGTHS: Final = 2
 _MOST_LEFT_OUT: Final = 5
 """Levers that a terminal names with the reason why they are not in the plan: those that showed or promised most."""
+_AS_ONE: Final = "as one with the next"
+"""For a lever whose own gain was not measured."""
 UNTOUCHED: Final = "untouched"
 TOGETHER: Final = "all together"
 
@@ -184,7 +186,7 @@ def _row(step: PlanStep, before_s: float | None) -> Row:
         where=_where(planned),
         step_s=step_s,
         predicted=_predicted(*planned.predicted) if planned.predicted is not None else "",
-        measured=_range(*measured) if measured is not None else "",
+        measured=_range(*measured) if measured is not None else _AS_ONE,
         memory=_memory(step.verdict) if step.verdict is not None else "",
         guarantee=_guarantee_text(step.verdict) if step.verdict is not None else planned.guarantee,
         because=planned.because,
