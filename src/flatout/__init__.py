@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from flatout.blocks.training.offload import offload_state as offload_state
     from flatout.blocks.training.precision import Precision as Precision
     from flatout.blocks.training.recompute import recompute as recompute
+    from flatout.blocks.training.rows_as_read import compute_rows_as_read as compute_rows_as_read
     from flatout.blocks.training.schedules import set_rate as set_rate
     from flatout.blocks.training.schedules import warm_up_cosine as warm_up_cosine
     from flatout.blocks.training.snapshot import copied as copied
@@ -91,6 +92,7 @@ _HOMES = {
     "check": "flatout.app.session:check",
     "check_layout": "flatout.blocks.parallel.agreement:check_layout",
     "collate_ragged": "flatout.blocks.data.ragged:collate_ragged",
+    "compute_rows_as_read": "flatout.blocks.training.rows_as_read:compute_rows_as_read",
     "copied": "flatout.blocks.training.snapshot:copied",
     "distil": "flatout.shrink.distil.distillation:distil",
     "expect": "flatout.tune.verify.expect.api:expect",

@@ -65,7 +65,9 @@ def test_a_slow_script_gets_a_plan_that_is_proved_and_runs(folder: Path) -> None
     assert "graph.debug-off" in [p.id for p in plan.lever]
     assert plan.measured is not None and plan.measured[1] > 1
     assert plan.proved_on.torch
-    measured = [p.measured for p in plan.lever if p.measured is not None]  # none for what was tried as one with the next
+    measured = [
+        p.measured for p in plan.lever if p.measured is not None
+    ]  # none for what was tried as one with the next
     assert measured and all(low > 1 for _, low, _ in measured)
 
 

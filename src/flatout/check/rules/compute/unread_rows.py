@@ -4,7 +4,7 @@ Costs        The rows that a slice leaves out: their products, what is computed 
              training, products with gradients that are all zeros.
 Evidence     A product in forward whose result is read, by the order of a deep step, through slices along its rows alone. Trial:
              the same product with as many rows as are read.
-Levers       none
+Levers       graph.rows-as-read
 False alarm  A model whose caller reads other rows in other steps: the steps looked at read no more than what is said.
 """
 
