@@ -1,4 +1,4 @@
-"""Of a linear layer's rows those are computed that are read.
+"""A linear layer computes those of its rows that are read, and no others.
 
 What        `compute_rows_as_read(model.head)` (from flatout) behind the construction of the model: the layer returns a tensor
             whose rows are computed when an index reads them, and all of them when anything else is done with it.
