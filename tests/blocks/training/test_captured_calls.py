@@ -159,6 +159,9 @@ class Odd(nn.Module):
     def returns_a_number(self, x: Tensor) -> tuple[Tensor, int]:
         return self.layer(x), 3
 
+    def changes_its_argument(self, x: Tensor) -> Tensor:
+        return self.layer(x.mul_(2))
+
     def draws_in_python(self, x: Tensor) -> Tensor:
         return self.layer(x) * random.random()
 

@@ -196,9 +196,11 @@ class _CapturedFunction:
         """Run once and look at what is done. Raises _NotCapturable."""
         own = [*self.inputs, *self.shadows, *self._module.buffers()]
         watch = _ForeignTensors(own)
-        before = self._surroundings()
+        before, versions = self._surroundings(), [t._version for t in self.inputs]
         with torch.no_grad(), watch:
             results = self()
+        if [t._version for t in self.inputs] != versions:
+            raise _NotCapturable("they change their arguments in place")
         if self._surroundings() != before:
             raise _NotCapturable("they draw random numbers in Python or change what the module holds")
         if watch.num_foreign:

@@ -39,8 +39,9 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         raise LeverRefused("no two-dimensional convolution was observed")
     savings = [f.saved_s for f in findings]
     busy_s = sum(o.total_s for o in evidence.operators if "convolution" in o.op)
+    least_s = -_MAY_COST * busy_s if evidence.workload.device == "cpu" else 0.0
     yield Candidate(
-        saved_s=max(savings, default=(-_MAY_COST * busy_s, 0.4 * busy_s)),
+        saved_s=max(savings, default=(least_s, 0.4 * busy_s)),
         where=findings[0].where if findings else evidence.source_of(convolutions[0].source),
         because=findings[0].because if findings else f"convolutions take {busy_s * 1e3:.2f} ms of a step",
     )
