@@ -342,6 +342,7 @@ def test_where_time_is_short_all_that_is_cheap_is_begun_with_as_one() -> None:
     result = found(world, [candidate(name, 0.03) for name in "abc"], log=log)
     assert sorted(ids(result)) == ["a", "b", "c"]
     assert [a.kind for a in log.attempts] == ["together", "final"]
+    assert not result.left_out
     measured = [p.measured for p in result.levers]
     assert measured[:2] == [None, None], "nothing is known of one alone"
     assert measured[2] is not None and measured[2][0] == pytest.approx(1 / (0.8 * 0.7 * 0.9))
@@ -379,3 +380,13 @@ def test_what_was_tried_as_one_is_proved_by_that_where_the_final_proof_would_end
     assert sorted(ids(result)) == ["a", "b"]
     assert [a.kind for a in log.attempts] == ["together"]
     assert result.proof is not None and result.proof.outcome == "proved"
+
+
+def test_once_time_turns_out_to_be_short_what_is_left_is_tried_as_one() -> None:
+    world, log = World({"a": 0.97, "b": 0.8, "c": 0.9}, most=3), SearchLog()
+    slow = iter([True, False])
+    world.has_time_for_each = lambda efforts: next(slow)  # type: ignore[method-assign]
+    result = found(world, [candidate("a", 0.05), candidate("b", 0.03), candidate("c", 0.02)], log=log)
+    assert [a.kind for a in log.attempts][:2] == ["add", "together"]
+    assert sorted(ids(result)) == ["a", "b", "c"]
+    assert not result.left_out

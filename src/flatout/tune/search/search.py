@@ -42,6 +42,8 @@ _SMALLEST_GAIN: Final = 1.02
 
 _CHEAP: Final = 1.5
 """Efforts up to this are tried as one where time is short: nothing of them compiles."""
+_SLIGHT: Final = 0.02
+"""Of a step: what a lever that is tried with others may cost at worst, by its prediction."""
 _NO_COMPANY: Final = "it gains nothing alone, and nothing else made the step so fast that it would wait for this"
 _ON_DEVICE: Final = 0.5
 """On a device starting and recording take most of a comparison: of a compiled GPT-2 small 53 s, and as it is 20 to 30 s."""
@@ -150,8 +152,7 @@ def search_levers(
         run.shrink(smaller)
     if goal.objective == "time":
         ordered = _in_order([c for c in allowed if c.saved_s[1] >= 0], levers, goal)
-        run.join(ordered)
-        run.climb([c for c in ordered if not c.is_companion])
+        run.climb([c for c in ordered if not c.is_companion], [c for c in ordered if c.is_companion])
         run.prune()
         run.decide()
     return run.finish()
@@ -208,6 +209,7 @@ class _LeverSearch:
         self._needed: set[str] = set()
         """Levers without which the plan would not fit."""
         self._is_complete = True
+        self._has_joined = False
 
     def shrink(self, candidates: Sequence[Candidate]) -> None:
         """Add levers that save memory: all that do where memory is the aim, else until the limit is kept."""
@@ -225,36 +227,39 @@ class _LeverSearch:
                 if self._goal.objective == "time" and _peak(verdict) <= self._goal.most_bytes:
                     return
 
-    def join(self, candidates: Sequence[Candidate]) -> None:
-        """Begin with all that is cheap and promises something as one, where there is no time to try one after the other.
+    def _join(self, candidates: Sequence[Candidate]) -> None:
+        """Try all that is cheap and promises something as one, once there is no time to try one after the other.
 
         That is what a person would do; and of two things that limit a step each hides what the other gains.
         """
         before, tried = self._plan, []
         for candidate in candidates:
             lever = self._levers[candidate.lever]
-            is_sure = candidate.is_companion or (candidate.saved_s[0] >= 0 and not self._why_not(candidate, lever))
+            is_safe = candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
+            is_sure = candidate.is_companion or (is_safe and not self._why_not(candidate, lever))
             if is_sure and self._goal.effort_of(lever) <= _CHEAP and not self._displaced(candidate):
                 tried.append(candidate)
                 self._plan = (*self._plan, self._planned(candidate))
         joined, self._plan = self._plan, before
         efforts = [self._goal.effort_of(self._levers[c.lever]) for c in tried if not c.is_companion]
-        if len(tried) > 1 and efforts and (len(efforts) < len(tried) or not self._bench.has_time_for_each(efforts)):
-            self._add_joined(joined)
-        taken = {planned.id for planned in self._plan}
-        for companion in candidates:
-            if companion.is_companion and companion.lever not in taken:
-                self._leave_out(companion.lever, _NO_COMPANY)
+        is_alone = len(tried) < 2 or not efforts
+        if self._has_joined or is_alone or (len(efforts) == len(tried) and self._bench.has_time_for_each(efforts)):
+            return
+        self._has_joined = True
+        self._add_joined(joined, tried)
 
-    def climb(self, candidates: Sequence[Candidate]) -> None:
-        """Add one lever after the other, each on top of those that were kept.
+    def climb(self, candidates: Sequence[Candidate], companions: Sequence[Candidate] = ()) -> None:
+        """Add one lever after the other, each on top of those that were kept; companions beside others alone.
 
         What would take the place of another lever that was kept comes behind the rest, and what was in doubt is tried again then.
         """
         rivals: list[Candidate] = []
-        doubtful = self._climb(candidates, rivals)
+        doubtful = self._climb(candidates, rivals, companions)
         more = self._climb([*rivals, *(c for c, plan, _ in doubtful if plan != self._plan)], None)
         self._undecided = [(c, speed) for c, plan, speed in [*doubtful, *more] if plan == self._plan]
+        for companion in companions:
+            if not self._is_planned(companion):
+                self._leave_out(companion.lever, _NO_COMPANY)
 
     def decide(self) -> None:
         """Try all together, and race longer, in the time that is left, what could not be told from noise."""
@@ -277,14 +282,11 @@ class _LeverSearch:
                 tried.append(candidate)
                 joined = (*joined, msgspec.structs.replace(self._planned(candidate), measured=low_to_high))
         self._plan = before
-        if len(tried) < 2 or not self._add_joined(joined):
-            return
-        self._undecided = [(c, speed) for c, speed in self._undecided if not any(c is one for one in tried)]
-        reasons = [self._reasons.pop(id(candidate), None) for candidate in tried]
-        self.left_out = [one for one in self.left_out if not any(one is reason for reason in reasons)]
+        if len(tried) > 1 and self._add_joined(joined, tried):
+            self._undecided = [(c, speed) for c, speed in self._undecided if not any(c is one for one in tried)]
 
-    def _add_joined(self, joined: tuple[PlannedLever, ...]) -> bool:
-        """Try a plan that has several levers more, and keep it if it is proved; False where it is not."""
+    def _add_joined(self, joined: tuple[PlannedLever, ...], tried: Sequence[Candidate]) -> bool:
+        """Try a plan that has several candidates more, and keep it if it is proved; False where it is not."""
         before = self._plan
         verdict = self._try("together", joined, joined[-1], "time")
         if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
@@ -298,20 +300,29 @@ class _LeverSearch:
             new = (*new[:-1], msgspec.structs.replace(new[-1], measured=(speed.ratio, speed.low, speed.high)))
         self._plan = (*before, *new)
         self._left_s /= max(1.0, speed.ratio)
+        reasons = [self._reasons.pop(id(candidate), None) for candidate in tried]
+        self.left_out = [one for one in self.left_out if not any(one is reason for reason in reasons)]
         return True
 
     def _climb(
-        self, candidates: Sequence[Candidate], rivals: list[Candidate] | None
+        self,
+        candidates: Sequence[Candidate],
+        rivals: list[Candidate] | None,
+        companions: Sequence[Candidate] = (),
     ) -> list[tuple[Candidate, tuple[PlannedLever, ...], Speed]]:
         """Candidates that could not be told from noise, with the plan they came on top of and what the race said.
 
         Rivals go to that list, if any.
         """
-        doubtful = []
+        doubtful: list[tuple[Candidate, tuple[PlannedLever, ...], Speed]] = []
         for number, candidate in enumerate(candidates):
             if rivals is not None and any(p.id != candidate.lever for p in self._displaced(candidate)):
                 rivals.append(candidate)
                 continue
+            if rivals is not None:
+                self._join([*(c for c, _, _ in doubtful), *candidates[number:], *companions])
+            if self._is_planned(candidate):
+                continue  # it came in with others
             why = self._why_not(candidate, self._levers[candidate.lever])
             if why:
                 self._leave_out(candidate.lever, why, self._most_gain(candidate))
@@ -490,9 +501,11 @@ class _LeverSearch:
             return f"it could make a step {most:.2f}x faster at most, too little to be told from noise"
         return self._clash(candidate, lever)
 
+    def _is_planned(self, candidate: Candidate) -> bool:
+        return any((p.id, p.parameters) == (candidate.lever, candidate.parameters) for p in self._plan)
+
     def _clash(self, candidate: Candidate, lever: Lever) -> str:
-        same = next((p for p in self._plan if p.id == lever.id and p.parameters == candidate.parameters), None)
-        if same is not None:
+        if self._is_planned(candidate):
             return "it is in the plan"
         others = self._displaced(candidate)
         if not others:
