@@ -40,6 +40,13 @@ def stored_images(dataset: Any) -> tuple[Tensor, Tensor] | None:
     return found if all(_is_same(dataset[i], images[i], targets[i]) for i in checked) else None
 
 
+def innermost(dataset: Any) -> Any:
+    """The dataset that a part of a dataset (`Subset`) is of; any other dataset itself."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset
+
+
 def stored_as(dataset: Any) -> StoredImages | None:
     """How torchvision stores the images of this dataset, and what ToTensor is followed by; None for another dataset."""
     kinds = sys.modules.get("torchvision.datasets")

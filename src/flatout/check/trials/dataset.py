@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.blocks.data.stored_images import stored_as
+from flatout.blocks.data.stored_images import innermost, stored_as
 from flatout.check.observe.collectors.loaders import LoaderUse
 from flatout.check.trials.context import Refused, Scene, TrialEntry
 from flatout.check.trials.subprocess_copy import in_copy
@@ -27,7 +27,16 @@ _DEEPEST: Final = 6
 """Containers and objects inside one another: an item of a data set of graphs takes three."""
 _ENOUGH_S: Final = 0.3
 _MOST_TENSORS: Final = 20_000
-_FACTS: Final = ("repeatable", "views", "takes_batches", "item_by_item", "stored_grey", "stored_colour", "normalised")
+_FACTS: Final = (
+    "repeatable",
+    "views",
+    "takes_batches",
+    "item_by_item",
+    "stored",
+    "stored_grey",
+    "stored_colour",
+    "normalised",
+)
 _SEED: Final = 20_611
 
 
@@ -38,7 +47,8 @@ def run(trial: TimeDataset, scene: Scene) -> TrialResult:
     'index' where one call with a list of indices gives the batch. Facts: 'repeatable' (the same items come out when asked again
     with other random numbers, so they can be prepared once), 'views' (items are rows of tensors or arrays that the data set
     holds), 'takes_batches' (a list of indices gives the collated batch), 'item_by_item' (the loader asks for single items);
-    'stored_grey', 'stored_colour' and 'normalised' for images that torchvision stores in one array.
+    'stored' where the items are, or are some of, images that torchvision stores in one array and that become tensors all at once;
+    'stored_grey', 'stored_colour' and 'normalised' say how a whole dataset of those does.
 
     'repeatable' is left out where items cannot be compared. `cured_s` is then None, and where a batch holds no tensors: nobody
     knows what it would cost from memory.
@@ -110,6 +120,8 @@ def _measure(use: LoaderUse, limit_s: float) -> dict[str, float]:
     stored = stored_as(dataset)
     if stored is not None and len(stored.normalised_by) <= 1:
         result |= {f"stored_{stored.colours}": 1.0, "normalised": float(bool(stored.normalised_by))}
+    if stored_as(innermost(dataset)) is not None:
+        result["stored"] = 1.0
     if index_s is not None:
         result["index"] = index_s * share
     if is_repeatable is not None:

@@ -218,3 +218,18 @@ def test_a_collate_function_that_takes_the_time_is_refused(collate_s: float, kin
 def test_a_run_without_such_a_loader_is_refused() -> None:
     [refusal] = LEVER.propose(EvidenceBuilder().build(), [])
     assert isinstance(refusal, Refusal)
+
+
+@pytest.mark.parametrize(("is_stored", "warm_up_steps"), [(True, 0), (False, 100)])
+def test_images_that_are_stored_in_one_array_need_no_epoch_to_be_prepared(is_stored: bool, warm_up_steps: int) -> None:
+    run = EvidenceBuilder(data=0.01)
+    loader = run.loader(wait_s=0.01)  # no epoch ended in what was observed
+    facts = {"repeatable": True, "item_by_item": True, "stored": is_stored}
+    result = TrialResult(
+        trial=TimeDataset(loader=loader), now_s=0.01, cured_s=0.0, facts=facts, parts={"num_items": 3200.0}
+    )
+    run.trial(result)
+    [offered] = LEVER.propose(run.build(), [])
+    assert isinstance(offered, Candidate)
+    assert offered.warm_up_steps == warm_up_steps
+    assert (offered.saved_s[0] < 0) == (not is_stored)

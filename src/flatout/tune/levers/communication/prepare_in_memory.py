@@ -62,7 +62,9 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     savings = [f.saved_s for f in findings]
     waited_s = evidence.steps.phases.get("data", 0.0)
     low, high = max(savings, default=(0.0, waited_s))
-    low = low if loader.num_epochs > 0 else -_CACHING_COST * waited_s  # whether items come again was not seen
+    is_at_once = all(_is_stored(evidence, one) for one, _ in able)
+    if not is_at_once and not loader.num_epochs:
+        low = -_CACHING_COST * waited_s  # whether items come again was not seen
     constructor = evidence.source_of(loader.constructed)
     datasets = tuple(sorted({one.dataset for one, _ in able}))
     yield Candidate(
@@ -70,9 +72,15 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         parameters={"datasets": datasets} | readable_place(evidence, constructor) | _stored(evidence, loader),
         saved_s=(share * low, max(share * low, share * max(high, waited_s))),
         where=constructor,
-        warm_up_steps=max(_steps_per_epoch(evidence, one) for one, _ in able),
+        warm_up_steps=0 if is_at_once else max(_steps_per_epoch(evidence, one) for one, _ in able),
         because=f"each step waits for a batch of {loader.dataset}, whose items come out the same each time",
     )
+
+
+def _is_stored(evidence: Evidence, loader: Loader) -> bool:
+    """Whether all items become tensors at once, before the first step."""
+    result = fetch_trial(evidence, evidence.loaders.index(loader))
+    return result is not None and result.facts.get("stored", False) and not loader.has_own_collate
 
 
 def _stored(evidence: Evidence, loader: Loader) -> Parameters:
