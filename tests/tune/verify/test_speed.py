@@ -142,3 +142,12 @@ def test_a_stretch_has_several_cycles_of_a_loaders_workers() -> None:
 def test_but_not_of_very_long_ones() -> None:
     race = raced(Fed(1.0, flat), Fed(1.0, flat))
     assert {stretch.num_steps for stretch in race.stretches} == {1}
+
+
+@pytest.mark.parametrize(("step_s", "least", "most"), [(1.0, 7, 8), (30.0, 0, 3)])
+def test_a_race_of_long_steps_goes_on_until_its_pairs_are_enough_but_not_for_ever(
+    step_s: float, least: int, most: int
+) -> None:
+    race = Race(budget_s=2.5, timeout_s=1.0)
+    race.run(Side(step_s, flat), Side(0.7 * step_s, flat))  # type: ignore[arg-type]
+    assert least <= len(race.stretches) <= most

@@ -26,7 +26,7 @@ _LONGEST_CYCLES_S: Final = 3.0
 """A stretch has three cycles of a loader's workers where they take no longer (a ResNet-50 with four workers on an H200: ratios of
 stretches of one cycle of 0.7 s went from 0.6 to 1.4)."""
 _LONGEST_RACE: Final = 10.0
-"""How many times its budget a race may take for the fewest pairs of whole cycles."""
+"""How many times its budget a race may take for the fewest pairs: of whole cycles, or of long steps."""
 _LEAK_FLOOR_BYTES: Final = 32 << 20
 """Allocators round and keep; what grows by less in a race is no leak that could be told."""
 _LEAK_FLOOR_SHARE: Final = 0.1
@@ -123,7 +123,7 @@ class Race:
                     return pairs
             elif number >= _WARM_UP_PAIRS:
                 size = wanted
-            fewest_s = 2 * (_FEWEST_PAIRS + _WARM_UP_PAIRS) * wanted * slower_s if cycle > 1 else 0.0
+            fewest_s = 2 * (_FEWEST_PAIRS + _WARM_UP_PAIRS) * wanted * slower_s
             if spent_s > max(3 * self._budget_s, min(fewest_s, _LONGEST_RACE * self._budget_s)):
                 return pairs
         return pairs
