@@ -90,6 +90,9 @@ class Tuning:
         num_steps = self._length(folder)
         planned_s = self._options.planned_seconds or self._options.run_seconds
         num_planned = math.ceil(num_steps * planned_s / self._options.run_seconds)
+        self._whole_run(num_steps)
+        if 0 < len(self._stamps_s()) < num_steps:  # the script comes to its own end before
+            num_steps = num_planned = len(self._stamps_s())
         found = self._tuned(self._fresh(), num_planned) | {"num_steps": num_steps, "num_planned": num_planned}
         if found.get("plan") is None:
             return found
@@ -132,7 +135,7 @@ class Tuning:
         if not record.exists():
             return row | {"error": (done.stdout + done.stderr)[-600:]}
         found = json.loads(record.read_text())
-        tried = [a for a in found["attempts"] if a["kind"] in ("add", "swap")]
+        tried = [(a, lever) for a in found["attempts"] for lever in judged_in(a)]
         return row | {
             "plan": str(self._plan),
             "levers": [p["id"] for p in found["plan"]["lever"]],
@@ -142,13 +145,13 @@ class Tuning:
             "is_complete": found["is_complete"],
             "tried": [
                 {
-                    "lever": a["lever"],
+                    "lever": lever,
                     "outcome": a["verdict"]["outcome"],
                     "has_verdict": has_verdict(a["verdict"]),
                     "because": a["verdict"]["because"],
                     "speed": (a["verdict"].get("speed") or {}).get("ratio"),
                 }
-                for a in tried
+                for a, lever in tried
             ],
             "left_out": [[one["lever"], one["because"]] for one in found["left_out"] if one["is_for_script"]],
             "pays_from": found["plan"].get("pays_from"),
@@ -261,6 +264,15 @@ class Tuning:
         data = losses.read_bytes() if losses.exists() else b""
         values = [v for (v,) in struct.iter_unpack("<d", data[: len(data) // 8 * 8])]
         return statistics.fmean(values[-max(1, round(LAST * len(values))) :]) if values else None
+
+
+def judged_in(attempt: dict[str, Any]) -> list[str]:
+    """The levers that an attempt judges on top of others: one, or several that were tried as one."""
+    if attempt["kind"] in ("add", "swap"):
+        return [attempt["lever"]]
+    before = [planned["id"] for planned in attempt["before"]]
+    together = [planned["id"] for planned in attempt["after"] if planned["id"] not in before]
+    return together if attempt["kind"] == "together" else []
 
 
 def has_verdict(verdict: dict[str, Any]) -> bool:
