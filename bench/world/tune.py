@@ -89,10 +89,13 @@ class Tuning:
         folder = lay_out(script, self._options.checkouts, self._work)
         num_steps = self._length(folder)
         planned_s = self._options.planned_seconds or self._options.run_seconds
-        num_planned = math.ceil(num_steps * planned_s / self._options.run_seconds)
-        self._whole_run(num_steps)
-        if 0 < len(self._stamps_s()) < num_steps:  # the script comes to its own end before
-            num_steps = num_planned = len(self._stamps_s())
+        taken_s, later_step_s, num_own = self._whole_run(num_steps), self._later_step_s(), len(self._stamps_s())
+        is_whole = 0 < num_own < num_steps - 1
+        if is_whole:  # the script comes to its own end before
+            num_steps = num_own
+        elif later_step_s and taken_s < self._options.run_seconds:  # much of the first seconds was no step
+            num_steps += int((self._options.run_seconds - taken_s) / later_step_s)
+        num_planned = num_steps if is_whole else math.ceil(num_steps * planned_s / self._options.run_seconds)
         found = self._tuned(self._fresh(), num_planned) | {"num_steps": num_steps, "num_planned": num_planned}
         if found.get("plan") is None:
             return found
