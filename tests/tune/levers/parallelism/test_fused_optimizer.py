@@ -109,3 +109,14 @@ def test_without_an_optimizer_to_fuse_nothing_is_edited(made: str) -> None:
 def test_options_from_elsewhere_are_not_edited() -> None:
     with pytest.raises(EditError, match="may hold"):
         edited(LEVER, TRAIN.replace("MADE", "torch.optim.SGD(net.parameters(), **options)"))
+
+
+def test_groups_whose_parameters_come_from_generators_or_are_one_tensor_keep_them() -> None:
+    one, two, alone = nn.Linear(3, 2), nn.Linear(2, 2), nn.Parameter(torch.ones(4))
+    group = {"params": one.parameters(), "weight_decay": 0.1}
+    with pulled(LEVER) as hooks:
+        optimizer = torch.optim.Adam([group, {"params": two.parameters()}, {"params": alone}])
+    assert hooks.done == [LEVER.id]
+    expected = [list(one.parameters()), list(two.parameters()), [alone]]
+    assert [[id(p) for p in g["params"]] for g in optimizer.param_groups] == [[id(p) for p in e] for e in expected]
+    assert optimizer.param_groups[0] is group, "the user's own dict stays the optimizer's group"

@@ -20,6 +20,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer, string
 from flatout.machine.cost.accounting import facts_named
+from flatout.tune.levers.parameter_groups import listed_groups, optimized_tensors
 from flatout.tune.rewrite.calls import argument, calls_to, true_name, with_argument, with_calls, without_argument
 from flatout.tune.rewrite.imports import call_name, with_torch
 from flatout.tune.rewrite.operands import last_name
@@ -85,12 +86,11 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
     def make_sparse(kind: type, arguments: dict[str, Any]) -> None:
         if any(arguments.get(name) for name in _MOVES):
             return
-        groups = arguments["params"] = list(arguments["params"])
+        groups = listed_groups(arguments)
         plain = [g for g in groups if not (isinstance(g, dict) and any(g.get(name) for name in _MOVES))]
-        for group in plain:
-            if isinstance(group, dict) and not isinstance(group["params"], torch.Tensor):
-                group["params"] = list(group["params"])
-        stored = {id(p) for g in plain for p in _tensors(g)}
+        stored = {
+            id(p[1] if isinstance(p, tuple) else p) for p in optimized_tensors(plain)
+        }  # they may come with their names
         able = [t for t in tables if id(t.weight) in stored and is_able(t, rows=rows)]
         for table in able:
             table.sparse = True  # type: ignore[assignment]
@@ -102,13 +102,6 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
 
     for name in _LAZY:
         hooks.at_construction(getattr(torch.optim, name), make_sparse)
-
-
-def _tensors(group: Any) -> list[Any]:
-    """Parameters of a group; they may come with their names."""
-    stored = group["params"] if isinstance(group, dict) else [group]
-    stored = stored if isinstance(stored, list) else [stored]
-    return [p[1] if isinstance(p, tuple) else p for p in stored]
 
 
 def _coalesced(gradient: Any) -> Any:

@@ -18,6 +18,7 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
+from flatout.tune.levers.parameter_groups import listed_groups, optimized_tensors
 from flatout.tune.rewrite.calls import (
     argument,
     calls_to,
@@ -73,8 +74,7 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
             and not arguments.get("fused")
             and not arguments.get("differentiable")
         ):
-            groups = arguments["params"] = list(arguments["params"])
-            tensors = [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
+            tensors = optimized_tensors(listed_groups(arguments))
             if all(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tensors):
                 arguments["fused"], arguments["foreach"] = True, None
                 hooks.note(LEVER.id)
