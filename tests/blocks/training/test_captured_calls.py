@@ -183,6 +183,16 @@ def test_what_no_graph_can_stand_for_runs_as_it_is_and_says_so(name: str) -> Non
     assert not replays(calls)
 
 
+def test_a_module_with_hooks_is_not_captured() -> None:
+    policy, seen = fresh().eval(), []
+    policy.critic.register_forward_hook(lambda *_: seen.append(1))
+    calls = CapturedCalls(policy, rerun)
+    with pytest.warns(UserWarning, match="hooks of its layers"):
+        for _ in range(6):
+            calls.run(policy.act, (torch.ones(2, 5),), {})
+    assert len(seen) == 6 and not replays(calls)
+
+
 def test_arguments_that_are_no_number_are_never_captured() -> None:
     odd = Odd()
     calls = CapturedCalls(odd, rerun)

@@ -40,9 +40,9 @@ class CaptureCall(Protocol):
 _CALLS_BEFORE: Final = 3
 """Equal calls that go by before one is captured."""
 _MOST_GRAPHS: Final = 8
-"""Each has memory of its own."""
+"""Graphs that are saved at most, since each has memory of its own."""
 _WARM_UPS: Final = 3
-"""As torch.cuda.make_graphed_callables does."""
+"""Runs before a capture, as many as torch.cuda.make_graphed_callables takes."""
 _SCALARS: Final = (bool, int, float, str, type(None))
 
 
@@ -194,6 +194,8 @@ class _CapturedFunction:
 
     def check(self) -> None:
         """Run once and look at what is done. Raises _NotCapturable."""
+        if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in self._module.modules()):
+            raise _NotCapturable("hooks of its layers would run once, and never again")
         own = [*self.inputs, *self.shadows, *self._module.buffers()]
         watch = _ForeignTensors(own)
         before, versions = self._surroundings(), [t._version for t in self.inputs]
@@ -307,7 +309,7 @@ class _Replay:
 
     @property
     def differs(self) -> list[bool]:
-        """For each result, whether it has gradients."""
+        """Flags of the results: whether each has gradients."""
         return self._differs
 
     def _forward(self) -> list[Tensor]:

@@ -22,7 +22,7 @@ from flatout.core.runtime.patches import replace_forward
 from flatout.core.tensors.nests import tree_map_only
 
 _MOST_READS: Final = 2
-"""Of one result: a loop over its rows would compute them in small products, and computes all instead."""
+"""Reads of one result after which all of it is computed: a loop over its rows would take small products."""
 _METADATA: Final = frozenset(
     {
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point, Tensor.element_size),

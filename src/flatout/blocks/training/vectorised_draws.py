@@ -25,7 +25,7 @@ from flatout.core.runtime.compiled_source import load_source
 SOURCE: Final = Path(__file__).with_name("draws.c")
 _OPERATOR: Final = "bernoulli_.float"
 _NUM_WORDS: Final = 624
-"""Of the generator's state."""
+"""Words of the generator's state."""
 _LEFT, _NEXT, _WORDS = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _NUM_WORDS)
 """Where CPUGeneratorImplStateLegacy (ATen/CPUGeneratorImpl.cpp) has the words left in the block plus 1, the next one's place,
 and the words."""

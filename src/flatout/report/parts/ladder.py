@@ -22,7 +22,7 @@ _NUM_LENGTHS: Final = 2
 _MOST_LEFT_OUT: Final = 5
 """Levers that a terminal names with the reason why they are not in the plan: those that showed or promised most."""
 _AS_ONE: Final = "as one with the next"
-"""For a lever whose own gain was not measured."""
+"""The text beside a lever whose own gain was not measured."""
 UNTOUCHED: Final = "untouched"
 TOGETHER: Final = "all together"
 

@@ -48,7 +48,7 @@ _LONGER: Final = 4.0
 _FIRST_GUESS_S: Final = 10.0
 """What a comparison takes, before one has been made: 5 to 9 s for small models on two cores."""
 _FIRST_GUESS_ON_DEVICE_S: Final = 60.0
-"""On an H200, of scripts that other people wrote: 45 s (trl), 60 s (ResNet-50), 100 s (PPO)."""
+"""The same on an H200, for scripts that other people wrote: 45 s (trl), 60 s (ResNet-50), 100 s (PPO)."""
 _GUESSED_STEPS: Final = 60.0
 """Steps of the script that a comparison takes besides: eight in four forms, most of them recorded, and the race."""
 

@@ -43,7 +43,7 @@ _SMALLEST_GAIN: Final = 1.02
 _CHEAP: Final = 1.5
 """Efforts up to this are tried as one where time is short: nothing of them compiles."""
 _SLIGHT: Final = 0.02
-"""Of a step: what a lever that is tried with others may cost at worst, by its prediction."""
+"""The share of a step that a lever tried with others may cost at worst, by its prediction."""
 _NO_COMPANY: Final = "it gains nothing alone, and nothing else made the step so fast that it would wait for this"
 _ON_DEVICE: Final = 0.5
 """On a device starting and recording take most of a comparison: of a compiled GPT-2 small 53 s, and as it is 20 to 30 s."""

@@ -24,7 +24,7 @@ _FEWEST: Final = 2000
 """Elements of a mask: smaller ones are left as they are (see `vectorise_draws`)."""
 _WORTH_A_TRIAL: Final = 0.03
 _WORTH_SAYING: Final = 0.8
-"""Of the time may be left: with MKL's generator nearly all of it is."""
+"""The largest share of the time that the cure may leave: with MKL's generator it leaves nearly all."""
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:

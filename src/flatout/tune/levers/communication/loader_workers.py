@@ -34,7 +34,7 @@ _MOST = 8
 _CROWDED = 0.4
 """Where compute threads hold all cores already, workers take some away: steps took up to 1.4 times as long (bench/results)."""
 _NEARLY = 0.4
-"""Of a step, what workers take to make a batch: below it not even steps twice as fast wait for them."""
+"""The share of a step that workers take to make a batch: below it not even steps twice as fast wait for them."""
 _USUAL_FACTOR = 2
 """Batches that a worker has under way, by default (documentation of torch.utils.data)."""
 
