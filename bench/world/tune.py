@@ -20,6 +20,7 @@ import statistics
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -44,6 +45,9 @@ def main() -> int:
     parser.add_argument("--run-seconds", type=float, default=60.0, help="how long the untouched script runs")
     parser.add_argument(
         "--planned-seconds", type=float, default=None, help="how long the runs are that the plan is for; None: as long"
+    )
+    parser.add_argument(
+        "--seed-seconds", type=float, default=20.0, help="how long the runs are that show what is learnt on three seeds"
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--manifest", type=Path, default=HERE / "manifest")
@@ -75,12 +79,12 @@ def main() -> int:
 class Tuning:
     """One script: its plan, and what that is worth over a whole run."""
 
-    def __init__(self, script: Script, options: argparse.Namespace) -> None:
+    def __init__(self, script: Script, options: argparse.Namespace, folder: str = "tune") -> None:
         self._script = script
         self._options = options
-        self._work = BUILD / "work" / f"{script.name}-tune"
+        self._work = BUILD / "work" / f"{script.name}-{folder}"
         self._plan = options.plans / f"{script.name}.toml"
-        self._marks = self._work.parent / f"{script.name}-tune.marks"
+        self._marks = self._work.parent / f"{self._work.name}.marks"
         self._text_folder = self._work
         """What the files that `flatout edit` changed are named from."""
 
@@ -116,9 +120,9 @@ class Tuning:
                 later[name].append(self._later_step_s())
         found["whole_run_s"], found["later_step_s"] = taken, later
         if found["levers"] and not self._options.no_seeds:
-            found["losses"] = {
-                name: [self._last_loss(num_steps, seed, name) for seed in SEEDS] for name in ("untouched", "plan")
-            }
+            found["losses"] = self._losses(
+                math.ceil(num_steps * self._options.seed_seconds / self._options.run_seconds)
+            )
         return found
 
     def _tuned(self, folder: Path, num_steps: int) -> dict[str, Any]:
@@ -258,9 +262,19 @@ class Tuning:
             "messages": done.stderr[-600:],
         }
 
+    def _losses(self, num_steps: int) -> dict[str, list[float | None]]:
+        """The last losses of runs of so many steps on three seeds, without the plan and with it; side by side: none is timed."""
+        sides = {name: Tuning(self._script, self._options, f"seeds-{name}") for name in ("untouched", "plan")}
+        with ThreadPoolExecutor(len(sides)) as pool:
+            found = {name: pool.submit(side._on_seeds, num_steps, name) for name, side in sides.items()}
+            return {name: losses.result() for name, losses in found.items()}
+
+    def _on_seeds(self, num_steps: int, name: str) -> list[float | None]:
+        return [self._last_loss(num_steps, seed, name) for seed in SEEDS]
+
     def _last_loss(self, num_steps: int, seed: int, name: str) -> float | None:
         """The mean of the last losses of a run on one seed."""
-        losses = self._work.parent / f"{self._script.name}.losses"
+        losses = self._work.parent / f"{self._work.name}.losses"
         losses.unlink(missing_ok=True)
         extra = {"WORLD_LOSSES": str(losses), "WORLD_SEED": str(seed)}
         self._whole_run(num_steps, plan=self._plan if name == "plan" else None, extra=extra)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flatout.app.shrink_model import shrink as shrink
     from flatout.blocks.data.batches import Batches as Batches
     from flatout.blocks.data.feed import Feed as Feed
+    from flatout.blocks.data.in_worker import InWorker as InWorker
     from flatout.blocks.data.prefetch import Prefetch as Prefetch
     from flatout.blocks.data.prefetch import Threads as Threads
     from flatout.blocks.data.ragged import Ragged as Ragged
@@ -73,6 +74,7 @@ _HOMES = {
     "Evidence": "flatout.core.records.evidence:Evidence",
     "ExpectationFailed": "flatout.core.errors:ExpectationFailed",
     "Feed": "flatout.blocks.data.feed:Feed",
+    "InWorker": "flatout.blocks.data.in_worker:InWorker",
     "Finding": "flatout.core.records.finding:Finding",
     "FlatoutError": "flatout.core.errors:FlatoutError",
     "Layout": "flatout.core.records.scale:Layout",

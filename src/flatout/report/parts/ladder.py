@@ -66,19 +66,13 @@ def ladder_blocks(tuned: Tuned) -> list[Block]:
     if tried:
         title = "Tried or considered, and left out"
         rest = len(tried) - _MOST_LEFT_OUT
-        more = (
-            [Words(f"and {rest} that promised less (--html, --md and --json name them)", style="dim")]
-            if rest > 0
-            else []
-        )
+        more = [Words(f"and {rest} that promised less", style="dim")] if rest > 0 else []
         brief_tried: list[Block] = [Heading(title), Table(pair, tried[:_MOST_LEFT_OUT]), *more]
         blocks += ["", Fold(title, [Table(pair, tried)], brief_tried)]
     if others:
-        names = ", ".join(dict.fromkeys(lever for lever, _ in others))
-        brief: list[Block] = [
-            Heading("Not for this script (--html, --md and --json say why)"),
-            Table([Column(style="dim")], [[names]]),
-        ]
+        number = len({lever for lever, _ in others})
+        sentence = f"{number} other lever{'s are' if number > 1 else ' is'} not for this script (--html, --md and --json say why)"
+        brief: list[Block] = [Words(sentence, style="dim")]
         blocks += ["", Fold("Not for this script", [Table(pair, others)], brief)]
     if not tuned.is_complete:
         blocks += ["", "The time was up before everything had been tried; the same command goes on from here."]

@@ -75,11 +75,33 @@ def test_the_number_that_a_trial_found_best_comes_first() -> None:
     assert first.parameters["num_workers"] == 2
 
 
+def test_items_with_random_numbers_are_made_by_one_worker_that_draws_the_same() -> None:
+    [candidate] = LEVER.propose(waiting(repeatable=False).build(), ())
+    assert isinstance(candidate, Candidate)
+    assert candidate.parameters["same_draws"] == 1 and "num_workers" not in candidate.parameters
+    assert 0 < candidate.saved_s[1] <= 0.05
+
+
+class Noise(Waves):
+    """Items that hold numbers of the global generator."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.rand(4), index
+
+
+def test_one_worker_draws_the_same_in_all_epochs() -> None:
+    expected = epochs(DataLoader(Noise(), 6, shuffle=True))
+    with pulled(LEVER, same_draws=1) as hooks:
+        found = epochs(DataLoader(Noise(), 6, shuffle=True))
+        assert hooks.done == [LEVER.id]
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+
+
 @pytest.mark.parametrize(
     ("run", "why"),
     [
         (EvidenceBuilder(), "no loader is waited for"),
-        (waiting(repeatable=False), "random"),
+        (waiting(repeatable=False, num_workers=2), "random"),
         (waiting(is_map_style=False), "iterable"),
         (waiting(is_in_ram=True), "in memory already"),
     ],
@@ -119,6 +141,7 @@ IMPORT = "from torch.utils.data import DataLoader\n"
     [
         ({"num_workers": 4}, "loader = DataLoader(data, 8, shuffle=True, num_workers=4, persistent_workers=True)\n"),
         ({"threads": 2}, "loader = Threads(DataLoader(data, 8, shuffle=True), 2)\n"),
+        ({"same_draws": 1}, "loader = InWorker(DataLoader(data, 8, shuffle=True))\n"),
         (
             {"num_workers": 1, "prefetch_factor": 4},
             "loader = DataLoader(data, 8, shuffle=True, num_workers=1, persistent_workers=True, prefetch_factor=4)\n",

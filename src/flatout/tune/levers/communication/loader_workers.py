@@ -1,11 +1,13 @@
 """Batches are made beside the step: by worker processes, or by threads where making them lets other threads run.
 
 What        `num_workers`, `prefetch_factor`, `persistent_workers` where a DataLoader is made; or, with the parameter `threads`,
-            its batches made by threads of the process. Workers that live on draw the seed that new ones would have drawn; the
+            its batches made by threads of the process; or, with `same_draws`, by one process that goes on with the global
+            generators of this one (`InWorker`). Workers that live on draw the seed that new ones would have drawn; the
             edited script leaves that out, so that an order that comes from torch's global generator is another from epoch 2 on.
-Guarantee   EXACT: the same batches in the same order, where items hold no random numbers; items that do are refused.
-Refuses     Loaders that are not waited for, unless others may make the step so fast that they are; items that differ from time
-            to time; iterable data sets, which each worker would read as a whole; one core.
+Guarantee   EXACT: the same batches in the same order. Items that hold random numbers are made by one worker with `same_draws`,
+            which ends with an error where the steps draw from the same generator.
+Refuses     Loaders that are not waited for, unless others may make the step so fast that they are; items with random numbers of
+            loaders that have workers already; iterable data sets, which each worker would read as a whole; one core.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _MOST = 8
 _CROWDED = 0.4
 """Where compute threads hold all cores already, workers take some away: steps took up to 1.4 times as long (bench/results)."""
+_WRAPPED = "_flatout_wrapped"
 _NEARLY = 0.4
 """The share of a step that workers take to make a batch: below it not even steps twice as fast wait for them."""
 _USUAL_FACTOR = 2
@@ -54,7 +57,9 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     waited = f"each step waits {waiting_s(evidence) * 1e3:.2f} ms for a batch of {loader.dataset}"
     tried = max((f.saved_s for f in findings if f.basis == "trial"), default=(0.0, 0.0))
     settings: list[Parameters] = [{"num_workers": number} for number in _counts(evidence, index)]
-    if loader.num_workers == 0:
+    if not _is_repeatable(evidence, index):
+        settings = [{"same_draws": 1}]
+    elif loader.num_workers == 0:
         # On a CPU the model's own threads want the cores as well.
         settings.append(
             {"threads": 1 if evidence.workload.device == "cpu" else min(evidence.workload.num_cores, _MOST)}
@@ -101,7 +106,7 @@ def _beside_others(evidence: Evidence) -> Candidate:
 
 def _check_run(evidence: Evidence, index: int) -> None:
     """Raise LeverRefused where workers gain nothing, or read something else."""
-    loader, result = evidence.loaders[index], fetch_trial(evidence, index)
+    loader = evidence.loaders[index]
     if not loader.is_map_style:
         raise LeverRefused("each worker would read the whole of an iterable data set")
     if evidence.workload.num_cores < 2:
@@ -110,8 +115,14 @@ def _check_run(evidence: Evidence, index: int) -> None:
         raise LeverRefused(
             f"the items of {loader.dataset} lie in memory already, and workers would only send them to and fro"
         )
-    if result is not None and not result.facts.get("repeatable"):
-        raise LeverRefused(f"the items of {loader.dataset} hold random numbers, and workers draw others")
+    if loader.num_workers and not _is_repeatable(evidence, index):
+        raise LeverRefused(f"the items of {loader.dataset} hold random numbers, and more workers draw others")
+
+
+def _is_repeatable(evidence: Evidence, index: int) -> bool:
+    """Whether items hold no random numbers, as far as a trial could tell."""
+    result = fetch_trial(evidence, index)
+    return result is None or bool(result.facts.get("repeatable"))
 
 
 def _counts(evidence: Evidence, index: int) -> list[int]:
@@ -136,9 +147,9 @@ def _gained_s(evidence: Evidence, index: int, number: int) -> float:
 
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
-    """Have loaders of this data set constructed with workers, or read by threads."""
-    if "threads" in parameters:
-        _read_by_threads(hooks, parameters)
+    """Have loaders of this data set constructed with workers, or read by threads or one worker with the same draws."""
+    if "threads" in parameters or "same_draws" in parameters:
+        _wrap(hooks, parameters)
     else:
         _make_with_workers(hooks, parameters)
 
@@ -174,12 +185,13 @@ def _make_with_workers(hooks: Hooks, parameters: Parameters) -> None:
     hooks.replace(DataLoader, "__iter__", __iter__)
 
 
-def _read_by_threads(hooks: Hooks, parameters: Parameters) -> None:
+def _wrap(hooks: Hooks, parameters: Parameters) -> None:
     from torch.utils.data import DataLoader, IterableDataset
 
+    from flatout.blocks.data.in_worker import InWorker
     from flatout.blocks.data.prefetch import Threads
 
-    number, begin = integer(parameters, "threads"), DataLoader.__iter__
+    begin = DataLoader.__iter__
 
     def __iter__(self: DataLoader[Any]) -> Iterator[Any]:
         is_able = (
@@ -187,8 +199,12 @@ def _read_by_threads(hooks: Hooks, parameters: Parameters) -> None:
         )
         if not is_able or not _is_wanted(self.dataset, parameters):
             return begin(self)
-        hooks.note(LEVER.id)
-        return iter(Threads(self, number))
+        if _WRAPPED not in vars(self):  # which goes with the loader, and its process with it
+            is_threads = "threads" in parameters
+            wrapped = Threads(self, integer(parameters, "threads")) if is_threads else InWorker(self)
+            setattr(self, _WRAPPED, wrapped)
+            hooks.note(LEVER.id)
+        return iter(getattr(self, _WRAPPED))
 
     hooks.replace(DataLoader, "__iter__", __iter__)
 
@@ -198,11 +214,14 @@ def _is_wanted(dataset: object, parameters: Parameters) -> bool:
 
 
 def edit(text: str, parameters: Parameters) -> str:
-    """Write the keywords into the call of the loader, or put the call in `Threads(...)`."""
+    """Write the keywords into the call of the loader, or put the call in `Threads(...)` or `InWorker(...)`."""
     module, call = call_in(text, parameters, LOADER)
     if "threads" in parameters:
         new = cst.parse_expression(f"Threads({code_of(call)}, {integer(parameters, 'threads')})")
         return with_import(with_expression(module, call, new), "flatout", "Threads").code
+    if "same_draws" in parameters:
+        new = cst.parse_expression(f"InWorker({code_of(call)})")
+        return with_import(with_expression(module, call, new), "flatout", "InWorker").code
     number = integer(parameters, "num_workers")
     values: dict[str, str | None] = {
         "num_workers": str(number) if number else None,

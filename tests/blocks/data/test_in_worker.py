@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from flatout.blocks.data.in_worker import InWorker
+from flatout.core.errors import UsageError
+
+DRAWS = {
+    "python": random.random,
+    "numpy": np.random.random,
+    "normal": np.random.randn,
+    "torch": lambda: torch.rand(()).item(),
+    "none": lambda: 0.0,
+}
+
+
+class Noisy(Dataset[Any]):
+    """Items with noise from a global generator."""
+
+    def __init__(self, source: str = "numpy", broken_at: int = -1) -> None:
+        self.source, self.broken_at, self.scale = source, broken_at, 1.0
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.broken_at:
+            raise ValueError(f"item {index} is broken")
+        noise = [float(DRAWS[self.source]()) for _ in range(1 + index % 3)]
+        return torch.full((3,), index + self.scale * sum(noise)), index
+
+
+def epochs(loader: Any, *, draw: str = "none", num: int = 3) -> list[Any]:
+    """What came out in these epochs, what the steps between drew, and where the generators stood after each."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    found: list[Any] = []
+    for epoch in range(num):
+        for step, (x, y) in enumerate(loader):
+            found += [x.tolist(), y.tolist(), DRAWS[draw]()]
+            if epoch == 1 and step == 2:
+                break  # an epoch that is left early
+        found += [random.random(), np.random.random(), torch.rand(2).tolist()]
+    return found
+
+
+@pytest.mark.parametrize("source", DRAWS)
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"drop_last": True}])
+def test_batches_and_random_numbers_are_the_same_to_the_last_bit(source: str, options: dict[str, Any]) -> None:
+    other = "torch" if source != "torch" else "python"
+    expected = epochs(DataLoader(Noisy(source), 4, **options), draw=other)
+    assert epochs(InWorker(DataLoader(Noisy(source), 4, **options)), draw=other) == expected
+
+
+def test_steps_that_draw_from_the_generator_of_the_items_are_an_error_before_anything_differs() -> None:
+    expected = epochs(DataLoader(Noisy("torch"), 4), draw="torch", num=1)
+    seen = []
+    torch.manual_seed(0)
+    with pytest.raises(UsageError, match="Noisy draw from PyTorch's generator"):
+        for x, _ in InWorker(DataLoader(Noisy("torch"), 4)):
+            seen.append(x.tolist())
+            torch.rand(())
+    assert seen == [expected[0]]
+
+
+def test_a_data_set_that_was_changed_meanwhile_is_read_as_it_is_now() -> None:
+    def scaled(loader: Any) -> list[Any]:
+        found = epochs(loader, num=1)
+        loader.dataset.scale = 5.0
+        return found + epochs(loader, num=1)
+
+    assert scaled(InWorker(DataLoader(Noisy("python"), 5))) == scaled(DataLoader(Noisy("python"), 5))
+
+
+def test_a_generator_of_the_data_sets_own_goes_on_in_later_epochs() -> None:
+    class Own(Noisy):
+        def __init__(self) -> None:
+            super().__init__("none")
+            self.own = np.random.default_rng(3)
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.tensor(self.own.random()), index
+
+    values = [
+        [x.tolist() for _ in range(3) for x, _ in loader]
+        for loader in (DataLoader(Own(), 4), InWorker(DataLoader(Own(), 4)))
+    ]
+    assert values[0] == values[1]
+
+
+def test_one_other_process_makes_the_batches_of_all_epochs() -> None:
+    class Places(Dataset[int]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> int:
+            return os.getpid()
+
+    loader = InWorker(DataLoader(Places(), 2))
+    places = {int(pid) for _ in range(3) for batch in loader for pid in batch}
+    assert len(places) == 1 and os.getpid() not in places
+
+
+def test_an_error_comes_out_where_its_batch_would_have() -> None:
+    seen = []
+    with pytest.raises(ValueError, match="item 9 is broken"):
+        for _, index in InWorker(DataLoader(Noisy(broken_at=9), 4)):
+            seen.append(index[0].item())
+    assert seen == [0, 4]
+
+
+def test_what_it_cannot_read_is_refused() -> None:
+    data = TensorDataset(torch.arange(4))
+    assert list(InWorker(DataLoader(TensorDataset(torch.arange(0)), 2))) == []
+    with pytest.raises(ValueError, match="worker"):
+        InWorker(DataLoader(data, 2, num_workers=1))
+    with pytest.raises(ValueError, match="collate"):
+        InWorker(DataLoader(data, None))
+    with pytest.raises(ValueError, match="ahead"):
+        InWorker(DataLoader(data, 2), ahead=0)
