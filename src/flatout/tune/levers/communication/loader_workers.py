@@ -142,7 +142,7 @@ def _gained_s(evidence: Evidence, index: int, number: int) -> float:
     """What of the wait goes when so many make batches beside the step; they cannot make them faster than one core each can."""
     loader, result, wait_s = evidence.loaders[index], fetch_trial(evidence, index), waiting_s(evidence)
     busy_s = max(0.0, evidence.steps.step_s - wait_s)
-    batch_s = (result.now_s or 0.0) * max(1.0, loader.fetches) if result is not None else wait_s
+    batch_s = (result.now_s or 0.0) * max(1.0, loader.fetches) if result is not None and loader.num_workers else wait_s
     return max(0.0, wait_s - max(0.0, batch_s / number - busy_s))
 
 
