@@ -26,7 +26,8 @@ from flatout.core.records.plan import to_toml
 from flatout.core.records.record import write_whole_file
 from flatout.core.records.verdict import Verdict
 from flatout.tune.edits import edits
-from flatout.tune.verify.proof import ProofTerms, prove_script
+from flatout.tune.verify.proof import prove_script
+from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.side_process import Request
 
 ROOT = Path(__file__).resolve().parents[1]

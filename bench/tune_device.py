@@ -26,7 +26,8 @@ from flatout.app.plans import environment_of, read_plan
 from flatout.core.records.record import to_json
 from flatout.machine.measure.stats import median_estimate, ratio_estimate
 from flatout.tune.apply import circumstances
-from flatout.tune.verify.proof import ProofTerms, prove_script
+from flatout.tune.verify.proof import prove_script
+from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.side_process import Failed, Request, SideProcess
 
 ROOT = Path(__file__).resolve().parents[1]

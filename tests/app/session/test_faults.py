@@ -17,7 +17,7 @@ from flatout.report.text import plain_text
 from flatout.tune.levers.graph import debug_off
 from flatout.tune.search.script_search import SearchSettings, search_script
 from flatout.tune.search.search_log import SearchLog
-from flatout.tune.verify.proof import ProofTerms
+from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.side_process import Request
 
 SCRIPT = """

@@ -52,7 +52,7 @@ def lasting_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lastin
 @pytest.fixture
 def forked(lasting_servers: LastingServers | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Proofs use the lasting servers."""
-    monkeypatch.setattr("flatout.tune.verify.proof.fork_servers", lambda: lasting_servers)
+    monkeypatch.setattr("flatout.tune.verify.base_runs.fork_servers", lambda: lasting_servers)
 
 
 @pytest.fixture

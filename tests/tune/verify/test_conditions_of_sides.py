@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from flatout.tune.verify.proof import ProofTerms, ScriptProver
+from flatout.tune.verify.proof import ScriptProver
+from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.side import SideAnswer
 from flatout.tune.verify.side_process import Request, SideProcess
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from flatout.core.records.verdict import Verdict
-from flatout.tune.verify.proof import ProofTerms, prove_script
+from flatout.tune.verify.proof import prove_script
+from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.side_process import Request
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]

@@ -6,6 +6,7 @@ import os
 import signal
 import textwrap
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -13,9 +14,11 @@ import pytest
 
 from flatout.core.errors import VerificationError
 from flatout.core.records.verdict import Verdict
+from flatout.tune.verify.base_runs import BaseRuns, _num_that_fit
 from flatout.tune.verify.equality import compare_exact
 from flatout.tune.verify.fork_server import fork_servers
-from flatout.tune.verify.proof import ProofTerms, ScriptProver, _num_that_fit, prove_script
+from flatout.tune.verify.proof import prove_script
+from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.side_process import Request, SideProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -319,7 +322,7 @@ def test_float64_may_become_float32_where_that_is_what_counts(folder: Path) -> N
 
 def test_the_peak_is_the_scripts_own_however_large_who_starts_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a server of the proof's own, which this large process starts."""
-    monkeypatch.setattr("flatout.tune.verify.proof.fork_servers", fork_servers)
+    monkeypatch.setattr("flatout.tune.verify.base_runs.fork_servers", fork_servers)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     ballast = bytearray(b"x") * (1 << 29)
     one = script(folder, "a.py", steps=2000)
@@ -416,12 +419,16 @@ def test_on_a_device_all_that_may_judge_a_change_is_recorded_at_once(folder: Pat
     """As if on a device: what it records is what it would have recorded one after the other."""
     request, terms = script(folder, "a.py"), ProofTerms(num_steps=4, timeout_s=60.0)
     keys = [("", 0), ("float64", 0), ("strict", 0), ("", 1), ("", 2), ("", 3)]
-    with ScriptProver(request, terms) as together, ScriptProver(request, terms) as alone:
-        together._device, together._peak_bytes, together._free_bytes = "a device", 1, 8
-        together._record_together(keys)
+    with ExitStack() as stack:
+        together, alone = (BaseRuns(request, terms, lambda _: None) for _ in range(2))
+        stack.callback(together.end)
+        stack.callback(alone.end)
+        together.device = "a device"
+        together.note_memory(1, 8)
+        together.record_together(keys)
         assert sorted(key[1:3] for key in together._recorded) == sorted(keys)
         for dtype, noise in keys:
-            assert compare_exact(together._steps(0, dtype, noise), alone._steps(0, dtype, noise)).holds
+            assert compare_exact(together.steps(dtype, noise), alone.steps(dtype, noise)).holds
         assert together._recorded.keys() == alone._recorded.keys()
 
 

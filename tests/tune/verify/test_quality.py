@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from flatout.core.errors import UsageError, VerificationError
-from flatout.tune.verify.proof import ProofTerms, ScriptProver, prove_script
+from flatout.tune.verify.proof import ScriptProver, prove_script
+from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.quality import Metric, checked
 from flatout.tune.verify.side_process import Request
 

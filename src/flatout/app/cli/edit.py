@@ -101,7 +101,8 @@ def _verified(found: Edits, target: ScriptTarget, *, timeout_s: float) -> str:
     """
     from flatout.app.plans import precision_of_plan
     from flatout.report.parts.verdict import verdict_headline
-    from flatout.tune.verify.proof import ProofTerms, prove_script
+    from flatout.tune.verify.proof import prove_script
+    from flatout.tune.verify.proof_terms import ProofTerms
     from flatout.tune.verify.side_process import Request
 
     if found.plan.guarantee == "quality":

@@ -107,7 +107,7 @@ def tune(
     from flatout.report.parts.ladder import WIDTH, ladder_blocks
     from flatout.tune.search.script_search import SearchSettings, is_text, search_script
     from flatout.tune.search.search_log import SearchLog
-    from flatout.tune.verify.proof import ProofTerms
+    from flatout.tune.verify.proof_terms import ProofTerms
     from flatout.tune.verify.quality import Metric, checked
     from flatout.tune.verify.side_process import Request as Wanted
 

@@ -61,7 +61,8 @@ def verify(
     from flatout.app.plans import environment_of, precision_of_plan, read_plan
     from flatout.core.records.record import to_json, write_whole_file
     from flatout.report.parts.verdict import verdict_blocks
-    from flatout.tune.verify.proof import ProofTerms, prove_script
+    from flatout.tune.verify.proof import prove_script
+    from flatout.tune.verify.proof_terms import ProofTerms
     from flatout.tune.verify.side_process import Request
 
     _check_options(at, steps=steps, seconds=seconds, timeout=timeout)

@@ -24,7 +24,8 @@ from flatout.tune.search.search import Objective, SearchGoal, search_levers
 from flatout.tune.search.search_log import SearchLog, lever_key
 from flatout.tune.search.whole_run import run_start_s
 from flatout.tune.verify.conditions import coarsest
-from flatout.tune.verify.proof import ProofTerms, ScriptProver
+from flatout.tune.verify.proof import ScriptProver
+from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.side_process import Request, SideProcess
 
 _FINAL_SEED: Final = 1000

@@ -173,7 +173,7 @@ class Race:
             high=ratio.high,
             num_pairs=len(self.stretches),
             before_s=before_s,
-            after_s=median_estimate(after).value,
+            after_s=before_s / ratio.value,
             num_first=first_after.num_steps + num_warmed,
             first_before_s=first_before.seconds + num_warmed * before_s,
             first_after_s=first_after.seconds + self._warmed_s,

@@ -1,0 +1,187 @@
+"""The steps of the script that changes are compared with, recorded in the precisions and under the noise that judge a change."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from time import perf_counter
+from typing import Final, Literal
+
+import msgspec
+
+from flatout.tune.verify.environment_answers import FILE
+from flatout.tune.verify.fork_server import fork_servers
+from flatout.tune.verify.proof_terms import ProofTerms
+from flatout.tune.verify.recording import Step, read_recorded_steps
+from flatout.tune.verify.side_process import Failed, Request, SideProcess
+
+Shared = Literal["", "ordered draws", "answers"]
+"""What runs share besides seeds: draws that do not depend on dtype and memory format, or the answers of environments."""
+_SPARED: Final = 0.8
+_WIDE: Final = 2.2
+_NOISY: Final = 1.4
+"""What a run in float64, and another under rounding noise, holds at most, by what the script holds: numbers twice as wide, and
+what an operator returns once more."""
+
+
+class BaseRuns:
+    """Records first steps; those of the script `base` once for a seed, a precision and what else the runs share.
+
+    Set `terms` before each proof. Use `end` at last.
+    """
+
+    def __init__(self, base: Request, terms: ProofTerms, on_progress: Callable[[str], None]) -> None:
+        self.base = base
+        self.terms = terms
+        self.device = "cpu"
+        self.recording_s = 0.0
+        """Spent so far on runs that judge what others compute; each is made once for a seed."""
+        self._on_progress = on_progress
+        self._peak_bytes = self._free_bytes = 0
+        """Of the device: what the script holds at its peak, and what is free beside it."""
+        self._shared: Shared = ""
+        self._folder = tempfile.TemporaryDirectory(prefix="flatout-proof-")
+        self._num_folders = 0
+        self._servers = fork_servers()
+        self._recorded: dict[tuple[int, str, int, Shared], list[Step]] = {}
+        self._unrecordable: dict[tuple[int, str, int, Shared], str] = {}
+        """Why steps could not be recorded by a process alone, which is not tried again."""
+        self._environments: dict[int, Path] = {}
+        """What the environments answered in the base's run on a seed, where it has any."""
+
+    def end(self) -> None:
+        """End the processes that wait to be forked, and remove what was recorded."""
+        if self._servers is not None:
+            self._servers.end()
+        self._folder.cleanup()
+
+    def process(self, request: Request) -> SideProcess:
+        """A process for this request, to be used in a `with`."""
+        return SideProcess(request, self._servers)
+
+    def recording(self, request: Request) -> Request:
+        """The request with its first steps recorded, on the seed of the terms."""
+        self._num_folders += 1
+        folder = Path(self._folder.name) / str(self._num_folders)
+        folder.mkdir()
+        terms = self.terms
+        answers = self._environments.get(terms.seed) if self._shared == "answers" else None
+        return msgspec.structs.replace(
+            request,
+            folder=str(folder),
+            num_recorded=terms.num_steps,
+            seed=terms.seed,
+            has_ordered_draws=self._shared == "ordered draws",
+            environment_answers=str(answers or ""),
+        )
+
+    def note_memory(self, peak_bytes: int, free_bytes: int) -> None:
+        """What a side held of the device's memory at its peak, and what is free beside it."""
+        self._peak_bytes, self._free_bytes = peak_bytes, free_bytes
+
+    def add(self, request: Request) -> None:
+        """Keep what a process for this request of the base has recorded, if that is not known yet."""
+        key = (self.terms.seed, "", 0, self._shared)
+        if key not in self._recorded:
+            self._recorded[key] = read_recorded_steps(Path(request.folder))
+            self._note_environments(request)
+
+    @property
+    def has_environments(self) -> bool:
+        """Whether environments answered the base's run on this seed."""
+        return self.terms.seed in self._environments
+
+    @contextmanager
+    def sharing(self, what: Shared) -> Iterator[None]:
+        """Inside, all runs share this."""
+        self._shared = what
+        try:
+            yield
+        finally:
+            self._shared = ""
+
+    def steps(self, dtype: str = "", noise_seed: int = 0) -> list[Step]:
+        """The base's steps, in this precision and with this rounding noise; run for that if they have not been.
+
+        Raises Failed when they cannot be run.
+        """
+        # the base's own answers are what it gets again
+        shared: Shared = "" if self._shared == "answers" and not dtype and not noise_seed else self._shared
+        key = (self.terms.seed, dtype, noise_seed, shared)
+        if key in self._unrecordable:
+            raise Failed(self._unrecordable[key])
+        if key not in self._recorded:
+            precision = f" in {dtype}" if dtype else ""
+            self._on_progress(f"the steps before the change{precision}{' under rounding noise' if noise_seed else ''}")
+            request = msgspec.structs.replace(self.recording(self.base), dtype=dtype, noise_seed=noise_seed)
+            try:
+                with self._judging():
+                    self._recorded[key] = self.first_steps(request)
+                    self._note_environments(request)
+            except Failed as e:
+                self._unrecordable[key] = str(e)
+                raise
+        return self._recorded[key]
+
+    def record_together(self, wanted: Sequence[tuple[str, int]]) -> None:
+        """Record the base's steps in these precisions and with these noise seeds, at once as far as the device has memory.
+
+        A process takes most of its time to start, for which the device does nothing. On a CPU they would wait for each other.
+        """
+        if self.device == "cpu":
+            return
+        seed, shared = self.terms.seed, self._shared
+        wanted = list(dict.fromkeys(wanted))
+        known = self._recorded.keys() | self._unrecordable.keys()
+        left = [(dtype, noise) for dtype, noise in wanted if (seed, dtype, noise, shared) not in known]
+        while left:
+            num = _num_that_fit([dtype for dtype, _ in left], self._peak_bytes, self._free_bytes)
+            group, left = left[:num], left[num:]
+            self._on_progress(f"the steps before the change in {len(group)} other ways at once")
+            with self._judging(), ExitStack() as stack:
+                requests = [
+                    msgspec.structs.replace(self.recording(self.base), dtype=dtype, noise_seed=noise)
+                    for dtype, noise in group
+                ]
+                processes = [stack.enter_context(self.process(request)) for request in requests]
+                for (dtype, noise), process in zip(group, processes, strict=True):
+                    with suppress(Failed):  # it is run alone where it is wanted, with all the memory
+                        self._recorded[seed, dtype, noise, shared] = self._recorded_by(process)
+
+    def first_steps(self, request: Request) -> list[Step]:
+        """What a process for this request records. Raises Failed when it cannot be run."""
+        with self.process(request) as process:
+            return self._recorded_by(process)
+
+    def _recorded_by(self, process: SideProcess) -> list[Step]:
+        answer = process.answer(timeout_s=self.terms.timeout_s)
+        if answer.what == "ended" and (answer.error or not answer.num_steps):
+            raise Failed(answer.error or f"it ended after {answer.num_steps} steps")
+        return read_recorded_steps(Path(process.request.folder))
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """What goes by inside is spent once for all that are judged by it."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.recording_s += perf_counter() - began
+
+    def _note_environments(self, request: Request) -> None:
+        path = Path(request.folder) / FILE
+        if path.exists() and request.seed is not None:
+            self._environments[request.seed] = path
+
+
+def _num_that_fit(dtypes: Sequence[str], peak_bytes: int, free_bytes: int) -> int:
+    """How many of the first of these runs of a script go on a device at once, beside two that stand: one at least."""
+    left, num = _SPARED * (free_bytes - peak_bytes), 0
+    for dtype in dtypes:
+        left -= (_WIDE if dtype == "float64" else _NOISY) * peak_bytes
+        if left < 0:
+            break
+        num += 1
+    return max(1, num)
