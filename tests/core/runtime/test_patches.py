@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -144,3 +148,21 @@ def test_a_device_context_reaches_a_function_of_torch_that_is_replaced() -> None
         after = torch.tensor([])
 
     assert (during.device.type, after.device.type) == ("meta", "meta")
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize("has_own", [False, True])
+def test_copies_have_the_forward_of_before_and_compute_with_their_own_parameters(copied: Any, has_own: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    layer = model[0]
+    if has_own:
+        layer.forward = torch.exp
+    expected = copied(model)
+    replace_forward(layer, lambda input: layer.weight.sum() + input)
+    other = copied(model)
+    for one in (expected, other):
+        one[0].weight.data.zero_()
+    x = torch.randn(2, 3)
+    assert torch.equal(other(x), expected(x))
+    assert not torch.equal(model(x), expected(x)), "the original has the new one"
+    assert has_own or list(inspect.signature(layer.forward).parameters) == ["input"]

@@ -70,7 +70,8 @@ class Equality(Record, frozen=True, kw_only=True):
 class Speed(Record, frozen=True, kw_only=True):
     """How much faster: the median ratio of paired stretches of steps, `low`..`high` its 95 % interval.
 
-    `before_s` and `after_s` are the median seconds of a step. `num_pairs` stretches of the same steps were run in turn.
+    `before_s` are the median seconds of a step, `after_s` what the ratio makes of them. `num_pairs` stretches of the same steps
+    were run in turn.
     """
 
     ratio: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import getitem
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -82,20 +83,41 @@ def all_suspended() -> Iterator[None]:
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
     """Replace `module.forward` on this instance alone, for as long as its owner wants.
 
-    Unlike Patches this is no observation: `all_suspended` leaves it in place.
+    Copies of the module (`copy.deepcopy`, `pickle`, `torch.save`) have the forward that was there before: the new one knows this
+    instance, and would compute with its parameters. Unlike Patches this is no observation: `all_suspended` leaves it in place.
 
     Returns:
         What restores the forward that was there, the instance's own or the class's. It does nothing when it is called again,
         and where something else has replaced the forward since.
     """
     before = vars(module).get("forward", _ABSENT)
-    module.forward = forward
+    ours = _OfOneInstance(forward, module, before)
+    module.forward = ours
 
     def undo() -> None:
-        if vars(module).get("forward") is forward:
+        if vars(module).get("forward") is ours:
             _restore(module, "forward", before)
 
     return undo
+
+
+class _OfOneInstance:
+    """A forward of one module, which its copies do not get."""
+
+    def __init__(self, forward: Callable[..., Any], module: nn.Module, before: object) -> None:
+        self._forward = forward
+        self._module = module
+        self._before = before
+        self.__wrapped__ = module.forward
+        """Whose signature `inspect` finds."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._before is _ABSENT:
+            return getattr, (self._module, "forward")  # of the copy, which has none of its own yet: the class's
+        return getitem, ((self._before,), 0)
 
 
 def set_attributes(owner: object, **values: object) -> Undo:

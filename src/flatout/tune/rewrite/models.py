@@ -62,6 +62,19 @@ def behind_model(text: str, template: str) -> str:
     return with_changes(module, {last: [last, *new]}).code
 
 
+def behind_models(text: str, template: str) -> str:
+    """The text with statements after the construction of each of its models, which the template calls `model`.
+
+    Raises EditError when there is none, or it is not certain where one is made.
+    """
+    module = parsed(text)
+    found: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
+    for construction in _models(module):
+        last = _last_move(construction)
+        found.setdefault(last, [last]).extend(with_names(s, {"model": construction.name}) for s in statements(template))
+    return with_changes(module, found).code
+
+
 def _assignments(module: cst.Module) -> list[Construction]:
     """Every assignment to one name of what a call makes."""
     builders, found = _builders(module), []
@@ -172,25 +185,37 @@ def definitions_with(module: cst.Module, names: set[str]) -> set[str]:
 
 
 def _model(module: cst.Module) -> Construction:
-    """The one model of a file, as it is made or moved last.
+    """The one model of a file. Raises EditError when there is none, or more than one."""
+    models = _models(module)
+    if len(models) > 1:
+        raise EditError(f"{', '.join(one.name for one in models)} are made in the file; which one is the model?")
+    return models[0]
 
-    Raises EditError when there is none, or more than one.
+
+def _models(module: cst.Module) -> list[Construction]:
+    """The models of a file, as each is made or moved last; one loaded in its place, trained already, is left as it is.
+
+    Raises EditError when there is none, or one is made at several places.
     """
     construction: dict[str, list[Construction]] = {}
     for one in _assignments(module):
         construction.setdefault(one.name, []).append(one)
     called, methods = _uses(module)
     names = [n for n in construction if n in called and methods.get(n, set()) & _SIGNS]
-    if len(names) != 1:
-        found = f"{', '.join(names)} are" if names else "nothing that is called and has parameters is"
-        raise EditError(f"{found} made in the file; which one is the model?" if names else f"{found} made in the file")
-    [name] = names
-    first, *others = construction[name]
+    if not names:
+        raise EditError("nothing that is called and has parameters is made in the file")
+    return [_last_of(name, construction[name]) for name in names]
+
+
+def _last_of(name: str, constructions: Sequence[Construction]) -> Construction:
+    """Where the object of this name is made, or moved last."""
+    loaded = [one for one in constructions if one.kind == "load"]
+    first, *others = [one for one in constructions if one not in loaded] or loaded
     if any(not _is_move(name, other.value) for other in others):
         raise EditError(f"'{name}' is assigned to more than once")
     if any(other.block is not first.block for other in others):
         raise EditError(f"'{name}' is moved to its device somewhere else")
-    return construction[name][-1]
+    return others[-1] if others else first
 
 
 def _uses(module: cst.Module) -> tuple[set[str], dict[str, set[str]]]:

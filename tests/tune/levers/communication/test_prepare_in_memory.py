@@ -143,6 +143,7 @@ class Squares(Dataset):
 def batches():
     torch.manual_seed(0)
     rows = TensorDataset(torch.arange(9.0), torch.arange(9))
+    squares = Squares()
     options = {{"batch_size": 2, "shuffle": True}}
     if rows is not None:
         workers = dict(drop_last=True, timeout=0, prefetch_factor=None)
@@ -164,6 +165,11 @@ LOADERS = {
     "items, options elsewhere": (
         "loader = DataLoader(Squares(), **options)",
         "DataLoader(items, **{k: v for k, v in options.items() if k not in (",
+    ),
+    "items, options that are not known": (
+        "loader = DataLoader(squares, sampler=RandomSampler(squares), **dict([('batch_size', 2)]))",
+        "items = [squares[i] for i in range(len(squares))]\n"
+        "    loader = DataLoader(items, sampler=RandomSampler(squares), **dict([('batch_size', 2)]))",
     ),
     "items, collated": ("loader = DataLoader(Squares(), 2, collate_fn=list)", "DataLoader(items, 2, collate_fn=list)"),
 }

@@ -177,6 +177,10 @@ def test_an_unknown_mode_is_refused() -> None:
         ("net = make()\nprint(net)\n", 'net = make()\nnet.compile(mode="reduce-overhead")\nprint(net)\n'),
         ("net = make()\nnet = net.to(d)\n", 'net = make()\nnet = net.to(d)\nnet.compile(mode="reduce-overhead")\n'),
         ("net = make()\nnet.to(d).train()\n", 'net = make()\nnet.to(d).train()\nnet.compile(mode="reduce-overhead")\n'),
+        (
+            "net = make()\nwith open(p) as f:\n    net = torch.load(f)\n",
+            'net = make()\nnet.compile(mode="reduce-overhead")\nwith open(p) as f:\n    net = torch.load(f)\n',
+        ),
     ],
 )
 def test_the_model_is_compiled_when_it_is_made_and_moved(made: str, expected: str) -> None:
@@ -191,10 +195,17 @@ def test_a_loop_compiles_the_blocks() -> None:
     assert changed == text.replace("()\noptimizer", f"()\n{loop}optimizer")
 
 
+def test_each_of_several_models_is_compiled_and_the_blocks_of_one_alone() -> None:
+    text = "a = A()\nb = B().to(d)\nloss = L()\na.train()\nb.train()\nloss(a(b(x)))\n"
+    expected = "a = A()\na.compile()\nb = B().to(d)\nb.compile()\nloss = L()\n"
+    assert edit(text, {"mode": "default"}).startswith(expected + "a.train")
+    with pytest.raises(EditError, match="a, b are made in the file; which one"):
+        edit(text, {"mode": "default", "regions": ("blocks",)})
+
+
 @pytest.mark.parametrize(
     ("text", "because"),
     [
-        ("a = A()\nb = B()\na.train()\nb.train()\na(b(x))\n", "which one"),
         ("a = A()\na.train()\na(x)\na = B()\n", "more than once"),
         ("loss = F.mse_loss(x, y)\n", "nothing"),
         ("a = torch.compile(A())\na.train()\na(x)\n", "already"),

@@ -23,7 +23,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
 from flatout.core.records.trial import TrialResult
 from flatout.machine.cost.feeding import fetch_trial, fits_memory
-from flatout.tune.rewrite.calls import with_calls
+from flatout.tune.rewrite.calls import LOADER, with_calls
 from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import
 from flatout.tune.rewrite.loader_calls import WORKER_OPTIONS, LoaderCall
@@ -38,7 +38,6 @@ from flatout.tune.rewrite.source import (
     with_changes,
 )
 
-_LOADER: Final = "torch.utils.data.DataLoader"
 _ROWS: Final = "torch.utils.data.TensorDataset"
 _CACHING_COST: Final = 0.1
 """Of the wait for items: what keeping them costs in an epoch whose items never come again."""
@@ -163,12 +162,19 @@ def edit(text: str, parameters: Parameters) -> str:
     """
     place = find(text, parameters)
     pair = assignment(place.statement)
-    if pair is None or not isinstance(pair[1], cst.Call) or call_name(place.module, pair[1].func) != _LOADER:
+    if pair is None or not isinstance(pair[1], cst.Call) or call_name(place.module, pair[1].func) not in LOADER:
         raise EditError(f"'{string(parameters, 'code')}' does not make a loader alone")
     if _dataset_is_read(place.module, pair[0]):
         raise EditError("the loader's dataset is read elsewhere")
     scope = place.function or place.module
-    loader = LoaderCall(pair[1], scope)
+    try:
+        loader = LoaderCall(pair[1], scope)
+    except EditError:  # options that come from elsewhere: they go on to a loader of the same items
+        first = pair[1].args[0]
+        has_name = not first.star and not first.keyword and isinstance(first.value, cst.Name)
+        if not has_name or _is_rows(place.module, scope, first.value):
+            raise
+        return _with_listed_items(place, pair[1], code_of(first.value)).code
     for word in ("worker_init_fn", "batch_sampler", "persistent_workers"):
         if loader.value(word) is not None:
             raise EditError(f"the loader is made with {word}")
@@ -191,6 +197,13 @@ def edit(text: str, parameters: Parameters) -> str:
     call = loader.by_batches(items)
     module = _with_samplers(_with_loader(place, loader.call, call, new), loader.call, call)
     return with_import(module, "torch.utils.data", "TensorDataset").code
+
+
+def _with_listed_items(place: SourcePlace, call: cst.Call, data: str) -> cst.Module:
+    """The file with the items of the loader's data set in a list, whatever its other arguments are."""
+    items = fresh_name(place.module, "items")
+    new = call.with_changes(args=[call.args[0].with_changes(value=cst.Name(items)), *call.args[1:]])
+    return _with_loader(place, call, new, statements(f"{items} = [{data}[i] for i in range(len({data}))]"))
 
 
 def _whole(data: str, parameters: Parameters) -> str:

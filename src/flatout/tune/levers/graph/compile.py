@@ -25,7 +25,7 @@ from flatout.machine.cost.compiling import block_containers, draws_in_model, has
 from flatout.tune.levers.eager_draws import draw_as_eager
 from flatout.tune.levers.usual_shapes import UsualShapes
 from flatout.tune.rewrite.calls import compiles_models
-from flatout.tune.rewrite.models import behind_model
+from flatout.tune.rewrite.models import behind_model, behind_models
 from flatout.tune.rewrite.source import parsed
 
 if TYPE_CHECKING:
@@ -151,13 +151,13 @@ def _blocks(root: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
 
 
 def edit(text: str, parameters: Parameters) -> str:
-    """Write `model.compile(...)` after the statement that constructs the model, or a loop over its blocks."""
+    """Write `model.compile(...)` after the statement that constructs a model, or a loop over the blocks of the one model."""
     if compiles_models(parsed(text)):
         raise EditError("the file compiles something already")
     options = {k: v for k, v in parameters.items() if k in _OPTIONS and v != "default"}
     arguments = ", ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in options.items())
     if "regions" not in parameters:
-        return behind_model(text, f"model.compile({arguments})\n")
+        return behind_models(text, f"model.compile({arguments})\n")
     paths = _paths(parameters)
     if "" in paths:
         raise EditError("the blocks are the model's own children, among others")
