@@ -50,3 +50,10 @@ def test_before_a_comparison_was_made_long_steps_make_the_guess_longer() -> None
     assert quick.all_s([1.0, 1.0]) == pytest.approx(2 * 10.0 + quick.final_s())
     quick.add(30.0, 1.0, raced_s=5.0)
     assert quick.all_s([1.0, 1.0]) == pytest.approx(2 * 30.0 + quick.final_s())
+
+
+def test_before_a_comparison_was_made_each_is_expected_to_race_as_long_as_it_may() -> None:
+    pace = Pace(10.0, 15.0)
+    assert pace.final_s() == pytest.approx(1.5 * 10 + 0.5 * 15)
+    assert pace.needed_s(2.0) == pytest.approx(2 * 10 + 15 + pace.final_s())
+    assert pace.all_s([1.0, 2.0]) == pytest.approx(3 * 10 + 2 * 15 + pace.final_s())

@@ -84,9 +84,10 @@ class Pace:
     The effort of a lever is in starting it and in its first steps: a race takes as long with one as with another.
     """
 
-    def __init__(self, guess_s: float = _FIRST_GUESS_S) -> None:
-        """`guess_s` are the seconds of a comparison, before one has been made, that are not in its race."""
+    def __init__(self, guess_s: float = _FIRST_GUESS_S, race_s: float = 0.0) -> None:
+        """Before a comparison has been made: `race_s` seconds of one are its race, and `guess_s` the rest."""
         self._guess_s = guess_s
+        self._race_s = race_s
         self._started_s: list[float] = []
         self._raced_s: list[float] = []
         self._judged_s: list[float] = []
@@ -100,20 +101,20 @@ class Pace:
     def needed_s(self, effort: float) -> float:
         """Seconds for a comparison of this effort and the final proof after it, whose random numbers are others."""
         if not self._started_s:
-            return effort * self._guess_s + self.final_s()
+            return effort * self._guess_s + self._race_s + self.final_s()
         usual_s = effort * _mean(self._started_s) + _mean(self._raced_s)
         return usual_s + self.final_s() + max(self._judged_s)
 
     def all_s(self, efforts: Sequence[float]) -> float:
         """Seconds for comparisons of these efforts, one after the other, and the final proof."""
         if not self._started_s:
-            return sum(efforts) * self._guess_s + self.final_s()
+            return sum(efforts) * self._guess_s + len(efforts) * self._race_s + self.final_s()
         return sum(efforts) * _mean(self._started_s) + len(efforts) * _mean(self._raced_s) + self.final_s()
 
     def final_s(self) -> float:
         """Seconds for the final proof, where what judges it is recorded; its race may be cut short."""
         if not self._started_s:
-            return _FINAL_SHARE * self._guess_s
+            return _FINAL_SHARE * self._guess_s + _SHORT_RACE * self._race_s
         return self.final_start_s() + _SHORT_RACE * max(self._raced_s)
 
     def final_start_s(self) -> float:
@@ -150,7 +151,7 @@ class ScriptBench:
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
         guess_s = _FIRST_GUESS_S if self._terms.num_processes > 1 else _FIRST_GUESS_ON_DEVICE_S
-        self._pace = Pace(guess_s + _GUESSED_STEPS * step_s)
+        self._pace = Pace(guess_s + _GUESSED_STEPS * step_s, terms.budget_s)
         self._num_compared = 0
         self._doing = ""
         self._num_plans = 0
