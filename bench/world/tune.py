@@ -7,7 +7,8 @@ Each training script of the manifest, unchanged, one after the other with nothin
 2. the whole run of the steps of `--run-seconds`, process by process in turn, from the start of python to the same step: plainly,
    `flatout run --plan`, the best cure that the expert measured, and the text that `flatout edit` makes of the plan; and what a
    step takes in the second half of these runs, when what is compiled is compiled;
-3. what is learnt: the mean of the last losses on three seeds, with the plan beside without it.
+3. what is learnt: the mean of the last losses on three seeds, with the plan beside without it;
+4. the later steps of shorter runs with the plan and of its text, in turn: is the text as fast?
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ LAST = 0.2
 """The share of a run's losses, at its end, that is averaged."""
 LONGEST_S = 900.0
 _PROBE_S = 6.0
+_FEWEST = 20
+"""Steps of a run."""
+_AS_FAST = 1.05
+"""A text that takes up to so many times the steps of its plan is as fast."""
 
 
 def main() -> int:
@@ -50,6 +55,8 @@ def main() -> int:
         "--seed-seconds", type=float, default=20.0, help="how long the runs are that show what is learnt on three seeds"
     )
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--edit-rounds", type=int, default=3, help="how often plan and text are run in turn")
+    parser.add_argument("--edit-seconds", type=float, default=15.0, help="how long each of these runs is, untouched")
     parser.add_argument("--manifest", type=Path, default=HERE / "manifest")
     parser.add_argument("--python", default=str(BUILD / "venv" / "bin" / "python"))
     parser.add_argument(
@@ -119,10 +126,24 @@ class Tuning:
                 taken[name].append(self._whole_run(num_steps, **how))
                 later[name].append(self._later_step_s())
         found["whole_run_s"], found["later_step_s"] = taken, later
+        if "edit" in sides:
+            length = math.ceil(num_steps * self._options.edit_seconds / self._options.run_seconds)
+            found["edit_race_s"] = self._raced({name: sides[name] for name in ("plan", "edit")}, max(_FEWEST, length))
         if found["levers"] and not self._options.no_seeds:
             found["losses"] = self._losses(
                 math.ceil(num_steps * self._options.seed_seconds / self._options.run_seconds)
             )
+        return found
+
+    def _raced(self, sides: dict[str, dict[str, Any]], num_steps: int) -> dict[str, list[float]]:
+        """Seconds of a later step of both sides, run by run in turn; without runs that failed."""
+        found: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(self._options.edit_rounds):
+            for name, how in sides.items():
+                is_done = math.isfinite(self._whole_run(num_steps, **how))
+                step_s = self._later_step_s()
+                if is_done and step_s is not None:
+                    found[name].append(step_s)
         return found
 
     def _tuned(self, folder: Path, num_steps: int) -> dict[str, Any]:
@@ -169,7 +190,7 @@ class Tuning:
         """Steps of the whole run: those of `--run-seconds` of the untouched script, by the pace of its first steps."""
         environment = self._environment() | {"WORLD_MARKS": self._fresh_marks(), "WORLD_END_S": str(_PROBE_S)}
         _run([self._options.python, *self._script.command], folder, environment)
-        return max(20, math.ceil(len(self._stamps_s()) * self._options.run_seconds / _PROBE_S))
+        return max(_FEWEST, math.ceil(len(self._stamps_s()) * self._options.run_seconds / _PROBE_S))
 
     def _later_step_s(self) -> float | None:
         """Seconds of a step in the second half of the run that has just ended; None of one that took too few."""
@@ -327,6 +348,12 @@ def is_learnt(row: dict[str, Any]) -> bool | None:
     return all(low - room <= value <= high + room for value in losses["plan"])
 
 
+def is_as_fast(row: dict[str, Any]) -> bool:
+    """Whether the text's later steps take about as long as the plan's, or less."""
+    plan, text = (statistics.median(row["edit_race_s"][side]) for side in ("plan", "edit"))
+    return text <= _AS_FAST * plan
+
+
 def line_of(row: dict[str, Any]) -> str:
     if "whole_run_s" not in row:
         return f"{row['name']:28} {row.get('error', row.get('because', ''))[-150:]!r}"
@@ -354,6 +381,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     shares = [g / h for r in worth if (g := gain(r, "plan")) and (h := gain(r, "by hand"))]
     learnt = [x for r in planned if (x := is_learnt(r)) is not None]
     edits = [r for r in planned if r.get("edit")]
+    raced = [r for r in edits if all(r.get("edit_race_s", {}).get(side) for side in ("plan", "edit"))]
     return {
         "scripts": len(rows),
         "failed": [r["name"] for r in rows if "whole_run_s" not in r],
@@ -366,6 +394,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "plans slower over the run": [r["name"] for r in planned if (gain(r, "plan") or 0.0) < 0.98],
         "plans that learn the same": f"{sum(learnt)} of {len(learnt)}",
         "plans that became a text": f"{sum(r['edit']['exit'] == 0 for r in edits)} of {len(edits)}",
+        "texts as fast as the plan": f"{sum(is_as_fast(r) for r in raced)} of {len(raced)}",
     }
 
 
