@@ -58,7 +58,7 @@ demo: $(VENV)/examples.stamp
 	-@$(BIN)/flatout verify build/demo-plan.toml $(SLOW) --seconds 6
 
 test: $(VENV)/tools.stamp
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=40 --durations-min=3
 
 fast: $(VENV)/tools.stamp
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow'

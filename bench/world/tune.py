@@ -21,7 +21,6 @@ import statistics
 import struct
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -52,7 +51,7 @@ def main() -> int:
         "--planned-seconds", type=float, default=None, help="how long the runs are that the plan is for; None: as long"
     )
     parser.add_argument(
-        "--seed-seconds", type=float, default=20.0, help="how long the runs are that show what is learnt on three seeds"
+        "--seed-seconds", type=float, default=15.0, help="how long the runs are that show what is learnt on three seeds"
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--edit-rounds", type=int, default=3, help="how often plan and text are run in turn")
@@ -86,10 +85,10 @@ def main() -> int:
 class Tuning:
     """One script: its plan, and what that is worth over a whole run."""
 
-    def __init__(self, script: Script, options: argparse.Namespace, folder: str = "tune") -> None:
+    def __init__(self, script: Script, options: argparse.Namespace) -> None:
         self._script = script
         self._options = options
-        self._work = BUILD / "work" / f"{script.name}-{folder}"
+        self._work = BUILD / "work" / f"{script.name}-tune"
         self._plan = options.plans / f"{script.name}.toml"
         self._marks = self._work.parent / f"{self._work.name}.marks"
         self._text_folder = self._work
@@ -284,14 +283,8 @@ class Tuning:
         }
 
     def _losses(self, num_steps: int) -> dict[str, list[float | None]]:
-        """The last losses of runs of so many steps on three seeds, without the plan and with it; side by side: none is timed."""
-        sides = {name: Tuning(self._script, self._options, f"seeds-{name}") for name in ("untouched", "plan")}
-        with ThreadPoolExecutor(len(sides)) as pool:
-            found = {name: pool.submit(side._on_seeds, num_steps, name) for name, side in sides.items()}
-            return {name: losses.result() for name, losses in found.items()}
-
-    def _on_seeds(self, num_steps: int, name: str) -> list[float | None]:
-        return [self._last_loss(num_steps, seed, name) for seed in SEEDS]
+        """The last losses of runs of so many steps on three seeds, without the plan and with it."""
+        return {name: [self._last_loss(num_steps, seed, name) for seed in SEEDS] for name in ("untouched", "plan")}
 
     def _last_loss(self, num_steps: int, seed: int, name: str) -> float | None:
         """The mean of the last losses of a run on one seed."""
