@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -60,15 +61,30 @@ def test_batches_and_random_numbers_are_the_same_to_the_last_bit(source: str, op
     assert epochs(InWorker(DataLoader(Noisy(source), 4, **options)), draw=other) == expected
 
 
-def test_steps_that_draw_from_the_generator_of_the_items_are_an_error_before_anything_differs() -> None:
-    expected = epochs(DataLoader(Noisy("torch"), 4), draw="torch", num=1)
-    seen = []
-    torch.manual_seed(0)
-    with pytest.raises(UsageError, match="Noisy draw from PyTorch's generator"):
-        for x, _ in InWorker(DataLoader(Noisy("torch"), 4)):
-            seen.append(x.tolist())
-            torch.rand(())
-    assert seen == [expected[0]]
+@pytest.mark.parametrize("source", ["python", "numpy", "torch"])
+def test_batches_are_made_again_where_steps_draw_from_the_generator_of_the_items(source: str) -> None:
+    expected = epochs(DataLoader(Noisy(source), 4, shuffle=True), draw=source)
+    with pytest.warns(UserWarning, match="Noisy draw from .* generator, and so do the steps"):
+        assert epochs(InWorker(DataLoader(Noisy(source), 4, shuffle=True)), draw=source) == expected
+
+
+def test_a_step_that_draws_now_and_then_changes_nothing() -> None:
+    def drawn(loader: Any) -> list[Any]:
+        torch.manual_seed(0)
+        return [[x.tolist(), torch.rand(()).item() if step == 2 else 0] for step, (x, _) in enumerate(loader)]
+
+    expected = drawn(DataLoader(Noisy("torch"), 3))
+    assert drawn(InWorker(DataLoader(Noisy("torch"), 3))) == expected
+
+
+def test_a_sampler_that_draws_batch_by_batch_is_refused() -> None:
+    class Drawing:
+        def __iter__(self) -> Iterator[list[int]]:
+            for _ in range(5):
+                yield [random.randrange(22), random.randrange(22)]
+
+    with pytest.raises(UsageError, match="sampler draws from Python's generator batch by batch"):
+        list(InWorker(DataLoader(Noisy(), batch_sampler=Drawing())))  # type: ignore[arg-type]
 
 
 def test_a_data_set_that_was_changed_meanwhile_is_read_as_it_is_now() -> None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, Final, Generic, NamedTuple, cast
 
 import torch
@@ -19,19 +22,21 @@ from flatout.blocks.data.prefetch import Batch, Wrapper, items_of
 from flatout.core.errors import UsageError
 
 _OWNERS: Final = {"random": "Python's", "numpy": "NumPy's", "torch": "PyTorch's"}
-_END: Final = object()
+_OFTEN: Final = 10
+"""Batches made again before a warning."""
 
 
 class InWorker(Wrapper, Generic[Batch]):
     """Iterates over a map-style DataLoader without workers; one process beside this one makes its batches, `ahead` of them early.
 
     Batches, their order and all random numbers are the same: the process goes on with the global generators of Python, NumPy and
-    PyTorch where they stand when an epoch begins, and after each batch those here stand where they would have stood. That
-    cannot be where items and the steps between them draw from the same generator (dropout on a CPU, say, and crops by
-    torchvision): the next batch is then an error, and nothing has been drawn otherwise.
+    PyTorch where they stand when an epoch begins, and after each batch those here stand where they would have stood. Where the
+    steps draw from a generator that the items draw from (dropout on a CPU, say, and crops by torchvision), batches that were made
+    early are made again; where that happens often, a warning says that nothing is gained.
 
-    The process lives on from epoch to epoch, so that generators which the data set has of its own go on as well; it starts
-    anew where attributes of the data set have been set meanwhile. Attributes are the loader's.
+    The process lives on from epoch to epoch, so that generators which the data set has of its own go on as well, as far as no
+    batch is made again and no epoch left early; it starts anew where attributes of the data set have been set meanwhile.
+    Attributes are the loader's.
 
     >>> from torch.utils.data import TensorDataset
     >>> [batch.tolist() for [batch] in InWorker(DataLoader(TensorDataset(torch.arange(4)), 2))]
@@ -39,7 +44,7 @@ class InWorker(Wrapper, Generic[Batch]):
 
     Raises:
         ValueError: The loader has workers, or does not collate batches of a map-style data set.
-        UsageError: While iterating: the steps draw from a generator that the items draw from.
+        UsageError: While iterating: a sampler of the user's own draws batch by batch, and not when an epoch begins.
     """
 
     def __init__(self, loader: DataLoader[Batch], *, ahead: int = 2) -> None:
@@ -54,6 +59,7 @@ class InWorker(Wrapper, Generic[Batch]):
         self._requests = _Requests()
         self._inner: DataLoader[Any] | None = None
         self._attributes: dict[str, object] = {}
+        self._num_again = 0
 
     def __iter__(self) -> Iterator[Batch]:
         loader = self._wrapped
@@ -64,21 +70,30 @@ class InWorker(Wrapper, Generic[Batch]):
         return self._batches(indices)
 
     def _batches(self, indices: Iterator[list[Any]]) -> Iterator[Batch]:
-        first = next(indices, _END)  # samplers draw here
-        if first is _END:
-            return
-        stood = _states()
-        self._requests.restart(stood, first, indices)
-        for batch, moved in self._process():
-            for name, state in moved.items():
-                if _STATE_OF[name]() != stood[name]:
-                    raise UsageError(
-                        f"the items of {type(self._wrapped.dataset).__name__} draw from {_OWNERS[name]} generator, and so do the "
-                        "steps between them: only without a worker are the numbers the same (InWorker)"
-                    )
-                _restore(name, state)
-                stood[name] = state
-            yield batch
+        left = indices
+        while (first := next(left, None)) is not None:  # samplers draw when the first of an epoch is asked for
+            stood = _states()
+            self._requests.begin(stood, chain([first], left))
+            for batch, moved in self._process():
+                shared = [name for name in moved if _STATE_OF[name]() != stood[name]]
+                if shared:  # the step has drawn in between, and so the batch is another
+                    self._warn(shared[0])
+                    break
+                self._requests.drop_first()
+                for name, state in moved.items():
+                    _restore(name, state)
+                    stood[name] = state
+                yield batch
+            left = self._requests.left()
+
+    def _warn(self, name: str) -> None:
+        self._num_again += 1
+        if self._num_again == _OFTEN:
+            warnings.warn(
+                f"the items of {type(self._wrapped.dataset).__name__} draw from {_OWNERS[name]} generator, and so do the steps "
+                "between them: batches are made twice, and InWorker gains nothing here",
+                stacklevel=4,
+            )
 
     def _process(self) -> DataLoader[Any]:
         """The loader with the process; another one where the data set has been changed here since it began."""
@@ -107,21 +122,39 @@ class _Request(NamedTuple):
 
 
 class _Requests:
-    """What the process is asked for in this epoch."""
+    """What the process is asked for, and what of that has not come out yet."""
 
     def __init__(self) -> None:
-        self._coming: Iterator[_Request] = iter(())
+        self._asked: deque[list[Any]] = deque()
+        self._coming: Iterator[list[Any]] = iter(())
+        self._states: dict[str, Any] | None = None
 
-    def restart(self, states: dict[str, Any], first: Any, others: Iterator[list[Any]]) -> None:
-        def coming() -> Iterator[_Request]:
-            yield _Request(first, dict(states))
-            for indices in others:
-                yield _Request(indices, None)
-
-        self._coming = coming()
+    def begin(self, states: dict[str, Any], coming: Iterator[list[Any]]) -> None:
+        """Ask for these batches, from where the generators stand."""
+        self._asked.clear()
+        self._coming, self._states = coming, dict(states)
 
     def __iter__(self) -> Iterator[_Request]:
-        return self._coming
+        stand = _states()
+        for indices in self._coming:
+            moved = [name for name, state in _states().items() if state != stand.get(name, state)]
+            if moved:
+                raise UsageError(
+                    f"the sampler draws from {_OWNERS[moved[0]]} generator batch by batch: asked for them early, it would draw "
+                    "others (InWorker)"
+                )
+            self._asked.append(indices)
+            states, self._states = self._states, None
+            yield _Request(indices, states)
+            stand = _states()
+
+    def drop_first(self) -> None:
+        """The first of those that were asked for has come out."""
+        self._asked.popleft()
+
+    def left(self) -> Iterator[list[Any]]:
+        """The batches that have not come out."""
+        return chain(tuple(self._asked), self._coming)
 
 
 class _Items(Dataset[Any]):

@@ -5,7 +5,7 @@ What        `num_workers`, `prefetch_factor`, `persistent_workers` where a DataL
             generators of this one (`InWorker`). Workers that live on draw the seed that new ones would have drawn; the
             edited script leaves that out, so that an order that comes from torch's global generator is another from epoch 2 on.
 Guarantee   EXACT: the same batches in the same order. Items that hold random numbers are made by one worker with `same_draws`,
-            which ends with an error where the steps draw from the same generator.
+            once more where the steps draw from the same generator.
 Refuses     Loaders that are not waited for, unless others may make the step so fast that they are; items with random numbers of
             loaders that have workers already; iterable data sets, which each worker would read as a whole; one core.
 """
