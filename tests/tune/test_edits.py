@@ -9,9 +9,10 @@ from textwrap import dedent
 import pytest
 
 from flatout.core.errors import PlanError, RecordError
-from flatout.core.records.lever import Parameter, PlannedLever
+from flatout.core.records.lever import Parameter, Parameters, PlannedLever
 from flatout.core.records.plan import Plan
 from flatout.tune.edits import Edits, edits
+from flatout.tune.rewrite.source import changed_places, several_places
 
 SCRIPT = """\
 import torch
@@ -73,6 +74,30 @@ def test_what_has_no_certain_edit_stays_in_the_plan_with_its_reason(script: Path
     assert lever is FUSED and "no call" in because
     assert found.rest.lever == (FUSED,) and found.rest.arguments == ("--fast",)
     assert [file.name for file in found.files] == ["train.py"]
+
+
+@pytest.mark.slow
+def test_a_lever_changes_all_of_its_files_or_none(script: Path) -> None:
+    (script.parent / "more.py").write_text(PARTS.replace("0.1", "0.2"))
+    found = edits_of(script, planned("parallelism.fused-optimizer", files=("parts.py", "more.py")))
+    assert not found.stayed
+    assert {file.name: "fused=True" in file.after for file in found.files} == {"parts.py": True, "more.py": True}
+    half = edits_of(script, planned("parallelism.fused-optimizer", files=("parts.py", "train.py")))
+    assert [s.because for s in half.stayed] and not half.files
+
+
+def test_a_plan_names_several_places_of_a_lever_in_words_that_are_read_again() -> None:
+    places: list[Parameters] = [
+        {"file": "a.py", "function": "Trainer.run", "code": "loader = DataLoader({1: 2}[1])"},
+        {},
+        {"file": "b/c.py", "function": "<module>", "code": "x: Any = DataLoader(d)"},
+        {"file": "a.py", "function": "Trainer.run", "code": "loader = DataLoader({1: 2}[1])"},
+    ]
+    parameters = several_places(places)
+    assert parameters["also"] == ("b/c.py: <module>: x: Any = DataLoader(d)",)
+    found = [{name: one[name] for name in ("file", "function", "code")} for one in changed_places(parameters)]
+    assert found == [places[0], places[2]]
+    assert several_places([{}, {}]) == {}
 
 
 @pytest.mark.slow

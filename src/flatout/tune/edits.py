@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import tokenize
+from collections.abc import Callable
 from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from flatout.core.errors import EditError, PlanError, RecordError
-from flatout.core.records.lever import Lever, PlannedLever
+from flatout.core.records.lever import Lever, Parameters, PlannedLever
 from flatout.core.records.plan import Plan
 from flatout.core.records.record import write_whole_file
 from flatout.core.registry import lever_of
 from flatout.core.runtime.project_folder import project_folder
-from flatout.tune.rewrite.source import is_editable
+from flatout.tune.rewrite.source import changed_places, is_editable
 
 if TYPE_CHECKING:
     from flatout.tune.verify.side_process import Request
@@ -136,17 +137,26 @@ class _Texts:
         """Make a lever's edit; raises EditError when there is none, or it is not certain."""
         if lever.edit is None:
             raise EditError("it has no change of text")
-        name = planned.parameters.get("file")
+        before = dict(self._files)
+        try:
+            for parameters in changed_places(planned.parameters):
+                self._change(lever.id, lever.edit, parameters)
+        except (EditError, PlanError):
+            self._files = before  # all of its places, or none
+            raise
+
+    def _change(self, lever_id: str, edit: Callable[[str, Parameters], str], parameters: Parameters) -> None:
+        name = parameters.get("file")
         path = (self._root / str(name) if name is not None else self._script).resolve()
         root = self._root.resolve()
         if not is_editable(path, root):
-            raise PlanError(f"lever '{lever.id}' names '{path}', which is not in the script's project; mend the plan")
+            raise PlanError(f"lever '{lever_id}' names '{path}', which is not in the script's project; mend the plan")
         path = self._root / path.relative_to(root) if path.is_relative_to(root) else path
         try:
             file = self._files.get(path) or self._read(path)
         except RecordError as e:
             raise EditError(str(e)) from e
-        after = lever.edit(file.after, planned.parameters)
+        after = edit(file.after, parameters)
         if after == file.after:
             raise EditError("it changes nothing in the text")
         try:

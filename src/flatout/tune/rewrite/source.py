@@ -33,6 +33,8 @@ Statement: TypeAlias = "cst.SimpleStatementLine | cst.BaseCompoundStatement"
 Node = TypeVar("Node", bound="cst.CSTNode")
 
 MODULE: Final = "<module>"
+_BETWEEN: Final = ": "
+"""Between file, function and code of a place that is one word of a plan."""
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,24 @@ def place_parameters(evidence: Evidence, where: Source, *, loop: bool = False) -
     first = text.splitlines()[statement.lineno - 1]
     code = first.encode()[statement.col_offset :].decode()
     return {"file": relpath(path, root), "function": function_name_of(where) or MODULE, "code": code.strip()}
+
+
+def several_places(places: Iterable[Parameters]) -> Parameters:
+    """Places at which one lever changes the text, as its parameters: the first one, and `also` the others."""
+    first, *others = {tuple(place.items()): place for place in places if place}.values() or [{}]
+    also = tuple(_BETWEEN.join(string(place, part) for part in ("file", "function", "code")) for place in others)
+    return first | {"also": also} if also else first
+
+
+def changed_places(parameters: Parameters) -> Iterator[Parameters]:
+    """A lever's parameters for each place at which it changes the text (`several_places`), or for each of its `files`."""
+    files, also = parameters.get("files"), parameters.get("also")
+    if isinstance(files, tuple):
+        yield from (parameters | {"file": file} for file in files)
+        return
+    yield parameters
+    for place in also if isinstance(also, tuple) else ():
+        yield parameters | dict(zip(("file", "function", "code"), str(place).split(_BETWEEN, 2), strict=True))
 
 
 def is_editable(path: Path, folder: Path, *, is_installed: bool = False) -> bool:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 import torch
 from tests.evidence_builder import EvidenceBuilder
@@ -17,6 +20,23 @@ def test_a_loop_over_parameters_is_to_be_fused() -> None:
     [candidate] = LEVER.propose(run.build(), ())
     assert isinstance(candidate, Candidate)
     assert candidate.saved_s[1] > 0
+
+
+@pytest.mark.parametrize(("made_in", "files"), [("parts/optim.py", ("parts/optim.py",)), ("train.py", None)])
+def test_a_plan_names_the_files_that_construct_optimizers(
+    tmp_path: Path, made_in: str, files: tuple[str, ...] | None
+) -> None:
+    path = tmp_path / made_in
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("import torch\n\ndef made(net):\n    return torch.optim.Adam(net.parameters())\n")
+    run = EvidenceBuilder()
+    run.optimizer(constructed=run.line(made_in, 4, "return torch.optim.Adam(net.parameters())"))
+    evidence = run.build()
+    workload = msgspec.structs.replace(evidence.workload, command=("python", "train.py"), cwd=str(tmp_path))
+    sources = tuple(msgspec.structs.replace(source, file=str(path)) for source in evidence.sources)
+    [candidate] = LEVER.propose(msgspec.structs.replace(evidence, workload=workload, sources=sources), ())
+    assert isinstance(candidate, Candidate)
+    assert candidate.parameters.get("files") == files
 
 
 def test_without_an_optimizer_that_can_be_fused_it_says_why() -> None:

@@ -34,6 +34,7 @@ from flatout.tune.rewrite.source import (
     fresh_name,
     nodes_of,
     readable_place,
+    several_places,
     statements,
     with_changes,
 )
@@ -68,12 +69,23 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     datasets = tuple(sorted({one.dataset for one, _ in able}))
     yield Candidate(
         # a loader that is made in somebody else's file is wrapped all the same
-        parameters={"datasets": datasets} | readable_place(evidence, constructor) | _stored(evidence, loader),
+        parameters={"datasets": datasets}
+        | _places(evidence, loader, [one for one, _ in able])
+        | _stored(evidence, loader),
         saved_s=(share * low, max(share * low, share * max(high, waited_s))),
         where=constructor,
         warm_up_steps=0 if is_at_once else max(_steps_per_epoch(evidence, one) for one, _ in able),
         because=f"each step waits for a batch of {loader.dataset}, whose items come out the same each time",
     )
+
+
+def _places(evidence: Evidence, first: Loader, others: Sequence[Loader]) -> Parameters:
+    """Where loaders are made whose items are prepared alike."""
+    place = readable_place(evidence, evidence.source_of(first.constructed))
+    if not place:
+        return {}
+    alike = [one for one in others if one is not first and _stored(evidence, one) == _stored(evidence, first)]
+    return several_places([place, *(readable_place(evidence, evidence.source_of(one.constructed)) for one in alike)])
 
 
 def _is_stored(evidence: Evidence, loader: Loader) -> bool:

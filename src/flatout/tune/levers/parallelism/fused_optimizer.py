@@ -15,9 +15,9 @@ import libcst as cst
 
 from flatout.core.errors import EditError, LeverRefused
 from flatout.core.parts import lever
-from flatout.core.records.evidence import Evidence
+from flatout.core.records.evidence import Evidence, OptimizerUse
 from flatout.core.records.finding import Finding
-from flatout.core.records.lever import Candidate, Hooks, Parameters
+from flatout.core.records.lever import Candidate, Hooks, Parameters, string
 from flatout.tune.levers.parameter_groups import listed_groups, optimized_tensors
 from flatout.tune.rewrite.calls import (
     argument,
@@ -28,7 +28,7 @@ from flatout.tune.rewrite.calls import (
     with_calls,
     without_argument,
 )
-from flatout.tune.rewrite.source import parsed
+from flatout.tune.rewrite.source import parsed, readable_place, script_of
 
 _NAMES = ("Adam", "AdamW", "SGD", "Adagrad")
 """Classes of torch.optim that take `fused` on CPU and CUDA (documentation of torch 2.11 to 2.13)."""
@@ -46,6 +46,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     if listed and not able:
         step_s = sum(o.step_s for o in listed)
         yield Candidate(
+            parameters=_files(evidence, listed),
             saved_s=(0.0, _SAVED_BY_LISTS * step_s),
             where=evidence.source_of(listed[0].constructed),
             because=f"{', '.join(o.name for o in listed)} takes {step_s * 1e3:.2f} ms a step, one parameter after the other",
@@ -58,10 +59,18 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     savings = [f.saved_s for f in findings]
     saved_s = (sum(low for low, _ in savings), sum(high for _, high in savings)) if savings else (0.0, 0.6 * step_s)
     yield Candidate(
+        parameters=_files(evidence, able),
         saved_s=saved_s,
         where=evidence.source_of(able[0].constructed),
         because=f"{', '.join(o.name for o in able)} takes {step_s * 1e3:.2f} ms a step, {able[0].variant}",
     )
+
+
+def _files(evidence: Evidence, optimizers: Sequence[OptimizerUse]) -> Parameters:
+    """The files that construct them, where that is not the script alone."""
+    places = [readable_place(evidence, evidence.source_of(one.constructed)) for one in optimizers]
+    files = tuple(dict.fromkeys(string(place, "file") for place in places if place))
+    return {"files": files} if files and files != (script_of(evidence),) else {}
 
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
