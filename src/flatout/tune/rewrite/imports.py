@@ -98,29 +98,43 @@ def below_imports(module: cst.Module, new: Sequence[cst.BaseStatement], *, num_a
 
 
 def with_start(module: cst.Module, template: str) -> cst.Module:
-    """The tree with statements where the script starts: first in the function that `if __name__ == "__main__":` calls, if it
-    calls one of the file's own and nothing at the top works before; else below the imports and constants.
+    """The tree with statements where the script starts.
+
+    Where nothing at the top works before `if __name__ == "__main__":`, that is first in there; or in the one function of the
+    file that it calls, if that is its last statement. Else it is below the imports and constants.
     """
     new = statements(template)
-    main = _main(module)
-    if main is not None:
-        at = 1 if main.get_docstring() is not None else 0
-        body = main.body.with_changes(body=[*main.body.body[:at], *new, *main.body.body[at:]])
-        return with_expression(module, main, main.with_changes(body=body))
-    return below_imports(module, new)
+    block = _main_block(module)
+    if block is None:
+        return below_imports(module, new)
+    main = _main(module, block)
+    if main is None:
+        return with_expression(module, block, block.with_changes(body=[*new, *block.body]))
+    at = 1 if main.get_docstring() is not None else 0
+    body = main.body.with_changes(body=[*main.body.body[:at], *new, *main.body.body[at:]])
+    return with_expression(module, main, main.with_changes(body=body))
 
 
-def _main(module: cst.Module) -> cst.FunctionDef | None:
-    """The file's function that its `if __name__ == "__main__":` calls, if the top of the file does nothing but define."""
-    functions = {s.name.value: s for s in module.body if isinstance(s, cst.FunctionDef)}
-    found: cst.FunctionDef | None = None
+def _main_block(module: cst.Module) -> cst.IndentedBlock | None:
+    """What is in `if __name__ == "__main__":`, if the top of the file does nothing but define besides."""
+    found: cst.BaseSuite | None = None
     for statement in module.body:
         if isinstance(statement, cst.If) and "__name__" in code_of(statement.test):
-            for func in (call.func for call in nodes_of(cst.Call, statement.body)):
-                found = functions.get(code_of(func), found)
+            found = statement.body
         elif not isinstance(statement, (cst.FunctionDef, cst.ClassDef, cst.SimpleStatementLine)):
             return None
-    return found if found is not None and isinstance(found.body, cst.IndentedBlock) else None
+    return found if isinstance(found, cst.IndentedBlock) else None
+
+
+def _main(module: cst.Module, block: cst.IndentedBlock) -> cst.FunctionDef | None:
+    """The one function of the file that a block calls, in its last statement."""
+    functions = {s.name.value: s for s in module.body if isinstance(s, cst.FunctionDef)}
+    called = [{code_of(call.func) for call in nodes_of(cst.Call, s)} & functions.keys() for s in block.body]
+    names = set().union(*called)
+    if len(names) != 1 or not called[-1]:
+        return None
+    [name] = names
+    return functions[name] if isinstance(functions[name].body, cst.IndentedBlock) else None
 
 
 def _with_line(module: cst.Module, line: str) -> cst.Module:

@@ -27,6 +27,7 @@ from flatout.core.records.lever import Candidate, Hooks, Parameter, Parameters, 
 from flatout.core.records.workload import Source
 from flatout.core.runtime.project_folder import project_folder
 from flatout.machine.cost.feeding import function_name_of
+from flatout.tune.rewrite.edit_cache import edited_text
 
 Edit = Callable[[str, Parameters], str]
 Statement: TypeAlias = "cst.SimpleStatementLine | cst.BaseCompoundStatement"
@@ -431,10 +432,10 @@ def local_proposals(
 
 
 def pull(lever: str, hooks: Hooks, parameters: Parameters, edit: Edit) -> None:
-    """Make the edit in the text of the file when the script, or what it imports, is compiled."""
+    """Make the edit in the text of the file when the script, or what it imports, is compiled; once for a text (`edited_text`)."""
 
     def change(text: str) -> str:
-        changed = edit(text, parameters)
+        changed = edited_text(lever, text, parameters, edit)
         hooks.note(lever)
         return changed
 
