@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from flatout.check.observe.collectors.loaders import LoaderUse
 from flatout.check.trials.context import Scene
+from flatout.check.trials.dataset import _are_stackable
 from flatout.check.trials.runner import run_trials
 from flatout.core.records.trial import TimeDataset, TrialResult
 from flatout.core.runtime.source_sites import Sites
@@ -121,3 +123,21 @@ def test_a_batch_of_tensors_is_priced_from_memory() -> None:
     assert result.cured_s is not None
     assert result.now_s is not None
     assert 0 < result.cured_s <= result.now_s
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([(torch.zeros(3), 1), (torch.ones(3), 2)], True),
+        ([(np.zeros((2, 2)), np.int64(1), 0.5, True)] * 2, True),
+        ([[torch.zeros(3)]] * 2, True),
+        ([(torch.zeros(3), 1), (torch.ones(4), 2)], False),
+        ([(torch.zeros(3), 1), (torch.ones(3), 2.0)], False),
+        ([(torch.zeros(3), "cat")] * 2, False),
+        ([{"x": torch.zeros(3)}] * 2, False),
+        ([torch.zeros(3)] * 2, False),
+        ([()] * 2, False),
+    ],
+)
+def test_items_can_be_stacked_where_all_have_the_same_layout(items: list[Any], expected: bool) -> None:
+    assert _are_stackable(items) is expected

@@ -32,6 +32,7 @@ _FACTS: Final = (
     "views",
     "takes_batches",
     "item_by_item",
+    "stackable",
     "stored",
     "stored_grey",
     "stored_colour",
@@ -46,7 +47,8 @@ def run(trial: TimeDataset, scene: Scene) -> TrialResult:
     The data set is asked in a copy of the process. Parts: seconds of one 'item' and of 'collate', 'item_bytes', 'num_items', and
     'index' where one call with a list of indices gives the batch. Facts: 'repeatable' (the same items come out when asked again
     with other random numbers, so they can be prepared once), 'views' (items are rows of tensors or arrays that the data set
-    holds), 'takes_batches' (a list of indices gives the collated batch), 'item_by_item' (the loader asks for single items);
+    holds), 'takes_batches' (a list of indices gives the collated batch), 'item_by_item' (the loader asks for single items),
+    'stackable' (an item is a tuple of tensors, arrays and numbers, each as large in any item);
     'stored' where the items are, or are some of, images that torchvision stores in one array and that become tensors all at once;
     'stored_grey', 'stored_colour' and 'normalised' say how a whole dataset of those does.
 
@@ -116,6 +118,7 @@ def _measure(use: LoaderUse, limit_s: float) -> dict[str, float]:
         "views": _are_views(dataset, items[0]),
         "takes_batches": index_s is not None,
         "item_by_item": use.collates,
+        "stackable": _are_stackable(items),
     }
     stored = stored_as(dataset)
     if stored is not None and len(stored.normalised_by) <= 1:
@@ -179,6 +182,22 @@ def _from_memory_s(collated: Any) -> float | None:
     indices = [torch.randperm(len(p))[: len(t)] for p, t in zip(pool, tensors, strict=True)]
     pairs = list(zip(pool, indices, strict=True))
     return time_call(lambda: [t[index] for t, index in pairs], min_time_s=0.05, max_time_s=0.3).call_s.value
+
+
+def _are_stackable(items: list[Any]) -> bool:
+    """Whether items are tuples of what becomes one tensor for all items, field by field."""
+    fields = [[_layout_of(part) for part in item] if type(item) in (tuple, list) else [] for item in items]
+    return bool(fields[0]) and None not in fields[0] and all(one == fields[0] for one in fields)
+
+
+def _layout_of(part: Any) -> tuple[Any, ...] | None:
+    """Type and shape of a tensor, an array or a number; None of anything else."""
+    numpy: Any = sys.modules.get("numpy")
+    if isinstance(part, Tensor):
+        return (part.dtype, part.shape, part.device) if part.layout is torch.strided else None
+    if numpy is not None and isinstance(part, (numpy.ndarray, numpy.generic)):
+        return (part.dtype, part.shape) if part.dtype.kind in "biuf" else None
+    return (type(part),) if type(part) in (bool, int, float) else None
 
 
 def _are_views(dataset: Any, item: Any) -> bool:

@@ -151,6 +151,14 @@ def batches():
     {loader}
     return [batch for _ in range(2) for batch in loader]
 """
+RETURNED = (
+    SCRIPT.format(loader="loader = loader_of(squares)")
+    + """
+
+def loader_of(squares):
+    return DataLoader(squares, 2, shuffle=True)
+"""
+)
 LOADERS = {
     "rows": (
         "loader = DataLoader(rows, batch_size=2, shuffle=True, drop_last=True)",
@@ -187,6 +195,23 @@ def test_the_edited_script_makes_the_same_batches(name: str) -> None:
         made: dict[str, Any] = {"__name__": __name__}
         exec(one.replace(", num_workers=1", ""), made)
         found.append(made["batches"]())
+    assert same(*found)
+
+
+@pytest.mark.parametrize(
+    "line", ["loader = DataLoader(squares, 2, shuffle=True)", "return DataLoader(squares, 2, shuffle=True)"]
+)
+def test_items_of_one_layout_become_rows_of_tensors_and_a_loader_may_be_returned(line: str) -> None:
+    text = SCRIPT.format(loader=line) if line.startswith("loader") else RETURNED
+    where = "batches" if line.startswith("loader") else "loader_of"
+    new = edit(text, {"file": "a.py", "function": where, "code": line, "stacked": True})
+    assert "items = TensorDataset(*default_collate([squares[i] for i in range(len(squares))]))" in new
+    assert "BatchSampler(RandomSampler(items), 2, drop_last=False), batch_size=None)" in new
+    found = []
+    for one in (text, new):
+        namespace: dict[str, Any] = {"__name__": __name__}
+        exec(one, namespace)
+        found.append([list(batch) for batch in namespace["batches"]()])
     assert same(*found)
 
 

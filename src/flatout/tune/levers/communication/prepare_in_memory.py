@@ -24,7 +24,7 @@ from flatout.core.records.lever import Candidate, Hooks, Parameters, string
 from flatout.core.records.trial import TrialResult
 from flatout.machine.cost.feeding import fetch_trial, fits_memory
 from flatout.tune.rewrite.calls import LOADER, with_calls
-from flatout.tune.rewrite.enclosing_blocks import assignment
+from flatout.tune.rewrite.enclosing_blocks import assignment, only_small
 from flatout.tune.rewrite.imports import call_name, with_import
 from flatout.tune.rewrite.loader_calls import WORKER_OPTIONS, LoaderCall
 from flatout.tune.rewrite.source import (
@@ -95,12 +95,14 @@ def _is_stored(evidence: Evidence, loader: Loader) -> bool:
 
 
 def _stored(evidence: Evidence, loader: Loader) -> Parameters:
-    """How torchvision stores the images, where their tensors can be written as one formula."""
+    """How torchvision stores the images, where their tensors can be written as one formula; or that items can be stacked."""
     result = fetch_trial(evidence, evidence.loaders.index(loader))
     facts = result.facts if result is not None else {}
     colours = next((name for name in ("grey", "colour") if facts.get(f"stored_{name}")), None)
-    if colours is None or loader.has_own_collate:
+    if loader.has_own_collate:
         return {}
+    if colours is None:
+        return {"stacked": True} if facts.get("stackable") else {}
     return {"images": colours, "normalised": facts.get("normalised", False)}
 
 
@@ -168,25 +170,25 @@ def _once_seeded(original: Callable[[Any], Any], lasting: list[Any]) -> Callable
 
 
 def edit(text: str, parameters: Parameters) -> str:
-    """Select rows of a TensorDataset, or of images that are stored as one array, by whole batches; put other items in a list.
+    """Select rows of a TensorDataset, or of items that become one, by whole batches; put other items in a list.
 
     Raises EditError where the loader is not plainly made.
     """
     place = find(text, parameters)
-    pair = assignment(place.statement)
-    if pair is None or not isinstance(pair[1], cst.Call) or call_name(place.module, pair[1].func) not in LOADER:
+    target, value = assignment(place.statement) or (None, _returned(place.statement))
+    if not isinstance(value, cst.Call) or call_name(place.module, value.func) not in LOADER:
         raise EditError(f"'{string(parameters, 'code')}' does not make a loader alone")
-    if _dataset_is_read(place.module, pair[0]):
+    if target is not None and _dataset_is_read(place.module, target):
         raise EditError("the loader's dataset is read elsewhere")
     scope = place.function or place.module
     try:
-        loader = LoaderCall(pair[1], scope)
+        loader = LoaderCall(value, scope)
     except EditError:  # options that come from elsewhere: they go on to a loader of the same items
-        first = pair[1].args[0]
+        first = value.args[0]
         has_name = not first.star and not first.keyword and isinstance(first.value, cst.Name)
         if not has_name or _is_rows(place.module, scope, first.value):
             raise
-        return _with_listed_items(place, pair[1], code_of(first.value)).code
+        return _with_listed_items(place, value, code_of(first.value)).code
     for word in ("worker_init_fn", "batch_sampler", "persistent_workers"):
         if loader.value(word) is not None:
             raise EditError(f"the loader is made with {word}")
@@ -202,13 +204,21 @@ def edit(text: str, parameters: Parameters) -> str:
         new += statements(f"{name} = {{dataset}}", dataset=dataset)
         dataset = cst.Name(name)
     data, items = dataset.value, fresh_name(place.module, "items")
-    if has_collate or "images" not in parameters:
+    if has_collate or not ("images" in parameters or parameters.get("stacked")):
         new += statements(f"{items} = [{data}[i] for i in range(len({data}))]")
         return _with_loader(place, loader.call, loader.of_items(items), new).code
     new += statements(f"{items} = TensorDataset({_whole(data, parameters)})")
     call = loader.by_batches(items)
     module = _with_samplers(_with_loader(place, loader.call, call, new), loader.call, call)
+    if "images" not in parameters:
+        module = with_import(module, "torch.utils.data", "default_collate")
     return with_import(module, "torch.utils.data", "TensorDataset").code
+
+
+def _returned(statement: cst.CSTNode) -> cst.BaseExpression | None:
+    """What a `return` alone returns."""
+    small = only_small(statement)
+    return small.value if isinstance(small, cst.Return) else None
 
 
 def _with_listed_items(place: SourcePlace, call: cst.Call, data: str) -> cst.Module:
@@ -219,7 +229,9 @@ def _with_listed_items(place: SourcePlace, call: cst.Call, data: str) -> cst.Mod
 
 
 def _whole(data: str, parameters: Parameters) -> str:
-    """All images and targets, as ToTensor and Normalize make them."""
+    """All images and targets, as ToTensor and Normalize make them; or all items, stacked."""
+    if "images" not in parameters:
+        return f"*default_collate([{data}[i] for i in range(len({data}))])"
     is_grey = string(parameters, "images") == "grey"
     images = f"{data}.data[:, None]" if is_grey else f"torch.from_numpy({data}.data).permute(0, 3, 1, 2).contiguous()"
     images = f"{images}.float() / 255"
