@@ -1,16 +1,18 @@
-"""Write the page docs/world/index.md: what `flatout check` said of other people's scripts, from the newest results.
+"""Write the pages in docs/world from the newest results: what `check` said of other people's scripts, what `tune` made of them.
 
-python docs/generate_world.py            writes the page
-python docs/generate_world.py --check    writes nothing; exits with 1 when the page is out of date
+python docs/generate_world.py            writes the pages
+python docs/generate_world.py --check    writes nothing; exits with 1 when a page is out of date
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from generate_rules import written
@@ -74,6 +76,87 @@ def page(
         *_repositories([*scripts, *on_device["scripts"]]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def tune_page(results: list[tuple[str, dict[str, Any]]]) -> str:
+    """The page of results that `bench/world/tune.py --out` wrote, each with its path."""
+    lines = [
+        "# What `flatout tune` makes of other people's scripts",
+        "",
+        "`flatout tune` on public training scripts, unchanged, within the budget named. Then whole runs, process by process in",
+        "turn: untouched, with `flatout run --plan`, with the text that `flatout edit` made of the plan, and with the best",
+        "change of those that an expert raced by hand. `whole` is how much sooner a run of so many steps ends, its start and",
+        "compilation included; `later` how much less a step takes in the second half of it. `learnt`: whether the last losses",
+        "on three seeds lie where those of the untouched script lie. One run a side where nothing else is said, so that",
+        "differences of a tenth are noise. `bench/world/README.md` says how to take the figures again.",
+        "",
+    ]
+    for source, result in results:
+        machine, scripts = result["machine"], [s for s in result["scripts"] if "whole_run_s" in s]
+        commits = dict.fromkeys(s.get("flatout_commit") or result.get("flatout_commit", "") for s in scripts)
+        planned = [s for s in scripts if s["levers"]]
+        means = [
+            f"- {words} with a plan {_mean_gain(planned, times, 'plan')}, with its text {_mean_gain(planned, times, 'edit')},"
+            f" by hand {_mean_gain(planned, times, 'by hand')} (geometric means)"
+            for words, times in (("whole runs", "whole_run_s"), ("later steps", "later_step_s"))
+        ]
+        lines += [
+            f"## {machine['name']}",
+            "",
+            f"{machine['num_cores']} cores, torch {machine['torch_version']}, {result['date']}, {result['budget']} a script;",
+            f"code of flatout: {', '.join(filter(None, commits))}; `{source}`.",
+            "",
+            f"- a plan for {len(planned)} of {len(scripts)} scripts, for {_of_worth(scripts)} where a change by hand gains 1.15x",
+            *means,
+            "",
+            "| script | levers | steps | whole: plan | text | by hand | later: plan | text | by hand | learnt | tune |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
+            *(_tuned_row(script) for script in scripts),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _tuned_row(script: dict[str, Any]) -> str:
+    gains = [
+        _NONE if gain is None else f"{gain:.2f}x"
+        for times in ("whole_run_s", "later_step_s")
+        for side in ("plan", "edit", "by hand")
+        for gain in [_gain(script, times, side)]
+    ]
+    levers = ", ".join(f"`{name}`" for name in dict.fromkeys(script["levers"])) or script["because"]
+    return (
+        f"| {script['name']} | {levers} | {script['num_steps']} | {' | '.join(gains)} | {_learnt(script)} "
+        f"| {script['tune_s']:.0f} s |"
+    )
+
+
+def _gain(script: dict[str, Any], times: str, side: str) -> float | None:
+    """How many times as fast a side was as the untouched script; None where either is not known."""
+    before, after = (script.get(times, {}).get(one) or [None] for one in ("untouched", side))
+    if None in before or None in after or not all(map(math.isfinite, [*before, *after])):
+        return None
+    return float(min(before) / min(after))
+
+
+def _mean_gain(scripts: list[dict[str, Any]], times: str, side: str) -> str:
+    gains = [gain for script in scripts if (gain := _gain(script, times, side)) is not None]
+    return f"{geometric_mean(gains):.2f}x ({len(gains)} scripts)" if gains else "not measured"
+
+
+def _of_worth(scripts: list[dict[str, Any]]) -> str:
+    worth = [s for s in scripts if (_gain(s, "whole_run_s", "by hand") or 0.0) >= _WORTH]
+    return f"{sum(bool(s['levers']) for s in worth)} of {len(worth)}"
+
+
+def _learnt(script: dict[str, Any]) -> str:
+    """Whether the plan's losses lie inside the untouched script's spread, half of it wider on both sides."""
+    losses = script.get("losses")
+    if not losses or None in [*losses["untouched"], *losses["plan"]]:
+        return _NONE
+    low, high = min(losses["untouched"]), max(losses["untouched"])
+    room = 0.5 * (high - low) + 0.02 * abs(high)
+    return "yes" if all(low - room <= value <= high + room for value in losses["plan"]) else "no"
 
 
 def _raced(raced: dict[str, Any], source: str, scripts: list[dict[str, Any]]) -> Iterator[str]:
@@ -164,8 +247,10 @@ def main() -> int:
         raced=results[raced],
         raced_source=str(raced.relative_to(RESULTS.parents[1])),
     )
-    wanted = {"index.md": text}
-    return written(FOLDER, wanted, description="Write docs/world/index.md from the newest results of bench/world.")
+    tuned = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*/world_tune.json"))}
+    last = {r["machine"]["name"]: (str(path.relative_to(RESULTS.parents[1])), r) for path, r in tuned.items()}
+    wanted = {"index.md": text, "tune.md": tune_page(list(last.values()))}
+    return written(FOLDER, wanted, description="Write docs/world from the newest results of bench/world.")
 
 
 if __name__ == "__main__":

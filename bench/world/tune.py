@@ -16,11 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import statistics
 import struct
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -35,6 +37,13 @@ LAST = 0.2
 """The share of a run's losses, at its end, that is averaged."""
 LONGEST_S = 900.0
 _PROBE_S = 6.0
+_MACHINE = """
+import json, os, pathlib, torch
+lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "a CPU")
+name = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+print(json.dumps({"name": name, "num_cores": len(os.sched_getaffinity(0)), "torch_version": str(torch.__version__)}))
+"""
 _FEWEST = 20
 """Steps of a run."""
 _AS_FAST = 1.05
@@ -74,10 +83,17 @@ def main() -> int:
             rows[script.name] = Tuning(script, options).row()
         except (OSError, subprocess.SubprocessError, SystemExit) as e:
             rows[script.name] = {"name": script.name, "error": f"{type(e).__name__}: {e}"}
+        rows[script.name]["flatout_commit"] = _own_commit()
         print(line_of(rows[script.name]), flush=True)
-        options.out.write_text(
-            json.dumps({"summary": summarise(list(rows.values())), "scripts": [*rows.values()]}, indent=1)
-        )
+        found = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "machine": json.loads(_run([options.python, "-c", _MACHINE], HERE, dict(os.environ)).stdout),
+            "budget": options.budget,
+            "run_seconds": options.run_seconds,
+            "summary": summarise(list(rows.values())),
+            "scripts": [*rows.values()],
+        }
+        options.out.write_text(json.dumps(found, indent=1))
     print(json.dumps(summarise(list(rows.values())), indent=1))
     return 0
 
@@ -295,6 +311,14 @@ class Tuning:
         data = losses.read_bytes() if losses.exists() else b""
         values = [v for (v,) in struct.iter_unpack("<d", data[: len(data) // 8 * 8])]
         return statistics.fmean(values[-max(1, round(LAST * len(values))) :]) if values else None
+
+
+def _own_commit() -> str:
+    """Of this project's code; '' in a copy without its history."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
 
 
 def judged_in(attempt: dict[str, Any]) -> list[str]:
