@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -140,3 +142,15 @@ def test_an_index_that_reads_rows_gives_whole_rows(index: tuple[Any, ...]) -> No
         return
     rows = torch.arange(3 * 4).view(3, 4, 1).expand(3, 4, 5)
     assert torch.equal(numbers[index], rows[index] * 5 + torch.arange(5))
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights_and_can_be_saved() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    compute_rows_as_read(model[1])
+    averaged = copy.deepcopy(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    for one in (averaged, loaded):
+        nn.init.zeros_(one[1].weight)
+        nn.init.ones_(one[1].bias)
+        torch.testing.assert_close(one(torch.randn(2, 4))[0], torch.ones(3))
+    assert not torch.equal(model(torch.randn(2, 4))[0], torch.ones(3))

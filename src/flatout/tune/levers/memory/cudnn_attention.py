@@ -36,7 +36,9 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     if not _DEVICES.search(evidence.workload.device):
         raise LeverRefused("cuDNN's kernels for attention are faster from Hopper on")
     step = evidence.device_step
-    seconds = sum(k.seconds for k in step.kernels if _KERNELS.search(k.name)) if step is not None else 0.0
+    if step is None:
+        raise LeverRefused("the kernels of a step were not recorded")
+    seconds = sum(k.seconds for k in step.kernels if _KERNELS.search(k.name))
     if seconds < _SMALL_PART * evidence.steps.step_s:
         raise LeverRefused(f"kernels of FlashAttention take {milliseconds(seconds)} of a step")
     yield Candidate(
