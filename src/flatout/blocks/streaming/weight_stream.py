@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.core.errors import UsageError
-from flatout.core.runtime.patches import Undo, replace_forward
+from flatout.core.runtime.patches import Undo, replace_forward, replaced_forward
 
 
 class SentWeights(Protocol):
@@ -144,7 +144,7 @@ def check_streamable(modules: Sequence[nn.Module], kind: str) -> None:
                 raise UsageError(
                     f"{name} is a {type(inner).__name__}, which keeps weights in a list of its own; leave it out"
                 )
-            if isinstance(vars(inner).get("forward"), StreamedModule):
+            if isinstance(replaced_forward(inner), StreamedModule):
                 raise UsageError(f"{name} is streamed already; undo that first")
             if any(type(p) is not nn.Parameter or p.is_meta for p in inner.parameters(recurse=False)):
                 raise UsageError(

@@ -101,18 +101,24 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
     return undo
 
 
+def replaced_forward(module: nn.Module) -> object:
+    """What `replace_forward` put in the place of this instance's forward last; None where that is its class's."""
+    forward = vars(module).get("forward")
+    return forward.forward if isinstance(forward, _OfOneInstance) else forward
+
+
 class _OfOneInstance:
     """A forward of one module, which its copies do not get."""
 
     def __init__(self, forward: Callable[..., Any], module: nn.Module, before: object) -> None:
-        self._forward = forward
+        self.forward = forward
         self._module = module
         self._before = before
         self.__wrapped__ = module.forward
         """Whose signature `inspect` finds."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._before is _ABSENT:

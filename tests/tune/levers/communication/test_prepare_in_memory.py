@@ -179,6 +179,10 @@ LOADERS = {
         "items = [squares[i] for i in range(len(squares))]\n"
         "    loader = DataLoader(items, sampler=RandomSampler(squares), **dict([('batch_size', 2)]))",
     ),
+    "rows, counted": (
+        "loader = DataLoader(rows, 4)\n    print(len(loader.dataset))",
+        "BatchSampler(SequentialSampler(rows), 4, drop_last=False)",
+    ),
     "items, collated": ("loader = DataLoader(Squares(), 2, collate_fn=list)", "DataLoader(items, 2, collate_fn=list)"),
 }
 
@@ -187,7 +191,7 @@ LOADERS = {
 def test_the_edited_script_makes_the_same_batches(name: str) -> None:
     code, expected = LOADERS[name]
     text = SCRIPT.format(loader=code)
-    new = edit(text, {"file": "a.py", "function": "batches", "code": code})
+    new = edit(text, {"file": "a.py", "function": "batches", "code": code.split("\n")[0]})
     assert expected in new
     assert "num_workers" not in new
     found = []

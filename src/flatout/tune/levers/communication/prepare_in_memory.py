@@ -261,10 +261,12 @@ def _with_samplers(module: cst.Module, before: cst.Call, after: cst.Call) -> cst
 
 
 def _dataset_is_read(module: cst.Module, loader: cst.BaseExpression) -> bool:
-    """Whether something asks the loader for what the edit changes."""
+    """Whether something asks the loader for what the edit changes; how many items there are stays the same."""
     names = m.Name("dataset") | m.Name("batch_size") | m.Name("collate_fn") | m.Name("num_workers")
     found = m.findall(module, m.Attribute(attr=names))
-    return any(code_of(f.value) == code_of(loader) for f in found)  # type: ignore[attr-defined]
+    lengths = m.findall(module, m.Call(func=m.Name("len"), args=[m.Arg(m.Attribute(attr=m.Name("dataset")))]))
+    counted = {id(call.args[0].value) for call in lengths}  # type: ignore[attr-defined]
+    return any(code_of(f.value) == code_of(loader) for f in found if id(f) not in counted)  # type: ignore[attr-defined]
 
 
 def _is_rows(module: cst.Module, scope: cst.CSTNode, dataset: cst.BaseExpression) -> bool:
