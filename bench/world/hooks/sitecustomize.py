@@ -9,7 +9,7 @@ Python imports this file at its start. It waits until the script imports torch, 
     WORLD_END_S    end the process so many seconds after the first stamp
     WORLD_END_STEPS  end it at this stamp of the optimizer (or module) that stamped first
     WORLD_LOSSES   a file for the losses that backwards start from, a double each
-    WORLD_SEED     moves the seeds of torch that the script sets, and the one that it starts with
+    WORLD_SEED     moves the seeds of torch, NumPy and Python that the script sets, and those that it starts with
     WORLD_CURE     a file of the folder cures/, whose `cure()` is called once torch is imported
 """
 
@@ -126,12 +126,24 @@ def _record_losses(path):
 
 
 def _move_seeds(by):
-    """Start torch's random numbers from a seed, and move those that the script sets."""
+    """Start random numbers from a seed, and move those seeds that the script sets."""
+    import random
+
+    import numpy
     import torch
 
-    original = torch.manual_seed
-    torch.manual_seed = lambda seed: original(int(seed) + by)
-    original(by)
+    for owner, name in ((torch, "manual_seed"), (numpy.random, "seed"), (random, "seed")):
+        setattr(owner, name, _moved(getattr(owner, name), by))
+        getattr(owner, name)(0)
+
+
+def _moved(original, by):
+    """A function that sets a seed, further on where that is a whole number."""
+
+    def seed(value=None, *args, **kwargs):
+        return original(value + by if isinstance(value, int) else value, *args, **kwargs)
+
+    return seed
 
 
 def _accept_stand_ins(module):
