@@ -299,15 +299,23 @@ class Tuning:
         }
 
     def _losses(self, num_steps: int) -> dict[str, list[float | None]]:
-        """The last losses of runs of so many steps on three seeds, without the plan and with it."""
-        return {name: [self._last_loss(num_steps, seed, name) for seed in SEEDS] for name in ("untouched", "plan")}
+        """The last losses of runs of so many steps on three seeds: untouched, with other rounding, and with the plan."""
+        one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        sides: dict[str, dict[str, Any]] = {
+            "untouched": {},
+            "one thread": {"extra": one_thread},
+            "plan": {"plan": self._plan},
+        }
+        return {name: [self._last_loss(num_steps, seed, **how) for seed in SEEDS] for name, how in sides.items()}
 
-    def _last_loss(self, num_steps: int, seed: int, name: str) -> float | None:
+    def _last_loss(
+        self, num_steps: int, seed: int, *, plan: Path | None = None, extra: dict[str, str] | None = None
+    ) -> float | None:
         """The mean of the last losses of a run on one seed."""
         losses = self._work.parent / f"{self._work.name}.losses"
         losses.unlink(missing_ok=True)
-        extra = {"WORLD_LOSSES": str(losses), "WORLD_SEED": str(seed)}
-        self._whole_run(num_steps, plan=self._plan if name == "plan" else None, extra=extra)
+        wanted = {"WORLD_LOSSES": str(losses), "WORLD_SEED": str(seed)} | (extra or {})
+        self._whole_run(num_steps, plan=plan, extra=wanted)
         data = losses.read_bytes() if losses.exists() else b""
         values = [v for (v,) in struct.iter_unpack("<d", data[: len(data) // 8 * 8])]
         return statistics.fmean(values[-max(1, round(LAST * len(values))) :]) if values else None
@@ -356,11 +364,15 @@ def step_gain(row: dict[str, Any], side: str) -> float | None:
 
 
 def is_learnt(row: dict[str, Any]) -> bool | None:
-    """Whether the plan's last losses lie inside the spread of the untouched script's, half of it wider on both sides."""
+    """Whether the plan's last losses lie inside the spread of the untouched script's, half of it wider on both sides.
+
+    That is over seeds, and over the rounding of another number of threads: it moves chaotic steps as far as other seeds do.
+    """
     losses = row.get("losses")
     if not losses or any(value is None for values in losses.values() for value in values):
         return None
-    low, high = min(losses["untouched"]), max(losses["untouched"])
+    untouched = [*losses["untouched"], *losses.get("one thread", ())]
+    low, high = min(untouched), max(untouched)
     room = 0.5 * (high - low) + 0.02 * abs(high)
     return all(low - room <= value <= high + room for value in losses["plan"])
 
