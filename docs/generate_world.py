@@ -7,15 +7,17 @@ python docs/generate_world.py --check    writes nothing; exits with 1 when a pag
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from generate_rules import written
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench" / "world"))
+from tune import gain, is_learnt, step_gain
 
 FOLDER = Path(__file__).parent / "world"
 RESULTS = Path(__file__).parents[1] / "bench" / "results"
@@ -97,9 +99,9 @@ def tune_page(results: list[tuple[str, dict[str, Any]]]) -> str:
         commits = dict.fromkeys(s.get("flatout_commit") or result.get("flatout_commit", "") for s in scripts)
         planned = [s for s in scripts if s["levers"]]
         means = [
-            f"- {words} with a plan {_mean_gain(planned, times, 'plan')}, with its text {_mean_gain(planned, times, 'edit')},"
-            f" by hand {_mean_gain(planned, times, 'by hand')} (geometric means)"
-            for words, times in (("whole runs", "whole_run_s"), ("later steps", "later_step_s"))
+            f"- {words} with a plan {_mean_gain(planned, gain_of, 'plan')}, with its text {_mean_gain(planned, gain_of, 'edit')},"
+            f" by hand {_mean_gain(planned, gain_of, 'by hand')} (geometric means)"
+            for words, gain_of in (("whole runs", gain), ("later steps", step_gain))
         ]
         lines += [
             f"## {machine['name']}",
@@ -119,12 +121,8 @@ def tune_page(results: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def _tuned_row(script: dict[str, Any]) -> str:
-    gains = [
-        _NONE if gain is None else f"{gain:.2f}x"
-        for times in ("whole_run_s", "later_step_s")
-        for side in ("plan", "edit", "by hand")
-        for gain in [_gain(script, times, side)]
-    ]
+    found = [gain_of(script, side) for gain_of in (gain, step_gain) for side in ("plan", "edit", "by hand")]
+    gains = [_NONE if one is None else f"{one:.2f}x" for one in found]
     levers = ", ".join(f"`{name}`" for name in dict.fromkeys(script["levers"])) or script["because"]
     return (
         f"| {script['name']} | {levers} | {script['num_steps']} | {' | '.join(gains)} | {_learnt(script)} "
@@ -132,33 +130,19 @@ def _tuned_row(script: dict[str, Any]) -> str:
     )
 
 
-def _gain(script: dict[str, Any], times: str, side: str) -> float | None:
-    """How many times as fast a side was as the untouched script; None where either is not known."""
-    before, after = (script.get(times, {}).get(one) or [None] for one in ("untouched", side))
-    if None in before or None in after or not all(map(math.isfinite, [*before, *after])):
-        return None
-    return float(min(before) / min(after))
-
-
-def _mean_gain(scripts: list[dict[str, Any]], times: str, side: str) -> str:
-    gains = [gain for script in scripts if (gain := _gain(script, times, side)) is not None]
+def _mean_gain(scripts: list[dict[str, Any]], gain_of: Callable[..., float | None], side: str) -> str:
+    gains = [one for script in scripts if (one := gain_of(script, side)) is not None]
     return f"{geometric_mean(gains):.2f}x ({len(gains)} scripts)" if gains else "not measured"
 
 
 def _of_worth(scripts: list[dict[str, Any]]) -> str:
-    worth = [s for s in scripts if (_gain(s, "whole_run_s", "by hand") or 0.0) >= _WORTH]
+    worth = [s for s in scripts if (gain(s, "by hand") or 0.0) >= _WORTH]
     return f"{sum(bool(s['levers']) for s in worth)} of {len(worth)}"
 
 
 def _learnt(script: dict[str, Any]) -> str:
-    """Whether the plan's losses lie inside the untouched script's spread, half of it wider on both sides."""
-    losses = script.get("losses")
-    if not losses or any(None in values for values in losses.values()):
-        return _NONE
-    untouched = [*losses["untouched"], *losses.get("one thread", ())]
-    low, high = min(untouched), max(untouched)
-    room = 0.5 * (high - low) + 0.02 * abs(high)
-    return "yes" if all(low - room <= value <= high + room for value in losses["plan"]) else "no"
+    """Whether the plan's losses lie inside the untouched script's spread."""
+    return {True: "yes", False: "no", None: _NONE}[is_learnt(script)]
 
 
 def _raced(raced: dict[str, Any], source: str, scripts: list[dict[str, Any]]) -> Iterator[str]:

@@ -322,7 +322,7 @@ class Tuning:
 
 
 def _own_commit() -> str:
-    """Of this project's code; '' in a copy without its history."""
+    """The commit of this project's code; '' in a copy without its history."""
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
     )

@@ -112,6 +112,23 @@ def test_a_generator_of_the_data_sets_own_goes_on_in_later_epochs() -> None:
     assert values[0] == values[1]
 
 
+def test_a_loader_that_is_begun_again_on_the_way_gives_both_their_batches() -> None:
+    def mixed(loader: Any) -> list[Any]:
+        np.random.seed(0)
+        found = []
+        for step, (x, _) in enumerate(loader):
+            found.append(x.tolist())
+            if step in (1, 3):
+                found.append(next(iter(loader))[0].tolist())
+        return [*found, np.random.random()]
+
+    assert mixed(InWorker(DataLoader(Noisy(), 4))) == mixed(DataLoader(Noisy(), 4))
+
+
+def test_a_list_is_a_data_set() -> None:
+    assert [batch.tolist() for batch in InWorker(DataLoader([1, 2, 3], 2))] == [[1, 2], [3]]  # type: ignore[arg-type]
+
+
 def test_one_other_process_makes_the_batches_of_all_epochs() -> None:
     class Places(Dataset[int]):
         def __len__(self) -> int:

@@ -6,8 +6,6 @@ than before. One worker can go on with the generators of the process instead, an
 
 from __future__ import annotations
 
-import random
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,8 +18,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from flatout.blocks.data.prefetch import Batch, Wrapper, items_of
 from flatout.core.errors import UsageError
+from flatout.core.tensors.generators import generator_states, restore_generator
 
-_OWNERS: Final = {"random": "Python's", "numpy": "NumPy's", "torch": "PyTorch's"}
+_OWNERS: Final = {"python": "Python's", "numpy": "NumPy's", "torch": "PyTorch's"}
 _OFTEN: Final = 10
 """Batches made again before a warning."""
 
@@ -56,7 +55,7 @@ class InWorker(Wrapper, Generic[Batch]):
             raise ValueError("the loader does not collate batches of a map-style data set")
         super().__init__(loader)
         self._ahead = ahead
-        self._requests = _Requests()
+        self._asking = _Asking()
         self._inner: DataLoader[Any] | None = None
         self._attributes: dict[str, object] = {}
         self._num_again = 0
@@ -64,27 +63,32 @@ class InWorker(Wrapper, Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         loader = self._wrapped
         indices = iter(loader.batch_sampler)
-        torch.empty((), dtype=torch.int64).random_(
-            generator=loader.generator
-        )  # as a DataLoader draws its workers' seed
+        # as a DataLoader draws its workers' seed
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return self._batches(indices)
 
     def _batches(self, indices: Iterator[list[Any]]) -> Iterator[Batch]:
-        left = indices
+        requests, left = _Requests(), indices
         while (first := next(left, None)) is not None:  # samplers draw when the first of an epoch is asked for
             stood = _states()
-            self._requests.begin(stood, chain([first], left))
+            requests.begin(stood, chain([first], left))
+            self._asking.requests = requests
             for batch, moved in self._process():
-                shared = [name for name in moved if _STATE_OF[name]() != stood[name]]
+                stand = _states()
+                shared = [name for name in moved if stand[name] != stood[name]]
                 if shared:  # the step has drawn in between, and so the batch is another
                     self._warn(shared[0])
                     break
-                self._requests.drop_first()
+                requests.drop_first()
                 for name, state in moved.items():
-                    _restore(name, state)
+                    restore_generator(name, state)
                     stood[name] = state
                 yield batch
-            left = self._requests.left()
+                if (
+                    self._asking.requests is not requests
+                ):  # the loader was begun again in between, and the process with it
+                    break
+            left = requests.left()
 
     def _warn(self, name: str) -> None:
         self._num_again += 1
@@ -103,7 +107,7 @@ class InWorker(Wrapper, Generic[Batch]):
             self._attributes = attributes
             self._inner = DataLoader(
                 _Items(loader.dataset, loader.collate_fn),
-                batch_sampler=cast(Any, self._requests),
+                batch_sampler=cast(Any, self._asking),
                 collate_fn=_as_it_is,
                 num_workers=1,
                 prefetch_factor=self._ahead,
@@ -119,6 +123,15 @@ class _Request(NamedTuple):
 
     indices: list[Any]
     states: dict[str, Any] | None
+
+
+class _Asking:
+    """Stands for the sampler of the loader with the process: asks for the batches of the iteration that began last."""
+
+    requests: _Requests
+
+    def __iter__(self) -> Iterator[_Request]:
+        return iter(self.requests)
 
 
 class _Requests:
@@ -168,11 +181,11 @@ class _Items(Dataset[Any]):
     def __getitems__(self, request: _Request) -> tuple[Any, dict[str, Any]]:
         if request.states is not None:
             for name, state in request.states.items():
-                _restore(name, state)
+                restore_generator(name, state)
             self._stood = request.states
         batch = self._collate(items_of(self._dataset, request.indices))
         stand = _states()
-        moved = {name: state for name, state in stand.items() if state != self._stood.get(name)}
+        moved = {name: state for name, state in stand.items() if state != self._stood.get(name, state)}
         self._stood = stand
         return batch, moved
 
@@ -184,32 +197,12 @@ def _as_it_is(batch: Any) -> Any:
 def _attributes(dataset: Any) -> dict[str, object]:
     """Numbers and words of a data set, and which objects it holds else."""
     plain = (int, float, str, bool, type(None))
-    return {name: value if isinstance(value, plain) else id(value) for name, value in vars(dataset).items()}
-
-
-def _numpy_state() -> Any:
-    name, words, *others = sys.modules["numpy"].random.get_state()
-    return (name, words.tobytes(), *others)
-
-
-_STATE_OF: Final[dict[str, Callable[[], Any]]] = {
-    "random": random.getstate,
-    "numpy": _numpy_state,
-    "torch": lambda: torch.get_rng_state().numpy().tobytes(),
-}
+    attributes = getattr(dataset, "__dict__", {})  # a list has none
+    return {name: value if isinstance(value, plain) else id(value) for name, value in attributes.items()}
 
 
 def _states() -> dict[str, Any]:
-    """Where the global generators stand, as what can be compared and sent."""
-    return {name: state_of() for name, state_of in _STATE_OF.items() if name != "numpy" or name in sys.modules}
-
-
-def _restore(name: str, state: Any) -> None:
-    if name == "random":
-        random.setstate(state)
-    elif name == "torch":
-        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    else:
-        numpy = sys.modules["numpy"]
-        kind, words, *others = state
-        numpy.random.set_state((kind, numpy.frombuffer(words, numpy.uint32), *others))
+    """Where the generators of the host stand."""
+    states = generator_states()
+    states.pop("cuda", None)  # items are made on the host
+    return states

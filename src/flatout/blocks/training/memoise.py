@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.core.errors import UsageError
+from flatout.core.tensors.generators import generator_states
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -233,13 +234,8 @@ def _context() -> Key:
 
 def _generators(function: Callable[..., Any]) -> Key:
     """Where the generators stand that a function may draw from: the global ones, and those that it reads by name."""
-    states: list[object] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    states: list[object] = list(generator_states().items())
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states += [kind, keys.tobytes(), *rest]
-    if torch.cuda.is_initialized():
-        states += [torch.cuda.get_rng_state(i).numpy().tobytes() for i in range(torch.cuda.device_count())]
     for _, value in _read_by(function):
         if isinstance(value, torch.Generator):
             states.append(value.get_state().numpy().tobytes())

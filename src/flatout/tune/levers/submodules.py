@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -57,16 +55,3 @@ def answer_calls(hooks: Hooks, name: str, make: Callable[[nn.Module], Answer]) -
         return forget
 
     hooks.at_first_call(meet)
-
-
-def generator_states() -> tuple[object, ...]:
-    """Where the generators are that a module may draw from."""
-    import torch
-
-    states: list[object] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states += [kind, keys.tobytes(), *rest]
-    if torch.cuda.is_initialized():
-        states += [torch.cuda.get_rng_state(i).numpy().tobytes() for i in range(torch.cuda.device_count())]
-    return tuple(states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -23,12 +24,12 @@ _CODE: Final = Path(__file__).parents[1]
 
 
 def edited_text(lever: str, text: str, parameters: Parameters, edit: Callable[[str, Parameters], str]) -> str:
-    """`edit(text, parameters)`, made once for this text, these parameters and this code of flatout.
+    """`edit(text, parameters)`, made once for this text, these parameters, this environment and this code of flatout.
 
     Nothing is kept where the user's cache folder cannot be written, or is open to others. Raises what `edit` raises.
     """
     folder = default_cache_folder() / "texts"
-    words = json.dumps([lever, sorted(parameters.items()), _state_of_code(), text])
+    words = json.dumps([lever, sorted(parameters.items()), sys.prefix, sys.version, _state_of_code(), text])
     path = folder / f"{hashlib.sha256(words.encode()).hexdigest()}.py"
     with suppress(NativeError, OSError, UnicodeDecodeError):
         require_trusted(folder)

@@ -35,7 +35,7 @@ Node = TypeVar("Node", bound="cst.CSTNode")
 
 MODULE: Final = "<module>"
 _BETWEEN: Final = ": "
-"""Between file, function and code of a place that is one word of a plan."""
+"""What separates file, function and code of a place that is one word of a plan."""
 
 
 @dataclass(frozen=True)

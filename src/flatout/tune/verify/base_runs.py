@@ -40,7 +40,7 @@ class BaseRuns:
         """Spent so far on runs that judge what others compute; each is made once for a seed."""
         self._on_progress = on_progress
         self._peak_bytes = self._free_bytes = 0
-        """Of the device: what the script holds at its peak, and what is free beside it."""
+        """Bytes of the device: what the script holds at its peak, and what is free beside it."""
         self._shared: Shared = ""
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-proof-")
         self._num_folders = 0

@@ -23,7 +23,7 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
-from flatout.tune.levers.submodules import answer_calls, generator_states
+from flatout.tune.levers.submodules import answer_calls
 from flatout.tune.rewrite.constants import PlainAssignment, connected, written_names
 from flatout.tune.rewrite.purity import Purity
 from flatout.tune.rewrite.source import SourcePlace, find, local_proposals, pull, with_changes
@@ -122,7 +122,9 @@ class Skipped:
 
 def _state(module: nn.Module) -> tuple[object, ...]:
     """What a call must not change: buffers, and where the random generators are."""
-    return (*((id(b), b._version) for b in module.buffers() if not b.is_inference()), *generator_states())
+    from flatout.core.tensors.generators import generator_states
+
+    return (*((id(b), b._version) for b in module.buffers() if not b.is_inference()), generator_states())
 
 
 def _placeholder(value: Any, name: str) -> Any:

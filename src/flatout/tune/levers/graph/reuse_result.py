@@ -17,7 +17,7 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
-from flatout.tune.levers.submodules import answer_calls, generator_states
+from flatout.tune.levers.submodules import answer_calls
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -76,6 +76,8 @@ class ModuleResults:
     ) -> Any:
         """A kept result, or that of the module."""
         import torch
+
+        from flatout.core.tensors.generators import generator_states
 
         inputs = _Inputs.of((args, kwargs))
         if inputs is None or module.training in self._unable or any(_has_hooks(m) for m in self._parts):
