@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Any
 
 from generated_scripts import script_of
-from scripts import completed
+from scripts import completed, shares_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FLATOUT = [sys.executable, "-m", "flatout"]
@@ -46,10 +46,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     rows = {row["seed"]: row for row in json.loads(options.out.read_text())["scripts"]} if options.out.exists() else {}
-    cores = sorted(os.sched_getaffinity(0))
     shares: Queue[list[int]] = Queue()
-    for job in range(options.jobs):
-        shares.put(cores[job :: options.jobs])
+    for share in shares_of(options.jobs):
+        shares.put(share)
     done = Lock()
 
     def judge(seed: int) -> None:
@@ -115,8 +114,7 @@ def run_on(
 ) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path} | (more or {})
-    pinned = ["taskset", "-c", ",".join(map(str, cores)), *command]
-    return completed(pinned, folder, environment, timeout_s=LONGEST_S)
+    return completed(command, folder, environment, timeout_s=LONGEST_S, cores=cores)
 
 
 def differs(row: dict[str, Any], form: str) -> bool:

@@ -129,12 +129,31 @@ def write_commit(git: Path, commit: str, into: Path) -> None:
             path.write_bytes(data)
 
 
+def shares_of(num_jobs: int) -> list[list[int]]:
+    """The usable processors in so many equal shares; those that are threads of one core are in one share where that goes."""
+    usable = os.sched_getaffinity(0)
+    ordered = sorted(usable, key=lambda cpu: (_threads_of_core(cpu), cpu))
+    size = len(ordered) // num_jobs
+    if not size:
+        raise SystemExit(f"{num_jobs} jobs on {len(ordered)} processors: give --jobs {len(ordered)} at most")
+    return [ordered[job * size : (job + 1) * size] for job in range(num_jobs)]
+
+
+def _threads_of_core(cpu: int) -> list[int]:
+    """The processors that share a core with this one, and itself."""
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    listed = path.read_text().strip() if path.exists() else str(cpu)
+    ends = [part.partition("-") for part in listed.split(",")]
+    return [one for low, _, high in ends for one in range(int(low), int(high or low) + 1)]
+
+
 def completed(
-    command: list[str], folder: Path, environment: dict[str, str], *, timeout_s: float
+    command: list[str], folder: Path, environment: dict[str, str], *, timeout_s: float, cores: list[int] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder, with nothing to read, and return what it printed. Raises subprocess.TimeoutExpired."""
+    """Run a command in a folder, on some cores, with nothing to read; what it printed. Raises subprocess.TimeoutExpired."""
+    pinned = ["taskset", "-c", ",".join(map(str, cores))] if cores else []
     return subprocess.run(
-        command,
+        [*pinned, *command],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -1,6 +1,7 @@
 """What `flatout tune` makes of other people's scripts: `python bench/world/tune.py CHECKOUTS [--only NAME ...] --out FILE`.
 
-Each training script of the manifest, unchanged, one after the other with nothing beside it:
+Each training script of the manifest, unchanged, one after the other with nothing beside it (or `--jobs` of them side by side,
+each on an equal share of the cores that it has alone):
 
 1. `flatout tune` within the budget, for runs of so many steps as the untouched script takes in `--run-seconds` (or
    `--planned-seconds`): the plan, and whether each lever that was tried got a verdict;
@@ -18,17 +19,21 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
+from queue import Queue
+from threading import Lock
 from time import monotonic
 from typing import Any
 
 from run import environment_of
-from scripts import BUILD, HERE, HOOKS, Script, completed, edit, lay_out, read_manifest
+from scripts import BUILD, HERE, HOOKS, Script, completed, edit, lay_out, read_manifest, shares_of
 
 WORTH = 1.15
 """A cure that gains less is not counted as one that a plan should find."""
@@ -70,41 +75,68 @@ def main() -> int:
     parser.add_argument(
         "--plans", type=Path, default=BUILD / "plans", help="where plans and what tune printed are kept"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="how many scripts run side by side")
     parser.add_argument("--no-seeds", action="store_true", help="leave out what is learnt on three seeds")
     parser.add_argument("--no-edits", action="store_true", help="leave out the text of the plan")
+    parser.add_argument("--commit", default="", help="the commit of this project's code, in a copy without its history")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     rows = {row["name"]: row for row in json.loads(options.out.read_text())["scripts"]} if options.out.exists() else {}
     options.plans.mkdir(parents=True, exist_ok=True)
-    for script in read_manifest(options.only, options.manifest):
-        if script.name in rows or script.kind == "inference" or (not options.only and not script.cures):
-            continue
+    shares: Queue[list[int]] = Queue()
+    for share in shares_of(options.jobs):
+        shares.put(share)
+    written = Lock()
+
+    def tuned(script: Script) -> None:
+        share = shares.get()
         try:
-            rows[script.name] = Tuning(script, options).row()
+            row = Tuning(script, options, share).row()
         except (OSError, subprocess.SubprocessError, SystemExit) as e:
-            rows[script.name] = {"name": script.name, "error": f"{type(e).__name__}: {e}"}
-        rows[script.name]["flatout_commit"] = _own_commit()
-        print(line_of(rows[script.name]), flush=True)
-        found = {
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": json.loads(_run([options.python, "-c", _MACHINE], HERE, dict(os.environ)).stdout),
-            "budget": options.budget,
-            "run_seconds": options.run_seconds,
-            "summary": summarise(list(rows.values())),
-            "scripts": [*rows.values()],
-        }
-        options.out.write_text(json.dumps(found, indent=1))
+            row = {"name": script.name, "error": f"{type(e).__name__}: {e}"}
+        finally:
+            shares.put(share)
+        row["flatout_commit"] = options.commit or _own_commit()
+        with written:
+            rows[script.name] = row
+            print(line_of(row), flush=True)
+            found = {
+                "date": datetime.now(UTC).date().isoformat(),
+                "machine": machine_of(options.python, share),
+                "jobs": options.jobs,
+                "budget": options.budget,
+                "run_seconds": options.run_seconds,
+                "summary": summarise(list(rows.values())),
+                "scripts": [*rows.values()],
+            }
+            options.out.write_text(json.dumps(found, indent=1))
+
+    wanted = [
+        script
+        for script in read_manifest(options.only, options.manifest)
+        if script.name not in rows and script.kind != "inference" and (options.only or script.cures)
+    ]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(tuned, wanted))
     print(json.dumps(summarise(list(rows.values())), indent=1))
     return 0
 
 
-class Tuning:
-    """One script: its plan, and what that is worth over a whole run."""
+def machine_of(python: str, cores: list[int]) -> dict[str, Any]:
+    """What each script runs on."""
+    found = completed([python, "-c", _MACHINE], HERE, dict(os.environ), timeout_s=LONGEST_S, cores=cores)
+    return dict(json.loads(found.stdout))
 
-    def __init__(self, script: Script, options: argparse.Namespace) -> None:
+
+class Tuning:
+    """One script: its plan, and what that is worth over a whole run; all on some cores."""
+
+    def __init__(self, script: Script, options: argparse.Namespace, cores: list[int]) -> None:
         self._script = script
         self._options = options
+        self._cores = cores
         self._work = BUILD / "work" / f"{script.name}-tune"
+        self._untouched = self._work.parent / f"{self._work.name}.untouched"
         self._plan = options.plans / f"{script.name}.toml"
         self._marks = self._work.parent / f"{self._work.name}.marks"
         self._text_folder = self._work
@@ -112,8 +144,8 @@ class Tuning:
 
     def row(self) -> dict[str, Any]:
         script = self._script
-        folder = lay_out(script, self._options.checkouts, self._work)
-        num_steps = self._length(folder)
+        lay_out(script, self._options.checkouts, self._untouched)
+        num_steps = self._length(self._fresh())
         planned_s = self._options.planned_seconds or self._options.run_seconds
         taken_s, later_step_s, num_own = self._whole_run(num_steps), self._later_step_s(), len(self._stamps_s())
         is_whole = 0 < num_own < num_steps - 1
@@ -169,7 +201,7 @@ class Tuning:
         command += ["--run-steps", str(num_steps)]
         command += ["--out", str(self._plan), "--json", str(record), "--", *script.arguments]
         began = monotonic()
-        done = _run(command, folder, environment_of(script, with_flatout=True))
+        done = self._run(command, folder, environment_of(script, with_flatout=True))
         (self._options.plans / f"{script.name}.txt").write_text(done.stdout + done.stderr)
         row: dict[str, Any] = {"name": script.name, "repository": script.repository, "commit": script.commit}
         row |= {"tune_s": monotonic() - began, "tune_exit": done.returncode}
@@ -204,7 +236,7 @@ class Tuning:
     def _length(self, folder: Path) -> int:
         """Steps of the whole run: those of `--run-seconds` of the untouched script, by the pace of its first steps."""
         environment = self._environment() | {"WORLD_MARKS": self._fresh_marks(), "WORLD_END_S": str(_PROBE_S)}
-        _run([self._options.python, *self._script.command], folder, environment)
+        self._run([self._options.python, *self._script.command], folder, environment)
         return max(_FEWEST, math.ceil(len(self._stamps_s()) * self._options.run_seconds / _PROBE_S))
 
     def _later_step_s(self) -> float | None:
@@ -228,7 +260,13 @@ class Tuning:
         return environment_of(self._script, with_flatout=with_flatout) | {"WORLD_TIMER": self._script.timer}
 
     def _fresh(self) -> Path:
-        return lay_out(self._script, self._options.checkouts, self._work)
+        """The folder of the script in a new copy of what was laid out."""
+        shutil.rmtree(self._work, ignore_errors=True)
+        shutil.copytree(self._untouched, self._work, symlinks=True)
+        return self._work / self._script.folder
+
+    def _run(self, command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        return completed(command, folder, environment, timeout_s=LONGEST_S, cores=self._cores)
 
     def _whole_run(
         self,
@@ -267,7 +305,7 @@ class Tuning:
             for path in text.rglob("*.py"):
                 (self._text_folder / path.relative_to(text)).write_bytes(path.read_bytes())
         began = monotonic()
-        done = _run(command, folder, wanted)
+        done = self._run(command, folder, wanted)
         return monotonic() - began if done.returncode == 0 else math.inf
 
     def _edited(self) -> dict[str, Any]:
@@ -285,7 +323,7 @@ class Tuning:
             "--into",
             str(text),
         ]
-        done = _run([*command, "--", *script.arguments], folder, environment_of(script, with_flatout=True))
+        done = self._run([*command, "--", *script.arguments], folder, environment_of(script, with_flatout=True))
         named_from = re.search(r"files are named from '(.+?)'", done.stderr)
         own = folder if script.is_module else (folder / script.path).parent
         self._text_folder = Path(named_from[1]) if named_from else own
@@ -341,10 +379,6 @@ def judged_in(attempt: dict[str, Any]) -> list[str]:
 def has_verdict(verdict: dict[str, Any]) -> bool:
     """Whether it was told if the lever computes the same."""
     return verdict["outcome"] != "unknown" or verdict["equality"]["holds"] is not None
-
-
-def _run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return completed(command, folder, environment, timeout_s=LONGEST_S)
 
 
 def gain(row: dict[str, Any], side: str) -> float | None:
