@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from flatout.blocks.training.captured_calls import CapturedCalls, captured
 from flatout.core.errors import UsageError
+from flatout.core.runtime.own_calls import is_own_call
 
 T = TypeVar("T")
 needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -93,6 +94,53 @@ def test_on_a_device_graphs_learn_bit_for_bit_what_the_calls_learn() -> None:
     act = captured(Policy.act)
     for one, other in zip(expected, learn(policy, lambda *a: act(policy, *a), device="cuda"), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@needs_device
+def test_after_a_capture_that_fails_calls_draw_and_allocate_as_before() -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def act(self, x: Tensor) -> Tensor:
+            drawn = torch.randn_like(x)
+            if torch.cuda.is_current_stream_capturing():
+                drawn.sum().item()
+            return self.layer(x + drawn)
+
+    def results(act: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return [act(torch.ones(3, 4, device="cuda")) for _ in range(6)] + [torch.randn(5, device="cuda")]
+
+    module, act = Looking().cuda(), captured(Looking.act)
+    expected, stream = results(module.act), torch.cuda.current_stream()
+    with pytest.warns(UserWarning, match="Looking are not captured"):
+        found = results(lambda x: act(module, x))
+    assert torch.cuda.current_stream() == stream
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_calls_before_and_in_a_capture_are_marked_as_our_own() -> None:
+    class Marked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.found = nn.Linear(2, 2), []
+
+        def act(self, x: Tensor) -> Tensor:
+            self.found.append(is_own_call())
+            return self.layer(x)
+
+    module = Marked()
+    calls = CapturedCalls(module, rerun)
+    for _ in range(3):
+        calls.run(module.act, (torch.ones(1, 2),), {})
+    assert module.found == [False, False, False]
+    calls.run(module.act, (torch.ones(1, 2),), {})
+    assert all(module.found[3:-1])
+    assert not is_own_call()
 
 
 def test_gradients_accumulate_and_two_calls_may_wait_for_one_backward() -> None:

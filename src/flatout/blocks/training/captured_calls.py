@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
 
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.core.errors import UsageError
+from flatout.core.runtime.own_calls import own_calls
 from flatout.core.runtime.patches import Patches
 from flatout.core.tensors.nests import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_unflatten
 
@@ -142,7 +143,7 @@ class CapturedCalls:
         assert module is not None
         if self._needs_device and not all(holder[name].is_cuda for holder, name in self._tensors):
             return None
-        with _saved_state(module), _without_autocast_cache(), _without_host_waits():
+        with own_calls(), _saved_state(module), _without_autocast_cache(), _without_host_waits():
             try:
                 graph = _Replay(_CapturedFunction(module, function, leaves, form), self._capture)
             except (_NotCapturable, RuntimeError) as e:
@@ -365,11 +366,26 @@ def _require_leaves(results: list[Tensor], leaves: list[Tensor]) -> None:
 
 
 def capture_on_device(call: Callable[[], T], device: torch.device) -> tuple[T, Callable[[], None]]:
-    """A CUDA graph of a call on a device: its results, and what replays it into them."""
-    graph = torch.cuda.CUDAGraph()
-    # Other threads (of a logger, of a loader that pins) may use the device meanwhile.
-    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = call()
+    """A CUDA graph of a call on a device: its results, and what replays it into them.
+
+    A capture that fails leaves the device's generator and its allocator waiting for its end, and its stream the current one
+    (torch 2.13, CUDAGraph.cpp, capture_end): they are set back, so that the call can be run as it is.
+    """
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    with torch.cuda.device(device):
+        number, stream = torch.cuda.current_device(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[number]
+        state = generator.clone_state()
+        try:
+            # Other threads (of a logger, of a loader that pins) may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                results = call()
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(state)
+            with suppress(RuntimeError):  # the capture came to its end after all
+                torch._C._cuda_endAllocateToPool(number, pool)
+            raise
     return results, graph.replay
 
 

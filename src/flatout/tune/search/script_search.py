@@ -52,6 +52,9 @@ _FIRST_GUESS_ON_DEVICE_S: Final = 60.0
 """The same on an H200, for scripts that other people wrote: 45 s (trl), 60 s (ResNet-50), 100 s (PPO)."""
 _GUESSED_STEPS: Final = 60.0
 """Steps of the script that a comparison takes besides: eight in four forms, most of them recorded, and the race."""
+_USUAL_STEPS: Final = 8
+_WORTH_A_START: Final = 0.4
+"""While so much of the budget is left, another comparison is begun where none has shown how long they take: all failed."""
 
 
 _FEWEST_COMPARED: Final = 4
@@ -91,6 +94,11 @@ class Pace:
         self._started_s: list[float] = []
         self._raced_s: list[float] = []
         self._judged_s: list[float] = []
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a comparison has shown how long they take."""
+        return bool(self._started_s)
 
     def add(self, seconds: float, effort: float, *, judged_s: float = 0.0, raced_s: float = 0.0) -> None:
         """A comparison of a lever with this effort has taken so long: of that, runs that judge others, too, and the race."""
@@ -151,7 +159,8 @@ class ScriptBench:
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
         guess_s = _FIRST_GUESS_S if self._terms.num_processes > 1 else _FIRST_GUESS_ON_DEVICE_S
-        self._pace = Pace(guess_s + _GUESSED_STEPS * step_s, terms.budget_s)
+        self._pace = Pace(guess_s + _GUESSED_STEPS * terms.num_steps / _USUAL_STEPS * step_s, terms.budget_s)
+        self._doubtful_s = _WORTH_A_START * budget_s
         self._num_compared = 0
         self._doing = ""
         self._num_plans = 0
@@ -209,6 +218,8 @@ class ScriptBench:
         """Whether a comparison of this effort and the final proof after it should end in time; the first one is always made."""
         if not is_longer and (is_final or not self._num_compared):
             return True
+        if not self._pace.is_known and not is_longer:
+            return self._left_s > self._doubtful_s
         more_s = (_LONGER - 1) * self._terms.budget_s if is_longer else 0.0
         needed_s = self._pace.final_s() if is_final else self._pace.needed_s(effort)
         return needed_s + more_s < self._left_s

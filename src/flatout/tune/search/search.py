@@ -42,6 +42,8 @@ _SMALLEST_GAIN: Final = 1.02
 
 _CHEAP: Final = 1.5
 """Efforts up to this are tried as one where time is short: nothing of them compiles."""
+_CHEAP_ON_DEVICE: Final = 2.0
+"""The same on a device, where bfloat16 and TF32 are among them: they are what most of its matrix units are there for."""
 _SLIGHT: Final = 0.02
 """The share of a step that a lever tried with others may cost at worst, by its prediction."""
 _NO_COMPANY: Final = "it gains nothing alone, and nothing else made the step so fast that it would wait for this"
@@ -71,6 +73,11 @@ class SearchGoal(NamedTuple):
     def effort_of(self, lever: Lever) -> float:
         """How many times as long a comparison of this lever takes as others."""
         return 1 + _ON_DEVICE * (lever.effort - 1) if self.is_on_device else lever.effort
+
+    @property
+    def cheap(self) -> float:
+        """The effort up to which levers are tried as one."""
+        return _CHEAP_ON_DEVICE if self.is_on_device else _CHEAP
 
     def too_late(self, speed: Speed, start_s: float = 0.0) -> str:
         """A sentence on a gain that comes after the end of the run; '' where it comes in time, or the length is not known.
@@ -237,7 +244,7 @@ class _LeverSearch:
             lever = self._levers[candidate.lever]
             is_safe = candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
             is_sure = candidate.is_companion or (is_safe and not self._why_not(candidate, lever))
-            if is_sure and self._goal.effort_of(lever) <= _CHEAP and not self._displaced(candidate):
+            if is_sure and self._goal.effort_of(lever) <= self._goal.cheap and not self._displaced(candidate):
                 tried.append(candidate)
                 self._plan = (*self._plan, self._planned(candidate))
         joined, self._plan = self._plan, before

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from flatout.check.observe.steps.optimizers import Optimizing
 from flatout.core.records.record import Record
 from flatout.core.runtime.fork_server import die_with_parent
+from flatout.core.runtime.own_calls import is_own_call
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.script import end_script
 from flatout.core.runtime.source_sites import Sites
@@ -218,7 +219,7 @@ class ProofSide:
         is_compiling = torch.compiler.is_dynamo_compiling  # dynamo folds it, so that no guard looks at our own state
 
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or side._depth or side._in_backward or get_ident() != side._thread_id:
+            if is_compiling() or side._depth or side._in_backward or get_ident() != side._thread_id or is_own_call():
                 return original(self, *args, **kwargs)
             if next(self.parameters(), None) is None:
                 return original(self, *args, **kwargs)
@@ -272,7 +273,7 @@ class ProofSide:
 
     @property
     def _is_recording(self) -> bool:
-        return self.num_steps < self._num_recorded
+        return self.num_steps < self._num_recorded and not _is_capturing()
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
@@ -293,6 +294,8 @@ class ProofSide:
 
     def _border(self) -> None:
         """A step has ended: record it, or go on until what was ordered is done."""
+        if _is_capturing():  # into a graph of the script's own, where nothing can be waited for
+            return
         self.num_steps += 1
         if self.num_steps <= self._num_recorded:
             if self._recorder is not None:
@@ -401,6 +404,10 @@ def _settle() -> None:
     """Let the device finish its queue, so that no stretch of steps pays for another's."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()  # noqa: TID251  # between two stretches, in which nothing is measured
+
+
+def _is_capturing() -> bool:
+    return _is_device() and torch.cuda.is_current_stream_capturing()
 
 
 def _is_device() -> bool:

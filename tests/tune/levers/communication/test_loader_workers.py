@@ -176,7 +176,7 @@ def fed(*, batch_s: float, num_workers: int = 4, on_device: bool = True) -> Cand
 def test_workers_that_hardly_keep_up_are_joined_by_more_beside_what_makes_steps_faster() -> None:
     offered = fed(batch_s=0.35)
     assert isinstance(offered, Candidate)
-    assert offered.is_companion and offered.parameters["num_workers"] == 8
+    assert offered.is_companion and offered.parameters["num_workers"] == 7  # of 8 cores
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ Refuses     Loaders that are not waited for, unless others may make the step so 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ _CROWDED = 0.4
 _WRAPPED = "_flatout_wrapped"
 _NEARLY = 0.4
 """The share of a step that workers take to make a batch: below it not even steps twice as fast wait for them."""
+_FASTEST = 0.25
+"""The share of a step that it may take with all that is tried: bfloat16, compiled kernels and their memory format gain 2 to 4."""
 _USUAL_FACTOR = 2
 """Batches that a worker has under way, by default (documentation of torch.utils.data)."""
 
@@ -84,11 +87,13 @@ def _beside_others(evidence: Evidence) -> Candidate:
     if index is None or result is None or result.now_s is None:
         raise LeverRefused("no loader is waited for")
     loader = evidence.loaders[index]
-    batch_s = result.now_s * loader.fetches / loader.num_workers
+    of_one_s = result.now_s * loader.fetches
+    batch_s = of_one_s / loader.num_workers
     if batch_s < _NEARLY * evidence.steps.step_s:
         raise LeverRefused("no loader is waited for, nor would it be in much faster steps")
     _check_run(evidence, index)
-    number = min(evidence.workload.num_cores, _MOST)
+    enough = math.ceil(of_one_s / (_FASTEST * evidence.steps.step_s))
+    number = min(enough, evidence.workload.num_cores - 1)  # one is the step's own
     if number <= loader.num_workers:
         raise LeverRefused(
             f"{loader.num_workers} workers have {evidence.workload.num_cores} cores, and no loader is waited for"
