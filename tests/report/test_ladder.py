@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from flatout.core.records.lever import PlannedLever
-from flatout.core.records.plan import LeftOut, Plan, PlanStep, Tuned
+from flatout.core.records.plan import Attempt, AttemptKind, LeftOut, Plan, PlanStep, Tuned
 from flatout.core.records.record import from_json, to_json
 from flatout.core.records.verdict import Equality, Footprint, Guarantee, Speed, Verdict
 from flatout.report.html import ladder_html
@@ -68,6 +68,14 @@ TUNED = Tuned(
     is_complete=False,
 )
 NOTHING = Tuned(plan=Plan(), left_out=(LeftOut(lever="graph.compile", because="slower"),))
+
+
+@pytest.mark.parametrize("kind", ["add", "together", "again", "final", "final-again"])
+def test_the_headline_says_whether_fresh_seeds_were_tried(kind: AttemptKind) -> None:
+    assert TUNED.proof is not None
+    attempt = Attempt(kind=kind, before=(), after=TUNED.plan.lever, lever=COMPILE.id, verdict=TUNED.proof)
+    headline = ladder_headline(msgspec.structs.replace(TUNED, attempts=(attempt,)))
+    assert headline.endswith("on fresh seeds" if kind.startswith("final") else "(no time was left for fresh seeds)")
 
 
 def test_a_rung_for_each_lever_and_the_reasons_of_the_others(render: Render) -> None:

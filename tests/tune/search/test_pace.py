@@ -57,3 +57,11 @@ def test_before_a_comparison_was_made_each_is_expected_to_race_as_long_as_it_may
     assert pace.final_s() == pytest.approx(1.5 * 10 + 0.5 * 15)
     assert pace.needed_s(2.0) == pytest.approx(2 * 10 + 15 + pace.final_s())
     assert pace.all_s([1.0, 2.0]) == pytest.approx(3 * 10 + 2 * 15 + pace.final_s())
+
+
+def test_a_final_proof_with_the_processes_of_a_trial_takes_less() -> None:
+    pace = Pace()
+    assert not pace.is_known
+    pace.add(70.0, 1.0, judged_s=20.0, raced_s=30.0)
+    assert pace.is_known
+    assert pace.least_final_s() == 20 + 0.5 * 30 + 20 < pace.needed_s(0.0)

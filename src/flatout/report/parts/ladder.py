@@ -115,7 +115,7 @@ def ladder_headline(tuned: Tuned) -> str:
 
 def _on_seeds(tuned: Tuned) -> str:
     """Whether what was proved was proved once more on random numbers that nothing was chosen with."""
-    is_trial = any(a.verdict == tuned.proof for a in tuned.attempts if a.kind in ("add", "swap", "again"))
+    is_trial = any(a.verdict == tuned.proof for a in tuned.attempts if a.kind not in ("final", "final-again"))
     return "in its trial (no time was left for fresh seeds)" if is_trial else "on fresh seeds"
 
 

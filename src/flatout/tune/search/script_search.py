@@ -125,6 +125,12 @@ class Pace:
             return _FINAL_SHARE * self._guess_s + _SHORT_RACE * self._race_s
         return self.final_start_s() + _SHORT_RACE * max(self._raced_s)
 
+    def least_final_s(self) -> float:
+        """Seconds for the final proof with the processes of a trial, and for what judges it."""
+        if not self._started_s:
+            return self.final_s()
+        return max(self._started_s) + _SHORT_RACE * max(self._raced_s) + max(self._judged_s)
+
     def final_start_s(self) -> float:
         """Seconds of that for starting and first steps."""
         return _FINAL_SHARE * max(self._started_s, default=self._guess_s)
@@ -195,6 +201,8 @@ class ScriptBench:
             terms = msgspec.structs.replace(terms, guarantee="quality")
         if is_final:
             num_processes = _FINAL_PROCESSES if self._terms.num_processes > 1 else _FINAL_PROCESSES_ON_DEVICE
+            if self._pace.needed_s(0.0) > self._left_s:
+                num_processes = self._terms.num_processes
             race_s = max(_SHORT_RACE * terms.budget_s, min(terms.budget_s, self._left_s - self._pace.final_start_s()))
             terms = msgspec.structs.replace(
                 terms, seed=_FINAL_SEED, num_processes=num_processes, decisive=math.inf, budget_s=race_s
@@ -205,7 +213,8 @@ class ScriptBench:
             terms = msgspec.structs.replace(terms, budget_s=_LONGER * terms.budget_s, decisive=math.inf)
         verdict = self._prover.prove(self._request(before), self._request(after), terms)
         if verdict.speed is not None and not is_longer:  # one that failed says nothing of how long others take
-            effort = self._effort_of(self._levers[after[-1].id]) if after and not is_final else 1.0
+            added = () if is_final else [planned for planned in after if planned not in before]
+            effort = max((self._effort_of(self._levers[planned.id]) for planned in added), default=1.0)
             self._pace.add(
                 monotonic() - began,
                 effort,
@@ -230,7 +239,7 @@ class ScriptBench:
 
     def is_late(self) -> bool:
         """Whether the final proof, and what judges it, would end after the budget."""
-        return self._pace.needed_s(0.0) > self._left_s
+        return self._pace.least_final_s() > self._left_s
 
     @property
     def _left_s(self) -> float:
