@@ -70,6 +70,30 @@ def test_a_method_that_reads_buffers_alone_is_called_once() -> None:
     assert ran(text)["told"] == ran(FIELD)["told"]
 
 
+def test_a_constant_of_a_data_set_becomes_an_attribute() -> None:
+    text = """
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+
+        class Points(Dataset):
+            def __init__(self, size):
+                self.size = size
+
+            def __len__(self):
+                return 6
+
+            def __getitem__(self, index):
+                shift = torch.linspace(0, 1, self.size).square()
+                return index + shift
+
+        told = [batch.tolist() for batch in DataLoader(Points(3), 2)]
+    """
+    changed = hoisted(text, "Points.__getitem__", "shift = torch.linspace(0, 1, self.size).square()")
+    assert "        self.shift = torch.linspace(0, 1, self.size).square()\n" in changed
+    assert "register_buffer" not in changed
+    assert ran(changed)["told"] == ran(text)["told"]
+
+
 def test_a_part_of_an_expression_becomes_a_buffer() -> None:
     inline = FIELD.replace("known = self.features()", "pass").replace("+ known", "+ self.features()")
     text = hoisted(

@@ -1,6 +1,7 @@
 """What comes out the same every time is computed once.
 
-What        In a module's method: constants made of buffers and fixed attributes become buffers, made at the end of `__init__`.
+What        In a module's method: constants made of buffers and fixed attributes become buffers, made at the end of `__init__`
+            (attributes in a class that is no module, as a data set).
             In a loop: what does not depend on it is computed before it. A function that is called again with equal arguments
             keeps its results: `functools.cache` where those are texts and numbers, else `flatout.memoise`. So does an
             expression of a function's arguments, which becomes a function of its own.
@@ -153,6 +154,12 @@ class _Method(NamedTuple):
         return self.function.params.params[0].name.value
 
     @property
+    def has_no_buffers(self) -> bool:
+        """Whether the class is a data set, or has no base: no module, as far as the file shows."""
+        bases = [code_of(base.value).rpartition(".")[2] for base in self.cls.bases]
+        return all(base == "object" or base.endswith("Dataset") for base in bases)
+
+    @property
     def init_me(self) -> str:
         """The name of the object in `__init__`."""
         return self.init.params.params[0].name.value
@@ -238,8 +245,8 @@ def _refuse_shadowed(method: _Method, value: cst.BaseExpression, known: set[str]
 
 
 def _stored(method: _Method, attribute: str, value: cst.BaseExpression) -> list[cst.BaseStatement]:
-    """The line that keeps a tensor as a buffer, a number as an attribute."""
-    if last_callee(value) in _NUMBERS and not isinstance(value, cst.Name):
+    """The line that keeps a tensor as a buffer, a number, and all of a class that is no module, as an attribute."""
+    if method.has_no_buffers or (last_callee(value) in _NUMBERS and not isinstance(value, cst.Name)):
         return statements(f"{method.init_me}.{attribute} = {{value}}\n", value=value)
     return statements(f'{method.init_me}.register_buffer("{attribute}", {{value}}, persistent=False)\n', value=value)
 
