@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from flatout.blocks.recording.run import Run as Run
     from flatout.blocks.training.captured_calls import captured as captured
     from flatout.blocks.training.checkpoints import Checkpoints as Checkpoints
+    from flatout.blocks.training.host_arrays import as_arrays as as_arrays
     from flatout.blocks.training.memoise import memoise as memoise
     from flatout.blocks.training.nan_watch import NanWatch as NanWatch
     from flatout.blocks.training.offload import offload_state as offload_state
@@ -89,6 +90,7 @@ _HOMES = {
     "UsageError": "flatout.core.errors:UsageError",
     "World": "flatout.blocks.parallel.world:World",
     "apply": "flatout.app.plans:apply",
+    "as_arrays": "flatout.blocks.training.host_arrays:as_arrays",
     "attention": "flatout.blocks.kernels.attention.api:attention",
     "captured": "flatout.blocks.training.captured_calls:captured",
     "check": "flatout.app.session:check",
