@@ -82,3 +82,10 @@ def test_values_that_need_one_another_are_computed_on_numbers() -> None:
     assert "whole batch" not in chained.edit
     assert "whole batch" in apart.edit
     assert chained.cost_s == apart.cost_s
+
+
+def test_a_rollout_is_left_alone() -> None:
+    """Actions are read one by one, because the environment answers each before the next."""
+    run = counting()
+    run.sampled(run.line("train.py", 22, "state = env.step(action)", loops=(10, 20)), 0.01, phase="environment")
+    assert not list(RULE.check(run.build()))

@@ -19,7 +19,7 @@ from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.machine.cost.accounting import group_by, idle_seconds, loops_around, operator_seconds, step_loops
-from flatout.machine.cost.iterations import READ
+from flatout.machine.cost.iterations import READ, steps_environment
 from flatout.machine.cost.parameters import parameter_loops
 from flatout.machine.cost.trace import dependences
 
@@ -49,7 +49,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 
     reads = [r for r in evidence.host_reads if r.calls >= _MANY and r.source >= 0]
     for loop, inside in group_by(reads, lambda r: loop_of(r.source)).items():
-        if loop is None:
+        if loop is None or steps_environment(evidence, loop):
             continue
         sources = [s for s in range(len(evidence.sources)) if loop_of(s) == loop]
         rows = tuple(i for i, o in enumerate(evidence.operators) if o.source in sources)
