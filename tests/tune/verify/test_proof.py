@@ -231,7 +231,7 @@ def test_a_changed_script_that_hangs_costs_itself_alone_and_leaves_nothing_behin
     )
     hangs = script(folder, "b.py", setup=setup, change="time.sleep(1000) if step == 2 else None")
     found = verdict(script(folder, "a.py"), hangs, timeout_s=5.0)
-    assert found.outcome == "different"
+    assert found.outcome == "unknown"  # it may compute the same
     assert "did not answer within 5 s" in found.because
     assert not _is_running(int(ours.read_text()))
 

@@ -208,7 +208,9 @@ class ScriptBench:
                 terms, seed=_FINAL_SEED, num_processes=num_processes, decisive=math.inf, budget_s=race_s
             )
         else:
-            spare_s = self._left_s - (self._pace.least_final_s() if before else 0.0)  # what is in the plan is to be proved
+            spare_s = self._left_s - (
+                self._pace.least_final_s() if before else 0.0
+            )  # what is in the plan is to be proved
             terms = msgspec.structs.replace(terms, timeout_s=min(terms.timeout_s, max(_SHORTEST_S, spare_s)))
         if is_longer:
             terms = msgspec.structs.replace(terms, budget_s=_LONGER * terms.budget_s, decisive=math.inf)

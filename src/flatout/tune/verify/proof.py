@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -20,7 +20,7 @@ from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.quality import Metric, WholeRuns
 from flatout.tune.verify.recording import read_recorded_steps
 from flatout.tune.verify.side import SideAnswer
-from flatout.tune.verify.side_process import Failed, Request, SideProcess
+from flatout.tune.verify.side_process import Failed, NoAnswer, Request, SideProcess
 from flatout.tune.verify.speed import Race
 
 _WHOLE_RUN_S: Final = 3600.0
@@ -31,6 +31,18 @@ _COLD_S: Final = 3.0
 """What was compiled for so long is found in a cache by the next process: that one shows what a run pays at its start."""
 _ROUNDS: Final = 4
 """How often two scripts are started again because their steps ran out before the interval was there."""
+
+
+class _Failure(NamedTuple):
+    """What went wrong on the changed side ('' when nothing did), and what that says of the change."""
+
+    because: str = ""
+    outcome: Outcome = "different"
+
+    @classmethod
+    def of(cls, error: Failed) -> _Failure:
+        """One that was not done in time may compute the same."""
+        return cls(str(error), "unknown" if isinstance(error, NoAnswer) else "different")
 
 
 def prove_script(
@@ -106,7 +118,7 @@ class ScriptProver:
             whole.run(self._base, seed)  # a script that does not run is an error; a changed one, a verdict
         try:
             equality, speed = whole.compare(self._base, before, after, seeds)
-            outcome, because = _judged(equality, speed, "", is_timed=True)
+            outcome, because = _judged(equality, speed, _Failure(), is_timed=True)
         except Failed as e:
             equality, speed = Equality(guarantee="quality", holds=None, because="no runs to compare"), None
             outcome, because = "different", str(e)
@@ -136,8 +148,8 @@ class ScriptProver:
             seconds=perf_counter() - began,
         )
 
-    def _compare_and_race(self, before: Request, after: Request) -> tuple[Equality, Race | None, str]:
-        """Equality, the race if there was one, and what went wrong on the changed side ('' when nothing did)."""
+    def _compare_and_race(self, before: Request, after: Request) -> tuple[Equality, Race | None, _Failure]:
+        """Equality, the race if there was one, and what went wrong on the changed side."""
         terms = self._terms
         none = Equality(guarantee=terms.guarantee, holds=None, because="nothing was compared")
         with ExitStack() as stack:
@@ -154,16 +166,16 @@ class ScriptProver:
             try:
                 two = two_process.answer(timeout_s=terms.timeout_s)
                 if two.what == "ended" and two.error:
-                    return none, None, f"'{after.target}' ended after {two.num_steps} steps: {two.error}"
+                    return none, None, _Failure(f"'{after.target}' ended after {two.num_steps} steps: {two.error}")
             except Failed as e:
-                return none, None, str(e)
+                return none, None, _Failure.of(e)
             self._runs.note_memory(one.device_peak_bytes, two.device_free_bytes or one.device_free_bytes)
             steps = read_recorded_steps(Path(two_request.folder))
             equality = self._judge.judge(after, steps) if terms.is_compared else none
             has_more = "ended" not in (one.what, two.what)
             is_in_order = equality.holds is True or not terms.is_compared
             if not is_in_order or not terms.is_timed or not has_more:
-                return equality, None, ""
+                return equality, None, _Failure()
             self._on_progress("racing")
             race = Race(
                 budget_s=terms.budget_s / terms.num_processes,
@@ -175,11 +187,11 @@ class ScriptProver:
             try:
                 self._race(race, one_process, two_process)
             except Failed as e:
-                return equality, None, str(e)
+                return equality, None, _Failure.of(e)
             one_process.let_go()
             two_process.let_go()
         self._start_warm(race, one, two_request)
-        return equality, race, race.leak()
+        return equality, race, _Failure(race.leak())
 
     def _start_warm(self, race: Race, one: SideAnswer, request: Request) -> None:
         """Start the changed side once more where the only one compiled for long: later runs find that in a cache."""
@@ -237,9 +249,9 @@ class ScriptProver:
         return speed is not None and speed.num_pairs >= FEWEST_PAIRS and (speed.low > most or speed.high < 1 / most)
 
 
-def _judged(equality: Equality, speed: Speed | None, failure: str, *, is_timed: bool) -> tuple[Outcome, str]:
-    if failure:
-        return "different", failure
+def _judged(equality: Equality, speed: Speed | None, failure: _Failure, *, is_timed: bool) -> tuple[Outcome, str]:
+    if failure.because:
+        return failure.outcome, failure.because
     if equality.holds is None:
         return "unknown", equality.because
     if not equality.holds:
@@ -260,10 +272,10 @@ def _judged(equality: Equality, speed: Speed | None, failure: str, *, is_timed: 
     return "unknown", "equal; neither faster nor slower beyond the noise"
 
 
-def _judged_by_size(equality: Equality, footprints: tuple[Footprint, ...], failure: str) -> tuple[Outcome, str]:
+def _judged_by_size(equality: Equality, footprints: tuple[Footprint, ...], failure: _Failure) -> tuple[Outcome, str]:
     """The device's peak where there is one, else the host's."""
-    if failure:
-        return "different", failure
+    if failure.because:
+        return failure.outcome, failure.because
     if equality.holds is not True:
         return _judged(equality, None, failure, is_timed=True)
     if not footprints:

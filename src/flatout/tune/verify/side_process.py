@@ -70,6 +70,10 @@ class Failed(VerificationError):
     """A side ended, hung or could not be understood before it did what was ordered."""
 
 
+class NoAnswer(Failed):
+    """A side did not do in time what was ordered: whether it would compute the same is not known."""
+
+
 class SideProcess:
     """One running script that takes steps on order. Use it in a `with`: nothing of it is left behind."""
 
@@ -132,7 +136,7 @@ class SideProcess:
             if not ready and monotonic() < deadline:
                 continue
             if not ready:
-                raise Failed(
+                raise NoAnswer(
                     f"{self._name} did not answer within {timeout_s:.0f} s; the end of its output: {self._last_lines(1)}"
                 )
             data = os.read(self._answers, _READ)
