@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.check.capture import Capture
 from flatout.check.observe import accelerator
+from flatout.check.observe.evidence import accounts
+from flatout.check.observe.operators import recorder
 from flatout.check.observe.steps.schedule import Schedule
 from flatout.core.records.evidence import Evidence
 
@@ -55,6 +57,16 @@ def test_weights_and_random_stream_are_bitwise_those_of_the_plain_run() -> None:
     assert torch.equal(torch.rand(3), after_plain)
     for a, b in zip(plain.parameters(), observed.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_step_of_more_operators_than_are_recorded_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MAX_CALLS", 12)
+    monkeypatch.setattr(accounts, "MAX_CALLS", 12)
+    evidence = observe(lambda: train(model()))
+    assert sum("a step runs more than 12 operators" in note for note in evidence.notes) == 1
+    assert evidence.trace.truncated and "backward" not in {o.phase for o in evidence.operators}
+    monkeypatch.undo()
+    assert not observe(lambda: train(model())).trace.truncated
 
 
 def test_every_patch_is_undone() -> None:

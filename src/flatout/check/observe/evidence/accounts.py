@@ -31,7 +31,7 @@ from flatout.check.observe.evidence.rows import (
 )
 from flatout.check.observe.observation import ObservationState
 from flatout.check.observe.operators.overhead import InterceptionCost
-from flatout.check.observe.operators.recorder import DeepStep, Example, OperatorKey, RecordedCall, TensorMeta
+from flatout.check.observe.operators.recorder import MAX_CALLS, DeepStep, Example, OperatorKey, RecordedCall, TensorMeta
 from flatout.check.observe.steps.schedule import Mode
 from flatout.check.observe.steps.timeline import TimedStep
 from flatout.core.records.evidence import Operator, Phase, TensorSpec, Trace
@@ -92,6 +92,9 @@ class OperatorTable:
     def _fill(self, observation: ObservationState, steps: list[DeepStep], nearby: Nearby) -> None:
         self.nearby_step_s = nearby.step_s or None
         is_whole = not any(s.truncated for s in steps)
+        note = f"a step runs more than {MAX_CALLS:,} operators; those after that are in no table of this report"
+        if not is_whole and note not in observation.notes:
+            observation.notes.append(note)
         is_correctable = is_whole and not observation.is_device and nearby.step_s > 0
         costs = _costs(observation.deep.interception, steps, nearby) if is_correctable else {}
         rows = _rows(steps, costs, observation.deep.interception)
@@ -110,7 +113,7 @@ class OperatorTable:
             rows = to_kernels(rows, kernels.device_step, len(steps), self.device_s)
             wait_s = waited_s(reads, kernels.device_step)
             if nearby.step_s > 0:
-                rows = to_host(rows, len(steps), max(0.0, nearby.step_s - wait_s))
+                rows = to_host(rows, len(steps), max(0.0, _recorded_s(rows, nearby, is_whole=is_whole) - wait_s))
             bound = bound_of(self.device_s, step_s=nearby.step_s, wait_s=wait_s)
             for read in reads:
                 self.in_torch_s[read.source] += read.wait_s
@@ -130,6 +133,13 @@ class OperatorTable:
             truncated=not is_whole,
             escapes=None if self._escaping is None else tuple(i for i, c in enumerate(last) if c.key in self._escaping),
         )
+
+
+def _recorded_s(rows: list[OperatorRow], nearby: Nearby, *, is_whole: bool) -> float:
+    """Seconds of a light step in the phases of the operators that were recorded: of a step that was cut, not in all."""
+    if is_whole:
+        return nearby.step_s
+    return sum(nearby.groups.get(group, 0.0) for group in {phase_group(r.key.phase) for r in rows})
 
 
 def _rows(steps: list[DeepStep], costs: dict[str, InterceptionCost], default: InterceptionCost) -> list[OperatorRow]:
