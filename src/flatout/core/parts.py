@@ -97,7 +97,7 @@ def lever(
     title: str | None = None,
     conflicts: tuple[str, ...] = (),
     is_local: bool = False,
-    effort: float = 1.0,
+    effort: float | Callable[[Parameters], float] = 1.0,
 ) -> Lever:
     """The lever of a module, with the guarantee that its docstring names.
 

@@ -105,7 +105,8 @@ class Lever(Record, frozen=True, kw_only=True):
     `edit` is the change that a person would make: it takes the text of a file (the one that the parameter `file` names, else the
     script) and returns the changed text, or raises EditError where that is not certain. Without `apply` the lever is this edit,
     made in memory. A lever that `is_local` is applied at one place of the source, named by the parameters `file`, `function` and
-    `code`, and may be in a plan once for each place. `effort` is how many times longer a trial takes than that of other levers.
+    `code`, and may be in a plan once for each place. `effort` is how many times longer a trial takes than that of other levers,
+    as a function where it depends on the parameters (`effort_with`).
     `dtype` returns the coarsest precision to which the lever rounds numbers: BOUNDED is then measured against it.
     """
 
@@ -119,8 +120,12 @@ class Lever(Record, frozen=True, kw_only=True):
     conflicts: tuple[str, ...] = ()
     edit: Callable[[str, Parameters], str] | None = None
     is_local: bool = False
-    effort: float = 1.0
+    effort: float | Callable[[Parameters], float] = 1.0
     dtype: Callable[[Parameters], str] | None = None
+
+    def effort_with(self, parameters: Parameters) -> float:
+        """How many times longer a trial with these parameters takes than that of other levers."""
+        return self.effort(parameters) if callable(self.effort) else self.effort
 
 
 def integer(parameters: Parameters, name: str) -> int:

@@ -15,7 +15,7 @@ import msgspec
 
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Rule
-from flatout.core.records.lever import Candidate, Lever, PlannedLever, Refusal
+from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever, Refusal
 from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, digest_of_text, to_toml
 from flatout.core.records.record import write_whole_file
 from flatout.core.records.verdict import Guarantee, Verdict
@@ -152,7 +152,7 @@ class ScriptBench:
         *,
         budget_s: float,
         step_s: float,
-        effort_of: Callable[[Lever], float],
+        effort_of: Callable[[Lever, Parameters], float],
         on_progress: Callable[[str], None],
     ) -> None:
         self._effort_of = effort_of
@@ -217,7 +217,7 @@ class ScriptBench:
         verdict = self._prover.prove(self._request(before), self._request(after), terms)
         if verdict.speed is not None and not is_longer:  # one that failed says nothing of how long others take
             added = () if is_final else [planned for planned in after if planned not in before]
-            effort = max((self._effort_of(self._levers[planned.id]) for planned in added), default=1.0)
+            effort = max((self._effort_of(self._levers[p.id], p.parameters) for p in added), default=1.0)
             self._pace.add(
                 monotonic() - began,
                 effort,

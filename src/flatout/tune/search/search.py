@@ -70,9 +70,10 @@ class SearchGoal(NamedTuple):
 
     is_on_device: bool = False
 
-    def effort_of(self, lever: Lever) -> float:
+    def effort_of(self, lever: Lever, parameters: Parameters) -> float:
         """How many times as long a comparison of this lever takes as others."""
-        return 1 + _ON_DEVICE * (lever.effort - 1) if self.is_on_device else lever.effort
+        effort = lever.effort_with(parameters)
+        return 1 + _ON_DEVICE * (effort - 1) if self.is_on_device else effort
 
     @property
     def cheap(self) -> float:
@@ -170,7 +171,9 @@ def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever], goal
 
     The effort counts by its root: it is in the start of a comparison, and the race after it takes as long for all.
     """
-    ordered = sorted(candidates, key=lambda c: -sum(c.saved_s) / math.sqrt(goal.effort_of(levers[c.lever])))
+    ordered = sorted(
+        candidates, key=lambda c: -sum(c.saved_s) / math.sqrt(goal.effort_of(levers[c.lever], c.parameters))
+    )
     first: dict[str, Candidate] = {}
     for candidate in ordered:
         first.setdefault(candidate.lever, candidate)
@@ -244,11 +247,15 @@ class _LeverSearch:
             lever = self._levers[candidate.lever]
             is_safe = candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
             is_sure = candidate.is_companion or (is_safe and not self._why_not(candidate, lever))
-            if is_sure and self._goal.effort_of(lever) <= self._goal.cheap and not self._displaced(candidate):
+            if (
+                is_sure
+                and self._goal.effort_of(lever, candidate.parameters) <= self._goal.cheap
+                and not self._displaced(candidate)
+            ):
                 tried.append(candidate)
                 self._plan = (*self._plan, self._planned(candidate))
         joined, self._plan = self._plan, before
-        efforts = [self._goal.effort_of(self._levers[c.lever]) for c in tried if not c.is_companion]
+        efforts = [self._effort_of(c.lever, c.parameters) for c in tried if not c.is_companion]
         is_alone = len(tried) < 2 or not efforts
         if self._has_joined or is_alone or (len(efforts) == len(tried) and self._bench.has_time_for_each(efforts)):
             return
@@ -336,7 +343,7 @@ class _LeverSearch:
                 continue
             plan = self._plan
             verdict = self._add(candidate, "time")
-            if verdict is None and self._levers[candidate.lever].effort > 1:
+            if verdict is None and self._effort_of(candidate.lever, candidate.parameters) > 1:
                 self._leave_out_unreached([candidate])  # there may be time for a shorter one
                 continue
             if verdict is None:
@@ -502,6 +509,9 @@ class _LeverSearch:
             return None
         return verdict if verdict.speed.low >= _WORTH_DIGITS else None
 
+    def _effort_of(self, lever: str, parameters: Parameters) -> float:
+        return self._goal.effort_of(self._levers[lever], parameters)
+
     def _why_not(self, candidate: Candidate, lever: Lever) -> str:
         most = self._most_gain(candidate)
         if most < _SMALLEST_GAIN:
@@ -535,9 +545,9 @@ class _LeverSearch:
         known = self._log.find(kind, before, after)
         if known is not None:
             return known.verdict
-        effort = self._goal.effort_of(self._levers[lever.id]) if kind in ("add", "swap", "again") else 1.0
+        effort = self._effort_of(lever.id, lever.parameters) if kind in ("add", "swap", "again") else 1.0
         if kind == "together":
-            effort = max(self._goal.effort_of(self._levers[planned.id]) for planned in after)
+            effort = max(self._effort_of(planned.id, planned.parameters) for planned in after)
         if not self._bench.has_time(is_final=is_final, effort=effort, is_longer=is_longer):
             return None
         self._on_progress(f"{_DOING[kind].format(lever.id)} (best so far {self._goal.step_s / self._left_s:.2f}x)")

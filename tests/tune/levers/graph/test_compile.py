@@ -59,6 +59,12 @@ def _parameters(run: EvidenceBuilder) -> list[Parameters]:
     return [c.parameters for c in LEVER.propose(run.build(), ()) if isinstance(c, Candidate)]
 
 
+def test_timing_kernels_while_it_compiles_takes_longer() -> None:
+    usual = LEVER.effort_with({"mode": "default"})
+    assert LEVER.effort_with({"mode": "max-autotune-no-cudagraphs"}) > 2 * usual
+    assert usual == LEVER.effort_with({"mode": "reduce-overhead"}) == LEVER.effort_with({}) > 1
+
+
 def test_blocks_that_are_alike_are_offered_to_be_compiled_alone() -> None:
     run = EvidenceBuilder()
     line = run.line("train.py", 5, "net(x)")

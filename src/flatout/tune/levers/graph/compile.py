@@ -35,6 +35,8 @@ _SMALL_PART: Final = 0.1
 _EFFORT: Final = 5.0
 """A trial with compiling took 15 s where others take 5 s (small models, two cores, torch 2.13), and 80 s where others take 10 to
 25 s (a ResNet-34 and a BERT on an H200, torch 2.11)."""
+_EFFORT_OF_TUNING: Final = 15.0
+"""`max-autotune` times kernels while it compiles: a GPT-2 small took no step in 95 s, and by default its first in 25 s (H200)."""
 _MAY_COST: Final = 1.3
 """Small models that were compiled took up to 2.3 times as long as before, on two cores and on an H200 (bench/results,
 tune_examples)."""
@@ -95,6 +97,10 @@ def _options(evidence: Evidence) -> Iterator[tuple[float, Parameters, str]]:
     if regions:
         places = ", ".join(f"'{r}'" if r else "the model" for r in regions)
         yield 0.85 * share, {"mode": "default", "regions": regions}, f"; the blocks of {places} are alike"
+
+
+def _effort(parameters: Parameters) -> float:
+    return _EFFORT_OF_TUNING if str(parameters.get("mode", "")).startswith("max-autotune") else _EFFORT
 
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
@@ -164,4 +170,4 @@ def edit(text: str, parameters: Parameters) -> str:
     return behind_model(text, "".join(f"for block in model.{p}:\n    block.compile({arguments})\n" for p in paths))
 
 
-LEVER = lever(__name__, propose, apply=apply, effort=_EFFORT, edit=edit, title="Compiled model")
+LEVER = lever(__name__, propose, apply=apply, effort=_effort, edit=edit, title="Compiled model")
