@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from flatout.core.records.verdict import Difference, Equality, Footprint, Outcome, Speed, Verdict
@@ -121,6 +122,9 @@ def test_a_whole_run_gains_what_its_steps_save_less_what_it_starts_later() -> No
         first_after_s=12.0,
     )
     assert speed.pays_from(1.0) == 8 + 100
+    sure = msgspec.structs.replace(speed, low=speed.ratio / 1.1).at_least
+    assert sure.ratio == pytest.approx(speed.ratio / 1.1) and sure.after_s == pytest.approx(1.1 * speed.after_s)
+    assert (sure.pays_from(1.0) or 1e9) > 8 + 100
     for num_steps in (8, 50, 108, 1000):
         before_s, after_s = 3.0 + 0.2 * (num_steps - 8), 1.0 + 12.0 + 0.1 * (num_steps - 8)
         assert speed.gain_of_run(num_steps, 1.0) == pytest.approx(before_s / after_s)

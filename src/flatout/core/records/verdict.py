@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final, Literal, get_args
 
+import msgspec
+
 from flatout.core.records.record import Record
 
 Guarantee = Literal["exact", "bounded", "distribution", "quality"]
@@ -104,6 +106,11 @@ class Speed(Record, frozen=True, kw_only=True):
         if later_s <= 0:
             return 0
         return self.num_first + math.ceil(later_s / saved_s) if saved_s > 0 else None
+
+    @property
+    def at_least(self) -> Speed:
+        """The speed at the low end of the interval."""
+        return msgspec.structs.replace(self, ratio=self.low, after_s=self.before_s / self.low if self.low else math.inf)
 
     def gain_of_run(self, num_steps: int, start_s: float = 0.0) -> float:
         """How much sooner a run of so many steps (at least the first ones) ends, start and compiling included."""

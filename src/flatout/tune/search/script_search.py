@@ -369,8 +369,8 @@ def search_script(
     speed, start_s, late = found.proof.speed, None, ""
     if speed is not None and speed.num_first:  # whole runs that are judged by a metric have no first steps
         start_s = run_start_s(msgspec.structs.replace(plan, lever=found.levers), script, timeout_s=terms.timeout_s)
-        # a text has no start of its own
-        late = goal.too_late(speed, 0.0 if is_text(found.levers, known) else start_s or 0.0)
+        # a text has no start of its own; a run of the user's is to gain, and not only perhaps
+        late = goal.too_late(speed.at_least, 0.0 if is_text(found.levers, known) else start_s or 0.0)
     if late:
         dropped = (LeftOut(lever=p.id, because=late, gain=p.measured[0] if p.measured else 1.0) for p in found.levers)
         empty = msgspec.structs.replace(plan, because=late)
