@@ -11,7 +11,7 @@ _OF_THREAD = local()
 
 @contextmanager
 def own_calls() -> Iterator[None]:
-    """Inside, this thread calls the script's modules on flatout's account: to warm up before a capture, for example."""
+    """Mark what this thread calls inside as flatout's own: runs of a module to warm up before a capture, for example."""
     before = is_own_call()
     _OF_THREAD.is_own_call = True
     try:

@@ -9,7 +9,7 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.core.runtime.torch_functions import is_in_place
-from flatout.tune.rewrite.source import assigned_in, bare_names, names_in, nodes_of
+from flatout.tune.rewrite.source import assigned_in, bare_names, names_in, nodes_of, with_changes
 
 Parents: TypeAlias = "Mapping[cst.CSTNode, cst.CSTNode]"
 Loop: TypeAlias = "cst.For | cst.While"
@@ -67,6 +67,23 @@ def assignment(statement: cst.CSTNode) -> tuple[cst.BaseExpression, cst.BaseExpr
     if isinstance(small, cst.Assign) and len(small.targets) == 1:
         return small.targets[0].target, small.value
     return None
+
+
+def assigns_names(statement: cst.BaseStatement) -> bool:
+    """Whether a statement is an assignment to names, or a context (autocast) around such alone."""
+    if isinstance(statement, cst.With):
+        return all(assigns_names(one) for one in statement.body.body if isinstance(one, cst.BaseStatement))
+    small = only_small(statement)
+    if not isinstance(small, cst.Assign) or len(small.targets) != 1:
+        return False
+    return m.matches(small.targets[0].target, m.Name() | m.Tuple(elements=[m.AtLeastN(m.Element(m.Name()), n=1)]))
+
+
+def calls_backward(statement: cst.CSTNode) -> bool:
+    """Whether a line is a call of `backward()` and nothing else."""
+    small = only_small(statement)
+    called = m.Call(func=m.Attribute(attr=m.Name("backward")))
+    return small is not None and m.matches(small, m.Expr(value=called))
 
 
 def is_skip(statement: cst.If) -> bool:
@@ -133,6 +150,25 @@ def rebinds(statement: cst.CSTNode, name: str) -> bool:
         is_plain = all(isinstance(t.target, (cst.Name, cst.Tuple)) for t in first.targets)
         return is_plain and name in assigned_in(first) and not occurrences(first.value, name)
     return False
+
+
+def read_elsewhere(module: cst.Module, function: cst.FunctionDef | None, statement: cst.CSTNode) -> set[str]:
+    """Names that are read in the rest of the scope around a statement, or by inner functions from around themselves."""
+    scope = scope_of(module, function)
+    gone = [statement, *m.findall(scope, m.FunctionDef())]
+    rest = with_changes(scope, dict.fromkeys(gone, lambda _: []))
+    targets = [one.target for one in m.findall(rest, m.AssignTarget() | m.For() | m.CompFor())]  # type: ignore[attr-defined]
+    stored = {id(name) for target in targets for name in _bound_in(target)}
+    return {name.value for name in bare_names(rest) if id(name) not in stored} | closed_over(module, function)
+
+
+def _bound_in(target: cst.CSTNode) -> Iterator[cst.Name]:
+    """The names to which an assignment to this target gives a value."""
+    if isinstance(target, cst.Name):
+        yield target
+    elif isinstance(target, (cst.Tuple, cst.List)):
+        for element in target.elements:
+            yield from _bound_in(element.value)
 
 
 def used_outside(scope: cst.CSTNode, loop: cst.For, names: Iterable[str]) -> set[str]:

@@ -108,7 +108,7 @@ def test_a_batch_that_is_brought_first_and_a_sum_of_losses(join: int) -> None:
 
 
 def test_a_number_that_does_not_divide_the_micro_batches_is_an_error_and_no_lost_batch() -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="no multiple"):
         ran(joined(NEXT_ONE_LAST, 3))
 
 
@@ -123,6 +123,7 @@ def test_a_number_that_does_not_divide_the_micro_batches_is_an_error_and_no_lost
             "optimizer.step(); losses.append(logits)",
             "'logits', which the forward computes, is read",
         ),
+        ("optimizer.step()", "optimizer.step(); logits = logits + 1", "'logits', which the forward computes, is read"),
         ("X, Y = get_batch()\n        loss", "X, Y = get_batch(), logits\n        loss", "nothing in the loop brings"),
         ("cross_entropy(logits, Y)", "cross_entropy(logits, Y) * micro_step", "'micro_step', the loop's counter"),
         ("in range(parts):", "in range(0, parts):", "and not over a number"),

@@ -24,7 +24,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Parameters
 from flatout.core.records.workload import Source
 from flatout.machine.cost.accounting import milliseconds, step_loops
-from flatout.tune.rewrite.enclosing_blocks import closed_over, occurrences, root_name, scope_of
+from flatout.tune.rewrite.enclosing_blocks import occurrences, read_elsewhere, root_name, scope_of
 from flatout.tune.rewrite.imports import call_name, with_import
 from flatout.tune.rewrite.numeric_loops import numeric_constants
 from flatout.tune.rewrite.source import (
@@ -144,7 +144,7 @@ def _judged(place: SourcePlace, loop: cst.For) -> _Loop:
     written, indexed = _written(loop), {root_name(s) for s in nodes_of(cst.Subscript, loop)}
     if not written:
         raise EditError("no element of a tensor is written")
-    if late := sorted((bound | counters) & _read_in(scope, place)):
+    if late := sorted((bound | counters) & read_elsewhere(place.module, place.function, loop)):
         raise EditError(f"'{late[0]}' is read after the loop")
     for assigned in nodes_of(cst.Assign, loop.body):
         if isinstance(assigned.value, cst.Subscript) and root_name(assigned.value) in written:
@@ -215,14 +215,6 @@ def _is_read_first(body: cst.BaseSuite, name: str) -> bool:
             return any(_is_read_first(branch, name) or not occurrences(branch, name) for branch in branches)
         return True
     return False
-
-
-def _read_in(scope: cst.CSTNode, place: SourcePlace) -> set[str]:
-    """Names that are read in the rest of a scope: after the loop, or in another round of a loop around it."""
-    targets = [cst.ensure_type(t, cst.AssignTarget).target for t in m.findall(scope, m.AssignTarget(target=m.Name()))]
-    stored = {id(t) for t in targets}
-    read = {n.value for n in bare_names(scope) if id(n) not in stored}
-    return read | closed_over(place.module, place.function)
 
 
 LEVER = lever(__name__, propose, edit=edit, is_local=True, title="A loop over elements on arrays")

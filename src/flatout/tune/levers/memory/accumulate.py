@@ -26,6 +26,8 @@ from flatout.machine.cost.accounting import main_model
 from flatout.machine.cost.memory import bytes_at_peak, main_memory
 from flatout.tune.rewrite.enclosing_blocks import (
     Parents,
+    assigns_names,
+    calls_backward,
     enclosing_loops,
     occurrences,
     only_small,
@@ -138,8 +140,7 @@ def edit(text: str, parameters: Parameters) -> str:
 def _step(place: SourcePlace, model: str) -> _AccumulatedStep:
     """The statements between the model's call and the backward, sorted."""
     backward = only_small(place.statement)
-    is_backward = m.matches(backward or cst.Pass(), m.Expr(value=m.Call(func=m.Attribute(attr=m.Name("backward")))))
-    if backward is None or not is_backward:
+    if backward is None or not calls_backward(place.statement):
         raise EditError(f"'{first_line(place.module, place.statement)}' is no plain call of backward()")
     start = next((i for i, s in enumerate(place.block) if first_line(place.module, s) == model), None)
     if start is None or start >= place.index:
@@ -151,7 +152,7 @@ def _step(place: SourcePlace, model: str) -> _AccumulatedStep:
         statement = one
         if _is_zero_grad(statement):
             before.append(statement)
-        elif _is_plain(statement):
+        elif assigns_names(statement):
             inside.append(statement)
         else:
             raise EditError(f"'{first_line(place.module, statement)}' is between the model's call and the backward")
@@ -165,16 +166,6 @@ def _is_zero_grad(statement: cst.BaseStatement) -> bool:
     small = only_small(statement)
     called = m.Call(func=m.Attribute(attr=m.Name("zero_grad")))
     return small is not None and m.matches(small, m.Expr(value=called))
-
-
-def _is_plain(statement: cst.BaseStatement) -> bool:
-    """Assignments to names, and contexts (autocast) around such."""
-    if isinstance(statement, cst.With):
-        return all(_is_plain(one) for one in statement.body.body)  # type: ignore[arg-type]
-    small = only_small(statement)
-    if not isinstance(small, cst.Assign) or len(small.targets) != 1:
-        return False
-    return m.matches(small.targets[0].target, m.Name() | m.Tuple(elements=[m.AtLeastN(m.Element(m.Name()), n=1)]))
 
 
 def _check_unread(place: SourcePlace, step: _AccumulatedStep, inner: set[str]) -> None:

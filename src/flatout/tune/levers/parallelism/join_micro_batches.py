@@ -26,12 +26,13 @@ from flatout.core.records.lever import Candidate, Parameters, integer, string
 from flatout.machine.cost.accounting import main_model
 from flatout.tune.rewrite.enclosing_blocks import (
     Parents,
-    closed_over,
+    assigns_names,
+    calls_backward,
     levels,
     occurrences,
     only_small,
     parents_of,
-    scope_of,
+    read_elsewhere,
 )
 from flatout.tune.rewrite.imports import with_import
 from flatout.tune.rewrite.source import (
@@ -129,16 +130,16 @@ def edit(text: str, parameters: Parameters) -> str:
     over = expression(f"range({join - 1}, {number}, {join})")
     block = cst.IndentedBlock([*found.others, start, collect, put, *compute, *scaled])
     longer = loop.with_changes(iter=over, body=block, leading_lines=())
-    [check] = statements(f"assert {number} % {join} == 0\n")
-    check = cst.ensure_type(check, cst.SimpleStatementLine).with_changes(leading_lines=loop.leading_lines)
+    why = f"{join} micro-batches go through the model at a time, and their number is no multiple of that"
+    [check] = statements(f'if {number} % {join}:\n    raise ValueError("{why}")\n')
+    check = cst.ensure_type(check, cst.If).with_changes(leading_lines=loop.leading_lines)
     return with_import(with_changes(module, {loop: [check, longer]}), "torch").code
 
 
 def _micro_batches(place: SourcePlace, loop: cst.For, model: str) -> _MicroBatches:
     """The statements of the loop, sorted. Raises EditError where it cannot be told what one is about."""
     backward = only_small(place.statement)
-    is_backward = m.matches(backward or cst.Pass(), m.Expr(value=m.Call(func=m.Attribute(attr=m.Name("backward")))))
-    if backward is None or not is_backward:
+    if backward is None or not calls_backward(place.statement):
         raise EditError(f"'{first_line(place.module, place.statement)}' is no plain call of backward()")
     block = [one for one in loop.body.body if isinstance(one, cst.BaseStatement)]
     at = next(i for i, one in enumerate(block) if one is place.statement)
@@ -147,7 +148,7 @@ def _micro_batches(place: SourcePlace, loop: cst.For, model: str) -> _MicroBatch
         raise EditError("the model is not called in the same loop, ahead of the backward")
     compute, own = [block[start]], assigned_in(block[start])
     for one in block[start + 1 : at]:
-        if _is_plain(one) and names_in(one) & own and not _is_sum(one):
+        if assigns_names(one) and names_in(one) & own and not _is_sum(one):
             compute.append(one)
             own |= assigned_in(one)
     losses = sorted(names_in(backward) & own)
@@ -159,7 +160,7 @@ def _micro_batches(place: SourcePlace, loop: cst.For, model: str) -> _MicroBatch
     wanted = names_in(compute)
     bring: list[cst.BaseStatement] = []
     for one in reversed(rest):
-        if _is_plain(one) and assigned_in(one) & wanted:
+        if assigns_names(one) and assigned_in(one) & wanted:
             bring.insert(0, one)
             wanted |= names_in(one)
     others = [one for one in rest if one not in bring]
@@ -193,12 +194,7 @@ def _check(place: SourcePlace, loop: cst.For, parts: _Parts, loss: str) -> None:
         raise EditError(
             f"'{code_of(loop.target)}', the loop's counter, is read by what brings or computes a micro-batch"
         )
-    scope = with_changes(scope_of(place.module, place.function), {loop: lambda _: []})
-    stored = {
-        id(cst.ensure_type(t, cst.AssignTarget).target) for t in m.findall(scope, m.AssignTarget(target=m.Name()))
-    }
-    read = {n.value for n in bare_names(scope) if id(n) not in stored} | closed_over(place.module, place.function)
-    if bad := sorted((parts.own - {loss}) & (read - assigned_in(scope))):
+    if bad := sorted((parts.own - {loss}) & read_elsewhere(place.module, place.function, loop)):
         raise EditError(f"'{bad[0]}', which the forward computes, is read after the loop")
 
 
@@ -206,16 +202,6 @@ def _holds(place: SourcePlace, statement: cst.BaseStatement, code: str) -> bool:
     """Whether a statement, or one in its block, begins with this line."""
     inside = m.findall(statement, m.SimpleStatementLine())
     return any(first_line(place.module, one) == code for one in (statement, *inside))
-
-
-def _is_plain(statement: cst.BaseStatement) -> bool:
-    """Assignments to names, and contexts (autocast) around such."""
-    if isinstance(statement, cst.With):
-        return all(_is_plain(one) for one in statement.body.body if isinstance(one, cst.BaseStatement))
-    small = only_small(statement)
-    if not isinstance(small, cst.Assign) or len(small.targets) != 1:
-        return False
-    return m.matches(small.targets[0].target, m.Name() | m.Tuple(elements=[m.AtLeastN(m.Element(m.Name()), n=1)]))
 
 
 def _is_sum(statement: cst.BaseStatement) -> bool:
