@@ -1,6 +1,7 @@
 """Generated training scripts through `flatout tune`, `run` and `edit`: does any plan or text change what is learnt?
 
     python bench/world/generated.py --out FILE [--first 0] [--number 300] [--budget 40s] [--only SEED ...] [--jobs 1]
+                                       [--device cuda]
 
 For each seed: the script of `generated_scripts.py`, a search for a plan, and with a plan the script's last losses on three
 seeds, untouched (also with kernels that round otherwise), with `flatout run --plan`, and as the text that `flatout edit` makes.
@@ -20,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -28,14 +30,15 @@ from time import monotonic
 from typing import Any
 
 from generated_scripts import script_of
-from scripts import completed, shares_of
+from scripts import completed, machine_of, shares_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FLATOUT = [sys.executable, "-m", "flatout"]
 MOVES = (0, 1000, 2000)
 LONGEST_S = 600.0
-OTHER_ROUNDING = {"ATEN_CPU_CAPABILITY": "default"}
-"""Kernels without the vector units: they sum in another order, which moves chaotic steps (GANs) as far as other seeds do."""
+OTHER_ROUNDING = {"cpu": {"ATEN_CPU_CAPABILITY": "default"}, "cuda": {"NVIDIA_TF32_OVERRIDE": "1"}}
+"""Kernels without the vector units, or products in TF32: they round otherwise, which moves chaotic steps (GANs) as far as other
+seeds do."""
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -47,6 +50,7 @@ def main() -> int:
     parser.add_argument("--only", type=int, nargs="*", default=None)
     parser.add_argument("--budget", default="40s")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--device", choices=list(OTHER_ROUNDING), default="cpu")
     options = parser.parse_args()
     rows = {row["seed"]: row for row in json.loads(options.out.read_text())["scripts"]} if options.out.exists() else {}
     shares: Queue[list[int]] = Queue()
@@ -57,12 +61,19 @@ def main() -> int:
     def judge(seed: int) -> None:
         share = shares.get()
         with tempfile.TemporaryDirectory() as name:
-            row = judged(seed, Path(name), options.budget, share)
+            row = judged(seed, Path(name), options.budget, share, options.device)
         shares.put(share)
         with done:
             rows[seed] = row
             print(line_of(row), flush=True)
-            found = {"summary": summarise([*rows.values()]), "scripts": [*rows.values()]}
+            found = {
+                "date": datetime.now(UTC).date().isoformat(),
+                "machine": machine_of(sys.executable, share),
+                "device": options.device,
+                "budget": options.budget,
+                "summary": summarise([*rows.values()]),
+                "scripts": [*rows.values()],
+            }
             options.out.write_text(json.dumps(found, indent=1))
 
     wanted = options.only or [s for s in range(options.first, options.first + options.number) if s not in rows]
@@ -72,10 +83,10 @@ def main() -> int:
     return 0
 
 
-def judged(seed: int, folder: Path, budget: str, cores: list[int]) -> dict[str, Any]:
+def judged(seed: int, folder: Path, budget: str, cores: list[int], device: str) -> dict[str, Any]:
     """One script on these cores: its plan, and the last losses of all its forms."""
     run = partial(run_on, cores)
-    generated = script_of(seed)
+    generated = script_of(seed, device)
     (folder / "train.py").write_text(generated.text)
     began = monotonic()
     done = run([*FLATOUT, "tune", "train.py", "--budget", budget, "--out", "plan.toml", "--json", "tuned.json"], folder)
@@ -101,7 +112,7 @@ def judged(seed: int, folder: Path, budget: str, cores: list[int]) -> dict[str, 
         forms["edit"] = [sys.executable, str(folder / "text" / "train.py")]
     row["losses"] = {name: [last_loss(run, command, folder, move) for move in MOVES] for name, command in forms.items()}
     if any(differs(row, form) for form in ("plan", "edit")):
-        control = [last_loss(run, forms["untouched"], folder, move, OTHER_ROUNDING) for move in MOVES]
+        control = [last_loss(run, forms["untouched"], folder, move, OTHER_ROUNDING[device]) for move in MOVES]
         row["losses"]["untouched, other rounding"] = control
     return row
 

@@ -1,12 +1,14 @@
 """Makes training scripts that combine what people do in loops: `script_of(seed)` is the text of one, and which features it has.
 
 Small models on data that are drawn when the script starts; a few hundred steps of some milliseconds. Each script prints its last
-losses (`losses 0.1234 ...`). MOVE_SEED in the environment moves its seed; its argument is the number of epochs.
+losses (`losses 0.1234 ...`). MOVE_SEED in the environment moves its seed; its argument is the number of epochs. For a GPU
+the model and each batch are moved there, some with autocast around the model.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import textwrap
 from typing import NamedTuple
 
@@ -182,13 +184,13 @@ loader = Batches()
 }
 
 
-def script_of(seed: int) -> Generated:
-    """The script of this seed."""
+def script_of(seed: int, device: str = "cpu") -> Generated:
+    """The script of this seed, for a processor ("cpu") or a GPU ("cuda")."""
     draw = random.Random(seed)
     if draw.random() < 0.12:
-        return _gan(draw, seed)
+        return _on(device, _gan(draw, seed))
     if draw.random() < 0.08:
-        return _with_closure(draw, seed)
+        return _on(device, _with_closure(draw, seed))
     model, activation = draw.choice([*_MODELS]), draw.choice([*_ACTIVATIONS])
     optimizer, data = draw.choice([*_OPTIMIZERS]), draw.choice([*_DATA])
     dropout = draw.choice([0.0, 0.0, 0.1])
@@ -216,7 +218,42 @@ def script_of(seed: int) -> Generated:
         "scaler = torch.amp.GradScaler('cpu', init_scale=1024.0)\n" if "grad scaler" in extra else "",
         _loop(extra),
     ]
-    return Generated("".join(textwrap.dedent(p) for p in parts), tuple(features))
+    return _on(device, Generated("".join(textwrap.dedent(p) for p in parts), tuple(features)), autocast=seed % 3 == 0)
+
+
+_ON_GPU = {
+    "torch.manual_seed(": 'device = torch.device("cuda")\ntorch.manual_seed(',
+    "model = Net()": "model = Net().to(device)",
+    "nn.Linear(64, 1))": "nn.Linear(64, 1)).to(device)",
+    "nn.Linear(96, 24))": "nn.Linear(96, 24)).to(device)",
+    "nn.Linear(96, 1))": "nn.Linear(96, 1)).to(device)",
+    "GradScaler('cpu'": "GradScaler('cuda'",
+    "for x, y in loader:": "for x, y in loader:\n    x, y = x.to(device), y.to(device)",
+    "np.clip(x.numpy(), -3, 3))": "np.clip(x.cpu().numpy(), -3, 3)).to(device)",
+    "(inputs[:256]), labels[:256])": "(inputs[:256].to(device)), labels[:256].to(device))",
+    "losses = []\nfor step": "real = real.to(device)\nlosses = []\nfor step",
+    "torch.randn(64, 16)": "torch.randn(64, 16, device=device)",
+    "inputs = torch.randn(512, 24)": "inputs = torch.randn(512, 24).to(device)",
+}
+_AUTOCAST = {
+    "output = model(x)": "with torch.autocast('cuda', dtype=torch.bfloat16):\n    output = model(x)\noutput = output.float()"
+}
+
+
+def _on(device: str, generated: Generated, *, autocast: bool = False) -> Generated:
+    """The script as it is written for a GPU; unchanged for a processor."""
+    if device == "cpu":
+        return generated
+    text, features = generated
+    for find, by in (_ON_GPU | (_AUTOCAST if autocast else {})).items():
+        text = _replaced(text, find, by)
+    return Generated(text, (*features, device, *(["autocast"] if autocast else [])))
+
+
+def _replaced(text: str, find: str, by: str) -> str:
+    """The text with `by` where a line has `find`; more lines of `by` are indented as that line is."""
+    pattern = rf"(?m)^( *)(.*?){re.escape(find)}"
+    return re.sub(pattern, lambda line: line[1] + line[2] + by.replace("\n", "\n" + line[1]), text)
 
 
 _HOOKS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import statistics
@@ -19,6 +20,15 @@ HERE = Path(__file__).resolve().parent
 HOOKS = HERE / "hooks"
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "world"
+LONGEST_S = 900.0
+"""A process that takes longer is ended."""
+_MACHINE = """
+import json, os, pathlib, torch
+lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "a CPU")
+name = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
+print(json.dumps({"name": name, "num_cores": len(os.sched_getaffinity(0)), "torch_version": str(torch.__version__)}))
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +173,12 @@ def completed(
         timeout=timeout_s,
         stdin=subprocess.DEVNULL,
     )
+
+
+def machine_of(python: str, cores: list[int]) -> dict[str, Any]:
+    """What each script runs on."""
+    found = completed([python, "-c", _MACHINE], HERE, dict(os.environ), timeout_s=LONGEST_S, cores=cores)
+    return dict(json.loads(found.stdout))
 
 
 def edit(folder: Path, edits: list[dict[str, Any]]) -> None:

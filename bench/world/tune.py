@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import shutil
 import statistics
@@ -33,22 +32,26 @@ from time import monotonic
 from typing import Any
 
 from run import environment_of
-from scripts import BUILD, HERE, HOOKS, Script, completed, edit, lay_out, read_manifest, shares_of
+from scripts import (
+    BUILD,
+    HERE,
+    HOOKS,
+    LONGEST_S,
+    Script,
+    completed,
+    edit,
+    lay_out,
+    machine_of,
+    read_manifest,
+    shares_of,
+)
 
 WORTH = 1.15
 """A cure that gains less is not counted as one that a plan should find."""
 SEEDS = (11, 12, 13)
 LAST = 0.2
 """The share of a run's losses, at its end, that is averaged."""
-LONGEST_S = 900.0
 _PROBE_S = 6.0
-_MACHINE = """
-import json, os, pathlib, torch
-lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "a CPU")
-name = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu
-print(json.dumps({"name": name, "num_cores": len(os.sched_getaffinity(0)), "torch_version": str(torch.__version__)}))
-"""
 _FEWEST = 20
 """Steps of a run."""
 _AS_FAST = 1.05
@@ -96,13 +99,13 @@ def main() -> int:
             row = {"name": script.name, "error": f"{type(e).__name__}: {e}"}
         finally:
             shares.put(share)
-        row["flatout_commit"] = options.commit or _own_commit()
+        row |= {"flatout_commit": options.commit or _own_commit(), "machine": machine_of(options.python, share)}
         with written:
             rows[script.name] = row
             print(line_of(row), flush=True)
             found = {
                 "date": datetime.now(UTC).date().isoformat(),
-                "machine": machine_of(options.python, share),
+                "machine": row["machine"],
                 "jobs": options.jobs,
                 "budget": options.budget,
                 "run_seconds": options.run_seconds,
@@ -120,12 +123,6 @@ def main() -> int:
         list(pool.map(tuned, wanted))
     print(json.dumps(summarise(list(rows.values())), indent=1))
     return 0
-
-
-def machine_of(python: str, cores: list[int]) -> dict[str, Any]:
-    """What each script runs on."""
-    found = completed([python, "-c", _MACHINE], HERE, dict(os.environ), timeout_s=LONGEST_S, cores=cores)
-    return dict(json.loads(found.stdout))
 
 
 class Tuning:
