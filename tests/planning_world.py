@@ -7,7 +7,7 @@ from typing import Any
 
 from flatout.core.records.lever import Candidate, Lever, PlannedLever
 from flatout.core.records.verdict import Difference, Equality, Footprint, Guarantee, Speed, Verdict
-from flatout.tune.search.search import Objective
+from flatout.tune.search.goal import Objective
 
 STEP_S = 0.1
 PEAK_BYTES = 1000

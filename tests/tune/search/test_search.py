@@ -14,7 +14,8 @@ from tests.planning_world import PEAK_BYTES, STEP_S, World, candidate, lever
 from flatout.core.errors import PlanError
 from flatout.core.records.lever import Candidate, PlannedLever
 from flatout.core.records.verdict import Guarantee, Verdict
-from flatout.tune.search.search import LeverSearchResult, Objective, SearchGoal, search_levers
+from flatout.tune.search.goal import Objective, SearchGoal
+from flatout.tune.search.search import LeverSearchResult, search_levers
 from flatout.tune.search.search_log import SearchLog
 
 NAMES = ("a", "b", "c", "d", "e")

@@ -20,7 +20,8 @@ from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tu
 from flatout.core.records.record import write_whole_file
 from flatout.core.records.verdict import Guarantee, Verdict
 from flatout.machine.cost.accounting import group_by
-from flatout.tune.search.search import Objective, SearchGoal, search_levers
+from flatout.tune.search.goal import Objective, SearchGoal
+from flatout.tune.search.search import search_levers
 from flatout.tune.search.search_log import SearchLog, lever_key
 from flatout.tune.search.whole_run import run_start_s
 from flatout.tune.verify.conditions import coarsest

@@ -8,19 +8,17 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever
+from flatout.core.records.lever import Candidate, Lever, PlannedLever
 from flatout.core.records.plan import Attempt, AttemptKind, LeftOut
 from flatout.core.records.verdict import GUARANTEES, Guarantee, Speed, Verdict
-from flatout.core.units import duration
-from flatout.machine.cost.accounting import speed_up
+from flatout.tune.search.goal import Objective, SearchGoal
+from flatout.tune.search.plan_so_far import PlanSoFar, gain_of, settings_of
 from flatout.tune.search.search_log import SearchLog
 
 _STRONG: Final = 2.0
 """A lever that gained so much is not taken out again for what others do."""
 _WORTH_DIGITS: Final = 1.1
 """What a lever that rounds more coarsely must surely gain; our judgement of what a person would give digits up for."""
-_MOST: Final = 0.9
-"""No lever is promised to save more than this share of a step."""
 _DOING: Final[Mapping[AttemptKind, str]] = {
     "add": "trying {}",
     "swap": "trying {} another way",
@@ -30,73 +28,13 @@ _DOING: Final[Mapping[AttemptKind, str]] = {
     "final": "proving all together",
     "final-again": "racing all together longer",
 }
-_CARRIES_OVER: Final = 1.25
-"""What a trial at a line saved, the whole step saves within this factor (35 of 42 scripts, bench/results, check_examples)."""
 _NOTHING_LOST: Final = 0.99
 """A lever is taken out where the plan without it is at least so many times as fast: it costs nothing to keep what may help."""
 _WORTH_A_LONGER_RACE: Final = 1.03
 """What is equal and so much faster by the first race is raced longer where there is time left in the end."""
-_SMALLEST_GAIN: Final = 1.02
-"""A lever whose best promise is below this is not tried: no interval on an ordinary machine would exclude 1."""
-
-
-_CHEAP: Final = 1.5
-"""Efforts up to this are tried as one where time is short: nothing of them compiles."""
-_CHEAP_ON_DEVICE: Final = 2.0
-"""The same on a device, where bfloat16 and TF32 are among them: they are what most of its matrix units are there for."""
 _SLIGHT: Final = 0.02
 """The share of a step that a lever tried with others may cost at worst, by its prediction."""
 _NO_COMPANY: Final = "it gains nothing alone, and nothing else made the step so fast that it would wait for this"
-_ON_DEVICE: Final = 0.5
-"""On a device starting and recording take most of a comparison: of a compiled GPT-2 small 53 s, and as it is 20 to 30 s."""
-
-Objective = Literal["time", "memory"]
-
-
-class SearchGoal(NamedTuple):
-    """What a plan is for: the least time or the least memory; and how many bytes a step may hold at most (0: no limit).
-
-    `step_s` and `peak_bytes` are of the untouched script; promises are weighed against them.
-    """
-
-    step_s: float
-    peak_bytes: int = 0
-    objective: Objective = "time"
-    most_bytes: int = 0
-    allow: Guarantee = "bounded"
-    """The weakest guarantee of a lever."""
-    num_steps: int = 0
-    """Steps of the runs that it is for: what gains no whole run of them is not taken; 0: as many as the script has, if known."""
-
-    is_on_device: bool = False
-
-    def effort_of(self, lever: Lever, parameters: Parameters) -> float:
-        """How many times as long a comparison of this lever takes as others."""
-        effort = lever.effort_with(parameters)
-        return 1 + _ON_DEVICE * (effort - 1) if self.is_on_device else effort
-
-    @property
-    def cheap(self) -> float:
-        """The effort up to which levers are tried as one."""
-        return _CHEAP_ON_DEVICE if self.is_on_device else _CHEAP
-
-    def too_late(self, speed: Speed, start_s: float = 0.0) -> str:
-        """A sentence on a gain that comes after the end of the run; '' where it comes in time, or the length is not known.
-
-        `start_s` are the seconds that the run begins later besides what the race saw.
-        """
-        num_steps, pays_from = self.num_steps or speed.num_run, speed.pays_from(start_s)
-        is_for_time = self.objective == "time" and not self.must_shrink
-        if not is_for_time or not num_steps or pays_from is None or pays_from <= num_steps:
-            return ""
-        later = f"{speed.ratio:.2f}x faster a step, but the first steps end {duration(speed.later_s + start_s)} later"
-        longer = "" if self.num_steps else " (--run-steps N for longer runs)"
-        return f"{later}: it pays from step {pays_from:,} on, and the run has {num_steps:,}{longer}"
-
-    @property
-    def must_shrink(self) -> bool:
-        """Whether the untouched script is over the limit."""
-        return 0 < self.most_bytes < self.peak_bytes
 
 
 class LeverSearchResult(NamedTuple):
@@ -209,22 +147,19 @@ class _LeverSearch:
         self._bench = bench
         self._log = log
         self._goal = goal
-        self._left_s = goal.step_s
         self._on_progress = on_progress
-        self._plan: tuple[PlannedLever, ...] = ()
+        self._so_far = PlanSoFar(levers, goal)
         self._undecided: list[tuple[Candidate, Speed]] = []
         """Candidates that are equal and seemed to be faster, on top of the plan as it is."""
         self._reasons: dict[int, LeftOut] = {}
         """Why a candidate was left out when it was tried, by its identity: tried again, it gets another reason."""
-        self._needed: set[str] = set()
-        """Levers without which the plan would not fit."""
         self._is_complete = True
         self._has_joined = False
 
     def shrink(self, candidates: Sequence[Candidate]) -> None:
         """Add levers that save memory: all that do where memory is the aim, else until the limit is kept."""
         for number, candidate in enumerate(candidates):
-            why = self._clash(candidate, self._levers[candidate.lever])
+            why = self._so_far.clash(candidate)
             if why:
                 self._leave_out(candidate.lever, why)
                 continue
@@ -233,7 +168,7 @@ class _LeverSearch:
                 self._leave_out_unreached(candidates[number:])
                 return
             if verdict.outcome == "proved":
-                self._needed.add(candidate.lever)
+                self._so_far.needed.add(candidate.lever)
                 if self._goal.objective == "time" and _peak(verdict) <= self._goal.most_bytes:
                     return
 
@@ -242,20 +177,16 @@ class _LeverSearch:
 
         That is what a person would do; and of two things that limit a step each hides what the other gains.
         """
-        before, tried = self._plan, []
+        before, tried = self._so_far.levers, []
         for candidate in candidates:
-            lever = self._levers[candidate.lever]
+            effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
             is_safe = candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
-            is_sure = candidate.is_companion or (is_safe and not self._why_not(candidate, lever))
-            if (
-                is_sure
-                and self._goal.effort_of(lever, candidate.parameters) <= self._goal.cheap
-                and not self._displaced(candidate)
-            ):
+            is_sure = candidate.is_companion or (is_safe and not self._so_far.why_not(candidate))
+            if is_sure and effort <= self._goal.cheap and not self._so_far.displaced(candidate):
                 tried.append(candidate)
-                self._plan = (*self._plan, self._planned(candidate))
-        joined, self._plan = self._plan, before
-        efforts = [self._effort_of(c.lever, c.parameters) for c in tried if not c.is_companion]
+                self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
+        joined, self._so_far.levers = self._so_far.levers, before
+        efforts = [self._so_far.effort_of(c.lever, c.parameters) for c in tried if not c.is_companion]
         is_alone = len(tried) < 2 or not efforts
         if self._has_joined or is_alone or (len(efforts) == len(tried) and self._bench.has_time_for_each(efforts)):
             return
@@ -269,39 +200,35 @@ class _LeverSearch:
         """
         rivals: list[Candidate] = []
         doubtful = self._climb(candidates, rivals, companions)
-        more = self._climb([*rivals, *(c for c, plan, _ in doubtful if plan != self._plan)], None)
-        self._undecided = [(c, speed) for c, plan, speed in [*doubtful, *more] if plan == self._plan]
+        more = self._climb([*rivals, *(c for c, plan, _ in doubtful if plan != self._so_far.levers)], None)
+        self._undecided = [(c, speed) for c, plan, speed in [*doubtful, *more] if plan == self._so_far.levers]
         for companion in companions:
-            if not self._is_planned(companion):
+            if not self._so_far.is_planned(companion):
                 self._leave_out(companion.lever, _NO_COMPANY)
 
     def decide(self) -> None:
         """Try all together, and race longer, in the time that is left, what could not be told from noise."""
         self._add_together()
         for candidate, speed in self._undecided:
-            if speed.ratio > _WORTH_A_LONGER_RACE and not self._clash(candidate, self._levers[candidate.lever]):
+            if speed.ratio > _WORTH_A_LONGER_RACE and not self._so_far.clash(candidate):
                 self._add(candidate, "time", kind="again")
 
     def _add_together(self) -> None:
         """Try what seemed to be faster as one: gains that are small alone add up, and of two limits each hides the other's."""
-        before, joined, tried = self._plan, self._plan, []
+        before, joined, tried = self._so_far.levers, self._so_far.levers, []
         for candidate, speed in self._undecided:
-            self._plan = joined  # clashes are those with what came before it
-            if (
-                speed.ratio > 1
-                and not self._displaced(candidate)
-                and not self._clash(candidate, self._levers[candidate.lever])
-            ):
+            self._so_far.levers = joined  # clashes are those with what came before it
+            if speed.ratio > 1 and not self._so_far.displaced(candidate) and not self._so_far.clash(candidate):
                 low_to_high = (speed.ratio, speed.low, speed.high)
                 tried.append(candidate)
-                joined = (*joined, msgspec.structs.replace(self._planned(candidate), measured=low_to_high))
-        self._plan = before
+                joined = (*joined, msgspec.structs.replace(self._so_far.planned(candidate), measured=low_to_high))
+        self._so_far.levers = before
         if len(tried) > 1 and self._add_joined(joined, tried):
             self._undecided = [(c, speed) for c, speed in self._undecided if not any(c is one for one in tried)]
 
     def _add_joined(self, joined: tuple[PlannedLever, ...], tried: Sequence[Candidate]) -> bool:
         """Try a plan that has several candidates more, and keep it if it is proved; False where it is not."""
-        before = self._plan
+        before = self._so_far.levers
         verdict = self._try("together", joined, joined[-1], "time")
         if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
             return False
@@ -312,8 +239,8 @@ class _LeverSearch:
         new = tuple(msgspec.structs.replace(p, guarantee=g) for p, g in zip(new, weaker, strict=True))
         if not any(planned.measured for planned in new):  # nothing is known of one alone
             new = (*new[:-1], msgspec.structs.replace(new[-1], measured=(speed.ratio, speed.low, speed.high)))
-        self._plan = (*before, *new)
-        self._left_s /= max(1.0, speed.ratio)
+        self._so_far.levers = (*before, *new)
+        self._so_far.step_s /= max(1.0, speed.ratio)
         reasons = [self._reasons.pop(id(candidate), None) for candidate in tried]
         self.left_out = [one for one in self.left_out if not any(one is reason for reason in reasons)]
         return True
@@ -330,20 +257,20 @@ class _LeverSearch:
         """
         doubtful: list[tuple[Candidate, tuple[PlannedLever, ...], Speed]] = []
         for number, candidate in enumerate(candidates):
-            if rivals is not None and any(p.id != candidate.lever for p in self._displaced(candidate)):
+            if rivals is not None and any(p.id != candidate.lever for p in self._so_far.displaced(candidate)):
                 rivals.append(candidate)
                 continue
             if rivals is not None:
                 self._join([*(c for c, _, _ in doubtful), *candidates[number:], *companions])
-            if self._is_planned(candidate):
+            if self._so_far.is_planned(candidate):
                 continue  # it came in with others
-            why = self._why_not(candidate, self._levers[candidate.lever])
+            why = self._so_far.why_not(candidate)
             if why:
-                self._leave_out(candidate.lever, why, self._most_gain(candidate))
+                self._leave_out(candidate.lever, why, self._so_far.most_gain(candidate))
                 continue
-            plan = self._plan
+            plan = self._so_far.levers
             verdict = self._add(candidate, "time")
-            if verdict is None and self._effort_of(candidate.lever, candidate.parameters) > 1:
+            if verdict is None and self._so_far.effort_of(candidate.lever, candidate.parameters) > 1:
                 self._leave_out_unreached([candidate])  # there may be time for a shorter one
                 continue
             if verdict is None:
@@ -357,17 +284,17 @@ class _LeverSearch:
 
     def _add(self, candidate: Candidate, objective: Objective, kind: Literal["add", "again"] = "add") -> Verdict | None:
         """Try one more lever, or another way to pull one, and keep it if it is proved; None when the time is up."""
-        planned, others = self._planned(candidate), self._displaced(candidate)
-        rest = tuple(p for p in self._plan if p not in others)
+        planned, others = self._so_far.planned(candidate), self._so_far.displaced(candidate)
+        rest = tuple(p for p in self._so_far.levers if p not in others)
         verdict = self._try("swap" if others else kind, (*rest, planned), planned, objective)
         if verdict is None:
             self._is_complete = False
             return None
         before_this = self._reasons.pop(id(candidate), None)
         self.left_out = [one for one in self.left_out if one is not before_this]
-        gain = verdict.speed.ratio if verdict.speed is not None else self._most_gain(candidate)
+        gain = verdict.speed.ratio if verdict.speed is not None else self._so_far.most_gain(candidate)
         if verdict.outcome != "proved":
-            as_what = f"as {_settings(planned.parameters)}: " if any(p.id == planned.id for p in others) else ""
+            as_what = f"as {settings_of(planned.parameters)}: " if any(p.id == planned.id for p in others) else ""
             self._reasons[id(candidate)] = self._leave_out(planned.id, as_what + _words(verdict), gain)
             return verdict
         if objective == "time" and self._is_too_little(planned, verdict):
@@ -383,45 +310,31 @@ class _LeverSearch:
         weaker = max(planned.guarantee, verdict.equality.guarantee, key=GUARANTEES.index)
         planned = msgspec.structs.replace(planned, guarantee=weaker)
         if speed is not None:
-            before = _gain(others)
+            before = gain_of(others)
             measured = (before * speed.ratio, before * speed.low, before * speed.high)
             planned = msgspec.structs.replace(planned, measured=measured)
-            self._left_s = self._left_s / max(1.0, speed.ratio)
-        self._plan = (*rest, planned)
+            self._so_far.step_s = self._so_far.step_s / max(1.0, speed.ratio)
+        self._so_far.levers = (*rest, planned)
         for other in others:
             because = f"{planned.id} in its place is faster"
             if other.id == planned.id:
-                because = f"as {_settings(other.parameters)}: another way to pull it is faster"
+                because = f"as {settings_of(other.parameters)}: another way to pull it is faster"
             self._leave_out(other.id, because)
         return verdict
-
-    def _displaced(self, candidate: Candidate) -> tuple[PlannedLever, ...]:
-        """What of the plan the candidate would replace: what it does not go with, and itself with other parameters.
-
-        A lever at another place is another lever.
-        """
-        lever = self._levers[candidate.lever]
-        return tuple(
-            p
-            for p in self._plan
-            if (p.id == lever.id and not lever.is_local)
-            or p.id in lever.conflicts
-            or lever.id in self._levers[p.id].conflicts
-        )
 
     def _leave_out_unreached(self, candidates: Sequence[Candidate]) -> None:
         """Name what there was no time for, with what it promises."""
         for candidate in candidates:
-            if any(p.id == candidate.lever for p in self._plan):
+            if any(p.id == candidate.lever for p in self._so_far.levers):
                 continue
-            low, high = (speed_up(self._left_s, saved_s) for saved_s in self._expected_saving(candidate))
+            low, high = self._so_far.predicted(candidate)
             predicted = (
                 f"predicted {low:.2f} - {high:.2f}x"
                 if high <= 2 * low
                 else f"its gain is not known, {high:.1f}x at most"
             )
             unreached = f"not tried, the time was up: {predicted}"
-            self._leave_out(candidate.lever, self._why_not(candidate, self._levers[candidate.lever]) or unreached, high)
+            self._leave_out(candidate.lever, self._so_far.why_not(candidate) or unreached, high)
 
     def _leave_out(self, lever: str, because: str, gain: float = 1.0) -> LeftOut:
         known = next((one for one in self.left_out if (one.lever, one.because) == (lever, because)), None)
@@ -429,32 +342,6 @@ class _LeverSearch:
             known = LeftOut(lever=lever, because=because, gain=gain)
             self.left_out.append(known)
         return known
-
-    def _most_gain(self, candidate: Candidate) -> float:
-        """How many times as fast a lever could make the step as it is now."""
-        return speed_up(self._left_s, self._expected_saving(candidate)[1])
-
-    def _planned(self, candidate: Candidate) -> PlannedLever:
-        lever = self._levers[candidate.lever]
-        low, high = (speed_up(self._left_s, saved_s) for saved_s in self._expected_saving(candidate))
-        return PlannedLever(
-            id=lever.id,
-            guarantee=lever.guarantee,
-            parameters=candidate.parameters,
-            predicted=(low, high),
-            warm_up_steps=candidate.warm_up_steps,
-            because=candidate.because,
-        )
-
-    def _expected_saving(self, candidate: Candidate) -> tuple[float, float]:
-        """Seconds that a lever may save of the step as it is now, when it was promised for the untouched one.
-
-        What others took may have been what this lever is for, or not at all: from what they left of it up to all it promised.
-        """
-        low, high = candidate.saved_s
-        taken_s = max(0.0, self._goal.step_s - self._left_s)
-        low = max(0.0, low / _CARRIES_OVER - taken_s) if low > 0 else low
-        return min(low, _MOST * self._left_s), min(_CARRIES_OVER * high, _MOST * self._left_s)
 
     def _is_too_little(self, planned: PlannedLever, verdict: Verdict) -> bool:
         """Digits are given up for a gain that a person would give them up for."""
@@ -466,11 +353,11 @@ class _LeverSearch:
 
     def prune(self) -> None:
         """Take out what does not pay any more since others came in, the weakest first."""
-        weak = [p for p in self._plan[:-1] if p.measured is not None and p.measured[0] < _STRONG]
+        weak = [p for p in self._so_far.levers[:-1] if p.measured is not None and p.measured[0] < _STRONG]
         for planned in sorted(weak, key=lambda p: p.measured or ()):
-            if planned.id in self._needed:
+            if planned.id in self._so_far.needed:
                 continue
-            without = tuple(p for p in self._plan if p is not planned)
+            without = tuple(p for p in self._so_far.levers if p is not planned)
             verdict = self._try("drop", without, planned, "time")
             if verdict is None:
                 self._is_complete = False
@@ -480,77 +367,56 @@ class _LeverSearch:
             speed = verdict.speed
             is_as_fast = speed is not None and not speed.is_slower and speed.ratio > _NOTHING_LOST
             if verdict.equality.holds and is_as_fast:
-                self._plan = without
+                self._so_far.levers = without
                 self._leave_out(planned.id, "the others leave it nothing to gain")
 
     def finish(self) -> LeverSearchResult:
         """Prove all together against the untouched script, with fresh seeds; what cannot be proved loses its last lever."""
-        objective: Objective = "memory" if self._needed else "time"
+        objective: Objective = "memory" if self._so_far.needed else "time"
         alone = self._proved_alone()
         if alone is not None and self._bench.is_late():
-            return LeverSearchResult(self._plan, alone, tuple(dict.fromkeys(self.left_out)), self._is_complete)
-        while self._plan:
-            verdict = self._try("final", self._plan, self._plan[-1], objective)
+            return LeverSearchResult(self._so_far.levers, alone, tuple(dict.fromkeys(self.left_out)), self._is_complete)
+        while self._so_far.levers:
+            verdict = self._try("final", self._so_far.levers, self._so_far.levers[-1], objective)
             if verdict is not None and verdict.outcome == "unknown" and _may_be_faster(verdict):
-                verdict = self._try("final-again", self._plan, self._plan[-1], objective) or verdict
+                verdict = self._try("final-again", self._so_far.levers, self._so_far.levers[-1], objective) or verdict
             if verdict is not None and verdict.outcome == "proved" and not self._is_over(verdict):
-                return LeverSearchResult(self._plan, verdict, tuple(dict.fromkeys(self.left_out)), self._is_complete)
+                return LeverSearchResult(
+                    self._so_far.levers, verdict, tuple(dict.fromkeys(self.left_out)), self._is_complete
+                )
             why = _words(verdict) if verdict is not None else "there was no time left to prove it"
-            self._leave_out(self._plan[-1].id, f"all together: {why}", _gain(self._plan[-1:]))
-            self._plan = self._plan[:-1]
+            self._leave_out(self._so_far.levers[-1].id, f"all together: {why}", gain_of(self._so_far.levers[-1:]))
+            self._so_far.levers = self._so_far.levers[:-1]
         return LeverSearchResult((), None, tuple(dict.fromkeys(self.left_out)), self._is_complete)
 
     def _proved_alone(self) -> Verdict | None:
         """The Verdict that compared this whole plan with the untouched script, where its gain is beyond doubt."""
         kinds: tuple[AttemptKind, ...] = ("again", "together", "add", "swap")
-        attempts = [a for kind in kinds if (a := self._log.find(kind, (), self._plan))] if self._plan else []
+        attempts = (
+            [a for kind in kinds if (a := self._log.find(kind, (), self._so_far.levers))] if self._so_far.levers else []
+        )
         verdict = attempts[0].verdict if attempts else None
         if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
             return None
         return verdict if verdict.speed.low >= _WORTH_DIGITS else None
-
-    def _effort_of(self, lever: str, parameters: Parameters) -> float:
-        return self._goal.effort_of(self._levers[lever], parameters)
-
-    def _why_not(self, candidate: Candidate, lever: Lever) -> str:
-        most = self._most_gain(candidate)
-        if most < _SMALLEST_GAIN:
-            return f"it could make a step {most:.2f}x faster at most, too little to be told from noise"
-        return self._clash(candidate, lever)
-
-    def _is_planned(self, candidate: Candidate) -> bool:
-        return any((p.id, p.parameters) == (candidate.lever, candidate.parameters) for p in self._plan)
-
-    def _clash(self, candidate: Candidate, lever: Lever) -> str:
-        if self._is_planned(candidate):
-            return "it is in the plan"
-        others = self._displaced(candidate)
-        if not others:
-            return ""
-        if self._needed & {p.id for p in others}:
-            return f"it does not go with {others[0].id}, without which the plan would not fit"
-        without_s = self._left_s * _gain(others)
-        if speed_up(without_s, min(candidate.saved_s[1], _MOST * without_s)) > _gain(others):
-            return ""
-        if others[0].id == lever.id:
-            return f"as {_settings(candidate.parameters)}: the way that is in the plan saves more than it promises"
-        return f"it does not go with {others[0].id}, which saves more than it promises"
 
     def _try(
         self, kind: AttemptKind, after: tuple[PlannedLever, ...], lever: PlannedLever, objective: Objective
     ) -> Verdict | None:
         """The Verdict, from the log where it is known; None when the time is up."""
         is_final, is_longer = kind in ("final", "final-again"), kind in ("again", "final-again")
-        before = () if is_final else self._plan
+        before = () if is_final else self._so_far.levers
         known = self._log.find(kind, before, after)
         if known is not None:
             return known.verdict
-        effort = self._effort_of(lever.id, lever.parameters) if kind in ("add", "swap", "again") else 1.0
+        effort = self._so_far.effort_of(lever.id, lever.parameters) if kind in ("add", "swap", "again") else 1.0
         if kind == "together":
-            effort = max(self._effort_of(planned.id, planned.parameters) for planned in after)
+            effort = max(self._so_far.effort_of(planned.id, planned.parameters) for planned in after)
         if not self._bench.has_time(is_final=is_final, effort=effort, is_longer=is_longer):
             return None
-        self._on_progress(f"{_DOING[kind].format(lever.id)} (best so far {self._goal.step_s / self._left_s:.2f}x)")
+        self._on_progress(
+            f"{_DOING[kind].format(lever.id)} (best so far {self._goal.step_s / self._so_far.step_s:.2f}x)"
+        )
         verdict = self._bench.compare(before, after, objective=objective, is_final=is_final, is_longer=is_longer)
         self._log.add(Attempt(kind=kind, before=before, after=after, lever=lever.id, verdict=verdict))
         return verdict
@@ -580,12 +446,3 @@ def _words(verdict: Verdict) -> str:
 def _peak(verdict: Verdict) -> int:
     """Peak bytes after the change, of the device where there is one; 0 if it is not known."""
     return verdict.footprints[-1].after_bytes if verdict.footprints else 0
-
-
-def _gain(levers: Sequence[PlannedLever]) -> float:
-    """What they gained, one on top of the other; 1 where nothing was measured."""
-    return math.prod(max(1.0, p.measured[0]) if p.measured is not None else 1.0 for p in levers)
-
-
-def _settings(parameters: Parameters) -> str:
-    return ", ".join(f"{k}={v}" for k, v in parameters.items()) or "it is by default"

@@ -1,0 +1,116 @@
+"""A plan while it is searched: its levers, how long a step takes with them, and what one more would change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever
+from flatout.machine.cost.accounting import speed_up
+from flatout.tune.search.goal import SearchGoal
+
+_MOST: Final = 0.9
+"""No lever is promised to save more than this share of a step."""
+_CARRIES_OVER: Final = 1.25
+"""What a trial at a line saved, the whole step saves within this factor (35 of 42 scripts, bench/results, check_examples)."""
+_SMALLEST_GAIN: Final = 1.02
+"""A lever whose best promise is below this is not tried: no interval on an ordinary machine would exclude 1."""
+
+
+class PlanSoFar:
+    """The levers of a plan, on top of each other in this order, and the seconds of a step with them."""
+
+    def __init__(self, known: Mapping[str, Lever], goal: SearchGoal) -> None:
+        self.levers: tuple[PlannedLever, ...] = ()
+        self.step_s = goal.step_s
+        self.needed: set[str] = set()
+        """Levers without which the plan would not fit."""
+        self._known = known
+        self._goal = goal
+
+    def displaced(self, candidate: Candidate) -> tuple[PlannedLever, ...]:
+        """What of the plan the candidate would replace: what it does not go with, and itself with other parameters.
+
+        A lever at another place is another lever.
+        """
+        lever = self._known[candidate.lever]
+        return tuple(
+            p
+            for p in self.levers
+            if (p.id == lever.id and not lever.is_local)
+            or p.id in lever.conflicts
+            or lever.id in self._known[p.id].conflicts
+        )
+
+    def most_gain(self, candidate: Candidate) -> float:
+        """How many times as fast a lever could make the step as it is now."""
+        return self.predicted(candidate)[1]
+
+    def predicted(self, candidate: Candidate) -> tuple[float, float]:
+        """How many times as fast a lever should make the step as it is now, from - to."""
+        low_s, high_s = self.expected_saving(candidate)
+        return speed_up(self.step_s, low_s), speed_up(self.step_s, high_s)
+
+    def planned(self, candidate: Candidate) -> PlannedLever:
+        """The candidate as the next lever of the plan."""
+        lever = self._known[candidate.lever]
+        return PlannedLever(
+            id=lever.id,
+            guarantee=lever.guarantee,
+            parameters=candidate.parameters,
+            predicted=self.predicted(candidate),
+            warm_up_steps=candidate.warm_up_steps,
+            because=candidate.because,
+        )
+
+    def expected_saving(self, candidate: Candidate) -> tuple[float, float]:
+        """Seconds that a lever may save of the step as it is now, when it was promised for the untouched one.
+
+        What others took may have been what this lever is for, or not at all: from what they left of it up to all it promised.
+        """
+        low, high = candidate.saved_s
+        taken_s = max(0.0, self._goal.step_s - self.step_s)
+        low = max(0.0, low / _CARRIES_OVER - taken_s) if low > 0 else low
+        return min(low, _MOST * self.step_s), min(_CARRIES_OVER * high, _MOST * self.step_s)
+
+    def effort_of(self, lever: str, parameters: Parameters) -> float:
+        """How many times as long a comparison of this lever takes as others."""
+        return self._goal.effort_of(self._known[lever], parameters)
+
+    def why_not(self, candidate: Candidate) -> str:
+        """Why a candidate is not worth a trial; '' where it is."""
+        most = self.most_gain(candidate)
+        if most < _SMALLEST_GAIN:
+            return f"it could make a step {most:.2f}x faster at most, too little to be told from noise"
+        return self.clash(candidate)
+
+    def is_planned(self, candidate: Candidate) -> bool:
+        """Whether the plan has this lever with these parameters."""
+        return any((p.id, p.parameters) == (candidate.lever, candidate.parameters) for p in self.levers)
+
+    def clash(self, candidate: Candidate) -> str:
+        """What in the plan the candidate does not go with, where that saves more; '' where nothing does."""
+        if self.is_planned(candidate):
+            return "it is in the plan"
+        others = self.displaced(candidate)
+        if not others:
+            return ""
+        if self.needed & {p.id for p in others}:
+            return f"it does not go with {others[0].id}, without which the plan would not fit"
+        without_s = self.step_s * gain_of(others)
+        if speed_up(without_s, min(candidate.saved_s[1], _MOST * without_s)) > gain_of(others):
+            return ""
+        if others[0].id == candidate.lever:
+            return f"as {settings_of(candidate.parameters)}: the way that is in the plan saves more than it promises"
+        return f"it does not go with {others[0].id}, which saves more than it promises"
+
+
+def gain_of(levers: Sequence[PlannedLever]) -> float:
+    """What they gained, one on top of the other; 1 where nothing was measured."""
+    return math.prod(max(1.0, p.measured[0]) if p.measured is not None else 1.0 for p in levers)
+
+
+def settings_of(parameters: Parameters) -> str:
+    """The parameters of a lever in words."""
+    return ", ".join(f"{k}={v}" for k, v in parameters.items()) or "it is by default"
