@@ -98,12 +98,11 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.multi
-def test_the_loop_of_the_readme_runs_unchanged_alone_and_under_torchrun(
+def test_the_loop_of_the_how_to_runs_unchanged_alone_and_under_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (Path(__file__).parents[3] / "README.md").read_text()
-    examples = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
-    [loop] = [example for example in examples if "flatout.World()" in example]
+    text = (Path(__file__).parents[3] / "docs" / "how-to" / "write-a-loop.md").read_text()
+    loop = text.split("```python\n")[1].partition("```")[0]
     monkeypatch.chdir(tmp_path)
     Path("loop.py").write_text(loop)
 
@@ -113,11 +112,11 @@ def test_the_loop_of_the_readme_runs_unchanged_alone_and_under_torchrun(
         ]
 
     runpy.run_path("loop.py", run_name="__main__")
-    assert ran() == [("finished", 4)]
+    assert ran() == [("finished", 12)]
     shutil.rmtree("runs")
     starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [sys.executable, *starter, "loop.py"], capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert ran() == [("finished", 4)]
+    assert ran() == [("finished", 12)]
