@@ -22,8 +22,8 @@ import torch
 
 from flatout.app.plans import environment_of, precision_of_plan, read_plan
 from flatout.core.errors import FlatoutError
+from flatout.core.files import write_whole_file
 from flatout.core.records.plan import to_toml
-from flatout.core.records.record import write_whole_file
 from flatout.core.records.verdict import Verdict
 from flatout.tune.edits import edits
 from flatout.tune.verify.proof import prove_script

@@ -23,7 +23,7 @@ import torch
 
 from flatout.blocks.parallel.layout_measurement import measured_steps
 from flatout.blocks.parallel.world import World
-from flatout.core.records.record import write_whole_file
+from flatout.core.files import write_whole_file
 from flatout.core.records.scale import Layout, MeasuredStep, ModelShape
 from flatout.machine.measure.stats import median, quantile
 from flatout.scale.calibration import Calibrated, TimedLayout

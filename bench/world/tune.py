@@ -277,7 +277,7 @@ class Tuning:
     ) -> float:
         """Seconds from the start of the process to the end of so many steps; inf where it failed."""
         script, folder = self._script, self._fresh()
-        wanted = self._environment(with_flatout=plan is not None) | (environment or {}) | (extra or {})
+        wanted = self._environment(with_flatout=plan is not None or is_edited) | (environment or {}) | (extra or {})
         wanted |= {"WORLD_MARKS": self._fresh_marks(), "WORLD_END_STEPS": str(num_steps)}
         command = [self._options.python, *script.command]
         if plan is not None:

@@ -59,11 +59,13 @@ def _install():
         counts[key] = counts.get(key, 0) + 1
         is_last = bool(end_steps) and order[key] == 0 and counts[key] >= end_steps
         if is_last or (end_s and now - first[0] > end_s):
-            sys.stdout.flush()
-            if "multiprocessing" in sys.modules:
-                for child in sys.modules["multiprocessing"].active_children():
-                    child.kill()
-            os._exit(0)
+            try:
+                sys.stdout.flush()
+                if "multiprocessing" in sys.modules:
+                    for child in sys.modules["multiprocessing"].active_children():
+                        child.kill()  # a loader's handler raises an error when its worker dies
+            finally:
+                os._exit(0)
 
     def wait_for_device():
         import torch

@@ -16,12 +16,13 @@ from flatout.check.diagnosis import diagnose
 from flatout.check.merge_ranks import merge
 from flatout.check.stakes import proposed_trials
 from flatout.core.errors import CaptureError, EditError, PlanError, RecordError
+from flatout.core.files import write_whole_file
 from flatout.core.records.comparison import Comparison
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Diagnosis
 from flatout.core.records.hardware import Machine
 from flatout.core.records.plan import Plan, text_root
-from flatout.core.records.record import Record, to_json, write_whole_file
+from flatout.core.records.record import Record, to_json
 from flatout.core.records.trial import TimeCompiled, Trial
 from flatout.core.registry import reductions, rules
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flatout.core.errors import CheckpointError, RecordError
-from flatout.core.records.record import write_whole_file
+from flatout.core.files import write_whole_file
 
 
 def write_checkpoint_file(path: Path, data: bytes) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from flatout.core.errors import EditError, PlanError, RecordError
+from flatout.core.files import write_whole_file
 from flatout.core.records.lever import Lever, Parameters, PlannedLever
 from flatout.core.records.plan import Plan
-from flatout.core.records.record import write_whole_file
 from flatout.core.registry import lever_of
 from flatout.core.runtime.project_folder import project_folder
 from flatout.tune.rewrite.source import changed_places, is_editable

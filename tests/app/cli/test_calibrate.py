@@ -30,7 +30,7 @@ def test_steps_of_every_kind_are_measured_and_can_be_read(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "options,part",
     [
-        (["--out", "no/runs.json"], "a folder that exists"),
+        (["--out", "no/runs.json"], "there is no folder"),
         (["--out", "runs.json", "--ranks", "0"], "give one rank or more"),
         (["--out", "runs.json", "--seconds", "0"], "seconds above 0"),
     ],

@@ -9,7 +9,7 @@ import typer
 
 from flatout.app.cli.command import Command
 from flatout.app.cli.factories import named_model
-from flatout.app.cli.options import one_of, require_folders
+from flatout.app.cli.options import one_of, require_folder_to_write
 from flatout.app.cli.terminal import open_console, print_lines, print_unwrapped
 from flatout.core.errors import UsageError
 
@@ -70,9 +70,7 @@ def _check(out: Path, *, precision: str, backend: str, events: int) -> None:
         raise UsageError(f"--precision {precision} is of the native back end; leave out --backend aoti")
     if events < 1:
         raise UsageError(f"--events {events} is no number above 0")
-    require_folders(out=out)
-    if out.is_file():
-        raise UsageError(f"-o {out} is a file; give a folder")
+    require_folder_to_write("-o", out)
 
 
 COMMAND = Command(build, order=80)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from flatout.app.cli.command import Command
+from flatout.app.cli.options import require_writable
 from flatout.app.cli.terminal import print_lines
 from flatout.core.errors import UsageError
 
@@ -28,10 +29,9 @@ def calibrate(
 
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     number = ranks if ranks is not None else torch.cuda.device_count() if kind == "cuda" else 2
-    if number < 1 or seconds <= 0 or not out.absolute().parent.is_dir():
-        raise UsageError(
-            f"{number} ranks, {seconds} s, --out '{out}': give one rank or more, seconds above 0, and a folder that exists"
-        )
+    require_writable(out=out)
+    if number < 1 or seconds <= 0:
+        raise UsageError(f"{number} ranks, {seconds} s: give one rank or more, and seconds above 0")
     read_model(model)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
     command += ["-m", "flatout.app.cli.children.calibration_rank"]

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import IO, TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -24,7 +24,7 @@ from flatout.app.cli.options import (
     Script,
     ScriptTarget,
     StepTrace,
-    require_folders,
+    require_writable,
     target_of,
 )
 from flatout.app.cli.ranks import (
@@ -84,7 +84,7 @@ def check(
     example = "`flatout check train.py -- --its --arguments` or `flatout check -m package.module`"
     wanted = target_of(target, module, arguments, example=example)
     outputs = Outputs(json=json, html=html, markdown=markdown, trace=trace)
-    require_folders(**outputs._asdict())
+    require_writable(**outputs._asdict())
     if seconds <= 0:
         raise UsageError(f"--seconds {seconds} must be above 0")
     if nproc is not None and nproc < 1:
@@ -119,8 +119,9 @@ def _run(observation: Observation, folder: Path, outputs: Outputs, *, is_quiet: 
             command,
             is_complete=path.exists,
             stop=observation.stop,
-            print_now=lambda: _print_now(_read(path)),
+            print_now=lambda: _print_now(_read(path), outputs),
             progress=progress,
+            output=_for_script(outputs),
         )
     )
     ended = process.wait()
@@ -136,6 +137,11 @@ def _run(observation: Observation, folder: Path, outputs: Outputs, *, is_quiet: 
     return _report(evidence, outputs, ended)
 
 
+def _for_script(outputs: Outputs) -> IO[bytes] | None:
+    """Where the script's output goes where a file takes standard output; None: where ours goes."""
+    return sys.stderr.buffer if outputs.take_stdout else None
+
+
 def _run_ranks(observation: Observation, folder: Path, nproc: int, outputs: Outputs) -> int:
     """Start `nproc` observed ranks under torch's launcher, wait for them, print one report; the launcher's exit code."""
     request = folder / "observation.json"
@@ -147,7 +153,8 @@ def _run_ranks(observation: Observation, folder: Path, nproc: int, outputs: Outp
             stop=observation.stop,
             has_peers=True,
             ranks=lambda: observing_ranks(folder, nproc),
-            print_now=lambda: _print_now(gather(folder, nproc)),
+            print_now=lambda: _print_now(gather(folder, nproc), outputs),
+            output=_for_script(outputs),
         )
     )
     ended = process.wait()
@@ -163,7 +170,7 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
     request = folder / f"observation{rank.rank}.json"
     command = write_request(observation, request, evidence_path=folder, world_size=rank.world_size)
     local = range(rank.rank - rank.rank % rank.local_world_size, rank.world_size)[: rank.local_world_size]
-    print_now = (lambda: _print_now(gather(folder, rank.world_size))) if rank.rank == 0 else None
+    print_now = (lambda: _print_now(gather(folder, rank.world_size), outputs)) if rank.rank == 0 else None
     ended = ObservedProcess(
         ObservedCommand(
             command,
@@ -171,6 +178,7 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
             stop=observation.stop,
             has_peers=True,
             print_now=print_now,
+            output=_for_script(outputs),
         )
     ).wait()
     own = evidence_path(folder, rank.rank)
@@ -182,7 +190,7 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
         code = _report(gather(folder, rank.world_size), outputs, ended)
         shutil.rmtree(folder, ignore_errors=True)
     elif outputs.json is not None and rank.host_number and own.exists():
-        from flatout.core.records.record import write_whole_file
+        from flatout.core.files import write_whole_file
 
         # Rank 0 runs on another host and cannot see this file: `flatout report` merges what each host wrote.
         write_whole_file(outputs.json.with_suffix(f".rank{rank.rank}.json"), own.read_bytes())
@@ -220,7 +228,8 @@ def write_request(observation: Observation, request: Path, *, evidence_path: Pat
     """Write the request; the command that follows it."""
     import msgspec
 
-    from flatout.core.records.record import to_json, write_whole_file
+    from flatout.core.files import write_whole_file
+    from flatout.core.records.record import to_json
 
     full = msgspec.structs.replace(observation, evidence_path=str(evidence_path), world_size=world_size)
     write_whole_file(request, to_json(full))
@@ -259,18 +268,20 @@ def _read(path: Path) -> Evidence:
     return read_evidence(path.read_bytes())
 
 
-def _print_now(evidence: Evidence) -> None:
+def _print_now(evidence: Evidence, outputs: Outputs) -> None:
     """Print the report of a script that goes on."""
-    _print(evidence, _diagnosis_of(evidence))
+    _print(evidence, _diagnosis_of(evidence), stderr=outputs.take_stdout)
     open_console(stderr=True).print("the script goes on, no longer observed; Ctrl-C ends it", style="dim")
 
 
 def _report(evidence: Evidence, outputs: Outputs, ended: Ended) -> int:
     """Write the files and print the report, last of all; the exit code."""
     diagnosis = _diagnosis_of(evidence)
-    outputs.write(evidence, diagnosis)  # first: the terminal may be gone
-    if not ended.was_printed:
-        _print(evidence, diagnosis)
+    try:
+        outputs.write(evidence, diagnosis)  # first: the terminal may be gone
+    finally:
+        if not ended.was_printed:
+            _print(evidence, diagnosis, stderr=outputs.take_stdout)
     return ended.code if ended.code or evidence.steps.num_timed else 1
 
 
@@ -280,11 +291,11 @@ def _diagnosis_of(evidence: Evidence) -> Diagnosis:
     return diagnose_all(evidence)
 
 
-def _print(evidence: Evidence, diagnosis: Diagnosis) -> None:
+def _print(evidence: Evidence, diagnosis: Diagnosis, *, stderr: bool) -> None:
     from flatout.report.parts.diagnosis import diagnosis_blocks
 
     with suppress(OSError):  # a terminal that has hung up
-        print_report(["", *diagnosis_blocks(evidence, diagnosis)])
+        print_report(["", *diagnosis_blocks(evidence, diagnosis)], stderr=stderr)
 
 
 COMMAND = Command(check, order=10, takes_script=True)

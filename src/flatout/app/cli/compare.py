@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flatout.app.cli.command import Command
+from flatout.app.cli.options import require_writable
 from flatout.app.cli.terminal import open_console, print_report
 from flatout.core.errors import RecordError, UsageError
 
@@ -28,22 +29,26 @@ def compare(
 ) -> None:
     """Say what changed between two checked runs, line by line: step time, phases, findings, lines, memory."""
     from flatout.app.session import compare_runs
-    from flatout.core.records.record import to_json, write_whole_file
+    from flatout.core.files import STANDARD_OUTPUT, write_all_files
+    from flatout.core.records.record import to_json
     from flatout.report.markdown import markdown_report
     from flatout.report.parts.compare import comparison_blocks, decision_line
 
+    require_writable(json=json, markdown=markdown)
     threshold = None if fail_if_slower is None else _fraction(fail_if_slower)
     one, two = _read(before), _read(after)
     comparison = compare_runs(one, two, fail_if_slower=threshold)
     answer, *blocks = comparison_blocks(comparison)
-    print_report([answer, *blocks])
+    takes_stdout = STANDARD_OUTPUT in (json, markdown)
+    print_report([answer, *blocks], stderr=takes_stdout)
     decision = [decision_line(comparison)] if comparison.decision is not None else []
-    if json is not None:
-        write_whole_file(json, to_json(comparison))
-    if markdown is not None:
-        write_whole_file(markdown, markdown_report([answer, *decision, *blocks]).encode())
+    wanted = (
+        (json, lambda: to_json(comparison)),
+        (markdown, lambda: markdown_report([answer, *decision, *blocks]).encode()),
+    )
+    write_all_files((path, content) for path, content in wanted if path is not None)
     for line in decision:
-        open_console().print(line, style="bold", markup=False, highlight=False, soft_wrap=True)
+        open_console(stderr=takes_stdout).print(line, style="bold", markup=False, highlight=False, soft_wrap=True)
     if comparison.decision is not None and comparison.decision.outcome == "slower":
         raise typer.Exit(1)
 

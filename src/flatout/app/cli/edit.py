@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import ModuleName, Script, ScriptTarget, require_folders, target_of
+from flatout.app.cli.options import ModuleName, Script, ScriptTarget, require_writable, target_of
 from flatout.app.cli.terminal import open_console, print_lines
 from flatout.core.errors import FlatoutError, UsageError
 
@@ -54,8 +54,8 @@ def edit(
     the text does something else than the script, and with 3 when that could not be verified, as the first line says.
     """
     from flatout.app.plans import read_plan
+    from flatout.core.files import write_whole_file
     from flatout.core.records.plan import text_root, to_toml
-    from flatout.core.records.record import write_whole_file
     from flatout.tune.edits import edits
 
     if plan is None:
@@ -64,7 +64,7 @@ def edit(
     file = target.file
     if write and into is not None:
         raise UsageError("--write changes the files in place and --into writes copies; give one of them")
-    require_folders(rest=rest)
+    require_writable(rest=rest)
     wanted = read_plan(plan)
     target = target._replace(arguments=target.arguments or wanted.arguments)
     root = Path(text_root(wanted, file.absolute()))

@@ -9,6 +9,7 @@ import typer
 
 from flatout.app.cli.command import Command
 from flatout.app.cli.factories import named_function
+from flatout.app.cli.options import require_writable
 from flatout.app.cli.terminal import print_lines
 
 
@@ -39,6 +40,7 @@ def fit(
         raise UsageError("give either module:function or --model FILE")
     if html is not None and model is None:
         raise UsageError("--html is of a layout's stages; give --model and --layout with it")
+    require_writable(html=html)
     if not (_step(step, room) if model is None else _layout(model, layout, room, optimizer_bytes, html)):
         raise typer.Exit(1)
 
@@ -61,7 +63,7 @@ def _step(name: str, room: float | None) -> bool:
 
 def _layout(model: Path, layout: Path | None, room: float | None, optimizer_bytes: int, html: Path | None) -> bool:
     """Each stage of a layout."""
-    from flatout.core.records.record import write_whole_file
+    from flatout.core.files import write_whole_file
     from flatout.core.records.scale import Layout, Software
     from flatout.report.html.scale import fit_page
     from flatout.report.parts.scale import BOUND, accounting_lines, layout_text, memory_lines

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from flatout.app.cli.command import Command
+from flatout.app.cli.options import require_writable
 from flatout.app.cli.terminal import open_console, print_report
 
 
@@ -17,13 +18,15 @@ def machine(
 ) -> None:
     """Measure what this machine can do, or show what is kept, beside the data sheet."""
     # measure imports torch, which takes seconds: other commands must not pay for it.
+    from flatout.core.files import STANDARD_OUTPUT, write_whole_file
     from flatout.core.records.hardware import Machine
-    from flatout.core.records.record import to_json, write_whole_file
+    from flatout.core.records.record import to_json
     from flatout.core.runtime.cache_folder import default_cache_folder
     from flatout.machine.measure import cache, probe
     from flatout.machine.specs import catalog
     from flatout.report.parts.machine import machine_blocks
 
+    require_writable(json=json)
     notes = open_console(stderr=True)
     identity = probe.identify()
 
@@ -36,7 +39,8 @@ def machine(
         path, because = cache.write_machine(default_cache_folder(), measured), None
     else:
         measured, path, because = cache.read_or_measure(default_cache_folder(), identity, measure)
-    print_report(machine_blocks(measured, catalog.load_spec(measured.spec_id) if measured.spec_id else None), width=200)
+    spec = catalog.load_spec(measured.spec_id) if measured.spec_id else None
+    print_report(machine_blocks(measured, spec), width=200, stderr=json == STANDARD_OUTPUT)
     if because is not None:
         notes.print(f"measured now: {because}", style="dim")
     notes.print(f"kept in {path}", style="dim")

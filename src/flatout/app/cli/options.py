@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, TypeVar
 import typer
 
 from flatout.core.errors import UsageError
+from flatout.core.files import STANDARD_OUTPUT, is_stream
 
 if TYPE_CHECKING:
     from flatout.core.records.evidence import Evidence
@@ -100,13 +102,46 @@ def require_file(path: Path, *, what: str) -> None:
         raise UsageError(f"'{path}' is not a file; give {what}")
 
 
-def require_folders(**paths: Path | None) -> None:
-    """Raises UsageError when the folder of a file that is to be written does not exist; by the names of the options."""
+def require_writable(**paths: Path | None) -> None:
+    """Raises UsageError when a file cannot be written in the end; by the names of the options.
+
+    Its folder has to exist and to be ours to write in, it may be no folder itself, and no other option may name it.
+    """
+    names: dict[str, str] = {}
     for name, path in paths.items():
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(
-                f"--{name} {path}: there is no folder '{path.absolute().parent}'; give a path in one that exists"
-            )
+        if path is None:
+            continue
+        target = str(path) if path == STANDARD_OUTPUT or is_stream(path) else os.path.realpath(path)
+        if because := _why_not_writable(path, Path(target)):
+            raise UsageError(f"--{name} {path}: {because}")
+        if (other := names.setdefault(target, name)) != name and target != os.devnull:
+            raise UsageError(f"--{name} {path}: --{other} goes there, too; give two paths")
+
+
+def require_folder_to_write(name: str, path: Path) -> None:
+    """Raises UsageError when no folder can be made at a path: it is a file, or lies in no folder; `name` is the option's."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{name} {path} is a file; give a folder")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(
+            f"{name} {path}: there is no folder '{path.absolute().parent}'; give a path in one that exists"
+        )
+
+
+def _why_not_writable(path: Path, target: Path) -> str:
+    """Why nothing can be written to a path that leads to this target; '' where it can."""
+    if path == STANDARD_OUTPUT:
+        return ""
+    if is_stream(path):
+        return "" if os.access(path, os.W_OK) else "it may not be written to; give another path"
+    folder = target.parent
+    if not folder.is_dir():
+        return f"there is no folder '{folder}'; give a path in one that exists"
+    if target.is_dir():
+        return "it is a folder; give the path of a file in it"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"the folder '{folder}' may not be written to; give a path in another one"
+    return ""
 
 
 def one_of(allowed: Sequence[Name], value: str, *, name: str) -> Name:
@@ -138,31 +173,45 @@ def parsed_amount(text: str, units: Mapping[str, float], *, complaint: str) -> f
 
 
 class Outputs(NamedTuple):
-    """What to write where; None leaves it out."""
+    """What to write where; None leaves it out, `-` is standard output."""
 
     json: Path | None = None
     html: Path | None = None
     markdown: Path | None = None
     trace: Path | None = None
 
-    def write(self, evidence: Evidence, diagnosis: Diagnosis) -> None:
-        """Write every file that was asked for, each whole or not at all."""
-        from flatout.core.records.record import write_whole_file
+    @property
+    def take_stdout(self) -> bool:
+        """Whether a file goes to standard output, so that all else has to go to standard error."""
+        return STANDARD_OUTPUT in self
 
-        if self.json is not None:
+    def write(self, evidence: Evidence, diagnosis: Diagnosis) -> None:
+        """Write every file that was asked for, each whole or not at all.
+
+        Raises RecordError when some could not be written, after all others were.
+        """
+        from flatout.core.files import write_all_files
+
+        def json() -> bytes:
             from flatout.report.json_report import json_report
 
-            write_whole_file(self.json, json_report(evidence, diagnosis))
-        if self.html is not None:
+            return json_report(evidence, diagnosis)
+
+        def html() -> bytes:
             from flatout.report.html import html_report
 
-            write_whole_file(self.html, html_report(evidence, diagnosis))
-        if self.markdown is not None:
+            return html_report(evidence, diagnosis)
+
+        def markdown() -> bytes:
             from flatout.report.markdown import markdown_report
             from flatout.report.parts.diagnosis import short_diagnosis_blocks
 
-            write_whole_file(self.markdown, markdown_report(short_diagnosis_blocks(evidence, diagnosis)).encode())
-        if self.trace is not None:
+            return markdown_report(short_diagnosis_blocks(evidence, diagnosis)).encode()
+
+        def trace() -> bytes:
             from flatout.report.perfetto import chrome_trace
 
-            write_whole_file(self.trace, chrome_trace(evidence, compress=self.trace.suffix == ".gz"))
+            return chrome_trace(evidence, compress=self.trace is not None and self.trace.suffix == ".gz")
+
+        contents = zip(self, (json, html, markdown, trace), strict=True)
+        write_all_files((path, content) for path, content in contents if path is not None)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import EvidenceJson, Outputs, ReportHtml, ReportMarkdown, StepTrace, require_folders
+from flatout.app.cli.options import EvidenceJson, Outputs, ReportHtml, ReportMarkdown, StepTrace, require_writable
 from flatout.app.cli.terminal import print_report
 
 
@@ -30,10 +30,10 @@ def report(
     from flatout.report.parts.diagnosis import diagnosis_blocks
 
     outputs = Outputs(json=json, html=html, markdown=markdown, trace=trace)
-    require_folders(**outputs._asdict())
+    require_writable(**outputs._asdict())
     evidence = evidence_in(files)
     diagnosis = diagnose_all(evidence)
-    print_report(diagnosis_blocks(evidence, diagnosis))
+    print_report(diagnosis_blocks(evidence, diagnosis), stderr=outputs.take_stdout)
     outputs.write(evidence, diagnosis)
 
 

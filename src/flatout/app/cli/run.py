@@ -82,8 +82,8 @@ def _ensure_losses(path: Path, target: ScriptTarget, num_losses: int) -> None:
     from flatout.app.cli.ranks import launched_rank
     from flatout.app.cli.terminal import open_console
     from flatout.app.plans import must_fit, read_plan
+    from flatout.core.files import write_whole_file
     from flatout.core.records.plan import digest_of_run, to_toml
-    from flatout.core.records.record import write_whole_file
     from flatout.tune.verify.losses import loss_spread
     from flatout.tune.verify.side_process import Request
 

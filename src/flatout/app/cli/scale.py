@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from flatout.app.cli.command import Command
+from flatout.app.cli.options import require_writable
 from flatout.app.cli.terminal import print_lines, print_unwrapped
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def scale(
     from flatout.scale.inputs import cluster_of, read_model, read_runs, samples_of, tokens_of
     from flatout.scale.search import ranked_layouts
 
+    require_writable(out=out, html=html)
     if straggler < 0 or node < 1 or fabric <= 0 or disk <= 0 or (price is not None and price < 0):
         raise UsageError("--straggler and --price are 0 or more, --node, --fabric and --disk are positive")
     shape, kinds = read_model(model), _compressions(compression)
@@ -160,7 +162,7 @@ class _RunLength(NamedTuple):
 
 
 def _write_layout(path: Path, best: Ranked, what: str) -> None:
-    from flatout.core.records.record import write_whole_file
+    from flatout.core.files import write_whole_file
     from flatout.scale.inputs import layout_toml
 
     text = f"{what}, predicted {best.step.total_s:.3f} s a step, {best.memory.total_bytes / 2**30:.1f} GiB"
@@ -169,7 +171,7 @@ def _write_layout(path: Path, best: Ranked, what: str) -> None:
 
 
 def _write_page(path: Path, found: Ranking, name: str, prediction: _Prediction, run: _RunLength, how: str) -> None:
-    from flatout.core.records.record import write_whole_file
+    from flatout.core.files import write_whole_file
     from flatout.machine.cost.roofline import memory_bytes
     from flatout.machine.specs.catalog import load_spec
     from flatout.report.html.scale import Failing, First, Question, scale_page

@@ -106,7 +106,8 @@ def shrink(
 
 
 def _write(found: Shrunk, out: Path) -> None:
-    from flatout.core.records.record import to_json, write_whole_file
+    from flatout.core.files import write_whole_file
+    from flatout.core.records.record import to_json
     from flatout.report.html.shrink import shrunk_page
 
     if not out.is_dir():

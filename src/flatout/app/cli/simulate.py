@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flatout.app.cli.command import Command
+from flatout.app.cli.options import require_writable
 from flatout.app.cli.terminal import print_lines, print_unwrapped
 
 if TYPE_CHECKING:
@@ -35,11 +36,12 @@ def simulate(
 
     from flatout.core import units
     from flatout.core.errors import UsageError
+    from flatout.core.files import write_whole_file
     from flatout.core.records.failure import Failures
-    from flatout.core.records.record import write_whole_file
     from flatout.report.parts.goodput import curve_table, recovery_table
     from flatout.scale.failures import expected_goodput, interruptions, simulated_goodput
 
+    require_writable(html=html)
     if gpus < 1 or node < 1 or (mtbf is not None and not mtbf > 0):
         raise UsageError(f"{gpus} devices, {node} a node, {mtbf} hours between interruptions; give positive numbers")
     nodes = -(-gpus // node)

@@ -11,7 +11,7 @@ import typer
 
 from flatout.app.cli.children.layout_rank import ranks_of
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import Arguments, IsModule, script_arguments
+from flatout.app.cli.options import Arguments, IsModule, require_writable, script_arguments
 from flatout.core.errors import UsageError
 
 
@@ -51,8 +51,10 @@ def survive(
     from flatout.blocks.elastic.messages import Job
     from flatout.blocks.elastic.node import host_and_port, serve_node
     from flatout.blocks.elastic.supervisor import Supervisor
-    from flatout.core.records.record import to_json, write_whole_file
+    from flatout.core.files import write_whole_file
+    from flatout.core.records.record import to_json
 
+    require_writable(json=report_file)
     own = script_arguments(arguments)
     if layout is not None:
         nproc = ranks_of(layout, nnodes)

@@ -20,11 +20,11 @@ def open_console(
     return Console(stderr=stderr, soft_wrap=soft_wrap, highlight=highlight, markup=markup)
 
 
-def print_report(blocks: Iterable[Block], *, width: int = 100) -> None:
-    """Print a report on stdout, at most `width` columns wide."""
+def print_report(blocks: Iterable[Block], *, width: int = 100, stderr: bool = False) -> None:
+    """Print a report on stdout or stderr, at most `width` columns wide."""
     from flatout.report.text import terminal_report
 
-    open_console().print(terminal_report(blocks, width=width))
+    open_console(stderr=stderr).print(terminal_report(blocks, width=width))
 
 
 def print_lines(*lines: str, stderr: bool = False) -> None:

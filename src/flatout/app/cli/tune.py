@@ -27,11 +27,12 @@ from flatout.app.cli.options import (
     one_of,
     parsed_amount,
     parsed_seconds,
-    require_folders,
+    require_writable,
     target_of,
 )
 from flatout.app.cli.terminal import open_console, print_lines, print_report
 from flatout.core.errors import CaptureError
+from flatout.core.files import STANDARD_OUTPUT
 
 if TYPE_CHECKING:
     from flatout.core.records.evidence import Evidence
@@ -101,8 +102,6 @@ def tune(
     Every lever is named, measured and proved equal; the plan runs with `flatout run --plan plan.toml SCRIPT`. Interrupted, the
     same command goes on where it was.
     """
-    from flatout.core.records.plan import to_toml
-    from flatout.core.records.record import write_whole_file
     from flatout.core.registry import lever_of, levers, rules
     from flatout.report.parts.ladder import WIDTH, ladder_blocks
     from flatout.tune.search.script_search import SearchSettings, is_text, search_script
@@ -115,7 +114,7 @@ def tune(
     file = target.file
     root = Path.cwd() if target.is_module and not file.is_absolute() else file.resolve().parent
     guarantee = one_of(ALLOWED_GUARANTEES, allow, name="--allow")
-    require_folders(out=out, html=html, md=markdown, json=json)
+    require_writable(out=out, html=html, md=markdown, json=json)
     aim = one_of(_OBJECTIVES, objective, name="--objective")
     budget_s, most_bytes = parsed_seconds(budget, name="--budget"), _bytes(memory)
     quality = None
@@ -152,9 +151,9 @@ def tune(
         except KeyboardInterrupt:
             console.print("interrupted; what was tried is saved, and the same command goes on from there")
             raise typer.Exit(_INTERRUPTED) from None
-    print_report(ladder_blocks(tuned), width=WIDTH)
-    write_whole_file(out, to_toml(tuned.plan))
-    _write(tuned, html=html, markdown=markdown, json=json)
+    takes_stdout = STANDARD_OUTPUT in (out, html, markdown, json)
+    print_report(ladder_blocks(tuned), width=WIDTH, stderr=takes_stdout)
+    _write(tuned, out, html=html, markdown=markdown, json=json)
     if tuned.is_complete:
         log_path.unlink(missing_ok=True)
     if tuned.plan.lever:
@@ -163,24 +162,33 @@ def tune(
             commands.insert(
                 0, f"{target.typed(f'flatout edit --plan {out}')}   # the change as a diff, without a start of its own"
             )
-        print_lines("", *commands)
+        print_lines("", *commands, stderr=takes_stdout)
 
 
-def _write(tuned: Tuned, *, html: Path | None, markdown: Path | None, json: Path | None) -> None:
-    """The files that were asked for, each whole or not at all."""
-    from flatout.core.records.record import to_json, write_whole_file
+def _write(tuned: Tuned, out: Path, *, html: Path | None, markdown: Path | None, json: Path | None) -> None:
+    """The plan and the files that were asked for, each whole or not at all."""
+    from flatout.core.files import write_all_files
+    from flatout.core.records.plan import to_toml
+    from flatout.core.records.record import to_json
 
-    if html is not None:
+    def page() -> bytes:
         from flatout.report.html import ladder_html
 
-        write_whole_file(html, ladder_html(tuned))
-    if markdown is not None:
+        return ladder_html(tuned)
+
+    def text() -> bytes:
         from flatout.report.markdown import markdown_report
         from flatout.report.parts.ladder import ladder_blocks
 
-        write_whole_file(markdown, markdown_report(ladder_blocks(tuned)).encode())
-    if json is not None:
-        write_whole_file(json, to_json(tuned))
+        return markdown_report(ladder_blocks(tuned)).encode()
+
+    wanted = (
+        (out, lambda: to_toml(tuned.plan)),
+        (html, page),
+        (markdown, text),
+        (json, lambda: to_json(tuned)),
+    )
+    write_all_files((path, content) for path, content in wanted if path is not None)
 
 
 def _observe(target: ScriptTarget, budget_s: float) -> Evidence:

@@ -15,7 +15,7 @@ from flatout.app.cli.options import (
     ModuleName,
     one_of,
     require_file,
-    require_folders,
+    require_writable,
     target_of,
 )
 from flatout.app.cli.terminal import open_console, print_report
@@ -59,7 +59,8 @@ def verify(
     import msgspec
 
     from flatout.app.plans import environment_of, precision_of_plan, read_plan
-    from flatout.core.records.record import to_json, write_whole_file
+    from flatout.core.files import STANDARD_OUTPUT, write_whole_file
+    from flatout.core.records.record import to_json
     from flatout.report.parts.verdict import verdict_blocks
     from flatout.tune.verify.proof import prove_script
     from flatout.tune.verify.proof_terms import ProofTerms
@@ -76,7 +77,7 @@ def verify(
         is_timed=not no_speed,
         is_compared=not no_equality,
     )
-    require_folders(json=json)
+    require_writable(json=json)
     status = open_console(stderr=True)
     require_file(before, what="two scripts that you would give to python, or a plan and a script")
     target = target_of(after, module, arguments, example="`flatout verify before.py after.py`")
@@ -93,7 +94,7 @@ def verify(
         requests = [msgspec.structs.replace(script, target=str(before)), script]
     with status.status("starting") as line:
         verdict = prove_script(requests[0], requests[1], terms, on_progress=line.update)
-    print_report(verdict_blocks(verdict))
+    print_report(verdict_blocks(verdict), stderr=json == STANDARD_OUTPUT)
     if json is not None:
         write_whole_file(json, to_json(verdict))
     sys.stdout.flush()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from flatout.blocks.recording.secrets import is_secret_file, is_secret_text, without_secret_values
 from flatout.core.errors import CaptureError
-from flatout.core.records.record import write_whole_file
+from flatout.core.files import write_whole_file
 from flatout.core.records.run import Code, FileLeftOut, Surroundings
 
 PATCH: Final = "code/changes.patch"

@@ -25,7 +25,8 @@ from flatout.blocks.recording.fingerprint import Fingerprint
 from flatout.blocks.recording.secrets import is_secret_text, without_secret_values, without_secrets
 from flatout.blocks.recording.sinks import Sink, Sinks, resolve_sinks
 from flatout.core.errors import RecordError, UsageError
-from flatout.core.records.record import from_json, to_json, write_whole_file
+from flatout.core.files import write_whole_file
+from flatout.core.records.record import from_json, to_json
 from flatout.core.records.run import FileLeftOut, RunRecord, RunSpeed, StepDigests
 from flatout.core.runtime.script import end_script
 from flatout.machine.measure.stats import median_estimate

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flatout.core.errors import CheckpointError, UsageError
-from flatout.core.records.record import sync_to_disk
+from flatout.core.files import sync_to_disk
 
 INDEX: Final = "checkpoint.json"
 _VERSION: Final = 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Final, TypeVar
 
 import msgspec
@@ -63,26 +61,3 @@ def _with_present_names(value: object) -> object:
     if isinstance(value, dict):
         return {FORMER_FIELDS.get(key, key): _with_present_names(item) for key, item in value.items()}
     return [_with_present_names(item) for item in value] if isinstance(value, list) else value
-
-
-def write_whole_file(path: Path, data: bytes) -> None:
-    """Write `data` to `path` whole or not at all: written beside it, then renamed over it.
-
-    Raises RecordError when the folder does not exist or cannot be written.
-    """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        beside.write_bytes(data)
-        os.replace(beside, path)
-    except OSError as e:
-        beside.unlink(missing_ok=True)
-        raise RecordError(f"cannot write '{path}': {e.strerror or e}; give a path in a folder that exists") from e
-
-
-def sync_to_disk(path: Path) -> None:
-    """Have what was written to a file, or the names in a folder, lie on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,8 +7,9 @@ from time import perf_counter
 from typing import Final
 
 from flatout.core.errors import RecordError
+from flatout.core.files import write_whole_file
 from flatout.core.records.progress import Doing, Progress
-from flatout.core.records.record import to_json, write_whole_file
+from flatout.core.records.record import to_json
 
 _EVERY_S: Final = 0.5
 """A write takes some 0.1 ms: at this distance 0.02 % of the time, and it lies between the steps."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flatout.core.errors import RecordError
+from flatout.core.files import write_whole_file
 from flatout.core.records.hardware import Identity, Machine
-from flatout.core.records.record import from_json, to_json, write_whole_file
+from flatout.core.records.record import from_json, to_json
 from flatout.core.runtime.cache_folder import create_cache_folder
 
 

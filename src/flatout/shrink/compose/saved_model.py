@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from flatout.core.errors import CheckpointError, UsageError
-from flatout.core.records.record import Record, from_json, to_json, write_whole_file
+from flatout.core.files import write_whole_file
+from flatout.core.records.record import Record, from_json, to_json
 from flatout.core.records.reduction import Option
 from flatout.core.registry import reduction_of
 from flatout.core.tensors.nests import tree_map

@@ -11,7 +11,8 @@ from typing import Final
 import msgspec
 
 from flatout.core.errors import RecordError
-from flatout.core.records.record import from_json, to_json, write_whole_file
+from flatout.core.files import write_whole_file
+from flatout.core.records.record import from_json, to_json
 from flatout.core.records.shrink import Order, Tried
 from flatout.shrink.compose.explorer import Composition
 

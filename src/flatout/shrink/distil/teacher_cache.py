@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from flatout.blocks.training.checkpoint_files import FileSum, check_file, sum_of, torch_dtype_name
 from flatout.core.errors import CheckpointError, UsageError
-from flatout.core.records.record import sync_to_disk
+from flatout.core.files import sync_to_disk
 from flatout.core.tensors.checksum import checksum
 from flatout.shrink.distil.losses import top_k, top_k_loss
 from flatout.shrink.distil.samples import Batch, Inputs, as_tuple, in_order, num_samples

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.core.errors import PlanError, RecordError, UsageError
+from flatout.core.files import write_whole_file
 from flatout.core.records.prune import PinnedUnits, PrunedGroup, PruningPlan, PruningReport
-from flatout.core.records.record import from_json, to_json, write_whole_file
+from flatout.core.records.record import from_json, to_json
 from flatout.shrink.module_mode import in_mode
 from flatout.shrink.prune.graph import exported
 from flatout.shrink.prune.products import WINDOW

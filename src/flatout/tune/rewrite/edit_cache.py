@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from flatout.core.errors import NativeError, RecordError
+from flatout.core.files import write_whole_file
 from flatout.core.records.lever import Parameters
-from flatout.core.records.record import write_whole_file
 from flatout.core.runtime.cache_folder import create_code_folder, default_cache_folder, require_trusted
 
 _MOST: Final = 500

@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from flatout.core.files import write_whole_file
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Rule
 from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever, Refusal
 from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, digest_of_text, to_toml
-from flatout.core.records.record import write_whole_file
 from flatout.core.records.verdict import Guarantee, Verdict
 from flatout.machine.cost.accounting import group_by
 from flatout.tune.search.goal import Objective, SearchGoal

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 
 from flatout.core.errors import PlanError, RecordError
+from flatout.core.files import write_whole_file
 from flatout.core.records.lever import PlannedLever
 from flatout.core.records.plan import Attempt
-from flatout.core.records.record import from_json, write_whole_file
+from flatout.core.records.record import from_json
 
 
 class SearchLog:

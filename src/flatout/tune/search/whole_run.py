@@ -10,8 +10,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Final
 
+from flatout.core.files import write_whole_file
 from flatout.core.records.plan import Plan, to_toml
-from flatout.core.records.record import write_whole_file
 from flatout.tune.verify.side_process import Request
 
 _NUM_STARTS: Final = 2

@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import IO, Final, Literal
 
 from flatout.core.errors import VerificationError
-from flatout.core.records.record import Record, from_json, to_json, write_whole_file
+from flatout.core.files import write_whole_file
+from flatout.core.records.record import Record, from_json, to_json
 from flatout.tune.verify.fork_server import ChildProcess, ForkServers
 from flatout.tune.verify.side import SideAnswer, proc_bytes
 

@@ -17,7 +17,7 @@ def main() -> None:
 
     from flatout.blocks.parallel.layout_measurement import measured_steps
     from flatout.blocks.parallel.world import World
-    from flatout.core.records.record import write_whole_file
+    from flatout.core.files import write_whole_file
     from flatout.core.records.scale import MeasuredStep
     from flatout.scale.executor import EXECUTOR
     from flatout.scale.informative_layouts import informative_layouts, thin

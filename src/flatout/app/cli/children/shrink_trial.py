@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> int:
     """Do what the order says; the answer is written whole or not at all."""
-    from flatout.core.records.record import from_json, to_json, write_whole_file
+    from flatout.core.files import write_whole_file
+    from flatout.core.records.record import from_json, to_json
     from flatout.core.records.shrink import Order, Tried
 
     order = from_json(Path(arguments[0]).read_bytes(), Order)

@@ -20,8 +20,9 @@ import msgspec
 
 from flatout.blocks.inference.native.library import MODULE, FunctionTable, open_library
 from flatout.core.errors import CheckpointError, NativeError, RecordError, UsageError
+from flatout.core.files import sync_to_disk
 from flatout.core.records.native import NativeManifest, NativeReport
-from flatout.core.records.record import from_json, sync_to_disk, to_json
+from flatout.core.records.record import from_json, to_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,8 @@ from flatout.blocks.kernels.matmul.problem import MatmulProblem
 from flatout.blocks.kernels.matmul.variant import Variant
 from flatout.blocks.kernels.matmul.vendor import VENDOR
 from flatout.core.errors import RecordError, UsageError
-from flatout.core.records.record import Record, from_json, to_json, write_whole_file
+from flatout.core.files import write_whole_file
+from flatout.core.records.record import Record, from_json, to_json
 from flatout.core.runtime.cache_folder import create_cache_folder, default_cache_folder
 from flatout.machine.measure.probe import identify
 from flatout.machine.measure.stats import Estimate
