@@ -27,8 +27,8 @@ _ADVICE: Final = {
 def write_whole_file(path: Path, data: bytes) -> None:
     """Write `data` to `path` whole or not at all: written beside it, then renamed over it.
 
-    `-` is standard output, which gets the data as text. A link stays a link: the file it leads to is written. What is no regular file (a device, a pipe)
-    is written to as it is.
+    `-` is standard output, which gets the data as text. A link stays a link: the file it leads to is written. What is no
+    regular file (a device, a pipe) is written to as it is.
 
     Raises:
         RecordError: The folder does not exist, or it cannot be written; nothing is left behind.

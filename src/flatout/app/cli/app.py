@@ -6,13 +6,15 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
-from flatout.app.cli.command import Command
+from flatout.app.cli.command import GROUPS, Command
 from flatout.app.cli.terminal import open_console
 from flatout.core.errors import FlatoutError, explained
+
+_HELP: Final = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
     name="flatout",
@@ -20,6 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings=_HELP,
 )
 
 
@@ -30,7 +33,8 @@ def commands() -> Iterator[tuple[str, Command]]:
         command: Command | None = getattr(import_module(f"flatout.app.cli.{path.stem}"), "COMMAND", None)
         if command is not None:
             found.append((path.stem, command))
-    yield from sorted(found, key=lambda pair: (pair[1].order, pair[0]))
+    headings = list(GROUPS)
+    yield from sorted(found, key=lambda pair: (headings.index(pair[1].group), pair[1].order))
 
 
 def run() -> None:
@@ -47,18 +51,26 @@ def run() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _root(show_version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the versions of flatout and torch, and the device, and end.")
+    ] = False,
+) -> None:
     if show_version:
         from importlib.metadata import version
 
-        print(version("flatout"))
+        import torch
+
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+        print(f"flatout {version('flatout')}, torch {torch.__version__}, {device}")
         raise typer.Exit
 
 
 for _name, _command in commands():
+    _heading = GROUPS[_command.group]
     if isinstance(_command.run, typer.Typer):
-        app.add_typer(_command.run, name=_name)
+        app.add_typer(_command.run, name=_name, rich_help_panel=_heading, context_settings=_HELP)
     else:
         # What flatout does not know is the script's own; after `--` everything is.
-        settings = {"ignore_unknown_options": True} if _command.takes_script else None
-        app.command(name=_name, context_settings=settings)(_command.run)
+        _settings = _HELP | ({"ignore_unknown_options": True} if _command.takes_script else {})
+        app.command(name=_name, context_settings=_settings, rich_help_panel=_heading)(_command.run)

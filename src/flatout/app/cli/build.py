@@ -73,4 +73,4 @@ def _check(out: Path, *, precision: str, backend: str, events: int) -> None:
     require_folder_to_write("-o", out)
 
 
-COMMAND = Command(build, order=80)
+COMMAND = Command(build, order=80, group="blocks")

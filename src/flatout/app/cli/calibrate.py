@@ -22,7 +22,7 @@ def calibrate(
     seconds: Annotated[float, typer.Option(help="For all steps; the one under way is finished.")] = 60.0,
     device: Annotated[str, typer.Option(help="cuda or cpu. [default: cuda where there is one]")] = "",
 ) -> None:
-    """Measure steps of a few layers of the model, in layouts of every kind that fits, and write them down."""
+    """Measure steps of a few layers of the model in layouts of every kind that fits, for `flatout scale --measured`."""
     import torch
 
     from flatout.scale.inputs import read_model, read_runs
@@ -45,4 +45,4 @@ def calibrate(
     )
 
 
-COMMAND = Command(calibrate, order=50)
+COMMAND = Command(calibrate, order=50, group="devices")

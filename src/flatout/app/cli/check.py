@@ -298,4 +298,4 @@ def _print(evidence: Evidence, diagnosis: Diagnosis, *, stderr: bool) -> None:
         print_report(["", *diagnosis_blocks(evidence, diagnosis)], stderr=stderr)
 
 
-COMMAND = Command(check, order=10, takes_script=True)
+COMMAND = Command(check, order=10, group="find", takes_script=True)

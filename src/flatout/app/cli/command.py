@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import typer
+
+
+Group = Literal["find", "fix", "prove", "blocks", "devices", "records"]
+GROUPS: Final[dict[Group, str]] = {
+    "find": "Find what is slow",
+    "fix": "Fix it",
+    "prove": "Prove and reproduce",
+    "blocks": "Build smaller and faster models",
+    "devices": "Many devices",
+    "records": "Records",
+}
+"""The headings of `flatout --help`, in its order."""
 
 
 class Command(NamedTuple):
@@ -16,5 +28,7 @@ class Command(NamedTuple):
     """A function with Typer's options, whose docstring is the help; or an application with verbs of its own."""
     order: int
     """Its place in `flatout --help`, smallest first; those that are there leave room between them."""
+    group: Group
+    """The heading in `flatout --help` under which it stands."""
     takes_script: bool = False
     """Whether options that the verb does not know are arguments of the user's script."""

@@ -79,4 +79,4 @@ def _fraction(text: str) -> float:
     return value
 
 
-COMMAND = Command(compare, order=110)
+COMMAND = Command(compare, order=110, group="find")

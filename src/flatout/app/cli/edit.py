@@ -46,12 +46,12 @@ def edit(
         float, typer.Option(help="Seconds one process may take for its start or its first steps.")
     ] = 300.0,
 ) -> None:
-    """Print the plan as a diff of SCRIPT and the files it imports; `patch -p1` in the script's folder takes it, or in the
-    project's where a file of that lies outside.
+    """Print the plan as a diff of SCRIPT and the files it imports, once the changed text is proved to do the same.
 
-    The changed text runs beside the script first, step by step, and only what is equal is printed. Exits with 0 when the text
-    then holds all of the plan, with 2 when levers stay in the plan, which are named with the reason, with 1 (and no diff) when
-    the text does something else than the script, and with 3 when that could not be verified, as the first line says.
+    `patch -p1` takes it in the script's folder, or in the project's where a file of that lies outside. The changed text runs
+    beside the script first, step by step, and only what is equal is printed. Exits with 0 when the text then holds all of the
+    plan, with 2 when levers stay in the plan, which are named with the reason, with 1 (and no diff) when the text does something
+    else than the script, and with 3 when that could not be verified, as the first line says.
     """
     from flatout.app.plans import read_plan
     from flatout.core.files import write_whole_file
@@ -140,4 +140,4 @@ def _doubt(verdict: Verdict, headline: str) -> str:
     return ""
 
 
-COMMAND = Command(edit, order=170, takes_script=True)
+COMMAND = Command(edit, order=170, group="fix", takes_script=True)

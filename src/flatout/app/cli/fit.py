@@ -29,7 +29,7 @@ def fit(
         Path | None, typer.Option(help="Write what each stage of the layout holds as a page there.")
     ] = None,
 ) -> None:
-    """Count the memory without a device and without allocating it; exits with 1 when it does not fit."""
+    """Count the memory of a step or a layout without a device, without allocating it; exits with 1 when it does not fit."""
     from flatout.core.errors import UsageError
     from flatout.machine.cost.roofline import memory_bytes
     from flatout.machine.specs.catalog import load_spec
@@ -88,4 +88,4 @@ def _layout(model: Path, layout: Path | None, room: float | None, optimizer_byte
     return fits
 
 
-COMMAND = Command(fit, order=60)
+COMMAND = Command(fit, order=60, group="devices")

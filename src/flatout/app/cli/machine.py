@@ -13,10 +13,10 @@ from flatout.app.cli.terminal import open_console, print_report
 
 
 def machine(
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if a measurement is kept.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if a measurement is stored.")] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the record to this file.")] = None,
 ) -> None:
-    """Measure what this machine can do, or show what is kept, beside the data sheet."""
+    """Measure what this machine can do, or show what was measured before, beside the data sheet."""
     # measure imports torch, which takes seconds: other commands must not pay for it.
     from flatout.core.files import STANDARD_OUTPUT, write_whole_file
     from flatout.core.records.hardware import Machine
@@ -43,9 +43,9 @@ def machine(
     print_report(machine_blocks(measured, spec), width=200, stderr=json == STANDARD_OUTPUT)
     if because is not None:
         notes.print(f"measured now: {because}", style="dim")
-    notes.print(f"kept in {path}", style="dim")
+    notes.print(f"stored in {path}", style="dim")
     if json is not None:
         write_whole_file(json, to_json(measured))
 
 
-COMMAND = Command(machine, order=20)
+COMMAND = Command(machine, order=20, group="find")

@@ -35,7 +35,7 @@ def matmul(
     compiled: Annotated[bool, typer.Option("--compiled", help="Measure torch.compile's templates, too.")] = False,
     device: Annotated[str, typer.Option(help="cuda or cpu; the GPU if there is one.")] = "",
 ) -> None:
-    """Measure products and store the times, or show those of before. Programs take from then on what was fastest."""
+    """Measure matrix products and store which implementation is fastest, for programs to use, or show what is stored."""
     import torch
 
     from flatout.blocks.kernels.matmul import dispatch, table
@@ -123,4 +123,4 @@ def _floor_s(measured: MeasuredProblem, where: torch.device) -> float | None:
     return floor.floor_s
 
 
-COMMAND = Command(matmul, order=30)
+COMMAND = Command(matmul, order=30, group="blocks")

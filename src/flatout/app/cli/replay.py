@@ -48,4 +48,4 @@ def replay(
     raise typer.Exit(0 if found.difference is None else 1)
 
 
-COMMAND = Command(replay, order=200)
+COMMAND = Command(replay, order=200, group="prove")

@@ -37,4 +37,4 @@ def report(
     outputs.write(evidence, diagnosis)
 
 
-COMMAND = Command(report, order=100)
+COMMAND = Command(report, order=100, group="find")

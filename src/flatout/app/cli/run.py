@@ -46,7 +46,7 @@ def run(
         typer.Option("--print", help="Print what would run and start nothing; a plan is prepared and checked first."),
     ] = False,
 ) -> None:
-    """Run SCRIPT unchanged with the plan's levers pulled: models at their first call, optimizers and loaders at their making.
+    """Run SCRIPT unchanged with the levers of a plan applied to its models, optimizers and data loaders.
 
     With --layout: print and start the torchrun (or srun) command for as many ranks as the layout takes; the script asks for it
     with flatout.layout_from_environment(). The process becomes the script's: its output, its signals, its exit code.
@@ -132,4 +132,4 @@ def _start(command: list[str], only_print: bool) -> None:
     os.execvp(command[0], command)
 
 
-COMMAND = Command(run, order=150, takes_script=True)
+COMMAND = Command(run, order=160, group="fix", takes_script=True)

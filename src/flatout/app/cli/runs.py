@@ -87,4 +87,4 @@ def diff(
         )
 
 
-COMMAND = Command(runs, order=220)
+COMMAND = Command(runs, order=220, group="prove")

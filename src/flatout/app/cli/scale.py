@@ -207,4 +207,4 @@ def _compressions(text: str) -> tuple[Compression, ...]:
     return tuple(known[name] for name in names)
 
 
-COMMAND = Command(scale, order=40)
+COMMAND = Command(scale, order=40, group="devices")

@@ -14,4 +14,4 @@ def schema() -> None:
     sys.stdout.write(json_schema())
 
 
-COMMAND = Command(schema, order=130)
+COMMAND = Command(schema, order=130, group="records")

@@ -58,7 +58,7 @@ def shrink(
     threads: Annotated[int, typer.Option(help="Of torch; 0 leaves them.")] = 0,
     seed: Annotated[int, typer.Option(help="Of all training.")] = 0,
 ) -> None:
-    """Make the model cheaper at a price in accuracy that is measured: prune, distil, quantise, compile, native code."""
+    """Make a model smaller and faster at a measured accuracy cost: prune, distil, quantise, compile, native code."""
     from flatout.core.records.shrink import OBJECTIVES, Order
 
     aim = one_of(OBJECTIVES, objective, name="--objective")
@@ -116,4 +116,4 @@ def _write(found: Shrunk, out: Path) -> None:
     write_whole_file(out / "report.html", shrunk_page(found))
 
 
-COMMAND = Command(shrink, order=90)
+COMMAND = Command(shrink, order=90, group="blocks")

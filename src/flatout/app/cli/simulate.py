@@ -31,7 +31,7 @@ def simulate(
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the curves over the number of devices there.")] = None,
 ) -> None:
-    """Say how often the run is interrupted, what is kept of its time, and what is kept with faster saves and restarts."""
+    """Simulate the failures of a long run: its interruptions, its goodput, and what faster saves and restarts gain."""
     from msgspec import structs
 
     from flatout.core import units
@@ -71,7 +71,7 @@ def simulate(
     if html is not None:
         from flatout.report.html.goodput import goodput_page
 
-        title = f"What is kept of a run's time, {per_thousand:g} interruptions per 1000 node-days"
+        title = f"Goodput of a run, {per_thousand:g} interruptions per 1000 node-days"
         write_whole_file(html, goodput_page(curves, title=title))
         print_lines(f"written to {html}")
 
@@ -91,4 +91,4 @@ def _recoveries(stall: float, restart: float, detect: float, interval: float | N
     }
 
 
-COMMAND = Command(simulate, order=70)
+COMMAND = Command(simulate, order=70, group="devices")

@@ -98,4 +98,4 @@ def _log(text: str) -> None:
     print(f"flatout survive: {text}", file=sys.stderr, flush=True)
 
 
-COMMAND = Command(survive, order=210, takes_script=True)
+COMMAND = Command(survive, order=210, group="devices", takes_script=True)

@@ -273,4 +273,4 @@ def _bytes(text: str) -> int:
     )
 
 
-COMMAND = Command(tune, order=160, takes_script=True)
+COMMAND = Command(tune, order=150, group="fix", takes_script=True)

@@ -32,4 +32,4 @@ def watch(
     raise typer.Exit(outcome.exit_code)
 
 
-COMMAND = Command(watch, order=190, takes_script=True)
+COMMAND = Command(watch, order=190, group="prove", takes_script=True)
