@@ -53,7 +53,7 @@ demo: $(VENV)/examples.stamp
 	@$(BIN)/flatout check $(FAST)
 	@echo; echo "== tuned without touching it: $(SLOW)"
 	@mkdir -p build
-	@$(BIN)/flatout tune $(SLOW) --budget 60s --out build/demo-plan.toml
+	@$(BIN)/flatout tune $(SLOW) --time-budget 60s --out build/demo-plan.toml
 	@echo; echo "== proved once more, from nothing"
 	-@$(BIN)/flatout verify build/demo-plan.toml $(SLOW) --seconds 6
 

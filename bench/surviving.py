@@ -115,7 +115,7 @@ def killed(options: argparse.Namespace, folder: Path, beside: Path) -> dict[str,
 def supervised(options: argparse.Namespace, folder: Path, steps: int, kills: int) -> Any:
     folder.mkdir()
     command = [sys.executable, "-m", "flatout.app.cli", "survive", "--nproc", f"{options.ranks}"]
-    command += ["--memory", f"{options.memory}"]
+    command += ["--memory-folder", f"{options.memory}"]
     command += ["--json", f"{folder / 'account.json'}", *script(options, folder, steps, kills, disk_every=10)]
     with (folder / "said").open("wb") as said:
         try:

@@ -72,7 +72,19 @@ def tuned(example: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
         plan, record = folder / "plan.toml", folder / "tuned.json"
         clock = [time.monotonic()]
         said = run(
-            [*FLATOUT, "tune", script, "--budget", options.budget, "--run-steps", LONG, "--out", plan, "--json", record]
+            [
+                *FLATOUT,
+                "tune",
+                script,
+                "--time-budget",
+                options.budget,
+                "--run-steps",
+                LONG,
+                "--out",
+                plan,
+                "--json",
+                record,
+            ]
         )
         if not record.exists():
             return {"name": example["name"], "rule": example["rule"], "error": said[-600:]}

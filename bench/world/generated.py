@@ -89,7 +89,9 @@ def judged(seed: int, folder: Path, budget: str, cores: list[int], device: str) 
     generated = script_of(seed, device)
     (folder / "train.py").write_text(generated.text)
     began = monotonic()
-    done = run([*FLATOUT, "tune", "train.py", "--budget", budget, "--out", "plan.toml", "--json", "tuned.json"], folder)
+    done = run(
+        [*FLATOUT, "tune", "train.py", "--time-budget", budget, "--out", "plan.toml", "--json", "tuned.json"], folder
+    )
     row: dict[str, Any] = {
         "seed": seed,
         "features": generated.features,

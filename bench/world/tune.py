@@ -194,7 +194,7 @@ class Tuning:
         script, record = self._script, self._options.plans / f"{self._script.name}.json"
         for old in (record, self._plan):
             old.unlink(missing_ok=True)
-        command = [self._options.python, "-m", "flatout", "tune", *script.named, "--budget", self._options.budget]
+        command = [self._options.python, "-m", "flatout", "tune", *script.named, "--time-budget", self._options.budget]
         command += ["--run-steps", str(num_steps)]
         command += ["--out", str(self._plan), "--json", str(record), "--", *script.arguments]
         began = monotonic()

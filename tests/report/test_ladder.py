@@ -86,7 +86,7 @@ def test_a_rung_for_each_lever_and_the_reasons_of_the_others(render: Render) -> 
     assert "1.20x (1.10 - 1.30) 1.00 - 1.30x 6.67 ms 1.00 GiB (same) exact" in text
     assert "memory.channels-last no image | <script>" in text
     assert "8 steps and 100 tensors compared" in text
-    assert "1 other lever is not for this script (--html, --md and --json say why)" in text
+    assert "1 other lever is not for this script (--html, --markdown and --json say why)" in text
     assert "goes on from here" in text
 
 

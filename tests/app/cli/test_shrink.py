@@ -45,7 +45,7 @@ def test_a_model_is_measured_and_the_chosen_one_is_written_with_its_report(task:
             "task_of_mine:make",
             "--metric",
             "task_of_mine:score",
-            "--time",
+            "--time-budget",
             "1s",
             "--threads",
             "1",
@@ -80,8 +80,8 @@ def test_a_function_that_is_not_there_is_told(task: Path) -> None:
     [
         (("--objective", "speed"), "none of latency, memory, train-cost"),
         (("--objective", "train-cost"), "give --data and --loss"),
-        (("--time", "soon"), "--time soon is no time"),
-        (("--budget", "some"), "cannot be allowed"),
+        (("--time-budget", "soon"), "--time-budget soon is no time"),
+        (("--accuracy-loss", "some"), "cannot be allowed"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_measured(task: Path, options: tuple[str, ...], said: str) -> None:

@@ -13,6 +13,7 @@ from time import monotonic, sleep
 import pytest
 from tests.command_line import QUICK, flatout
 
+from flatout.app.cli.tune import _one_stop
 from flatout.core.records.plan import from_toml
 from flatout.tune.search import whole_run
 
@@ -33,6 +34,34 @@ SLOW = """
 """
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_interrupts_and_later_ones_change_nothing(number: signal.Signals) -> None:
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.getsignal(one) for one in wanted}
+    try:
+        with pytest.raises(KeyboardInterrupt), _one_stop() as stop:
+            os.kill(os.getpid(), number)
+            sleep(5)
+        for one in wanted:
+            os.kill(os.getpid(), one)
+        assert stop.exit_code == 128 + number
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def test_handlers_are_restored_and_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        term = signal.getsignal(signal.SIGTERM)
+        with _one_stop():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != term
+        assert signal.getsignal(signal.SIGTERM) == term
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture
@@ -56,7 +85,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_a_slow_script_gets_a_plan_that_is_proved_and_runs(folder: Path) -> None:
     # What is left after observing is enough to begin a first comparison, whatever that then takes.
-    process = start(folder, "tune", "train.py", "--budget", "30s", "--timeout", "200")
+    process = start(folder, "tune", "train.py", "--time-budget", "30s", "--timeout", "200")
     out, err = process.communicate(timeout=350)
     assert process.returncode == 0, err
     assert "x faster" in out
@@ -77,7 +106,7 @@ def test_a_budget_that_is_too_short_still_compares_the_first_lever(
     monkeypatch.setattr(whole_run, "_NUM_STARTS", 1)
     for name, value in QUICK.items():
         monkeypatch.setenv(name, value)
-    ended = flatout("tune", "train.py", "--budget", "1s", folder=folder)
+    ended = flatout("tune", "train.py", "--time-budget", "1s", folder=folder)
     assert ended.code == 0, ended.err
     printed = " ".join(ended.out.split())
     assert "The time was up before everything had been tried; the same command goes on from here" in printed
@@ -85,15 +114,16 @@ def test_a_budget_that_is_too_short_still_compares_the_first_lever(
     assert len(list(folder.glob(".plan.*.search-log"))) == 1
 
 
-def test_stopped_twice_it_ends_in_order_and_keeps_what_was_tried(folder: Path) -> None:
-    process = start(folder, "tune", "train.py", "--budget", "30s")
+def test_stopped_twice_it_ends_in_order_and_saves_what_was_tried(folder: Path) -> None:
+    process = start(folder, "tune", "train.py", "--time-budget", "30s")
     assert _wait_for(lambda: any(p.stat().st_size for p in folder.glob(".plan.*.search-log")), timeout_s=150)
     group = _members(process.pid)
-    for _ in range(2):
-        os.kill(process.pid, signal.SIGINT)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(process.pid, number)
         sleep(0.2)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, out + err
+    assert process.returncode == 128 + signal.SIGTERM, out + err
+    assert "Traceback" not in err
     assert "goes on from there" in err
     assert not (folder / "plan.toml").exists()
     assert list(folder.glob(".plan.*.search-log"))
@@ -104,7 +134,7 @@ def test_stopped_twice_it_ends_in_order_and_keeps_what_was_tried(folder: Path) -
     ("arguments", "why"),
     [
         (("none.py",), "is not a file"),
-        (("train.py", "--budget", "soon"), "no time above 0"),
+        (("train.py", "--time-budget", "soon"), "no time above 0"),
         (("train.py", "--allow", "everything"), "exact, bounded"),
         (("train.py", "--out", "no/such/plan.toml"), "no folder"),
         (("train.py", "--html", "no/such/found.html"), "no folder"),

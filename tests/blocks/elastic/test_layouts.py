@@ -58,7 +58,7 @@ def _losses(folder: Path, victim: int) -> tuple[dict[int, float], str]:
         "survive",
         "--layout",
         str(folder / "layout.toml"),
-        "--memory",
+        "--memory-folder",
         str(folder),
     ]
     ended = subprocess.run(

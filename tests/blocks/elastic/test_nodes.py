@@ -108,7 +108,7 @@ def test_the_example_of_the_page_survives_a_kill_on_the_command_line(tmp_path: P
     example = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
     (tmp_path / "train.py").write_text(example)
     environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[2] / "src")}
-    command = [sys.executable, "-m", "flatout.app.cli", "survive", "--nproc", "2", "--memory", str(tmp_path)]
+    command = [sys.executable, "-m", "flatout.app.cli", "survive", "--nproc", "2", "--memory-folder", str(tmp_path)]
     with subprocess.Popen(
         [*command, "--json", "account.json", "train.py"],
         cwd=tmp_path,

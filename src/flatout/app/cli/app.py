@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import typer
 
 from flatout.app.cli.command import GROUPS, Command
+from flatout.app.cli.former_options import with_present_options
 from flatout.app.cli.terminal import open_console
 from flatout.core.errors import FlatoutError, explained
 
@@ -39,8 +40,11 @@ def commands() -> Iterator[tuple[str, Command]]:
 
 def run() -> None:
     """Parse and run; an error of ours is printed without a traceback and exits with 2."""
+    arguments, notes = with_present_options(sys.argv[1:])
+    for note in notes:
+        print(note, file=sys.stderr)
     try:
-        app()
+        app(arguments)
     except (FlatoutError, ModuleNotFoundError) as e:
         shown = explained(e) if isinstance(e, ModuleNotFoundError) else e
         if not isinstance(shown, FlatoutError):

@@ -154,7 +154,7 @@ def one_of(allowed: Sequence[Name], value: str, *, name: str) -> Name:
 def parsed_seconds(text: str, *, name: str) -> float:
     """Seconds of a text such as '5m'. Raises UsageError for anything else, and for what is not above 0; `name` is the option's.
 
-    >>> parsed_seconds("5m", name="--budget")
+    >>> parsed_seconds("5m", name="--time-budget")
     300.0
     """
     return parsed_amount(text, _TIMES, complaint=f"{name} {text} is no time above 0; write 300, 300s, 5m or 1h")

@@ -43,14 +43,15 @@ def shrink(
         ),
     ] = "",
     budget: Annotated[
-        str, typer.Option(help="What of the metric may be lost: '1%' of it, or '0.01' in its own unit.")
+        str,
+        typer.Option("--accuracy-loss", help="What of the metric may be lost: '1%' of it, or '0.01' in its own unit."),
     ] = "1%",
     objective: Annotated[str, typer.Option(metavar="latency|memory|train-cost")] = "latency",
     less_is_better: Annotated[bool, typer.Option("--less-is-better", help="The metric is a loss or an error.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="A folder for the chosen model, the report and a picture.")
     ] = None,
-    time: Annotated[str, typer.Option(help="Time to try things in, as 90s, 10m or 2h.")] = "10m",
+    time: Annotated[str, typer.Option("--time-budget", help="Time to try things in, as 90s, 10m or 2h.")] = "10m",
     recovery: Annotated[str, typer.Option(help="Time to train a smaller model in.")] = "60s",
     trial: Annotated[str, typer.Option(help="Time limit of one composition.")] = "5m",
     steps: Annotated[int, typer.Option(help="Of training, for --objective train-cost; 0: one pass over the data.")] = 0,
@@ -92,7 +93,7 @@ def shrink(
             order,
             [sys.executable, "-m", "flatout.app.cli.children.shrink_trial"],
             budget=budget,
-            budget_s=parsed_seconds(time, name="--time"),
+            budget_s=parsed_seconds(time, name="--time-budget"),
             limit_s=parsed_seconds(trial, name="--trial"),
             out=out,
             on_progress=lambda name: status.update(f"measuring: {name}"),

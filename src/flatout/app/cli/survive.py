@@ -28,11 +28,13 @@ def survive(
         int | None, typer.Option(help="Go on with fewer ranks, down to so many. [default: never fewer]")
     ] = None,
     max_restarts: Annotated[int | None, typer.Option(help="Give up after so many. [default: while it gets on]")] = None,
-    memory: Annotated[Path, typer.Option(help="A folder in memory, for the copies of the state.")] = Path("/dev/shm"),
+    memory: Annotated[
+        Path, typer.Option("--memory-folder", help="A folder in memory, for the copies of the state.")
+    ] = Path("/dev/shm"),
     preload: Annotated[
         list[str] | None, typer.Option(help="A module to import once, before ranks are forked; may be given again.")
     ] = None,
-    nnodes: Annotated[int, typer.Option(help="Machines; start the same command on each.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Machines; start the same command on each.")] = 1,
     node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     coordinator: Annotated[str, typer.Option(metavar="HOST:PORT", help="Node 0, as all nodes reach it.")] = "",
     join: Annotated[float, typer.Option(help="Seconds to wait for nodes.")] = 60.0,
@@ -57,7 +59,7 @@ def survive(
     require_writable(json=report_file)
     own = script_arguments(arguments)
     if layout is not None:
-        nproc = ranks_of(layout, nnodes)
+        nproc = ranks_of(layout, nodes)
         own = (str(layout.absolute()), "module" if module else "script", target, *own)
         target, module = "flatout.app.cli.children.layout_rank", True
     job = Job(
@@ -66,7 +68,7 @@ def survive(
         is_module=module,
         nproc=nproc,
         spares=spares,
-        nnodes=nnodes,
+        nnodes=nodes,
         hang_s=hang,
         start_s=start,
         join_s=join,
@@ -75,9 +77,9 @@ def survive(
         memory=str(memory),
         preload=tuple(preload or ()),
     )
-    if not 0 <= node_rank < nnodes or (nnodes > 1) != bool(coordinator):
+    if not 0 <= node_rank < nodes or (nodes > 1) != bool(coordinator):
         raise UsageError(
-            f"node {node_rank} of {nnodes}, coordinator '{coordinator}': number nodes from 0, and name node 0 as "
+            f"node {node_rank} of {nodes}, coordinator '{coordinator}': number nodes from 0, and name node 0 as "
             "HOST:PORT where there are several"
         )
     if not coordinator:
@@ -86,7 +88,7 @@ def survive(
         host, port = host_and_port(coordinator)
         if node_rank:
             raise typer.Exit(serve_node(job, node_rank, (host, port), os.environ))
-        with socket.create_server(("", port), backlog=nnodes) as listen:
+        with socket.create_server(("", port), backlog=nodes) as listen:
             report = Supervisor(job, environment=os.environ, listen=listen, host=host, on_progress=_log).run()
     if report_file is not None:
         write_whole_file(report_file, to_json(report))

@@ -63,7 +63,7 @@ def tune(
     script: Script = None,
     arguments: Arguments = None,
     module: ModuleName = None,
-    budget: Annotated[str, typer.Option(help="How long to search: 300, 300s, 5m, 1h.")] = "5m",
+    budget: Annotated[str, typer.Option("--time-budget", help="How long to search: 300, 300s, 5m, 1h.")] = "5m",
     allow: Allow = "bounded",
     metric: Annotated[
         str,
@@ -72,13 +72,17 @@ def tune(
             help="What the script prints of its quality, as 'accuracy ([0-9.]+)': allows levers that change results.",
         ),
     ] = "",
-    allowed_loss: Annotated[float, typer.Option(help="How much of the metric a plan may lose.")] = 0.0,
+    allowed_loss: Annotated[
+        float, typer.Option("--accuracy-loss", help="How much of the metric a plan may lose.")
+    ] = 0.0,
     less_is_better: Annotated[bool, typer.Option("--less-is-better", help="The metric is a loss or an error.")] = False,
     objective: Annotated[str, typer.Option(metavar="time|memory", help="What is to become less.")] = "time",
     memory: Annotated[
         str,
         typer.Option(
-            metavar="SIZE", help="What a step may hold at most, of the device or else the process: 20GiB, 800MiB."
+            "--memory-limit",
+            metavar="SIZE",
+            help="What a step may hold at most, of the device or else the process: 20GiB, 800MiB.",
         ),
     ] = "",
     run_steps: Annotated[
@@ -91,7 +95,7 @@ def tune(
     ] = 0,
     out: Annotated[Path, typer.Option("--out", help="Where the plan goes.")] = Path("plan.toml"),
     html: Annotated[Path | None, typer.Option("--html", help="Write what was found to this file, as a page.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--md", help="Write it to this file as Markdown.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write it to this file as Markdown.")] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Write it to this file as JSON.")] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds one process may take for its start or its first steps.")
@@ -114,9 +118,9 @@ def tune(
     file = target.file
     root = Path.cwd() if target.is_module and not file.is_absolute() else file.resolve().parent
     guarantee = one_of(ALLOWED_GUARANTEES, allow, name="--allow")
-    require_writable(out=out, html=html, md=markdown, json=json)
+    require_writable(out=out, html=html, markdown=markdown, json=json)
     aim = one_of(_OBJECTIVES, objective, name="--objective")
-    budget_s, most_bytes = parsed_seconds(budget, name="--budget"), _bytes(memory)
+    budget_s, most_bytes = parsed_seconds(budget, name="--time-budget"), _bytes(memory)
     quality = None
     if metric:
         quality = checked(Metric(pattern=metric, allowed_loss=allowed_loss, is_cost=less_is_better))
@@ -125,7 +129,7 @@ def tune(
     aims = (allow, objective, memory, metric, str(allowed_loss), str(less_is_better), str(run_steps))
     console = open_console(stderr=True)
     began_s = monotonic()
-    with _one_interrupt(), console.status("observing the script") as status:
+    with _one_stop() as stop, console.status("observing the script") as status:
         try:
             evidence = _observe(target, budget_s)
             log_path = out.with_name(
@@ -150,7 +154,7 @@ def tune(
             )
         except KeyboardInterrupt:
             console.print("interrupted; what was tried is saved, and the same command goes on from there")
-            raise typer.Exit(_INTERRUPTED) from None
+            raise typer.Exit(stop.exit_code or _INTERRUPTED) from None
     takes_stdout = STANDARD_OUTPUT in (out, html, markdown, json)
     print_report(ladder_blocks(tuned), width=WIDTH, stderr=takes_stdout)
     _write(tuned, out, html=html, markdown=markdown, json=json)
@@ -210,7 +214,10 @@ def _observe(target: ScriptTarget, budget_s: float) -> Evidence:
         command = write_request(observation, folder / "request.json", evidence_path=path)
         with open(folder / "output", "wb") as output:
             process = ObservedProcess(ObservedCommand(command, is_complete=path.exists, stop=True, output=output))
-            if process.wait().code == INTERRUPTED:
+            ended = process.wait()
+            if ended.signal:
+                raise typer.Exit(ended.code)
+            if ended.code == INTERRUPTED:
                 raise KeyboardInterrupt
             process.end_rest()
         if not path.exists():
@@ -228,20 +235,42 @@ def _observe(target: ScriptTarget, budget_s: float) -> Evidence:
     return evidence
 
 
-@contextmanager
-def _one_interrupt() -> Iterator[None]:
-    """The first Ctrl-C ends the search in order; those that follow change nothing, until this process has ended too."""
+class _Stop:
+    """The signal that ended a search: 0 while none did."""
 
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    def __init__(self) -> None:
+        self.number = 0
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code that a shell gives a process that the signal ended."""
+        return 128 + self.number
+
+
+@contextmanager
+def _one_stop() -> Iterator[_Stop]:
+    """The first Ctrl-C, SIGTERM or SIGHUP ends the search in order; later ones change nothing until this process has ended.
+
+    One that is ignored (SIGHUP under nohup) stays ignored.
+    """
+    stop = _Stop()
+
+    def stopped(number: int, frame: FrameType | None) -> None:
+        stop.number = number
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, interrupted)
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in wanted if signal.getsignal(number) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stopped)
     try:
-        yield
+        yield stop
     finally:
-        if signal.getsignal(signal.SIGINT) is interrupted:
-            signal.signal(signal.SIGINT, before)
+        if not stop.number:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _fingerprint(
@@ -269,7 +298,7 @@ def _bytes(text: str) -> int:
     if not text:
         return 0
     return int(
-        parsed_amount(text, _SIZES, complaint=f"--memory {text} is no size above 0; write 20GiB, 800MiB or 20GB")
+        parsed_amount(text, _SIZES, complaint=f"--memory-limit {text} is no size above 0; write 20GiB, 800MiB or 20GB")
     )
 
 

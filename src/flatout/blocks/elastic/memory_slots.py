@@ -156,7 +156,7 @@ class MemorySlot:
             except OSError as e:
                 raise CheckpointError(
                     f"'{self.path}' has no room for a copy of {whole / 2**20:.1f} MiB: {e.strerror}; give the supervisor a "
-                    "larger file system in memory (--memory), or keep fewer bytes"
+                    "larger file system in memory (--memory-folder), or keep fewer bytes"
                 ) from e
             finally:
                 os.close(descriptor)

@@ -71,7 +71,8 @@ def ladder_blocks(tuned: Tuned) -> list[Block]:
         blocks += ["", Fold(title, [Table(pair, tried)], brief_tried)]
     if others:
         number = len({lever for lever, _ in others})
-        sentence = f"{number} other lever{'s are' if number > 1 else ' is'} not for this script (--html, --md and --json say why)"
+        how_many = f"{number} other lever{'s are' if number > 1 else ' is'}"
+        sentence = f"{how_many} not for this script (--html, --markdown and --json say why)"
         brief: list[Block] = [Words(sentence, style="dim")]
         blocks += ["", Fold("Not for this script", [Table(pair, others)], brief)]
     if not tuned.is_complete:

@@ -49,7 +49,7 @@ def checked(metric: Metric) -> Metric:
     if groups != 1:
         raise UsageError(f"--metric '{metric.pattern}' has {groups} groups and needs one, as 'accuracy ([0-9.]+)' has")
     if not metric.allowed_loss >= 0:
-        raise UsageError(f"--allowed-loss {metric.allowed_loss:g} must be 0 or more")
+        raise UsageError(f"--accuracy-loss {metric.allowed_loss:g} must be 0 or more")
     return metric
 
 
