@@ -1,0 +1,38 @@
+"""Options as earlier versions called them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.command_line import flatout
+from typer.main import get_command
+
+from flatout.app.cli.app import app
+from flatout.app.cli.former_options import FORMER_OPTIONS, with_present_options
+
+
+@pytest.mark.parametrize("verb", FORMER_OPTIONS)
+def test_former_names_are_no_options_any_more_and_present_ones_are(verb: str) -> None:
+    command = get_command(app).commands[verb]  # type: ignore[attr-defined]
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert set(FORMER_OPTIONS[verb].values()) <= options
+    assert not set(FORMER_OPTIONS[verb]) & options
+
+
+def test_a_former_name_works_with_a_note(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch")
+    ended = flatout("tune", "train.py", "--budget", "soon", folder=tmp_path)
+    assert ended.code == 2
+    assert "note: --budget is called --time-budget now" in ended.err
+    assert "--time-budget soon is no time above 0" in ended.err
+
+
+def test_options_of_the_script_and_of_other_verbs_stay() -> None:
+    for arguments in (
+        ["tune", "train.py", "--", "--budget", "3", "--md"],
+        ["check", "train.py", "--budget", "3"],
+        ["--version"],
+        [],
+    ):
+        assert with_present_options(arguments) == (arguments, [])
