@@ -132,3 +132,17 @@ def _throttled_s() -> float:
             if "throttled_time" in counts:
                 return int(counts["throttled_time"]) * 1e-9
     return 0.0
+
+
+def cpu_quota() -> float | None:
+    """Cores that the control group lets this process use on average; None without a limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        quota_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
+        return quota_us / int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
+    except (OSError, ValueError):
+        return None

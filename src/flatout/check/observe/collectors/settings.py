@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +18,7 @@ from flatout.check.observe.operators.recorder import storage_of
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.workload import Setting
 from flatout.core.runtime.patches import Patches
+from flatout.machine.measure.processor_load import cpu_quota
 
 ENVIRONMENT: Final = (
     "CUDA_LAUNCH_BLOCKING",
@@ -83,7 +83,7 @@ class GlobalSettings(Collector):
             "bf16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
             "fp16_reduced_precision_reduction": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
             "flush_denormal": is_flushing_denormals(),
-            "cpu_quota": _cpu_quota() or "",
+            "cpu_quota": cpu_quota() or "",
         }
         values.update({name: environment[name] for name in ENVIRONMENT if name in environment})
         if "module_dtype" in self.set_at:
@@ -129,20 +129,6 @@ class GlobalSettings(Collector):
 def is_flushing_denormals() -> bool:
     """Whether this thread's arithmetic takes subnormal numbers for zero; torch can set the switch but not read it."""
     return sys.float_info.min / 2 == 0.0
-
-
-def _cpu_quota() -> float | None:
-    """Cores that the control group lets this process use on average; None without a limit."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        quota_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
-        return quota_us / int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
-    except (OSError, ValueError):
-        return None
 
 
 COLLECTOR: Final = CollectorEntry(GlobalSettings)
