@@ -306,6 +306,7 @@ class EvidenceBuilder:
         first_wait_s: float = 0.0,
         is_in_ram: bool = False,
         constructed: int = -1,
+        taken_from: int = -1,
     ) -> int:
         return _add(
             self.loaders,
@@ -326,6 +327,7 @@ class EvidenceBuilder:
                 is_in_ram=is_in_ram,
                 sampler="RandomSampler",
                 constructed=constructed,
+                taken_from=taken_from,
             ),
         )
 

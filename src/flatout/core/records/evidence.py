@@ -262,6 +262,9 @@ class Loader(Record, frozen=True, kw_only=True):
     sampler: str = ""
     constructed: int = -1
     """The line that constructed the loader, -1 where that was not observed."""
+    taken_from: int = -1
+    """The line that constructed the first loader over its data set, where this one took that over, as those of Accelerate and
+    Opacus do; else -1."""
 
 
 class Padding(Record, frozen=True, kw_only=True):

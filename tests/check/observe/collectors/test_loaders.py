@@ -92,6 +92,36 @@ def test_the_line_that_created_the_loader_is_observed() -> None:
     assert source.text.endswith("# created here")
 
 
+def test_a_loader_that_takes_a_data_set_over_names_the_line_of_the_first() -> None:
+    def prepared(first: DataLoader[Tensor]) -> DataLoader[Tensor]:
+        return DataLoader(first.dataset, batch_sampler=first.batch_sampler)  # as a library makes it
+
+    def loop() -> None:
+        loader = DataLoader(Rows(), batch_size=8)  # created here
+        train(prepared(loader), epochs=4)
+
+    evidence = observe(loop)
+    [loader] = evidence.loaders
+    constructed, first = evidence.source_of(loader.constructed), evidence.source_of(loader.taken_from)
+    assert constructed is not None and constructed.text.endswith("# as a library makes it")
+    assert first is not None and first.text.endswith("# created here")
+
+
+def test_two_loaders_that_are_both_read_did_not_take_over() -> None:
+    def loop() -> None:
+        data = Rows()
+        first = DataLoader(data, batch_size=8)
+        second = DataLoader(data, batch_size=8)
+        net = nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+        for _ in range(4):
+            for x, y in zip(first, second, strict=True):
+                net(x + y).mean().backward()
+                optimizer.step()
+
+    assert [loader.taken_from for loader in observe(loop).loaders] == [-1, -1]
+
+
 def test_other_loaders_over_the_same_data_set_do_not_restart_the_training_loader() -> None:
     """An endless loader that is iterated over once, beside an evaluation that makes a loader each time."""
 

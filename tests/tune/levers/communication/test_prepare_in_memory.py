@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from tests.evidence_builder import EvidenceBuilder
@@ -217,6 +219,38 @@ def test_items_of_one_layout_become_rows_of_tensors_and_a_loader_may_be_returned
         exec(one, namespace)
         found.append([list(batch) for batch in namespace["batches"]()])
     assert same(*found)
+
+
+def test_a_loader_whose_data_set_another_takes_over_gets_single_items() -> None:
+    line = "loader = DataLoader(squares, 2, shuffle=True, num_workers=1)"
+    taken = "(lambda first: DataLoader(first.dataset, batch_sampler=first.batch_sampler))(loader)"
+    text = SCRIPT.format(loader=f"{line}\n    loader = {taken}")
+    new = edit(text, {"file": "a.py", "function": "batches", "code": line, "listed": True})
+    assert "items = [squares[i] for i in range(len(squares))]\n    loader = DataLoader(items, 2, shuffle=True)" in new
+    found = []
+    for one in (text, new):
+        namespace: dict[str, Any] = {"__name__": __name__}
+        exec(one, namespace)
+        found.append(namespace["batches"]())
+    assert same(*found)
+
+
+def test_the_line_to_change_is_that_of_the_loader_that_was_taken_over(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("first = DataLoader(data, batch_size=32)\nloader = prepare(first)\n")
+    run = EvidenceBuilder(data=0.01)
+    first = run.line(str(script), 1, "first = DataLoader(data, batch_size=32)")
+    second = run.line(str(script), 2, "loader = prepare(first)")
+    loader = run.loader(wait_s=0.01, constructed=second, taken_from=first)
+    facts = {"repeatable": True, "item_by_item": True}
+    run.trial(TrialResult(trial=TimeDataset(loader=loader), now_s=0.01, cured_s=0.0, facts=facts))
+    evidence = run.build()
+    workload = msgspec.structs.replace(evidence.workload, command=("python", "train.py"), cwd=str(tmp_path))
+    sources = tuple(msgspec.structs.replace(s, file=str(script), function="<module>") for s in evidence.sources)
+    [found] = LEVER.propose(msgspec.structs.replace(evidence, workload=workload, sources=sources), [])
+    assert isinstance(found, Candidate)
+    assert found.parameters["code"] == "first = DataLoader(data, batch_size=32)"
+    assert found.parameters["listed"] is True
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import get_ident
 from time import perf_counter
@@ -53,6 +54,7 @@ class LoaderUse:
     def __init__(self, iterator: Any, site: int, sites: Sites) -> None:
         self.site = site
         self.constructed = -1
+        self.taken_from = -1
         self.starts: set[LoaderStart] = set()
         """What its iterators were created as."""
         self.dataset = iterator._dataset
@@ -112,6 +114,8 @@ class LoaderWatch(Collector):
         self._thread_id = observation.thread_id
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-workers-")
         self._constructed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._first_over: dict[int, tuple[weakref.ref[Any], int]] = {}
+        """By its identity, each data set and the line that constructed the first loader over it."""
         self._started: weakref.WeakKeyDictionary[Any, LoaderStart] = weakref.WeakKeyDictionary()
         """What each iterator was created as."""
         self._created_s: dict[int, float] = {}
@@ -135,12 +139,25 @@ class LoaderWatch(Collector):
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             init(self, *args, **kwargs)
             if get_ident() == watch._thread_id and not watch._is_paused:
-                watch._constructed[self] = watch._sites.of_frame(sys._getframe(1))
+                site = watch._constructed[self] = watch._sites.of_frame(sys._getframe(1))
+                watch._note_first(self.dataset, site)
 
         patches.set(DataLoader, "__iter__", __iter__)
         patches.set(DataLoader, "__init__", __init__)
         os.environ[ObservedWorker.FOLDER] = self._folder.name
         patches.set(torch_worker, "_worker_loop", ObservedWorker.loop)
+
+    def _note_first(self, dataset: Any, site: int) -> None:
+        known = self._first_over.get(id(dataset))
+        if known is None or known[0]() is not dataset:
+            with suppress(TypeError):  # a list has no weak references
+                self._first_over[id(dataset)] = (weakref.ref(dataset), site)
+
+    def _taken_from(self, dataset: Any, constructed: int) -> int:
+        """The line of the first loader over a data set, if that is another than the one that is read; else -1."""
+        known = self._first_over.get(id(dataset))
+        is_other = known is not None and known[0]() is dataset and known[1] != constructed
+        return known[1] if known is not None and is_other else -1
 
     def close(self) -> None:
         """Remove what the workers wrote."""
@@ -163,6 +180,7 @@ class LoaderWatch(Collector):
     def _rows(self) -> tuple[Loader, ...]:
         steps = max(1, sum(s.weight for s in self._observation.timeline.steps))
         num_steps = max(1, self._observation.num_steps)
+        read = {u.constructed for u in self.loaders.values()}
         return tuple(
             Loader(
                 source=u.site,
@@ -183,6 +201,7 @@ class LoaderWatch(Collector):
                 is_in_ram=u.is_in_ram,
                 sampler=u.sampler,
                 constructed=u.constructed,
+                taken_from=-1 if u.taken_from in read else u.taken_from,
             )
             for u in self.loaders.values()
         )
@@ -257,7 +276,7 @@ class LoaderWatch(Collector):
         use = self.loaders.get(key)
         if use is None:
             use = self.loaders[key] = LoaderUse(iterator, site, self._sites)
-            use.constructed = constructed
+            use.constructed, use.taken_from = constructed, self._taken_from(iterator._dataset, constructed)
         if began is not None:
             use.starts.add(began)
         return use

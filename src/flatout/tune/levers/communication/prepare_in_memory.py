@@ -30,6 +30,7 @@ from flatout.tune.rewrite.loader_calls import WORKER_OPTIONS, LoaderCall
 from flatout.tune.rewrite.source import (
     SourcePlace,
     code_of,
+    editable_place,
     find,
     fresh_name,
     nodes_of,
@@ -65,7 +66,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     is_at_once = all(_is_stored(evidence, one) for one, _ in able)
     if not is_at_once and not loader.num_epochs:
         low = -_CACHING_COST * waited_s  # whether items come again was not seen
-    constructor = evidence.source_of(loader.constructed)
+    constructor = evidence.source_of(_constructor(evidence, loader))
     datasets = tuple(sorted({one.dataset for one, _ in able}))
     yield Candidate(
         # a loader that is made in somebody else's file is wrapped all the same
@@ -81,11 +82,24 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
 
 def _places(evidence: Evidence, first: Loader, others: Sequence[Loader]) -> Parameters:
     """Where loaders are made whose items are prepared alike."""
-    place = readable_place(evidence, evidence.source_of(first.constructed))
+    place = readable_place(evidence, evidence.source_of(_constructor(evidence, first)))
     if not place:
         return {}
-    alike = [one for one in others if one is not first and _stored(evidence, one) == _stored(evidence, first)]
-    return several_places([place, *(readable_place(evidence, evidence.source_of(one.constructed)) for one in alike)])
+    how = _stored(evidence, first)
+    alike = [one for one in others if one is not first and _stored(evidence, one) == how]
+    return several_places(
+        [place, *(readable_place(evidence, evidence.source_of(_constructor(evidence, one))) for one in alike)]
+    )
+
+
+def _constructor(evidence: Evidence, loader: Loader) -> int:
+    """The line at which to change the loader: its own, or that of the loader whose data set it took over."""
+    return loader.taken_from if _is_taken_over(evidence, loader) else loader.constructed
+
+
+def _is_taken_over(evidence: Evidence, loader: Loader) -> bool:
+    """Whether a library made the loader over the data set of one that the script makes: Accelerate and Opacus do."""
+    return loader.taken_from >= 0 and not editable_place(evidence, evidence.source_of(loader.constructed), edit)
 
 
 def _is_stored(evidence: Evidence, loader: Loader) -> bool:
@@ -99,6 +113,8 @@ def _stored(evidence: Evidence, loader: Loader) -> Parameters:
     result = fetch_trial(evidence, evidence.loaders.index(loader))
     facts = result.facts if result is not None else {}
     colours = next((name for name in ("grey", "colour") if facts.get(f"stored_{name}")), None)
+    if _is_taken_over(evidence, loader):
+        return {"listed": True}
     if loader.has_own_collate:
         return {}
     if colours is None:
@@ -193,6 +209,8 @@ def edit(text: str, parameters: Parameters) -> str:
         if loader.value(word) is not None:
             raise EditError(f"the loader is made with {word}")
     dataset, has_collate = loader.dataset, loader.value("collate_fn") is not None
+    if parameters.get("listed"):  # another loader takes this one's parts over, and expects single items
+        has_collate = True
     if not has_collate and _is_rows(place.module, scope, dataset):
         if not isinstance(dataset, cst.Name):
             raise EditError(f"'{code_of(dataset)}' has no name of its own")
