@@ -180,6 +180,20 @@ def test_workers_that_hardly_keep_up_are_joined_by_more_beside_what_makes_steps_
 
 
 @pytest.mark.parametrize(
+    ("on_device", "num_workers", "first"),
+    [(True, 1, 4), (True, 2, 7), (False, 2, 8), (True, 7, 8)],  # of 8 cores, one is the step's own
+)
+def test_beside_a_device_workers_that_have_no_rest_are_joined_by_what_faster_steps_want(
+    on_device: bool, num_workers: int, first: int
+) -> None:
+    run = EvidenceBuilder(data=0.01, forward=0.04, backward=0.05, device_s=0.085 if on_device else None)
+    run.loader(run.line("train.py", 5), wait_s=0.01, num_workers=num_workers)
+    offered = next(iter(LEVER.propose(run.build(), ())))
+    assert isinstance(offered, Candidate)
+    assert offered.parameters["num_workers"] == first
+
+
+@pytest.mark.parametrize(
     "refused", [fed(batch_s=0.1), fed(batch_s=0.9, num_workers=8), fed(batch_s=0.35, on_device=False)]
 )
 def test_workers_that_keep_up_or_have_all_cores_stay(refused: Candidate | Refusal) -> None:

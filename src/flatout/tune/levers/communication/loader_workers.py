@@ -87,13 +87,12 @@ def _beside_others(evidence: Evidence) -> Candidate:
     if index is None or result is None or result.now_s is None:
         raise LeverRefused("no loader is waited for")
     loader = evidence.loaders[index]
-    of_one_s = result.now_s * loader.fetches
+    of_one_s = _of_one_worker_s(evidence, index)
     batch_s = of_one_s / loader.num_workers
     if batch_s < _NEARLY * evidence.steps.step_s:
         raise LeverRefused("no loader is waited for, nor would it be in much faster steps")
     _check_run(evidence, index)
-    enough = math.ceil(of_one_s / (_FASTEST * evidence.steps.step_s))
-    number = min(enough, evidence.workload.num_cores - 1)  # one is the step's own
+    number = _enough_for_faster_steps(evidence, of_one_s)
     if number <= loader.num_workers:
         raise LeverRefused(
             f"{loader.num_workers} workers have {evidence.workload.num_cores} cores, and no loader is waited for"
@@ -107,6 +106,17 @@ def _beside_others(evidence: Evidence) -> Candidate:
         because=f"{loader.num_workers} workers make a batch of {loader.dataset} each {batch_s * 1e3:.0f} ms, hardly sooner than "
         "a step takes: faster steps would wait for them",
     )
+
+
+def _of_one_worker_s(evidence: Evidence, index: int) -> float:
+    """Seconds that one worker takes for the batches of a step, by itself as a trial timed it."""
+    result = fetch_trial(evidence, index)
+    return (result.now_s or 0.0) * evidence.loaders[index].fetches if result is not None else 0.0
+
+
+def _enough_for_faster_steps(evidence: Evidence, of_one_s: float) -> int:
+    """Workers that keep up with much faster steps, when one takes so long for the batches of a step; a core is the step's own."""
+    return min(math.ceil(of_one_s / (_FASTEST * evidence.steps.step_s)), evidence.workload.num_cores - 1)
 
 
 def _check_run(evidence: Evidence, index: int) -> None:
@@ -131,7 +141,22 @@ def _is_repeatable(evidence: Evidence, index: int) -> bool:
 
 
 def _counts(evidence: Evidence, index: int) -> list[int]:
-    """Numbers of workers worth trying, two at most."""
+    """Numbers of workers worth trying, two at most.
+
+    Beside a device first as many as much faster steps would want: all those that are there have no rest, or the step would not
+    wait for them.
+    """
+    loader = evidence.loaders[index]
+    counts = _plain_counts(evidence, index)
+    if evidence.workload.device == "cpu" or not loader.num_workers:
+        return counts
+    of_one_s = max(_of_one_worker_s(evidence, index), loader.num_workers * evidence.steps.step_s)
+    number = _enough_for_faster_steps(evidence, of_one_s)
+    return list(dict.fromkeys((number, *counts)))[:2] if number > loader.num_workers else counts
+
+
+def _plain_counts(evidence: Evidence, index: int) -> list[int]:
+    """Numbers of workers that a trial found best for the steps as they are, or of cores, two at most."""
     loader = evidence.loaders[index]
     trials = [t.trial for t in evidence.trials if isinstance(t.trial, TimeWorkers) and t.trial.loader == index]
     for trial in trials:
