@@ -104,6 +104,38 @@ def test_a_move_to_a_device_takes_the_layout_along() -> None:
     )
 
 
+MADE_ELSEWHERE = """
+    import torch
+    from torch import nn, optim
+
+    zoo = {"small": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())}
+
+
+    def main():
+        torch.manual_seed(0)
+        model = zoo["small"]()
+        # one group
+        optimizer = optim.SGD(
+            model.parameters(),
+            lr=0.1,
+        )
+        return model, model(torch.randn(2, 3, 8, 8)), optimizer
+
+
+    model, output, optimizer = main()
+"""
+
+
+def test_a_model_that_is_made_elsewhere_is_converted_before_its_optimizer() -> None:
+    after = edited(LEVER, MADE_ELSEWHERE)
+    assert after.count("model.to(memory_format=torch.channels_last)\n") == 1
+    before, left = ran(MADE_ELSEWHERE), ran(after)
+    weight = next(left["model"].parameters())
+    assert weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    assert left["optimizer"].param_groups[0]["params"][0] is weight
+    torch.testing.assert_close(left["output"], before["output"])
+
+
 @pytest.mark.parametrize("made", ["nn.Linear(3, 3)", "loaded", "Net().to(memory_format=torch.channels_last)"])
 def test_what_is_no_model_with_images_or_is_converted_is_not_edited(made: str) -> None:
     with pytest.raises(EditError):
