@@ -158,6 +158,15 @@ def test_a_guarantee_that_was_not_allowed_is_not_tried() -> None:
     assert "quality" in result.left_out[0].because
 
 
+def test_a_candidate_that_promises_less_than_its_lever_is_judged_by_that() -> None:
+    weaker = msgspec.structs.replace(candidate("a", 0.05), guarantee="distribution", because="it draws others")
+    result = found(World({"a": 0.5}), [weaker])
+    assert ids(result) == []
+    assert "it draws others, but its guarantee is 'distribution', 'bounded' is allowed" in result.left_out[0].because
+    allowed = found(World({"a": 0.5}), [weaker], allow="distribution")
+    assert [(p.id, p.guarantee) for p in allowed.levers] == [("a", "distribution")]
+
+
 def test_an_interrupted_search_goes_on_from_its_log(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     candidates = [candidate("a", 0.05), candidate("b", 0.04), candidate("c", 0.03)]

@@ -29,6 +29,8 @@ class Candidate(Record, frozen=True, kw_only=True):
     where: Source | None = None
     warm_up_steps: int = 0
     """Steps until it has its full effect: a cache that fills in the first epoch."""
+    guarantee: Guarantee | None = None
+    """What it can promise for this run where that is weaker than what its lever does."""
     is_companion: bool = False
     """Whether it gains nothing alone: it takes away what would limit the step once others have made it faster."""
     because: str

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever
+from flatout.core.records.verdict import GUARANTEES, Guarantee
 from flatout.machine.cost.accounting import speed_up
 from flatout.tune.search.goal import SearchGoal
 
@@ -57,7 +58,7 @@ class PlanSoFar:
         lever = self._known[candidate.lever]
         return PlannedLever(
             id=lever.id,
-            guarantee=lever.guarantee,
+            guarantee=guarantee_of(lever, candidate),
             parameters=candidate.parameters,
             predicted=self.predicted(candidate),
             warm_up_steps=candidate.warm_up_steps,
@@ -104,6 +105,11 @@ class PlanSoFar:
         if others[0].id == candidate.lever:
             return f"as {settings_of(candidate.parameters)}: the way that is in the plan saves more than it promises"
         return f"it does not go with {others[0].id}, which saves more than it promises"
+
+
+def guarantee_of(lever: Lever, candidate: Candidate) -> Guarantee:
+    """What a candidate promises: as much as its lever, or less where it says so."""
+    return max(lever.guarantee, candidate.guarantee or lever.guarantee, key=GUARANTEES.index)
 
 
 def gain_of(levers: Sequence[PlannedLever]) -> float:

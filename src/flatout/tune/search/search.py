@@ -12,7 +12,7 @@ from flatout.core.records.lever import Candidate, Lever, PlannedLever
 from flatout.core.records.plan import Attempt, AttemptKind, LeftOut
 from flatout.core.records.verdict import GUARANTEES, Guarantee, Speed, Verdict
 from flatout.tune.search.goal import Objective, SearchGoal
-from flatout.tune.search.plan_so_far import PlanSoFar, gain_of, settings_of
+from flatout.tune.search.plan_so_far import PlanSoFar, gain_of, guarantee_of, settings_of
 from flatout.tune.search.search_log import SearchLog
 
 _STRONG: Final = 2.0
@@ -124,11 +124,13 @@ def _allowed(
 ) -> tuple[list[Candidate], list[LeftOut]]:
     allowed, refused = [], []
     for candidate in candidates:
-        guarantee = levers[candidate.lever].guarantee
+        guarantee = guarantee_of(levers[candidate.lever], candidate)
         if GUARANTEES.index(guarantee) <= GUARANTEES.index(allow):
             allowed.append(candidate)
         else:
             because = f"its guarantee is '{guarantee}', '{allow}' is allowed"
+            if candidate.guarantee is not None:
+                because = f"{candidate.because}, but {because}"
             refused.append(LeftOut(lever=candidate.lever, because=because))
     return allowed, refused
 

@@ -32,6 +32,28 @@ def test_a_model_that_convolves_images_is_offered_and_others_refused() -> None:
     assert isinstance(refusal, Refusal)
 
 
+@pytest.mark.parametrize(
+    ("op", "shape", "guarantee"),
+    [
+        ("aten.randn_like", (8, 3, 32, 32), "distribution"),
+        ("aten.native_dropout", (8, 16, 30, 30), "distribution"),
+        ("aten.native_dropout", (8, 4, 64, 64), None),  # attention's weights are no images
+        ("aten.randn", (8, 3, 32, 32), None),  # drawn in order, whatever is made of it
+    ],
+)
+def test_random_numbers_in_the_order_of_memory_weaken_what_it_promises(
+    op: str, shape: tuple[int, ...], guarantee: str | None
+) -> None:
+    run = EvidenceBuilder()
+    images = [(8, 3, 32, 32), (16, 3, 3, 3)]
+    run.operator("aten.convolution", run.line("net.py", 3), inputs=images, output=(8, 16, 30, 30), op_s=0.02)
+    run.operator(op, run.line("net.py", 4), inputs=[shape], output=shape)
+    [candidate] = LEVER.propose(run.build(), ())
+    assert isinstance(candidate, Candidate)
+    assert candidate.guarantee == guarantee
+    assert ("draws other random numbers" in candidate.because) == (guarantee is not None)
+
+
 def test_weights_and_images_are_converted_and_afterwards_as_before() -> None:
     net, images = Net(), torch.randn(2, 3, 16, 16)
     weight = net.convolution.weight

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 _MAY_COST: Final = 0.2
 """Small convolutions were that much slower on a CPU (bench/results, tune_examples)."""
+_DRAWS: Final = frozenset(
+    {"aten.randn_like", "aten.rand_like", "aten.native_dropout", "aten.bernoulli", "aten.bernoulli_", "aten.normal_"}
+)
 _CONVOLUTIONS: Final = {"Conv2d", "ConvTranspose2d"}
 
 
@@ -48,13 +51,26 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     if not convolutions:
         raise LeverRefused("no two-dimensional convolution was observed")
     savings = [f.saved_s for f in findings]
+    draws = _draws_of_images(evidence)
     busy_s = sum(o.total_s for o in evidence.operators if "convolution" in o.op)
     least_s = -_MAY_COST * busy_s if evidence.workload.device == "cpu" else 0.0
     yield Candidate(
         saved_s=max(savings, default=(least_s, 0.4 * busy_s)),
         where=findings[0].where if findings else evidence.source_of(convolutions[0].source),
-        because=findings[0].because if findings else f"convolutions take {busy_s * 1e3:.2f} ms of a step",
+        guarantee="distribution" if draws else None,
+        because=(findings[0].because if findings else f"convolutions take {busy_s * 1e3:.2f} ms of a step")
+        + (f"; {draws} draws other random numbers in another order of memory" if draws else ""),
     )
+
+
+def _draws_of_images(evidence: Evidence) -> str:
+    """An operator that draws random numbers for each element of what is convolved, '' where none does: it draws them in the
+    order of memory.
+    """
+    convolutions = [o for o in evidence.operators if "convolution" in o.op]
+    images = {spec.shape for o in convolutions for spec in (*o.inputs[:1], *o.outputs[:1]) if len(spec.shape) == 4}
+    drawing = (o.op for o in evidence.operators if o.op in _DRAWS and any(spec.shape in images for spec in o.outputs))
+    return next(drawing, "").removeprefix("aten.")
 
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
