@@ -75,6 +75,16 @@ class PlanSoFar:
         low = max(0.0, low / _CARRIES_OVER - taken_s) if low > 0 else low
         return min(low, _MOST * self.step_s), min(_CARRIES_OVER * high, _MOST * self.step_s)
 
+    def promise(self, candidates: Sequence[Candidate]) -> float:
+        """The share of a step that these should save together, in the middle between least and most: each saves of what others
+        leave.
+        """
+        left = [1.0, 1.0]
+        for candidate in candidates:
+            for bound, saved_s in enumerate(self.expected_saving(candidate)):
+                left[bound] *= 1.0 - min(1.0, max(0.0, saved_s / self.step_s))
+        return 1.0 - sum(left) / 2
+
     def effort_of(self, lever: str, parameters: Parameters) -> float:
         """How many times as long a comparison of this lever takes as others."""
         return self._goal.effort_of(self._known[lever], parameters)

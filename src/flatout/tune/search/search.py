@@ -174,10 +174,11 @@ class _LeverSearch:
                 if self._goal.objective == "time" and _peak(verdict) <= self._goal.most_bytes:
                     return
 
-    def _join(self, candidates: Sequence[Candidate]) -> None:
+    def _join(self, candidates: Sequence[Candidate], first: Candidate) -> None:
         """Try all that is cheap and promises something as one, once there is no time to try one after the other.
 
-        That is what a person would do; and of two things that limit a step each hides what the other gains.
+        That is what a person would do; and of two things that limit a step each hides what the other gains. On a device `first`,
+        the next to be tried alone, goes before them where it is dear and promises more than all of them: compiling, mostly.
         """
         before, tried = self._so_far.levers, []
         for candidate in candidates:
@@ -192,8 +193,19 @@ class _LeverSearch:
         is_alone = len(tried) < 2 or not efforts
         if self._has_joined or is_alone or (len(efforts) == len(tried) and self._bench.has_time_for_each(efforts)):
             return
+        if (
+            self._goal.is_on_device
+            and self._is_dear(first)
+            and self._so_far.promise([first]) > self._so_far.promise(tried)
+        ):
+            return
         self._has_joined = True
         self._add_joined(joined, tried)
+
+    def _is_dear(self, candidate: Candidate) -> bool:
+        """Whether a candidate takes too long to be tried with others, and there is the time to try it."""
+        effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
+        return effort > self._goal.cheap and self._bench.has_time(is_final=False, effort=effort)
 
     def climb(self, candidates: Sequence[Candidate], companions: Sequence[Candidate] = ()) -> None:
         """Add one lever after the other, each on top of those that were kept; companions beside others alone.
@@ -263,7 +275,7 @@ class _LeverSearch:
                 rivals.append(candidate)
                 continue
             if rivals is not None:
-                self._join([*(c for c, _, _ in doubtful), *candidates[number:], *companions])
+                self._join([*(c for c, _, _ in doubtful), *candidates[number:], *companions], candidate)
             if self._so_far.is_planned(candidate):
                 continue  # it came in with others
             why = self._so_far.why_not(candidate)
