@@ -75,7 +75,7 @@ class PlanSoFar:
         low = max(0.0, low / _CARRIES_OVER - taken_s) if low > 0 else low
         return min(low, _MOST * self.step_s), min(_CARRIES_OVER * high, _MOST * self.step_s)
 
-    def promise(self, candidates: Sequence[Candidate]) -> float:
+    def predicted_saving(self, candidates: Sequence[Candidate]) -> float:
         """The share of a step that these should save together, in the middle between least and most: each saves of what others
         leave.
         """

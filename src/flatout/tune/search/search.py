@@ -196,7 +196,7 @@ class _LeverSearch:
         if (
             self._goal.is_on_device
             and self._is_dear(first)
-            and self._so_far.promise([first]) > self._so_far.promise(tried)
+            and self._so_far.predicted_saving([first]) > self._so_far.predicted_saving(tried)
         ):
             return
         self._has_joined = True
