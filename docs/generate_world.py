@@ -89,7 +89,8 @@ def tune_page(results: list[tuple[str, dict[str, Any]]]) -> str:
         "",
         "`flatout tune` on public training scripts, unchanged, within the budget named. Then whole runs, process by process in",
         "turn: untouched, with `flatout run --plan`, with the text that `flatout edit` made of the plan, and with the best",
-        "change of those that an expert raced by hand. `whole` is how much sooner a run of so many steps ends, its start and",
+        "change of those that an expert raced by hand. `proved` is the speed-up of a step that the plan's own proof measured.",
+        "`whole` is how much sooner a run of so many steps ends, its start and",
         "compilation included; `later` how much less a step takes in the second half of it. `learnt`: whether the last losses",
         "on three seeds lie where those of the untouched script lie, on these seeds and with the rounding of one thread. One",
         "run a side where nothing else is said, so that differences of a tenth are noise. `bench/world/README.md` says how to",
@@ -97,7 +98,7 @@ def tune_page(results: list[tuple[str, dict[str, Any]]]) -> str:
         "",
     ]
     for source, result in results:
-        machine, scripts = result["machine"], [s for s in result["scripts"] if "whole_run_s" in s]
+        machine, scripts = result["machine"], [s for s in result["scripts"] if "whole_run_s" in s or s["levers"]]
         commits = dict.fromkeys(s.get("flatout_commit") or result.get("flatout_commit", "") for s in scripts)
         planned = [s for s in scripts if s["levers"]]
         means = [
@@ -114,8 +115,8 @@ def tune_page(results: list[tuple[str, dict[str, Any]]]) -> str:
             f"- a plan for {len(planned)} of {len(scripts)} scripts, for {_of_worth(scripts)} where a change by hand gains 1.15x",
             *means,
             "",
-            "| script | levers | steps | whole: plan | text | by hand | later: plan | text | by hand | learnt | tune |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
+            "| script | levers | proved | steps | whole: plan | text | by hand | later: plan | text | by hand | learnt | tune |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
             *(_tuned_row(script) for script in scripts),
             "",
         ]
@@ -126,8 +127,9 @@ def _tuned_row(script: dict[str, Any]) -> str:
     found = [gain_of(script, side) for gain_of in (gain, step_gain) for side in ("plan", "edit", "by hand")]
     gains = [_NONE if one is None else f"{one:.2f}x" for one in found]
     levers = ", ".join(f"`{name}`" for name in dict.fromkeys(script["levers"])) or script["because"]
+    proved = f"{script['claimed'][0]:.2f}x" if script["levers"] and script.get("claimed") else _NONE
     return (
-        f"| {script['name']} | {levers} | {script['num_steps']} | {' | '.join(gains)} | {_learnt(script)} "
+        f"| {script['name']} | {levers} | {proved} | {script['num_steps']} | {' | '.join(gains)} | {_learnt(script)} "
         f"| {script['tune_s']:.0f} s |"
     )
 

@@ -65,6 +65,9 @@ class World:
     def has_time(self, *, is_final: bool, effort: float = 1.0, is_longer: bool = False) -> bool:
         return (is_final and not is_longer) or self.num_compared < self.most
 
+    def can_end(self, effort: float) -> bool:
+        return self.num_compared < self.most
+
     def has_time_for_each(self, efforts: Sequence[float]) -> bool:
         return self.num_compared + len(efforts) <= self.most
 

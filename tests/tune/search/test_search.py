@@ -13,7 +13,7 @@ from tests.planning_world import PEAK_BYTES, STEP_S, World, candidate, lever
 
 from flatout.core.errors import PlanError
 from flatout.core.records.lever import Candidate, PlannedLever
-from flatout.core.records.verdict import Guarantee, Verdict
+from flatout.core.records.verdict import Guarantee, Speed, Verdict
 from flatout.tune.search.goal import Objective, SearchGoal
 from flatout.tune.search.search import LeverSearchResult, search_levers
 from flatout.tune.search.search_log import SearchLog
@@ -307,6 +307,34 @@ def test_a_lever_that_pays_after_the_end_of_the_run_is_left_out() -> None:
     assert "--run-steps" not in because
     assert ids(found(World(factors, later_s={"a": 20.0}), promised, num_steps=500)) == ["a", "b"]
     assert ids(found(World(factors, later_s={"a": 20.0}), promised)) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("low", "later_s", "words"),
+    [
+        (1.5, 20.0, ""),
+        (1.016, 20.0, ""),  # at worst a run of 650 s ends 10 s later, and probably 300 s sooner
+        (1.016, 60.0, "1.02x faster a step, but the first steps end"),
+        (1.5, 400.0, "1.80x faster a step, but the first steps end"),
+    ],
+)
+def test_a_plan_is_left_out_where_its_run_would_be_noticeably_slower_at_worst(
+    low: float, later_s: float, words: str
+) -> None:
+    speed = Speed(
+        ratio=1.8,
+        low=low,
+        high=2.1,
+        num_pairs=7,
+        before_s=0.24,
+        after_s=0.24 / 1.8,
+        num_first=8,
+        first_before_s=5.0,
+        first_after_s=5.0 + later_s,
+    )
+    goal = SearchGoal(0.24, PEAK_BYTES, "time", 0, "bounded", 2700, True)
+    found_late = goal.too_late_at_worst(speed)
+    assert found_late.startswith(words) and bool(found_late) == bool(words)
 
 
 def test_a_script_that_comes_to_its_end_says_how_long_its_runs_are() -> None:

@@ -12,6 +12,8 @@ _CHEAP: Final = 1.5
 """Efforts up to this are tried as one where time is short: nothing of them compiles."""
 _CHEAP_ON_DEVICE: Final = 2.0
 """The same on a device, where bfloat16 and TF32 are among them: they are what most of its matrix units are there for."""
+_HARDLY_SLOWER: Final = 0.98
+"""A run that takes this share of a planned one's time is no slower for its user: two runs of one script differ by more."""
 _ON_DEVICE: Final = 0.5
 """On a device starting and recording take most of a comparison: of a compiled GPT-2 small 53 s, and as it is 20 to 30 s."""
 
@@ -57,6 +59,14 @@ class SearchGoal(NamedTuple):
         later = f"{speed.ratio:.2f}x faster a step, but the first steps end {duration(speed.later_s + start_s)} later"
         longer = "" if self.num_steps else " (--run-steps N for longer runs)"
         return f"{later}: it pays from step {pays_from:,} on, and the run has {num_steps:,}{longer}"
+
+    def too_late_at_worst(self, speed: Speed, start_s: float = 0.0) -> str:
+        """`too_late`, and the same for a gain at the low end of its interval where that would make the run noticeably slower."""
+        worst, num_steps = speed.at_least, self.num_steps or speed.num_run
+        late = self.too_late(speed, start_s)
+        if late or (num_steps and speed.num_first and worst.gain_of_run(num_steps, start_s) >= _HARDLY_SLOWER):
+            return late
+        return self.too_late(worst, start_s)
 
     @property
     def must_shrink(self) -> bool:

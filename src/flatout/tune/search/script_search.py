@@ -114,6 +114,12 @@ class Pace:
         usual_s = effort * _mean(self._started_s) + _mean(self._raced_s)
         return usual_s + self.final_s() + max(self._judged_s)
 
+    def alone_s(self, effort: float) -> float:
+        """Seconds for a comparison of this effort, without the final proof."""
+        if not self._started_s:
+            return effort * self._guess_s + self._race_s
+        return effort * _mean(self._started_s) + _mean(self._raced_s)
+
     def all_s(self, efforts: Sequence[float]) -> float:
         """Seconds for comparisons of these efforts, one after the other, and the final proof."""
         if not self._started_s:
@@ -236,6 +242,10 @@ class ScriptBench:
         more_s = (_LONGER - 1) * self._terms.budget_s if is_longer else 0.0
         needed_s = self._pace.final_s() if is_final else self._pace.needed_s(effort)
         return needed_s + more_s < self._left_s
+
+    def can_end(self, effort: float) -> bool:
+        """Whether a comparison of this effort should end in time, the final proof left out."""
+        return self._pace.alone_s(effort) < self._left_s
 
     def has_time_for_each(self, efforts: Sequence[float]) -> bool:
         """Whether comparisons of these efforts and the final proof should end in time, by what those so far took."""
@@ -371,7 +381,7 @@ def search_script(
     if speed is not None and speed.num_first:  # whole runs that are judged by a metric have no first steps
         start_s = run_start_s(msgspec.structs.replace(plan, lever=found.levers), script, timeout_s=terms.timeout_s)
         # a text has no start of its own; a run of the user's is to gain, and not only perhaps
-        late = goal.too_late(speed.at_least, 0.0 if is_text(found.levers, known) else start_s or 0.0)
+        late = goal.too_late_at_worst(speed, 0.0 if is_text(found.levers, known) else start_s or 0.0)
     if late:
         dropped = (LeftOut(lever=p.id, because=late, gain=p.measured[0] if p.measured else 1.0) for p in found.levers)
         empty = msgspec.structs.replace(plan, because=late)

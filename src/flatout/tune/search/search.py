@@ -28,6 +28,8 @@ _DOING: Final[Mapping[AttemptKind, str]] = {
     "final": "proving all together",
     "final-again": "racing all together longer",
 }
+_BEYOND_DOUBT: Final = 1.3
+"""A lever that was proved to be so much faster in the middle was not picked for its luck among some tens that were tried."""
 _NOTHING_LOST: Final = 0.99
 """A lever is taken out where the plan without it is at least so many times as fast: it costs nothing to keep what may help."""
 _WORTH_A_LONGER_RACE: Final = 1.03
@@ -68,6 +70,9 @@ class LeverBench(Protocol):
 
         The final one itself is always made; once more, and longer, in time that is left.
         """
+
+    def can_end(self, effort: float) -> bool:
+        """Whether a comparison of this effort should end in time, the final proof left out."""
 
     def has_time_for_each(self, efforts: Sequence[float]) -> bool:
         """Whether comparisons of these efforts, one after the other, and the final one should all end in time."""
@@ -205,7 +210,7 @@ class _LeverSearch:
     def _is_dear(self, candidate: Candidate) -> bool:
         """Whether a candidate takes too long to be tried with others, and there is the time to try it."""
         effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
-        return effort > self._goal.cheap and self._bench.has_time(is_final=False, effort=effort)
+        return effort > self._goal.cheap and self._bench.can_end(effort)
 
     def climb(self, candidates: Sequence[Candidate], companions: Sequence[Candidate] = ()) -> None:
         """Add one lever after the other, each on top of those that were kept; companions beside others alone.
@@ -412,7 +417,8 @@ class _LeverSearch:
         verdict = attempts[0].verdict if attempts else None
         if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
             return None
-        return verdict if verdict.speed.low >= _WORTH_DIGITS else None
+        is_sure = verdict.speed.low >= _WORTH_DIGITS or verdict.speed.ratio >= _BEYOND_DOUBT
+        return verdict if is_sure else None
 
     def _try(
         self, kind: AttemptKind, after: tuple[PlannedLever, ...], lever: PlannedLever, objective: Objective
