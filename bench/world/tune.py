@@ -445,6 +445,12 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "scripts": len(rows),
         "failed": [r["name"] for r in rows if "whole_run_s" not in r],
+        "runs that failed": [
+            f"{r['name']}, {side}"
+            for r in ran
+            for side, taken in r["whole_run_s"].items()
+            if not all(map(math.isfinite, taken))
+        ],
         "levers with a verdict": f"{sum(t['has_verdict'] for t in tried)} of {len(tried)}",
         "plans": f"{len(planned)} of {len(ran)}",
         "plans where a cure gains 1.15x": f"{sum(bool(r['levers']) for r in worth)} of {len(worth)}",
