@@ -44,7 +44,7 @@ MODULE = """
 """
 DEBUG_OFF = PlannedLever(id="graph.debug-off", guarantee="exact")
 FUSED = PlannedLever(id="parallelism.fused-optimizer", guarantee="bounded")
-CHANNELS = PlannedLever(id="memory.channels-last", guarantee="bounded")
+CAPTURE = PlannedLever(id="graph.capture", guarantee="exact")
 GONE = PlannedLever(
     id="memory.gather-once",
     guarantee="exact",
@@ -74,11 +74,11 @@ def test_the_diff_alone_is_printed_and_nothing_is_changed(folder: Path, capsys: 
 
 
 def test_what_stays_is_named_and_its_plan_is_written(folder: Path) -> None:
-    done = edit(folder, "--write", "--rest", "rest.toml", levers=(DEBUG_OFF, CHANNELS))
+    done = edit(folder, "--write", "--rest", "rest.toml", levers=(DEBUG_OFF, CAPTURE))
     assert done.code == 2
-    assert "wrote" in done.err and "memory.channels-last stays in the plan: " in done.err
+    assert "wrote" in done.err and "graph.capture stays in the plan: " in done.err
     assert "anomaly(True)" not in (folder / "train.py").read_text()
-    assert from_toml((folder / "rest.toml").read_bytes()).lever == (CHANNELS,)
+    assert from_toml((folder / "rest.toml").read_bytes()).lever == (CAPTURE,)
 
 
 def test_a_plan_of_another_text_is_refused_in_one_line(folder: Path) -> None:

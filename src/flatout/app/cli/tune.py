@@ -251,7 +251,7 @@ class _Stop:
 def _one_stop() -> Iterator[_Stop]:
     """The first Ctrl-C, SIGTERM or SIGHUP ends the search in order; later ones change nothing until this process has ended.
 
-    One that is ignored (SIGHUP under nohup) stays ignored.
+    SIGTERM and SIGHUP stay ignored where they are, as under nohup.
     """
     stop = _Stop()
 
@@ -261,8 +261,10 @@ def _one_stop() -> Iterator[_Stop]:
             signal.signal(one, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in wanted if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if before[number] == signal.SIG_IGN:
+            del before[number]
     for number in before:
         signal.signal(number, stopped)
     try:
