@@ -40,7 +40,7 @@ MODELS = """
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
 
         def forward(self, x):
             for layer in self.layers:
@@ -56,7 +56,7 @@ SCRIPT = """
 
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    trainer = Trainer(model, optimizer, [torch.randn(8, 64) for _ in range(24)])
+    trainer = Trainer(model, optimizer, [torch.randn(32, 256) for _ in range(24)])
     trainer.train()
 """
 
