@@ -71,10 +71,10 @@ def _root(
 
 
 for _name, _command in commands():
-    _heading = GROUPS[_command.group]
+    _heading, _examples = GROUPS[_command.group], "\n\n".join(("Examples:", *_command.examples))
     if isinstance(_command.run, typer.Typer):
-        app.add_typer(_command.run, name=_name, rich_help_panel=_heading, context_settings=_HELP)
+        app.add_typer(_command.run, name=_name, rich_help_panel=_heading, context_settings=_HELP, epilog=_examples)
     else:
         # What flatout does not know is the script's own; after `--` everything is.
         _settings = _HELP | ({"ignore_unknown_options": True} if _command.takes_script else {})
-        app.command(name=_name, context_settings=_settings, rich_help_panel=_heading)(_command.run)
+        app.command(name=_name, context_settings=_settings, rich_help_panel=_heading, epilog=_examples)(_command.run)

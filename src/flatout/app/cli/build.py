@@ -73,4 +73,12 @@ def _check(out: Path, *, precision: str, backend: str, events: int) -> None:
     require_folder_to_write("-o", out)
 
 
-COMMAND = Command(build, order=80, group="blocks")
+COMMAND = Command(
+    build,
+    order=80,
+    group="blocks",
+    examples=(
+        "flatout build package.model:make -o engine",
+        "flatout build package.model:make -o engine --precision int8",
+    ),
+)

@@ -45,4 +45,12 @@ def calibrate(
     )
 
 
-COMMAND = Command(calibrate, order=50, group="devices")
+COMMAND = Command(
+    calibrate,
+    order=50,
+    group="devices",
+    examples=(
+        "flatout calibrate --model sizes.toml --out steps.json",
+        "flatout calibrate --model sizes.toml --out steps.json --ranks 2 --device cpu",
+    ),
+)

@@ -298,4 +298,10 @@ def _print(evidence: Evidence, diagnosis: Diagnosis, *, stderr: bool) -> None:
         print_report(["", *diagnosis_blocks(evidence, diagnosis)], stderr=stderr)
 
 
-COMMAND = Command(check, order=10, group="find", takes_script=True)
+COMMAND = Command(
+    check,
+    order=10,
+    group="find",
+    takes_script=True,
+    examples=("flatout check train.py -- --epochs 1", "flatout check --html report.html -m package.train -- --lr 0.1"),
+)

@@ -30,5 +30,7 @@ class Command(NamedTuple):
     """Its place in `flatout --help`, smallest first; those that are there leave room between them."""
     group: Group
     """The heading in `flatout --help` under which it stands."""
+    examples: tuple[str, ...]
+    """Calls of it, at the end of its help."""
     takes_script: bool = False
     """Whether options that the verb does not know are arguments of the user's script."""

@@ -79,4 +79,9 @@ def _fraction(text: str) -> float:
     return value
 
 
-COMMAND = Command(compare, order=110, group="find")
+COMMAND = Command(
+    compare,
+    order=110,
+    group="find",
+    examples=("flatout compare before.json after.json", "flatout compare before.json after.json --fail-if-slower 5%"),
+)

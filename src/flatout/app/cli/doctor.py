@@ -25,4 +25,9 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
-COMMAND = Command(doctor, order=25, group="find")
+COMMAND = Command(
+    doctor,
+    order=25,
+    group="find",
+    examples=("flatout doctor", "flatout doctor > machine.txt"),
+)

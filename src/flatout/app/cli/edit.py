@@ -140,4 +140,10 @@ def _doubt(verdict: Verdict, headline: str) -> str:
     return ""
 
 
-COMMAND = Command(edit, order=170, group="fix", takes_script=True)
+COMMAND = Command(
+    edit,
+    order=170,
+    group="fix",
+    takes_script=True,
+    examples=("flatout edit --plan plan.toml train.py", "flatout edit --plan plan.toml --write train.py"),
+)

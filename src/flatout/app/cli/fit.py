@@ -88,4 +88,12 @@ def _layout(model: Path, layout: Path | None, room: float | None, optimizer_byte
     return fits
 
 
-COMMAND = Command(fit, order=60, group="devices")
+COMMAND = Command(
+    fit,
+    order=60,
+    group="devices",
+    examples=(
+        "flatout fit --model sizes.toml --layout layout.toml --gpus 8xh100-sxm",
+        "flatout fit package.train:step --gpus 1xh200",
+    ),
+)

@@ -15,10 +15,7 @@ def levers(
         str | None, typer.Argument(metavar="[NAME]", help="A lever's id or a part of it: print its page.")
     ] = None,
 ) -> None:
-    """List the levers, which are what a plan can change, with the guarantee of each, or print the page of one.
-
-    Examples: `flatout levers`, `flatout levers fused-optimizer`.
-    """
+    """List the levers, which are what a plan can change, with the guarantee of each, or print the page of one."""
     from rich.table import Table
 
     from flatout.app.cli.reference import listed, named, print_page
@@ -36,4 +33,9 @@ def levers(
     open_console().print(table)
 
 
-COMMAND = Command(levers, order=180, group="fix")
+COMMAND = Command(
+    levers,
+    order=180,
+    group="fix",
+    examples=("flatout levers", "flatout levers parallelism.fused-optimizer"),
+)

@@ -48,4 +48,9 @@ def machine(
         write_whole_file(json, to_json(measured))
 
 
-COMMAND = Command(machine, order=20, group="find")
+COMMAND = Command(
+    machine,
+    order=20,
+    group="find",
+    examples=("flatout machine", "flatout machine --refresh --json machine.json"),
+)

@@ -123,4 +123,9 @@ def _floor_s(measured: MeasuredProblem, where: torch.device) -> float | None:
     return floor.floor_s
 
 
-COMMAND = Command(matmul, order=30, group="blocks")
+COMMAND = Command(
+    matmul,
+    order=30,
+    group="blocks",
+    examples=("flatout matmul --shapes 4096x4096x4096", "flatout matmul --shapes 512x512x512 --dtype float32"),
+)

@@ -48,4 +48,9 @@ def replay(
     raise typer.Exit(0 if found.difference is None else 1)
 
 
-COMMAND = Command(replay, order=200, group="prove")
+COMMAND = Command(
+    replay,
+    order=200,
+    group="prove",
+    examples=("flatout replay runs/20261122-101500-train", "flatout replay --steps 20 runs/20261122-101500-train"),
+)

@@ -37,4 +37,9 @@ def report(
     outputs.write(evidence, diagnosis)
 
 
-COMMAND = Command(report, order=100, group="find")
+COMMAND = Command(
+    report,
+    order=100,
+    group="find",
+    examples=("flatout report report.json --html report.html", "flatout report traces/"),
+)

@@ -15,10 +15,7 @@ def rules(
         str | None, typer.Argument(metavar="[NAME]", help="A rule's id or a part of it: print its page.")
     ] = None,
 ) -> None:
-    """List the rules, which are what `flatout check` looks for, or print the page of one.
-
-    Examples: `flatout rules`, `flatout rules overhead.host-sync`.
-    """
+    """List the rules, which are what `flatout check` looks for, or print the page of one."""
     from rich.table import Table
 
     from flatout.app.cli.reference import named, print_page
@@ -33,4 +30,9 @@ def rules(
     open_console().print(table)
 
 
-COMMAND = Command(rules, order=120, group="find")
+COMMAND = Command(
+    rules,
+    order=120,
+    group="find",
+    examples=("flatout rules", "flatout rules overhead.not-compiled"),
+)

@@ -132,4 +132,10 @@ def _start(command: list[str], only_print: bool) -> None:
     os.execvp(command[0], command)
 
 
-COMMAND = Command(run, order=160, group="fix", takes_script=True)
+COMMAND = Command(
+    run,
+    order=160,
+    group="fix",
+    takes_script=True,
+    examples=("flatout run --plan plan.toml train.py -- --epochs 100", "flatout run --layout layout.toml train.py"),
+)

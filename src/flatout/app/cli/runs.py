@@ -87,4 +87,9 @@ def diff(
         )
 
 
-COMMAND = Command(runs, order=220, group="prove")
+COMMAND = Command(
+    runs,
+    order=220,
+    group="prove",
+    examples=("flatout runs", "flatout runs diff 20261122-101500-train 20261122-113000-train"),
+)

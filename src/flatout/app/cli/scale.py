@@ -207,4 +207,12 @@ def _compressions(text: str) -> tuple[Compression, ...]:
     return tuple(known[name] for name in names)
 
 
-COMMAND = Command(scale, order=40, group="devices")
+COMMAND = Command(
+    scale,
+    order=40,
+    group="devices",
+    examples=(
+        "flatout scale --model sizes.toml --gpus 64xh100-sxm --batch 1M-tokens",
+        "flatout scale --model sizes.toml --gpus 64xh100-sxm --batch 1M-tokens --out layout.toml --html plan.html",
+    ),
+)

@@ -14,4 +14,9 @@ def schema() -> None:
     sys.stdout.write(json_schema())
 
 
-COMMAND = Command(schema, order=130, group="records")
+COMMAND = Command(
+    schema,
+    order=130,
+    group="records",
+    examples=("flatout schema", "flatout schema > schema.json"),
+)

@@ -117,4 +117,12 @@ def _write(found: Shrunk, out: Path) -> None:
     write_whole_file(out / "report.html", shrunk_page(found))
 
 
-COMMAND = Command(shrink, order=90, group="blocks")
+COMMAND = Command(
+    shrink,
+    order=90,
+    group="blocks",
+    examples=(
+        "flatout shrink task:make --metric task:score --data task:batches -o out",
+        "flatout shrink task:make --metric task:score --data task:batches --accuracy-loss 1% --time-budget 10m",
+    ),
+)

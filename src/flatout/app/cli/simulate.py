@@ -91,4 +91,9 @@ def _recoveries(stall: float, restart: float, detect: float, interval: float | N
     }
 
 
-COMMAND = Command(simulate, order=70, group="devices")
+COMMAND = Command(
+    simulate,
+    order=70,
+    group="devices",
+    examples=("flatout simulate --gpus 16384", "flatout simulate --gpus 1024 --mtbf 8 --html goodput.html"),
+)

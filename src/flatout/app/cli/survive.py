@@ -100,4 +100,13 @@ def _log(text: str) -> None:
     print(f"flatout survive: {text}", file=sys.stderr, flush=True)
 
 
-COMMAND = Command(survive, order=210, group="devices", takes_script=True)
+COMMAND = Command(
+    survive,
+    order=210,
+    group="devices",
+    takes_script=True,
+    examples=(
+        "flatout survive --nproc 8 train.py",
+        "flatout survive --nproc 8 --nodes 2 --node-rank 0 --coordinator node0:29400 train.py",
+    ),
+)

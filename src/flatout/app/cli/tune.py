@@ -304,4 +304,13 @@ def _bytes(text: str) -> int:
     )
 
 
-COMMAND = Command(tune, order=150, group="fix", takes_script=True)
+COMMAND = Command(
+    tune,
+    order=150,
+    group="fix",
+    takes_script=True,
+    examples=(
+        "flatout tune train.py --time-budget 5m",
+        "flatout tune -m package.train --out plan.toml -- --epochs 100",
+    ),
+)

@@ -111,4 +111,10 @@ def _check_options(at: str, *, steps: int, seconds: float, timeout: float) -> No
         raise UsageError(f"--seconds {seconds:g} and --timeout {timeout:g} must be above 0")
 
 
-COMMAND = Command(verify, order=140, group="prove", takes_script=True)
+COMMAND = Command(
+    verify,
+    order=140,
+    group="prove",
+    takes_script=True,
+    examples=("flatout verify train.py train_fast.py", "flatout verify plan.toml train.py --json verdict.json"),
+)

@@ -32,4 +32,10 @@ def watch(
     raise typer.Exit(outcome.exit_code)
 
 
-COMMAND = Command(watch, order=190, group="prove", takes_script=True)
+COMMAND = Command(
+    watch,
+    order=190,
+    group="prove",
+    takes_script=True,
+    examples=("flatout watch train.py -- --epochs 1", "flatout watch --folder runs train.py"),
+)
