@@ -127,7 +127,7 @@ def test_trained_sizes_are_kept_for_other_processes(original: CandidateModel, tm
 def test_a_written_model_is_loaded_with_what_runs_it(original: CandidateModel, tmp_path: Path) -> None:
     runner = trial_runner(original)
     write_shrunk(runner.delivered((HALF, NATIVE)), (HALF, NATIVE), tmp_path / "out")
-    loaded = load_shrunk(tmp_path / "out")
+    loaded = load_shrunk(tmp_path / "out", allow_pickle=True)
     x = shrink_task.TASK.held_x[:3]
     torch.testing.assert_close(loaded(x), runner.candidate((HALF,)).call(x))
     assert (tmp_path / "out" / "model.pt").stat().st_size < 0.5 * original.num_bytes
@@ -135,14 +135,27 @@ def test_a_written_model_is_loaded_with_what_runs_it(original: CandidateModel, t
 
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no model"):
+        load_shrunk(tmp_path, allow_pickle=True)
+
+
+def test_a_pickle_is_loaded_on_an_explicit_word_alone(original: CandidateModel, tmp_path: Path) -> None:
+    write_shrunk(original, (), tmp_path)
+
+    class Trap:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    torch.save({"model": Trap()}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match="runs the code that it names; give allow_pickle=True"):
         load_shrunk(tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_torn_model_is_told(original: CandidateModel, tmp_path: Path) -> None:
     write_shrunk(original, (), tmp_path)
     (tmp_path / "model.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_shrunk(tmp_path)
+        load_shrunk(tmp_path, allow_pickle=True)
 
 
 @pytest.fixture
@@ -187,7 +200,7 @@ def test_native_code_carries_the_state_of_every_row_and_is_loaded_so(
         CandidateModel.of(original.model, original.task).metric().value, rel=1e-5
     )
     write_shrunk(runner.delivered((NATIVE,)), (NATIVE,), tmp_path)
-    for call in (runner.candidate((NATIVE,)).usable, load_shrunk(tmp_path)):
+    for call in (runner.candidate((NATIVE,)).usable, load_shrunk(tmp_path, allow_pickle=True)):
         alone = StatefulModel(original.call, original.inputs[1:])
         for event in x:
             torch.testing.assert_close(call(event), alone(event))
@@ -213,7 +226,7 @@ def test_the_call_leaves_the_model_alone_and_gives_what_was_chosen(original: Can
     x = shrink_task.TASK.held_x[:2]
     assert torch.equal(found(x), original.model(x))
     found.save(tmp_path / "out")
-    assert torch.equal(load_shrunk(tmp_path / "out")(x), original.model(x))
+    assert torch.equal(load_shrunk(tmp_path / "out", allow_pickle=True)(x), original.model(x))
     assert all(torch.equal(before[k], v) for k, v in original.model.state_dict().items())
 
 

@@ -101,7 +101,7 @@ def shrink(
     print_unwrapped(shrunk_blocks(found))
     if out is not None:
         _write(found, out)
-        print_lines(f"written to {out}: flatout.load_shrunk('{out}') is called like the model")
+        print_lines(f"written to {out}: flatout.load_shrunk('{out}', allow_pickle=True) is called like the model")
     if found.selected == found.original.name:
         raise typer.Exit(1)
 

@@ -60,19 +60,25 @@ def write_shrunk(candidate: CandidateModel, composition: tuple[Option, ...], fol
     write_whole_file(folder / HOW, to_json(how))
 
 
-def load_shrunk(folder: str | Path) -> Callable[..., Any]:
+def load_shrunk(folder: str | Path, *, allow_pickle: bool = False) -> Callable[..., Any]:
     """Load what `flatout shrink -o` wrote; what runs the model (compiled, native) is built again here.
 
     Args:
-        folder: The folder that was written. It holds a pickled module: load only what you wrote yourself.
+        folder: The folder that was written. It holds a pickled module.
+        allow_pickle: Load that, which runs any code that whoever wrote it put there: only for what you wrote yourself.
 
     Returns:
         What is called as the model is; with a state `StatefulModel`, which carries it.
 
     Raises:
-        CheckpointError: A file is missing, torn, or of another version.
+        CheckpointError: A file is missing, torn, or of another version; or `allow_pickle` was not given.
     """
     folder = Path(folder)
+    if not allow_pickle:
+        raise CheckpointError(
+            f"'{folder}' holds a pickled module, and loading it runs the code that it names; "
+            "give allow_pickle=True for what you wrote yourself"
+        )
     try:
         text = (folder / HOW).read_bytes()
         version = from_json(text, _Version).version
