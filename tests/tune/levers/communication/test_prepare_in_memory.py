@@ -166,6 +166,10 @@ LOADERS = {
         "loader = DataLoader(rows, batch_size=2, shuffle=True, drop_last=True)",
         "BatchSampler(RandomSampler(rows), 2",
     ),
+    "rows without a name": (
+        "loader = DataLoader(TensorDataset(torch.arange(7.0)), batch_size=2, shuffle=True)",
+        "dataset = TensorDataset(torch.arange(7.0))\n    loader = DataLoader(dataset, sampler=BatchSampler(",
+    ),
     "rows in order": ("loader = DataLoader(rows, 4)", "BatchSampler(SequentialSampler(rows), 4, drop_last=False)"),
     "items": ("loader = DataLoader(Squares(), batch_size=2, shuffle=True, num_workers=1)", "[dataset[i] for i in"),
     "rows, options elsewhere": (

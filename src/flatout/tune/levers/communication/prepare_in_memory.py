@@ -211,16 +211,15 @@ def edit(text: str, parameters: Parameters) -> str:
     dataset, has_collate = loader.dataset, loader.value("collate_fn") is not None
     if parameters.get("listed"):  # another loader takes this one's parts over, and expects single items
         has_collate = True
-    if not has_collate and _is_rows(place.module, scope, dataset):
-        if not isinstance(dataset, cst.Name):
-            raise EditError(f"'{code_of(dataset)}' has no name of its own")
-        call = loader.by_batches(dataset.value)
-        return _with_samplers(_with_loader(place, loader.call, call, []), loader.call, call).code
+    is_rows = not has_collate and _is_rows(place.module, scope, dataset)
     new: list[cst.BaseStatement] = []
     if not isinstance(dataset, cst.Name):
         name = fresh_name(place.module, "dataset")
         new += statements(f"{name} = {{dataset}}", dataset=dataset)
         dataset = cst.Name(name)
+    if is_rows:
+        call = loader.by_batches(dataset.value)
+        return _with_samplers(_with_loader(place, loader.call, call, new), loader.call, call).code
     data, items = dataset.value, fresh_name(place.module, "items")
     if has_collate or not ("images" in parameters or parameters.get("stacked")):
         new += statements(f"{items} = [{data}[i] for i in range(len({data}))]")
