@@ -65,7 +65,7 @@ def test_the_examples_of_a_help_are_calls_that_it_takes(verb: str, command: Comm
         program, *words = shlex.split(example.partition(" >")[0])
         assert (program, words[0]) == ("flatout", verb)
         parsed = get_command(app).commands[verb]  # type: ignore[attr-defined]
-        context = parsed.make_context(verb, words[1:], resilient_parsing=True)
+        context = parsed.make_context(verb, words[1:])
         unknown = [word for word in (*context.args, *(context.params.get("arguments") or ())) if word.startswith("-")]
         own = words[words.index("--") + 1 :] if "--" in words else []
         assert set(unknown) <= {"--", *own}, "an option that the verb does not have"

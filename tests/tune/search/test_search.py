@@ -387,15 +387,15 @@ def test_where_time_is_short_all_that_is_cheap_is_begun_with_as_one() -> None:
 
 
 @pytest.mark.parametrize(("saved_s", "first"), [(0.08, "add"), (0.01, "together")])
-def test_on_a_device_what_is_dear_goes_first_where_it_promises_more_than_all_that_is_cheap(
+def test_on_a_device_what_is_expensive_goes_first_where_it_promises_more_than_all_that_is_cheap(
     saved_s: float, first: str
 ) -> None:
     levers = {name: msgspec.structs.replace(lever(name), effort=4.0 if name == "c" else 1.0) for name in "abc"}
-    dear = msgspec.structs.replace(candidate("c", saved_s), saved_s=(0.0, saved_s))
+    expensive = msgspec.structs.replace(candidate("c", saved_s), saved_s=(0.0, saved_s))
     for is_on_device in (True, False):
         log = SearchLog()
         goal = SearchGoal(STEP_S, PEAK_BYTES, "time", 0, "bounded", 0, is_on_device)
-        candidates = [dear, candidate("a", 0.01), candidate("b", 0.01)]
+        candidates = [expensive, candidate("a", 0.01), candidate("b", 0.01)]
         search_levers(candidates, levers, World({"a": 0.95, "b": 0.9, "c": 0.5}, most=1), log, goal)
         assert log.attempts[0].kind == (first if is_on_device else "together")
 

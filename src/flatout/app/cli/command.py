@@ -27,7 +27,7 @@ class Command(NamedTuple):
     run: Callable[..., None] | typer.Typer
     """A function with Typer's options, whose docstring is the help; or an application with verbs of its own."""
     order: int
-    """Its place in `flatout --help`, smallest first; those that are there leave room between them."""
+    """Its place under its heading, smallest first; those that are there leave room between them."""
     group: Group
     """The heading in `flatout --help` under which it stands."""
     examples: tuple[str, ...]

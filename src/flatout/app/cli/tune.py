@@ -56,7 +56,6 @@ _OBSERVED_FRACTION: Final = 0.04
 _USUAL_BUDGET_S: Final = 300.0
 """With less than this, close looks and trials get as much less than `check` gives them, and a quarter at least."""
 _MOST_OBSERVED_S: Final = 20.0
-_INTERRUPTED: Final = 130
 
 
 def tune(
@@ -129,7 +128,7 @@ def tune(
     aims = (allow, objective, memory, metric, str(allowed_loss), str(less_is_better), str(run_steps))
     console = open_console(stderr=True)
     began_s = monotonic()
-    with _one_stop() as stop, console.status("observing the script") as status:
+    with _one_stop(), console.status("observing the script") as status:
         try:
             evidence = _observe(target, budget_s)
             log_path = out.with_name(
@@ -152,9 +151,9 @@ def tune(
                 ),
                 on_progress=status.update,
             )
-        except KeyboardInterrupt:
+        except _Stopped as e:
             console.print("interrupted; what was tried is saved, and the same command goes on from there")
-            raise typer.Exit(stop.exit_code or _INTERRUPTED) from None
+            raise typer.Exit(e.exit_code) from None
     takes_stdout = STANDARD_OUTPUT in (out, html, markdown, json)
     print_report(ladder_blocks(tuned), width=WIDTH, stderr=takes_stdout)
     _write(tuned, out, html=html, markdown=markdown, json=json)
@@ -215,10 +214,8 @@ def _observe(target: ScriptTarget, budget_s: float) -> Evidence:
         with open(folder / "output", "wb") as output:
             process = ObservedProcess(ObservedCommand(command, is_complete=path.exists, stop=True, output=output))
             ended = process.wait()
-            if ended.signal:
-                raise typer.Exit(ended.code)
-            if ended.code == INTERRUPTED:
-                raise KeyboardInterrupt
+            if ended.signal or ended.code == INTERRUPTED:
+                raise _Stopped(ended.signal or signal.SIGINT)
             process.end_rest()
         if not path.exists():
             words = (folder / "output").read_text(errors="replace").strip().splitlines()[-3:]
@@ -235,43 +232,37 @@ def _observe(target: ScriptTarget, budget_s: float) -> Evidence:
     return evidence
 
 
-class _Stop:
-    """The signal that ended a search: 0 while none did."""
+class _Stopped(KeyboardInterrupt):
+    """A signal that ends the search."""
 
-    def __init__(self) -> None:
-        self.number = 0
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code that a shell gives a process that the signal ended."""
-        return 128 + self.number
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.exit_code = 128 + number  # as a shell has it
 
 
 @contextmanager
-def _one_stop() -> Iterator[_Stop]:
+def _one_stop() -> Iterator[None]:
     """The first Ctrl-C, SIGTERM or SIGHUP ends the search in order; later ones change nothing until this process has ended.
 
     SIGTERM and SIGHUP stay ignored where they are, as under nohup.
     """
-    stop = _Stop()
-
-    def stopped(number: int, frame: FrameType | None) -> None:
-        stop.number = number
-        for one in before:
-            signal.signal(one, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number in (signal.SIGTERM, signal.SIGHUP):
         if before[number] == signal.SIG_IGN:
             del before[number]
+
+    def stopped(number: int, frame: FrameType | None) -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
+        raise _Stopped(number)
+
     for number in before:
         signal.signal(number, stopped)
     try:
-        yield stop
+        yield
     finally:
-        if not stop.number:
-            for number, handler in before.items():
+        for number, handler in before.items():
+            if signal.getsignal(number) is stopped:
                 signal.signal(number, handler)
 
 

@@ -183,7 +183,7 @@ class _LeverSearch:
         """Try all that is cheap and promises something as one, once there is no time to try one after the other.
 
         That is what a person would do; and of two things that limit a step each hides what the other gains. On a device `first`,
-        the next to be tried alone, goes before them where it is dear and promises more than all of them: compiling, mostly.
+        the next to be tried alone, goes before them where it is expensive and promises more than all of them: compiling, mostly.
         """
         before, tried = self._so_far.levers, []
         for candidate in candidates:
@@ -200,14 +200,14 @@ class _LeverSearch:
             return
         if (
             self._goal.is_on_device
-            and self._is_dear(first)
+            and self._is_expensive(first)
             and self._so_far.predicted_saving([first]) > self._so_far.predicted_saving(tried)
         ):
             return
         self._has_joined = True
         self._add_joined(joined, tried)
 
-    def _is_dear(self, candidate: Candidate) -> bool:
+    def _is_expensive(self, candidate: Candidate) -> bool:
         """Whether a candidate takes too long to be tried with others, and there is the time to try it."""
         effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
         return effort > self._goal.cheap and self._bench.can_end(effort)
