@@ -30,11 +30,13 @@ class World:
         noise: float = 0.01,
         final_noise: float | None = None,
         latest: int = 1000,
+        error: str = "it was killed by signal 11",
     ) -> None:
         """`later_s`: what levers add to the first 8 steps; `num_run`: the steps that the script has, where it ends.
 
         `noise` is the half width of the interval of a ratio, relative to it; a quarter of that in a longer race and, where
         `final_noise` is not another, in the final one. After `latest` comparisons the final one would end too late.
+        `error` is what is said of a script that crashes.
         """
         self.noise = noise
         self.final_noise = noise / 4 if final_noise is None else final_noise
@@ -46,6 +48,7 @@ class World:
         self.together = dict(together or {})
         self.wrong = set(wrong)
         self.crashing = set(crashing)
+        self.error = error
         self.num_compared = 0
         self.most = most
 
@@ -104,7 +107,7 @@ class World:
             num_run=self.num_run,
         )
         if ids & self.crashing:
-            return verdict(Equality(guarantee="bounded", holds=None), None, "different", "it was killed by signal 11")
+            return verdict(Equality(guarantee="bounded", holds=None), None, "different", self.error)
         if not self.is_right(after):
             first = Difference(step=1, what="gradient", tensor="Net.weight", error=1.0, allowed=1e-6)
             wrong = Equality(guarantee="bounded", holds=False, num_steps=8, first=first)

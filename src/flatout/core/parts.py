@@ -98,13 +98,14 @@ def lever(
     conflicts: tuple[str, ...] = (),
     is_local: bool = False,
     effort: float | Callable[[Parameters], float] = 1.0,
+    errors: tuple[str, ...] = (),
 ) -> Lever:
     """The lever of a module, with the guarantee that its docstring names.
 
     Args:
         module: The module's `__name__`.
         propose: As the field of `Lever`; it need not fill in `lever`, and may refuse by LeverRefused.
-        apply, edit, environment, dtype, conflicts, is_local, effort: The fields of `Lever`.
+        apply, edit, environment, dtype, conflicts, is_local, effort, errors: The fields of `Lever`.
         title: What reports print; the docstring's first sentence if None.
 
     Raises:
@@ -132,6 +133,7 @@ def lever(
         is_local=is_local,
         effort=effort,
         dtype=dtype,
+        errors=errors,
     )
 
 

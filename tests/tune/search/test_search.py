@@ -407,6 +407,33 @@ def test_where_those_begun_with_are_wrong_they_are_tried_alone() -> None:
     assert ids(found(world, [candidate("b", 0.05), candidate("a", 0.03), candidate("c", 0.02)])) == ["b"]
 
 
+ERROR = "'train.py' ended after 0 steps: RuntimeError: view size is not compatible with input tensor's size and stride"
+
+
+@pytest.mark.parametrize("errors", [("view size is not compatible",), ()])
+def test_where_those_begun_with_fail_they_are_tried_again_without_the_one_that_fails(errors: tuple[str, ...]) -> None:
+    """It is found by the words of its error, or is the only one that may round."""
+    guarantees: dict[str, Guarantee] = {"a": "bounded", "b": "exact", "c": "exact"}
+    levers = {n: lever(n, guarantee=g) for n, g in guarantees.items()}
+    levers["a"] = msgspec.structs.replace(levers["a"], errors=errors)
+    world, log = World({"a": 0.8, "b": 0.7, "c": 0.9}, crashing=["a"], error=ERROR, most=3), SearchLog()
+    candidates = [candidate("a", 0.05), candidate("b", 0.03), candidate("c", 0.02)]
+    world.has_time_for_each = lambda efforts: False  # type: ignore[method-assign]
+    result = search_levers(candidates, levers, world, log, SearchGoal(STEP_S, PEAK_BYTES))
+    assert sorted(ids(result)) == ["b", "c"]
+    assert [a.kind for a in log.attempts[:2]] == ["together", "together"]
+    assert any(one.lever == "a" and "view size" in one.because for one in result.left_out)
+    is_tried_alone = any(a.kind == "add" and a.lever == "a" for a in log.attempts)
+    assert is_tried_alone == (not errors), "what has failed once needs no trial of its own"
+
+
+def test_levers_that_all_may_round_are_not_tried_as_one_again() -> None:
+    world, log = World({"a": 0.8, "b": 0.4}, crashing=["a"], most=4), SearchLog()
+    world.has_time_for_each = lambda efforts: False  # type: ignore[method-assign]
+    assert ids(found(world, [candidate(name, 0.03) for name in "ab"], log=log)) == ["b"]
+    assert [a.kind for a in log.attempts] == ["together", "add", "add", "final"]
+
+
 def companion(name: str) -> Candidate:
     """What gains nothing alone."""
     return msgspec.structs.replace(candidate(name, 0.0), is_companion=True)

@@ -109,7 +109,8 @@ class Lever(Record, frozen=True, kw_only=True):
     made in memory. A lever that `is_local` is applied at one place of the source, named by the parameters `file`, `function` and
     `code`, and may be in a plan once for each place. `effort` is how many times longer a trial takes than that of other levers,
     as a function where it depends on the parameters (`effort_with`).
-    `dtype` returns the coarsest precision to which the lever rounds numbers: BOUNDED is then measured against it.
+    `dtype` returns the coarsest precision to which the lever rounds numbers: BOUNDED is then measured against it. `errors` are
+    words in the errors of scripts that do not go with it: by them it is found among several that were tried as one.
     """
 
     id: str
@@ -124,6 +125,7 @@ class Lever(Record, frozen=True, kw_only=True):
     is_local: bool = False
     effort: float | Callable[[Parameters], float] = 1.0
     dtype: Callable[[Parameters], str] | None = None
+    errors: tuple[str, ...] = ()
 
     def effort_with(self, parameters: Parameters) -> float:
         """How many times longer a trial with these parameters takes than that of other levers."""

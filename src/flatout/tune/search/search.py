@@ -160,6 +160,8 @@ class _LeverSearch:
         """Candidates that are equal and seemed to be faster, on top of the plan as it is."""
         self._reasons: dict[int, LeftOut] = {}
         """Why a candidate was left out when it was tried, by its identity: tried again, it gets another reason."""
+        self._blamed: list[Candidate] = []
+        """Candidates by which a plan of several failed: alone they would fail, too."""
         self._is_complete = True
         self._has_joined = False
 
@@ -193,7 +195,7 @@ class _LeverSearch:
             if is_sure and effort <= self._goal.cheap and not self._so_far.displaced(candidate):
                 tried.append(candidate)
                 self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
-        joined, self._so_far.levers = self._so_far.levers, before
+        self._so_far.levers = before
         efforts = [self._so_far.effort_of(c.lever, c.parameters) for c in tried if not c.is_companion]
         is_alone = len(tried) < 2 or not efforts
         if self._has_joined or is_alone or (len(efforts) == len(tried) and self._bench.has_time_for_each(efforts)):
@@ -205,7 +207,28 @@ class _LeverSearch:
         ):
             return
         self._has_joined = True
-        self._add_joined(joined, tried)
+        while len(tried) > 1 and not all(c.is_companion for c in tried):
+            verdict = self._try_joined([self._so_far.planned(candidate) for candidate in tried], tried)
+            suspects = self._suspects(verdict, tried)
+            if not suspects:
+                return
+            tried = [c for c in tried if not any(c is one for one in suspects)]
+
+    def _suspects(self, verdict: Verdict | None, tried: Sequence[Candidate]) -> list[Candidate]:
+        """Those of several candidates without which a plan that failed, or was not equal, is worth another trial.
+
+        The one whose kind of error it was, which is not tried again; else those that may round. None where that leaves nothing.
+        """
+        if verdict is None or verdict.outcome != "different":
+            return []
+        error = verdict.because if verdict.equality.holds is None else ""
+        found = [c for c in tried if any(words in error for words in self._levers[c.lever].errors)]
+        if len(found) == 1:
+            self._blamed.append(found[0])
+            self._leave_out(found[0].lever, error, self._so_far.most_gain(found[0]))
+        else:
+            found = [c for c in tried if guarantee_of(self._levers[c.lever], c) != "exact"]
+        return found if len(found) < len(tried) else []
 
     def _is_expensive(self, candidate: Candidate) -> bool:
         """Whether a candidate takes too long to be tried with others, and there is the time to try it."""
@@ -234,35 +257,36 @@ class _LeverSearch:
 
     def _add_together(self) -> None:
         """Try what seemed to be faster as one: gains that are small alone add up, and of two limits each hides the other's."""
-        before, joined, tried = self._so_far.levers, self._so_far.levers, []
+        before, new, tried = self._so_far.levers, list[PlannedLever](), []
         for candidate, speed in self._undecided:
-            self._so_far.levers = joined  # clashes are those with what came before it
+            self._so_far.levers = (*before, *new)  # clashes are those with what came before it
             if speed.ratio > 1 and not self._so_far.displaced(candidate) and not self._so_far.clash(candidate):
                 low_to_high = (speed.ratio, speed.low, speed.high)
                 tried.append(candidate)
-                joined = (*joined, msgspec.structs.replace(self._so_far.planned(candidate), measured=low_to_high))
+                new.append(msgspec.structs.replace(self._so_far.planned(candidate), measured=low_to_high))
         self._so_far.levers = before
-        if len(tried) > 1 and self._add_joined(joined, tried):
-            self._undecided = [(c, speed) for c, speed in self._undecided if not any(c is one for one in tried)]
+        if len(tried) > 1:
+            self._try_joined(new, tried)
+            self._undecided = [(c, speed) for c, speed in self._undecided if not self._so_far.is_planned(c)]
 
-    def _add_joined(self, joined: tuple[PlannedLever, ...], tried: Sequence[Candidate]) -> bool:
-        """Try a plan that has several candidates more, and keep it if it is proved; False where it is not."""
+    def _try_joined(self, new: Sequence[PlannedLever], tried: Sequence[Candidate]) -> Verdict | None:
+        """Try a plan that has these levers more, and keep it if it is proved; None when the time is up."""
         before = self._so_far.levers
-        verdict = self._try("together", joined, joined[-1], "time")
+        verdict = self._try("together", (*before, *new), new[-1], "time")
         if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
-            return False
-        new, judged, speed = joined[len(before) :], verdict.equality.guarantee, verdict.speed
+            return verdict
+        judged, speed = verdict.equality.guarantee, verdict.speed
         if self._goal.too_late(speed) or any(self._is_too_little(planned, verdict) for planned in new):
-            return False
+            return verdict
         weaker = (max(planned.guarantee, judged, key=GUARANTEES.index) for planned in new)
-        new = tuple(msgspec.structs.replace(p, guarantee=g) for p, g in zip(new, weaker, strict=True))
+        new = [msgspec.structs.replace(p, guarantee=g) for p, g in zip(new, weaker, strict=True)]
         if not any(planned.measured for planned in new):  # nothing is known of one alone
-            new = (*new[:-1], msgspec.structs.replace(new[-1], measured=(speed.ratio, speed.low, speed.high)))
+            new[-1] = msgspec.structs.replace(new[-1], measured=(speed.ratio, speed.low, speed.high))
         self._so_far.levers = (*before, *new)
         self._so_far.step_s /= max(1.0, speed.ratio)
         reasons = [self._reasons.pop(id(candidate), None) for candidate in tried]
         self.left_out = [one for one in self.left_out if not any(one is reason for reason in reasons)]
-        return True
+        return verdict
 
     def _climb(
         self,
@@ -281,8 +305,8 @@ class _LeverSearch:
                 continue
             if rivals is not None:
                 self._join([*(c for c, _, _ in doubtful), *candidates[number:], *companions], candidate)
-            if self._so_far.is_planned(candidate):
-                continue  # it came in with others
+            if self._so_far.is_planned(candidate) or any(candidate is one for one in self._blamed):
+                continue  # it came in with others, or failed with them
             why = self._so_far.why_not(candidate)
             if why:
                 self._leave_out(candidate.lever, why, self._so_far.most_gain(candidate))
@@ -454,9 +478,9 @@ def _words(verdict: Verdict) -> str:
         if first is None or verdict.equality.because:
             return verdict.because
         where = f"{first.what} {first.tensor}".rstrip()
-        error = f"off by {first.error:.2g} of its norm" if first.error is not None else first.because
+        error = f"is off by {first.error:.2g} of its norm" if first.error is not None else first.because
         allowed = f", {first.allowed:.2g} allowed" if first.allowed is not None else ""
-        return f"not equal: in step {first.step} {where} is {error or 'another'}{allowed}"
+        return f"not equal: in step {first.step} {where} {error or 'is another'}{allowed}"
     if verdict.speed is None:
         return verdict.because
     speed = verdict.speed

@@ -69,12 +69,18 @@ class Recorder:
                 self._add("output", f"action {self._num_actions}", tensor)
 
     def add_gradients(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+        """An optimizer is about to step.
+
+        A gradient scaler leaves it to a fused optimizer to unscale the gradients, and to skip a step with an infinite one.
+        """
         if not any(o is optimizer for o in self._optimizers):
             self._optimizers.append(optimizer)
+        scale, is_infinite = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if is_infinite is not None and is_infinite.item():
+            return
         for name, parameter in self._named(optimizer):
             if parameter.grad is not None:
-                self._add("gradient", name, parameter.grad)
+                self._add("gradient", name, parameter.grad if scale is None else parameter.grad / scale)
 
     def clear(self) -> None:
         """Delete all steps that were recorded so far."""

@@ -164,17 +164,17 @@ def loader_of(squares):
 LOADERS = {
     "rows": (
         "loader = DataLoader(rows, batch_size=2, shuffle=True, drop_last=True)",
-        "BatchSampler(RandomSampler(rows), 2",
+        "items = TensorRows(*rows.tensors)\n    loader = DataLoader(items, sampler=BatchSampler(RandomSampler(items), 2",
     ),
     "rows without a name": (
         "loader = DataLoader(TensorDataset(torch.arange(7.0)), batch_size=2, shuffle=True)",
-        "dataset = TensorDataset(torch.arange(7.0))\n    loader = DataLoader(dataset, sampler=BatchSampler(",
+        "items = TensorRows(torch.arange(7.0))\n    loader = DataLoader(items, sampler=BatchSampler(",
     ),
-    "rows in order": ("loader = DataLoader(rows, 4)", "BatchSampler(SequentialSampler(rows), 4, drop_last=False)"),
+    "rows in order": ("loader = DataLoader(rows, 4)", "BatchSampler(SequentialSampler(items), 4, drop_last=False)"),
     "items": ("loader = DataLoader(Squares(), batch_size=2, shuffle=True, num_workers=1)", "[dataset[i] for i in"),
     "rows, options elsewhere": (
         "loader = DataLoader(rows, **options)",
-        'BatchSampler(RandomSampler(rows), options["batch_size"], drop_last=options.get("drop_last", False))',
+        'BatchSampler(RandomSampler(items), options["batch_size"], drop_last=options.get("drop_last", False))',
     ),
     "items, options elsewhere": (
         "loader = DataLoader(Squares(), **options)",
@@ -187,7 +187,7 @@ LOADERS = {
     ),
     "rows, counted": (
         "loader = DataLoader(rows, 4)\n    print(len(loader.dataset))",
-        "BatchSampler(SequentialSampler(rows), 4, drop_last=False)",
+        "BatchSampler(SequentialSampler(items), 4, drop_last=False)",
     ),
     "items, collated": ("loader = DataLoader(Squares(), 2, collate_fn=list)", "DataLoader(items, 2, collate_fn=list)"),
 }
@@ -208,6 +208,22 @@ def test_the_edited_script_makes_the_same_batches(name: str) -> None:
     assert same(*found)
 
 
+def test_the_class_that_cuts_rows_is_written_once_and_before_its_first_use() -> None:
+    first, second = "train = DataLoader(TensorDataset(torch.arange(7.0)), 2)", "test = DataLoader(rows, 4)"
+    head = "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\nrows = TensorDataset(torch.arange(9.0))\n"
+    text = f"{head}{first}\nimport math\n{second}\nfound = [*train, *test]\n"
+    new = text
+    for code in (first, second):
+        new = edit(new, {"file": "a.py", "function": "<module>", "code": code})
+    assert new.count("class TensorRows(") == 1
+    found = []
+    for one in (text, new):
+        namespace: dict[str, Any] = {"__name__": __name__}
+        exec(one, namespace)
+        found.append([list(batch) for batch in namespace["found"]])
+    assert same(*found)
+
+
 @pytest.mark.parametrize(
     "line", ["loader = DataLoader(squares, 2, shuffle=True)", "return DataLoader(squares, 2, shuffle=True)"]
 )
@@ -215,7 +231,7 @@ def test_items_of_one_layout_become_rows_of_tensors_and_a_loader_may_be_returned
     text = SCRIPT.format(loader=line) if line.startswith("loader") else RETURNED
     where = "batches" if line.startswith("loader") else "loader_of"
     new = edit(text, {"file": "a.py", "function": where, "code": line, "stacked": True})
-    assert "items = TensorDataset(*default_collate([squares[i] for i in range(len(squares))]))" in new
+    assert "items = TensorRows(*default_collate([squares[i] for i in range(len(squares))]))" in new
     assert "BatchSampler(RandomSampler(items), 2, drop_last=False), batch_size=None)" in new
     found = []
     for one in (text, new):

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
 import torch
 from tests.evidence_builder import EvidenceBuilder
-from tests.lever_tools import pulled
+from tests.lever_tools import pulled, ran
 from torch import nn
 
 from flatout.core.errors import EditError, PlanError
@@ -170,6 +173,42 @@ def test_random_numbers_are_drawn_as_in_eager_code_until_the_end() -> None:
     with pulled(LEVER, fallback_random=True):
         assert config.fallback_random is True
     assert config.fallback_random is before
+
+
+RETAINED = """
+import torch
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+torch.optim.SGD(net.parameters(), 0.1)
+loss = net(torch.ones(3, 4)).tanh().mean()
+loss.backward(retain_graph=True)
+loss.backward()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_a_script_that_retains_graphs_can_go_backward_twice(tmp_path: Path) -> None:
+    from torch._functorch import config
+
+    path = tmp_path / "train.py"
+    path.write_text(RETAINED)
+    run = EvidenceBuilder()
+    run.model(run.line("train.py", 4, "net(x)"))
+    evidence = run.build()
+    workload = msgspec.structs.replace(evidence.workload, command=("python", str(path)), cwd=str(tmp_path))
+    [candidate] = LEVER.propose(msgspec.structs.replace(evidence, workload=workload), ())
+    assert isinstance(candidate, Candidate)
+    assert candidate.parameters == {"mode": "default", "retained_graphs": True}
+    before = config.donated_buffer
+    with pulled(LEVER, backend="aot_eager", retained_graphs=True):
+        ran(RETAINED)
+        assert config.donated_buffer is False
+    assert config.donated_buffer is before
+    new = edit(RETAINED, {"retained_graphs": True})
+    try:
+        ran(new.replace("compile()", "compile(backend='aot_eager')"))
+        assert config.donated_buffer is False
+    finally:
+        config.donated_buffer = before
 
 
 def test_an_unknown_mode_is_refused() -> None:

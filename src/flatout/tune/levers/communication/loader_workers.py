@@ -269,4 +269,5 @@ LEVER = lever(
     edit=edit,
     conflicts=("communication.persistent-workers", "communication.prepare-in-memory"),
     title="Batches made beside the step",
+    errors=("DataLoader worker", "pickle"),
 )

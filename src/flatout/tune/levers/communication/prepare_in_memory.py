@@ -25,7 +25,7 @@ from flatout.core.records.trial import TrialResult
 from flatout.machine.cost.feeding import fetch_trial, fits_memory
 from flatout.tune.rewrite.calls import LOADER, with_calls
 from flatout.tune.rewrite.enclosing_blocks import assignment, only_small
-from flatout.tune.rewrite.imports import call_name, with_import
+from flatout.tune.rewrite.imports import call_name, with_import, with_torch
 from flatout.tune.rewrite.loader_calls import WORKER_OPTIONS, LoaderCall
 from flatout.tune.rewrite.source import (
     SourcePlace,
@@ -33,14 +33,25 @@ from flatout.tune.rewrite.source import (
     editable_place,
     find,
     fresh_name,
+    names_in,
     nodes_of,
     readable_place,
     several_places,
+    spaced,
     statements,
     with_changes,
 )
 
 _ROWS: Final = "torch.utils.data.TensorDataset"
+_ROWS_CLASS: Final = "TensorRows"
+_ROWS_TEXT: Final = f"""class {_ROWS_CLASS}(TensorDataset):
+    \"\"\"Cuts a whole batch of rows out of the tensors at once.\"\"\"
+
+    def __getitem__(self, rows):
+        rows = torch.tensor(rows)
+        return tuple(tensor[rows] for tensor in self.tensors)
+"""
+"""By a list a tensor reads its rows at less than half the speed that it has by a tensor, on a CPU."""
 _CACHING_COST: Final = 0.1
 """Of the wait for items: what keeping them costs in an epoch whose items never come again."""
 _ITEMS_FRACTION: Final = 0.2
@@ -213,23 +224,38 @@ def edit(text: str, parameters: Parameters) -> str:
         has_collate = True
     is_rows = not has_collate and _is_rows(place.module, scope, dataset)
     new: list[cst.BaseStatement] = []
+    items = fresh_name(place.module, "items")
+    if is_rows:
+        tensors = code_of(dataset.with_changes(func=cst.Name("f"))) if isinstance(dataset, cst.Call) else ""
+        arguments = tensors.removeprefix("f") or f"(*{code_of(dataset)}.tensors)"
+        new += statements(f"{items} = {_ROWS_CLASS}{arguments}")
+        return _with_rows(place, loader, items, new).code
     if not isinstance(dataset, cst.Name):
         name = fresh_name(place.module, "dataset")
         new += statements(f"{name} = {{dataset}}", dataset=dataset)
         dataset = cst.Name(name)
-    if is_rows:
-        call = loader.by_batches(dataset.value)
-        return _with_samplers(_with_loader(place, loader.call, call, new), loader.call, call).code
-    data, items = dataset.value, fresh_name(place.module, "items")
+    data = dataset.value
     if has_collate or not ("images" in parameters or parameters.get("stacked")):
         new += statements(f"{items} = [{data}[i] for i in range(len({data}))]")
         return _with_loader(place, loader.call, loader.of_items(items), new).code
-    new += statements(f"{items} = TensorDataset({_whole(data, parameters)})")
-    call = loader.by_batches(items)
-    module = _with_samplers(_with_loader(place, loader.call, call, new), loader.call, call)
+    new += statements(f"{items} = {_ROWS_CLASS}({_whole(data, parameters)})")
+    module = _with_rows(place, loader, items, new)
     if "images" not in parameters:
         module = with_import(module, "torch.utils.data", "default_collate")
-    return with_import(module, "torch.utils.data", "TensorDataset").code
+    return module.code
+
+
+def _with_rows(place: SourcePlace, loader: LoaderCall, items: str, before: Sequence[cst.BaseStatement]) -> cst.Module:
+    """The file with a loader that has whole batches cut out of `items`, and the class that does it."""
+    call = loader.by_batches(items)
+    module = _with_samplers(_with_loader(place, loader.call, call, before), loader.call, call)
+    module, torch = with_torch(with_import(module, "torch.utils.data", "TensorDataset"))
+    if any(one.name.value == _ROWS_CLASS for one in nodes_of(cst.ClassDef, module)):
+        return module
+    body = list(module.body)
+    at = next(i for i, one in enumerate(body) if _ROWS_CLASS in names_in(one))
+    (new,) = statements(_ROWS_TEXT.replace("torch.", f"{torch}."))
+    return module.with_changes(body=[*body[:at], spaced(new, 2), spaced(body[at], 2), *body[at + 1 :]])
 
 
 def _returned(statement: cst.CSTNode) -> cst.BaseExpression | None:

@@ -97,4 +97,5 @@ LEVER = lever(
     edit=edit,
     effort=_EFFORT,
     title="Captured graphs",
+    errors=("captur",),
 )

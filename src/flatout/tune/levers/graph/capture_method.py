@@ -112,4 +112,5 @@ LEVER = lever(
     effort=_EFFORT,
     conflicts=("graph.compile", "graph.capture", "graph.compile-method"),
     title="Captured method",
+    errors=("captur",),
 )

@@ -3,7 +3,8 @@
 What        `model.compile(...)` at its first call, in place; or each of its repeated blocks alone, which compiles one block for
             all (`regions`: the paths of the containers that hold them). `mode` and `dynamic` are those of torch.compile.
             Shapes that come first after many calls and rarely, as an epoch's smaller last batch, are computed as before (the text
-            of `flatout edit` leaves them to torch.compile, which compiles once more).
+            of `flatout edit` leaves them to torch.compile, which compiles once more). Where the script retains graphs, buffers
+            of compiled graphs are not reused (`torch._functorch.config.donated_buffer`).
 Guarantee   BOUNDED: sums in other orders, fused multiply-adds. With `fallback_random` random masks (dropout) are drawn as they
             are without compiling, so that steps can be compared; without it they are other numbers of the same distribution.
 Refuses     Scripts that compile already; models whose calls are a small part of the step.
@@ -11,6 +12,7 @@ Refuses     Scripts that compile already; models whose calls are a small part of
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -25,8 +27,9 @@ from flatout.machine.cost.compiling import block_containers, draws_in_model, has
 from flatout.tune.levers.eager_draws import draw_as_eager
 from flatout.tune.levers.usual_shapes import UsualShapes
 from flatout.tune.rewrite.calls import compiles_models
+from flatout.tune.rewrite.imports import with_import, with_start
 from flatout.tune.rewrite.models import behind_model, behind_models
-from flatout.tune.rewrite.source import parsed
+from flatout.tune.rewrite.source import parsed, script_of, text_at
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,6 +49,7 @@ _LITTLE: Final = 0.1
 _MOST_FASTER: Final = 20.0
 """What a plan makes of a step at most, in our judgement: a host that takes less than this part of it is never waited for."""
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
+_RETAINS: Final = re.compile(r"\bretain_graph\s*=\s*True\b")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
 
 
@@ -63,12 +67,23 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     most_lost_s = (_LITTLE if _is_large(evidence) else _MAY_COST) * busy_s
     low, high = min(low, 0.1 * busy_s) if is_busy else -most_lost_s, min(busy_s, max(high, 0.5 * busy_s))
     usual: Parameters = {"fallback_random": True} if draws_in_model(evidence) else {}
+    if _retains_graphs(evidence):
+        usual["retained_graphs"] = True
     for share, parameters, why in _options(evidence):
         yield Candidate(
             parameters=usual | parameters,
             saved_s=(share * low, share * high),
             because=f"forward and backward take {busy_s * 1e3:.2f} ms of a step{why}",
         )
+
+
+def _retains_graphs(evidence: Evidence) -> bool:
+    """Whether the script goes backward through a graph more than once: buffers of the graph must not be reused then."""
+    script = script_of(evidence)
+    try:
+        return bool(script and _RETAINS.search(text_at(evidence, {"file": script})))
+    except EditError:
+        return False
 
 
 def _is_large(evidence: Evidence) -> bool:
@@ -113,6 +128,8 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         options.pop("mode", None)
     if parameters.get("fallback_random"):
         hooks.at_start(draw_as_eager)
+    if parameters.get("retained_graphs"):
+        hooks.at_start(_keep_buffers)
 
     def compile_it(module: nn.Module) -> Callable[[], None] | None:
         if module._compiled_call_impl is not None:
@@ -133,6 +150,15 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         return undo
 
     hooks.at_first_call(compile_it)
+
+
+def _keep_buffers() -> Callable[[], None]:
+    """Have backwards of compiled code leave buffers of their graph as they are; returns how to undo it."""
+    from torch._functorch import config
+
+    from flatout.core.runtime.patches import set_attributes
+
+    return set_attributes(config, donated_buffer=False)
 
 
 def _paths(parameters: Parameters) -> tuple[str, ...]:
@@ -160,6 +186,9 @@ def edit(text: str, parameters: Parameters) -> str:
     """Write `model.compile(...)` after the statement that constructs a model, or a loop over the blocks of the one model."""
     if compiles_models(parsed(text)):
         raise EditError("the file compiles something already")
+    if parameters.get("retained_graphs"):
+        module = with_import(parsed(text), "torch._functorch.config")
+        text = with_start(module, "torch._functorch.config.donated_buffer = False\n").code
     options = {k: v for k, v in parameters.items() if k in _OPTIONS and v != "default"}
     arguments = ", ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in options.items())
     if "regions" not in parameters:
@@ -170,4 +199,12 @@ def edit(text: str, parameters: Parameters) -> str:
     return behind_model(text, "".join(f"for block in model.{p}:\n    block.compile({arguments})\n" for p in paths))
 
 
-LEVER = lever(__name__, propose, apply=apply, effort=_effort, edit=edit, title="Compiled model")
+LEVER = lever(
+    __name__,
+    propose,
+    apply=apply,
+    effort=_effort,
+    edit=edit,
+    title="Compiled model",
+    errors=("torch._dynamo", "torch._inductor", "donated buffers"),
+)

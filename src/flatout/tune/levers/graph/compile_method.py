@@ -91,4 +91,5 @@ LEVER = lever(
     effort=_EFFORT,
     conflicts=("graph.compile", "graph.capture", "graph.capture-method"),
     title="Compiled method",
+    errors=("torch._dynamo", "torch._inductor", "donated buffers"),
 )

@@ -169,4 +169,4 @@ def _converted(value: cst.BaseExpression, layout: cst.BaseExpression) -> cst.Bas
     return expression("{value}.to(memory_format={layout})", value=value, layout=layout)
 
 
-LEVER = lever(__name__, propose, apply=apply, edit=edit, title="Channels last")
+LEVER = lever(__name__, propose, apply=apply, edit=edit, title="Channels last", errors=("view size is not compatible",))

@@ -193,4 +193,5 @@ LEVER = lever(
     effort=_EFFORT,
     dtype=lambda parameters: "bfloat16",
     title="Products in bfloat16",
+    errors=("BFloat16", "must have the same dtype"),
 )
