@@ -151,3 +151,37 @@ def test_a_race_of_long_steps_goes_on_until_its_pairs_are_enough_but_not_for_eve
     race = Race(budget_s=2.5, timeout_s=1.0)
     race.run(Side(step_s, flat), Side(0.7 * step_s, flat))  # type: ignore[arg-type]
     assert least <= len(race.stretches) <= most
+
+
+class Restarting(Side):
+    """Steps with little noise; before the 20th workers start over, for so long."""
+
+    def __init__(self, step_s: float, restart_s: float) -> None:
+        super().__init__(step_s, flat)
+        self._restart_s = restart_s
+
+    def answer(self, *, timeout_s: float) -> SideAnswer:
+        answer = super().answer(timeout_s=timeout_s)
+        is_in = self._done - self._size < 20 <= self._done
+        seconds = self._step_s * self._size * (1 + 0.01 * self.random.random()) + self._restart_s * is_in
+        return msgspec.structs.replace(answer, seconds=seconds, num_workers=8)
+
+
+def test_a_start_of_workers_in_one_pair_of_stretches_hides_no_gain() -> None:
+    """Long steps leave room for the fewest pairs alone, and their interval is the whole range: two pairs more are not."""
+    before, after = Restarting(0.3, 3.0), Restarting(0.15, 6.0)
+    after.random.seed(1)
+    race = Race(budget_s=6.0, timeout_s=1.0)
+    race.run(before, after)  # type: ignore[arg-type]
+    ratios = [s.before_s / s.after_s for s in race.stretches]
+    assert len(ratios) == 9 and sum(ratio < 1 for ratio in ratios) == 1
+    speed = race.speed()
+    assert speed is not None and speed.is_faster
+
+
+def test_a_race_that_is_not_clear_otherwise_takes_the_fewest_pairs() -> None:
+    race = Race(budget_s=1.0, timeout_s=1.0)
+    before, after = Side(0.3, flat), Side(0.3, flat)
+    after.random.seed(1)
+    race.run(before, after)  # type: ignore[arg-type]
+    assert len(race.stretches) == 7
