@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -49,6 +50,8 @@ class Policy(nn.Module):
         action = probs.sample() if action is None else action
         return {"action": action, "log": F.dropout(probs.log_prob(action).sum(1), 0.3), "value": self.critic(x)}
 
+    forward = act
+
 
 def learn(policy: Policy, act: Callable[..., dict[str, Tensor]], *, device: str = "cpu") -> list[Tensor]:
     """All results, losses and weights of rollouts without gradients and updates with them."""
@@ -93,6 +96,45 @@ def test_on_a_device_graphs_learn_bit_for_bit_what_the_calls_learn() -> None:
     policy = fresh("cuda")
     act = captured(Policy.act)
     for one, other in zip(expected, learn(policy, lambda *a: act(policy, *a), device="cuda"), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_captured_module_learns_what_a_plain_one_learns_and_its_copies_are_plain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = learn(plain := fresh(), plain)
+    everything: list[CapturedCalls] = []
+
+    def with_stand_in(module: nn.Module) -> CapturedCalls:
+        everything.append(CapturedCalls(module, rerun))
+        return everything[-1]
+
+    monkeypatch.setattr("flatout.blocks.training.captured_calls.CapturedCalls", with_stand_in)
+    policy = fresh()
+    assert captured(policy) is policy
+    for one, other in zip(expected, learn(policy, policy), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert [replays(calls) for calls in everything] == [[15, 15]]
+    before = policy.actor[0].weight.clone()
+    twin = copy.deepcopy(policy)
+    assert twin.state_dict().keys() == policy.state_dict().keys()
+    learn(twin, twin)
+    assert len(everything) == 1 and torch.equal(policy.actor[0].weight, before)
+    assert not torch.equal(twin.actor[0].weight, before)
+
+
+def test_a_compiled_module_is_not_captured() -> None:
+    net = nn.Linear(3, 2)
+    net.compile(backend="eager")
+    with pytest.raises(UsageError, match="Linear is compiled already"):
+        captured(net)
+
+
+@needs_device
+def test_on_a_device_a_captured_module_learns_bit_for_bit_what_a_plain_one_learns() -> None:
+    expected = learn(plain := fresh("cuda"), plain, device="cuda")
+    policy = captured(fresh("cuda"))
+    for one, other in zip(expected, learn(policy, policy, device="cuda"), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 

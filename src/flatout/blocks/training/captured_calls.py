@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -47,17 +47,42 @@ _WARM_UPS: Final = 3
 _SCALARS: Final = (bool, int, float, str, type(None))
 
 
-def captured(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Replay the calls of a module's method from CUDA graphs, by decorating it: `@captured`.
+@overload
+def captured(what: M) -> M: ...
+@overload
+def captured(what: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]: ...
+def captured(what: Any) -> Any:
+    """Replay the calls of a module's method from CUDA graphs, by decorating it: `@captured`; or those of one module.
 
-    Calls run as they are until the fourth of a kind, which is captured, and always where the module or an argument is not on a
+    `captured(net)` changes the calls of this module in place and returns it; copies of it are plain, as those of a compiled
+    module are. Calls run as they are until the fourth of a kind, which is captured, and always where the module or an argument is not on a
     CUDA device, where results are no tensors, where Python draws random numbers or changes attributes of the module, and where
     tensors from elsewhere are read. Of those that differ in a way that no call shows (a global variable) nothing can be known:
     a method that reads one is not for this.
 
     Raises:
-        UsageError: On a call, when `backward` runs twice through one replay.
+        UsageError: The module is compiled. On a call, when `backward` runs twice through one replay.
     """
+    return _captured_module(what) if isinstance(what, nn.Module) else _captured_method(what)
+
+
+def _captured_module(module: M) -> M:
+    if module._compiled_call_impl is not None:
+        raise UsageError(
+            f"{type(module).__name__} is compiled already, or captured; mode='reduce-overhead' of torch.compile captures too"
+        )
+    calls: list[CapturedCalls] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not calls:
+            calls.append(CapturedCalls(module))
+        return calls[0].run(module._call_impl, args, kwargs)
+
+    module._compiled_call_impl = call
+    return module
+
+
+def _captured_method(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
     of_module: weakref.WeakKeyDictionary[nn.Module, CapturedCalls] = weakref.WeakKeyDictionary()
 
     @wraps(method)

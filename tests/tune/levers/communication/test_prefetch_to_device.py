@@ -103,6 +103,20 @@ def script(target: str, loader: str, body: str) -> str:
             "Prefetch(loader, device)",
             "non_blocking",
         ),
+        (
+            "x, y",
+            "loader",
+            "x, y = x.to(device), y.to(device)\nif True:\n    x = x + 1\ny *= 2\nseen.append(x + y)",
+            "x, y in Prefetch(loader, device)",
+            ".to(",
+        ),
+        (
+            "x, y",
+            "loader",
+            "x = x.to(device) + 1\nx += 1\nseen.append(x + y)",
+            "    x = x + 1\n    x += 1",
+            ".to(",
+        ),
     ],
 )
 def test_the_loop_reads_ahead_and_copies_no_more(target: str, loader: str, body: str, expected: str, gone: str) -> None:
@@ -126,6 +140,8 @@ def test_the_loop_reads_ahead_and_copies_no_more(target: str, loader: str, body:
         ("x, y", "loader", "seen.append(x.to(torch.float64))", "no loops"),
         ("x, y", "zip(loader, loader)", "x = x.to(device)\nseen.append(x)", "not a loader"),
         ("x, y", "loader", "x = x * 2\nx = x.to(device)\nseen.append(x)", "'x' is assigned"),
+        ("x, y", "loader", "if True:\n    x = x * 2\n    x = x.to(device)\nseen.append(x)", "'x' is assigned"),
+        ("x, y", "loader", "x = x.to(device) * 2\nx = x.to(device)\nseen.append(x)", "'x' is assigned"),
         ("x, y", "loader", "device = 'cpu'\nx = x.to(device)\nseen.append(x)", "'device' is set"),
         ("x, y", "loader", "seen.append(x.to('cpu') + y.to(device))", "several devices"),
     ],

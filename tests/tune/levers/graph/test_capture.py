@@ -53,5 +53,14 @@ def test_the_edit_compiles_with_graphs() -> None:
     text = "net = make()\noptimizer = SGD(net.parameters())\nnet(x)\n"
     changed = edit(text, {"how": "compiled"})
     assert changed == text.replace("()\noptimizer", '()\nnet.compile(backend="cudagraphs")\noptimizer')
-    with pytest.raises(EditError, match="decorated"):
-        edit(text, {"how": "graphs"})
+    captured = edit(f"import torch\n\n{text}", {"how": "graphs"})
+    assert captured == f"import torch\nfrom flatout import captured\n\n{text}".replace(
+        "()\noptimizer", "()\ncaptured(net)\noptimizer"
+    )
+    with pytest.raises(EditError, match="compiles"):
+        edit(text.replace("make()", "torch.compile(make())"), {"how": "graphs"})
+
+
+def test_the_edit_captures_each_model() -> None:
+    text = "g = make()\nd = make()\na, b = SGD(g.parameters()), SGD(d.parameters())\nd(g(x))\n"
+    assert "g = make()\ncaptured(g)\nd = make()\ncaptured(d)\n" in edit(text, {"how": "graphs"})

@@ -9,6 +9,7 @@ Refuses     Runs on the CPU; batches that do not come out of a DataLoader; copie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -125,11 +126,11 @@ def edit(text: str, parameters: Parameters) -> str:
     device = devices.pop()
     if names_in(cst.parse_expression(device)) & (assigned_in(loop) | targets):
         raise EditError(f"'{device}' is set in the loop")
-    names = {move.name for move in moves}
-    cleaned = _without(loop.body, {move.call: move.name for move in moves})
-    again = names & assigned_in(cleaned)
+    calls: dict[cst.CSTNode, str] = {move.call: move.name for move in moves}
+    cleaned = _without(loop.body, calls)
+    again = _assigned_before(loop.body, calls)
     if again:
-        raise EditError(f"'{min(again)}' is assigned to in the loop")
+        raise EditError(f"'{min(again)}' is assigned to in the loop before it comes to the device")
     wrapped = _wrapped(loop.iter, device)
     new = loop.with_changes(iter=wrapped, body=cleaned)
     return with_import(with_changes(module, {loop: [new]}), "flatout", "Prefetch").code
@@ -180,6 +181,24 @@ def _without(body: cst.BaseSuite, calls: Mapping[cst.CSTNode, str]) -> cst.BaseS
     if not changed.body:
         raise EditError("the loop does nothing but copy")
     return changed
+
+
+def _assigned_before(body: cst.BaseSuite, calls: Mapping[cst.CSTNode, str]) -> set[str]:
+    """Names that become something else in the loop before, or in a block where, the last of these calls moves them."""
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    for number, statement in enumerate(body.body):
+        moved = {calls[call] for call in nodes_of(cst.Call, statement) if call in calls}
+        last |= dict.fromkeys(moved, number)
+        is_line = isinstance(statement, cst.SimpleStatementLine)
+        is_move = (
+            moved
+            and is_line
+            and _unless_same(with_changes(statement, {c: cst.Name(n) for c, n in calls.items()})) == []
+        )
+        for name in () if is_move else assigned_in(statement):
+            first.setdefault(name, number + 0.5 * is_line)  # a line is computed before it is assigned
+    return {name for name, number in last.items() if first.get(name, math.inf) <= number}
 
 
 def _unless_same(line: cst.SimpleStatementLine) -> cst.CSTNode | Sequence[cst.CSTNode]:

@@ -1,7 +1,7 @@
 """The model's kernels are launched by one CUDA graph instead of one by one.
 
 What        `how='graphs'`: forward and backward of each root module are captured after a few equal calls (see
-            `flatout.captured`) and replayed; calls of other shapes run as before. `how='compiled'`: dynamo and
+            `flatout.captured`) and replayed; calls of other shapes run as before. The text is `captured(model)`. `how='compiled'`: dynamo and
             `backend='cudagraphs'`, which finds what can be captured by itself.
 Guarantee   BOUNDED: the same kernels, but libraries may choose others of them. What a model returns is copied out of the graph.
 Refuses     Processes without a CUDA device; devices that are busy all the time; shapes that change; scripts that compile.
@@ -20,7 +20,10 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.accounting import main_model, milliseconds, model_seconds
 from flatout.machine.cost.compiling import has_changing_shapes
-from flatout.tune.rewrite.models import behind_model
+from flatout.tune.rewrite.calls import compiles_models
+from flatout.tune.rewrite.imports import with_import
+from flatout.tune.rewrite.models import behind_models
+from flatout.tune.rewrite.source import parsed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,10 +86,13 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
 
 
 def edit(text: str, parameters: Parameters) -> str:
-    """Write `model.compile(backend="cudagraphs")` after the construction of the model."""
-    if parameters.get("how") != "compiled":
-        raise EditError("forward of the module's class would be decorated with flatout.captured, wherever that is")
-    return behind_model(text, 'model.compile(backend="cudagraphs")\n')
+    """Write `captured(model)`, or `model.compile(backend="cudagraphs")`, after the construction of each model."""
+    module = parsed(text)
+    if compiles_models(module):
+        raise EditError("the file compiles something already")
+    if parameters.get("how") == "compiled":
+        return behind_models(text, 'model.compile(backend="cudagraphs")\n')
+    return behind_models(with_import(module, "flatout", "captured").code, "captured(model)\n")
 
 
 LEVER = lever(
