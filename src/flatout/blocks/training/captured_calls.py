@@ -55,10 +55,10 @@ def captured(what: Any) -> Any:
     """Replay the calls of a module's method from CUDA graphs, by decorating it: `@captured`; or those of one module.
 
     `captured(net)` changes the calls of this module in place and returns it; copies of it are plain, as those of a compiled
-    module are. Calls run as they are until the fourth of a kind, which is captured, and always where the module or an argument is not on a
-    CUDA device, where results are no tensors, where Python draws random numbers or changes attributes of the module, and where
-    tensors from elsewhere are read. Of those that differ in a way that no call shows (a global variable) nothing can be known:
-    a method that reads one is not for this.
+    module are. Calls run as they are until the fourth of a kind, which is captured, and always where the module or an argument
+    is not on a CUDA device, where results are no tensors, where Python draws random numbers or changes attributes of the module,
+    and where tensors from elsewhere are read. Of those that differ in a way that no call shows (a global variable) nothing can
+    be known: a method that reads one is not for this.
 
     Raises:
         UsageError: The module is compiled. On a call, when `backward` runs twice through one replay.

@@ -191,11 +191,9 @@ def _assigned_before(body: cst.BaseSuite, calls: Mapping[cst.CSTNode, str]) -> s
         moved = {calls[call] for call in nodes_of(cst.Call, statement) if call in calls}
         last |= dict.fromkeys(moved, number)
         is_line = isinstance(statement, cst.SimpleStatementLine)
-        is_move = (
-            moved
-            and is_line
-            and _unless_same(with_changes(statement, {c: cst.Name(n) for c, n in calls.items()})) == []
-        )
+        is_move = False
+        if moved and isinstance(statement, cst.SimpleStatementLine):
+            is_move = not _unless_same(with_changes(statement, {call: cst.Name(name) for call, name in calls.items()}))
         for name in () if is_move else assigned_in(statement):
             first.setdefault(name, number + 0.5 * is_line)  # a line is computed before it is assigned
     return {name for name, number in last.items() if first.get(name, math.inf) <= number}

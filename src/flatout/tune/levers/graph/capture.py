@@ -1,8 +1,8 @@
 """The model's kernels are launched by one CUDA graph instead of one by one.
 
 What        `how='graphs'`: forward and backward of each root module are captured after a few equal calls (see
-            `flatout.captured`) and replayed; calls of other shapes run as before. The text is `captured(model)`. `how='compiled'`: dynamo and
-            `backend='cudagraphs'`, which finds what can be captured by itself.
+            `flatout.captured`) and replayed; calls of other shapes run as before. `how='compiled'`: dynamo and
+            `backend='cudagraphs'`, which finds what can be captured by itself. The text is `captured(model)`, or a compile.
 Guarantee   BOUNDED: the same kernels, but libraries may choose others of them. What a model returns is copied out of the graph.
 Refuses     Processes without a CUDA device; devices that are busy all the time; shapes that change; scripts that compile.
 """
