@@ -39,6 +39,21 @@ def test_a_plan_names_the_files_that_construct_optimizers(
     assert candidate.parameters.get("files") == files
 
 
+@pytest.mark.parametrize(("name", "is_fused"), [("Adam", True), ("RMSprop", False)])
+def test_what_is_saved_is_that_of_all_updates_of_a_step(name: str, is_fused: bool) -> None:
+    """In reinforcement learning a step of the loop may be a rollout and hundreds of updates."""
+    saved = []
+    for calls in (1.0, 300.0):
+        run = EvidenceBuilder()
+        run.optimizer(
+            run.line("train.py", 9, "optimizer.step()"), name=name, step_s=1e-4, calls=calls, fused_supported=is_fused
+        )
+        [candidate] = LEVER.propose(run.build(), ())
+        assert isinstance(candidate, Candidate)
+        saved.append(candidate.saved_s[1])
+    assert saved[1] == pytest.approx(300 * saved[0])
+
+
 def test_without_an_optimizer_that_can_be_fused_it_says_why() -> None:
     run = EvidenceBuilder()
     run.optimizer(run.line("train.py", 9, "optimizer.step()"), variant="fused")

@@ -44,7 +44,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     able = [o for o in evidence.optimizers if o.fused_supported and o.variant != "fused"]
     listed = [o for o in evidence.optimizers if o.name in _OF_LISTS and o.variant == "for-loop"]
     if listed and not able:
-        step_s = sum(o.step_s for o in listed)
+        step_s = sum(o.calls * o.step_s for o in listed)
         yield Candidate(
             parameters=_files(evidence, listed),
             saved_s=(0.0, _SAVED_BY_LISTS * step_s),
@@ -55,7 +55,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     if not able:
         why = ", ".join(f"{o.name} is {o.variant}" for o in evidence.optimizers)
         raise LeverRefused(f"no optimizer that has a fused implementation and does not use it ({why})")
-    step_s = sum(o.step_s for o in able)
+    step_s = sum(o.calls * o.step_s for o in able)
     savings = [f.saved_s for f in findings]
     saved_s = (sum(low for low, _ in savings), sum(high for _, high in savings)) if savings else (0.0, 0.6 * step_s)
     yield Candidate(
