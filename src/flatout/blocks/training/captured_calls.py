@@ -44,7 +44,8 @@ _MOST_GRAPHS: Final = 8
 """Graphs that are saved at most, since each has memory of its own."""
 _WARM_UPS: Final = 3
 """Runs before a capture, as many as torch.cuda.make_graphed_callables takes."""
-_SCALARS: Final = (bool, int, float, str, type(None))
+SCALARS: Final = (bool, int, float, str, type(None))
+"""What two calls may differ in and be of two kinds."""
 
 
 @overload
@@ -116,12 +117,12 @@ class CapturedCalls:
             if tensor is not None
         ]
         self._scalars = [
-            (vars(m), name) for m in modules for name, value in vars(m).items() if isinstance(value, _SCALARS)
+            (vars(m), name) for m in modules for name, value in vars(m).items() if isinstance(value, SCALARS)
         ]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call, replayed where there is a graph for it; the call itself otherwise."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (self._needs_device and is_capturing()):
             return function(*args, **kwargs)
         leaves, form = tree_flatten((args, kwargs))
         kind = self._kind(leaves, form)
@@ -148,7 +149,7 @@ class CapturedCalls:
                 if self._needs_device and not leaf.is_cuda:
                     return None  # a graph would copy it once, and never again
                 parts.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
-            elif isinstance(leaf, _SCALARS):
+            elif isinstance(leaf, SCALARS):
                 parts.append((type(leaf), leaf))
             else:
                 return None
@@ -168,7 +169,7 @@ class CapturedCalls:
         assert module is not None
         if self._needs_device and not all(holder[name].is_cuda for holder, name in self._tensors):
             return None
-        with own_calls(), _saved_state(module), _without_autocast_cache(), _without_host_waits():
+        with own_calls(), _saved_state(module), without_autocast_cache(), without_host_waits():
             try:
                 graph = _Replay(_CapturedFunction(module, function, leaves, form), self._capture)
             except (_NotCapturable, RuntimeError) as e:
@@ -241,7 +242,7 @@ class _CapturedFunction:
         found: list[Any] = [random.getstate(), None if numpy is None else str(numpy.random.get_state())]
         for module in self._module.modules():
             for holder in (vars(module), module._buffers):
-                found.append([(n, value if isinstance(value, _SCALARS) else id(value)) for n, value in holder.items()])
+                found.append([(n, value if isinstance(value, SCALARS) else id(value)) for n, value in holder.items()])
         return found
 
 
@@ -250,23 +251,24 @@ class _ForeignTensors(TorchDispatchMode):
 
     def __init__(self, own: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own = {_storage(t) for t in own}
+        self._own = {storage_of(t) for t in own}
         self._alive: list[Tensor] = []
         self.num_foreign = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs or {})):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in self._own:
+            if isinstance(leaf, Tensor) and storage_of(leaf) not in self._own:
                 self.num_foreign += 1
         results = func(*args, **(kwargs or {}))
         for leaf in tree_iter(results):
             if isinstance(leaf, Tensor):
-                self._own.add(_storage(leaf))
+                self._own.add(storage_of(leaf))
                 self._alive.append(leaf)  # an address is not given out again
         return results
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """What tells the memory of one tensor from that of others while both live."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -387,26 +389,33 @@ def _require_leaves(results: list[Tensor], leaves: list[Tensor]) -> None:
         todo.extend(next_node for next_node, _ in node.next_functions)
 
 
+def is_capturing() -> bool:
+    """Whether the current stream's kernels go into a graph now."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 # -- on a device -------------------------------------------------------------------------------------------------------------
 
 
-def capture_on_device(call: Callable[[], T], device: torch.device) -> tuple[T, Callable[[], None]]:
-    """A CUDA graph of a call on a device: its results, and what replays it into them.
+def capture_on_device(
+    call: Callable[[], T], device: torch.device, *, stream: torch.cuda.Stream | None = None
+) -> tuple[T, Callable[[], None]]:
+    """A CUDA graph of a call on a device, captured on a stream: its results, and what replays it into them.
 
     A capture that fails leaves the device's generator and its allocator waiting for its end, and its stream the current one
     (torch 2.13, CUDAGraph.cpp, capture_end): they are set back, so that the call can be run as it is.
     """
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     with torch.cuda.device(device):
-        number, stream = torch.cuda.current_device(), torch.cuda.current_stream()
+        number, current = torch.cuda.current_device(), torch.cuda.current_stream()
         generator = torch.cuda.default_generators[number]
         state = generator.clone_state()
         try:
             # Other threads (of a logger, of a loader that pins) may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 results = call()
         except BaseException:
-            torch.cuda.set_stream(stream)
+            torch.cuda.set_stream(current)
             generator.graphsafe_set_state(state)
             with suppress(RuntimeError):  # the capture came to its end after all
                 torch._C._cuda_endAllocateToPool(number, pool)
@@ -445,7 +454,7 @@ def _saved_state(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_autocast_cache() -> Iterator[None]:
+def without_autocast_cache() -> Iterator[None]:
     """Weights are cast inside the graph, not before it."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -457,7 +466,7 @@ def _without_autocast_cache() -> Iterator[None]:
 
 
 @contextmanager
-def _without_host_waits() -> Iterator[None]:
+def without_host_waits() -> Iterator[None]:
     """What looks at values on the host, and so cannot be captured, does without: the numbers are the same.
 
     Distributions do not check their arguments; torch.normal and torch.multinomial draw as their kernels do after they have

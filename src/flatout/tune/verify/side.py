@@ -32,6 +32,7 @@ from flatout.core.records.record import Record
 from flatout.core.runtime.fork_server import die_with_parent
 from flatout.core.runtime.own_calls import is_own_call
 from flatout.core.runtime.patches import Patches
+from flatout.core.runtime.replayed_backwards import listen_to_replays
 from flatout.core.runtime.script import end_script
 from flatout.core.runtime.source_sites import Sites
 from flatout.tune.verify.conditions import SidePrecision
@@ -124,6 +125,7 @@ class ProofSide:
         )
         self._patches = Patches()
         self._handles: list[RemovableHandle] = []
+        self._stop_listening: Callable[[], None] = lambda: None
         self._thread_id = get_ident()
         self._depth = 0
         self._in_backward = False
@@ -146,6 +148,7 @@ class ProofSide:
         self._patches.set(BaseProcess, "_bootstrap", _dying_with_parent(BaseProcess._bootstrap))  # type: ignore[attr-defined]
         self._patches.set(nn.Module, "__call__", self._watching_calls(nn.Module.__call__))
         self._patches.set(torch.autograd, "backward", self._watching_backward(torch.autograd.backward))
+        self._stop_listening = listen_to_replays(self._on_backward)
 
     def remove(self) -> None:
         """Stop watching, and undo every patch."""
@@ -153,6 +156,7 @@ class ProofSide:
         self._optimizing.remove()
         for handle in self._handles:
             handle.remove()
+        self._stop_listening()
         self._patches.undo()
 
     def ended(self, error: str, *, seconds: float = 0.0, num_losses: int = 0, mean_loss: float | None = None) -> None:
@@ -194,13 +198,7 @@ class ProofSide:
         def backward(tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
             if self._in_backward or get_ident() != self._thread_id:
                 return original(tensors, *args, **kwargs)
-            self._calls_without_backward = 0
-            if self.kind == "inference":
-                self._restart()
-            if self._recorder is not None and self._is_recording:
-                with self._recording():
-                    for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-                        self._recorder.add_loss(tensor)
+            self._on_backward((tensors,) if isinstance(tensors, Tensor) else tensors)
             self._in_backward = True
             try:
                 original(tensors, *args, **kwargs)
@@ -213,6 +211,16 @@ class ProofSide:
                     self._border()
 
         return backward
+
+    def _on_backward(self, losses: Sequence[Tensor]) -> None:
+        """A backward begins, or a graph has replayed one."""
+        self._calls_without_backward = 0
+        if self.kind == "inference":
+            self._restart()
+        if self._recorder is not None and self._is_recording:
+            with self._recording():
+                for loss in losses:
+                    self._recorder.add_loss(loss)
 
     def _watching_calls(self, original: Callable[..., Any]) -> Callable[..., Any]:
         side = self

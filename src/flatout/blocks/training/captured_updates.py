@@ -1,0 +1,432 @@
+"""Whole updates, from the forward to the optimizer's step, replayed from one CUDA graph each.
+
+A small model on a fast device waits for its host: an update of a policy of two layers launches some 200 kernels one by one. As
+one graph they are one launch. What a graph would do wrong is looked for before one is captured, and at each replay.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import CodeType
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flatout.blocks.training.captured_calls import (
+    SCALARS,
+    CaptureCall,
+    capture_on_device,
+    is_capturing,
+    storage_of,
+    without_autocast_cache,
+    without_host_waits,
+)
+from flatout.core.errors import UsageError
+from flatout.core.runtime.own_calls import own_calls
+from flatout.core.runtime.patches import Patches
+from flatout.core.runtime.replayed_backwards import announce_replay
+from flatout.core.tensors.nests import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_unflatten
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CALLS_BEFORE: Final = 3
+"""Equal calls that go by before one is captured; the last of them is looked at closely."""
+_FEWEST_REPLAYS: Final = 50
+"""Another graph is captured once the one before has been replayed so often, a few times earlier: captures take up to 0.1 s."""
+_FREE_CAPTURES: Final = 8
+_UPDATES: Final = "_flatout_captured_updates"
+
+
+def captured_update(*optimizers: Optimizer) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Replay a function that goes forward and backward and steps these optimizers from one CUDA graph, by decorating it.
+
+    It gets as arguments what changes from call to call (NumPy arrays come as tensors on the device), and returns tensors, without
+    gradients, or None:
+
+        @captured_update(optimizer)
+        def update(images, labels):
+            optimizer.zero_grad()
+            loss = criterion(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+    Calls run as they are until the fourth of a kind, which is captured, and always where parameters are not on one CUDA device,
+    where a value is read on the host, where an argument is changed in place, where Python draws random numbers or changes a
+    module's attributes, and where a tensor from elsewhere is another one each time. A global variable that is a number and
+    changes must be an argument; learning rates may change. Optimizers are set to `capturable`, which rounds otherwise.
+
+    Raises:
+        UsageError: Without an optimizer.
+    """
+    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
+        raise UsageError("captured_update gets the optimizers that step in the function: @captured_update(optimizer)")
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        known: dict[CodeType, CapturedUpdate] = vars(optimizers[0]).setdefault(_UPDATES, {})
+        update = known.get(function.__code__)
+        if update is None or not update.is_of(function, optimizers):
+            update = known[function.__code__] = CapturedUpdate(function, optimizers)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return cast(R, update.run(args, kwargs))
+
+        return call
+
+    return decorate
+
+
+class _Rate(NamedTuple):
+    """The learning rate of a group, on the device where a graph reads it."""
+
+    group: dict[str, Any]
+    tensor: Tensor
+
+
+class CapturedUpdate:
+    """One function's updates: as they are at first, then replayed."""
+
+    def __init__(
+        self, function: Callable[..., Any], optimizers: Sequence[Optimizer], capture: CaptureCall | None = None
+    ) -> None:
+        self._function = function
+        self._optimizers = tuple(optimizers)
+        self._capture = capture
+        self._num_calls: Counter[Hashable] = Counter()
+        self._graph: _UpdateGraph | None = None
+        self._num_captures = self._num_replays = 0
+        self._refused = ""
+        self._outer: list[tuple[weakref.ref[Tensor], int]] = []
+        self._modules = [m for root in _modules_around(function) for m in root.modules()]
+        self._stream: torch.cuda.Stream | None = None
+        self._is_prepared = False
+
+    def is_of(self, function: Callable[..., Any], optimizers: Sequence[Optimizer]) -> bool:
+        """Whether this stands for a function of the same text over the same objects: one that is defined anew each epoch."""
+        same = len(self._optimizers) == len(optimizers) and all(
+            a is b for a, b in zip(self._optimizers, optimizers, strict=True)
+        )
+        mine, other = (_contents(f) for f in (self._function, function))
+        return same and len(mine) == len(other) and all(map(_is_same, mine, other))
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One update: replayed where there is a graph for it."""
+        device = self._device()
+        if device is None or self._refused or torch.compiler.is_compiling() or is_capturing():
+            return _detached(self._function(*args, **kwargs))
+        leaves, form = tree_flatten((args, kwargs))
+        leaves = [_on_device(leaf, device) for leaf in leaves]
+        kind = self._kind(leaves, form)
+        if kind is None:
+            return self._plain(leaves, form)
+        graph = self._graph
+        if graph is not None and graph.kind == kind and graph.is_valid():
+            self._num_replays += 1
+            return graph.run(leaves)
+        self._prepare(device)
+        self._num_calls[kind] += 1
+        if self._num_calls[kind] < _CALLS_BEFORE or not self._may_capture():
+            return self._plain(leaves, form)
+        if self._num_calls[kind] == _CALLS_BEFORE:
+            return self._looked_at(leaves, form)
+        graph = self._captured(kind, leaves, form, device)
+        if graph is None:
+            return self._plain(leaves, form)
+        self._graph = graph
+        self._num_captures += 1
+        return graph.run(leaves)
+
+    def _may_capture(self) -> bool:
+        return self._num_captures < _FREE_CAPTURES + self._num_replays // _FEWEST_REPLAYS
+
+    def _device(self) -> torch.device | None:
+        """The one CUDA device of all parameters; None where there is none."""
+        devices = {p.device for group in self._groups() for p in group["params"]}
+        device = devices.pop() if len(devices) == 1 else None
+        return device if device is not None and (device.type == "cuda" or self._capture is not None) else None
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self._optimizers:
+            yield from optimizer.param_groups
+
+    def _kind(self, leaves: Sequence[Any], form: TreeSpec) -> Hashable | None:
+        """What two calls must share to be one graph; None for a call that no graph can stand for."""
+        if not torch.is_grad_enabled():
+            return None
+        parts: list[Hashable] = [form]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if leaf.requires_grad:
+                    return None
+                parts.append((leaf.shape, leaf.dtype, leaf.device))
+            elif isinstance(leaf, SCALARS):
+                parts.append((type(leaf), leaf))
+            else:
+                return None
+        for group in self._groups():
+            parts += [
+                (name, value)
+                for name, value in group.items()
+                if name != "params" and (name != "lr" or not _takes_rates(group))
+            ]
+            parts += [(p.data_ptr(), p.requires_grad) for p in group["params"]]
+        parts += [m.training for m in self._modules]
+        if torch.is_autocast_enabled("cuda"):
+            parts.append(torch.get_autocast_dtype("cuda"))
+        try:
+            hash(found := tuple(parts))
+        except TypeError:
+            return None
+        return found
+
+    def _prepare(self, device: torch.device) -> None:
+        """Have the optimizers count their steps on the device, where a graph can."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                if "capturable" in group and not group.get("fused"):
+                    group["capturable"] = device.type == "cuda"
+            for state in optimizer.state.values():
+                if device.type == "cuda" and isinstance(step := state.get("step"), Tensor):
+                    state["step"] = step.to(device)
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+
+    def _plain(self, leaves: Sequence[Any], form: TreeSpec) -> Any:
+        """The call as it is; on the stream of later captures, since what adds up gradients belongs to the stream it began on."""
+        args, kwargs = tree_unflatten(leaves, form)
+        if self._stream is None:
+            return _detached(self._function(*args, **kwargs))
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                return _detached(self._function(*args, **kwargs))
+        finally:
+            current.wait_stream(self._stream)
+
+    def _looked_at(self, leaves: Sequence[Any], form: TreeSpec) -> Any:
+        """The call as it is, and what of it no graph would do."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        watch, versions, before = _OuterTensors(tensors), [t._version for t in tensors], self._surroundings()
+        with watch:
+            results = self._plain(leaves, form)
+        self._outer = [(ref, tensor.data_ptr()) for ref in watch.found if (tensor := ref()) is not None]
+        if len(self._outer) < len(watch.found):
+            self._refuse("it reads tensors that are made elsewhere for each call: they must be arguments")
+        elif [t._version for t in tensors] != versions:
+            self._refuse("it changes its arguments in place")
+        elif self._surroundings() != before:
+            self._refuse("it draws random numbers in Python, or changes what a module holds")
+        elif any(not isinstance(leaf, Tensor) for leaf in tree_iter(results) if leaf is not None):
+            self._refuse("it returns something other than tensors")
+        return results
+
+    def _surroundings(self) -> list[Any]:
+        numpy = sys.modules.get("numpy")
+        found: list[Any] = [random.getstate(), None if numpy is None else str(numpy.random.get_state())]
+        found += [[(n, v) for n, v in vars(m).items() if isinstance(v, SCALARS)] for m in self._modules]
+        return found
+
+    def _refuse(self, why: str) -> None:
+        self._refused = why
+        warnings.warn(f"updates by {self._function.__name__} are not captured: {why}", stacklevel=4)
+
+    def _captured(
+        self, kind: Hashable, leaves: Sequence[Any], form: TreeSpec, device: torch.device
+    ) -> _UpdateGraph | None:
+        """A graph of this call, which is not run by that; None, with a warning, where there can be none."""
+        gradients = [(p, p.grad) for group in self._groups() for p in group["params"]]
+        groups = [group for group in self._groups() if _takes_rates(group)]
+        rates = [_Rate(g, torch.tensor(float(g["lr"]), dtype=torch.float32, device=device)) for g in groups]
+        try:
+            with own_calls(), without_autocast_cache(), without_host_waits(), _on_the_device(rates):
+                call = (leaves, form)
+                return _UpdateGraph(
+                    kind, self._function, call, self._optimizers, rates, self._outer, self._begin(device)
+                )
+        except RuntimeError as e:
+            self._refuse(str(e).strip().partition("\n")[0])
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            return None
+
+    def _begin(self, device: torch.device) -> Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]:
+        if self._capture is not None:
+            capture = self._capture
+            return lambda call: capture(call, device)
+        return lambda call: capture_on_device(call, device, stream=self._stream)
+
+
+class _UpdateGraph:
+    """A captured update: its arguments and results lie where the graph reads and writes them."""
+
+    def __init__(
+        self,
+        kind: Hashable,
+        function: Callable[..., Any],
+        call: tuple[Sequence[Any], TreeSpec],
+        optimizers: Sequence[Optimizer],
+        rates: Sequence[_Rate],
+        outer: Sequence[tuple[weakref.ref[Tensor], int]],
+        capture: Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]],
+    ) -> None:
+        self.kind = kind
+        leaves, form = call
+        own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._inputs = [leaf for leaf in own if isinstance(leaf, Tensor)]
+        self._last: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self._inputs)
+        self._rates = [
+            (rate, float(rate.group["lr"]) if not isinstance(rate.group["lr"], Tensor) else None) for rate in rates
+        ]
+        self._outer = outer
+        args, kwargs = tree_unflatten(own, form)
+        self._events: list[Sequence[Tensor] | Optimizer] = []
+        with noted(self._events, optimizers):
+            results, self._replay = capture(lambda: function(*args, **kwargs))
+        self._results, self._form = tree_flatten(results)
+        self._events = [e if isinstance(e, Optimizer) else [t.detach() for t in e] for e in self._events]
+
+    def is_valid(self) -> bool:
+        """Whether all tensors from elsewhere are where they were."""
+        return all((tensor := ref()) is not None and tensor.data_ptr() == place for ref, place in self._outer)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """One update: its results, which the next leaves alone."""
+        with torch.no_grad():
+            for number, tensor in enumerate(leaf for leaf in leaves if isinstance(leaf, Tensor)):
+                last = self._last[number]
+                if last is None or last[0]() is not tensor or last[1] != tensor._version:
+                    self._inputs[number].copy_(tensor, non_blocking=True)
+                    self._last[number] = (weakref.ref(tensor), tensor._version)
+            for number, (rate, before) in enumerate(self._rates):
+                if (now := float(rate.group["lr"])) != before:
+                    rate.tensor.fill_(now)
+                    self._rates[number] = (rate, now)
+            self._replay()
+            results = [r.detach().clone() if isinstance(r, Tensor) else r for r in self._results]
+        for event in self._events:
+            if isinstance(event, Optimizer):
+                _call_hooks(event)
+            else:
+                announce_replay(event)
+        return tree_unflatten(results, self._form)
+
+
+class _OuterTensors(TorchDispatchMode):
+    """Finds the tensors that operators read and that neither are arguments nor were made since; the first one of a storage."""
+
+    def __init__(self, own: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known = {storage_of(t) for t in own}
+        self.found: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs or {})):
+            if isinstance(leaf, Tensor) and (storage := storage_of(leaf)) not in self._known:
+                self._known.add(storage)
+                self.found.append(weakref.ref(leaf))
+        results = func(*args, **(kwargs or {}))
+        self._known.update(storage_of(leaf) for leaf in tree_iter(results) if isinstance(leaf, Tensor))
+        return results
+
+
+def _modules_around(function: Callable[..., Any]) -> list[nn.Module]:
+    """Modules that a function reads from around itself."""
+    names = [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [one for one in (*names, *_contents(function)) if isinstance(one, nn.Module)]
+
+
+def _contents(function: Callable[..., Any]) -> list[Any]:
+    """What the variables hold that a function reads from the functions around it."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            found.append(None)
+    return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, SCALARS) and type(one) is type(other) and one == other)
+
+
+def _on_device(leaf: Any, device: torch.device) -> Any:
+    """An array, or a tensor of the host, as a tensor on the device."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
+        leaf = torch.from_numpy(leaf)
+    return leaf.to(device) if isinstance(leaf, Tensor) and leaf.device != device else leaf
+
+
+def _takes_rates(group: dict[str, Any]) -> bool:
+    """Whether the optimizer of a group reads its learning rate from a tensor (torch 2.11: fused ones, and Adam and its kin)."""
+    return bool(group.get("fused")) or ("capturable" in group and "betas" in group and "amsgrad" in group)
+
+
+@contextmanager
+def _on_the_device(rates: Sequence[_Rate]) -> Iterator[None]:
+    """Learning rates are tensors inside, and numbers again after it."""
+    before = [rate.group["lr"] for rate in rates]
+    try:
+        for rate in rates:
+            rate.group["lr"] = rate.tensor
+        yield
+    finally:
+        for rate, value in zip(rates, before, strict=True):
+            rate.group["lr"] = value
+
+
+@contextmanager
+def noted(events: list[Sequence[Tensor] | Optimizer], optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Backwards and steps inside are noted; those who watch steps see nothing of them, for a capture updates nothing."""
+    original, patches = torch.autograd.backward, Patches()
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        events.append([tensors] if isinstance(tensors, Tensor) else list(tensors))
+        original(tensors, *args, **kwargs)
+
+    def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        events.append(optimizer)
+
+    patches.set(torch.autograd, "backward", backward)
+    patches.set(optimizers_module, "_global_optimizer_pre_hooks", {0: step})
+    patches.set(optimizers_module, "_global_optimizer_post_hooks", {})
+    for optimizer in optimizers:
+        patches.set(optimizer, "_optimizer_step_pre_hooks", {})
+        patches.set(optimizer, "_optimizer_step_post_hooks", {})
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _call_hooks(optimizer: Optimizer) -> None:
+    """What is called before and after each step of an optimizer, for one that was replayed."""
+    before, after = optimizers_module._global_optimizer_pre_hooks, optimizers_module._global_optimizer_post_hooks
+    for hook in (*before.values(), *optimizer._optimizer_step_pre_hooks.values()):
+        hook(optimizer, (optimizer,), {})
+    for hook in (*optimizer._optimizer_step_post_hooks.values(), *after.values()):
+        hook(optimizer, (optimizer,), {})
+
+
+def _detached(results: Any) -> Any:
+    """Results without gradients: the backward is over."""
+    leaves, form = tree_flatten(results)
+    return tree_unflatten([leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves], form)

@@ -1,0 +1,261 @@
+"""Captured updates, with a stand-in for the device: a "graph" whose capture updates nothing, and whose replay runs the call."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from flatout.blocks.training import captured_updates
+from flatout.blocks.training.captured_updates import CapturedUpdate, captured_update
+from flatout.core.errors import UsageError
+from flatout.core.runtime.replayed_backwards import listen_to_replays
+from flatout.core.tensors.nests import tree_leaves
+
+T = TypeVar("T")
+needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+class StandIn:
+    """Captures calls that update these modules and optimizers, and counts captures and replays."""
+
+    def __init__(self, nets: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        self._nets, self._optimizers = nets, optimizers
+        self.num_captures = self.num_replays = 0
+
+    def __call__(self, call: Callable[[], T], device: torch.device) -> tuple[T, Callable[[], None]]:
+        weights = [{k: v.clone() for k, v in net.state_dict().items()} for net in self._nets]
+        states = [
+            {p: {k: v.clone() for k, v in state.items()} for p, state in optimizer.state.items()}
+            for optimizer in self._optimizers
+        ]
+        drawn, groups = torch.get_rng_state(), [dict(g) for o in self._optimizers for g in o.param_groups]
+        results = call()
+        torch.set_rng_state(drawn)
+        with torch.no_grad():
+            for net, before in zip(self._nets, weights, strict=True):
+                net.load_state_dict(before)
+            for optimizer, saved in zip(self._optimizers, states, strict=True):
+                for parameter, state in saved.items():
+                    for name, value in state.items():
+                        optimizer.state[parameter][name].copy_(value)
+        self.num_captures += 1
+
+        def replay() -> None:
+            self.num_replays += 1
+            now = [g for o in self._optimizers for g in o.param_groups]
+            rates = [g["lr"] for g in now]
+            for group, captured in zip(now, groups, strict=True):
+                group["lr"] = captured["lr"]
+            with captured_updates.noted([], self._optimizers), torch.enable_grad():
+                new = call()
+            for group, rate in zip(now, rates, strict=True):
+                group["lr"] = rate
+            with torch.no_grad():
+                for old, value in zip(tree_leaves(results), tree_leaves(new), strict=True):
+                    if isinstance(old, Tensor):
+                        old.detach().copy_(value)
+
+        return results, replay
+
+
+class Training:
+    """A small network, its optimizer, and one update of it as a function."""
+
+    def __init__(self, kind: str = "Adam", *, device: str = "cpu") -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3)
+        ).to(device)
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        self.optimizer: Optimizer = getattr(torch.optim, kind)(self.net.parameters(), lr=1e-2, **options)
+        self.table = torch.randn(50, 5, device=device)
+        self.labels = torch.randint(0, 3, (50,), device=device)
+
+    def update(self, rows: Any, table: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.optimizer.zero_grad()
+        output = self.net(table[rows])
+        loss = F.cross_entropy(output, labels[rows])
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+        self.optimizer.step()
+        return {"loss": loss, "output": output}
+
+    def learn(self, update: Callable[..., dict[str, Tensor]], *, is_annealed: bool = True) -> list[Tensor]:
+        seen: list[Tensor] = []
+        order = np.random.default_rng(0)
+        for epoch in range(4):
+            if is_annealed:
+                self.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + epoch)
+            table, rows = self.table + epoch, order.permutation(50)
+            for start in range(0, 40, 10):
+                found = update(rows[start : start + 10], table, self.labels)
+                seen += [v.detach().clone() for v in found.values()]
+        return [*seen, *(v.detach() for v in self.net.state_dict().values())]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop"])
+def test_replayed_updates_learn_what_the_updates_learn(kind: str) -> None:
+    plain = Training(kind)
+    expected = plain.learn(plain.update)
+    training = Training(kind)
+    stand_in = StandIn([training.net], [training.optimizer])
+    captured = CapturedUpdate(training.update, [training.optimizer], stand_in)
+    found = training.learn(lambda *args: captured.run(args, {}))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    has_rates = kind in ("Adam", "AdamW")
+    assert stand_in.num_captures == (1 if has_rates else 4), "a rate that lies on the device is no other kind"
+    assert stand_in.num_replays == (13 if has_rates else 4)
+
+
+def test_those_who_watch_see_each_update_once() -> None:
+    def watched(run: Callable[[Training], None]) -> list[str]:
+        training, seen = Training(), list[str]()
+        handles = [
+            training.optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
+            training.optimizer.register_step_post_hook(lambda *_: seen.append("after")),
+        ]
+        stop = listen_to_replays(lambda losses: seen.append(f"replayed {len(losses)}"))
+        try:
+            run(training)
+        finally:
+            stop()
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    def replayed(training: Training) -> None:
+        stand_in = StandIn([training.net], [training.optimizer])
+        captured = CapturedUpdate(training.update, [training.optimizer], stand_in)
+        training.learn(lambda *args: captured.run(args, {}))
+        assert stand_in.num_replays == 13
+
+    plain = watched(lambda training: training.learn(training.update) and None)
+    assert plain == ["before", "after"] * 16
+    assert watched(replayed) == ["before", "after"] * 3 + ["replayed 1", "before", "after"] * 13
+
+
+def refused(update: Callable[..., Any], training: Training, *args: Any) -> str:
+    """Why the updates are not captured."""
+    captured = CapturedUpdate(update, [training.optimizer], StandIn([training.net], [training.optimizer]))
+    with pytest.warns(UserWarning, match="are not captured") as found:
+        for _ in range(6):
+            captured.run(args, {})
+    assert len(found) == 1, "it is said once"
+    return str(found[0].message)
+
+
+def test_what_no_graph_would_do_is_left_alone() -> None:
+    training = Training()
+    rows, table, labels = torch.arange(10), training.table, training.labels
+
+    def with_random_scale(*args: Any) -> Any:
+        training.net[1].momentum = random.random()
+        return training.update(*args)
+
+    def with_argument_changed(rows: Tensor, table: Tensor, labels: Tensor) -> Any:
+        table.add_(0.01)
+        return training.update(rows, table, labels)
+
+    def with_number(*args: Any) -> float:
+        return training.update(*args)["loss"].item()
+
+    source: dict[str, Tensor] = {}
+
+    def with_another_tensor(rows: Tensor, labels: Tensor) -> Any:
+        return training.update(rows, source.pop("table"), labels)
+
+    assert "random numbers in Python" in refused(with_random_scale, training, rows, table, labels)
+    assert "arguments in place" in refused(with_argument_changed, training, rows, table.clone(), labels)
+    assert "other than tensors" in refused(with_number, training, rows, table, labels)
+
+    captured = CapturedUpdate(with_another_tensor, [training.optimizer], StandIn([training.net], [training.optimizer]))
+    with pytest.warns(UserWarning, match="must be arguments"):
+        for _ in range(5):
+            source["table"] = table + 1
+            captured.run((rows, labels), {})
+
+
+def test_a_tensor_from_elsewhere_that_is_replaced_is_not_read_where_it_was() -> None:
+    training = Training()
+    stand_in = StandIn([training.net], [training.optimizer])
+    around = {"table": training.table.clone()}
+
+    def update(rows: Tensor, labels: Tensor) -> Any:
+        return training.update(rows, around["table"], labels)
+
+    captured = CapturedUpdate(update, [training.optimizer], stand_in)
+    rows = torch.arange(10)
+    for _ in range(6):
+        captured.run((rows, training.labels), {})
+    assert stand_in.num_captures == 1
+    around["table"] = around["table"] + 1
+    before = stand_in.num_replays
+    captured.run((rows, training.labels), {})
+    assert stand_in.num_captures == 2 and stand_in.num_replays == before + 1
+
+
+def test_a_function_that_is_defined_anew_goes_on_with_its_graph_and_another_does_not() -> None:
+    training, other = Training(), Training()
+
+    def defined(training: Training) -> Callable[[Tensor], Tensor]:
+        @captured_update(training.optimizer)
+        def update(rows: Tensor) -> Tensor:
+            return training.update(rows, training.table, training.labels)["loss"]
+
+        return update
+
+    for _ in range(2):
+        defined(training)(torch.arange(10))
+    defined(other)
+    [update] = vars(training.optimizer)[captured_updates._UPDATES].values()
+    assert update.is_of(defined(training).__wrapped__, [training.optimizer])  # type: ignore[attr-defined]
+    assert not update.is_of(defined(other).__wrapped__, [training.optimizer])  # type: ignore[attr-defined]
+    assert captured_updates._UPDATES not in training.optimizer.state_dict()
+
+
+def test_it_wants_the_optimizers() -> None:
+    with pytest.raises(UsageError, match=r"@captured_update\(optimizer\)"):
+        captured_update()
+    with pytest.raises(UsageError, match=r"@captured_update\(optimizer\)"):
+        captured_update(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_on_a_processor_updates_are_what_they_are() -> None:
+    plain = Training()
+    expected = plain.learn(plain.update)
+    training = Training()
+    found = training.learn(captured_update(training.optimizer)(training.update))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert not training.optimizer.param_groups[0].get("capturable")
+
+
+@needs_device
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop", "Fused"])
+def test_on_a_device_graphs_learn_what_the_updates_learn(kind: str) -> None:
+    def training() -> Training:
+        made = Training("Adam" if kind == "Fused" else kind, device="cuda")
+        if kind == "Fused":
+            made.optimizer = torch.optim.Adam(made.net.parameters(), lr=1e-2, fused=True)
+        return made
+
+    plain = training()
+    if "capturable" in plain.optimizer.param_groups[0] and kind != "Fused":
+        plain.optimizer.param_groups[0]["capturable"] = True
+    expected = plain.learn(lambda rows, *rest: plain.update(torch.from_numpy(rows).cuda(), *rest))
+    twin = training()
+    replayed: list[int] = []
+    stop = listen_to_replays(lambda losses: replayed.append(len(losses)))
+    found = twin.learn(captured_update(twin.optimizer)(twin.update))
+    stop()
+    assert len(replayed) >= 3
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
