@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flatout.blocks.parallel.world import layout_from_environment as layout_from_environment
     from flatout.blocks.recording.run import Run as Run
     from flatout.blocks.training.captured_calls import captured as captured
+    from flatout.blocks.training.captured_updates import captured_update as captured_update
     from flatout.blocks.training.checkpoints import Checkpoints as Checkpoints
     from flatout.blocks.training.host_arrays import as_arrays as as_arrays
     from flatout.blocks.training.memoise import memoise as memoise
@@ -93,6 +94,7 @@ _HOMES = {
     "as_arrays": "flatout.blocks.training.host_arrays:as_arrays",
     "attention": "flatout.blocks.kernels.attention.api:attention",
     "captured": "flatout.blocks.training.captured_calls:captured",
+    "captured_update": "flatout.blocks.training.captured_updates:captured_update",
     "check": "flatout.app.session:check",
     "check_layout": "flatout.blocks.parallel.agreement:check_layout",
     "collate_ragged": "flatout.blocks.data.ragged:collate_ragged",

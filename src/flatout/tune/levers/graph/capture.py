@@ -19,7 +19,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.accounting import main_model, milliseconds, model_seconds
-from flatout.machine.cost.compiling import has_changing_shapes
+from flatout.tune.levers.waiting_device import check_device_waits
 from flatout.tune.rewrite.calls import compiles_models
 from flatout.tune.rewrite.imports import with_import
 from flatout.tune.rewrite.models import behind_models
@@ -34,7 +34,9 @@ _EFFORT: Final = 2.0
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
     """Propose it where a CUDA device waits for launches of always the same kernels."""
-    _check_run(evidence)
+    check_device_waits(evidence)
+    if main_model(evidence) is None:
+        raise LeverRefused("no model whose calls could be captured was seen")
     steps = evidence.steps
     idle_s = steps.step_s - (steps.device_s or 0.0)
     most_s = min(idle_s, model_seconds(evidence))
@@ -45,21 +47,6 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
             saved_s=(0.2 * share * most_s, share * high_s),
             because=f"the device idles {milliseconds(idle_s)} of a step, while the host launches kernels one by one",
         )
-
-
-def _check_run(evidence: Evidence) -> None:
-    """Raise LeverRefused where it does not apply."""
-    if evidence.steps.device_s is None:
-        is_there = evidence.workload.device != "cpu"
-        raise LeverRefused("what the device does in a step was not traced" if is_there else "no CUDA device")
-    if evidence.compilation is not None and evidence.compilation.num_graphs:
-        raise LeverRefused("the script compiles; there mode='reduce-overhead' captures graphs")
-    if evidence.steps.is_device_bound:
-        raise LeverRefused("the device is busy nearly all of the step")
-    if has_changing_shapes(evidence):
-        raise LeverRefused("shapes change from step to step; a graph has fixed ones")
-    if main_model(evidence) is None:
-        raise LeverRefused("no model whose calls could be captured was seen")
 
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
@@ -99,7 +86,7 @@ LEVER = lever(
     __name__,
     propose,
     apply=apply,
-    conflicts=("graph.compile",),
+    conflicts=("graph.compile", "graph.capture-update"),
     edit=edit,
     effort=_EFFORT,
     title="Captured graphs",

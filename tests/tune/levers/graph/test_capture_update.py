@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tests.evidence_builder import EvidenceBuilder
+from tests.lever_tools import ran
+
+from flatout.core.errors import EditError
+from flatout.core.records.lever import Candidate, Refusal
+from flatout.tune.levers.graph.capture_update import LEVER, edit
+
+HEAD = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Linear(4, 2)
+optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+criterion = nn.MSELoss()
+batches = [(torch.randn(3, 4), torch.randn(3, 2)) for _ in range(4)]
+seen = []
+is_clipped = True
+"""
+PLAIN = """
+# every batch twice
+for epoch in range(2):
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = criterion(net(x), y)
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+"""
+BUSY = """
+total = 0.0
+for epoch in range(2):
+    for i, (x, y) in enumerate(batches):
+        # the forward
+        output = net(x)
+        with torch.no_grad():
+            error = (output - y).abs().mean()
+            seen.append(error.item())
+        loss = criterion(output, y)
+        if is_clipped:
+            loss = loss + 0.1 * output.square().mean()
+        else:
+            loss = loss * 1.0
+        total += loss.item()
+        optimizer.zero_grad()
+        loss.backward()
+        if is_clipped:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        if i % 2:
+            seen.append(loss.item() + error.item())
+seen.append(total)
+"""
+IN_FUNCTION = """
+def train(model, optimizer, batches, epoch):
+    model.train()
+    for x, y in batches:
+        optimizer.zero_grad()
+        output = model(x)
+        loss = criterion(output, y)
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+
+
+for epoch in range(3):
+    train(net, optimizer, batches, epoch)
+"""
+
+
+def place(function: str = "<module>") -> dict[str, Any]:
+    return {"file": "train.py", "function": function, "code": "optimizer.step()"}
+
+
+@pytest.mark.parametrize(
+    ("body", "function", "expected"),
+    [
+        (PLAIN, "<module>", ["def update(x, y):", "loss = update(x, y)\n        seen.append(loss.item())"]),
+        (
+            BUSY,
+            "<module>",
+            [
+                "def update(x, y):\n    output = net(x)\n    with torch.no_grad():\n        error =",
+                "return error, loss",
+                "        # the forward\n        error, loss = update(x, y)\n"
+                "        with torch.no_grad():\n            seen.append(error.item())\n        total += loss.item()\n",
+            ],
+        ),
+        (
+            IN_FUNCTION,
+            "train",
+            ["    model.train()\n\n    @captured_update(optimizer)\n    def update(x, y):\n", "loss = update(x, y)"],
+        ),
+    ],
+)
+def test_the_edited_script_learns_the_same(body: str, function: str, expected: list[str]) -> None:
+    new = edit(HEAD + body, place(function))
+    assert "from flatout import captured_update" in new
+    for part in expected:
+        assert part in new
+    before, after = ran(HEAD + body), ran(new)
+    assert before["seen"] == after["seen"] and len(before["seen"]) >= 8
+    assert torch.equal(before["net"].weight, after["net"].weight)
+
+
+def test_the_function_stands_before_the_outermost_loop_with_its_comment() -> None:
+    new = edit(HEAD + PLAIN, place())
+    assert "    optimizer.step()\n    return loss\n\n# every batch twice\nfor epoch in range(2):" in new
+    assert "is_clipped = True\n\n@captured_update(optimizer)\ndef update(x, y):" in new
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("for x, y in batches:\n    loss = net(x).mean()\n    optimizer.step()\n", "backward is not in the same block"),
+        ("loss = net(batches[0][0]).mean()\nloss.backward()\noptimizer.step()\n", "in no loop"),
+        (
+            "for x, y in batches:\n    loss = net(x).mean()\n    if loss.item() > 9:\n        break\n    loss.backward()\n"
+            "    optimizer.step()\n",
+            "leaves the update in the midst",
+        ),
+        (
+            "for x, y in batches:\n    loss = net(x).mean()\n    scale = loss.item()\n    loss = loss / scale\n"
+            "    loss.backward()\n    optimizer.step()\n",
+            "cannot wait until after the update, because of 'loss'",
+        ),
+        (
+            "for x, y in batches:\n    loss = net(x).mean()\n    seen.append(net.weight.sum().item())\n    loss.backward()\n"
+            "    optimizer.step()\n",
+            "because of 'net'",
+        ),
+        (
+            "for x, y in batches:\n    optimizer = torch.optim.SGD(net.parameters(), 0.1)\n    loss = net(x).mean()\n"
+            "    loss.backward()\n    optimizer.step()\n",
+            "the loop makes the optimizer",
+        ),
+        (
+            "for x, y in batches:\n    criterion.reduction = 'sum'\n    loss = criterion(net(x), y)\n    loss.backward()\n"
+            "    optimizer.step()\n",
+            "the loop sets 'criterion.reduction'",
+        ),
+        (
+            "for i, (x, y) in enumerate(batches):\n    loss = net(x).mean()\n    if is_clipped:\n        extra = loss * 2\n"
+            "    loss.backward()\n    optimizer.step()\n    seen.append(extra)\n",
+            "'extra' is assigned in some cases alone",
+        ),
+        (
+            "for x, y in batches:\n    loss = torch.compile(net)(x).mean()\n    loss.backward()\n    optimizer.step()\n",
+            "compiles",
+        ),
+    ],
+)
+def test_what_is_not_certain_is_left(body: str, why: str) -> None:
+    with pytest.raises(EditError, match=why):
+        edit(HEAD + body, place())
+
+
+def test_what_the_loop_counts_or_sums_is_passed_or_waits() -> None:
+    body = """
+    factor = 1.0
+    for x, y in batches:
+        factor = factor * 0.5
+        loss = criterion(net(x), y) * factor
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    """
+    new = edit(HEAD + dedent(body), place())
+    assert "def update(x, y, factor):" in new
+    assert "    optimizer.step()\n    optimizer.zero_grad()\n    return loss" in new
+    assert ran(HEAD + dedent(body))["seen"] == ran(new)["seen"]
+
+
+def proposals(tmp_path: Path, text: str, *, device_s: float | None) -> list[Candidate | Refusal]:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    run = EvidenceBuilder(device_s=device_s)
+    number = text.splitlines().index("        optimizer.step()") + 1
+    source = run.line(str(path), number, "optimizer.step()")
+    run.sources[source] = msgspec.structs.replace(run.sources[source], file=str(path), function="<module>")
+    run.optimizer(source)
+    evidence = run.build()
+    workload = msgspec.structs.replace(evidence.workload, command=("python", str(path)), cwd=str(tmp_path))
+    return list(LEVER.propose(msgspec.structs.replace(evidence, workload=workload), ()))
+
+
+def test_it_is_proposed_where_a_device_waits_for_an_update_that_can_be_captured(tmp_path: Path) -> None:
+    [candidate] = proposals(tmp_path, HEAD + PLAIN, device_s=0.03)
+    assert isinstance(candidate, Candidate)
+    assert candidate.parameters == place()
+    assert 0 < candidate.saved_s[0] < candidate.saved_s[1] <= 0.07 + 1e-9
+    for device_s, why in ((None, "no CUDA device"), (0.099, "busy")):
+        [refusal] = proposals(tmp_path, HEAD + PLAIN, device_s=device_s)
+        assert isinstance(refusal, Refusal) and why in refusal.because
+    [refusal] = proposals(tmp_path, HEAD + PLAIN.replace("loss.backward()", "help(loss)"), device_s=0.03)
+    assert isinstance(refusal, Refusal) and "backward is not in the same block" in refusal.because
