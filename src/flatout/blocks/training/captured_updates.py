@@ -199,8 +199,8 @@ class CapturedUpdate:
         self._is_prepared = True
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                if "capturable" in group and not group.get("fused"):
-                    group["capturable"] = device.type == "cuda"
+                if "capturable" in group and device.type == "cuda":
+                    group["capturable"] = True
             for state in optimizer.state.values():
                 if device.type == "cuda" and isinstance(step := state.get("step"), Tensor):
                     state["step"] = step.to(device)
