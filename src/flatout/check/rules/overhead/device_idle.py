@@ -3,7 +3,7 @@
 Costs        Every gap between kernels is time in which the device could have worked: the step takes as long as the host needs.
 Evidence     Gaps between kernels and copies on the device's own clock, before work that was launched after the device had run
              dry; with the line that launched it. Scaled to the idle time of the undisturbed steps.
-Levers       graph.capture, graph.compile, parallelism.batch-size
+Levers       graph.capture-update, graph.capture, graph.compile, parallelism.batch-size
 False alarm  Gaps that follow a wait of the host for the device (overhead.host-read, overhead.sync-call) or for a batch
              (input.slow-loader): those rules price them. Gaps of a microsecond between queued kernels are the device's own.
 """

@@ -4,7 +4,7 @@ Costs        Host time for each operator, whatever its size.
 Evidence     The mean operator is short beside the measured cost of dispatching one, or most of the step goes to products that
              read large weights for a few rows. Trial: the model's forward and backward on its batch repeated 2 and 8 times; if
              that takes hardly longer, the batch is too small.
-Levers       parallelism.batch-size, graph.compile, graph.capture
+Levers       parallelism.batch-size, graph.compile, graph.capture-update, graph.capture
 False alarm  Large operators between small ones; a batch that cannot grow (streaming inference, all the data in one batch).
 """
 
