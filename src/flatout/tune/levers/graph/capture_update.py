@@ -157,8 +157,8 @@ def edit(text: str, parameters: Parameters) -> str:
     if results:
         inside += statements(f"return {', '.join(results)}\n")
     function = cst.ensure_type(function, cst.FunctionDef).with_changes(body=cst.IndentedBlock(inside))
-    given = f"{', '.join(results)} = " if results else ""
-    [call] = statements(f"{given}{name}({', '.join(arguments)})\n")
+    target = f"{', '.join(results)} = " if results else ""
+    [call] = statements(f"{target}{name}({', '.join(arguments)})\n")
     call = call.with_changes(leading_lines=found.inside[0].leading_lines)  # type: ignore[attr-defined]
     changes: dict[cst.CSTNode, Change] = dict.fromkeys(level.block[found.first : found.last + 1], ())
     changes[level.block[found.first]] = [call, *found.after]
