@@ -457,7 +457,9 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "gain over the whole run (geometric mean)": statistics.geometric_mean(gains) if gains else None,
         "gain of later steps (geometric mean)": statistics.geometric_mean(steady) if steady else None,
         "of the best cure by hand (geometric mean)": statistics.geometric_mean(shares) if shares else None,
-        "plans slower over the run": [r["name"] for r in planned if r["whole_run_s"]["plan"] and (gain(r, "plan") or 0.0) < 0.98],
+        "plans slower over the run": [
+            r["name"] for r in planned if r["whole_run_s"]["plan"] and (gain(r, "plan") or 0.0) < 0.98
+        ],
         "plans that learn the same": f"{sum(learnt)} of {len(learnt)}",
         "plans that became a text": f"{sum(r['edit']['exit'] == 0 for r in edits)} of {len(edits)}",
         "texts as fast as the plan": f"{sum(is_as_fast(r) for r in raced)} of {len(raced)}",

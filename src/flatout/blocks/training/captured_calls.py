@@ -251,23 +251,23 @@ class _ForeignTensors(TorchDispatchMode):
 
     def __init__(self, own: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._own = {memory_of(t) for t in own}
+        self._own = {storage_key(t) for t in own}
         self._alive: list[Tensor] = []
         self.num_foreign = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs or {})):
-            if isinstance(leaf, Tensor) and memory_of(leaf) not in self._own:
+            if isinstance(leaf, Tensor) and storage_key(leaf) not in self._own:
                 self.num_foreign += 1
         results = func(*args, **(kwargs or {}))
         for leaf in tree_iter(results):
             if isinstance(leaf, Tensor):
-                self._own.add(memory_of(leaf))
+                self._own.add(storage_key(leaf))
                 self._alive.append(leaf)  # an address is not given out again
         return results
 
 
-def memory_of(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     """What tells the memory of one tensor from that of others while both live."""
     return int(tensor.untyped_storage()._cdata)
 

@@ -28,7 +28,7 @@ from flatout.blocks.training.captured_calls import (
     CaptureCall,
     capture_on_device,
     is_capturing,
-    memory_of,
+    storage_key,
     without_autocast_cache,
     without_host_waits,
 )
@@ -333,16 +333,16 @@ class _OuterTensors(TorchDispatchMode):
 
     def __init__(self, own: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._known = {memory_of(t) for t in own}
+        self._known = {storage_key(t) for t in own}
         self.found: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs or {})):
-            if isinstance(leaf, Tensor) and (storage := memory_of(leaf)) not in self._known:
+            if isinstance(leaf, Tensor) and (storage := storage_key(leaf)) not in self._known:
                 self._known.add(storage)
                 self.found.append(weakref.ref(leaf))
         results = func(*args, **(kwargs or {}))
-        self._known.update(memory_of(leaf) for leaf in tree_iter(results) if isinstance(leaf, Tensor))
+        self._known.update(storage_key(leaf) for leaf in tree_iter(results) if isinstance(leaf, Tensor))
         return results
 
 
