@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -12,8 +14,10 @@ from tests.page_reader import spoiled
 
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Diagnosis
+from flatout.report.document import Column, Fold, Table
 from flatout.report.markdown import code, markdown_report, plain
 from flatout.report.parts.diagnosis import short_diagnosis_blocks
+from flatout.report.sanitise import CodeText
 
 change = msgspec.structs.replace
 Golden = Callable[[str, str], None]
@@ -75,6 +79,21 @@ def test_no_text_opens_an_element_or_ends_a_code_span(text: str) -> None:
     fence = span[: len(span) - len(span.lstrip("`"))]
     assert fence and span.endswith(fence)
     assert fence not in span[len(fence) : -len(fence)].replace("`" * (len(fence) + 1), "")
+
+
+@pytest.mark.parametrize(
+    "text", ["rows[0] # `a_b` | c", "a & b < c > d", 'print("&lt;b&gt; &amp;")', "~~x~~ $y$ @ada \\n *z*"]
+)
+def test_code_in_a_table_is_escaped_once(text: str) -> None:
+    page = markdown_report([Table([Column("code")], [[CodeText(text)]])])
+
+    [shown] = re.findall("<code>(.*)</code>", page)
+    assert html.unescape(shown) == text
+    assert not set(re.sub("&#?[a-z0-9]+;", "", shown)) & set("\\`*_[]<>|#@~$&")
+
+
+def test_the_title_of_what_is_folded_cannot_become_markup() -> None:
+    assert "<summary>a &lt;b&gt; &amp; c</summary>" in markdown_report([Fold("a <b> & c", ["text"])])
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -13,6 +13,8 @@ from flatout.report.sanitise import CodeText, Path, Words, inert, inert_code
 
 _ENTITIES: Final = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 _MARKS: Final = re.compile(r"[\\`*_\[\]#|~$)+\-.=]")
+_CODE_MARKS: Final = str.maketrans({character: f"&#{ord(character)};" for character in "&\\`*_[]<>|#@~$"})
+"""What could end a code element or its cell, or mean something within it; all in one pass, so that nothing is escaped twice."""
 _LINKED: Final = re.compile(r"(?i)(@|\bwww\b|\bhttps?\b|\bftp\b|\bmailto\b|\\#)")
 """Where GitHub begins a mention, a link or a reference to an issue; an empty comment after it stops that."""
 
@@ -32,9 +34,14 @@ def plain(text: str) -> str:
     >>> print(plain("a_b <script> [x](y) @ada #12"))
     a\\_b &lt;script&gt; \\[x\\](y) @<!-- -->ada \\#<!-- -->12
     """
-    text = "".join(_ENTITIES.get(c, c) for c in inert(text))
+    text = _entities(text)
     text = _MARKS.sub(lambda m: m[0] if _is_harmless(text, m.start()) else f"\\{m[0]}", text)
     return _LINKED.sub(r"\1<!-- -->", text)
+
+
+def _entities(text: str) -> str:
+    """The text in one line, as HTML shows it as it stands."""
+    return "".join(_ENTITIES.get(c, c) for c in inert(text))
 
 
 def _is_harmless(text: str, at: int) -> bool:
@@ -68,7 +75,7 @@ def _shown(block: Block) -> str:
         case Cause():
             return _cause(block)
         case Fold(title, blocks):
-            return f"<details>\n<summary>{title}</summary>\n\n{_joined(blocks)}\n\n</details>"
+            return f"<details>\n<summary>{_entities(title)}</summary>\n\n{_joined(blocks)}\n\n</details>"
         case Drawing():
             return ""
         case _:
@@ -128,7 +135,4 @@ def _fenced(lines: list[str], *, language: str) -> str:
 
 def _code_element(text: str) -> str:
     """Code that cannot leave its cell: an HTML element, since a span of back-ticks can be closed from within."""
-    shown = inert(text)
-    for character in "\\`*_[]<>|#@":
-        shown = shown.replace(character, f"&#{ord(character)};")
-    return f"<code>{shown}</code>"
+    return f"<code>{inert(text).translate(_CODE_MARKS)}</code>"

@@ -8,10 +8,12 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 from markupsafe import Markup
+from tests.page_reader import Page
 
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Diagnosis
 from flatout.core.records.memory import Memory
+from flatout.report.html.goodput import goodput_page
 from flatout.report.html.memory import memory_svg
 from flatout.report.html.roofline import roofline_svg
 from flatout.report.html.steps import steps_svg
@@ -84,3 +86,10 @@ def test_colours_are_variables_and_fonts_the_pages_own(full: Evidence, diagnosis
         assert not re.search(r"#[0-9a-f]{6}\b", svg)
         assert "font-family" not in svg
         assert "var(--line)" in svg
+
+
+def test_the_label_of_a_figure_is_escaped_once() -> None:
+    page = Page(goodput_page({"save & <restart>": [(8, 0.9), (16, 0.8)]}, title="Kept time"))
+
+    [label] = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
+    assert label == "Share of the time that is kept at 16 devices: save & <restart> 80.0%"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from flatout.report.document import Drawing, Heading
 from flatout.report.html.document import document_page
@@ -35,7 +35,7 @@ def goodput_svg(curves: Mapping[str, Sequence[tuple[int, float]]]) -> Markup:
         axes.set_xlabel("devices")
         axes.yaxis.set_major_formatter(lambda s, _: f"{s:.0%}")
         axes.grid(axis="y")
-        shares = "; ".join(f"{escape(name)} {points[-1][1]:.1%}" for name, points in curves.items())
+        shares = "; ".join(f"{name} {points[-1][1]:.1%}" for name, points in curves.items())
         return drawn.svg(
             label=f"Share of the time that is kept at {max(p[-1][0] for p in curves.values()):,} devices: {shares}"
         )

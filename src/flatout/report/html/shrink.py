@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from flatout.core import units
 from flatout.core.records.shrink import Point, Shrunk
@@ -48,7 +48,7 @@ def shrunk_svg(found: Shrunk) -> Markup:
         axes.set_xlabel("time of a step" if found.objective == "train-cost" else "time of a call")
         axes.set_ylabel("metric")
         axes.grid(axis="y")
-        label = "; ".join(f"{escape(p.name)} {units.duration(p.call_s[0])}, {p.metric:.4g}" for p in found.points)
+        label = "; ".join(f"{p.name} {units.duration(p.call_s[0])}, {p.metric:.4g}" for p in found.points)
         return drawn.svg(label=f"Metric against time: {label}")
 
 
