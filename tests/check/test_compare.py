@@ -190,6 +190,106 @@ def test_the_same_text_twice_in_a_function_is_two_findings() -> None:
     assert [f.kind for f in comparison.findings] == ["vanished", "stayed"]
 
 
+def in_file(file: str, *texts: str, function: str = "Net.forward", seconds: float = 0.01) -> Evidence:
+    """A run with these lines in a function of a file, each of so many seconds, beside a script that is always the same."""
+    builder = EvidenceBuilder()
+    builder.operator("aten.add", builder.line("train.py", 3, "net(x)", function="<module>"), op_s=0.01)
+    for number, text in enumerate(texts, start=11):
+        builder.operator("aten.mm", builder.line(file, number, text, function=function), op_s=seconds)
+    return builder.build()
+
+
+def test_lines_of_a_renamed_file_are_matched() -> None:
+    texts = ("h = self.one(x)", "h = h.relu()", "return self.two(h)")
+
+    comparison = both(in_file("net.py", *texts), in_file("model/layers.py", *texts, seconds=0.03))
+
+    assert {(line.file, line.line_before, line.line_after) for line in comparison.lines} == {
+        ("model/layers.py", number, number) for number in (11, 12, 13)
+    }
+    [moved] = comparison.moved_functions
+    assert (moved.function, moved.file_before, moved.file_after) == ("Net.forward", "net.py", "model/layers.py")
+    assert both(in_file("net.py", *texts), in_file("model/layers.py", *texts)).lines == ()
+
+
+def test_a_file_of_other_lines_is_no_renamed_one() -> None:
+    before = in_file("net.py", "h = self.one(x)", "h = h.relu()", "return h")
+    after = in_file("other.py", "h = fft(x)", "h = h.real", "return h", seconds=0.03)
+
+    comparison = both(before, after)
+
+    assert comparison.moved_functions == ()
+    assert all(None in (line.line_before, line.line_after) for line in comparison.lines)
+
+
+def test_a_function_of_a_file_that_is_still_there_stays_in_it() -> None:
+    texts = ("h = self.one(x)", "return h")
+    before, after = EvidenceBuilder(), EvidenceBuilder()
+    for builder, files in ((before, ("a.py",)), (after, ("a.py", "b.py"))):
+        for file in files:
+            for number, text in enumerate(texts, start=5):
+                builder.operator("aten.mm", builder.line(file, number, text, function="Net.forward"), op_s=0.01)
+
+    comparison = both(before.build(), after.build())
+
+    assert comparison.moved_functions == ()
+    assert {(line.file, line.line_before) for line in comparison.lines} == {("b.py", None)}
+
+
+def test_a_finding_in_a_renamed_file_is_moved_and_not_new() -> None:
+    texts = ("h = self.one(x)", "print(h.sum().item())")
+    before, after = in_file("net.py", *texts), in_file("layers.py", *texts)
+    finding = found("net.py", 12, texts[1])
+
+    comparison = comparison_of(run(before, finding), run(after, change(finding, file="/home/ada/layers.py")))
+
+    assert [(f.kind, f.file_before, f.file_after) for f in comparison.findings] == [("moved", "net.py", "layers.py")]
+
+
+def of_phases(forward_s: float, backward_s: float, *, spread: float = 0.01) -> Evidence:
+    """A run of these two phases, whose intervals reach so far to both sides."""
+    evidence = timed([forward_s + backward_s] * 30)
+    phases = {"forward": forward_s, "backward": backward_s}
+    intervals = {name: ((1 - spread) * s, (1 + spread) * s) for name, s in phases.items()}
+    return change(evidence, steps=change(evidence.steps, phases=phases, phase_intervals=intervals))
+
+
+def test_phases_that_changed_are_named_even_where_the_step_did_not() -> None:
+    comparison = both(of_phases(0.04, 0.06), of_phases(0.06, 0.04))
+
+    assert ratio_of(comparison).direction == "unclear"
+    assert [p.name for p in comparison.changed_phases] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param(of_phases(0.04, 0.06), id="nothing changed"),
+        pytest.param(of_phases(0.041, 0.06), id="as two runs of one script differ"),
+        pytest.param(of_phases(0.06, 0.06, spread=0.3), id="intervals that overlap"),
+    ],
+)
+def test_a_phase_within_the_noise_is_not_called_changed(after: Evidence) -> None:
+    before = of_phases(0.04, 0.06, spread=0.3 if after.steps.phase_intervals["forward"][1] > 0.07 else 0.01)
+
+    assert both(before, after).changed_phases == ()
+
+
+def test_a_phase_too_short_to_count_is_not_called_changed() -> None:
+    assert both(of_phases(0.0001, 0.1), of_phases(0.0002, 0.1)).changed_phases == ()
+
+
+def test_an_edit_that_makes_its_function_faster_has_no_slower_line() -> None:
+    before, after = in_file("net.py", "y = slow(x)", seconds=0.03), in_file("net.py", "y = fast(x)", seconds=0.01)
+
+    assert both(before, after).slower_lines == ()
+    assert [line.text for line in both(after, before).slower_lines] == ["y = slow(x)"]
+
+
+def test_a_line_that_is_gone_is_not_slower() -> None:
+    assert both(in_file("net.py", "y = f(x)", "z = g(y)"), in_file("net.py", "y = f(x)")).slower_lines == ()
+
+
 def with_line(seconds: float, *, number: int = 7, text: str = "y = slow(x)", num_samples: int = 0) -> Evidence:
     builder = EvidenceBuilder()
     line = builder.line("net.py", number, text, function="forward")

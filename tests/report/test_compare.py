@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from flatout.check.compare import ComparedRun, comparison_of
-from flatout.core.records.comparison import Comparison, Ratio
+from flatout.core.records.comparison import Comparison, MovedFunction, Ratio, TimeChange
 from flatout.core.records.evidence import Evidence, Steps
 from flatout.core.records.finding import Diagnosis
 from flatout.report.markdown import markdown_report
 from flatout.report.parts.compare import comparison_blocks, comparison_headline, decision_line
+from flatout.report.text import plain_lines
 
 Render = Callable[..., str]
 Golden = Callable[[str, str], None]
@@ -61,6 +62,31 @@ def test_a_slower_run_as_markdown(comparison: Comparison, golden: Golden) -> Non
     assert "<b>" not in text and "\x1b" not in text
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.count("|") in (5, 6, 7, 8) for line in tables)
+
+
+def test_a_phase_that_changed_in_a_step_that_did_not_is_named(comparison: Comparison) -> None:
+    phases = (
+        TimeChange(name="forward", before_s=0.010, after_s=0.016, ratio=Ratio(value=1.6, low=1.5, high=1.7)),
+        TimeChange(name="data", before_s=0.005, after_s=0.0),
+        TimeChange(name="other", before_s=0.005, after_s=0.005, ratio=Ratio(value=1.0, low=0.9, high=1.1)),
+    )
+    step = change(comparison.step, after_s=comparison.step.before_s, ratio=Ratio(value=1.0, low=0.98, high=1.02))
+
+    answer, sentence, *_ = plain_lines(comparison_blocks(change(comparison, step=step, phases=phases)))
+
+    assert answer.startswith("No change seen")
+    assert sentence == (
+        "phases that changed, although the step as a whole did not: forward 10.0 ms -> 16.0 ms, 1.60x; "
+        "waiting for data gone, 5.00 ms"
+    )
+
+
+def test_files_that_were_renamed_are_named_once(comparison: Comparison) -> None:
+    moved = tuple(MovedFunction(function=f, file_before="a.py", file_after="b.py") for f in ("Net.forward", "<module>"))
+
+    lines = plain_lines(comparison_blocks(change(comparison, moved_functions=moved)))
+
+    assert "matched where they are now: a.py -> b.py" in lines
 
 
 def test_plain_ascii_where_the_console_has_no_more(comparison: Comparison, render: Render) -> None:

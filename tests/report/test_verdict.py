@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from flatout.core.records.verdict import Difference, Equality, Footprint, Outcome, Speed, Verdict
-from flatout.report.parts.verdict import verdict_blocks, verdict_headline
+from flatout.report.parts.verdict import verdict_blocks, verdict_cases, verdict_headline
 from flatout.report.text import plain_text
 
 SPEED = Speed(ratio=1.5, low=1.4, high=1.6, num_pairs=12, before_s=0.012, after_s=0.008)
@@ -129,3 +129,27 @@ def test_a_whole_run_gains_what_its_steps_save_less_what_it_starts_later() -> No
         before_s, after_s = 3.0 + 0.2 * (num_steps - 8), 1.0 + 12.0 + 0.1 * (num_steps - 8)
         assert speed.gain_of_run(num_steps, 1.0) == pytest.approx(before_s / after_s)
         assert (speed.gain_of_run(num_steps, 1.0) >= 1) == (num_steps >= 108)
+
+
+UNSURE = msgspec.structs.replace(EQUAL, holds=None, because="too few steps")
+
+
+@pytest.mark.parametrize(
+    ("found", "equality", "speed"),
+    [
+        (verdict("proved"), "passed", "passed"),
+        (verdict("proved", speed=None), "passed", "skipped"),
+        (verdict("slower", speed=SLOWER), "passed", "failed"),
+        (verdict("different", equality=WRONG, speed=None), "failed", "skipped"),
+        (verdict("different", because="it leaks"), "failed", "skipped"),
+        (verdict("unknown", equality=UNSURE, speed=None, because="too few steps"), "error", "skipped"),
+        (verdict("unknown", because="neither faster nor slower"), "passed", "error"),
+    ],
+)
+def test_cases_fail_as_the_exit_code_says(found: Verdict, equality: str, speed: str) -> None:
+    cases = {case.name: case for case in verdict_cases(found)}
+
+    assert (cases["equality"].result, cases["speed"].result) == (equality, speed)
+    results = {case.result for case in cases.values()}
+    assert {0: not results & {"failed", "error"}, 1: "failed" in results, 2: "error" in results}[found.exit_code]
+    assert all(case.message for case in cases.values() if case.result != "passed")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Literal, NamedTuple, TypeVar, get_args
 
 from flatout.core.errors import UsageError
 from flatout.core.records.comparison import (
+    LEAST_FRACTION,
     Comparison,
     Decision,
     FindingChange,
     LineChange,
+    MovedFunction,
     Ratio,
     RunDifference,
     SizeChange,
@@ -27,10 +29,10 @@ from flatout.machine.measure.stats import Estimate, batched_median_estimate, rat
 
 _FEWEST_STEPS: Final = 6
 """With fewer values order statistics do not reach 95 % (flatout.machine.measure.stats.median_estimate)."""
-_LEAST_FRACTION: Final = 0.01
-"""A line's change below this share of the longer step is not listed."""
 _FEWEST_SAMPLES: Final = 8
 _SURE: Final = 1.96
+_SAME_FUNCTION: Final = 0.5
+"""Functions of one name in two files are the same when they share this many of the lines that were recorded, as git's renames."""
 _SAME_WORK: Final = 0.05
 """Batches of changing length let the FLOP of a step differ by so much between two runs of one script."""
 _SAME_SPEED: Final = 0.20
@@ -38,6 +40,8 @@ _SAME_SPEED: Final = 0.20
 
 T = TypeVar("T")
 Key = tuple[str, ...]
+Place = tuple[str, str]
+"""A file, relative to the folder of the run, and a function in it."""
 Kind = Literal["environment", "work", "command"]
 
 
@@ -62,6 +66,8 @@ def comparison_of(before: ComparedRun, after: ComparedRun, *, threshold: float |
     one, two = before.evidence, after.evidence
     ratio = _ratio(one.steps.step_s, two.steps.step_s, _step(one.steps), _step(two.steps))
     assert ratio is not None
+    moved = _moved_functions(one, two)
+    files = {(m.file_before, m.function): m.file_after for m in moved}
     step = TimeChange(name="step", before_s=one.steps.step_s, after_s=two.steps.step_s, ratio=ratio)
     return Comparison(
         kind_before=one.steps.kind,
@@ -70,10 +76,11 @@ def comparison_of(before: ComparedRun, after: ComparedRun, *, threshold: float |
         num_before=one.steps.num_timed,
         num_after=two.steps.num_timed,
         phases=tuple(_phases(one.steps, two.steps)),
-        findings=tuple(_findings(before, after)),
-        lines=tuple(_lines(one, two)),
+        findings=tuple(_findings(before, after, files)),
+        lines=tuple(_lines(one, two, files)),
         sizes=tuple(_sizes(one, two)),
         differences=tuple(_differences(one, two)),
+        moved_functions=moved,
         decision=None if threshold is None else decide(ratio, threshold),
     )
 
@@ -139,25 +146,66 @@ def _phases(one: Steps, two: Steps) -> Iterator[TimeChange]:
             yield TimeChange(name=name, before_s=before_s, after_s=after_s, ratio=ratio)
 
 
+# ------------------------------------------------------------------------------------------------------------ moved files
+
+
+def _moved_functions(one: Evidence, two: Evidence) -> tuple[MovedFunction, ...]:
+    """Functions that are in another file now: by their names and recorded lines, those that share the most first."""
+    before, after = _texts_of_functions(one), _texts_of_functions(two)
+    gone, new = (sorted(a.keys() - b.keys()) for a, b in ((before, after), (after, before)))
+    found = [
+        (len(before[old] & after[now]) / max(len(before[old]), len(after[now])), old, now)
+        for old in gone
+        for now in new
+        if old[1] == now[1]
+    ]
+    found = [pair for pair in found if pair[0] >= _SAME_FUNCTION]
+    moved: dict[Place, Place] = {}
+    for _, old, now in sorted(found, key=lambda pair: (-pair[0], not _same_name(pair[1][0], pair[2][0]), pair[1:])):
+        if old not in moved and now not in moved.values():
+            moved[old] = now
+    return tuple(
+        MovedFunction(function=function, file_before=file, file_after=moved[file, function][0])
+        for file, function in sorted(moved)
+    )
+
+
+def _texts_of_functions(evidence: Evidence) -> dict[Place, set[str]]:
+    """The recorded lines of every function that has one."""
+    texts: dict[Place, set[str]] = defaultdict(set)
+    for source in evidence.sources:
+        if source.text:
+            texts[_inside(source.file, evidence.workload.cwd), source.function].add(source.text)
+    return texts
+
+
+def _same_name(file: str, other: str) -> bool:
+    return os.path.basename(file) == os.path.basename(other)
+
+
 # --------------------------------------------------------------------------------------------------------------- findings
 
 
 class _Placed(NamedTuple):
-    """A finding with what it is matched by: the file within the folder of the run, and the line's function."""
+    """A finding with what it is matched by: the file within the folder of the run, and the line's function.
+
+    `file_now` is the file in which that function is in the run after.
+    """
 
     finding: RankedFinding
     file: str
     function: str
+    file_now: str
 
 
-def _findings(before: ComparedRun, after: ComparedRun) -> Iterator[FindingChange]:
+def _findings(before: ComparedRun, after: ComparedRun, files: Mapping[Place, str]) -> Iterator[FindingChange]:
     """Appeared first, then vanished, then those that are in both; each in the order of their reports."""
     pairs, gone, new = _pair(
-        _placed(before),
-        _placed(after),
-        lambda p: (p.finding.rule, p.file, p.function, *_texts(p.finding)),
-        lambda p: (p.finding.rule, os.path.basename(p.file), p.function, *_texts(p.finding)),
-        lambda p: (p.finding.rule, p.file, *_texts(p.finding)),  # its function has another name now
+        _placed(before, files),
+        _placed(after, {}),
+        lambda p: (p.finding.rule, p.file_now, p.function, *_texts(p.finding)),
+        lambda p: (p.finding.rule, os.path.basename(p.file_now), p.function, *_texts(p.finding)),
+        lambda p: (p.finding.rule, p.file_now, *_texts(p.finding)),  # its function has another name now
     )
     for place in new:
         yield FindingChange(kind="appeared", before=None, after=place.finding, file_after=place.file)
@@ -179,10 +227,14 @@ def _texts(finding: RankedFinding) -> tuple[str, ...]:
     return (finding.text, *(frame.text for frame in finding.via[-1:]))
 
 
-def _placed(run: ComparedRun) -> list[_Placed]:
+def _placed(run: ComparedRun, files: Mapping[Place, str]) -> list[_Placed]:
     functions = {(s.file, s.line): s.function for s in run.evidence.sources}
-    cwd = run.evidence.workload.cwd
-    return [_Placed(f, _inside(f.file, cwd), functions.get((f.file, f.line), "")) for f in run.diagnosis.findings]
+    placed = []
+    for finding in run.diagnosis.findings:
+        file = _inside(finding.file, run.evidence.workload.cwd)
+        function = functions.get((finding.file, finding.line), "")
+        placed.append(_Placed(finding, file, function, files.get((file, function), file)))
+    return placed
 
 
 def _pair(before: list[T], after: list[T], *keys: Callable[[T], Key]) -> tuple[list[tuple[T, T]], list[T], list[T]]:
@@ -221,25 +273,26 @@ class _Line(NamedTuple):
     num: int
 
 
-def _lines(one: Evidence, two: Evidence) -> Iterator[LineChange]:
+def _lines(one: Evidence, two: Evidence, files: Mapping[Place, str]) -> Iterator[LineChange]:
     """Lines whose time changed by a hundredth of the step or more, and by more than sampling explains."""
     by_operators = bool(one.operators and two.operators)
     pairs, gone, new = _pair(
-        _timed_lines(one, by_operators=by_operators),
-        _timed_lines(two, by_operators=by_operators),
+        _timed_lines(one, files, by_operators=by_operators),
+        _timed_lines(two, {}, by_operators=by_operators),
         lambda a: (a.file, a.function, a.text),
         lambda a: (os.path.basename(a.file), a.function, a.text),
     )
     both: list[tuple[_Line | None, _Line | None]] = [*pairs, *((a, None) for a in gone), *((None, b) for b in new)]
-    least_s = _LEAST_FRACTION * max(one.steps.step_s, two.steps.step_s)
+    least_s = LEAST_FRACTION * max(one.steps.step_s, two.steps.step_s)
     changes = [_line_change(a, b) for a, b in both if _is_change(a, b, least_s)]
     yield from sorted(changes, key=lambda c: -abs(c.after_s - c.before_s))
 
 
-def _timed_lines(evidence: Evidence, *, by_operators: bool) -> list[_Line]:
+def _timed_lines(evidence: Evidence, files: Mapping[Place, str], *, by_operators: bool) -> list[_Line]:
     """Every line with time in the main process: from the operators with their backward, else from the samples.
 
-    A sampled line that started a backward pass is left out beside operators, since theirs went to the forward lines.
+    Each in its file, or in that of `files`, where its function has moved there. A sampled line that started a backward pass is
+    left out beside operators, since theirs went to the forward lines.
     """
     seconds: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     sources = {(s.file, s.line): s for s in evidence.sources}
@@ -255,11 +308,13 @@ def _timed_lines(evidence: Evidence, *, by_operators: bool) -> list[_Line]:
         if not (by_operators and sampled.phase == "backward"):
             seconds[source.file, source.line][0] += sampled.seconds
             seconds[source.file, source.line][1] += sampled.num_samples
-    cwd = evidence.workload.cwd
-    return [
-        _Line(_inside(file, cwd), sources[file, line].function, sources[file, line].text, line, total_s, int(num))
-        for (file, line), (total_s, num) in sorted(seconds.items())
-    ]
+    lines = []
+    for (path, number), (total_s, num) in sorted(seconds.items()):
+        source = sources[path, number]
+        file = _inside(path, evidence.workload.cwd)
+        place = files.get((file, source.function), file)
+        lines.append(_Line(place, source.function, source.text, number, total_s, int(num)))
+    return lines
 
 
 def _is_change(before: _Line | None, after: _Line | None, least_s: float) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from tests.command_line import Ended, flatout
 from tests.evidence_builder import EvidenceBuilder
@@ -101,3 +103,52 @@ def test_a_run_without_steps_is_bad_input(before: Path, tmp_path: Path) -> None:
 
     assert ran.code == 2
     assert "the run after has no timed step" in ran.err
+
+
+def with_line(path: Path, cwd: Path, seconds: float) -> Path:
+    """A run in `cwd` of which one line of net.py takes so long."""
+    builder = EvidenceBuilder(step_s=0.05 + seconds, noise_s=0.001)
+    builder.operator("aten.mm", builder.line("net.py", 7, "y = slow(x)", function="forward"), op_s=seconds)
+    evidence = builder.build()
+    workload = msgspec.structs.replace(evidence.workload, cwd=str(cwd))
+    sources = tuple(msgspec.structs.replace(s, file=str(cwd / Path(s.file).name)) for s in evidence.sources)
+    evidence = msgspec.structs.replace(evidence, workload=workload, sources=sources)
+    path.write_bytes(json_report(evidence, diagnose(evidence, ())))
+    return path
+
+
+def test_annotations_name_the_line_within_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "repository"))
+    one = with_line(tmp_path / "one.json", tmp_path / "base" / "sub", 0.01)
+    two = with_line(tmp_path / "two.json", tmp_path / "repository" / "sub", 0.06)
+
+    ran = compare(one, two, "--fail-if-slower", "5%", "--github")
+
+    assert ran.code == 1, ran.err
+    commands = [line for line in ran.out.splitlines() if line.startswith("::")]
+    assert len(commands) == 2
+    assert commands[0].startswith("::error title=")
+    assert commands[1].startswith("::error file=sub/net.py,line=7,title=")
+    assert ran.out.splitlines()[-1].startswith("FAIL")
+
+
+def test_annotations_leave_standard_output_to_a_file_that_takes_it(before: Path, tmp_path: Path) -> None:
+    ran = compare(before, write(tmp_path / "after.json", 0.2), "--github", "--json", "-")
+
+    assert from_json(ran.out.encode(), Comparison).step.ratio is not None
+    assert "\n::warning title=" in ran.err
+
+
+def test_an_unchanged_run_has_no_annotations(before: Path) -> None:
+    assert "::" not in compare(before, before, "--github", "--fail-if-slower", "5%").out
+
+
+def test_junit_fails_where_the_exit_code_does(before: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.xml"
+
+    ran = compare(before, write(tmp_path / "after.json", 0.2), "--fail-if-slower", "5%", "--junit", out)
+
+    [suite] = ElementTree.parse(out).getroot()
+    assert ran.code == 1
+    assert suite.get("failures") != "0"
+    assert suite.find("testcase[@name='step']/failure") is not None

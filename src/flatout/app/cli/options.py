@@ -29,6 +29,9 @@ ReportHtml = Annotated[Path | None, typer.Option("--html", help="Write the repor
 ReportMarkdown = Annotated[
     Path | None, typer.Option("--markdown", help="Write a short report for a pull request to this file.")
 ]
+ReportJunit = Annotated[
+    Path | None, typer.Option("--junit", metavar="FILE", help="Write what was judged as JUnit XML to this file.")
+]
 StepTrace = Annotated[
     Path | None, typer.Option("--trace", help="Write one step as a trace for Perfetto; .gz packs it.")
 ]

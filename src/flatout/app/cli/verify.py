@@ -13,6 +13,7 @@ from flatout.app.cli.options import (
     ALLOWED_GUARANTEES,
     Allow,
     ModuleName,
+    ReportJunit,
     one_of,
     require_file,
     require_writable,
@@ -51,6 +52,7 @@ def verify(
         bool, typer.Option("--no-equality", help="Race only; what is computed is not compared, and nothing proved.")
     ] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Write the verdict to this file.")] = None,
+    junit: ReportJunit = None,
 ) -> None:
     """Run both scripts step by step in processes of their own, compare losses, gradients and parameters, and race them.
 
@@ -59,9 +61,10 @@ def verify(
     import msgspec
 
     from flatout.app.plans import environment_of, precision_of_plan, read_plan
-    from flatout.core.files import STANDARD_OUTPUT, write_whole_file
+    from flatout.core.files import STANDARD_OUTPUT, write_all_files
     from flatout.core.records.record import to_json
-    from flatout.report.parts.verdict import verdict_blocks
+    from flatout.report.junit import junit_report
+    from flatout.report.parts.verdict import verdict_blocks, verdict_cases
     from flatout.tune.verify.proof import prove_script
     from flatout.tune.verify.proof_terms import ProofTerms
     from flatout.tune.verify.side_process import Request
@@ -77,7 +80,7 @@ def verify(
         is_timed=not no_speed,
         is_compared=not no_equality,
     )
-    require_writable(json=json)
+    require_writable(json=json, junit=junit)
     status = open_console(stderr=True)
     require_file(before, what="two scripts that you would give to python, or a plan and a script")
     target = target_of(after, module, arguments, example="`flatout verify before.py after.py`")
@@ -94,9 +97,12 @@ def verify(
         requests = [msgspec.structs.replace(script, target=str(before)), script]
     with status.status("starting") as line:
         verdict = prove_script(requests[0], requests[1], terms, on_progress=line.update)
-    print_report(verdict_blocks(verdict), stderr=json == STANDARD_OUTPUT)
-    if json is not None:
-        write_whole_file(json, to_json(verdict))
+    print_report(verdict_blocks(verdict), stderr=STANDARD_OUTPUT in (json, junit))
+    wanted = (
+        (json, lambda: to_json(verdict)),
+        (junit, lambda: junit_report("flatout.verify", verdict_cases(verdict))),
+    )
+    write_all_files((path, content) for path, content in wanted if path is not None)
     sys.stdout.flush()
     raise typer.Exit(verdict.exit_code)
 

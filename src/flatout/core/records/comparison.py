@@ -5,11 +5,16 @@ A ratio is always after over before: 1.3 is 1.3 times slower (or larger), 0.5 ha
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from flatout.core.records.evidence import StepKind
 from flatout.core.records.finding import RankedFinding
 from flatout.core.records.record import Record
+
+LEAST_FRACTION: Final = 0.01
+"""A change below this share of the longer step is no news: it is neither listed nor called clear."""
+USUAL_FRACTION: Final = 0.04
+"""Two runs of one script on a shared machine differ by up to this (diagnosis.SMALLEST_FRACTION)."""
 
 
 class Ratio(Record, frozen=True, kw_only=True):
@@ -35,6 +40,11 @@ class TimeChange(Record, frozen=True, kw_only=True):
     after_s: float
     ratio: Ratio | None = None
 
+    @property
+    def change_s(self) -> float:
+        """Seconds that were added; below 0 where it takes less time."""
+        return self.after_s - self.before_s
+
 
 class FindingChange(Record, frozen=True, kw_only=True):
     """One finding, matched by rule, file, function and the text of its line.
@@ -50,10 +60,23 @@ class FindingChange(Record, frozen=True, kw_only=True):
     file_after: str = ""
 
 
+class MovedFunction(Record, frozen=True, kw_only=True):
+    """A function whose lines stand in another file now: that was renamed, or the function was moved.
+
+    `function` is its qualified name, '<module>' for the code of a module itself. The files are relative to the folders that the
+    scripts ran in.
+    """
+
+    function: str
+    file_before: str
+    file_after: str
+
+
 class LineChange(Record, frozen=True, kw_only=True):
     """Seconds of a step that a line took, matched by file, function and text; a line of 0 is 0 in the run that lacks it.
 
-    `file` is relative to the folder the script ran in. The ratio has an interval where the seconds are samples.
+    `file` is relative to the folder the script ran in, and that of the run after where the line is in both. The ratio has an
+    interval where the seconds are samples.
     """
 
     file: str
@@ -64,6 +87,11 @@ class LineChange(Record, frozen=True, kw_only=True):
     before_s: float
     after_s: float
     ratio: Ratio | None = None
+
+    @property
+    def change_s(self) -> float:
+        """Seconds that were added; below 0 where it takes less time."""
+        return self.after_s - self.before_s
 
 
 class SizeChange(Record, frozen=True, kw_only=True):
@@ -108,4 +136,52 @@ class Comparison(Record, frozen=True, kw_only=True):
     lines: tuple[LineChange, ...]
     sizes: tuple[SizeChange, ...] = ()
     differences: tuple[RunDifference, ...] = ()
+    moved_functions: tuple[MovedFunction, ...] = ()
     decision: Decision | None = None
+
+    @property
+    def least_s(self) -> float:
+        """Seconds below which a change is no news."""
+        return LEAST_FRACTION * max(self.step.before_s, self.step.after_s)
+
+    @property
+    def changed_phases(self) -> tuple[TimeChange, ...]:
+        """Phases that changed beyond doubt, whatever the step as a whole did; the largest change first.
+
+        The interval of the ratio excludes 1, or the phase is in one run alone; and it changed by more than two runs of one
+        script differ by, and by an amount that counts in a step.
+        """
+        found = [p for p in self.phases if abs(p.change_s) >= self.least_s and _is_clear(p.ratio)]
+        return tuple(sorted(found, key=lambda p: -abs(p.change_s)))
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the step, or a phase of it, takes longer beyond doubt: by more than two runs of one script differ."""
+        ratio = self.step.ratio
+        is_step = ratio is not None and ratio.direction == "more" and _is_clear(ratio)
+        is_decided = self.decision is not None and self.decision.outcome == "slower"
+        return is_step or is_decided or any(phase.change_s > 0 for phase in self.changed_phases)
+
+    @property
+    def slower_lines(self) -> tuple[LineChange, ...]:
+        """Lines that are there now and take longer than before; the largest change first.
+
+        An edited line is one gone and one new: a new line counts where its function as a whole takes longer.
+        """
+        added_s: dict[tuple[str, str], float] = {}
+        for line in self.lines:
+            place = (line.file, line.function)
+            added_s[place] = added_s.get(place, 0.0) + line.change_s
+        return tuple(
+            line
+            for line in self.lines
+            if line.line_after is not None
+            and line.change_s >= self.least_s
+            and (line.ratio is None or line.ratio.value - 1 >= USUAL_FRACTION)
+            and (line.line_before is not None or added_s[line.file, line.function] >= self.least_s)
+        )
+
+
+def _is_clear(ratio: Ratio | None) -> bool:
+    """Whether a time changed beyond doubt: it is in one run alone, or its ratio lies clear of 1 and of what is usual."""
+    return ratio is None or (ratio.direction != "unclear" and abs(ratio.value - 1) >= USUAL_FRACTION)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from flatout.core import units
-from flatout.core.records.comparison import Comparison, FindingChange, LineChange, Ratio, TimeChange
+from flatout.core.records.comparison import (
+    USUAL_FRACTION,
+    Comparison,
+    FindingChange,
+    LineChange,
+    Ratio,
+    TimeChange,
+)
 from flatout.report.bars import phase_label
 from flatout.report.document import NEVER, Block, Cell, Column, Heading, Table, numbers
 from flatout.report.sanitise import CodeText, Path, Words, inert, place
 
 _NUM_LINES: Final = 12
-_USUAL_FRACTION: Final = 0.04
-"""Two runs of one script on a shared machine differ by up to this (diagnosis.SMALLEST_FRACTION)."""
 _CAVEAT: Final = "the interval speaks of the steps of these two runs; two runs of one script can differ by more"
 _TONES: Final = {"more": "bold red", "less": "bold green", "unclear": "bold"}
 _WHY: Final[dict[Literal["environment", "work", "command"], str]] = {
@@ -31,11 +36,15 @@ _KINDS: Final = {
 def comparison_blocks(comparison: Comparison) -> list[Block]:
     """Say what changed between the runs, loudest first."""
     blocks: list[Block] = [Words(comparison_headline(comparison), style=_TONES[_direction(comparison)])]
+    if comparison.changed_phases:
+        blocks.append(Words(_changed_phases(comparison), style="bold"))
     for kind, why in _WHY.items():
         found = [f"{d.name} {d.before} -> {d.after}" for d in comparison.differences if d.kind == kind]
         if found:
             blocks.append(Words(f"{why}: {'; '.join(found)}", style="dim" if kind == "command" else "bold yellow"))
     blocks.append(Words(f"{comparison.num_before} and {comparison.num_after} steps timed; {_CAVEAT}", style="dim"))
+    if comparison.moved_functions:
+        blocks.append(Words(f"matched where they are now: {_moves(comparison)}", style="dim"))
     if comparison.phases:
         blocks += ["", _phases(comparison.phases)]
     if comparison.findings:
@@ -61,10 +70,28 @@ def comparison_headline(comparison: Comparison) -> str:
     interval = "too few steps for an interval" if ratio.low is None else f"95 % interval {_ends(ratio, digits=3)}"
     if _direction(comparison) == "unclear":
         return f"No change seen: {times}, {ratio.value:.3f} of before; {interval}."
-    small = abs(ratio.value - 1) < _USUAL_FRACTION
+    small = abs(ratio.value - 1) < USUAL_FRACTION
     usual = "; two runs of one script can differ by so much" if small else ""
     speed = f"{ratio.value:.2f}x slower" if ratio.value > 1 else f"{1 / ratio.value:.2f}x faster"
     return f"{speed}: {times}; {interval} of before{usual}."
+
+
+def phase_change(phase: TimeChange) -> str:
+    """What became of a phase, in a few words: 'forward 40.0 ms -> 60.0 ms, 1.50x'."""
+    name, before, after = phase_label(phase.name), units.duration(phase.before_s), units.duration(phase.after_s)
+    if phase.ratio is None:
+        return f"{name} gone, {before}" if phase.before_s > 0 else f"{name} new, {after}"
+    return f"{name} {before} -> {after}, {_change(phase.ratio, phase.before_s)}"
+
+
+def line_change(line: LineChange) -> str:
+    """What became of a line, in a few words: '10.0 ms -> 30.0 ms of a step, 3.00x'; or 'new, 30.0 ms of a step'."""
+    if line.line_before is None:
+        return f"new, {units.duration(line.after_s)} of a step"
+    if line.line_after is None:
+        return f"gone, {units.duration(line.before_s)} of a step"
+    times = f"{units.duration(line.before_s)} -> {units.duration(line.after_s)} of a step"
+    return f"{times}, {_change(line.ratio, line.before_s)}"
 
 
 def decision_line(comparison: Comparison) -> str:
@@ -82,6 +109,17 @@ def decision_line(comparison: Comparison) -> str:
     is_elsewhere = any(d.kind == "environment" for d in comparison.differences)
     elsewhere = "; machine or versions differ, so this is not the script's doing alone" if is_elsewhere else ""
     return f"{answer} more than {limit}: {interval}{elsewhere}"
+
+
+def _changed_phases(comparison: Comparison) -> str:
+    is_within = _direction(comparison) == "unclear"
+    lead = "phases that changed, although the step as a whole did not" if is_within else "phases that changed"
+    return f"{lead}: {'; '.join(map(phase_change, comparison.changed_phases))}"
+
+
+def _moves(comparison: Comparison) -> str:
+    """Pairs of files, each once however many functions went there."""
+    return ", ".join(dict.fromkeys(f"{m.file_before} -> {m.file_after}" for m in comparison.moved_functions))
 
 
 def _direction(comparison: Comparison) -> Literal["more", "less", "unclear"]:

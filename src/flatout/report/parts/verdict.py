@@ -9,7 +9,9 @@ from typing import Final
 from flatout.core import units
 from flatout.core.records.verdict import Equality, Footprint, Outcome, Reference, Speed, Verdict
 from flatout.report.document import Block, Heading, Listing
+from flatout.report.junit import JunitCase
 from flatout.report.sanitise import Words
+from flatout.report.text import plain_text
 
 Remark = tuple[str, str]
 
@@ -60,6 +62,25 @@ def verdict_headline(verdict: Verdict) -> str:
         where = f"step {first.step}, {first.what} {first.tensor}".rstrip() if first is not None else verdict.because
         return f"DIFFERENT: {where}"
     return f"COULD NOT TELL: {verdict.because}"
+
+
+def verdict_cases(verdict: Verdict) -> list[JunitCase]:
+    """Equality and speed as two cases: one fails where `flatout verify` exits with 1, one is an error where it exits with 2."""
+    report, answer = plain_text(verdict_blocks(verdict)), verdict_headline(verdict)
+    is_equal = verdict.equality.holds is True and verdict.outcome != "different"
+    compared = JunitCase("equality", "passed", report)
+    raced = JunitCase("speed", "passed", report, seconds=verdict.speed.after_s if verdict.speed is not None else 0.0)
+    if verdict.outcome == "different":
+        compared = compared._replace(result="failed", message=answer)
+    elif not is_equal:
+        compared = compared._replace(result="error", message=answer)
+    if verdict.outcome == "slower":
+        raced = raced._replace(result="failed", message=answer)
+    elif is_equal and verdict.outcome == "unknown":
+        raced = raced._replace(result="error", message=answer)
+    elif verdict.speed is None or not is_equal:
+        raced = raced._replace(result="skipped", message="not timed, or not judged as the steps are not proved equal")
+    return [compared, raced]
 
 
 def _equality(equality: Equality) -> Iterator[Remark]:

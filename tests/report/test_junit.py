@@ -1,0 +1,67 @@
+"""JUnit XML: well-formed, counted, and with the elements that readers of it know."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flatout.report.junit import JunitCase, Result, junit_report
+
+CASES = [
+    JunitCase("step", "failed", "all of it\nsecond line", "slower & <worse>", 0.1),
+    JunitCase("phase: forward", "passed", "as before", seconds=0.05),
+    JunitCase("speed", "error", "report", "cannot tell"),
+    JunitCase("memory", "skipped", "report", "not compared", 1e-7),
+]
+
+
+def suite_of(cases: list[JunitCase]) -> ElementTree.Element:
+    root = ElementTree.fromstring(junit_report("flatout.compare", cases))
+    assert root.tag == "testsuites"
+    [suite] = root
+    return suite
+
+
+def test_one_suite_counts_its_cases() -> None:
+    suite = suite_of(CASES)
+
+    assert suite.tag == "testsuite"
+    assert suite.attrib == {
+        "name": "flatout.compare",
+        "tests": "4",
+        "failures": "1",
+        "errors": "1",
+        "skipped": "1",
+        "time": "0.150000",
+    }
+    assert [(case.get("classname"), case.get("name")) for case in suite] == [
+        ("flatout.compare", case.name) for case in CASES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("result", "tag"), [("passed", "system-out"), ("failed", "failure"), ("error", "error"), ("skipped", "skipped")]
+)
+def test_each_result_has_its_element_with_the_whole_text(result: Result, tag: str) -> None:
+    [case] = suite_of([JunitCase("step", result, "first <b>\n  second & last", "because of 'this'")])
+
+    [element] = case
+    assert element.tag == tag
+    assert element.text == "first <b>\n  second & last"
+    assert element.get("message") == (None if result == "passed" else "because of 'this'")
+
+
+def test_times_have_no_exponent() -> None:
+    assert [case.get("time") for case in suite_of(CASES)] == ["0.100000", "0.050000", "0.000000", "0.000000"]
+
+
+@given(st.text(st.characters(), max_size=60) | st.text("\x00\x08\x1b[31m\ufffe\uffff\ud800]]>&<\"'\r\n\t", max_size=30))
+def test_no_text_breaks_the_document(text: str) -> None:
+    [case] = suite_of([JunitCase(f"n{text}", "failed", f"t{text}", f"m{text}")])
+
+    [failure] = case
+    assert (case.get("name") or "").startswith("n")
+    assert (failure.get("message") or "").startswith("m")
