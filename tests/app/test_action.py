@@ -104,6 +104,12 @@ def test_what_the_action_names_is_there() -> None:
     assert all(one["description"] for one in (*ACTION_TEXT["inputs"].values(), *ACTION_TEXT["outputs"].values()))
 
 
+def test_the_page_has_every_input_and_output() -> None:
+    page = (ACTION.parent / "docs" / "how-to" / "run-in-ci.md").read_text(encoding="utf-8")
+    for name in (*ACTION_TEXT["inputs"], *ACTION_TEXT["outputs"]):
+        assert re.search(rf"^\|[^|]*`{name}`", page, re.MULTILINE), f"{name} is in no table of the page"
+
+
 # ------------------------------------------------------------------------------------------------------------ the runner
 
 
@@ -357,6 +363,20 @@ def test_arguments_with_an_open_quote_are_red_before_anything_runs(recorded: Rec
     assert not (recorded.folder / "calls.jsonl").exists()
 
 
+def test_a_folder_is_that_of_either_version(recorded: Recorded) -> None:
+    folder = recorded.repository.folder / "projects" / "one"
+    folder.mkdir(parents=True)
+    (folder / "train.py").write_text("")
+    recorded.repository.commit("three")
+    recorded.repository.commit("four")
+
+    ran = recorded.run(0.1, 0.1, inputs={"folder": "projects/one"})
+
+    assert ran.code == 0, ran.log
+    before, after = recorded.calls
+    assert before[0].endswith("/base/projects/one") and after[0] == str(folder)
+
+
 def test_each_version_is_prepared_once(recorded: Recorded) -> None:
     ran = recorded.run(
         0.1,
@@ -392,6 +412,27 @@ def test_a_module_is_run_as_one(recorded: Recorded) -> None:
 
     [call, _] = recorded.calls
     assert call[-5:] == ["-m", "package.train", "--", "--lr", "0.1"]
+
+
+PIP = """\
+#!/bin/sh
+case "$*" in *"import flatout"*) exit 1;; esac
+printf '%s\\n' "$@" > {log}
+exit 3
+"""
+"""A Python that has no flatout, and can install none."""
+
+
+def test_a_python_without_flatout_gets_that_of_the_action(repository: Repository, tmp_path: Path) -> None:
+    repository.commit("one", train="")
+    python, log = tmp_path / "python", tmp_path / "pip.log"
+    python.write_text(PIP.format(log=log))
+    python.chmod(0o755)
+
+    ran = run_action({"script": "train.py", "python": str(python)}, workspace=repository.folder)
+
+    assert [(step.name, step.code) for step in ran.steps] == [("Install flatout", 3), ("Remove the base", 0)]
+    assert log.read_text().splitlines() == ["-m", "pip", "install", "--quiet", str(ACTION.parent)]
 
 
 # ----------------------------------------------------------------------------------------------------------- the comment
@@ -496,3 +537,8 @@ def test_an_unchanged_script_is_green_and_proved_equal(
     assert ran.outputs["result"] in ("not slower", "cannot tell")
     assert "::error" not in ran.log
     assert "PROVED: equal" in ran.summary
+    [verdict] = temporary.glob("flatout.*/verdict.xml")
+    cases = {
+        case.get("name"): [element.tag for element in case] for case in ElementTree.parse(verdict).iter("testcase")
+    }
+    assert cases == {"equality": ["system-out"], "speed": ["skipped"]}
