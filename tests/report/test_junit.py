@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +17,19 @@ CASES = [
     JunitCase("speed", "error", "report", "cannot tell"),
     JunitCase("memory", "skipped", "report", "not compared", 1e-7),
 ]
+
+
+ATTRIBUTES = {
+    "testsuites": {"name", "time", "tests", "failures", "errors"},
+    "testsuite": {"name", "tests", "failures", "errors", "skipped", "time", "timestamp", "hostname", "id", "package"},
+    "testcase": {"name", "time", "classname"},
+    "failure": {"message", "type"},
+    "error": {"message", "type"},
+    "skipped": {"message", "type"},
+    "system-out": set(),
+}
+"""Elements and attributes that the strictest reader knows: the schema that Jenkins' xUnit plug-in holds a file against, junit-10.xsd
+(https://github.com/jenkinsci/xunit-plugin, src/main/resources/org/jenkinsci/plugins/xunit/types/model/xsd)."""
 
 
 def suite_of(cases: list[JunitCase]) -> ElementTree.Element:
@@ -40,6 +54,15 @@ def test_one_suite_counts_its_cases() -> None:
     assert [(case.get("classname"), case.get("name")) for case in suite] == [
         ("flatout.compare", case.name) for case in CASES
     ]
+
+
+def test_everything_in_it_is_known_to_the_strictest_reader() -> None:
+    root = ElementTree.fromstring(junit_report("flatout.compare", CASES))
+
+    for element in root.iter():
+        assert set(element.attrib) <= ATTRIBUTES[element.tag]
+        assert re.fullmatch(r"[0-9]+\.[0-9]+", element.get("time", "0.0"))
+    assert all({"name", "tests", "failures", "errors"} <= set(suite.attrib) for suite in root.iter("testsuite"))
 
 
 @pytest.mark.parametrize(
