@@ -309,6 +309,17 @@ def test_a_line_that_became_slower_is_told_where_it_stands_now() -> None:
     assert line.ratio == Ratio(value=pytest.approx(3.0))
 
 
+def test_a_line_has_the_operators_and_the_flop_of_a_step() -> None:
+    before, after = EvidenceBuilder(), EvidenceBuilder()
+    for builder, calls in ((before, 2), (after, 4)):
+        builder.operator("aten.mm", builder.line("net.py", 7, "y = f(x)"), calls=calls, flop=100, op_s=0.01 * calls)
+
+    [line] = both(before.build(), after.build()).lines
+
+    assert (line.calls_before, line.calls_after, line.flop_before, line.flop_after) == (2, 4, 200, 400)
+    assert line.is_certainly_slower
+
+
 def test_sampled_lines_have_an_interval_and_are_told_only_when_it_is_clear_of_one() -> None:
     [line] = both(with_line(0.01, num_samples=100), with_line(0.03, num_samples=300)).lines
 

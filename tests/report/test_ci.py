@@ -70,6 +70,18 @@ def test_a_slower_step_names_its_slower_lines() -> None:
     assert "again = model(x)" in line.message
 
 
+def test_a_line_that_does_no_more_than_before_is_a_warning_behind_those_that_do() -> None:
+    longer = change(NEW_LINE, line_before=8, line_after=8, before_s=0.01, after_s=0.2, ratio=Ratio(value=20.0))
+    same = change(longer, calls_before=4.0, calls_after=4.0, flop_before=1e6, flop_after=1e6)
+    more_calls = change(same, line_after=30, calls_after=8.0)
+    more_flop = change(same, line_after=31, flop_after=2e6)
+
+    _, *lines = annotations(compared(SLOWER, lines=(same, more_calls, more_flop), threshold=0.05))
+
+    assert [(a.line, a.level) for a in lines] == [(30, "error"), (31, "error"), (8, "warning")]
+    assert "4 -> 8 operators" in lines[0].message and "1e+06 -> 2e+06 FLOP" in lines[1].message
+
+
 def test_without_a_decision_to_fail_they_are_warnings() -> None:
     assert {a.level for a in annotations(compared(SLOWER, lines=(NEW_LINE,)))} == {"warning"}
     assert {a.level for a in annotations(compared(SLOWER, lines=(NEW_LINE,), threshold=1.5))} == {"warning"}

@@ -28,7 +28,7 @@ ATTRIBUTES = {
     "skipped": {"message", "type"},
     "system-out": set(),
 }
-"""Elements and attributes that the strictest reader knows: the schema that Jenkins' xUnit plug-in holds a file against, junit-10.xsd
+"""Elements and attributes that the strictest reader knows, which is Jenkins' xUnit plug-in: it holds a file against junit-10.xsd
 (https://github.com/jenkinsci/xunit-plugin, src/main/resources/org/jenkinsci/plugins/xunit/types/model/xsd)."""
 
 

@@ -11,6 +11,7 @@ from typing import Final, Literal, NamedTuple, TypeVar, get_args
 from flatout.core.errors import UsageError
 from flatout.core.records.comparison import (
     LEAST_FRACTION,
+    SAME_WORK_FRACTION,
     Comparison,
     Decision,
     FindingChange,
@@ -33,8 +34,6 @@ _FEWEST_SAMPLES: Final = 8
 _SURE: Final = 1.96
 _SAME_FUNCTION: Final = 0.5
 """Functions of one name in two files are the same when they share this many of the lines that were recorded, as git's renames."""
-_SAME_WORK: Final = 0.05
-"""Batches of changing length let the FLOP of a step differ by so much between two runs of one script."""
 _SAME_SPEED: Final = 0.20
 """Quick probes of one idle machine differ by up to this."""
 
@@ -263,7 +262,7 @@ def _inside(file: str, cwd: str) -> str:
 
 
 class _Line(NamedTuple):
-    """A line's seconds in one run; `num` is the number of samples, 0 where operators tell the time."""
+    """A line's seconds in one run, and its operators' calls and FLOP; `num` counts samples, 0 where operators tell the time."""
 
     file: str
     function: str
@@ -271,6 +270,8 @@ class _Line(NamedTuple):
     line: int
     seconds: float
     num: int
+    calls: float
+    flop: float
 
 
 def _lines(one: Evidence, two: Evidence, files: Mapping[Place, str]) -> Iterator[LineChange]:
@@ -295,11 +296,14 @@ def _timed_lines(evidence: Evidence, files: Mapping[Place, str], *, by_operators
     left out beside operators, since theirs went to the forward lines.
     """
     seconds: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    work: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     sources = {(s.file, s.line): s for s in evidence.sources}
     if by_operators:
         for operator in evidence.operators:
             if (source := evidence.source_of(operator.source)) is not None:
                 seconds[source.file, source.line][0] += operator.total_s
+                work[source.file, source.line][0] += operator.num_calls
+                work[source.file, source.line][1] += operator.num_calls * operator.flop
     timed = set(seconds)
     for sampled in evidence.lines:
         source = evidence.source_of(sampled.source)
@@ -313,7 +317,8 @@ def _timed_lines(evidence: Evidence, files: Mapping[Place, str], *, by_operators
         source = sources[path, number]
         file = _inside(path, evidence.workload.cwd)
         place = files.get((file, source.function), file)
-        lines.append(_Line(place, source.function, source.text, number, total_s, int(num)))
+        calls, flop = work[path, number]
+        lines.append(_Line(place, source.function, source.text, number, total_s, int(num), calls, flop))
     return lines
 
 
@@ -344,6 +349,10 @@ def _line_change(before: _Line | None, after: _Line | None) -> LineChange:
         before_s=before_s,
         after_s=after_s,
         ratio=ratio,
+        calls_before=before.calls if before else 0.0,
+        calls_after=after.calls if after else 0.0,
+        flop_before=before.flop if before else 0.0,
+        flop_after=after.flop if after else 0.0,
     )
 
 
@@ -381,7 +390,7 @@ def _differences(one: Evidence, two: Evidence) -> Iterator[RunDifference]:
     ]
     yield from _unequal("work", work)
     flop = [sum(o.flop * o.num_calls for o in e.operators) for e in (one, two)]
-    if min(flop) > 0 and abs(math.log(flop[1] / flop[0])) > _SAME_WORK:
+    if min(flop) > 0 and abs(math.log(flop[1] / flop[0])) > SAME_WORK_FRACTION:
         yield RunDifference(kind="work", name="FLOP of a step", before=f"{flop[0]:.3g}", after=f"{flop[1]:.3g}")
     yield from _unequal("command", [("command", " ".join(a.command), " ".join(b.command))])
     old, now = ({s.name: s.value for s in w.settings} for w in (a, b))

@@ -105,10 +105,10 @@ def test_a_run_without_steps_is_bad_input(before: Path, tmp_path: Path) -> None:
     assert "the run after has no timed step" in ran.err
 
 
-def with_line(path: Path, cwd: Path, seconds: float) -> Path:
-    """A run in `cwd` of which one line of net.py takes so long."""
+def with_line(path: Path, cwd: Path, seconds: float, *, calls: float) -> Path:
+    """A run in `cwd` of which one line of net.py takes so long, for so many operators."""
     builder = EvidenceBuilder(step_s=0.05 + seconds, noise_s=0.001)
-    builder.operator("aten.mm", builder.line("net.py", 7, "y = slow(x)", function="forward"), op_s=seconds)
+    builder.operator("aten.mm", builder.line("net.py", 7, "y = slow(x)", function="forward"), op_s=seconds, calls=calls)
     evidence = builder.build()
     workload = msgspec.structs.replace(evidence.workload, cwd=str(cwd))
     sources = tuple(msgspec.structs.replace(s, file=str(cwd / Path(s.file).name)) for s in evidence.sources)
@@ -119,8 +119,8 @@ def with_line(path: Path, cwd: Path, seconds: float) -> Path:
 
 def test_annotations_name_the_line_within_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "repository"))
-    one = with_line(tmp_path / "one.json", tmp_path / "base" / "sub", 0.01)
-    two = with_line(tmp_path / "two.json", tmp_path / "repository" / "sub", 0.06)
+    one = with_line(tmp_path / "one.json", tmp_path / "base" / "sub", 0.01, calls=1)
+    two = with_line(tmp_path / "two.json", tmp_path / "repository" / "sub", 0.06, calls=6)
 
     ran = compare(one, two, "--fail-if-slower", "5%", "--github")
 

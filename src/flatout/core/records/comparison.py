@@ -13,6 +13,8 @@ from flatout.core.records.record import Record
 
 LEAST_FRACTION: Final = 0.01
 """A change below this share of the longer step is no news: it is neither listed nor called clear."""
+SAME_WORK_FRACTION: Final = 0.05
+"""Batches of changing length let the FLOP of a step differ by so much between two runs of one script."""
 USUAL_FRACTION: Final = 0.04
 """Two runs of one script on a shared machine differ by up to this (diagnosis.SMALLEST_FRACTION)."""
 
@@ -76,7 +78,8 @@ class LineChange(Record, frozen=True, kw_only=True):
     """Seconds of a step that a line took, matched by file, function and text; a line of 0 is 0 in the run that lacks it.
 
     `file` is relative to the folder the script ran in, and that of the run after where the line is in both. The ratio has an
-    interval where the seconds are samples.
+    interval where the seconds are samples. Calls and FLOP of operators are those of a step, 0 where none was seen; unlike
+    seconds they do not depend on what else the machine does.
     """
 
     file: str
@@ -87,11 +90,23 @@ class LineChange(Record, frozen=True, kw_only=True):
     before_s: float
     after_s: float
     ratio: Ratio | None = None
+    calls_before: float = 0.0
+    calls_after: float = 0.0
+    flop_before: float = 0.0
+    flop_after: float = 0.0
 
     @property
     def change_s(self) -> float:
         """Seconds that were added; below 0 where it takes less time."""
         return self.after_s - self.before_s
+
+    @property
+    def is_certainly_slower(self) -> bool:
+        """Whether it is more than a busy machine that makes it slower: the line is new, does more, or its interval says so."""
+        more = 1 + SAME_WORK_FRACTION
+        does_more = self.calls_after > more * self.calls_before or self.flop_after > more * self.flop_before
+        is_clear = self.ratio is not None and self.ratio.direction == "more"
+        return self.change_s > 0 and (self.line_before is None or does_more or is_clear)
 
 
 class SizeChange(Record, frozen=True, kw_only=True):

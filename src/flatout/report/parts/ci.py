@@ -14,6 +14,7 @@ from flatout.report.parts.compare import (
     comparison_headline,
     decision_line,
     line_change,
+    line_work,
     phase_change,
 )
 from flatout.report.text import plain_text
@@ -24,9 +25,9 @@ _RUN = "flatout"
 def comparison_annotations(comparison: Comparison, *, file_in: Callable[[str], str]) -> Iterator[Annotation]:
     """What became slower: the step, then the lines, then causes that appeared; nothing where nothing did.
 
-    They are errors where the decision is that the step is slower, and warnings else. Lines and causes are named only where the
-    step, or a phase of it, is slower beyond doubt. `file_in` gives the path within the repository of a file as the comparison
-    names it, '' for one outside.
+    Lines and causes are named only where the step, or a phase of it, is slower beyond doubt. Where the decision is that the step is
+    slower, that and the lines that are slower for certain are errors; all else are warnings. `file_in` gives the path within the
+    repository of a file as the comparison names it, '' for one outside.
     """
     if not comparison.is_slower:
         return
@@ -37,16 +38,20 @@ def comparison_annotations(comparison: Comparison, *, file_in: Callable[[str], s
     yield Annotation(level, f"{_RUN}: {comparison_headline(comparison)}", "\n".join([answer, *slower]))
     appeared = [f for f in comparison.findings if f.kind == "appeared" and f.after is not None and f.after.line > 0]
     on_line = {(f.file_after, f.after.line): f for f in reversed(appeared) if f.after is not None}
-    for line in comparison.slower_lines:
-        cause = on_line.pop((line.file, line.line_after or 0), None)
-        yield _of_line(line, cause, level=level, file=file_in(line.file))
+    lines = [(line, on_line.pop((line.file, line.line_after or 0), None)) for line in comparison.slower_lines]
+    for line, cause in sorted(lines, key=lambda pair: not _is_certain(*pair)):
+        yield _of_line(line, cause, level=level if _is_certain(line, cause) else "warning", file=file_in(line.file))
     for found in appeared:
         if found.after is not None and on_line.get((found.file_after, found.after.line)) is found:
             yield _of_finding(found, file=file_in(found.file_after))
 
 
+def _is_certain(line: LineChange, cause: FindingChange | None) -> bool:
+    return line.is_certainly_slower or cause is not None
+
+
 def _of_line(line: LineChange, cause: FindingChange | None, *, level: Level, file: str) -> Annotation:
-    lines = [f"{line.file}:{line.line_after}: {line.text}", line_change(line)]
+    lines = [f"{line.file}:{line.line_after}: {line.text}", *filter(None, [line_change(line), line_work(line)])]
     if cause is not None and cause.after is not None:
         lines += [f"{cause.after.title}: {cause.after.because}", *cause.after.edit.splitlines()]
     return Annotation(level, f"{_RUN}: {line_change(line)}", "\n".join(lines), file, line.line_after or 0)

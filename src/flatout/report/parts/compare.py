@@ -94,6 +94,13 @@ def line_change(line: LineChange) -> str:
     return f"{times}, {_change(line.ratio, line.before_s)}"
 
 
+def line_work(line: LineChange) -> str:
+    """What else a line does in a step than before: '4 -> 8 operators, 1e+06 -> 2e+06 FLOP'; '' for the same."""
+    calls = f"{line.calls_before:g} -> {line.calls_after:g} operators" if line.calls_before != line.calls_after else ""
+    flop = f"{line.flop_before:.3g} -> {line.flop_after:.3g} FLOP" if line.flop_before != line.flop_after else ""
+    return ", ".join(filter(None, [calls, flop]))
+
+
 def decision_line(comparison: Comparison) -> str:
     """What was decided about the threshold, and why; one line."""
     decision, ratio = comparison.decision, comparison.step.ratio
