@@ -55,7 +55,13 @@ class Repository:
     def git(self, *arguments: str) -> str:
         identity = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org", "-c", "protocol.file.allow=always")
         done = subprocess.run(
-            ["git", *identity, *arguments], cwd=self.folder, capture_output=True, text=True, check=True, timeout=60
+            ["git", *identity, *arguments],
+            cwd=self.folder,
+            env={**os.environ, "GIT_CONFIG_GLOBAL": os.devnull},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
         )
         return done.stdout.strip()
 

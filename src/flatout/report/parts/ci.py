@@ -25,9 +25,9 @@ _RUN = "flatout"
 def comparison_annotations(comparison: Comparison, *, file_in: Callable[[str], str]) -> Iterator[Annotation]:
     """What became slower: the step, then the lines, then causes that appeared; nothing where nothing did.
 
-    Lines and causes are named only where the step, or a phase of it, is slower beyond doubt. Where the decision is that the step is
-    slower, that and the lines that are slower for certain are errors; all else are warnings. `file_in` gives the path within the
-    repository of a file as the comparison names it, '' for one outside.
+    Lines and causes are named only where the step, or a phase of it, is slower beyond doubt. Where the decision is that the step
+    is slower, that and the lines that are slower for certain are errors; all else are warnings. `file_in` gives the path within
+    the repository of a file as the comparison names it, '' for one outside.
     """
     if not comparison.is_slower:
         return
