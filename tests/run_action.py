@@ -138,10 +138,14 @@ def run_action(
 ) -> ActionRun:
     """Run the steps of an action in the checkout at `workspace`; `is_shown` prints what they print as they do.
 
+    `environment` is added to that of this process. Files that the outputs name lie in its RUNNER_TEMP, or in a new folder that
+    stays.
+
     Raises ActionError where action.yml has something that this runner does not know, or an input is not one of its.
     """
     described = yaml.safe_load(action.read_text(encoding="utf-8"))
     context = {f"inputs.{name}": value for name, value in _inputs(described, inputs).items()}
+    own_environment = dict(environment or {})
     done: list[StepRun] = []
     with tempfile.TemporaryDirectory(prefix="action-") as temporary:
         folder = Path(temporary)
@@ -152,8 +156,8 @@ def run_action(
             "GITHUB_ACTIONS": "true",
             "GITHUB_BASE_REF": "",
             "GITHUB_REF": "refs/heads/main",
-            "RUNNER_TEMP": tempfile.mkdtemp(prefix="runner-"),
-            **(environment or {}),
+            "RUNNER_TEMP": own_environment.get("RUNNER_TEMP") or tempfile.mkdtemp(prefix="runner-"),
+            **own_environment,
             "GITHUB_ACTION_PATH": str(action.parent),
             "GITHUB_WORKSPACE": str(workspace),
             "GITHUB_STEP_SUMMARY": str(summary),

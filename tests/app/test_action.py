@@ -165,7 +165,7 @@ def test_a_step_that_would_run_otherwise_on_github_is_refused(
     action.write_text(yaml.safe_dump({"runs": {"using": "composite", "steps": [{"name": "one", **step}]}}))
 
     with pytest.raises(ActionError, match=words):
-        run_action({}, workspace=tmp_path, action=action)
+        run_action({}, workspace=tmp_path, environment={"RUNNER_TEMP": str(tmp_path)}, action=action)
 
 
 def test_after_a_step_that_failed_only_those_that_always_run_do(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_after_a_step_that_failed_only_those_that_always_run_do(tmp_path: Path) 
     action = tmp_path / "action.yml"
     action.write_text(yaml.safe_dump({"runs": {"using": "composite", "steps": steps}}))
 
-    ran = run_action({}, workspace=tmp_path, action=action)
+    ran = run_action({}, workspace=tmp_path, environment={"RUNNER_TEMP": str(tmp_path)}, action=action)
 
     assert [(step.name, step.code) for step in ran.steps] == [("fails", 1), ("always", 0)]
     assert ran.code == 1 and "on" not in ran.log
@@ -435,7 +435,11 @@ def test_a_python_without_flatout_gets_that_of_the_action(repository: Repository
     python.write_text(PIP.format(log=log))
     python.chmod(0o755)
 
-    ran = run_action({"script": "train.py", "python": str(python)}, workspace=repository.folder)
+    ran = run_action(
+        {"script": "train.py", "python": str(python)},
+        workspace=repository.folder,
+        environment={"RUNNER_TEMP": str(tmp_path)},
+    )
 
     assert [(step.name, step.code) for step in ran.steps] == [("Install flatout", 3), ("Remove the base", 0)]
     assert log.read_text().splitlines() == ["-m", "pip", "install", "--quiet", str(ACTION.parent)]
