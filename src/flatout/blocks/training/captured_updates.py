@@ -46,6 +46,8 @@ _CALLS_BEFORE: Final = 3
 _FEWEST_REPLAYS: Final = 50
 """Another graph is captured once the one before has been replayed so often, a few times earlier: captures take up to 0.1 s."""
 _FREE_CAPTURES: Final = 8
+_ERRORS: Final = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
+"""What a capture may fail with, by torch's own doing or where the function takes a number for granted that is a tensor."""
 _UPDATES: Final = "_flatout_captured_updates"
 
 
@@ -109,7 +111,7 @@ class CapturedUpdate:
         self._graph: _UpdateGraph | None = None
         self._num_captures = self._num_replays = 0
         self._refused = ""
-        self._outer: list[tuple[weakref.ref[Tensor], int]] = []
+        self._outer: list[weakref.ref[Tensor]] = []
         self._modules = [m for root in _modules_around(function) for m in root.modules()]
         self._stream: torch.cuda.Stream | None = None
         self._is_prepared = False
@@ -226,8 +228,8 @@ class CapturedUpdate:
         watch, versions, before = _OuterTensors(tensors), [t._version for t in tensors], self._surroundings()
         with watch:
             results = self._plain(leaves, form)
-        self._outer = [(ref, tensor.data_ptr()) for ref in watch.found if (tensor := ref()) is not None]
-        if len(self._outer) < len(watch.found):
+        self._outer = watch.found
+        if any(ref() is None for ref in self._outer):
             self._refuse("it reads tensors that are made elsewhere for each call: they must be arguments")
         elif [t._version for t in tensors] != versions:
             self._refuse("it changes its arguments in place")
@@ -260,8 +262,8 @@ class CapturedUpdate:
                 return _UpdateGraph(
                     kind, self._function, call, self._optimizers, rates, self._outer, self._begin(device)
                 )
-        except RuntimeError as e:
-            self._refuse(str(e).strip().partition("\n")[0])
+        except _ERRORS as e:  # the call as it is shows what is the script's own fault
+            self._refuse(str(e).strip().partition("\n")[0] or type(e).__name__)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             return None
@@ -283,7 +285,7 @@ class _UpdateGraph:
         call: tuple[Sequence[Any], TreeSpec],
         optimizers: Sequence[Optimizer],
         rates: Sequence[_Rate],
-        outer: Sequence[tuple[weakref.ref[Tensor], int]],
+        outer: Sequence[weakref.ref[Tensor]],
         capture: Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]],
     ) -> None:
         self.kind = kind
@@ -291,10 +293,10 @@ class _UpdateGraph:
         own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._inputs = [leaf for leaf in own if isinstance(leaf, Tensor)]
         self._last: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self._inputs)
-        self._rates = [
-            (rate, float(rate.group["lr"]) if not isinstance(rate.group["lr"], Tensor) else None) for rate in rates
-        ]
-        self._outer = outer
+        self._rates: list[tuple[_Rate, float | None]] = [(rate, None) for rate in rates]
+        self._is_valid = True
+        self._outer = [weakref.ref(tensor, self._on_lost) for ref in outer if (tensor := ref()) is not None]
+        self._is_valid = len(self._outer) == len(outer)
         args, kwargs = tree_unflatten(own, form)
         self._events: list[Sequence[Tensor] | Optimizer] = []
         with noted(self._events, optimizers):
@@ -303,8 +305,11 @@ class _UpdateGraph:
         self._events = [e if isinstance(e, Optimizer) else [t.detach() for t in e] for e in self._events]
 
     def is_valid(self) -> bool:
-        """Whether all tensors from elsewhere are where they were."""
-        return all((tensor := ref()) is not None and tensor.data_ptr() == place for ref, place in self._outer)
+        """Whether all tensors from elsewhere that it reads are still there; where parameters lie is part of its kind."""
+        return self._is_valid
+
+    def _on_lost(self, _: weakref.ref[Tensor]) -> None:
+        self._is_valid = False
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """One update: its results, which the next leaves alone."""
@@ -376,8 +381,12 @@ def _on_device(leaf: Any, device: torch.device) -> Any:
 
 
 def _takes_rates(group: dict[str, Any]) -> bool:
-    """Whether the optimizer of a group reads its learning rate from a tensor (torch 2.11: fused ones, and Adam and its kin)."""
-    return bool(group.get("fused")) or ("capturable" in group and "betas" in group and "amsgrad" in group)
+    """Whether the optimizer of a group reads its learning rate from a tensor (torch 2.11: fused ones, and Adam and its kin).
+
+    One that the script keeps in a tensor already is read there.
+    """
+    is_of_adam = "capturable" in group and "betas" in group and "amsgrad" in group
+    return not isinstance(group["lr"], Tensor) and bool(group.get("fused") or is_of_adam)
 
 
 @contextmanager

@@ -16,7 +16,12 @@ _LISTENERS: list[Listener] = []
 def listen_to_replays(listener: Listener) -> Callable[[], None]:
     """Call `listener` with the losses of each backward that is replayed from now on; returns how to stop that."""
     _LISTENERS.append(listener)
-    return lambda: _LISTENERS.remove(listener)
+
+    def stop() -> None:
+        if listener in _LISTENERS:
+            _LISTENERS.remove(listener)
+
+    return stop
 
 
 def announce_replay(losses: Sequence[Tensor]) -> None:

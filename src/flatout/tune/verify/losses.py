@@ -13,6 +13,7 @@ from torch import Tensor
 from flatout.core.errors import VerificationError
 from flatout.core.records.plan import LossSpread
 from flatout.core.runtime.patches import Patches
+from flatout.core.runtime.replayed_backwards import listen_to_replays
 from flatout.tune.verify.fork_server import closing_servers
 from flatout.tune.verify.side import SideAnswer
 from flatout.tune.verify.side_process import Request, SideProcess
@@ -41,14 +42,17 @@ class FirstLosses:
         self._patches = Patches()
         self._thread_id = get_ident()
         self._in_backward = False
+        self._stop_listening: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Begin to watch what backward is called on."""
         self._patches.set(torch.autograd, "backward", self._watching(torch.autograd.backward))
         self._patches.set(torch.amp.GradScaler, "scale", self._noting(torch.amp.GradScaler.scale))
+        self._stop_listening = listen_to_replays(self._add)
 
     def remove(self) -> None:
         """Watch no longer, and undo both patches."""
+        self._stop_listening()
         self._patches.undo()
 
     def _watching(self, original: Callable[..., None]) -> Callable[..., None]:

@@ -204,3 +204,40 @@ def test_it_is_proposed_where_a_device_waits_for_an_update_that_can_be_captured(
         assert isinstance(refusal, Refusal) and why in refusal.because
     [refusal] = proposals(tmp_path, HEAD + PLAIN.replace("loss.backward()", "help(loss)"), device_s=0.03)
     assert isinstance(refusal, Refusal) and "backward is not in the same block" in refusal.because
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (
+            "for epoch in range(3):\n    for x, y in batches:\n        loss = net(x).mean()\n        if epoch:\n"
+            "            loss = loss * 2\n        loss.backward()\n        optimizer.step()\n",
+            "cannot wait until after the update",
+        ),
+        (
+            "class Trainer:\n    def __init__(self):\n        self.weight = 1.0\n\n    def anneal(self):\n        self.weight = 0.5\n\n"
+            "    def train(self):\n        for x, y in batches:\n            loss = net(x).mean() * self.weight\n"
+            "            loss.backward()\n            optimizer.step()\n",
+            "'self.weight', which the update reads, is set elsewhere",
+        ),
+        (
+            "scale = 1.0\n\n\ndef anneal():\n    global scale\n    scale = 0.5\n\n\nfor x, y in batches:\n"
+            "    loss = net(x).mean() * scale\n    loss.backward()\n    optimizer.step()\n",
+            "'scale', which the update reads, is a global variable that a function sets",
+        ),
+    ],
+)
+def test_what_a_graph_would_take_for_constant_and_is_not_is_refused(body: str, why: str) -> None:
+    function = "Trainer.train" if "class" in body else "<module>"
+    with pytest.raises(EditError, match=why):
+        edit(HEAD + body, place(function))
+
+
+def test_a_sum_over_the_loop_waits_until_after_the_update() -> None:
+    body = PLAIN.replace("seen.append(loss.item())", "seen.append(total.item())").replace(
+        "        loss.backward()\n", "        total += loss.detach()\n        loss.backward()\n"
+    )
+    text = HEAD + "total = torch.zeros(())\n" + body
+    new = edit(text, place())
+    assert "loss = update(x, y)\n        total += loss.detach()\n" in new
+    assert ran(text)["seen"] == ran(new)["seen"]

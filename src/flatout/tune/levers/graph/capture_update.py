@@ -75,6 +75,8 @@ _CONTEXTS: Final = (
 _CALLS: Final = frozenset({"backward", "zero_grad", "step", "clip_grad_norm_", "clip_grad_value_"})
 """What an update calls without an assignment."""
 _MOST: Final = 3
+_LONG: Final = 80
+"""Characters of a call, above which its arguments get a line of their own."""
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
@@ -142,13 +144,13 @@ def edit(text: str, parameters: Parameters) -> str:
     small = only_small(place.statement)
     if not m.matches(small or place.statement, m.Expr(value=m.Call(func=m.Attribute(attr=m.Name("step")), args=[]))):
         raise EditError(f"'{first_line(module, place.statement)}' is no plain call of step()")
-    found = _update(place, level.block, level.at)
+    found = _update(place, level.block, level.at, _bound(loops[-1]))
     steps = [
         c for s in found.inside for c in nodes_of(cst.Call, s) if m.matches(c.func, m.Attribute(attr=m.Name("step")))
     ]
     optimizers = list(dict.fromkeys(code_of(cst.ensure_type(c.func, cst.Attribute).value) for c in steps))
     loop = loops[-1]
-    _check_surroundings(loop, found, optimizers)
+    _check_surroundings(module, loop, found, optimizers)
     name = fresh_name(module, "update")
     arguments = _arguments(found.inside, _bound(loop))
     results = _results(place, found, level.block)
@@ -158,7 +160,9 @@ def edit(text: str, parameters: Parameters) -> str:
         inside += statements(f"return {', '.join(results)}\n")
     function = cst.ensure_type(function, cst.FunctionDef).with_changes(body=cst.IndentedBlock(inside))
     target = f"{', '.join(results)} = " if results else ""
-    [call] = statements(f"{target}{name}({', '.join(arguments)})\n")
+    passed = ", ".join(arguments)
+    is_long = len(target) + len(name) + len(passed) > _LONG
+    [call] = statements(f"{target}{name}(\n    {passed}\n)\n" if is_long else f"{target}{name}({passed})\n")
     call = call.with_changes(leading_lines=found.inside[0].leading_lines)  # type: ignore[attr-defined]
     changes: dict[cst.CSTNode, Change] = dict.fromkeys(level.block[found.first : found.last + 1], ())
     changes[level.block[found.first]] = [call, *found.after]
@@ -189,7 +193,7 @@ def _same_loop(changed: cst.Module, module: cst.Module, loop: Loop) -> Loop:
     return found
 
 
-def _update(place: SourcePlace, block: Sequence[cst.BaseStatement], at: int) -> _Update:
+def _update(place: SourcePlace, block: Sequence[cst.BaseStatement], at: int, bound: set[str]) -> _Update:
     """The statements of an update, from its first to the step. Raises EditError where it cannot be told, or be captured."""
     module = place.module
     if not any(calls_backward(one) for one in block[:at]):
@@ -205,7 +209,7 @@ def _update(place: SourcePlace, block: Sequence[cst.BaseStatement], at: int) -> 
     last = at
     while last + 1 < len(block) and _is_step(block[last + 1]):
         last += 1
-    sorter = _Sorter(module, models, _bound_in(block))
+    sorter = _Sorter(module, models, bound)
     inside, after = sorter.sorted(block[first : last + 1])
     if not any(calls_backward(one) for one in inside):
         raise EditError("the backward comes before the model's call")
@@ -250,7 +254,7 @@ class _Sorter:
         """What is captured, and what comes after it. Raises EditError where something can be neither."""
         inside: list[cst.BaseStatement] = []
         after: list[cst.BaseStatement] = []
-        own = _bound_in(block)
+        own = {name for one in m.findall(cst.IndentedBlock(block), m.Assign()) for name in assigned_in(one)}
         for statement in reversed(block):
             if isinstance(statement, cst.With) and self._is_context(statement):
                 body = [one for one in statement.body.body if isinstance(one, cst.BaseStatement)]
@@ -309,14 +313,10 @@ class _Sorter:
         if isinstance(small, cst.Expr):
             return isinstance(small.value, cst.Call) and code_of(small.value.func).rpartition(".")[2] in _CALLS
         if isinstance(small, cst.AugAssign):
-            return isinstance(small.target, cst.Name) and small.target.value in own - self._carried(small.target.value)
+            return isinstance(small.target, cst.Name) and small.target.value in own
         targets = [t.target for t in small.targets] if isinstance(small, cst.Assign) else []
         names = m.Name() | m.Tuple(elements=[m.AtLeastN(m.Element(m.Name()), n=1)])
         return bool(targets) and all(m.matches(target, names) for target in targets)
-
-    def _carried(self, name: str) -> set[str]:
-        """The name itself where nothing but sums assigns it in the loop: it comes from before the loop."""
-        return set() if name in self._bound else {name}
 
     def _is_constant(self, test: cst.BaseExpression) -> bool:
         """Whether a condition is the same in every round, by its names."""
@@ -333,7 +333,7 @@ class _Sorter:
         return False
 
 
-def _check_surroundings(loop: Loop, found: _Update, optimizers: Sequence[str]) -> None:
+def _check_surroundings(module: cst.Module, loop: Loop, found: _Update, optimizers: Sequence[str]) -> None:
     """Raises EditError where the loop makes, or changes, what the update takes for constant."""
     bound = _bound(loop)
     if bad := sorted({one.partition(".")[0] for one in optimizers} & bound):
@@ -341,12 +341,30 @@ def _check_surroundings(loop: Loop, found: _Update, optimizers: Sequence[str]) -
     if any("scal" in code_of(call.func).lower() for s in found.inside for call in nodes_of(cst.Call, s)):
         raise EditError("a gradient scaler looks for infinite gradients on the host")
     read = names_in(found.inside)
+    if bad := sorted(read & {item.name.value for one in m.findall(module, m.Global()) for item in one.names}):  # type: ignore[attr-defined]
+        raise EditError(f"'{bad[0]}', which the update reads, is a global variable that a function sets")
     roots = {one.partition(".")[0] for one in optimizers}
     for target in m.findall(loop, m.AssignTarget() | m.AugAssign()):
         inner = target.target  # type: ignore[attr-defined]
-        root = root_name(inner)
-        if isinstance(inner, cst.Attribute) and root in read - roots and root not in bound:
+        if isinstance(inner, cst.Attribute) and root_name(inner) in read - roots - bound:
             raise EditError(f"the loop sets '{code_of(inner)}', which the update may read")
+    later = {name for name in _set_attributes(module) if f".{name}" not in "".join(optimizers)}
+    methods = {id(call.func) for s in found.inside for call in nodes_of(cst.Call, s)}
+    for one in (node for s in found.inside for node in nodes_of(cst.Attribute, s)):
+        if one.attr.value in later and id(one) not in methods and root_name(one) not in roots:
+            raise EditError(f"'{code_of(one)}', which the update reads, is set elsewhere, too")
+
+
+def _set_attributes(module: cst.Module) -> set[str]:
+    """Names of attributes that are set anywhere but in an `__init__`."""
+    found: set[str] = set()
+    makers = list(m.findall(module, m.FunctionDef(name=m.Name("__init__"))))
+    first = {id(target) for one in makers for target in m.findall(one, m.AssignTarget())}
+    for target in m.findall(module, m.AssignTarget() | m.AugAssign()):
+        inner = target.target  # type: ignore[attr-defined]
+        if isinstance(inner, cst.Attribute) and id(target) not in first:
+            found.add(inner.attr.value)
+    return found
 
 
 def _arguments(inside: Sequence[cst.BaseStatement], bound: set[str]) -> list[str]:
