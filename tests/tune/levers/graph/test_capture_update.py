@@ -114,8 +114,8 @@ def test_the_edited_script_learns_the_same(body: str, function: str, expected: l
 
 def test_the_function_stands_before_the_outermost_loop_with_its_comment() -> None:
     new = edit(HEAD + PLAIN, place())
-    assert "    optimizer.step()\n    return loss\n\n# every batch twice\nfor epoch in range(2):" in new
-    assert "is_clipped = True\n\n@captured_update(optimizer)\ndef update(x, y):" in new
+    assert "    optimizer.step()\n    return loss\n\n\n# every batch twice\nfor epoch in range(2):" in new
+    assert "is_clipped = True\n\n\n@captured_update(optimizer)\ndef update(x, y):" in new
 
 
 @pytest.mark.parametrize(

@@ -176,9 +176,9 @@ def _with_before(module: cst.Module, loop: Loop, function: cst.FunctionDef) -> c
     comments = list(loop.leading_lines)
     while comments and comments[0].comment is None:
         comments.pop(0)
-    blank = cst.EmptyLine(indent=False)
-    new = [function.with_changes(leading_lines=[blank]), loop.with_changes(leading_lines=[blank, *comments])]
     block = next((b for b in nodes_of(cst.IndentedBlock, module) if any(one is loop for one in b.body)), None)
+    blank = [cst.EmptyLine(indent=False)] * (2 if block is None else 1)
+    new = [function.with_changes(leading_lines=blank), loop.with_changes(leading_lines=[*blank, *comments])]
     body = [two for one in (block or module).body for two in (new if one is loop else [one])]
     if block is None:
         return module.with_changes(body=body)
