@@ -215,7 +215,8 @@ def test_it_is_proposed_where_a_device_waits_for_an_update_that_can_be_captured(
             "cannot wait until after the update",
         ),
         (
-            "class Trainer:\n    def __init__(self):\n        self.weight = 1.0\n\n    def anneal(self):\n        self.weight = 0.5\n\n"
+            "class Trainer:\n    def __init__(self):\n        self.weight = 1.0\n\n"
+            "    def anneal(self):\n        self.weight = 0.5\n\n"
             "    def train(self):\n        for x, y in batches:\n            loss = net(x).mean() * self.weight\n"
             "            loss.backward()\n            optimizer.step()\n",
             "'self.weight', which the update reads, is set elsewhere",
