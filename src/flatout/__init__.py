@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from flatout.app.plans import apply as apply
     from flatout.app.session import check as check
     from flatout.app.shrink_model import shrink as shrink
+    from flatout.app.tune_script import tune as tune
+    from flatout.app.verify_script import verify as verify
     from flatout.blocks.data.batches import Batches as Batches
     from flatout.blocks.data.feed import Feed as Feed
     from flatout.blocks.data.in_worker import InWorker as InWorker
@@ -121,13 +123,15 @@ _HOMES = {
     "set_rate": "flatout.blocks.training.schedules:set_rate",
     "shrink": "flatout.app.shrink_model:shrink",
     "swiglu": "flatout.blocks.kernels.swiglu.call:swiglu",
+    "tune": "flatout.app.tune_script:tune",
     "vectorise_draws": "flatout.blocks.training.vectorised_draws:vectorise_draws",
+    "verify": "flatout.app.verify_script:verify",
     "warm_up_cosine": "flatout.blocks.training.schedules:warm_up_cosine",
 }
 
 __all__ = tuple(_HOMES)
 
-_VERBS = ("check", "shrink")
+_VERBS = ("check", "shrink", "tune")
 """Public names that are those of rooms, too: Python binds the package to the name, and calling the package calls the verb."""
 
 

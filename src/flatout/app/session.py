@@ -7,10 +7,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from flatout.app.results import ReportedResult
 from flatout.check.compare import ComparedRun, comparison_of
 from flatout.check.diagnosis import diagnose
 from flatout.check.merge_ranks import merge
@@ -25,6 +27,7 @@ from flatout.core.records.plan import Plan, text_root
 from flatout.core.records.record import Record, to_json
 from flatout.core.records.trial import TimeCompiled, Trial
 from flatout.core.registry import reductions, rules
+from flatout.report.document import Block
 
 if TYPE_CHECKING:
     from flatout.check.observe.steps.schedule import Schedule
@@ -35,17 +38,36 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 
 
-class Checked(Record, frozen=True, kw_only=True):
-    """What `check` returns: the evidence and its diagnosis. Print it for the report."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Checked(ReportedResult):
+    """What `check` returns: the evidence and its diagnosis. Print it for the report, or leave it as a cell's last value."""
 
     evidence: Evidence
     diagnosis: Diagnosis
 
-    def __str__(self) -> str:
+    def blocks(self) -> list[Block]:
+        """The report of `flatout check`, as a terminal shows it."""
         from flatout.report.parts.diagnosis import diagnosis_blocks
-        from flatout.report.text import plain_text
 
-        return plain_text(diagnosis_blocks(self.evidence, self.diagnosis))
+        return diagnosis_blocks(self.evidence, self.diagnosis)
+
+    def short_blocks(self) -> list[Block]:
+        """Headline, phases and causes; the rest is folded away."""
+        from flatout.report.parts.diagnosis import short_diagnosis_blocks
+
+        return short_diagnosis_blocks(self.evidence, self.diagnosis)
+
+    def page(self) -> bytes:
+        """The page that `flatout check --html` writes."""
+        from flatout.report.html import html_report
+
+        return html_report(self.evidence, self.diagnosis)
+
+    def record_json(self) -> bytes:
+        """What `flatout check --json` writes, which `flatout report` and `flatout compare` read."""
+        from flatout.report.json_report import json_report
+
+        return json_report(self.evidence, self.diagnosis)
 
 
 class Observation(Record, frozen=True, kw_only=True):

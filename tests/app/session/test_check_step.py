@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from tests.page_reader import Page, check_harmless
 from torch import Tensor, nn
 
 import flatout
 from flatout.core.errors import CaptureError
+from flatout.report.json_report import read_evidence
 
 pytestmark = pytest.mark.slow
 
@@ -48,3 +51,17 @@ def test_what_the_step_raises_is_the_callers() -> None:
     with pytest.raises(ZeroDivisionError, match="the caller's own"):
         flatout.check(failing, [torch.randn(2)])
     assert torch.nn.Module.__call__.__qualname__ == "Module._wrapped_call_impl"
+
+
+def test_the_result_draws_and_saves_the_report_of_the_command(tmp_path: Path) -> None:
+    checked = flatout.check(make_step(), [torch.randn(8, 16) for _ in range(20)], observe_s=1.0)
+
+    assert repr(checked) == str(checked)
+    page = Page(checked._repr_html_().encode())
+    check_harmless(page)
+    assert "a call" in page.text
+    for suffix in ("json", "html", "md", "txt"):
+        checked.save(tmp_path / f"report.{suffix}")
+    assert read_evidence((tmp_path / "report.json").read_bytes()) == checked.evidence
+    check_harmless(Page((tmp_path / "report.html").read_bytes()))
+    assert checked.markdown().startswith("### flatout: ")

@@ -13,7 +13,7 @@ from time import monotonic, sleep
 import pytest
 from tests.command_line import QUICK, flatout
 
-from flatout.app.cli.tune import _one_stop, _Stopped
+from flatout.app.tune_script import SearchStopped, one_stop
 from flatout.core.records.plan import from_toml
 from flatout.tune.search import whole_run
 
@@ -41,7 +41,7 @@ def test_the_first_signal_interrupts_and_later_ones_change_nothing(number: signa
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {one: signal.getsignal(one) for one in wanted}
     try:
-        with pytest.raises(_Stopped) as stopped, _one_stop():
+        with pytest.raises(SearchStopped) as stopped, one_stop():
             os.kill(os.getpid(), number)
             sleep(5)
         for one in wanted:
@@ -56,7 +56,7 @@ def test_handlers_are_restored_and_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         term = signal.getsignal(signal.SIGTERM)
-        with _one_stop():
+        with one_stop():
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) != term
         assert signal.getsignal(signal.SIGTERM) == term

@@ -9,8 +9,9 @@ import typer
 
 from flatout.app.cli.command import Command
 from flatout.app.cli.factories import named_model
-from flatout.app.cli.options import one_of, require_folder_to_write
+from flatout.app.cli.options import require_folder_to_write
 from flatout.app.cli.terminal import open_console, print_lines, print_unwrapped
+from flatout.app.option_values import one_of
 from flatout.core.errors import UsageError
 
 _PRECISIONS: Final = ("float32", "int8")

@@ -13,7 +13,6 @@ from typing import IO, TYPE_CHECKING, Annotated, Final
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.observed import Ended, ObservedCommand, ObservedProcess
 from flatout.app.cli.options import (
     Arguments,
     EvidenceJson,
@@ -22,7 +21,6 @@ from flatout.app.cli.options import (
     ReportHtml,
     ReportMarkdown,
     Script,
-    ScriptTarget,
     StepTrace,
     require_writable,
     target_of,
@@ -40,8 +38,9 @@ from flatout.app.cli.ranks import (
     wait_for_others,
 )
 from flatout.app.cli.terminal import open_console, print_report
+from flatout.app.observation import observation_of, write_request
+from flatout.app.observed import Ended, ObservedCommand, ObservedProcess
 from flatout.core.errors import CaptureError, UsageError
-from flatout.core.runtime.cache_folder import default_cache_folder
 
 if TYPE_CHECKING:
     from flatout.app.session import Observation
@@ -195,45 +194,6 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
         # Rank 0 runs on another host and cannot see this file: `flatout report` merges what each host wrote.
         write_whole_file(outputs.json.with_suffix(f".rank{rank.rank}.json"), own.read_bytes())
     return code
-
-
-def observation_of(
-    target: ScriptTarget,
-    *,
-    observe_s: float,
-    stop: bool,
-    effort: float = 1.0,
-    has_trials: bool = True,
-    is_for_search: bool = False,
-) -> Observation:
-    """The request to observe a script in a process of its own; `write_request` adds where its Evidence goes."""
-    from flatout.app.session import Observation
-
-    return Observation(
-        target=target.name,
-        kind=target.kind,
-        arguments=target.arguments,
-        command=("python", *(("-m",) if target.is_module else ()), target.name, *target.arguments),
-        evidence_path="",
-        machine_path=str(default_cache_folder()),
-        observe_s=observe_s,
-        effort=effort,
-        has_trials=has_trials,
-        is_for_search=is_for_search,
-        stop=stop,
-    )
-
-
-def write_request(observation: Observation, request: Path, *, evidence_path: Path, world_size: int = 1) -> list[str]:
-    """Write the request; the command that follows it."""
-    import msgspec
-
-    from flatout.core.files import write_whole_file
-    from flatout.core.records.record import to_json
-
-    full = msgspec.structs.replace(observation, evidence_path=str(evidence_path), world_size=world_size)
-    write_whole_file(request, to_json(full))
-    return [sys.executable, "-m", "flatout.app.cli.children.observe", str(request)]
 
 
 REFUSED: Final = 78

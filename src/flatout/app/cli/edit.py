@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import ModuleName, Script, ScriptTarget, require_writable, target_of
+from flatout.app.cli.options import ModuleName, Script, require_writable, target_of
 from flatout.app.cli.terminal import open_console, print_lines
+from flatout.app.targets import ScriptTarget
 from flatout.core.errors import FlatoutError, UsageError
 
 if TYPE_CHECKING:

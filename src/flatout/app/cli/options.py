@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from flatout.app.option_values import require_writable_file
+from flatout.app.targets import ScriptTarget
 from flatout.core.errors import UsageError
 from flatout.core.files import STANDARD_OUTPUT, is_stream
 
 if TYPE_CHECKING:
     from flatout.core.records.evidence import Evidence
     from flatout.core.records.finding import Diagnosis
-    from flatout.core.records.verdict import Guarantee
-
-Name = TypeVar("Name", bound=str)
 
 Script = Annotated[str | None, typer.Argument(metavar="SCRIPT", help="The script, as you would give it to python.")]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")]
@@ -43,9 +40,6 @@ Allow = Annotated[
     ),
 ]
 
-ALLOWED_GUARANTEES: Final[tuple[Guarantee, ...]] = ("exact", "bounded", "distribution")
-_TIMES: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-
 
 def script_arguments(arguments: list[str] | None) -> tuple[str, ...]:
     """The script's own arguments, without the `--` that may stand before them.
@@ -55,38 +49,6 @@ def script_arguments(arguments: list[str] | None) -> tuple[str, ...]:
     """
     own = tuple(arguments or ())
     return own[1:] if own[:1] == ("--",) else own
-
-
-class ScriptTarget(NamedTuple):
-    """What is to be run: a script's path or a module's name, and its arguments."""
-
-    name: str
-    is_module: bool
-    arguments: tuple[str, ...]
-
-    @property
-    def kind(self) -> Literal["script", "module"]:
-        """The word that processes of their own get for it."""
-        return "module" if self.is_module else "script"
-
-    @property
-    def file(self) -> Path:
-        """The file that runs, relative to this folder where it lies in it.
-
-        Raises UsageError where there is no such script, ScriptError where there is no such module.
-        """
-        if not self.is_module:
-            require_file(Path(self.name), what="the script that you would give to python")
-            return Path(self.name)
-        from flatout.core.runtime.script import module_file
-
-        file, here = module_file(self.name), Path.cwd()
-        return file.relative_to(here) if file.is_relative_to(here) else file
-
-    def typed(self, command: str) -> str:
-        """The command line of a verb for this target: `flatout run --plan plan.toml train.py -- --epochs 3`."""
-        own = f" -- {shlex.join(self.arguments)}" if self.arguments else ""
-        return f"{command} {'-m ' if self.is_module else ''}{shlex.quote(self.name)}{own}"
 
 
 def target_of(script: str | None, module: str | None, arguments: list[str] | None, *, example: str) -> ScriptTarget:
@@ -99,12 +61,6 @@ def target_of(script: str | None, module: str | None, arguments: list[str] | Non
     return ScriptTarget(script, False, script_arguments(own))
 
 
-def require_file(path: Path, *, what: str) -> None:
-    """Raises UsageError when there is no such file; `what` is to be given."""
-    if not path.is_file():
-        raise UsageError(f"'{path}' is not a file; give {what}")
-
-
 def require_writable(**paths: Path | None) -> None:
     """Raises UsageError when a file cannot be written in the end; by the names of the options.
 
@@ -115,8 +71,7 @@ def require_writable(**paths: Path | None) -> None:
         if path is None:
             continue
         target = str(path) if path == STANDARD_OUTPUT or is_stream(path) else os.path.realpath(path)
-        if because := _why_not_writable(path, Path(target)):
-            raise UsageError(f"--{name} {path}: {because}")
+        require_writable_file(path, name=f"--{name}")
         if (other := names.setdefault(target, name)) != name and target != os.devnull:
             raise UsageError(f"--{name} {path}: --{other} goes there, too; give two paths")
 
@@ -129,50 +84,6 @@ def require_folder_to_write(name: str, path: Path) -> None:
         raise UsageError(
             f"{name} {path}: there is no folder '{path.absolute().parent}'; give a path in one that exists"
         )
-
-
-def _why_not_writable(path: Path, target: Path) -> str:
-    """Why nothing can be written to a path that leads to this target; '' where it can."""
-    if path == STANDARD_OUTPUT:
-        return ""
-    if is_stream(path):
-        return "" if os.access(path, os.W_OK) else "it may not be written to; give another path"
-    folder = target.parent
-    if not folder.is_dir():
-        return f"there is no folder '{folder}'; give a path in one that exists"
-    if target.is_dir():
-        return "it is a folder; give the path of a file in it"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"the folder '{folder}' may not be written to; give a path in another one"
-    return ""
-
-
-def one_of(allowed: Sequence[Name], value: str, *, name: str) -> Name:
-    """The value of an option that has one of the allowed ones. Raises UsageError for any other; `name` is the option's."""
-    if value not in allowed:
-        raise UsageError(f"{name} {value} is none of {', '.join(allowed)}")
-    return allowed[allowed.index(value)]
-
-
-def parsed_seconds(text: str, *, name: str) -> float:
-    """Seconds of a text such as '5m'. Raises UsageError for anything else, and for what is not above 0; `name` is the option's.
-
-    >>> parsed_seconds("5m", name="--time-budget")
-    300.0
-    """
-    return parsed_amount(text, _TIMES, complaint=f"{name} {text} is no time above 0; write 300, 300s, 5m or 1h")
-
-
-def parsed_amount(text: str, units: Mapping[str, float], *, complaint: str) -> float:
-    """A number above 0 and its unit, times what `units` has for that. Raises UsageError with the complaint for all else."""
-    unit = next((u for u in units if u and text.endswith(u)), "")
-    try:
-        amount = float(text.removesuffix(unit)) * units[unit]
-    except (KeyError, ValueError):
-        amount = -1.0
-    if not 0 < amount < float("inf"):
-        raise UsageError(complaint)
-    return amount
 
 
 class Outputs(NamedTuple):

@@ -13,7 +13,8 @@ import typer
 
 from flatout.app.cli.children.layout_rank import ranks_of
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import Arguments, ModuleName, Script, ScriptTarget, target_of
+from flatout.app.cli.options import Arguments, ModuleName, Script, target_of
+from flatout.app.targets import ScriptTarget
 from flatout.core.errors import UsageError
 
 _OTHER_LOSSES: Final = ("memory.accumulate", "parallelism.batch-size")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import one_of, parsed_seconds
 from flatout.app.cli.terminal import open_console, print_lines, print_unwrapped
+from flatout.app.option_values import one_of, parsed_seconds
 from flatout.core.errors import PlanError, UsageError
 
 if TYPE_CHECKING:

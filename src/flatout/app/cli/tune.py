@@ -2,60 +2,19 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flatout.app.cli.check import observation_of, write_request
 from flatout.app.cli.command import Command
-from flatout.app.cli.observed import ObservedCommand, ObservedProcess
-from flatout.app.cli.options import (
-    ALLOWED_GUARANTEES,
-    Allow,
-    Arguments,
-    ModuleName,
-    Script,
-    ScriptTarget,
-    one_of,
-    parsed_amount,
-    parsed_seconds,
-    require_writable,
-    target_of,
-)
+from flatout.app.cli.options import Allow, Arguments, ModuleName, Script, require_writable, target_of
 from flatout.app.cli.terminal import open_console, print_lines, print_report
-from flatout.core.errors import CaptureError
 from flatout.core.files import STANDARD_OUTPUT
 
 if TYPE_CHECKING:
-    from flatout.core.records.evidence import Evidence
     from flatout.core.records.plan import Tuned
-
-_RACE_S: Final = 6.0
-_DECISIVE: Final = 1.3
-"""Two processes of one script rarely differ by more (bench/results): a lever beyond that needs no second pair to be judged."""
-_OBJECTIVES: Final[tuple[Literal["time", "memory"], ...]] = ("time", "memory")
-_SIZES: Final = {
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
-_OBSERVED_FRACTION: Final = 0.04
-_USUAL_BUDGET_S: Final = 300.0
-"""With less than this, close looks and trials get as much less than `check` gives them, and a quarter at least."""
-_MOST_OBSERVED_S: Final = 20.0
 
 
 def tune(
@@ -105,60 +64,39 @@ def tune(
     Every lever is named, measured and proved equal; the plan runs with `flatout run --plan plan.toml SCRIPT`. Interrupted, the
     same command goes on where it was.
     """
-    from flatout.core.registry import lever_of, levers, rules
+    from flatout.app.tune_script import ScriptEnded, SearchStopped, TuneOptions, search_plan
+    from flatout.core.registry import lever_of
     from flatout.report.parts.ladder import WIDTH, ladder_blocks
-    from flatout.tune.search.script_search import SearchSettings, is_text, search_script
-    from flatout.tune.search.search_log import SearchLog
-    from flatout.tune.verify.proof_terms import ProofTerms
-    from flatout.tune.verify.quality import Metric, checked
-    from flatout.tune.verify.side_process import Request as Wanted
+    from flatout.tune.search.script_search import is_text
 
     target = target_of(script, module, arguments, example="`flatout tune train.py -- --its --arguments`")
-    file = target.file
-    root = Path.cwd() if target.is_module and not file.is_absolute() else file.resolve().parent
-    guarantee = one_of(ALLOWED_GUARANTEES, allow, name="--allow")
     require_writable(out=out, html=html, markdown=markdown, json=json)
-    aim = one_of(_OBJECTIVES, objective, name="--objective")
-    budget_s, most_bytes = parsed_seconds(budget, name="--time-budget"), _bytes(memory)
-    quality = None
-    if metric:
-        quality = checked(Metric(pattern=metric, allowed_loss=allowed_loss, is_cost=less_is_better))
-    terms = ProofTerms(guarantee=guarantee, budget_s=_RACE_S, timeout_s=timeout, decisive=_DECISIVE, metric=quality)
-    request = Wanted(target=target.name, kind=target.kind, arguments=target.arguments)
-    aims = (allow, objective, memory, metric, str(allowed_loss), str(less_is_better), str(run_steps))
+    options = TuneOptions(
+        time_budget=budget,
+        allow=allow,
+        metric=metric,
+        accuracy_loss=allowed_loss,
+        less_is_better=less_is_better,
+        objective=objective,
+        memory_limit=memory,
+        run_steps=run_steps,
+        timeout=timeout,
+    )
     console = open_console(stderr=True)
-    began_s = monotonic()
-    with _one_stop(), console.status("observing the script") as status:
+    with console.status("starting") as status:
         try:
-            evidence = _observe(target, budget_s)
-            log_path = out.with_name(
-                f".{out.stem}.{_fingerprint(evidence, root, file, target.arguments, aims)}.search-log"
-            )
-            tuned = search_script(
-                request,
-                file,
-                evidence,
-                rules(),
-                levers(),
-                SearchSettings(
-                    terms=terms,
-                    allow="quality" if metric else guarantee,
-                    budget_s=max(1.0, budget_s - (monotonic() - began_s)),
-                    log=SearchLog(log_path),
-                    objective=aim,
-                    num_steps=run_steps,
-                    most_bytes=most_bytes,
-                ),
-                on_progress=status.update,
-            )
-        except _Stopped as e:
+            search = search_plan(target, options, log_beside=out, dashes="--", on_progress=status.update)
+        except SearchStopped as e:
             console.print("interrupted; what was tried is saved, and the same command goes on from there")
             raise typer.Exit(e.exit_code) from None
+        except ScriptEnded as e:
+            sys.stderr.write(e.output)
+            raise typer.Exit(e.exit_code) from None
+    tuned = search.tuned
     takes_stdout = STANDARD_OUTPUT in (out, html, markdown, json)
     print_report(ladder_blocks(tuned), width=WIDTH, stderr=takes_stdout)
     _write(tuned, out, html=html, markdown=markdown, json=json)
-    if tuned.is_complete:
-        log_path.unlink(missing_ok=True)
+    search.forget_log()
     if tuned.plan.lever:
         commands = [target.typed(f"flatout run --plan {out}")]
         if is_text(tuned.plan.lever, {planned.id: lever_of(planned.id) for planned in tuned.plan.lever}):
@@ -192,107 +130,6 @@ def _write(tuned: Tuned, out: Path, *, html: Path | None, markdown: Path | None,
         (json, lambda: to_json(tuned)),
     )
     write_all_files((path, content) for path, content in wanted if path is not None)
-
-
-def _observe(target: ScriptTarget, budget_s: float) -> Evidence:
-    """What a run of the script shows, in a process of its own, which ends when enough was observed."""
-    from flatout.core.records.evidence import Evidence as EvidenceRecord
-    from flatout.core.records.record import from_json
-    from flatout.core.runtime.script import INTERRUPTED
-
-    with tempfile.TemporaryDirectory(prefix="flatout-") as name:
-        folder = Path(name)
-        path = folder / "evidence.json"
-        observation = observation_of(
-            target,
-            observe_s=min(_MOST_OBSERVED_S, _OBSERVED_FRACTION * budget_s),
-            stop=True,
-            effort=min(1.0, max(0.25, budget_s / _USUAL_BUDGET_S)),
-            is_for_search=True,
-        )
-        command = write_request(observation, folder / "request.json", evidence_path=path)
-        with open(folder / "output", "wb") as output:
-            process = ObservedProcess(ObservedCommand(command, is_complete=path.exists, stop=True, output=output))
-            ended = process.wait()
-            if ended.signal or ended.code == INTERRUPTED:
-                raise _Stopped(ended.signal or signal.SIGINT)
-            process.end_rest()
-        if not path.exists():
-            words = (folder / "output").read_text(errors="replace").strip().splitlines()[-3:]
-            raise CaptureError(f"'{target.name}' could not be observed: {' | '.join(words) or 'it printed nothing'}")
-        evidence = from_json(path.read_bytes(), EvidenceRecord)
-        if not evidence.steps.num_timed and evidence.exit_code:
-            sys.stderr.write((folder / "output").read_text(errors="replace"))
-            raise typer.Exit(evidence.exit_code)
-    if not evidence.steps.num_timed:
-        raise CaptureError(
-            f"'{target.name}' took no step of training or inference that could be timed; "
-            "`flatout check` shows what was seen of it"
-        )
-    return evidence
-
-
-class _Stopped(KeyboardInterrupt):
-    """A signal that ends the search."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.exit_code = 128 + number  # as a shell has it
-
-
-@contextmanager
-def _one_stop() -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGHUP ends the search in order; later ones change nothing until this process has ended.
-
-    SIGTERM and SIGHUP stay ignored where they are, as under nohup.
-    """
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if before[number] == signal.SIG_IGN:
-            del before[number]
-
-    def stopped(number: int, frame: FrameType | None) -> None:
-        for one in before:
-            signal.signal(one, signal.SIG_IGN)
-        raise _Stopped(number)
-
-    for number in before:
-        signal.signal(number, stopped)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is stopped:
-                signal.signal(number, handler)
-
-
-def _fingerprint(
-    evidence: Evidence, root: Path, script: Path, arguments: tuple[str, ...], wanted: tuple[str, ...]
-) -> str:
-    """Changes with what a trial depends on: the text of the script and of those of its files that steps ran through, its
-    arguments, the device and torch, and what a plan is for."""
-    import hashlib
-
-    workload = evidence.workload
-    files = {Path(s.file).resolve() for s in evidence.sources} | {script.resolve()}
-    found = hashlib.sha256(repr((arguments, wanted, workload.device, workload.torch)).encode())
-    for path in sorted(files):
-        if path.is_relative_to(root) and path.is_file():
-            found.update(path.read_bytes())
-    return found.hexdigest()[:12]
-
-
-def _bytes(text: str) -> int:
-    """Bytes of a size such as '20GiB'; 0 for an empty text.
-
-    >>> _bytes("20GiB") == 20 * 2**30
-    True
-    """
-    if not text:
-        return 0
-    return int(
-        parsed_amount(text, _SIZES, complaint=f"--memory-limit {text} is no size above 0; write 20GiB, 800MiB or 20GB")
-    )
 
 
 COMMAND = Command(

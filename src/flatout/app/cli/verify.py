@@ -9,18 +9,8 @@ from typing import Annotated
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import (
-    ALLOWED_GUARANTEES,
-    Allow,
-    ModuleName,
-    ReportJunit,
-    one_of,
-    require_file,
-    require_writable,
-    target_of,
-)
+from flatout.app.cli.options import Allow, ModuleName, ReportJunit, require_writable, target_of
 from flatout.app.cli.terminal import open_console, print_report
-from flatout.core.errors import UsageError
 
 
 def verify(
@@ -58,45 +48,17 @@ def verify(
 
     Exits with 0 when AFTER is proved equal and faster, with 1 when it is different or slower, with 2 when that cannot be told.
     """
-    import msgspec
-
-    from flatout.app.plans import environment_of, precision_of_plan, read_plan
+    from flatout.app.verify_script import VerifyOptions, prove_target
     from flatout.core.files import STANDARD_OUTPUT, write_all_files
     from flatout.core.records.record import to_json
     from flatout.report.junit import junit_report
     from flatout.report.parts.verdict import verdict_blocks, verdict_cases
-    from flatout.tune.verify.proof import prove_script
-    from flatout.tune.verify.proof_terms import ProofTerms
-    from flatout.tune.verify.side_process import Request
 
-    _check_options(at, steps=steps, seconds=seconds, timeout=timeout)
-    terms = ProofTerms(
-        guarantee=one_of(ALLOWED_GUARANTEES, allow, name="--allow"),
-        num_steps=steps,
-        budget_s=seconds,
-        timeout_s=timeout,
-        seed=seed,
-        at=at,
-        is_timed=not no_speed,
-        is_compared=not no_equality,
-    )
     require_writable(json=json, junit=junit)
-    status = open_console(stderr=True)
-    require_file(before, what="two scripts that you would give to python, or a plan and a script")
     target = target_of(after, module, arguments, example="`flatout verify before.py after.py`")
-    require_file(target.file, what="two scripts that you would give to python, or a plan and a script")
-    script = Request(target=target.name, kind=target.kind, arguments=target.arguments)
-    if before.suffix == ".toml":
-        plan = read_plan(before)
-        terms = msgspec.structs.replace(terms, at=at or precision_of_plan(plan))
-        changed = msgspec.structs.replace(script, plan=str(before.absolute()), environment=environment_of(plan))
-        requests = [script, changed]
-    elif target.is_module:
-        raise UsageError(f"-m {target.name} goes with a plan: `flatout verify plan.toml -m {target.name}`")
-    else:
-        requests = [msgspec.structs.replace(script, target=str(before)), script]
-    with status.status("starting") as line:
-        verdict = prove_script(requests[0], requests[1], terms, on_progress=line.update)
+    options = VerifyOptions(allow, at, steps, seconds, timeout, seed, no_speed, no_equality)
+    with open_console(stderr=True).status("starting") as line:
+        verdict = prove_target(before, target, options, dashes="--", on_progress=line.update)
     print_report(verdict_blocks(verdict), stderr=STANDARD_OUTPUT in (json, junit))
     wanted = (
         (json, lambda: to_json(verdict)),
@@ -105,16 +67,6 @@ def verify(
     write_all_files((path, content) for path, content in wanted if path is not None)
     sys.stdout.flush()
     raise typer.Exit(verdict.exit_code)
-
-
-def _check_options(at: str, *, steps: int, seconds: float, timeout: float) -> None:
-    from flatout.core.records.verdict import PRECISIONS
-
-    one_of(("", *PRECISIONS), at, name="--at")
-    if steps < 1:
-        raise UsageError(f"--steps {steps} must be at least 1")
-    if seconds <= 0 or timeout <= 0:
-        raise UsageError(f"--seconds {seconds:g} and --timeout {timeout:g} must be above 0")
 
 
 COMMAND = Command(

@@ -31,8 +31,11 @@ def document_page(blocks: Iterable[Block], *, command: str = "") -> bytes:
                 sections.append(Section(block.title, [block]))
             case _:
                 sections[-1].blocks.append(block)
-    return rendered_page("document", filters={"kind": _kind}, headline=title.text, sections=sections, command=command)
+    return rendered_page(
+        "document", filters={"kind": kind_of_block}, headline=title.text, sections=sections, command=command
+    )
 
 
-def _kind(block: object) -> str:
+def kind_of_block(block: object) -> str:
+    """The name of a block's or a cell's type, which templates draw by."""
     return type(block).__name__

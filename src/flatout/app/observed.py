@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from flatout.app.cli.progress import StatusLine
+    from flatout.app.progress import StatusLine
 
 _POLL_S: Final = 0.2
 _PATIENCE_S: Final = 5.0
@@ -73,7 +74,7 @@ class ObservedProcess:
         With `stop` an observed process ends itself when it is alone; one that does not, and ranks, are ended from here. The
         first Ctrl-C is the script's, to do with what it likes; after a second one, SIGTERM or SIGHUP it writes what there is.
         """
-        from flatout.app.cli.progress import StatusLine
+        from flatout.app.progress import StatusLine
         from flatout.core.runtime.process_tree import adopting_orphans
 
         request = self._request
@@ -159,8 +160,14 @@ class ObservedProcess:
 
 @contextmanager
 def _receiving() -> Iterator[list[int]]:
-    """The signals that this process gets meanwhile, in their order; none of them ends it. An ignored one (nohup) stays so."""
+    """The signals that this process gets meanwhile, in their order; none of them ends it. An ignored one (nohup) stays so.
+
+    Outside the main thread, which gets them, nothing is watched.
+    """
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)

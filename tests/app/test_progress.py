@@ -17,7 +17,7 @@ from typing import TextIO
 import pytest
 from tests.terminal import Terminal
 
-from flatout.app.cli.progress import StatusLine, progress_text
+from flatout.app.progress import StatusLine, progress_text
 from flatout.core.records.progress import Doing, Progress
 from flatout.core.records.record import to_json
 
@@ -81,7 +81,7 @@ def test_the_words_of_the_line(doing: Doing, num_steps: int, left_s: float | Non
 def test_the_script_writes_above_the_line_and_nothing_of_it_is_lost(
     terminal: tuple[int, TextIO], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flatout.app.cli.progress._EVERY_S", 0.0)
+    monkeypatch.setattr("flatout.app.progress._EVERY_S", 0.0)
     ours, theirs = terminal
     path = tmp_path / "progress.json"
     screen = Terminal(ROWS, COLUMNS)
