@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from flatout.app.cell_magic import load_ipython_extension as load_ipython_extension
     from flatout.app.plans import apply as apply
     from flatout.app.session import check as check
     from flatout.app.shrink_model import shrink as shrink
@@ -107,6 +108,7 @@ _HOMES = {
     "layer_norm": "flatout.blocks.kernels.norm.call:layer_norm",
     "layout_from_environment": "flatout.blocks.parallel.world:layout_from_environment",
     "linear_cross_entropy": "flatout.blocks.kernels.linear_cross_entropy.call:linear_cross_entropy",
+    "load_ipython_extension": "flatout.app.cell_magic:load_ipython_extension",
     "load_shrunk": "flatout.shrink.compose.saved_model:load_shrunk",
     "lora": "flatout.shrink.adapt.api:lora",
     "masks": "flatout.blocks.kernels.attention:masks",

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from flatout.app.targets import ScriptTarget
 from flatout.core.runtime.cache_folder import default_cache_folder
 
 if TYPE_CHECKING:
     from flatout.app.session import Observation
+    from flatout.core.records.hardware import Machine
+
+_UNDISTURBED: Final = 0.9
+"""The share of the processor that a measurement had, from which on it is not repeated."""
 
 
 def observation_of(
@@ -50,3 +54,17 @@ def write_request(observation: Observation, request: Path, *, evidence_path: Pat
     full = msgspec.structs.replace(observation, evidence_path=str(evidence_path), world_size=world_size)
     write_whole_file(request, to_json(full))
     return [sys.executable, "-m", "flatout.app.cli.children.observe", str(request)]
+
+
+def measured_machine(folder: Path) -> Machine:
+    """The machine as it was measured before and saved in `folder`, or is measured in two seconds now.
+
+    One that was measured while others used the cores is measured again.
+    """
+    from flatout.machine.measure import cache, probe
+
+    machine = cache.read_or_measure(folder, probe.identify(), probe.quick_probe).machine
+    if machine.processor_share is not None and machine.processor_share < _UNDISTURBED:
+        machine = probe.quick_probe()
+        cache.write_machine(folder, machine)
+    return machine

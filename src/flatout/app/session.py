@@ -12,6 +12,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+import msgspec
+
 from flatout.app.results import ReportedResult
 from flatout.check.compare import ComparedRun, comparison_of
 from flatout.check.diagnosis import diagnose
@@ -127,7 +129,7 @@ def check(
         cwd=os.getcwd(),
         schedule=Schedule(observe_s=observe_s),
         machine=machine,
-        propose=_propose,
+        propose=propose_trials,
     )
     capture.start()
     error: BaseException | None = None
@@ -202,8 +204,11 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
 
     path, is_alone = Path(observation.evidence_path), observation.world_size == 1
 
+    def written(evidence: Evidence) -> bytes:
+        return to_json(msgspec.structs.replace(evidence, notes=(*script.notes, *evidence.notes)))
+
     def write(evidence: Evidence) -> None:
-        write_whole_file(path, to_json(evidence))
+        write_whole_file(path, written(evidence))
 
     def publish(evidence: Evidence) -> None:
         write(evidence)
@@ -217,12 +222,12 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
         cwd=os.getcwd(),
         schedule=_schedule_of(observation) if is_alone else _schedule_of_rank(observation),
         machine=machine,
-        propose=_propose_before_search if observation.is_for_search else _propose,
+        propose=_propose_before_search if observation.is_for_search else propose_trials,
         user_root=script.root,
         publish=publish,
         progress=ProgressFile(Path(observation.progress_path)) if observation.progress_path else None,
         place=None if is_alone else Place(observation.rank, observation.world_size),
-        draft=lambda evidence: write_whole_file(draft_path(path), to_json(evidence)),
+        draft=lambda evidence: write_whole_file(draft_path(path), written(evidence)),
     )
 
     def write_now(number: int) -> None:
@@ -350,14 +355,15 @@ def _schedule_of_rank(observation: Observation) -> Schedule:
     )
 
 
-def _propose(evidence: Evidence) -> tuple[Trial, ...]:
+def propose_trials(evidence: Evidence) -> tuple[Trial, ...]:
+    """What the installed rules want tried on what was observed."""
     return proposed_trials(evidence, rules())
 
 
 def _propose_before_search(evidence: Evidence) -> tuple[Trial, ...]:
     """Trials of a script that a search follows: on a device one that compiles takes as long as a comparison would."""
     is_device = evidence.workload.device != "cpu"
-    return tuple(t for t in _propose(evidence) if not (is_device and isinstance(t, TimeCompiled)))
+    return tuple(t for t in propose_trials(evidence) if not (is_device and isinstance(t, TimeCompiled)))
 
 
 def shrink_named(

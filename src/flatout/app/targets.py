@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from flatout.core.errors import UsageError
-
-_NOTEBOOK: Final = ".ipynb"
+from flatout.core.runtime.notebook import SUFFIX
 
 
 class ScriptTarget(NamedTuple):
@@ -31,17 +30,21 @@ class ScriptTarget(NamedTuple):
         """
         if not self.is_module:
             require_file(Path(self.name), what="the script that you would give to python")
-            if self.name.endswith(_NOTEBOOK):
-                script = shlex.quote(f"{self.name.removesuffix(_NOTEBOOK)}.py")
-                raise UsageError(
-                    f"'{self.name}' is a notebook, which `flatout check` alone runs; save its code as a script "
-                    f"(`jupyter nbconvert --to script`), and give {script}"
-                )
+            self.refuse_notebook()
             return Path(self.name)
         from flatout.core.runtime.script import module_file
 
         file, here = module_file(self.name), Path.cwd()
         return file.relative_to(here) if file.is_relative_to(here) else file
+
+    def refuse_notebook(self) -> None:
+        """Raises UsageError where the script is a notebook, whose text no lever could change."""
+        if not self.is_module and self.name.endswith(SUFFIX):
+            script = shlex.quote(f"{self.name.removesuffix(SUFFIX)}.py")
+            raise UsageError(
+                f"'{self.name}' is a notebook, which `flatout check` alone runs; save its code as a script "
+                f"(`jupyter nbconvert --to script`), and give {script}"
+            )
 
     def typed(self, command: str) -> str:
         """The command line of a verb for this target: `flatout run --plan plan.toml train.py -- --epochs 3`."""

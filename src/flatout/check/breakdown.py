@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from flatout.core.records.evidence import Evidence, LineTime, Operator
 from flatout.core.records.finding import PartKind, PartLine, PartOfStep
-from flatout.core.records.workload import Source
+from flatout.core.records.workload import Source, short_place
 from flatout.machine.cost.families import OTHER_FAMILY, family_of
 
 WHOLE_PHASES: Final = {
@@ -546,4 +546,4 @@ def _part_lines(evidence: Evidence, seconds: dict[_Line, float]) -> tuple[PartLi
 
 
 def _line_name(file: str, line: int) -> str:
-    return f"Python at {file.replace(chr(92), '/').rpartition('/')[2]}:{line}"
+    return f"Python at {short_place(file, line)}"

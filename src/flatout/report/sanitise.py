@@ -14,7 +14,7 @@ from rich.style import Style
 from rich.syntax import Syntax
 from rich.text import Text
 
-from flatout.core.records.workload import PACKAGE_FOLDERS, Source
+from flatout.core.records.workload import CELL, PACKAGE_FOLDERS, Source, short_place
 
 _ESCAPES: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
 _LONGEST: Final = 2000
@@ -58,10 +58,13 @@ def _visible(text: str, *hidden: str) -> str:
 def place(file: str, line: int, *, cwd: str) -> str:
     """'file:line', the file relative to `cwd` when it lies inside, or to the folder of installed packages.
 
-    '' when there is no line to name.
+    A notebook's cell by its name alone: 'cell 3, line 5'. '' when there is no line to name.
     """
     if not file:
         return ""
+    name = file.replace("\\", "/").rpartition("/")[2]
+    if CELL.fullmatch(name):
+        return short_place(file, line) if line > 0 else name
     for separator in ("/", "\\"):
         inside = cwd.rstrip(separator) + separator
         if cwd and file.startswith(inside):

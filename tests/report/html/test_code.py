@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import re
 from pathlib import Path
@@ -121,3 +122,13 @@ def test_code_for_the_same_target_becomes_a_diff(finding: RankedFinding) -> None
 )
 def test_other_edits_are_prose_and_code(finding: RankedFinding, text: str, new: str, shown: list[str]) -> None:
     assert [kind for kind, _ in kinds(finding, text, new)] == shown
+
+
+def test_the_lines_around_a_finding_in_a_notebook_are_those_of_its_cell(tmp_path: Path, finding: RankedFinding) -> None:
+    cells = [{"cell_type": "code", "source": "import torch"}, {"cell_type": "code", "source": SCRIPT}]
+    (tmp_path / "train.ipynb").write_text(json.dumps({"nbformat": 4, "metadata": {}, "cells": cells}))
+
+    lines = excerpt(at(finding, tmp_path / "train.ipynb" / "cell 2", text="weights = scores.softmax(-1)  # <here>"))
+
+    assert [(line.number, line.role) for line in lines if line.role] == [(6, "here")]
+    assert "def forward(self, x):" in " ".join(plain(line.code) for line in lines)

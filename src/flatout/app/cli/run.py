@@ -59,6 +59,7 @@ def run(
     wanted = target_of(
         target, module, arguments, example="`flatout run --plan plan.toml train.py -- --its --arguments`"
     )
+    wanted.refuse_notebook()
     words = [wanted.kind, wanted.name, *wanted.arguments]
     if check_after and layout is not None:
         raise UsageError("--check-after compares a run with a plan; it does not go with --layout")

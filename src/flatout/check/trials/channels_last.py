@@ -12,7 +12,7 @@ from flatout.check.observe.calls import Captured, RootModule
 from flatout.check.trials.context import Refused, Scene
 from flatout.check.trials.module_call import call_of, copied_module
 from flatout.core.records.evidence import Operator
-from flatout.core.records.workload import Source
+from flatout.core.records.workload import Source, short_place
 from flatout.core.tensors.nests import map_tensors, tensors_in
 
 _CALL: Final = ".view("
@@ -44,7 +44,7 @@ def refuse_where_images_break(
     for operator, source in _views(root.name, scene):
         for image in images:
             if tuple(image.shape) == operator.inputs[0].shape and not _can_view(image, operator.outputs[0].shape):
-                place = source.via[-1].place if source.via else f"{source.file.rpartition('/')[2]}:{source.line}"
+                place = source.via[-1].place if source.via else short_place(source.file, source.line)
                 raise Refused(f".view raises on images in channels_last at {place}; .reshape there would take them")
     outputs = {tuple(t.shape): t.detach() for t in tensors_in(results) if t.dim() == 4}
     for other in scene.roots:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from flatout.check.observe.calls import Captured, RootModule
 from flatout.check.trials.context import Refused
+from flatout.core.records.workload import short_place
+from flatout.core.runtime.live_cells import file_of_cell
 from flatout.core.tensors.nests import tensors_in
 
 _NOT_THEIRS: Final = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
@@ -105,7 +107,10 @@ def raising_line(error: BaseException) -> str:
     """The innermost line outside torch and this project that raised, 'model.py:12 x.view(n, -1)'; '' where there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not f.filename.startswith(_NOT_THEIRS) and not f.filename.startswith("<")]
-    return f"{os.path.basename(theirs[-1].filename)}:{theirs[-1].lineno} {theirs[-1].line}" if theirs else ""
+    if not theirs:
+        return ""
+    last = theirs[-1]
+    return f"{short_place(file_of_cell(last.filename) or last.filename, last.lineno or 0)} {last.line}"
 
 
 def _scalar(output: Any) -> Tensor:

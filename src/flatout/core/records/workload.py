@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from flatout.core.records.record import Record
 
 PACKAGE_FOLDERS: Final = ("site-packages", "dist-packages")
 """Where installers put packages."""
+CELL: Final = re.compile(r"cell \d+")
+"""The file name of a notebook's cell: code of the third one counts as that of 'train.ipynb/cell 3'."""
+
+
+def short_place(file: str, line: int) -> str:
+    """A line by the name of its file alone, or of its cell.
+
+    >>> short_place("/home/ada/train.py", 12), short_place("/home/ada/train.ipynb/cell 3", 5)
+    ('train.py:12', 'cell 3, line 5')
+    """
+    name = file.replace("\\", "/").rpartition("/")[2]
+    return f"{name}, line {line}" if CELL.fullmatch(name) else f"{name}:{line}"
 
 
 class LibraryFrame(Record, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Final, NamedTuple
 
 from flatout.core.errors import ScriptError
+from flatout.core.runtime.notebook import SUFFIX, read_notebook
 
 _OURS = str(Path(__file__).parents[2])
 INTERRUPTED: Final = 128 + signal.SIGINT
@@ -42,6 +44,10 @@ class Script(NamedTuple):
     search_path: str
     root: str
     file: str
+    later: tuple[CodeType, ...] = ()
+    """Code that runs after `code`, of a notebook's further cells."""
+    notes: tuple[str, ...] = ()
+    """What of the file does not run, and why."""
 
     def with_code(self, code: CodeType | None) -> Script:
         """The same script with other code, if there is any."""
@@ -49,11 +55,13 @@ class Script(NamedTuple):
 
 
 def load_script(path: str, arguments: tuple[str, ...]) -> Script:
-    """A file to run like `python path arguments`.
+    """A file to run like `python path arguments`; the code cells of a notebook, one after the other.
 
     Raises ScriptError when there is no such file or it does not compile.
     """
     file = Path(path)
+    if file.suffix == SUFFIX and file.is_file():
+        return _notebook(file, (path, *arguments))
     if file.is_dir() and (file / "__main__.py").is_file():
         return _main_module((file / "__main__.py"), (path, *arguments), search_path=str(file))
     if not file.is_file():
@@ -124,7 +132,8 @@ def run_script(script: Script) -> Outcome:
     if script.search_path not in sys.path[:1]:
         sys.path.insert(0, script.search_path)
     try:
-        exec(script.code, script.module.__dict__)
+        for part in (script.code, *script.later):
+            exec(part, script.module.__dict__)
         return Outcome("finished", 0)
     except Enough:
         return Outcome("stopped", 0)
@@ -151,6 +160,48 @@ def _main_module(file: Path, argv: tuple[str, ...], *, search_path: str) -> Scri
     return Script(
         code=code, module=module, argv=argv, search_path=search_path, root=str(file.parent.resolve()), file=str(file)
     )
+
+
+def _notebook(file: Path, argv: tuple[str, ...]) -> Script:
+    """A notebook to run as a script: each cell is a file of its own, 'train.ipynb/cell 3', with the names of all."""
+    codes: list[CodeType] = []
+    cells = read_notebook(file)
+    for cell in cells:
+        name = str(file.resolve() / cell.name)
+        lines = [f"{line}\n" for line in cell.text.split("\n")]
+        linecache.cache[name] = (
+            len(cell.text),
+            None,
+            lines,
+            name,
+        )  # for tracebacks and reports; None: never read again
+        try:
+            codes.append(compile(cell.text, name, "exec", dont_inherit=True))
+        except SyntaxError as e:
+            raise ScriptError(
+                f"{cell.name} of '{file}' does not compile: {e.msg} (line {e.lineno}); mend it until all cells run"
+            ) from e
+    module = ModuleType("__main__")  # without a file, as in Jupyter: processes that it spawns would run that
+    module.__dict__.update(
+        {"__builtins__": __builtins__, "__loader__": None, "__package__": None, "display": _print_values}
+    )
+    folder = str(file.parent.resolve())
+    return Script(
+        code=codes[0],
+        module=module,
+        argv=argv,
+        search_path=folder,
+        root=folder,
+        file=str(file),
+        later=tuple(codes[1:]),
+        notes=tuple(note for cell in cells for note in cell.left_out),
+    )
+
+
+def _print_values(*values: object, **options: object) -> None:
+    """Print what a notebook would draw: IPython's `display` for a script."""
+    for value in values:
+        sys.stdout.write(f"{value}\n")
 
 
 def _in_a_line(error: BaseException) -> str:

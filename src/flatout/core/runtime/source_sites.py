@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from flatout.core.records.workload import PACKAGE_FOLDERS, LibraryFrame, Source
+from flatout.core.runtime.live_cells import file_of_cell
 
 _STDLIB: Final = tuple({os.path.realpath(sysconfig.get_paths()[k]) for k in ("stdlib", "platstdlib")})
 _TORCH: Final = str(Path(torch.__file__).parent)
@@ -163,7 +164,7 @@ class Sites:
     def _add(
         self, file: str, line: int, function: str, via: tuple[LibraryFrame, ...], *, library: str | None = None
     ) -> int:
-        file = os.path.abspath(file)
+        file = file_of_cell(file) or os.path.abspath(file)
         if library is None:
             library = via[-1].place if via else ""
         key = (file, line, library)
@@ -185,6 +186,8 @@ class Sites:
         return kind
 
     def _kind(self, filename: str) -> int:
+        if file_of_cell(filename):
+            return _USER
         if filename.startswith("<") or _GENERATED in filename:
             return _INSIDE
         path = os.path.realpath(filename)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import linecache
 import stat
 import tokenize
 import warnings
@@ -13,6 +14,8 @@ from typing import Final, Literal, NamedTuple
 from markupsafe import Markup
 
 from flatout.core.records.finding import RankedFinding
+from flatout.core.records.workload import CELL
+from flatout.core.runtime.notebook import lines_of_cell
 from flatout.report.places import innermost_text
 from flatout.report.sanitise import inert_code
 
@@ -150,7 +153,9 @@ def _is_code(text: str) -> bool:
 
 
 def _lines_of(file: str) -> tuple[str, ...]:
-    """The lines of a source file; none when it is no regular file of a reasonable size, or cannot be read."""
+    """The lines of a source file or of a cell; none when it is no file of a reasonable size, or cannot be read."""
+    if CELL.fullmatch(Path(file).name):
+        return tuple(line.rstrip("\n") for line in linecache.getlines(file)) or lines_of_cell(file)
     try:
         path = Path(file)
         found = path.stat()

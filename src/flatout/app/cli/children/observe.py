@@ -5,12 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from flatout.core.records.hardware import Machine
-
-_UNDISTURBED: Final = 0.9
 
 
 def main() -> int:
@@ -18,6 +12,7 @@ def main() -> int:
     from flatout.app.cli.check import REFUSED
     from flatout.app.cli.children import load_target
     from flatout.app.cli.ranks import as_rank
+    from flatout.app.observation import measured_machine
     from flatout.app.session import Observation, observe_script
     from flatout.core.errors import FlatoutError
     from flatout.core.records.record import from_json
@@ -28,22 +23,11 @@ def main() -> int:
         observation = as_rank(observation, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     try:
         script = load_target(observation.kind, observation.target, observation.arguments)
-        machine = _machine(Path(observation.machine_path)) if observation.rank == 0 else None
+        machine = measured_machine(Path(observation.machine_path)) if observation.rank == 0 else None
     except FlatoutError as e:
         print_to_stderr(f"flatout: {e}")
         return REFUSED
     return observe_script(observation, script, machine)
-
-
-def _machine(folder: Path) -> Machine:
-    """The measured machine: kept, or measured in two seconds now. One measured while others used the cores is measured again."""
-    from flatout.machine.measure import cache, probe
-
-    machine = cache.read_or_measure(folder, probe.identify(), probe.quick_probe).machine
-    if machine.processor_share is not None and machine.processor_share < _UNDISTURBED:
-        machine = probe.quick_probe()
-        cache.write_machine(folder, machine)
-    return machine
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence, Operator
 from flatout.core.records.finding import Finding, Note
 from flatout.core.records.trial import TimeModel
+from flatout.core.records.workload import short_place
 from flatout.machine.cost.accounting import facts_named, milliseconds, model_trial, remaining_fraction, result_of
 from flatout.machine.cost.matrix_units import (
     autocast_dtype,
@@ -187,7 +188,7 @@ def _to_leave_out(evidence: Evidence) -> str:
         if where is None or not is_own or operator.op not in _COMPARISONS or not _is_large_float(operator):
             continue
         if _comes_from_product(evidence, trace.producers[call], _NEAR):
-            place = f"{where.file.rpartition('/')[2]}:{where.line}"
+            place = short_place(where.file, where.line)
             return f"; numbers that {place} compares or sorts are computed outside it: 8 bits decide otherwise"
     return ""
 

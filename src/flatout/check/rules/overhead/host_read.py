@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence, HostRead
 from flatout.core.records.finding import Finding, Note
+from flatout.core.records.workload import short_place
 from flatout.machine.cost.accounting import group_by, idle_seconds
 
 _MOST_NAMED = 5
@@ -49,7 +50,7 @@ def note(evidence: Evidence) -> Iterator[Note]:
     by_line = _by_line(evidence.host_reads)
     elsewhere = [s for s, reads in by_line.items() if not any(r.on_device for r in reads)]
     if len(elsewhere) > 1:
-        lines = ", ".join(f"{s.file.rpartition('/')[2]}:{s.line}" for s in evidence.sources_of(elsewhere[:_MOST_NAMED]))
+        lines = ", ".join(short_place(s.file, s.line) for s in evidence.sources_of(elsewhere[:_MOST_NAMED]))
         more = f" and {len(elsewhere) - _MOST_NAMED} more" if len(elsewhere) > _MOST_NAMED else ""
         times = _times(sum(r.calls for s in elsewhere for r in by_line[s]))
         what = f"{len(elsewhere)} lines read values on the host, {times} a step ({lines}{more})"

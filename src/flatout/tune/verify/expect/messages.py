@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+from flatout.core.records.workload import CELL, short_place
 from flatout.core.runtime.source_sites import Sites
 
 _MOST_ROWS: Final = 12
@@ -34,7 +35,9 @@ def source_place(sites: Sites, site: int) -> str:
     source = sites.table()[site]
     text = source.text or linecache.getline(source.file, source.line).strip()
     text = text if len(text) <= _MOST_TEXT else text[: _MOST_TEXT - 3] + "..."
-    return f"{short_path(source.file)}:{source.line}: {text}" if text else f"{short_path(source.file)}:{source.line}"
+    is_cell = CELL.fullmatch(os.path.basename(source.file))
+    where = short_place(source.file, source.line) if is_cell else f"{short_path(source.file)}:{source.line}"
+    return f"{where}: {text}" if text else where
 
 
 def short_path(file: str) -> str:
