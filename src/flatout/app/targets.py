@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from flatout.core.errors import UsageError
-from flatout.core.runtime.notebook import SUFFIX
+
+_NOTEBOOK: Final = ".ipynb"
+"""The suffix of notebooks, as in core/runtime/notebook.py, which is not imported: `flatout run` is to start fast."""
 
 
 class ScriptTarget(NamedTuple):
@@ -39,8 +41,8 @@ class ScriptTarget(NamedTuple):
 
     def refuse_notebook(self) -> None:
         """Raises UsageError where the script is a notebook, whose text no lever could change."""
-        if not self.is_module and self.name.endswith(SUFFIX):
-            script = shlex.quote(f"{self.name.removesuffix(SUFFIX)}.py")
+        if not self.is_module and self.name.endswith(_NOTEBOOK):
+            script = shlex.quote(f"{self.name.removesuffix(_NOTEBOOK)}.py")
             raise UsageError(
                 f"'{self.name}' is a notebook, which `flatout check` alone runs; save its code as a script "
                 f"(`jupyter nbconvert --to script`), and give {script}"

@@ -46,8 +46,6 @@ def test_a_notebook_is_checked_and_its_cells_are_named(check: Check, tmp_path: P
     assert (f"{tmp_path}/train.ipynb/cell 2", 10, "optimizer.step()") in sources
     page = Page((tmp_path / "r.html").read_bytes()).text
     assert "cell 2, line 6" in page
-    assert ran.report["findings"], "a loop of tiny operators is found"
-    assert "foriinrange(40):" in page.replace(" ", ""), "the lines around it are shown"
 
 
 def test_a_notebook_that_fails_names_the_cell(check: Check, tmp_path: Path) -> None:
