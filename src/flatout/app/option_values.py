@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from flatout.app.outputs import why_not_writable
 from flatout.core.errors import UsageError
-from flatout.core.files import STANDARD_OUTPUT, is_stream
 
 if TYPE_CHECKING:
     from flatout.core.records.verdict import Guarantee
@@ -70,21 +70,5 @@ def parsed_bytes(text: str, *, name: str) -> int:
 
 def require_writable_file(path: Path, *, name: str) -> None:
     """Raises UsageError when a file cannot be written in the end: its folder is missing or not ours; `name` is the option's."""
-    if because := _why_not_writable(path, Path(os.path.realpath(path))):
+    if because := why_not_writable(path, Path(os.path.realpath(path))):
         raise UsageError(f"{name} {path}: {because}")
-
-
-def _why_not_writable(path: Path, target: Path) -> str:
-    """Why nothing can be written to a path that leads to this target; '' where it can."""
-    if path == STANDARD_OUTPUT:
-        return ""
-    if is_stream(path):
-        return "" if os.access(path, os.W_OK) else "it may not be written to; give another path"
-    folder = target.parent
-    if not folder.is_dir():
-        return f"there is no folder '{folder}'; give a path in one that exists"
-    if target.is_dir():
-        return "it is a folder; give the path of a file in it"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"the folder '{folder}' may not be written to; give a path in another one"
-    return ""

@@ -17,7 +17,6 @@ from flatout.app.cli.options import (
     Arguments,
     EvidenceJson,
     ModuleName,
-    Outputs,
     ReportHtml,
     ReportMarkdown,
     Script,
@@ -40,6 +39,7 @@ from flatout.app.cli.ranks import (
 from flatout.app.cli.terminal import open_console, print_report
 from flatout.app.observation import observation_of, write_request
 from flatout.app.observed import Ended, ObservedCommand, ObservedProcess
+from flatout.app.outputs import Outputs
 from flatout.core.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
@@ -12,10 +12,6 @@ from flatout.app.option_values import require_writable_file
 from flatout.app.targets import ScriptTarget
 from flatout.core.errors import UsageError
 from flatout.core.files import STANDARD_OUTPUT, is_stream
-
-if TYPE_CHECKING:
-    from flatout.core.records.evidence import Evidence
-    from flatout.core.records.finding import Diagnosis
 
 Script = Annotated[str | None, typer.Argument(metavar="SCRIPT", help="The script, as you would give it to python.")]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")]
@@ -84,48 +80,3 @@ def require_folder_to_write(name: str, path: Path) -> None:
         raise UsageError(
             f"{name} {path}: there is no folder '{path.absolute().parent}'; give a path in one that exists"
         )
-
-
-class Outputs(NamedTuple):
-    """What to write where; None leaves it out, `-` is standard output."""
-
-    json: Path | None = None
-    html: Path | None = None
-    markdown: Path | None = None
-    trace: Path | None = None
-
-    @property
-    def take_stdout(self) -> bool:
-        """Whether a file goes to standard output, so that all else has to go to standard error."""
-        return STANDARD_OUTPUT in self
-
-    def write(self, evidence: Evidence, diagnosis: Diagnosis) -> None:
-        """Write every file that was asked for, each whole or not at all.
-
-        Raises RecordError when some could not be written, after all others were.
-        """
-        from flatout.core.files import write_all_files
-
-        def json() -> bytes:
-            from flatout.report.json_report import json_report
-
-            return json_report(evidence, diagnosis)
-
-        def html() -> bytes:
-            from flatout.report.html import html_report
-
-            return html_report(evidence, diagnosis)
-
-        def markdown() -> bytes:
-            from flatout.report.markdown import markdown_report
-            from flatout.report.parts.diagnosis import short_diagnosis_blocks
-
-            return markdown_report(short_diagnosis_blocks(evidence, diagnosis)).encode()
-
-        def trace() -> bytes:
-            from flatout.report.perfetto import chrome_trace
-
-            return chrome_trace(evidence, compress=self.trace is not None and self.trace.suffix == ".gz")
-
-        contents = zip(self, (json, html, markdown, trace), strict=True)
-        write_all_files((path, content) for path, content in contents if path is not None)

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import EvidenceJson, Outputs, ReportHtml, ReportMarkdown, StepTrace, require_writable
+from flatout.app.cli.options import EvidenceJson, ReportHtml, ReportMarkdown, StepTrace, require_writable
 from flatout.app.cli.terminal import print_report
+from flatout.app.outputs import Outputs
 
 
 def report(
