@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 import torch
+from torch.optim import Optimizer
 
 from flatout.check.observe.accelerator import uses_cuda
 from flatout.check.observe.calls import RootModule
@@ -20,8 +21,8 @@ from flatout.check.observe.collectors.loaders import LoaderWatch
 from flatout.check.observe.evidence import assemble, honest_steps
 from flatout.check.observe.evidence.accounts import OperatorTable
 from flatout.check.observe.evidence.spans import timeline_of
-from flatout.check.observe.observer import LoopObserver
-from flatout.check.observe.steps.schedule import Schedule
+from flatout.check.observe.observer import CLOSE_LOOKS, LoopObserver
+from flatout.check.observe.steps.schedule import Mode, Schedule
 from flatout.check.trials.context import Scene
 from flatout.check.trials.runner import run_trials
 from flatout.check.trials.time_limit import OutOfTime
@@ -70,7 +71,7 @@ class Capture:
         self._is_hurried = False
         self._is_trying = False
         self._results: list[TrialResult] = []
-        self._other_s = 0.0
+        self._start_s = self._other_s = 0.0
         self._step_s = 0.0
         self._last: Evidence | None = None
         self._before_trials: Evidence | None = None
@@ -86,11 +87,14 @@ class Capture:
         )
         self.observation = self.observer.observation
 
-    def start(self) -> None:
-        """Begin to observe the training steps."""
+    def start(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Begin to observe the training steps; `optimizers` are those that were constructed before, where they are known."""
+        began = perf_counter()
         if self._progress is not None:
             self._progress.write("waiting for a step")
+        self.observation.optimizing.await_steps_of(optimizers)
         self.observer.install()
+        self._start_s = perf_counter() - began
 
     @property
     def is_complete(self) -> bool:
@@ -118,6 +122,20 @@ class Capture:
         self._is_hurried = True
         if self._is_trying:
             raise OutOfTime
+
+    def added_s(self) -> float:
+        """Seconds that observing has added to the run, up to the Evidence; 0.0 before there is one.
+
+        Of steps that were watched closely, what they took beyond the median of ordinary ones counts.
+        """
+        if self._last is None:
+            return 0.0
+        cost, steps = self._last.observing, self.observation.timeline.steps
+        looks = [s for s in steps if s.mode in (m.value for m in CLOSE_LOOKS)]
+        in_looks_s = sum(s.duration_s - self._last.steps.step_s for s in looks)
+        between_s = cost.deep_s - sum(s.duration_s for s in looks if s.mode == Mode.DEEP.value)
+        light_s = cost.light_fraction * self.observation.times.light_s
+        return self._start_s + light_s + max(0.0, in_looks_s) + max(0.0, between_s) + cost.trials_s + cost.other_s
 
     def snapshot(self, *, exit: str, exit_code: int | None) -> Evidence:
         """What there is now, for a process that ends at once; nothing is tried or taken away any more."""

@@ -28,10 +28,15 @@ from flatout.core.runtime.progress import ProgressFile
 _WORTH_A_SWAP: Final = 400
 """Calls of modules in a block: each costs 0.3 us more through our function, and putting torch's back and forth takes 100 us
 (418 subclasses of nn.Module look their `__call__` up again; torch 2.13, Python 3.11)."""
-_CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP, Mode.MEMORY)
+CLOSE_LOOKS: Final = (Mode.READS, Mode.KERNELS, Mode.DEEP, Mode.MEMORY)
 
 _installed: weakref.WeakSet[LoopObserver] = weakref.WeakSet()
 """Observers that forked children must forget; asking the system for that cannot be taken back, so it is asked once."""
+
+
+def is_observed() -> bool:
+    """Whether an observer watches a loop of this process now."""
+    return any(observer.is_installed and not observer.is_complete for observer in _installed)
 
 
 def _forget_in_children(observer: LoopObserver) -> None:
@@ -78,7 +83,7 @@ class LoopObserver:
         self._is_call_on_device = False
         self._calls_in_blocks = 0.0
         """Calls of modules in unwatched steps that went through our function, by their number in watched ones."""
-        self._is_installed = False
+        self.is_installed = False
         self._looks_left: int | None = None
         """Close looks that are made once more; None while it is not known whether any are."""
 
@@ -86,7 +91,7 @@ class LoopObserver:
 
     def install(self) -> None:
         """Put all watches in place; what they cost is in `light_fraction`."""
-        self._is_installed = True
+        self.is_installed = True
         _forget_in_children(self)
         observation = self.observation
         observation.calls.install(self._patches)
@@ -101,9 +106,9 @@ class LoopObserver:
 
     def remove(self) -> None:
         """Take every watch away; what was patched is as before."""
-        if not self._is_installed:
+        if not self.is_installed:
             return
-        self._is_installed = False
+        self.is_installed = False
         observation = self.observation
         self.cut_block()
         if observation.mode is Mode.LIGHT:
@@ -217,7 +222,7 @@ class LoopObserver:
         if mode not in (Mode.LIGHT, Mode.DONE):
             for collector in observation.collectors:
                 collector.begin(mode)
-        if before in _CLOSE_LOOKS or mode in _CLOSE_LOOKS:
+        if before in CLOSE_LOOKS or mode in CLOSE_LOOKS:
             observation.times.deep_s += perf_counter() - began
             observation.timeline.restart()
             observation.resume_recording()

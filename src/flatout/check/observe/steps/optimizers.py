@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from threading import get_ident
 from time import perf_counter
@@ -103,6 +103,11 @@ class Optimizing:
     def has_optimizers(self) -> bool:
         """Whether an optimizer was constructed since `install` and is still alive."""
         return bool(self._constructed)
+
+    def await_steps_of(self, optimizers: Iterable[Optimizer]) -> None:
+        """Take in optimizers that were constructed before `install`; the lines that did it are not known."""
+        for optimizer in optimizers:
+            self._constructed[optimizer] = -1
 
     def tensors(self) -> Iterator[Tensor]:
         """The parameters that were stepped."""
