@@ -14,7 +14,7 @@ import pytest
 
 import flatout
 
-HEAVY = ("torch", "numpy", "triton", "transformers", "accelerate", "sklearn")
+HEAVY = ("torch", "numpy", "triton", "transformers", "lightning", "pytorch_lightning", "accelerate", "sklearn")
 
 
 def modules_after(code: str) -> set[str]:
@@ -46,6 +46,7 @@ def modules_after(code: str) -> set[str]:
         "flatout.check.diagnosis",
         "flatout.report",
         "flatout.app.cli",
+        "flatout.callbacks",
     ],
 )
 def test_importing_a_light_module_leaves_the_heavy_ones_out(module: str) -> None:
