@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,8 @@ from torch import nn
 
 import flatout.callbacks
 from flatout.callbacks.watched_training import WatchedTraining
+from flatout.check.capture import Capture
+from flatout.check.observe.observer import LoopObserver
 from flatout.core.errors import UsageError
 from flatout.core.records.distributed import Place
 
@@ -119,8 +123,6 @@ def test_of_two_ranks_the_first_is_watched_and_the_weights_stay_the_same(run_scr
     )
 
     assert done.returncode == 0, done.stderr[-3000:]
-    import json
-
     (plain, own), is_reported = json.loads((tmp_path / "0.json").read_text())
     (other_plain, other), is_other_reported = json.loads((tmp_path / "1.json").read_text())
     assert own == plain
@@ -146,6 +148,53 @@ def test_a_loop_that_is_observed_already_is_left_alone(capfd: pytest.CaptureFixt
     outer.start(Place(0, 1))
     assert outer.is_watched
     outer.finish()
+
+
+def test_watching_that_cannot_begin_is_a_line_and_leaves_nothing_behind(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr("flatout.check.observe.lines.sampler.Sampler.start", fail)
+    training = watched()
+
+    training.start(Place(0, 1))
+    take_steps(2)
+    training.finish()
+
+    assert not training.is_watched
+    assert "flatout: no report: ZeroDivisionError: a mistake of ours (fail, line" in capfd.readouterr().err
+    assert nn.Module.__call__.__qualname__ == "Module._wrapped_call_impl"
+
+
+def test_nothing_of_the_watched_steps_is_held_once_the_report_is_known() -> None:
+    training = watched(observe_s=0.01)
+
+    training.start(Place(0, 1))
+    take_steps(1000)
+    gc.collect()
+    living = [thing for thing in gc.get_objects() if type(thing) in (Capture, LoopObserver)]
+
+    assert training.is_watched and training.checked is not None
+    assert not living
+    assert training.checked.evidence.steps.num_observed < 1000
+    training.finish()
+    assert not training.is_watched
+
+
+def test_a_callback_whose_training_was_abandoned_says_so_when_its_next_one_begins(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    training = watched()
+
+    for _ in range(2):
+        training.start(Place(0, 1))
+        take_steps(14)
+    training.finish()
+
+    assert capfd.readouterr().out.count("exit: another training began") == 1
+    assert training.checked is not None and training.checked.evidence.exit == "finished"
 
 
 def test_a_report_that_cannot_be_drawn_is_a_line_and_the_training_goes_on(

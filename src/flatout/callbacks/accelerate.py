@@ -11,9 +11,10 @@ from accelerate.tracking import GeneralTracker
 from torch.optim import Optimizer
 
 from flatout.app.session import Checked
-from flatout.callbacks.watched_training import WatchedTraining, line_of
+from flatout.callbacks.watched_training import WatchedTraining
 from flatout.core.records.distributed import Place
 from flatout.core.records.hardware import Machine
+from flatout.core.runtime.script import error_line
 
 
 class AccelerateReport(GeneralTracker):  # type: ignore[misc]  # accelerate ships no types
@@ -95,7 +96,7 @@ class AccelerateReport(GeneralTracker):  # type: ignore[misc]  # accelerate ship
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._end("finished" if error is None else line_of(error))
+        self._end("finished" if error is None else error_line(error))
         if self in self._accelerator.trackers:
             self._accelerator.trackers.remove(self)
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.app.session import Checked
-from flatout.callbacks.watched_training import WatchedTraining, line_of
+from flatout.callbacks.watched_training import WatchedTraining
 from flatout.core.records.distributed import Place
 from flatout.core.records.hardware import Machine
+from flatout.core.runtime.script import error_line
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -69,7 +70,7 @@ class LightningReport(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Report what there is of a training that raised."""
-        self._training.finish(line_of(exception))
+        self._training.finish(error_line(exception))
 
     def _log_figures(self, trainer: Trainer) -> None:
         if figures := self._training.take_figures():

@@ -31,6 +31,7 @@ from flatout.core.records.distributed import Place
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.hardware import Machine
 from flatout.core.registry import rules
+from flatout.core.runtime.script import error_line
 from flatout.report.parts.diagnosis import diagnosis_blocks
 from flatout.report.text import terminal_report
 
@@ -84,7 +85,10 @@ class WatchedTraining:
         self.checked: Checked | None = None
         """The report of the last training, None until it is known."""
         self._figures: dict[str, float] = {}
+        self.is_watched = False
+        """Whether a training has begun that is not over."""
         self._capture: Capture | None = None
+        """There until the report is known."""
         self._place = Place(0, 1)
         self._pid = 0
         self._began_s = self._own_s = 0.0
@@ -94,34 +98,34 @@ class WatchedTraining:
 
         Of several ranks the first is watched, the others do nothing. A training that is still watched is taken to have ended.
         """
-        self.finish()
+        for before in list(_current):
+            before.finish("another training began")
         if place.rank:
             return
-        for other in list(_current):
-            other.finish("another training began")
         if is_observed():
             print_lines(f"flatout: {self._command} is observed already; its callback does nothing", stderr=True)
             return
         self._began_s, self._own_s = perf_counter(), 0.0
         self.checked, self._figures, self._place = None, {}, place
-        self._capture = Capture(
-            command=(self._command,),
-            cwd=os.getcwd(),
-            schedule=self._schedule,
-            machine=self._machine,
-            propose=lambda evidence: proposed_trials(evidence, rules()),
-            publish=self._report,
-            place=place if place.world_size > 1 else None,
-        )
-        self._pid = os.getpid()
-        _current.append(self)
-        atexit.register(self._finish_at_exit)
-        self._capture.start(optimizers)
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether a training has begun that is not over."""
-        return self._capture is not None
+        with _printing_mistakes():
+            capture = Capture(
+                command=(self._command,),
+                cwd=os.getcwd(),
+                schedule=self._schedule,
+                machine=self._machine,
+                propose=lambda evidence: proposed_trials(evidence, rules()),
+                publish=self._publish,
+                place=place if place.world_size > 1 else None,
+            )
+            try:
+                capture.start(optimizers)
+                self._capture, self._pid, self.is_watched = capture, os.getpid(), True
+            finally:
+                if not self.is_watched:
+                    capture.abandon()
+        if self.is_watched:
+            _current.append(self)
+            atexit.register(self._finish_at_exit)
 
     def take_figures(self) -> dict[str, float]:
         """What the loggers get of a report that has become known; empty before and after that."""
@@ -133,34 +137,43 @@ class WatchedTraining:
 
         `exit` is 'finished', or the line that says why the training ended otherwise. Nothing is done where nothing is watched.
         """
-        capture, self._capture = self._capture, None
-        if capture is None:
+        if not self.is_watched:
             return
+        self.is_watched = False
         atexit.unregister(self._finish_at_exit)
         _current.remove(self)
         if os.getpid() != self._pid:  # a forked child, in which nothing is watched
             return
         with _printing_mistakes():
-            try:
-                evidence = capture.finish(exit=exit, exit_code=None)
-            finally:
-                capture.observer.remove()
-            if self.checked is None:
-                self._report(evidence)
+            if self._capture is not None:
+                self._report(self._capture.finish(exit=exit, exit_code=None))
+        self._let_capture_go()
         if self.checked is not None:
             with self._counted(), _printing_mistakes():
                 self._write(Outputs(html=self._files.html))
             run_s = perf_counter() - self._began_s
-            own_s = self._own_s + capture.added_s()
             print_lines(
-                f"flatout: watching took {units.duration(own_s)} of the {units.duration(run_s)} of this training, "
-                f"{units.percent(own_s / run_s)}"
+                f"flatout: watching took {units.duration(self._own_s)} of the {units.duration(run_s)} of this training, "
+                f"{units.percent(self._own_s / run_s)}"
             )
 
     def _finish_at_exit(self) -> None:
         """Python ends in a training that nothing reported as over: it raised, or left without its last call."""
         error = getattr(sys, "last_value", None)
-        self.finish(line_of(error) if error is not None else "the process ended in the training")
+        self.finish(error_line(error) if error is not None else "the process ended in the training")
+
+    def _publish(self, evidence: Evidence) -> None:
+        """Enough steps were watched, and the training goes on: nothing of theirs is held in memory any longer."""
+        self._report(evidence)
+        self._let_capture_go()
+
+    def _let_capture_go(self) -> None:
+        """Take all watches away, if they are not gone, and remember of the capture only what it added to the run."""
+        capture, self._capture = self._capture, None
+        if capture is not None:
+            with _printing_mistakes():
+                capture.abandon()
+            self._own_s += capture.added_s()
 
     def _report(self, evidence: Evidence) -> None:
         """Diagnose, print, and write what is read by programs; the page is drawn at the end, since that takes a second."""
@@ -196,15 +209,6 @@ class WatchedTraining:
             self._own_s += perf_counter() - began
 
 
-def line_of(error: BaseException) -> str:
-    """The first line of python's message for an exception; those of CUDA go on for many more.
-
-    >>> line_of(ValueError("no data" + chr(10) + "at all"))
-    'ValueError: no data'
-    """
-    return traceback.format_exception_only(error)[-1].splitlines()[0]
-
-
 @contextmanager
 def _printing_mistakes() -> Iterator[None]:
     """A mistake in here is ours: it is printed, and the training goes on."""
@@ -212,7 +216,7 @@ def _printing_mistakes() -> Iterator[None]:
         yield
     except Exception as e:  # noqa: BLE001  # hours of training must not be lost to a report
         where = traceback.extract_tb(e.__traceback__)[-1]
-        print_lines(f"flatout: no report: {line_of(e)} ({where.name}, line {where.lineno})", stderr=True)
+        print_lines(f"flatout: no report: {error_line(e)} ({where.name}, line {where.lineno})", stderr=True)
 
 
 def _writable(name: str, path: str | Path | None) -> Path | None:

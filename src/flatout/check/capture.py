@@ -117,6 +117,13 @@ class Capture:
             self._last = self._conclude()
         return msgspec.structs.replace(self._last, exit=exit, exit_code=exit_code)
 
+    def abandon(self) -> None:
+        """Take every watch away without Evidence of what there was; nothing is left to do where there is some already."""
+        if self._last is None:
+            self.observer.remove()
+            for collector in self.observation.collectors:
+                collector.close()
+
     def hurry(self) -> None:
         """Finish soon: no trial is begun any more, and the one that runs is given up."""
         self._is_hurried = True

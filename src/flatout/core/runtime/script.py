@@ -143,7 +143,7 @@ def run_script(script: Script) -> Outcome:
         e.__traceback__ = _without_ours(e.__traceback__)
         sys.excepthook(type(e), e, e.__traceback__)
         code = INTERRUPTED if isinstance(e, KeyboardInterrupt) else 1
-        return Outcome(_in_a_line(e), code)
+        return Outcome(error_line(e), code)
     finally:
         sys.argv, sys.path[:] = before_argv, before_path
         sys.modules["__main__"] = before_main
@@ -204,7 +204,7 @@ def _print_values(*values: object, **options: object) -> None:
         sys.stdout.write(f"{value}\n")
 
 
-def _in_a_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """The line of python's message that names the exception; messages of CUDA and others go on for many more."""
     lines = [line for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()]
     name = type(error).__name__
