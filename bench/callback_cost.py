@@ -2,8 +2,8 @@
 
     python bench/callback_cost.py [--libraries transformers lightning accelerate] [--steps 300] [--pairs 7] [--out FILE]
 
-The model is a small transformer on random tokens: a step takes hundredths to tenths of a second on two CPU cores. What is compared
-is the time from the start of the training to its end, without imports. Prints for each library the median of the paired ratios
+The model is a small transformer on random tokens: a step takes hundredths to tenths of a second on two CPU cores. Compared is
+the time from the start of the training to its end, without imports. Prints for each library the median of the paired ratios
 watched / plain with its 95 % interval, and what the callback itself says that watching took. Both trainings have to end with the
 same weights.
 """

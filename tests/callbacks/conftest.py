@@ -28,7 +28,7 @@ class Rows(Dataset):
         if i == self.raise_at:
             raise ValueError(f"row {i} is damaged")
         total = 0.0
-        for k in range(15000):  # slow item
+        for k in range(30000):  # slow item
             total += (i * k) % 7  # slow item
         return {"x": torch.randn(16) + total * 1e-6, "labels": torch.tensor([i % 3 - 1.0])}
 
@@ -49,9 +49,12 @@ def state(net):
 
 def facts(checked):
     steps = checked.evidence.steps
+    sampled = sorted(checked.evidence.lines, key=lambda line: -line.seconds)
     return {"kind": steps.kind, "num": steps.num_observed, "phases": sorted(steps.phases), "exit": checked.evidence.exit,
             "texts": [[f.rule, f.text] for f in checked.diagnosis.findings], "num_operators": len(checked.evidence.operators),
-            "trials_s": checked.evidence.observing.trials_s, "lines": [s.text for s in checked.evidence.sources]}
+            "trials_s": checked.evidence.observing.trials_s,
+            "heaviest": [checked.evidence.source_of(line.source).text for line in sampled if line.source >= 0][:1],
+            "is_noisy": steps.high_s - steps.low_s > 0.3 * steps.step_s}
 
 def tell(**values):
     print("\\n" + json.dumps(values), flush=True)
@@ -68,6 +71,14 @@ class Ran(NamedTuple):
 
 
 RunScript = Callable[..., Ran]
+
+
+def assert_slow_item_is_named(facts: dict[str, Any]) -> None:
+    """The line that took most is the slow one, and a finding names it unless the machine was so noisy that none can."""
+    [heaviest] = facts["heaviest"]
+    assert "# slow item" in heaviest
+    if not facts["is_noisy"]:
+        assert any("# slow item" in text for rule, text in facts["texts"] if rule.startswith("input.")), facts["texts"]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.callbacks.conftest import RunScript
+from tests.callbacks.conftest import RunScript, assert_slow_item_is_named
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -76,7 +76,7 @@ def test_the_training_is_the_same_to_the_last_bit_and_its_report_names_the_slow_
     assert facts["kind"] == "training"
     assert facts["num"] == pytest.approx(39, abs=1)
     assert {"data", "forward", "backward", "optimizer"} <= set(facts["phases"])
-    assert any("# slow item" in text for rule, text in facts["texts"] if rule.startswith("input."))
+    assert_slow_item_is_named(facts)
     [[step, figures]] = [row for row in values["rows"] if "flatout/step_s" in row[1]]
     assert step == 30
     assert figures["flatout/data_fraction"] > figures["flatout/optimizer_fraction"] > 0
