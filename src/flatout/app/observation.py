@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from flatout.app.targets import ScriptTarget
 from flatout.core.runtime.cache_folder import default_cache_folder
+from flatout.core.secrets import redacted_arguments
 
 if TYPE_CHECKING:
     from flatout.app.session import Observation
@@ -33,7 +34,7 @@ def observation_of(
         target=target.name,
         kind=target.kind,
         arguments=target.arguments,
-        command=("python", *(("-m",) if target.is_module else ()), target.name, *target.arguments),
+        command=redacted_arguments(("python", *(("-m",) if target.is_module else ()), target.name, *target.arguments)),
         evidence_path="",
         machine_path=str(default_cache_folder()),
         observe_s=observe_s,

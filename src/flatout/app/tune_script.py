@@ -33,6 +33,7 @@ from flatout.core.records.record import from_json, to_json
 from flatout.core.registry import levers, rules
 from flatout.core.runtime.cache_folder import create_cache_folder, default_cache_folder
 from flatout.core.runtime.script import INTERRUPTED
+from flatout.core.secrets import redacted_arguments
 from flatout.report.document import Block
 from flatout.report.parts.ladder import WIDTH, ladder_blocks
 from flatout.tune.search.script_search import SearchSettings, search_script
@@ -364,7 +365,7 @@ def _fingerprint(
     arguments, the device and torch, and what a plan is for."""
     workload = evidence.workload
     files = {Path(s.file).resolve() for s in evidence.sources} | {script.resolve()}
-    found = hashlib.sha256(repr((arguments, wanted, workload.device, workload.torch)).encode())
+    found = hashlib.sha256(repr((redacted_arguments(arguments), wanted, workload.device, workload.torch)).encode())
     for path in sorted(files):
         if path.is_relative_to(root) and path.is_file():
             found.update(path.read_bytes())

@@ -30,9 +30,10 @@ from flatout.core.records.distributed import Place
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.hardware import Machine
 from flatout.core.records.trial import TimeCompiled, Trial, TrialResult
-from flatout.core.records.workload import Workload
+from flatout.core.records.workload import Source, Workload
 from flatout.core.runtime.progress import ProgressFile
 from flatout.core.runtime.script import INTERRUPTED
+from flatout.core.secrets import redacted_text
 
 FEWEST_STEPS: Final = 12
 """A script with fewer steps may end before the deep steps are done."""
@@ -115,7 +116,7 @@ class Capture:
         self._is_hurried = self._is_hurried or is_urgent
         if self._last is None:
             self._last = self._conclude()
-        return msgspec.structs.replace(self._last, exit=exit, exit_code=exit_code)
+        return msgspec.structs.replace(self._last, exit=redacted_text(exit), exit_code=exit_code)
 
     def abandon(self) -> None:
         """Take every watch away without Evidence of what there was; nothing is left to do where there is some already."""
@@ -147,7 +148,7 @@ class Capture:
     def snapshot(self, *, exit: str, exit_code: int | None) -> Evidence:
         """What there is now, for a process that ends at once; nothing is tried or taken away any more."""
         evidence = self._last if self._last is not None else self._evidence()
-        return msgspec.structs.replace(evidence, exit=exit, exit_code=exit_code)
+        return msgspec.structs.replace(evidence, exit=redacted_text(exit), exit_code=exit_code)
 
     def _complete(self) -> None:
         """The schedule is done; the script goes on unobserved."""
@@ -252,9 +253,9 @@ class Capture:
             evidence = collector.fill(evidence)
         return msgspec.structs.replace(
             evidence,
-            sources=self.observation.sites.table(),
+            sources=tuple(_redacted(source) for source in self.observation.sites.table()),
             uses=tuple(sorted(evidence.uses, key=lambda u: -u.seconds)),
-            notes=tuple(self._notes()),
+            notes=tuple(map(redacted_text, self._notes())),
         )
 
     def _from_steps(self) -> Evidence:
@@ -295,6 +296,12 @@ class Capture:
                 trials_budget_s=self._trials_budget_s(),
             ),
         )
+
+
+def _redacted(source: Source) -> Source:
+    """A source line without the credential that may stand in it; the line itself, nearly always."""
+    text = redacted_text(source.text)
+    return source if text == source.text else msgspec.structs.replace(source, text=text)
 
 
 def _workload_of(

@@ -1,4 +1,7 @@
-"""Files written whole or not at all, wherever their path leads: links are followed, devices and pipes are written to."""
+"""Files written whole or not at all, wherever their path leads: links are followed, devices and pipes are written to.
+
+And files read that somebody else may have written: regular ones alone, and none outside of the folder that names them.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,34 @@ def write_all_files(files: Iterable[tuple[Path, Callable[[], bytes]]]) -> None:
             failures.append(f"{e}; {_rescued(path, data)}")
     if failures:
         raise RecordError("\n".join(failures))
+
+
+def read_regular_file(path: Path) -> bytes:
+    """The bytes of a file.
+
+    Raises:
+        OSError: It cannot be read, or is no regular file: a pipe would wait for ever, and a device may never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return file.read()
+
+
+def path_inside(folder: Path, name: str) -> Path:
+    """The path of a file that a record in `folder` names.
+
+    Raises:
+        OSError: The name, or a link of that name, leads out of the folder.
+    """
+    path = folder / name if "\0" not in name else folder
+    inside, parts = os.path.realpath(folder), Path(name).parts
+    if not parts or os.path.isabs(name) or ".." in parts or not Path(os.path.realpath(path)).is_relative_to(inside):
+        raise OSError(errno.EINVAL, f"the name {name[:80]!r} leads out of its folder", str(folder))
+    if path == folder:
+        raise OSError(errno.EINVAL, f"{name[:80]!r} is no name of a file", str(folder))
+    return path
 
 
 def is_stream(path: Path) -> bool:

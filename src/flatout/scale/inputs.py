@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
-from flatout.core.errors import HardwareError, PlanError
+from flatout.core.errors import HardwareError, PlanError, RecordError
 from flatout.core.records.hardware import HardwareSpec
-from flatout.core.records.record import R
+from flatout.core.records.record import R, decode_json, parse_toml
 from flatout.core.records.scale import Cluster, Host, Layout, MeasuredStep, ModelShape, Tier
 from flatout.machine.specs.catalog import all_specs, load_spec
 from flatout.scale.calibration import TimedLayout
@@ -50,10 +50,10 @@ def read_runs(path: Path) -> list[TimedLayout]:
     Raises PlanError when it cannot be read or does not fit.
     """
     try:
-        runs = msgspec.json.decode(path.read_bytes(), type=list[MeasuredStep])
+        runs = decode_json(path.read_bytes(), list[MeasuredStep])
     except OSError as e:
         raise PlanError(f"cannot read '{path}': {e.strerror or e}") from e
-    except msgspec.DecodeError as e:
+    except RecordError as e:
         raise PlanError(f"'{path}' is no list of measured steps: {e}") from e
     for run in runs:
         if run.seconds is not None and not run.seconds > 0:
@@ -73,10 +73,10 @@ def _toml(value: object) -> str:
 
 def _read(path: Path, kind: type[R], what: str) -> R:
     try:
-        raw = msgspec.toml.decode(path.read_bytes())
+        raw = parse_toml(path.read_bytes())
     except OSError as e:
         raise PlanError(f"cannot read '{path}': {e.strerror or e}") from e
-    except msgspec.DecodeError as e:
+    except RecordError as e:
         raise PlanError(f"'{path}' is no TOML: {e}") from e
     known = set(kind.__struct_fields__)
     if unknown := sorted(set(raw) - known):

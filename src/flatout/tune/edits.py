@@ -18,8 +18,8 @@ from flatout.core.files import write_whole_file
 from flatout.core.records.lever import Lever, Parameters, PlannedLever
 from flatout.core.records.plan import Plan
 from flatout.core.registry import lever_of
-from flatout.core.runtime.project_folder import project_folder
-from flatout.tune.rewrite.source import changed_places, is_editable
+from flatout.core.runtime.project_folder import is_editable, project_folder
+from flatout.tune.rewrite.source import changed_places
 
 if TYPE_CHECKING:
     from flatout.tune.verify.side_process import Request

@@ -20,7 +20,10 @@ import torch
 from torch import nn
 
 from flatout.check.observe.calls import wrapped
+from flatout.core.errors import PlanError
+from flatout.core.records.workload import PACKAGE_FOLDERS
 from flatout.core.runtime.patches import Patches
+from flatout.core.runtime.project_folder import is_editable
 
 Undo = Callable[[], object]
 ConstructorChange = Callable[[type, dict[str, Any]], None]
@@ -95,8 +98,14 @@ class ScriptHooks(CallHooks):
         self._first_calls.append(change)
 
     def at_source(self, file: str, change: Callable[[str], str]) -> None:
-        """Change the text of a file in the script's folder before it is compiled: the script (see `code_of`) or an import."""
-        self._sources.setdefault((self._root / file).resolve(), []).append(change)
+        """Change the text of a file in the script's project before it is compiled: the script (see `code_of`) or an import.
+
+        Raises PlanError for a file elsewhere, or of an installed package.
+        """
+        path = (self._root / file).resolve()
+        if not is_editable(path, self._root) or not set(PACKAGE_FOLDERS).isdisjoint(path.parts):
+            raise PlanError(f"the plan changes '{file}', which is not in the project of '{self._root}'; tune it again")
+        self._sources.setdefault(path, []).append(change)
 
     def note(self, what: str) -> None:
         """Record in `done` that a change has really been made."""

@@ -14,6 +14,7 @@ from flatout.app.cli.options import ModuleName, Script, require_writable, target
 from flatout.app.cli.terminal import open_console, print_lines
 from flatout.app.targets import ScriptTarget
 from flatout.core.errors import FlatoutError, UsageError
+from flatout.core.secrets import has_left_out
 
 if TYPE_CHECKING:
     from flatout.core.records.verdict import Guarantee, Verdict
@@ -67,6 +68,11 @@ def edit(
         raise UsageError("--write changes the files in place and --into writes copies; give one of them")
     require_writable(rest=rest)
     wanted = read_plan(plan)
+    if not target.arguments and has_left_out(wanted.arguments):
+        raise UsageError(
+            f"the plan's arguments are {shlex.join(wanted.arguments)}, without what looks like a credential; give the "
+            "script's own arguments after `--`"
+        )
     target = target._replace(arguments=target.arguments or wanted.arguments)
     root = Path(text_root(wanted, file.absolute()))
     found = edits(wanted, file, root=root)

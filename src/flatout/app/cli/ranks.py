@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -69,14 +70,15 @@ def pid_path(folder: Path, rank: int) -> Path:
 def shared_folder(environment: Mapping[str, str], rank: Rank) -> Path:
     """A folder that the ranks of one run on one host find without talking: named by what their launcher told them all.
 
-    Raises UsageError when it belongs to another user.
+    Raises UsageError when it belongs to another user, is open to others, or is a link.
     """
     parts = [environment.get(n, "") for n in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")]
     name = "-".join("".join(c for c in part if c.isalnum()) for part in parts)
     folder = Path(tempfile.gettempdir()) / f"flatout-{os.getuid()}-{name}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise UsageError(f"'{folder}' belongs to another user; set TMPDIR to a folder of your own")
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
+        raise UsageError(f"'{folder}' is not a folder of yours alone; set TMPDIR to a folder of your own")
     for stale in (evidence_path(folder, rank.rank), pid_path(folder, rank.rank)):
         stale.unlink(missing_ok=True)
         stale.with_suffix(".draft").unlink(missing_ok=True)

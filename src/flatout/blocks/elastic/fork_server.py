@@ -43,6 +43,7 @@ from flatout.blocks.elastic.messages import (
     StoreOpened,
 )
 from flatout.core.runtime.fork_server import CHECK_CUDA_BY_NVML, ForkedChildren
+from flatout.core.secrets import redacted_text
 
 _PARENT_PIPE: Final = 0
 """Standard input, which ends when the parent does."""
@@ -223,7 +224,7 @@ class ForkServer:
                 restart=child.restart,
                 rank=child.rank,
                 code=code,
-                text=text,
+                text=redacted_text(text),
                 ago_s=monotonic() - at_s,
                 is_ours=child.is_ours,
             )

@@ -22,7 +22,8 @@ from torch import Tensor
 from flatout.blocks.training import checkpoint_files as files
 from flatout.blocks.training.checkpoint_files import CheckpointIndex, Chunk, TensorEntry
 from flatout.blocks.training.checkpoint_parts import RANDOM, Scattered, SplitState, TensorPart, split_state, unite_parts
-from flatout.core.errors import CheckpointError
+from flatout.core.errors import CheckpointError, RecordError
+from flatout.core.records.record import decode_json
 from flatout.core.tensors.checksum import checksum
 
 _PAGE: Final = 4096
@@ -79,7 +80,9 @@ def parse_header(data: bytes) -> CopyHeader | None:
     if _SUM.unpack_from(data, _HEAD.size)[0] != zlib.crc32(data[: _HEAD.size]):
         return None
     _, step, rank, num_ranks, is_sharded, at, size, job, crc = _HEAD.unpack_from(data)
-    return CopyHeader(step, rank, num_ranks, bool(is_sharded), at, size, job.decode(), crc)
+    if min(step, rank, num_ranks, size) < 0 or at < _PAGE:
+        return None
+    return CopyHeader(step, rank, num_ranks, bool(is_sharded), at, size, job.decode(errors="replace"), crc)
 
 
 class MemorySlot:
@@ -182,8 +185,13 @@ class StateCopy:
         if zlib.crc32(meta) != head.meta_crc32:
             raise CheckpointError(f"the copy of step {head.step} in '{where}' is damaged")
         self.head, self.data = head, data[: head.num_bytes]
-        self.meta = msgspec.json.decode(meta, type=CopyMetadata)
-        stored = self.meta.tensors
+        try:
+            self.meta = decode_json(meta, CopyMetadata)
+            stored = self.meta.tensors
+            for one in stored.values():
+                _check_place(one, head.meta_at)
+        except (RecordError, CheckpointError) as e:
+            raise CheckpointError(f"the copy of step {head.step} in '{where}' is damaged: {e}") from e
         sums = files.parallel_map(lambda h: checksum(self._bytes(h)), list(stored.values()), num_bytes=data.numel())
         bad = next((name for (name, h), crc in zip(stored.items(), sums, strict=True) if h.crc32 != crc), None)
         if bad is not None:
@@ -192,13 +200,26 @@ class StateCopy:
     def tensor(self, name: str) -> Tensor:
         """The stored tensor itself, on the file's memory; whoever uses it copies it."""
         stored = self.meta.tensors[name]
-        dtype = getattr(torch, stored.dtype)
+        dtype = files.torch_dtype(stored.dtype)
         raw = self._bytes(stored)
         return raw.view(dtype).view(stored.shape) if raw.numel() else torch.empty(stored.shape, dtype=dtype)
 
     def _bytes(self, stored: StoredTensor) -> Tensor:
-        size = getattr(torch, stored.dtype).itemsize * math.prod(stored.shape)
+        size = files.torch_dtype(stored.dtype).itemsize * math.prod(stored.shape)
         return self.data[stored.at : stored.at + size]
+
+
+def _check_place(stored: StoredTensor, end: int) -> None:
+    """Raises CheckpointError for a tensor whose bytes are not all before `end`, or that is no part of the whole it names."""
+    files.check_shape(stored.shape)
+    files.check_shape(stored.whole)
+    size = files.torch_dtype(stored.dtype).itemsize * math.prod(stored.shape)
+    if stored.at < _PAGE or stored.at % _ALIGNED or stored.at + size > end:
+        raise CheckpointError(f"a tensor of {size} bytes at {stored.at} is outside of it")
+    if not len(stored.shape) == len(stored.offset) == len(stored.whole) or any(
+        not 0 <= a <= a + n <= m for a, n, m in zip(stored.offset, stored.shape, stored.whole, strict=True)
+    ):
+        raise CheckpointError("a part of a tensor is outside of the whole")
 
 
 def read_copy(path: Path) -> StateCopy:

@@ -101,6 +101,8 @@ def rank_context() -> RankContext | None:
 
 
 _READ: Final = 1 << 16
+_MOST_UNREAD: Final = 8 << 20
+"""No message has that many bytes: the longest is the order to start, with the environment of a rank."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,7 +264,10 @@ class NodeLink:
             self.is_open = False
 
     def received(self) -> list[Order | Event]:
-        """Wait for messages and return them. Empty when the other end is gone, or in the middle of a line."""
+        """Wait for messages and return them. Empty when the other end is gone, or in the middle of a line.
+
+        The connection is closed on an end that sends what is no message, or a line without an end.
+        """
         try:
             data = self.connection.recv(_READ)
         except OSError:
@@ -270,7 +275,14 @@ class NodeLink:
         if not data:
             self.is_open = False
         *lines, self._unread = (self._unread + data).split(b"\n")
-        return [_MESSAGES.decode(line) for line in lines]
+        try:
+            if len(self._unread) > _MOST_UNREAD:
+                raise ValueError("a line without an end")
+            return [_MESSAGES.decode(line) for line in lines]
+        except (ValueError, RecursionError):  # of msgspec: DecodeError, and UnicodeDecodeError
+            self._unread = b""
+            self.close()
+            return []
 
     def close(self) -> None:
         self.is_open = False

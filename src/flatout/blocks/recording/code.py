@@ -18,11 +18,13 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from flatout.blocks.recording.secrets import is_secret_file, is_secret_text, without_secret_values
 from flatout.core.errors import CaptureError
 from flatout.core.files import write_whole_file
 from flatout.core.records.run import Code, FileLeftOut, Surroundings
+from flatout.core.secrets import is_secret_file, is_secret_text, without_secret_values
 
+CREDENTIAL: Final = "it looks like a credential"
+"""Why a value is not stored."""
 PATCH: Final = "code/changes.patch"
 FILES: Final = "code/files"
 _SOURCES: Final = frozenset(
@@ -203,9 +205,10 @@ def surroundings_here() -> Surroundings:
 
 def allowed(environment: Mapping[str, str]) -> tuple[dict[str, str], list[FileLeftOut]]:
     """The variables that are stored, and those that would be, but look like credentials."""
-    return without_secret_values(
-        {name: environment[name] for name in sorted(environment) if _STORED.fullmatch(name)}, "$"
+    stored, secret = without_secret_values(
+        {name: environment[name] for name in sorted(environment) if _STORED.fullmatch(name)}
     )
+    return stored, [FileLeftOut(name=f"${name}", because=CREDENTIAL) for name in secret]
 
 
 def packages() -> dict[str, str]:

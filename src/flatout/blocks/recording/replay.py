@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,14 @@ from tempfile import TemporaryDirectory
 from typing import Final, Literal, NamedTuple
 
 from flatout.blocks.recording.code import FILES, PATCH, git
-from flatout.blocks.recording.run import COMPILED, REPLAY, read_digests, read_run
+from flatout.blocks.recording.run import COMPILED, RECORD, REPLAY, read_digests, read_run
 from flatout.core.errors import CaptureError, VerificationError
+from flatout.core.files import path_inside
 from flatout.core.records.run import RunRecord, StepDigests
+from flatout.core.runtime.cache_folder import require_trusted_library
+from flatout.core.secrets import redacted_text
+
+_REVISION: Final = re.compile(r"[0-9a-f]{7,64}")
 
 Cause = Literal["code", "package", "threads", "data order", "data", "settings", "hardware", "kernel choice"]
 _MOST_COPIED_BYTES: Final = 1 << 30
@@ -115,6 +121,8 @@ def _run_again(
     for name in [n for n in environment if n in _OF_A_RANK or n.startswith(_ELASTIC)]:
         del environment[name]
     compiled = path / COMPILED
+    if compiled.is_file():
+        require_trusted_library(compiled)  # kernels, and pickles of torch's
     asked = {
         "folder": str(into),
         "steps": num_steps,
@@ -131,7 +139,7 @@ def _run_again(
             f"the run did not come to step {num_steps} within {timeout_s:.0f} s; give it more with --timeout"
         ) from e
     message = (done.stderr or done.stdout).strip().splitlines()[-3:]
-    return " | ".join(message) or f"exit code {done.returncode}"
+    return redacted_text(" | ".join(message)) or f"exit code {done.returncode}"
 
 
 def _command(record: RunRecord) -> list[str]:
@@ -242,6 +250,8 @@ def _rebuilt(path: Path, record: RunRecord, into: Path, stack: ExitStack) -> Pat
     """The run's code as it was: the revision, the changes, the untracked files, and the data beside them."""
     code, root = record.code, Path(record.code.root)
     if code.revision:
+        if not _REVISION.fullmatch(code.revision):
+            raise CaptureError(f"'{path / RECORD}' is damaged: '{code.revision[:80]}' is no revision")
         git(root, "worktree", "add", "--detach", "--force", str(into), code.revision)
         stack.callback(git, root, "worktree", "remove", "--force", str(into))
         patch = path / PATCH
@@ -250,7 +260,10 @@ def _rebuilt(path: Path, record: RunRecord, into: Path, stack: ExitStack) -> Pat
     else:
         into.mkdir()
     for name in code.untracked:
-        stored, target = path / FILES / name, into / name
+        try:
+            stored, target = path_inside(path / FILES, name), path_inside(into, name)
+        except OSError as e:
+            raise CaptureError(f"'{path / RECORD}' is damaged: {e.strerror or e}") from e
         if not stored.is_file():
             raise CaptureError(f"'{name}' is missing from '{path / FILES}'; the run's folder was changed")
         target.parent.mkdir(parents=True, exist_ok=True)

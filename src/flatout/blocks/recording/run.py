@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from flatout.blocks.recording.code import allowed, keep_code, read_sources, root_of, sums, surroundings_here
+from flatout.blocks.recording.code import CREDENTIAL, allowed, keep_code, read_sources, root_of, sums, surroundings_here
 from flatout.blocks.recording.fingerprint import Fingerprint
-from flatout.blocks.recording.secrets import is_secret_text, without_secret_values, without_secrets
 from flatout.blocks.recording.sinks import Sink, Sinks, resolve_sinks
 from flatout.core.errors import RecordError, UsageError
-from flatout.core.files import write_whole_file
+from flatout.core.files import read_regular_file, write_whole_file
 from flatout.core.records.record import from_json, to_json
 from flatout.core.records.run import FileLeftOut, RunRecord, RunSpeed, StepDigests
 from flatout.core.runtime.script import end_script
+from flatout.core.secrets import is_secret_text, redacted_text, without_secret_values, without_secrets
 from flatout.machine.measure.stats import median_estimate
 
 RECORD: Final = "run.json"
@@ -137,7 +137,7 @@ class Run:
         self._flush(is_last=True)
         self._keep_compiled()
         if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            self.fail(f"{type(error).__name__}: {error}")
+            self.fail(redacted_text(f"{type(error).__name__}: {error}"))
         root = Path(self._record.code.root)
         self._record = msgspec.structs.replace(
             self._record,
@@ -283,7 +283,7 @@ class _Sent:
 def read_run(path: Path) -> RunRecord:
     """The record of a run's folder. Raises RecordError when it holds none."""
     try:
-        data = (path / RECORD).read_bytes()
+        data = read_regular_file(path / RECORD)
     except OSError as e:
         raise RecordError(f"'{path}' holds no {RECORD}: {e.strerror or e}; give the folder of a run") from e
     return from_json(data, RunRecord)
@@ -293,13 +293,13 @@ def read_digests(path: Path) -> list[StepDigests]:
     """The checksums of a run's first steps; a line that was cut off ends them."""
     found: list[StepDigests] = []
     try:
-        lines = (path / STEPS).read_bytes().splitlines()
+        lines = read_regular_file(path / STEPS).splitlines()
     except OSError:
         return found
     for line in lines:
         try:
-            found.append(msgspec.json.decode(line, type=StepDigests))
-        except msgspec.DecodeError:
+            found.append(from_json(line, StepDigests))
+        except RecordError:
             break
     return found
 
@@ -363,8 +363,8 @@ def _shown(config: object, left_out: list[FileLeftOut]) -> dict[str, str]:
         config = vars(config)
     if not isinstance(config, Mapping):
         raise UsageError(f"config is a {type(config).__name__}; give a mapping, a dataclass or an argparse Namespace")
-    shown, hidden = without_secret_values({str(name): str(value) for name, value in config.items()}, "config ")
-    left_out += hidden
+    shown, secret = without_secret_values({str(name): str(value) for name, value in config.items()})
+    left_out += [FileLeftOut(name=f"config {name}", because=CREDENTIAL) for name in secret]
     return shown
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -17,13 +18,16 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flatout.core.errors import CheckpointError, UsageError
-from flatout.core.files import sync_to_disk
+from flatout.core.errors import CheckpointError, RecordError, UsageError
+from flatout.core.files import path_inside, read_regular_file, sync_to_disk
+from flatout.core.records.record import decode_json
 
 INDEX: Final = "checkpoint.json"
 _VERSION: Final = 1
 _TENSOR, _PAIRS, _TUPLE, _FLOAT = "__tensor__", "__pairs__", "__tuple__", "__float__"
 _PREFIX: Final = "step-"
+_MOST_DIMS: Final = 64
+"""That torch allows."""
 _SHARDING: Final = "DCP_SHARDING_INFO"
 """Where torch.distributed.checkpoint's reader of Hugging Face files looks for the offsets of shards (torch 2.7 and later)."""
 _BLOCK: Final = 16 << 20
@@ -243,6 +247,8 @@ def tidy(folder: Path) -> None:
 def sum_of(path: Path) -> FileSum:
     """The checksum of a file as it is on the disk."""
     crc, size = 0, 0
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             crc, size = zlib.crc32(block, crc), size + len(block)
@@ -267,8 +273,8 @@ def serials_in(folder: Path) -> list[tuple[int, int]]:
         name = path.name.removeprefix(_PREFIX)
         if name.isdecimal() and (path / INDEX).is_file():
             try:
-                serial = msgspec.json.decode((path / INDEX).read_bytes(), type=_Head).serial
-            except (OSError, msgspec.DecodeError):
+                serial = decode_json(read_regular_file(path / INDEX), _Head).serial
+            except (OSError, RecordError):
                 serial = UNREADABLE
             found.append((serial, int(name)))
     return sorted(found)
@@ -277,22 +283,53 @@ def serials_in(folder: Path) -> list[tuple[int, int]]:
 def read_index(path: Path) -> CheckpointIndex:
     """The index of a checkpoint's folder. Raises CheckpointError when there is none that can be read."""
     try:
-        index = msgspec.json.decode((path / INDEX).read_bytes(), type=CheckpointIndex)
+        index = decode_json(read_regular_file(path / INDEX), CheckpointIndex)
     except OSError as e:
         raise CheckpointError(f"'{path}' has no {INDEX}: {e.strerror or e}") from e
-    except msgspec.DecodeError as e:
+    except RecordError as e:
         raise CheckpointError(f"'{path / INDEX}' is damaged: {e}") from e
     if index.version != _VERSION:
         raise CheckpointError(
             f"'{path}' is of version {index.version}, and this flatout reads {_VERSION}; read it with the one that wrote it"
         )
+    try:
+        check_index(index)
+    except CheckpointError as e:
+        raise CheckpointError(f"'{path / INDEX}' is damaged: {e}") from e
     return index
+
+
+def check_index(index: CheckpointIndex) -> None:
+    """Raises CheckpointError for tensors that are larger than the files they are in: nothing is allocated for a mere claim."""
+    left = {name: file.num_bytes for name, file in index.files.items()}
+    for name, entry in index.tensors.items():
+        item_bytes = torch_dtype(entry.dtype).itemsize
+        check_shape(entry.shape)
+        for chunk in entry.chunks:
+            check_shape(chunk.shape)
+            ends = [a + n for a, n in zip(chunk.offset, chunk.shape, strict=False)]
+            is_inside = len(chunk.offset) == len(chunk.shape) == len(entry.shape) and all(
+                0 <= a <= end <= whole for a, end, whole in zip(chunk.offset, ends, entry.shape, strict=True)
+            )
+            if not is_inside:
+                raise CheckpointError(f"a part of '{name}' is outside of it")
+            left[chunk.file] = left.get(chunk.file, 0) - math.prod(chunk.shape) * item_bytes
+            if left[chunk.file] < 0:
+                raise CheckpointError(
+                    f"'{name}' and others have more bytes than '{chunk.file[:80]}', which they are in"
+                )
+
+
+def check_shape(shape: Sequence[int]) -> None:
+    """Raises CheckpointError for sizes that no tensor has."""
+    if any(not 0 <= size < 1 << 63 for size in shape) or len(shape) > _MOST_DIMS or math.prod(shape) >= 1 << 60:
+        raise CheckpointError(f"a tensor of the shape {str(list(shape[:8]))[:80]} does not exist")
 
 
 def check_file(path: Path, file: str, wanted: FileSum) -> None:
     """Raises CheckpointError when a file is not what was written."""
     try:
-        found = sum_of(path / file)
+        found = sum_of(path_inside(path, file))
     except OSError as e:
         raise CheckpointError(f"'{path / file}' cannot be read: {e.strerror or e}") from e
     if found != wanted:
@@ -322,9 +359,9 @@ def read_into_tensors(entry: TensorEntry, target: Tensor, offset: Sequence[int],
 def fetch_chunk(path: Path, name: str, chunk: Chunk, there: tuple[slice, ...]) -> Tensor:
     """A piece of a chunk, from its file. Raises CheckpointError when that cannot be read."""
     try:
-        with safe_open(path / chunk.file, framework="pt") as file:
+        with safe_open(path_inside(path, chunk.file), framework="pt") as file:
             part: Tensor = file.get_slice(name)[there] if there else file.get_tensor(name)
-    except (OSError, SafetensorError) as e:
+    except (OSError, SafetensorError, IndexError) as e:
         raise CheckpointError(f"'{path / chunk.file}' cannot be read: {e}") from e
     return part
 
@@ -341,6 +378,14 @@ def parallel_map(action: Callable[[Item], Value], items: Sequence[Item], *, num_
         return [action(item) for item in items]
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="parallel_map") as threads:
         return list(threads.map(action, items))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype that torch calls so. Raises CheckpointError where there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"there is no dtype '{name[:40]}'")
+    return found
 
 
 def torch_dtype_name(dtype: torch.dtype) -> str:

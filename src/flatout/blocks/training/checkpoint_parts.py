@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -204,7 +205,10 @@ def read_state(
 
 
 def _read(name: str, entry: TensorEntry, place: Tensor | None, fetch: Fetch) -> Tensor:
-    dtype = getattr(torch, entry.dtype)
+    dtype = files.torch_dtype(entry.dtype)
+    num_there = sum(math.prod(chunk.shape) for chunk in entry.chunks)
+    if num_there < math.prod(entry.shape):  # before memory is taken for it
+        raise CheckpointError(f"'{name}': {num_there} of {math.prod(entry.shape)} elements are there; it is not whole")
     whole: Tensor | None = None
     if isinstance(place, DTensor) and tuple(place.shape) == entry.shape:
         whole = torch.empty_like(place, dtype=dtype)

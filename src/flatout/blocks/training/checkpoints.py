@@ -271,7 +271,13 @@ class Checkpoints:
         def read() -> LoadedState:
             return read_state(files.read_index(path), parts, path, fetch, rank=ranks.rank, num_ranks=ranks.num_ranks)
 
-        ranks.on_all_ranks(read, lambda why: f"'{path}' was not loaded; {why}").load_into(parts)
+        loaded = ranks.on_all_ranks(read, lambda why: f"'{path}' was not loaded; {why}")
+        try:
+            loaded.load_into(parts)
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as e:
+            raise CheckpointError(
+                f"'{path}' does not fit: {e!r}; a part refuses its state, and others may be loaded"
+            ) from e
 
     def _on_all_ranks_or_removed(self, step: int, action: Callable[[], Value]) -> Value:
         """The same for a part of saving; what has been written is removed when it fails."""
@@ -338,7 +344,9 @@ class RankAgreement:
             value, why = action(), ""
         except UsageError as e:
             mistake, why = e, str(e)
-        except (OSError, SafetensorError, CheckpointError, MemoryError, RuntimeError, TypeError, ValueError) as e:
+        except (OSError, SafetensorError, CheckpointError, MemoryError, RuntimeError) as e:
+            why = str(e) or type(e).__name__
+        except (AttributeError, LookupError, TypeError, ValueError) as e:  # of states that are not what they were
             why = str(e) or type(e).__name__
         wrong = [f"rank {rank}: {one}" for rank, one in enumerate(self.gathered(why)) if one]
         if mistake is not None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
+from typing import Final
 
 from flatout.core.records.record import Record
+
+DTYPE_BYTES: Final = {"float32": 4, "int32": 4, "int64": 8, "bool": 1}
+"""Bytes of one number of the dtypes that an engine takes."""
+NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,40}\Z")
+"""A model's name: part of names in C and of files."""
 
 
 class Port(Record, frozen=True, kw_only=True):
@@ -18,7 +25,7 @@ class Port(Record, frozen=True, kw_only=True):
     @property
     def num_bytes(self) -> int:
         """Bytes of one event's numbers."""
-        return prod(self.shape, start={"float32": 4, "int32": 4, "int64": 8, "bool": 1}[self.dtype])
+        return prod(self.shape, start=DTYPE_BYTES[self.dtype])
 
 
 class NativeLayer(Record, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import tomllib
+import re
 from collections.abc import Sequence
 from pathlib import PurePath
 from statistics import fmean, stdev
@@ -15,15 +15,20 @@ from typing import Final, Literal
 
 import msgspec
 
-from flatout.core.errors import PlanError
+from flatout.core.errors import PlanError, RecordError
 from flatout.core.records.lever import PlannedLever
-from flatout.core.records.record import Record
+from flatout.core.records.record import Record, parse_toml
 from flatout.core.records.verdict import Verdict
+from flatout.core.secrets import redacted_arguments
 
 VERSION: Final = 1
 _T_95: Final = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Student's t by the number of runs: 97.5 % of the distribution with one degree of freedom less lie below."""
 _LEAST_ROOM: Final = 0.02
+_LOCATING: Final = frozenset({"file", "files", "function", "code", "also", "places"})
+"""Settings of levers that say where in the text something is: they are looked for, and never written."""
+_PLAIN: Final = re.compile(r"(?:[\w.,:/+*@<> -]|\[-?\d+\]| \(\d+\))*")
+"""Any other text in a setting: a mode, a device, a path of modules. It calls nothing, ends no string and no line."""
 AttemptKind = Literal["add", "swap", "drop", "again", "together", "final", "final-again"]
 
 _HEAD: Final = """\
@@ -78,6 +83,7 @@ class Plan(Record, frozen=True, kw_only=True):
     script_digest: str = ""
     """What the script's text was (see `digest_of_text`); '' is not compared."""
     arguments: tuple[str, ...] = ()
+    """Those that it was proved with; values of credentials are left out (see `flatout.core.secrets`). They are not compared."""
     module: str = ""
     """The module's name where it was made for `python -m`; `script` is its file, relative to the folder that it is run from."""
     measured: tuple[float, float, float] | None = None
@@ -149,8 +155,8 @@ def from_toml(data: bytes, *, name: str = "the plan") -> Plan:
     Raises PlanError when the text is cut off, no TOML, or no plan.
     """
     try:
-        plan = msgspec.convert(tomllib.loads(data.decode("utf-8")), Plan, strict=True)
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        plan = msgspec.convert(parse_toml(data), Plan, strict=True)
+    except RecordError as e:
         raise PlanError(f"{name} is no TOML: {e}; was the file cut off? Write it again with `flatout tune`") from e
     except msgspec.ValidationError as e:
         raise PlanError(f"{name} is no plan: {e}; docs/how-to/verify-a-change.md shows one") from e
@@ -160,9 +166,22 @@ def from_toml(data: bytes, *, name: str = "the plan") -> Plan:
         raise PlanError(
             f"{name} has the means of losses {plan.losses.means} and needs {min(_T_95)} to {max(_T_95)} finite ones"
         )
+    for planned in plan.lever:
+        _check_parameters(planned, name)
     if plan.version > VERSION:
         raise PlanError(f"{name} has version {plan.version}, this flatout reads up to {VERSION}; install a newer one")
     return plan
+
+
+def _check_parameters(planned: PlannedLever, name: str) -> None:
+    """Raises PlanError for a setting that could become code: levers write some of them into the text that is run."""
+    for key, value in planned.parameters.items():
+        for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+            if key not in _LOCATING and not _PLAIN.fullmatch(text):
+                raise PlanError(
+                    f"{name} gives '{planned.id}' the {key} {text[:60]!r}; a setting has letters, digits, '.', '_' and the like, "
+                    "and no code; write the plan again with `flatout tune`"
+                )
 
 
 def mismatches(plan: Plan, here: Circumstances) -> tuple[str, ...]:
@@ -184,8 +203,8 @@ def digest_of_text(text: bytes) -> str:
 
 
 def digest_of_run(text: bytes, arguments: Sequence[str]) -> str:
-    """Sixteen hexadecimal digits that change with a script's text and its arguments."""
-    return digest_of_text(text + repr(tuple(arguments)).encode())
+    """Sixteen hexadecimal digits that change with a script's text and its arguments, credentials among them left out."""
+    return digest_of_text(text + repr(redacted_arguments(arguments)).encode())
 
 
 def text_root(plan: Plan, file: PurePath) -> PurePath:

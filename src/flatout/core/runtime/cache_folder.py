@@ -46,7 +46,7 @@ def require_trusted_library(file: Path) -> None:
 
 
 def require_trusted(path: Path) -> None:
-    """Check that nobody else could have put code into a folder, or into a file.
+    """Check that nobody else could have put code into a folder, or into a file; links are followed.
 
     Raises NativeError when `path` belongs to another user than this one or root, when others can write to it, and when it is
     missing.
@@ -57,7 +57,7 @@ def require_trusted(path: Path) -> None:
         raise NativeError(f"cannot read '{path}': {e.strerror or e}") from e
     if status.st_uid not in (0, os.getuid()):
         raise NativeError(
-            f"'{path}' belongs to user {status.st_uid}, and code is loaded from it; give a cache folder of your own"
+            f"'{path}' belongs to user {status.st_uid}, and code is loaded from it; use a folder of your own"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NativeError(

@@ -20,3 +20,8 @@ def project_folder(folder: Path) -> Path:
         if any((above / marker).exists() for marker in MARKERS):
             return above
     return folder
+
+
+def is_editable(path: Path, folder: Path, *, is_installed: bool = False) -> bool:
+    """Whether a file may be changed for a script in this folder: it lies in there, or elsewhere in its project."""
+    return path.is_relative_to(folder) or (path.is_relative_to(project_folder(folder)) and not is_installed)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flatout.core.errors import RecordError
-from flatout.core.files import write_whole_file
+from flatout.core.files import read_regular_file, write_whole_file
 from flatout.core.records.hardware import Identity, Machine
 from flatout.core.records.record import from_json, to_json
 from flatout.core.runtime.cache_folder import create_cache_folder
@@ -36,7 +36,7 @@ def read_machine(folder: Path, identity: Identity) -> Machine:
     """
     path = machine_path(folder, identity)
     try:
-        data = path.read_bytes()
+        data = read_regular_file(path)
     except FileNotFoundError as e:
         raise RecordError(f"no measurement is stored in '{path}'; run 'flatout machine' once") from e
     except OSError as e:

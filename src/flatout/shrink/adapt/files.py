@@ -40,9 +40,21 @@ def read_adapter(path: Path) -> tuple[Trained, dict[str, Tensor]]:
     if _KEY not in metadata:
         raise CheckpointError(f"'{path}' is no adapter of flatout; a folder of PEFT is read by load_peft")
     try:
-        return from_json(metadata[_KEY], Trained), tensors
+        trained = from_json(metadata[_KEY], Trained)
     except RecordError as e:
         raise CheckpointError(f"'{path}': {e}") from e
+    _check_sizes(trained, tensors, path)
+    return trained, tensors
+
+
+def _check_sizes(trained: Trained, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raises CheckpointError for a size that no tensor of the file has: nothing is allocated for a mere claim."""
+    sizes = {size for tensor in tensors.values() for size in tensor.shape}
+    method = trained.method
+    for name in ("rank", "width", "num_vectors"):
+        for claimed in (getattr(method, name, None), trained.rank if name == "rank" else None):
+            if claimed and claimed not in sizes:
+                raise CheckpointError(f"'{path}' has the {name} {claimed}, and no tensor of that size; it is damaged")
 
 
 def read_tensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

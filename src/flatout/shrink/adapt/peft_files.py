@@ -17,8 +17,10 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from flatout.core.errors import CheckpointError, UsageError
+from flatout.core.errors import CheckpointError, RecordError, UsageError
+from flatout.core.files import read_regular_file
 from flatout.core.records.adapt import Lora, Trained
+from flatout.core.records.record import decode_json
 from flatout.shrink.adapt.attachment import plain_modules
 from flatout.shrink.adapt.files import read_tensors
 from flatout.shrink.adapt.low_rank import PLAIN, LowRank, pair_of
@@ -34,6 +36,9 @@ _UNREAD: Final = (
     "trainable_token_indices", "layers_to_transform", "layers_pattern",
 )  # fmt: skip
 """Settings of PEFT that change what is computed and have no counterpart here."""
+_ENDLESS: Final = re.compile(r"[*+?}]\)*[*+{]|\(.*\|.*\)[*+{]")
+"""Repeats what repeats: looking for such a pattern may take for ever."""
+_LONGEST_PATTERN: Final = 500
 
 
 def write_peft(model: nn.Module, trained: Trained, state: Iterable[str], folder: Path) -> None:
@@ -84,6 +89,18 @@ def read_peft(model: nn.Module, folder: Path) -> tuple[Trained, dict[str, float]
     ranks = {path: found[f"{_PREFIX}{path}.lora_A.weight"].shape[0] for path in paths}
     if len(set(ranks.values())) > 1:
         raise UsageError(f"'{folder}' has pairs of ranks {sorted(set(ranks.values()))}; an adapter here has one rank")
+    alpha, rank = config.get("lora_alpha"), config.get("r")
+    if (
+        type(rank) is not int
+        or type(alpha) not in (int, float)
+        or not isinstance(config.get("alpha_pattern") or {}, dict)
+    ):
+        raise CheckpointError(
+            f"'{folder / _CONFIG}' has r {rank!r} and lora_alpha {alpha!r}; both are numbers where PEFT wrote it"
+        )
+    for key in config.get("alpha_pattern") or {}:
+        if _ENDLESS.search(key) or len(key) > _LONGEST_PATTERN:
+            raise UsageError(f"'{folder / _CONFIG}' has the alpha_pattern '{key[:60]}'; name the layers plainly")
     method = Lora(rank=config["r"], targets=tuple(paths), alpha=config["lora_alpha"], is_dora=bool(config.get("use_dora")),
                   dropout=float(config.get("lora_dropout") or 0.0))  # fmt: skip
     tensors = {}
@@ -163,10 +180,10 @@ def _targets(model: nn.Module, paths: list[str]) -> list[str] | str:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / _CONFIG
     try:
-        config = json.loads(path.read_bytes())
+        config: Any = decode_json(read_regular_file(path), object)
     except OSError as e:
         raise CheckpointError(f"cannot read '{path}': {e.strerror or e}; give a folder that PEFT saved") from e
-    except ValueError as e:
+    except RecordError as e:
         raise CheckpointError(f"'{path}' is no JSON: {e}") from e
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise UsageError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from flatout.core.errors import CheckpointError, UsageError
-from flatout.core.files import write_whole_file
+from flatout.core.errors import CheckpointError, RecordError, UsageError
+from flatout.core.files import read_regular_file, write_whole_file
 from flatout.core.records.record import Record, from_json, to_json
 from flatout.core.records.reduction import Option
 from flatout.core.registry import reduction_of
@@ -80,20 +81,32 @@ def load_shrunk(folder: str | Path, *, allow_pickle: bool = False) -> Callable[.
             "give allow_pickle=True for what you wrote yourself"
         )
     try:
-        text = (folder / HOW).read_bytes()
+        text = read_regular_file(folder / HOW)
         version = from_json(text, _Version).version
         if version != _VERSION:
             raise CheckpointError(
                 f"'{folder / HOW}' has format {version}, this flatout reads {_VERSION}; write it anew with flatout shrink"
             )
         how = from_json(text, SavedComposition)
-        saved = torch.load(folder / MODEL, weights_only=False)
+        saved = torch.load(folder / MODEL, weights_only=False)  # the caller's explicit word
+        model: nn.Module = saved["model"]
+        task = ShrinkTask(inputs=saved["inputs"], num_state=saved["num_state"], evaluate=_nothing)
     except OSError as e:
         raise CheckpointError(f"'{folder}' holds no model of flatout shrink: {e.strerror or e}") from e
-    except (RuntimeError, EOFError, ImportError, AttributeError) as e:  # a class that is elsewhere now, too
+    except RecordError as e:
+        raise CheckpointError(f"'{folder / HOW}' cannot be read: {e}; write it anew with flatout shrink") from e
+    except (
+        RuntimeError,
+        EOFError,
+        ImportError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        UnpicklingError,
+    ) as e:
+        # a class that is elsewhere now, too
         raise CheckpointError(f"'{folder / MODEL}' cannot be read: {e}; write it anew with flatout shrink") from e
-    model: nn.Module = saved["model"]
-    task = ShrinkTask(inputs=saved["inputs"], num_state=saved["num_state"], evaluate=_nothing)
     candidate = CandidateModel.of(model, task)
     for option in how.composition[how.num_in_weights :]:
         candidate = reduction_of(option.reduction).apply(candidate, option.parameters)

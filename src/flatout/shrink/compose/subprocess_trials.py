@@ -14,6 +14,7 @@ from flatout.core.errors import RecordError
 from flatout.core.files import write_whole_file
 from flatout.core.records.record import from_json, to_json
 from flatout.core.records.shrink import Order, Tried
+from flatout.core.secrets import redacted_text
 from flatout.shrink.compose.explorer import Composition
 
 _NUM_LAST_LINES: Final = 3
@@ -61,4 +62,4 @@ class SubprocessTrials:
 def _why(code: int, stderr: str) -> str:
     lines = [line.strip() for line in stderr.strip().splitlines() if line.strip()]
     how = f"ended by signal {-code}" if code < 0 else f"ended with {code}"
-    return f"its process {how}" + (f": {' | '.join(lines[-_NUM_LAST_LINES:])}" if lines else "")
+    return f"its process {how}" + (f": {redacted_text(' | '.join(lines[-_NUM_LAST_LINES:]))}" if lines else "")

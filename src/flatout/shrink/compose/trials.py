@@ -16,6 +16,7 @@ import torch
 from flatout.core.errors import FlatoutError
 from flatout.core.records.reduction import KINDS, AppliedReduction, Option, Reduction, ReductionRefusal
 from flatout.core.records.shrink import Objective, Point, Range, Tried, Untried, Where
+from flatout.core.runtime.cache_folder import require_trusted_library
 from flatout.machine.measure.probe import cpu_model
 from flatout.machine.measure.timer import Timing, compare_times
 from flatout.shrink.candidate import CandidateModel, MetricScore, ShrinkTask
@@ -66,7 +67,8 @@ class TrialRunner:
             *before, last = composition
             file = self._file(name)
             if file is not None and file.exists():
-                model, inputs, notes = torch.load(file, weights_only=False)  # of our own folder
+                require_trusted_library(file)  # a pickle: of our own folder, and of nobody else's
+                model, inputs, notes = torch.load(file, weights_only=False)
                 self._built[name] = replace(self._original.with_model(model, "", inputs=inputs), notes=notes)
                 return self._built[name]
             reduction = self._reduction(last)

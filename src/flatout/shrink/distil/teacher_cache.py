@@ -19,9 +19,17 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from flatout.blocks.training.checkpoint_files import FileSum, check_file, sum_of, torch_dtype_name
-from flatout.core.errors import CheckpointError, UsageError
-from flatout.core.files import sync_to_disk
+from flatout.blocks.training.checkpoint_files import (
+    FileSum,
+    check_file,
+    check_shape,
+    sum_of,
+    torch_dtype,
+    torch_dtype_name,
+)
+from flatout.core.errors import CheckpointError, RecordError, UsageError
+from flatout.core.files import path_inside, read_regular_file, sync_to_disk
+from flatout.core.records.record import decode_json
 from flatout.core.tensors.checksum import checksum
 from flatout.shrink.distil.losses import top_k, top_k_loss
 from flatout.shrink.distil.samples import Batch, Inputs, as_tuple, in_order, num_samples
@@ -200,17 +208,29 @@ class TeacherCache:
 
     def _mapped(self, name: str, part: CacheFile) -> Tensor:
         """Rows in the file's own memory; a page is read when it is asked for."""
-        dtype, num = getattr(torch, part.dtype), len(self) * prod(part.shape)
-        flat = torch.from_file(str(self._folder / name), shared=False, size=num, dtype=dtype)
+        dtype, num = torch_dtype(part.dtype), self.index.num_samples * prod(part.shape)
+        check_shape((self.index.num_samples, *part.shape))
+        try:
+            path = path_inside(self._folder, name)
+            num_bytes = path.stat().st_size
+        except OSError as e:
+            raise CheckpointError(f"'{self._folder / name}' cannot be read: {e.strerror or e}; write it again") from e
+        if num * dtype.itemsize != num_bytes:
+            raise CheckpointError(
+                f"'{path}' has {num_bytes} bytes, and {_INDEX} describes {num * dtype.itemsize}; write it again"
+            )
+        if not num:
+            return torch.empty(self.index.num_samples, *part.shape, dtype=dtype)
+        flat = torch.from_file(str(path), shared=False, size=num, dtype=dtype)
         return flat.view(len(self), *part.shape)
 
 
 def _read_index(folder: Path) -> CacheIndex:
     try:
-        index = msgspec.json.decode((folder / _INDEX).read_bytes(), type=CacheIndex)
+        index = decode_json(read_regular_file(folder / _INDEX), CacheIndex)
     except OSError as e:
         raise CheckpointError(f"'{folder}' has no {_INDEX}: {e.strerror or e}; write_teacher_cache makes one") from e
-    except msgspec.DecodeError as e:
+    except RecordError as e:
         raise CheckpointError(f"'{folder / _INDEX}' is damaged: {e}; remove the folder and write it again") from e
     if index.version != _VERSION:
         raise CheckpointError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from flatout.core.errors import CheckpointError, UsageError
+from flatout.core.tensors.saved import load_tensors
 from flatout.shrink.checkpoint_file import write_checkpoint_file
 from flatout.shrink.quantise.observers import Kind, calibrated_inputs
 from flatout.shrink.quantise.schemes import LAYERS, Scheme, refusal, scheme_of
@@ -23,7 +23,7 @@ from flatout.shrink.quantise.torch_layers import torchao_quantization
 _READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """They hand their layers' weights to one operator instead of calling the layers, in some modes or all."""
 _FORMAT = 1
-_DAMAGED = (RuntimeError, KeyError, TypeError, ValueError, EOFError, pickle.UnpicklingError)
+_DAMAGED = (RuntimeError, KeyError, TypeError, ValueError, AttributeError)
 
 
 @dataclass(eq=False)
@@ -113,13 +113,13 @@ def load_quantised(path: Path | str, *, model: nn.Module) -> Quantised:
     `undo` then gives this model's layers. CheckpointError for a file that is damaged or of another model.
     """
     try:
-        saved = torch.load(path, weights_only=True)
+        saved = load_tensors(Path(path), name=str(path))
         if saved["format"] != _FORMAT:
             raise CheckpointError(f"'{path}' has format {saved['format']}, this version reads {_FORMAT}; save it anew")
         schemes = dict(saved["schemes"])
         if any("torchao" in name for name in schemes.values()):
             torchao_quantization()
-        state = torch.load(io.BytesIO(saved["state"]), weights_only=True)
+        state = load_tensors(saved["state"], name=f"state of {path}")
         found = replaced(
             model, {at: scheme_of(name) for at, name in schemes.items()}, input_ranges=dict.fromkeys(schemes)
         )

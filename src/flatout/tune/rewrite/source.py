@@ -25,7 +25,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameter, Parameters, string
 from flatout.core.records.workload import Source
-from flatout.core.runtime.project_folder import project_folder
+from flatout.core.runtime.project_folder import is_editable
 from flatout.machine.cost.feeding import function_name_of
 from flatout.tune.rewrite.edit_cache import edited_text
 
@@ -320,11 +320,6 @@ def changed_places(parameters: Parameters) -> Iterator[Parameters]:
     yield parameters
     for place in also if isinstance(also, tuple) else ():
         yield parameters | dict(zip(("file", "function", "code"), str(place).split(_BETWEEN, 2), strict=True))
-
-
-def is_editable(path: Path, folder: Path, *, is_installed: bool = False) -> bool:
-    """Whether a file may be changed for a script in this folder: it lies in there, or elsewhere in its project."""
-    return path.is_relative_to(folder) or (path.is_relative_to(project_folder(folder)) and not is_installed)
 
 
 def _statement_at(tree: ast.Module, line: int) -> ast.stmt | None:

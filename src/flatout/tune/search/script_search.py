@@ -19,6 +19,7 @@ from flatout.core.records.finding import Rule
 from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever, Refusal
 from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, digest_of_text, to_toml
 from flatout.core.records.verdict import Guarantee, Verdict
+from flatout.core.secrets import redacted_arguments
 from flatout.machine.cost.accounting import group_by
 from flatout.tune.search.goal import Objective, SearchGoal
 from flatout.tune.search.search import search_levers
@@ -343,7 +344,7 @@ def search_script(
     plan = Plan(
         script=str(file),
         script_digest=digest_of_text(file.read_bytes()),
-        arguments=script.arguments,
+        arguments=redacted_arguments(script.arguments),
         module=script.target if script.kind == "module" else "",
         proved_on=circumstances_of(evidence),
     )

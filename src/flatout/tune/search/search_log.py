@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from flatout.core.errors import PlanError, RecordError
-from flatout.core.files import write_whole_file
+from flatout.core.files import read_regular_file, write_whole_file
 from flatout.core.records.lever import PlannedLever
 from flatout.core.records.plan import Attempt
 from flatout.core.records.record import from_json
@@ -50,7 +50,11 @@ def lever_key(levers: Sequence[PlannedLever]) -> tuple[tuple[str, str], ...]:
 
 
 def _read(path: Path) -> list[Attempt]:
-    lines = path.read_bytes().split(b"\n")
+    try:
+        data = read_regular_file(path)
+    except OSError as e:
+        raise PlanError(f"cannot read the search log '{path}': {e.strerror or e}; delete it to start anew") from e
+    lines = data.split(b"\n")
     attempts = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

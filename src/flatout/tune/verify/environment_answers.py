@@ -14,6 +14,7 @@ from threading import get_ident
 from typing import Any, Final
 
 from flatout.check.observe.collectors.environments import watch_environments
+from flatout.core.runtime.cache_folder import require_trusted_library
 from flatout.core.runtime.patches import Patches
 
 FILE: Final = "environment.pickle"
@@ -35,6 +36,7 @@ class EnvironmentAnswers:
         self._on_action = on_action
         self._replayed: list[tuple[str, bytes]] | None = None
         if replayed is not None:
+            require_trusted_library(replayed)  # a pickle: of our own processes, in a folder that is ours alone
             self._replayed = pickle.loads(replayed.read_bytes())
         self._recorded: list[tuple[str, bytes]] = []
         self._is_complete = True

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from flatout.check.observe.calls import wrapped
 from flatout.core.records.verdict import What
 from flatout.core.tensors.nests import tensors_in, tree_leaves
+from flatout.core.tensors.saved import load_tensors
 from flatout.tune.verify.tensor_digests import TensorDigest, digest_of
 
 _ADDED: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
@@ -135,6 +136,6 @@ def read_recorded_steps(folder: Path) -> list[Step]:
     """The steps that a Recorder wrote to `folder`, in order, up to the first that is missing."""
     steps: list[Step] = []
     while (path := folder / f"step{len(steps) + 1}.pt").exists():
-        read = torch.load(path, weights_only=True)
+        read = load_tensors(path, name=str(path))
         steps.append({what: {n: TensorDigest(*m) for n, m in digests.items()} for what, digests in read.items()})
     return steps

@@ -17,6 +17,7 @@ from typing import IO, Final, Literal
 from flatout.core.errors import VerificationError
 from flatout.core.files import write_whole_file
 from flatout.core.records.record import Record, from_json, to_json
+from flatout.core.secrets import redacted_text
 from flatout.tune.verify.fork_server import ChildProcess, ForkServers
 from flatout.tune.verify.side import SideAnswer, proc_bytes
 
@@ -207,7 +208,7 @@ class SideProcess:
         except OSError:
             return "it printed nothing"
         lines = [line.strip()[-200:] for line in text.splitlines() if line.strip()]
-        return " | ".join(lines[-num_lines:])[-600:] or "it printed nothing"
+        return redacted_text(" | ".join(lines[-num_lines:]))[-600:] or "it printed nothing"
 
 
 def _signal(child: ChildProcess, number: int) -> None:

@@ -85,7 +85,7 @@ def _same_weights(candidate: CandidateModel, file: Path) -> None:
         beside.replace(file)
         return
     try:
-        candidate.model.load_state_dict(torch.load(file))
+        candidate.model.load_state_dict(torch.load(file, weights_only=True))
     except RuntimeError as e:
         raise UsageError(f"the factory returns another model each time it is called: {e}") from e
 

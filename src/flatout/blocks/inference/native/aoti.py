@@ -34,7 +34,7 @@ from flatout.blocks.inference.native.buffers import (
     port_of,
     tensor_at,
 )
-from flatout.blocks.inference.native.folder import sha256_of, write_atomically
+from flatout.blocks.inference.native.folder import read_manifest, sha256_of, write_atomically
 from flatout.blocks.inference.native.rollout import (
     Places,
     input_places,
@@ -43,8 +43,10 @@ from flatout.blocks.inference.native.rollout import (
     tensors_of,
 )
 from flatout.core.errors import CheckpointError, NativeError, UsageError
+from flatout.core.files import read_regular_file
 from flatout.core.records.native import NativeManifest, NativeReport
-from flatout.core.records.record import from_json, to_json
+from flatout.core.records.record import to_json
+from flatout.core.runtime.cache_folder import require_trusted_library
 
 ISA: Final = "aoti"
 """What stands for the instruction sets in the manifest of such an engine."""
@@ -254,17 +256,23 @@ def build_aoti_engine(
 
 
 def load_aoti_engine(folder: Path | str) -> AotiEngine:
-    """An engine that `save` wrote; needs no compiler. CheckpointError where a file is missing or not the one that was written."""
+    """An engine that `save` wrote; needs no compiler. CheckpointError where a file is missing or not the one that was written.
+
+    NativeError when others own the folder or may write to it: its package is code.
+    """
     folder = Path(folder)
     try:
-        manifest = from_json((folder / "engine.json").read_bytes(), NativeManifest)
-        found, first = sha256_of((folder / PACKAGE).read_bytes()), (folder / START).read_bytes()
+        manifest = read_manifest(folder)
+        found, first = sha256_of(read_regular_file(folder / PACKAGE)), read_regular_file(folder / START)
     except OSError as e:
         raise CheckpointError(
             f"'{folder}' holds no AOTInductor engine: {e.filename}: {e.strerror or e}; build it again"
         ) from e
-    if manifest.isas != (ISA,) or found != manifest.weights_sum:
+    if manifest is None or manifest.isas != (ISA,) or found != manifest.weights_sum:
         raise CheckpointError(f"'{folder / PACKAGE}' is not the package that engine.json describes; build it again")
+    require_trusted_library(folder / PACKAGE)
+    if sum(port.num_bytes for port in manifest.state) > len(first):  # before memory is taken for it
+        raise CheckpointError(f"'{folder / START}' is torn: it has {len(first)} bytes; build it again")
     start = CarriedState([torch.zeros(port.shape, dtype=DTYPES[port.dtype]) for port in manifest.state])
     try:
         start.restore(first)

@@ -11,6 +11,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,9 +21,10 @@ import msgspec
 
 from flatout.blocks.inference.native.library import MODULE, FunctionTable, open_library
 from flatout.core.errors import CheckpointError, NativeError, RecordError, UsageError
-from flatout.core.files import sync_to_disk
-from flatout.core.records.native import NativeManifest, NativeReport
+from flatout.core.files import path_inside, read_regular_file, sync_to_disk
+from flatout.core.records.native import DTYPE_BYTES, NAME, NativeManifest, NativeReport
 from flatout.core.records.record import from_json, to_json
+from flatout.core.runtime.cache_folder import require_trusted, require_trusted_library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +82,7 @@ class StoredProgram(NamedTuple):
         path.write_bytes(self._read())
 
     def _read(self) -> bytes:
+        require_trusted_library(self.path)  # torch.export evaluates expressions of it, and unpickles
         data = _bytes_of(self.path)
         if self.sum and sha256_of(data) != self.sum:
             raise CheckpointError(
@@ -134,6 +137,11 @@ def write_atomically(folder: Path, fill: Callable[[Path], None]) -> None:
     try:
         beside.mkdir()
         fill(beside)
+        for path in (
+            beside,
+            *beside.iterdir(),
+        ):  # it holds code: only the owner may write to it, whatever the umask says
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
         _put(beside, folder)
     except OSError as e:
         raise CheckpointError(
@@ -147,7 +155,8 @@ def read_folder(folder: Path) -> tuple[Parts, bytes, FunctionTable]:
     """An engine as it is on disk, its packed weights, and its library, loaded.
 
     Raises CheckpointError when a file is missing, torn or not the one that engine.json tells of; NativeError when the library is
-    of another architecture. A folder that is replaced meanwhile is read again.
+    of another architecture, and when others than this user and root own the folder or its files, or may write to them: an engine
+    is code. A folder that is replaced meanwhile is read again.
     """
     for _ in range(_ATTEMPTS):
         before = _identity(folder)
@@ -163,7 +172,7 @@ def read_folder(folder: Path) -> tuple[Parts, bytes, FunctionTable]:
 
 
 def _read(folder: Path) -> tuple[Parts, bytes, FunctionTable]:
-    manifest = _manifest_of(folder)
+    manifest = read_manifest(folder)
     if manifest is None:
         raise CheckpointError(f"'{folder}' holds no engine: engine.json is missing or damaged; save the engine anew")
     if "aoti" in manifest.isas:
@@ -171,9 +180,12 @@ def _read(folder: Path) -> tuple[Parts, bytes, FunctionTable]:
             f"'{folder}' holds an engine of the back end \"aoti\"; flatout.blocks.inference.native.aoti.load_aoti_engine reads it"
         )
     name = f"lib{manifest.name}.so"
-    library = _bytes_of(folder / name)
+    require_trusted(folder)
+    for other in (name, *manifest.sums):
+        require_trusted(_inside(folder, other))
+    library = _bytes_of(_inside(folder, name))
     for other in manifest.sums.keys() - {"program.pt2"}:
-        if sha256_of(_bytes_of(folder / other)) != manifest.sums[other]:
+        if sha256_of(_bytes_of(_inside(folder, other))) != manifest.sums[other]:
             raise CheckpointError(
                 f"'{folder / other}' is not the library that engine.json tells of; save the engine anew"
             )
@@ -185,8 +197,8 @@ def _read(folder: Path) -> tuple[Parts, bytes, FunctionTable]:
     program = folder / "program.pt2"
     parts = Parts(
         manifest=manifest,
-        source=_bytes_of(folder / "model.c").decode(),
-        header=_bytes_of(folder / "model.h").decode(),
+        source=_bytes_of(folder / "model.c").decode(errors="replace"),
+        header=_bytes_of(folder / "model.h").decode(errors="replace"),
         library=library,
         program=StoredProgram(program, manifest.sums.get(program.name)) if program.exists() else None,
         report=_report_of(folder),
@@ -252,7 +264,7 @@ def _refuse_other_things(folder: Path) -> None:
         raise UsageError(f"'{folder}' is a file, not an engine; give another folder")
     if not names:
         return
-    manifest = _manifest_of(folder)
+    manifest = read_manifest(folder)
     if manifest is None:
         raise UsageError(f"'{folder}' is there and is no engine; give a folder that is empty, or none")
     others = sorted(names - _FIXED - {f"lib{manifest.name}.so"} - {n for n in names if n.startswith(MODULE)})
@@ -262,17 +274,30 @@ def _refuse_other_things(folder: Path) -> None:
         )
 
 
-def _manifest_of(folder: Path) -> NativeManifest | None:
+def read_manifest(folder: Path) -> NativeManifest | None:
+    """What engine.json describes; None where it is missing or damaged, or describes what no engine has."""
     try:
-        return from_json((folder / "engine.json").read_bytes(), NativeManifest)
+        manifest = from_json(read_regular_file(path_inside(folder, "engine.json")), NativeManifest)
     except (OSError, RecordError):
         return None
+    ports = (*manifest.inputs, *manifest.outputs, *manifest.state)
+    is_sound = NAME.match(manifest.name) and all(
+        port.dtype in DTYPE_BYTES and min(port.shape, default=0) >= 0 for port in ports
+    )
+    return manifest if is_sound else None
+
+
+def _inside(folder: Path, name: str) -> Path:
+    try:
+        return path_inside(folder, name)
+    except OSError as e:
+        raise CheckpointError(f"'{folder / 'engine.json'}' is damaged: {e.strerror or e}; save the engine anew") from e
 
 
 def _report_of(folder: Path) -> NativeReport | None:
     path = folder / "report.json"
     try:
-        return from_json(path.read_bytes(), NativeReport)
+        return from_json(read_regular_file(path), NativeReport)
     except FileNotFoundError:
         return None
     except (OSError, RecordError) as e:
@@ -281,7 +306,7 @@ def _report_of(folder: Path) -> NativeReport | None:
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular_file(path)
     except OSError as e:
         raise CheckpointError(f"'{path}' cannot be read: {e.strerror or e}; save the engine anew") from e
 

@@ -267,8 +267,11 @@ def _earlier(cache: Path, saved: Path | None, pattern: str) -> Path | None:
         with suppress(NativeError):
             require_trusted_library(path)
             return path
-    # As trusted as the library beside it, which is loaded in any case.
-    return next(saved.glob(pattern), None) if saved is not None else None
+    for path in sorted(saved.glob(pattern)) if saved is not None else ():
+        with suppress(NativeError):
+            require_trusted_library(path)
+            return path
+    return None
 
 
 def _compile(path: Path, compiler: str) -> None:

@@ -6,11 +6,10 @@ import copy
 import inspect
 import io
 import json
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +26,15 @@ from flatout.blocks.inference.native.operator_table import decompositions
 from flatout.blocks.inference.native.statements import AdvanceRing, Map, MatrixProduct
 from flatout.blocks.inference.native.values import Buffer, Const, Kind, View, whole
 from flatout.core.errors import NativeError, UsageError
-from flatout.core.records.native import NativeLayer, Port
+from flatout.core.records.native import NAME, NativeLayer, Port
 from flatout.core.tensors import nests as pytree
-
-_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,40}\Z")
 
 
 class Program:
     """A model as a graph of core ATen operators. `state` names the forward parameters whose values are carried."""
 
     def __init__(self, exported: ExportedProgram, state: tuple[str, ...], name: str = "model") -> None:
-        if not _NAME.match(name):
+        if not NAME.match(name):
             raise UsageError(f"name '{name}' cannot be part of a C identifier; give small letters, digits and _")
         self.exported, self.state, self.name = exported, state, name
         self._graph = exported.graph
