@@ -10,6 +10,7 @@ import msgspec
 from flatout.core.errors import RecordError
 from flatout.core.records.evidence import SCHEMA_VERSION, Evidence
 from flatout.core.records.finding import Diagnosis, RankedFinding
+from flatout.core.records.places import check_places
 from flatout.core.records.record import Record, from_json, to_json
 from flatout.report.parts.load import load_message
 
@@ -68,7 +69,9 @@ def read_evidence(data: bytes) -> Evidence:
     if not isinstance(outline.schema_version, msgspec.Raw):
         raise _refusal(f"{_shape(data)} is neither a flatout report nor Evidence: it has no 'schema_version'")
     _check_version(outline.schema_version)
-    return from_json(data, Evidence)
+    evidence = from_json(data, Evidence)
+    check_places(evidence)
+    return evidence
 
 
 def _refusal(because: str, *, remedy: str = "give a JSON file that flatout wrote") -> RecordError:

@@ -274,7 +274,7 @@ class Checkpoints:
         loaded = ranks.on_all_ranks(read, lambda why: f"'{path}' was not loaded; {why}")
         try:
             loaded.load_into(parts)
-        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as e:
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as e:
             raise CheckpointError(
                 f"'{path}' does not fit: {e!r}; a part refuses its state, and others may be loaded"
             ) from e

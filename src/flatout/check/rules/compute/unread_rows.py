@@ -121,7 +121,10 @@ def _reads(
     trace: Trace, operators: tuple[Operator, ...], readers: dict[int, list[int]], escapes: set[int], product: int
 ) -> _Reads | None:
     """What is read of a product's rows; None where it is nearly all, or nothing, or not known."""
-    whole = operators[trace.operator[product]].outputs[0]
+    outputs = operators[trace.operator[product]].outputs
+    if not outputs or not outputs[0].shape:
+        return None
+    whole = outputs[0]
     columns = whole.shape[-1]
     frontier, full, calls, read, reader = [product], [product], [product], 0, -1
     while frontier:
