@@ -41,7 +41,7 @@ from flatout.core.files import path_inside, read_regular_file
 from flatout.core.records.hardware import Machine
 from flatout.core.records.plan import from_toml
 from flatout.core.records.record import from_json
-from flatout.core.tensors.saved import load_tensors
+from flatout.core.tensors.saved import load_saved_tensors
 from flatout.report.json_report import read_evidence
 from flatout.tune.script_hooks import ScriptHooks
 
@@ -306,15 +306,15 @@ def test_a_packed_file_of_tensors_is_refused_before_it_is_unpacked(tmp_path: Pat
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "bomb.pt", "w") as bomb:
         for member in plain.namelist():
             bomb.writestr(member, plain.read(member), compress_type=zipfile.ZIP_DEFLATED)
-    assert torch.equal(load_tensors(tmp_path / "plain.pt", name="plain")["w"], torch.zeros(1 << 20))
+    assert torch.equal(load_saved_tensors(tmp_path / "plain.pt", name="plain")["w"], torch.zeros(1 << 20))
     with pytest.raises(CheckpointError, match="packed"):
-        load_tensors(tmp_path / "bomb.pt", name="bomb")
+        load_saved_tensors(tmp_path / "bomb.pt", name="bomb")
 
 
 def test_a_tensor_that_repeats_its_memory_a_million_times_is_refused(tmp_path: Path) -> None:
     torch.save({"w": torch.zeros(1).expand(1 << 40)}, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match="larger"):
-        load_tensors(tmp_path / "w.pt", name="w")
+        load_saved_tensors(tmp_path / "w.pt", name="w")
 
 
 def test_an_adapter_of_a_huge_rank_is_refused_before_it_is_made(made: Callable[[str], Path]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any, Final
@@ -20,12 +21,12 @@ _TIMES: Final = 4
 """How often the bytes of a file may be shared, as tied weights share them."""
 _DAMAGED: Final = (
     RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError, EOFError, OverflowError, MemoryError,
-    RecursionError, AssertionError, ImportError, NotImplementedError, zipfile.BadZipFile, pickle.UnpicklingError,
+    RecursionError, AssertionError, ImportError, NotImplementedError, zipfile.BadZipFile, struct.error, pickle.UnpicklingError,
 )  # fmt: skip
 """What torch's reader raises for a file that is damaged; it has no error of its own for that."""
 
 
-def load_tensors(source: Path | bytes, *, name: str) -> Any:
+def load_saved_tensors(source: Path | bytes, *, name: str) -> Any:
     """What a file of `torch.save`, or its bytes, holds: tensors and plain values; none of its code is run.
 
     `name` is what messages call it.

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flatout.core.errors import CheckpointError, UsageError
-from flatout.core.tensors.saved import load_tensors
+from flatout.core.tensors.saved import load_saved_tensors
 from flatout.shrink.checkpoint_file import write_checkpoint_file
 from flatout.shrink.quantise.observers import Kind, calibrated_inputs
 from flatout.shrink.quantise.schemes import LAYERS, Scheme, refusal, scheme_of
@@ -113,13 +113,13 @@ def load_quantised(path: Path | str, *, model: nn.Module) -> Quantised:
     `undo` then gives this model's layers. CheckpointError for a file that is damaged or of another model.
     """
     try:
-        saved = load_tensors(Path(path), name=str(path))
+        saved = load_saved_tensors(Path(path), name=str(path))
         if saved["format"] != _FORMAT:
             raise CheckpointError(f"'{path}' has format {saved['format']}, this version reads {_FORMAT}; save it anew")
         schemes = dict(saved["schemes"])
         if any("torchao" in name for name in schemes.values()):
             torchao_quantization()
-        state = load_tensors(saved["state"], name=f"state of {path}")
+        state = load_saved_tensors(saved["state"], name=f"state of {path}")
         found = replaced(
             model, {at: scheme_of(name) for at, name in schemes.items()}, input_ranges=dict.fromkeys(schemes)
         )

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatout.check.observe.calls import wrapped
+from flatout.core.errors import CheckpointError
 from flatout.core.records.verdict import What
 from flatout.core.tensors.nests import tensors_in, tree_leaves
-from flatout.core.tensors.saved import load_tensors
+from flatout.core.tensors.saved import load_saved_tensors
 from flatout.tune.verify.tensor_digests import TensorDigest, digest_of
 
 _ADDED: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
@@ -133,9 +134,15 @@ class Recorder:
 
 
 def read_recorded_steps(folder: Path) -> list[Step]:
-    """The steps that a Recorder wrote to `folder`, in order, up to the first that is missing."""
+    """The steps that a Recorder wrote to `folder`, in order, up to the first that is missing.
+
+    Raises CheckpointError where one is damaged.
+    """
     steps: list[Step] = []
     while (path := folder / f"step{len(steps) + 1}.pt").exists():
-        read = load_tensors(path, name=str(path))
-        steps.append({what: {n: TensorDigest(*m) for n, m in digests.items()} for what, digests in read.items()})
+        read = load_saved_tensors(path, name=str(path))
+        try:
+            steps.append({what: {n: TensorDigest(*m) for n, m in digests.items()} for what, digests in read.items()})
+        except (AttributeError, TypeError) as e:
+            raise CheckpointError(f"'{path}' holds no recorded step: {e}") from e
     return steps

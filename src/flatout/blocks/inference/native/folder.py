@@ -82,8 +82,8 @@ class StoredProgram(NamedTuple):
         path.write_bytes(self._read())
 
     def _read(self) -> bytes:
-        require_trusted_library(self.path)  # torch.export evaluates expressions of it, and unpickles
         data = _bytes_of(self.path)
+        require_trusted_library(self.path)  # torch.export evaluates expressions of it, and unpickles
         if self.sum and sha256_of(data) != self.sum:
             raise CheckpointError(
                 f"'{self.path}' is not the program of this engine: its folder was replaced; load the engine anew"
@@ -181,8 +181,6 @@ def _read(folder: Path) -> tuple[Parts, bytes, FunctionTable]:
         )
     name = f"lib{manifest.name}.so"
     require_trusted(folder)
-    for other in (name, *manifest.sums):
-        require_trusted(_inside(folder, other))
     library = _bytes_of(_inside(folder, name))
     for other in manifest.sums.keys() - {"program.pt2"}:
         if sha256_of(_bytes_of(_inside(folder, other))) != manifest.sums[other]:
@@ -203,6 +201,8 @@ def _read(folder: Path) -> tuple[Parts, bytes, FunctionTable]:
         program=StoredProgram(program, manifest.sums.get(program.name)) if program.exists() else None,
         report=_report_of(folder),
     )
+    for other in (name, *(manifest.sums.keys() - {"program.pt2"})):
+        require_trusted(_inside(folder, other))
     return parts, packed, open_library(folder / name)
 
 
