@@ -34,7 +34,7 @@ from tests.mutations import mutated
 from tests.plain_models import plain
 from torch import nn
 
-from flatout.core.errors import FlatoutError
+from flatout.core.errors import CheckpointError, FlatoutError
 
 MOST_MORE_BYTES: Final = 1 << 30
 """Address space that reading a file of some KiB may take beyond what the process has."""
@@ -355,7 +355,9 @@ def _write_shrunk(folder: Path) -> None:
 def _read_shrunk(folder: Path) -> None:
     from flatout.shrink.compose.saved_model import load_shrunk
 
-    _each(lambda: load_shrunk(folder / "shrunk"), lambda: load_shrunk(folder / "shrunk", allow_pickle=True))
+    with suppress(CheckpointError):
+        raise AssertionError(f"unpickled without a word: {load_shrunk(folder / 'shrunk')}")
+    load_shrunk(folder / "shrunk", allow_pickle=True)
 
 
 def _write_adapters(folder: Path) -> None:
@@ -569,7 +571,7 @@ def fuzz(name: str, num: int, seed: int) -> Outcome:
         (outside / "secret").write_text("{}")
         kind.write(real)
         first = _read(kind, real)
-        if first != ("refused" if name == "shrunk" else "read"):
+        if first != "read":
             raise AssertionError(f"a real {name} was not read: {first}")
         files = sorted(p.relative_to(real) for p in real.rglob("*") if p.is_file() and p.name not in kind.unchanged)
         opened = _opened_below(outside)

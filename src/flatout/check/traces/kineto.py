@@ -274,15 +274,12 @@ def _fill(trace: TraceFile, file: _File) -> None:
         i: DeviceFacts(d.name, d.sms, d.threads, d.registers, d.shared) for i, d in enumerate(file.devices)
     }
     for event in file.events:
-        if (
-            event.ph != "X"
-            or event.ts is None
-            or not -_MOST_US <= event.ts <= _MOST_US
-            or (event.dur or 0.0) > _MOST_US
-        ):
+        duration = event.dur or 0.0
+        # written so that NaN, which a text in a number's place may say, is not within
+        if event.ph != "X" or event.ts is None or not (abs(event.ts) <= _MOST_US and abs(duration) <= _MOST_US):
             continue
         start = round(event.ts * 1000)
-        end = start + round((event.dur or 0.0) * 1000)
+        end = start + round(duration * 1000)
         _place(trace, event, start, max(start, end))
     trace.has_stacks = bool(trace.functions)
     trace.has_shapes = any(o.shapes for o in trace.operators)

@@ -20,7 +20,7 @@ _SPARE_BYTES: Final = 1 << 20
 _TIMES: Final = 4
 """How often the bytes of a file may be shared, as tied weights share them."""
 _DAMAGED: Final = (
-    RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError, EOFError, OverflowError, MemoryError,
+    RuntimeError, LookupError, TypeError, ValueError, AttributeError, EOFError, OverflowError, MemoryError,
     RecursionError, AssertionError, ImportError, NotImplementedError, zipfile.BadZipFile, struct.error, pickle.UnpicklingError,
 )  # fmt: skip
 """What torch's reader raises for a file that is damaged; it has no error of its own for that."""

@@ -119,6 +119,9 @@ def load_quantised(path: Path | str, *, model: nn.Module) -> Quantised:
         schemes = dict(saved["schemes"])
         if any("torchao" in name for name in schemes.values()):
             torchao_quantization()
+        for at in schemes:
+            if type(layer_at(model, at)) not in LAYERS:
+                raise UsageError(f"'{at}' is no layer that can have fewer bits")
         state = load_saved_tensors(saved["state"], name=f"state of {path}")
         found = replaced(
             model, {at: scheme_of(name) for at, name in schemes.items()}, input_ranges=dict.fromkeys(schemes)
