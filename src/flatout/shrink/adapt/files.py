@@ -53,7 +53,7 @@ def _check_sizes(trained: Trained, tensors: Mapping[str, Tensor], path: Path) ->
     method = trained.method
     for name in ("rank", "width", "num_vectors"):
         for claimed in (getattr(method, name, None), trained.rank if name == "rank" else None):
-            if claimed and claimed not in sizes:
+            if claimed is not None and claimed not in sizes - {0}:
                 raise CheckpointError(f"'{path}' has the {name} {claimed}, and no tensor of that size; it is damaged")
 
 

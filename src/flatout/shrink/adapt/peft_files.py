@@ -11,8 +11,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
@@ -39,6 +40,17 @@ _UNREAD: Final = (
 _ENDLESS: Final = re.compile(r"[*+?}]\)*[*+{]|\(.*\|.*\)[*+{]")
 """Repeats what repeats: looking for such a pattern may take for ever."""
 _LONGEST_PATTERN: Final = 500
+
+
+class PairSettings(msgspec.Struct, frozen=True):
+    """What adapter_config.json says of the pairs, by PEFT's names; all else in it is of no matter here, or refused."""
+
+    r: Annotated[int, msgspec.Meta(ge=1)]
+    lora_alpha: float
+    lora_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    use_dora: bool | None = None
+    use_rslora: bool | None = None
+    alpha_pattern: dict[str, float] | None = None
 
 
 def write_peft(model: nn.Module, trained: Trained, state: Iterable[str], folder: Path) -> None:
@@ -78,8 +90,11 @@ def read_peft(model: nn.Module, folder: Path) -> tuple[Trained, dict[str, float]
 
     Raises CheckpointError for a folder that is no adapter of PEFT, UsageError for settings that are not carried out here.
     """
-    config = _read_config(folder)
+    settings = _read_config(folder)
     _, found = read_tensors(folder / _TENSORS)
+    strange = next((n for n, t in found.items() if not n.startswith(_PREFIX) or not t.numel() or not t.dim()), None)
+    if strange is not None:
+        raise CheckpointError(f"'{folder / _TENSORS}' holds '{strange[:80]}', which PEFT does not write; it is damaged")
     paths = [name[len(_PREFIX) : -len(".lora_A.weight")] for name in found if name.endswith(".lora_A.weight")]
     modules = dict(plain_modules(model))
     for path in paths:
@@ -89,20 +104,13 @@ def read_peft(model: nn.Module, folder: Path) -> tuple[Trained, dict[str, float]
     ranks = {path: found[f"{_PREFIX}{path}.lora_A.weight"].shape[0] for path in paths}
     if len(set(ranks.values())) > 1:
         raise UsageError(f"'{folder}' has pairs of ranks {sorted(set(ranks.values()))}; an adapter here has one rank")
-    alpha, rank = config.get("lora_alpha"), config.get("r")
-    if (
-        type(rank) is not int
-        or type(alpha) not in (int, float)
-        or not isinstance(config.get("alpha_pattern") or {}, dict)
-    ):
-        raise CheckpointError(
-            f"'{folder / _CONFIG}' has r {rank!r} and lora_alpha {alpha!r}; both are numbers where PEFT wrote it"
-        )
-    for key in config.get("alpha_pattern") or {}:
-        if _ENDLESS.search(key) or len(key) > _LONGEST_PATTERN:
-            raise UsageError(f"'{folder / _CONFIG}' has the alpha_pattern '{key[:60]}'; name the layers plainly")
-    method = Lora(rank=config["r"], targets=tuple(paths), alpha=config["lora_alpha"], is_dora=bool(config.get("use_dora")),
-                  dropout=float(config.get("lora_dropout") or 0.0))  # fmt: skip
+    method = Lora(
+        rank=settings.r,
+        targets=tuple(paths),
+        alpha=settings.lora_alpha,
+        is_dora=bool(settings.use_dora),
+        dropout=settings.lora_dropout or 0.0,
+    )
     tensors = {}
     for name, tensor in found.items():
         path, _, kind = name[len(_PREFIX) :].rpartition(".lora_")
@@ -111,8 +119,8 @@ def read_peft(model: nn.Module, folder: Path) -> tuple[Trained, dict[str, float]
             raise UsageError(f"'{folder}' holds '{name}', which is no part of a pair of a layer")
         tensors[f"{path}.low_rank.weight.{ours}"] = tensor.flatten() if ours == "length" else tensor
     hosts = tuple(f"{path}/weight" for path in paths)
-    scales = {host: _scale(config, host.partition("/")[0], ranks) for host in hosts}
-    rank = next(iter(ranks.values()), config["r"])
+    scales = {host: _scale(settings, host.partition("/")[0], ranks) for host in hosts}
+    rank = next(iter(ranks.values()), settings.r)
     return Trained(method=method, parameters=0, of_parameters=0, hosts=hosts, rank=rank), scales, tensors
 
 
@@ -177,7 +185,7 @@ def _targets(model: nn.Module, paths: list[str]) -> list[str] | str:
     return paths
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> PairSettings:
     path = folder / _CONFIG
     try:
         config: Any = decode_json(read_regular_file(path), object)
@@ -194,12 +202,28 @@ def _read_config(folder: Path) -> dict[str, Any]:
         used.append("bias")
     if used:
         raise UsageError(f"'{path}' sets {', '.join(used)}, which is not carried out here")
-    return config
+    try:
+        settings = msgspec.convert(config, PairSettings)
+    except msgspec.ValidationError as e:
+        raise CheckpointError(f"'{path}' is no configuration of PEFT: {e}") from e
+    for pattern in settings.alpha_pattern or {}:
+        if not _is_quick(pattern):
+            raise UsageError(f"'{path}' has the alpha_pattern '{pattern[:60]}'; name the layers plainly")
+    return settings
 
 
-def _scale(config: dict[str, Any], path: str, ranks: Mapping[str, int]) -> float:
-    patterns: dict[str, float] = config.get("alpha_pattern") or {}
+def _is_quick(pattern: str) -> bool:
+    """Whether it is a regular expression that is looked for in little time."""
+    try:
+        re.compile(f"({pattern})$")
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return len(pattern) <= _LONGEST_PATTERN and not _ENDLESS.search(pattern)
+
+
+def _scale(settings: PairSettings, path: str, ranks: Mapping[str, int]) -> float:
+    patterns = settings.alpha_pattern or {}
     found = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), None)
-    alpha = config["lora_alpha"] if found is None else found
+    alpha = settings.lora_alpha if found is None else found
     rank = ranks[path]
-    return float(alpha / torch.tensor(rank).sqrt().item() if config.get("use_rslora") else alpha / rank)
+    return float(alpha / torch.tensor(rank).sqrt().item() if settings.use_rslora else alpha / rank)
