@@ -11,15 +11,12 @@ from flatout.core.records.lever import PlannedLever
 from flatout.core.records.plan import Circumstances, Plan, from_toml, mismatches, to_toml
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=20)
+PLAIN = st.text("abcXYZ_019.,:/+*@<> -", max_size=12)
+"""Settings that may be written into a text have no quotes, calls or line ends."""
+NUMBERS = st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
 PARAMETERS = st.dictionaries(
-    st.from_regex(r"[a-z_]{1,12}", fullmatch=True),
-    st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | NAMES
-    | st.tuples(NAMES, NAMES),
-    max_size=3,
-)
+    st.from_regex(r"[a-z_]{1,12}", fullmatch=True), NUMBERS | PLAIN | st.tuples(PLAIN, PLAIN), max_size=3
+) | st.dictionaries(st.sampled_from(["file", "function", "code", "model", "also"]), NAMES | st.tuples(NAMES, NAMES))
 RATIOS = st.none() | st.tuples(st.floats(0.5, 9), st.floats(0.5, 9), st.floats(0.5, 9))
 LEVERS = st.builds(
     PlannedLever,

@@ -25,7 +25,7 @@ VERSION: Final = 1
 _T_95: Final = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Student's t by the number of runs: 97.5 % of the distribution with one degree of freedom less lie below."""
 _LEAST_ROOM: Final = 0.02
-_LOCATING: Final = frozenset({"file", "files", "function", "code", "also", "places"})
+_LOCATING: Final = frozenset({"file", "files", "function", "code", "model", "also", "places"})
 """Settings of levers that say where in the text something is: they are looked for, and never written."""
 _PLAIN: Final = re.compile(r"(?:[\w.,:/+*@<> -]|\[-?\d+\]| \(\d+\))*")
 """Any other text in a setting: a mode, a device, a path of modules. It calls nothing, ends no string and no line."""
