@@ -74,10 +74,10 @@ def _cores(evidence: Evidence) -> int:
     """Cores that this process may keep busy."""
     cores: float = evidence.workload.num_cores
     quota = setting_of(evidence, "cpu_quota")
-    if quota:
+    if quota.replace(".", "", 1).isdecimal():
         cores = min(cores, float(quota))
     sharing = setting_of(evidence, "LOCAL_WORLD_SIZE")
-    return max(1, int(cores / max(1, int(sharing) if sharing.isdigit() else 1)))
+    return max(1, int(cores / max(1, int(sharing) if sharing.isdecimal() else 1)))
 
 
 def _is_set_outside(evidence: Evidence) -> bool:
