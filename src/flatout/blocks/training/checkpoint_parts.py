@@ -206,9 +206,6 @@ def read_state(
 
 def _read(name: str, entry: TensorEntry, place: Tensor | None, fetch: Fetch) -> Tensor:
     dtype = files.torch_dtype(entry.dtype)
-    num_there = sum(math.prod(chunk.shape) for chunk in entry.chunks)
-    if num_there < math.prod(entry.shape):  # before memory is taken for it
-        raise CheckpointError(f"'{name}': {num_there} of {math.prod(entry.shape)} elements are there; it is not whole")
     whole: Tensor | None = None
     if isinstance(place, DTensor) and tuple(place.shape) == entry.shape:
         whole = torch.empty_like(place, dtype=dtype)
@@ -216,6 +213,11 @@ def _read(name: str, entry: TensorEntry, place: Tensor | None, fetch: Fetch) -> 
         part = _part_of(whole)
         target, offset = part.local, part.offset
     else:
+        num_there = sum(math.prod(chunk.shape) for chunk in entry.chunks)
+        if num_there < math.prod(entry.shape):  # before memory is taken for it
+            raise CheckpointError(
+                f"'{name}': {num_there} of {math.prod(entry.shape)} elements are there; it is not whole"
+            )
         whole = target = torch.empty(entry.shape, dtype=dtype)
         offset = (0,) * len(entry.shape)
     try:
