@@ -87,7 +87,7 @@ def test_many_changed_files_of_each_kind_are_read_or_refused(kind: str) -> None:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Callable[[str], Path]:
+def with_outside(tmp_path: Path) -> Callable[[str], Path]:
     """A folder with a real file of a kind, beside a folder `outside`."""
 
     def make(kind: str) -> Path:
@@ -131,8 +131,8 @@ def test_a_pipe_or_a_device_is_no_file_to_wait_for(tmp_path: Path) -> None:
             read_regular_file(path)
 
 
-def test_an_index_of_a_checkpoint_names_no_file_elsewhere(made: Callable[[str], Path]) -> None:
-    folder = made("checkpoint")
+def test_an_index_of_a_checkpoint_names_no_file_elsewhere(with_outside: Callable[[str], Path]) -> None:
+    folder = with_outside("checkpoint")
     index = next(folder.glob("checkpoints/*/checkpoint.json"))
 
     def change(tree: Any) -> None:
@@ -144,8 +144,8 @@ def test_an_index_of_a_checkpoint_names_no_file_elsewhere(made: Callable[[str], 
 
 
 @pytest.mark.slow
-def test_an_engine_names_no_library_elsewhere(made: Callable[[str], Path]) -> None:
-    folder = made("engine")
+def test_an_engine_names_no_library_elsewhere(with_outside: Callable[[str], Path]) -> None:
+    folder = with_outside("engine")
     edited(folder / "engine" / "engine.json", lambda tree: tree["sums"].update({"../../outside/secret": "0" * 64}))
     with pytest.raises(CheckpointError, match="leads out"):
         KINDS["engine"].read(folder)
@@ -154,10 +154,12 @@ def test_an_engine_names_no_library_elsewhere(made: Callable[[str], Path]) -> No
         KINDS["engine"].read(folder)
 
 
-def test_a_replay_writes_nothing_outside_of_its_scratch_folder(made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_replay_writes_nothing_outside_of_its_scratch_folder(
+    with_outside: Callable[[str], Path], tmp_path: Path
+) -> None:
     from flatout.blocks.recording.run import read_run
 
-    folder = made("run")
+    folder = with_outside("run")
 
     def change(tree: Any) -> None:
         tree["code"].update(revision="", untracked=["../../outside/planted.py"])
@@ -207,8 +209,8 @@ class Planted:
 
 
 @pytest.mark.parametrize("kind", ["quantised", "recorded-steps"])
-def test_a_file_of_tensors_is_not_unpickled(made: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
-    folder = made(kind)
+def test_a_file_of_tensors_is_not_unpickled(with_outside: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    folder = with_outside(kind)
     file = next(folder.glob("*.pt"))
     torch.save({"format": 1, "schemes": {}, "state": Planted(tmp_path / "ran")}, file)
     with pytest.raises(CheckpointError):
@@ -221,18 +223,18 @@ def test_a_file_of_tensors_is_not_unpickled(made: Callable[[str], Path], tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("opened", ["engine", "engine/libaverage.so"])
-def test_an_engine_that_others_may_write_to_is_not_loaded(made: Callable[[str], Path], opened: str) -> None:
-    folder = made("engine")
+def test_an_engine_that_others_may_write_to_is_not_loaded(with_outside: Callable[[str], Path], opened: str) -> None:
+    folder = with_outside("engine")
     (folder / opened).chmod(0o777)
     with pytest.raises(NativeError, match="can be written by other users"):
         KINDS["engine"].read(folder)
 
 
 @pytest.mark.slow
-def test_an_engine_is_its_owners_alone_whatever_the_umask(made: Callable[[str], Path]) -> None:
+def test_an_engine_is_its_owners_alone_whatever_the_umask(with_outside: Callable[[str], Path]) -> None:
     before = os.umask(0)
     try:
-        folder = made("engine")
+        folder = with_outside("engine")
     finally:
         os.umask(before)
     KINDS["engine"].read(folder)
@@ -287,8 +289,8 @@ def test_a_small_gzip_of_gigabytes_is_given_up(tmp_path: Path) -> None:
         read_trace(bomb)
 
 
-def test_a_checkpoint_gets_no_memory_for_a_mere_claim(made: Callable[[str], Path]) -> None:
-    folder = made("checkpoint")
+def test_a_checkpoint_gets_no_memory_for_a_mere_claim(with_outside: Callable[[str], Path]) -> None:
+    folder = with_outside("checkpoint")
     index = next(folder.glob("checkpoints/*/checkpoint.json"))
 
     def change(tree: Any) -> None:
@@ -317,10 +319,10 @@ def test_a_tensor_that_repeats_its_memory_a_million_times_is_refused(tmp_path: P
         load_saved_tensors(tmp_path / "w.pt", name="w")
 
 
-def test_an_adapter_of_a_huge_rank_is_refused_before_it_is_made(made: Callable[[str], Path]) -> None:
+def test_an_adapter_of_a_huge_rank_is_refused_before_it_is_made(with_outside: Callable[[str], Path]) -> None:
     from safetensors import safe_open
 
-    folder = made("adapter")
+    folder = with_outside("adapter")
     path = folder / "lora.safetensors"
     with safe_open(path, framework="pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
@@ -331,8 +333,8 @@ def test_an_adapter_of_a_huge_rank_is_refused_before_it_is_made(made: Callable[[
         KINDS["adapter"].read(folder)
 
 
-def test_a_pattern_that_would_be_looked_for_without_end_is_refused(made: Callable[[str], Path]) -> None:
-    folder = made("adapter")
+def test_a_pattern_that_would_be_looked_for_without_end_is_refused(with_outside: Callable[[str], Path]) -> None:
+    folder = with_outside("adapter")
     edited(folder / "peft" / "adapter_config.json", lambda tree: tree.update(alpha_pattern={"(a+)+": 2}))
     with pytest.raises(UsageError, match="alpha_pattern"):
         KINDS["adapter"].read(folder)
@@ -353,7 +355,7 @@ def test_a_stranger_who_sends_no_messages_is_hung_up_on(sent: bytes) -> None:
             assert left or not link.is_open or sent == b""
 
 
-def test_evidence_names_no_line_or_operator_that_is_not_there(made: Callable[[str], Path]) -> None:
+def test_evidence_names_no_line_or_operator_that_is_not_there(with_outside: Callable[[str], Path]) -> None:
     from tests.evidence_builder import EvidenceBuilder
 
     from flatout.core.records.record import to_json
@@ -365,10 +367,12 @@ def test_evidence_names_no_line_or_operator_that_is_not_there(made: Callable[[st
         read_evidence(json.dumps(data).encode())
 
 
-def test_shrunk_models_are_unpickled_on_an_explicit_word_alone(made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_shrunk_models_are_unpickled_on_an_explicit_word_alone(
+    with_outside: Callable[[str], Path], tmp_path: Path
+) -> None:
     from flatout.shrink.compose.saved_model import load_shrunk
 
-    folder = made("shrunk") / "shrunk"
+    folder = with_outside("shrunk") / "shrunk"
     torch.save(Planted(tmp_path / "ran"), folder / "model.pt")
     with pytest.raises(CheckpointError, match="allow_pickle"):
         load_shrunk(folder)

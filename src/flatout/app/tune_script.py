@@ -265,7 +265,7 @@ def search_plan(
 
 
 def _log_place(target: ScriptTarget) -> Path:
-    """Where a search that writes no plan saves what it tried: in the user's cache folder, for each script by its whole path."""
+    """The file, in the user's cache folder, beside which a search without a plan to write saves what it tried."""
     folder = default_cache_folder()
     create_cache_folder(folder)
     where = hashlib.sha256(str(target.file.resolve()).encode()).hexdigest()[:8]

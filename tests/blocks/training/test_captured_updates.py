@@ -38,6 +38,7 @@ class StandIn:
         ]
         drawn, groups = torch.get_rng_state(), [dict(g) for o in self._optimizers for g in o.param_groups]
         results = call()
+        gradients = [(p, p.grad) for net in self._nets for p in net.parameters()]
         torch.set_rng_state(drawn)
         with torch.no_grad():
             for net, before in zip(self._nets, weights, strict=True):
@@ -59,6 +60,9 @@ class StandIn:
             for group, rate in zip(now, rates, strict=True):
                 group["lr"] = rate
             with torch.no_grad():
+                for parameter, gradient in gradients:
+                    if gradient is not None and parameter.grad is not None:
+                        gradient.copy_(parameter.grad)
                 for old, value in zip(tree_leaves(results), tree_leaves(new), strict=True):
                     if isinstance(old, Tensor):
                         old.detach().copy_(value)
@@ -201,6 +205,26 @@ def test_a_tensor_from_elsewhere_that_is_replaced_is_not_read_where_it_was() -> 
     before = stand_in.num_replays
     captured.run((rows, training.labels), {})
     assert stand_in.num_captures == 2 and stand_in.num_replays == before + 1
+
+
+def test_kinds_in_turn_have_a_graph_each_and_gradients_are_those_of_the_last_update() -> None:
+    def learnt(training: Training, update: Callable[..., dict[str, Tensor]]) -> list[Tensor]:
+        seen: list[Tensor] = []
+        for number in range(12):
+            rows = torch.arange(10 if number % 3 else 6)
+            seen.append(update(rows, training.table, training.labels)["loss"].detach())
+            seen += [p.grad.clone() for p in training.net.parameters() if p.grad is not None]
+        return seen
+
+    plain = Training()
+    expected, training = learnt(plain, plain.update), Training()
+    stand_in = StandIn([training.net], [training.optimizer])
+    captured = CapturedUpdate(training.update, [training.optimizer], stand_in)
+    found = learnt(training, lambda *args: captured.run(args, {}))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert stand_in.num_captures == 2, "one for each size"
+    assert stand_in.num_replays == 5 + 1
 
 
 def test_a_function_that_is_defined_anew_goes_on_with_its_graph_and_another_does_not() -> None:

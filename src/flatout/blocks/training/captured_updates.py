@@ -46,6 +46,8 @@ _CALLS_BEFORE: Final = 3
 _FEWEST_REPLAYS: Final = 50
 """Another graph is captured once the one before has been replayed so often, a few times earlier: captures take up to 0.1 s."""
 _FREE_CAPTURES: Final = 8
+_MOST_GRAPHS: Final = 4
+"""Each has memory of its own: that of whole batches, of an epoch's smaller last one, and of two more kinds."""
 _ERRORS: Final = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
 """What a capture may fail with, by torch's own doing or where the function takes a number for granted that is a tensor."""
 _UPDATES: Final = "_flatout_captured_updates"
@@ -108,10 +110,10 @@ class CapturedUpdate:
         self._optimizers = tuple(optimizers)
         self._capture = capture
         self._num_calls: Counter[Hashable] = Counter()
-        self._graph: _UpdateGraph | None = None
+        self._graphs: dict[Hashable, _UpdateGraph] = {}
         self._num_captures = self._num_replays = 0
         self._refused = ""
-        self._outer: list[weakref.ref[Tensor]] = []
+        self._outer: dict[Hashable, list[weakref.ref[Tensor]]] = {}
         self._modules = [m for root in _modules_around(function) for m in root.modules()]
         self._stream: torch.cuda.Stream | None = None
         self._is_prepared = False
@@ -134,8 +136,8 @@ class CapturedUpdate:
         kind = self._kind(leaves, form)
         if kind is None:
             return self._plain(leaves, form)
-        graph = self._graph
-        if graph is not None and graph.kind == kind and graph.is_valid():
+        graph = self._graphs.get(kind)
+        if graph is not None and graph.is_valid():
             self._num_replays += 1
             return graph.run(leaves)
         self._prepare(device)
@@ -143,11 +145,14 @@ class CapturedUpdate:
         if self._num_calls[kind] < _CALLS_BEFORE or not self._may_capture():
             return self._plain(leaves, form)
         if self._num_calls[kind] == _CALLS_BEFORE:
-            return self._looked_at(leaves, form)
+            return self._looked_at(kind, leaves, form)
         graph = self._captured(kind, leaves, form, device)
         if graph is None:
             return self._plain(leaves, form)
-        self._graph = graph
+        self._graphs.pop(kind, None)
+        while len(self._graphs) >= _MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        self._graphs[kind] = graph
         self._num_captures += 1
         return graph.run(leaves)
 
@@ -222,14 +227,14 @@ class CapturedUpdate:
         finally:
             current.wait_stream(self._stream)
 
-    def _looked_at(self, leaves: Sequence[Any], form: TreeSpec) -> Any:
+    def _looked_at(self, kind: Hashable, leaves: Sequence[Any], form: TreeSpec) -> Any:
         """The call as it is, and what of it no graph would do."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         watch, versions, before = _OuterTensors(tensors), [t._version for t in tensors], self._surroundings()
         with watch:
             results = self._plain(leaves, form)
-        self._outer = watch.found
-        if any(ref() is None for ref in self._outer):
+        self._outer[kind] = watch.found
+        if any(ref() is None for ref in watch.found):
             self._refuse("it reads tensors that are made elsewhere for each call: they must be arguments")
         elif [t._version for t in tensors] != versions:
             self._refuse("it changes its arguments in place")
@@ -260,7 +265,7 @@ class CapturedUpdate:
             with own_calls(), without_autocast_cache(), without_host_waits(), _on_the_device(rates):
                 call = (leaves, form)
                 return _UpdateGraph(
-                    kind, self._function, call, self._optimizers, rates, self._outer, self._begin(device)
+                    self._function, call, self._optimizers, rates, self._outer[kind], self._begin(device)
                 )
         except _ERRORS as e:  # the call as it is shows what is the script's own fault
             self._refuse(str(e).strip().partition("\n")[0] or type(e).__name__)
@@ -280,7 +285,6 @@ class _UpdateGraph:
 
     def __init__(
         self,
-        kind: Hashable,
         function: Callable[..., Any],
         call: tuple[Sequence[Any], TreeSpec],
         optimizers: Sequence[Optimizer],
@@ -288,7 +292,6 @@ class _UpdateGraph:
         outer: Sequence[weakref.ref[Tensor]],
         capture: Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]],
     ) -> None:
-        self.kind = kind
         leaves, form = call
         own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._inputs = [leaf for leaf in own if isinstance(leaf, Tensor)]
@@ -302,6 +305,8 @@ class _UpdateGraph:
         with noted(self._events, optimizers):
             results, self._replay = capture(lambda: function(*args, **kwargs))
         self._results, self._form = tree_flatten(results)
+        parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        self._gradients = [(p, p.grad) for p in parameters]
         self._events = [e if isinstance(e, Optimizer) else [t.detach() for t in e] for e in self._events]
 
     def is_valid(self) -> bool:
@@ -324,6 +329,9 @@ class _UpdateGraph:
                     rate.tensor.fill_(now)
                     self._rates[number] = (rate, now)
             self._replay()
+            for parameter, gradient in self._gradients:  # those that a call in between left are another call's
+                if parameter.grad is not gradient:
+                    parameter.grad = gradient
             results = [r.detach().clone() if isinstance(r, Tensor) else r for r in self._results]
         for event in self._events:
             if isinstance(event, Optimizer):
