@@ -38,6 +38,7 @@ DDP_ORDER: Final = (
     "process_group",
     "bucket_cap_mb",
 )
+_READERS: Final = frozenset({"get", "items", "keys", "values", "copy"})
 Change: TypeAlias = "Callable[[cst.Call], cst.Call]"
 
 
@@ -165,8 +166,8 @@ class Unpacked(NamedTuple):
 def unpacked(scope: cst.CSTNode, call: cst.Call) -> Unpacked:
     """What a call may get out of `**options`, from the text of a scope.
 
-    Raises EditError where that is not plain: `options` must be a name that is only assigned, updated with and unpacked, from
-    dictionaries that are written out.
+    Raises EditError where that is not plain: `options` must be a name that is only assigned, updated with, unpacked and read by
+    methods, from dictionaries that are written out.
     """
     starred = [a for a in call.args if a.star]
     if not starred:
@@ -184,12 +185,21 @@ def _dictionary(scope: cst.CSTNode, name: str, inside: tuple[str, ...]) -> Unpac
     own = [c.args[0].value for c in updates if is_named(cst.ensure_type(c.func, cst.Attribute).value, name)]
     num_read = sum(a.star == "**" and is_named(a.value, name) for a in nodes_of(cst.Arg, scope))
     num_read += sum(is_named(c.args[0].value, name) for c in updates)
+    num_read += sum(_reads_entries(call.func, name) for call in nodes_of(cst.Call, scope))
+    changing = [*nodes_of(cst.AssignTarget, scope), *nodes_of(cst.AugAssign, scope), *nodes_of(cst.Del, scope)]
+    changed = {id(one) for part in changing for one in nodes_of(cst.Subscript, part)}
+    num_read += sum(is_named(one.value, name) for one in nodes_of(cst.Subscript, scope) if id(one) not in changed)
     num_known = len(assigned) + len(own) + num_read
     if not assigned or name in inside or num_known != sum(n.value == name for n in nodes_of(cst.Name, scope)):
         raise problem
     first = [_written_out(scope, source, (*inside, name), problem) for source in assigned]
     later = [_written_out(scope, source, (*inside, name), problem) for source in own]
     return Unpacked(_together([*first, *later]), frozenset.intersection(*(one.certain for one in first)))
+
+
+def _reads_entries(func: cst.BaseExpression, name: str) -> bool:
+    """Whether what is called reads entries of this dictionary and changes none: `options.get`."""
+    return isinstance(func, cst.Attribute) and func.attr.value in _READERS and is_named(func.value, name)
 
 
 def _written_out(

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -241,6 +243,62 @@ def test_items_of_one_layout_become_rows_of_tensors_and_a_loader_may_be_returned
     assert same(*found)
 
 
+IMAGES = """
+import torch
+from torch.utils.data import DataLoader
+from torchvision import datasets, transforms
+
+as_tensor = transforms.ToTensor()
+options = {{"batch_size": 2, "pin_memory": False}}
+train_loader = DataLoader(datasets.MNIST("data", train=True, download=True, transform={train}), **options)
+test_set = datasets.MNIST("data", train=False, transform={test})
+test_loader = DataLoader(test_set, shuffle=False, **options)
+found = [list(one) for _ in range(2) for one in (train_loader, test_loader)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "num"),
+    [
+        ("transforms.ToTensor()", "transforms.ToTensor()", 2),
+        ("as_tensor", "as_tensor", 2),
+        ("as_tensor", "transforms.ToTensor()", 1),
+        ("transforms.ToTensor()", "transforms.ToTensor(), target_transform=None", 1),
+    ],
+)
+def test_images_of_the_test_loader_are_prepared_like_those_of_training(
+    train: str, test: str, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Images(Dataset[Any]):
+        """Bytes and targets, as torchvision's MNIST has them."""
+
+        def __init__(self, root: str, train: bool, transform: Any, **rest: Any) -> None:
+            self.data = torch.arange(5 * 6, dtype=torch.uint8).view(5, 2, 3) + 100 * train
+            self.targets, self.transform = torch.arange(5) % 3, transform
+
+        def __len__(self) -> int:
+            return len(self.data)
+
+        def __getitem__(self, index: int) -> tuple[Any, int]:
+            return self.transform(self.data[index]), int(self.targets[index])
+
+    vision: Any = ModuleType("torchvision")
+    vision.datasets = SimpleNamespace(MNIST=Images)
+    vision.transforms = SimpleNamespace(ToTensor=lambda: lambda image: image[None].float() / 255)
+    monkeypatch.setitem(sys.modules, "torchvision", vision)
+    text = IMAGES.format(train=train, test=test)
+    code = next(line for line in text.splitlines() if line.startswith("train_loader"))
+    parameters = {"file": "a.py", "function": "<module>", "code": code, "images": "grey", "normalised": False}
+    new = edit(text, parameters)
+    assert new.count("TensorRows(") == 1 + num  # the class, and what is made of it
+    found = []
+    for one in (text, new):
+        namespace: dict[str, Any] = {"__name__": __name__}
+        exec(one, namespace)
+        found.append([[list(batch) for batch in batches] for batches in namespace["found"]])
+    assert same(*found)
+
+
 def test_a_loader_whose_data_set_another_takes_over_gets_single_items() -> None:
     line = "loader = DataLoader(squares, 2, shuffle=True, num_workers=1)"
     taken = "(lambda first: DataLoader(first.dataset, batch_sampler=first.batch_sampler))(loader)"
@@ -280,7 +338,7 @@ def test_the_line_to_change_is_that_of_the_loader_that_was_taken_over(tmp_path: 
         ("loader = DataLoader(rows, 2); print(len(loader.dataset))", "read elsewhere|alone"),
         ("loader = DataLoader(rows, batch_sampler=[[1], [2]])", "batch_sampler"),
         ("loader = list(DataLoader(rows, 2))", "alone"),
-        ("loader = DataLoader(rows, **options, collate_fn=options.get('list'))", "cannot be told"),
+        ("loader = DataLoader(rows, **options, collate_fn=options.pop('list', None))", "cannot be told"),
         ("loader = DataLoader(rows, **dict(batch_size=2))", "cannot be told"),
         ("loader = DataLoader(Squares(), **{**options})", "cannot be told"),
     ],

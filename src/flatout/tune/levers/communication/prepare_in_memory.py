@@ -9,6 +9,7 @@ Refuses     Items that differ from time to time (augmentation), data that do not
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -23,18 +24,21 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
 from flatout.core.records.trial import TrialResult
 from flatout.machine.cost.feeding import fetch_trial, fits_memory
-from flatout.tune.rewrite.calls import LOADER, with_calls
+from flatout.tune.rewrite.calls import LOADER, argument, with_calls
 from flatout.tune.rewrite.enclosing_blocks import assignment, only_small
 from flatout.tune.rewrite.imports import call_name, with_import, with_torch
 from flatout.tune.rewrite.loader_calls import WORKER_OPTIONS, LoaderCall
 from flatout.tune.rewrite.source import (
+    MODULE,
     SourcePlace,
     code_of,
     editable_place,
     find,
+    first_line,
     fresh_name,
     names_in,
     nodes_of,
+    places_in,
     readable_place,
     several_places,
     spaced,
@@ -52,6 +56,10 @@ _ROWS_TEXT: Final = f"""class {_ROWS_CLASS}(TensorDataset):
         return tuple(tensor[rows] for tensor in self.tensors)
 """
 """By a list a tensor reads its rows at less than half the speed that it has by a tensor, on a CPU."""
+_TRANSFORM_AT: Final = 2
+"""Where torchvision's MNIST and CIFAR take `transform` by position: (root, train, transform, ...)."""
+_SAME_IMAGES: Final = {"root", "train", "split", "download", "transform"}
+"""Arguments of torchvision's image sets that leave what an image becomes as it is."""
 _CACHING_COST: Final = 0.1
 """Of the wait for items: what keeping them costs in an epoch whose items never come again."""
 _ITEMS_FRACTION: Final = 0.2
@@ -199,8 +207,49 @@ def _once_seeded(original: Callable[[Any], Any], lasting: list[Any]) -> Callable
 def edit(text: str, parameters: Parameters) -> str:
     """Select rows of a TensorDataset, or of items that become one, by whole batches; put other items in a list.
 
+    Other loaders in the file of images that torchvision stores alike (those of the tests, between epochs) become the same.
     Raises EditError where the loader is not plainly made.
     """
+    new = _with_one(text, parameters)
+    for place in _of_like_images(find(text, parameters)) if "images" in parameters else ():
+        where = {"function": place.scope or MODULE, "code": first_line(place.module, place.statement)}
+        with contextlib.suppress(EditError):
+            new = _with_one(new, {**parameters, **where})
+    return new
+
+
+def _of_like_images(place: SourcePlace) -> Iterator[SourcePlace]:
+    """Other statements that make a loader of the same class of images under the same transform."""
+    own = _images(place)
+    if own is None:
+        return
+    for other in places_in(place.module):
+        if other.statement is not place.statement and only_small(other.statement) and _images(other) == own:
+            yield other
+
+
+def _images(place: SourcePlace) -> tuple[str, str] | None:
+    """The class and the transform, as written, of the images that a statement makes a loader of; None for other statements."""
+    _, call = assignment(place.statement) or (None, _returned(place.statement))
+    if not isinstance(call, cst.Call) or call_name(place.module, call.func) not in LOADER or not call.args:
+        return None
+    scope = place.function or place.module
+    dataset = call.args[0].value
+    if isinstance(dataset, cst.Name):
+        values = [a.value for a in m.findall(scope, m.Assign()) if code_of(dataset) in _targets(a)]  # type: ignore[attr-defined]
+        dataset = values[0] if len(values) == 1 else dataset
+    if not isinstance(dataset, cst.Call) or any(a.star for a in dataset.args):
+        return None
+    transform = argument(dataset, "transform", _TRANSFORM_AT)
+    if transform is None or not {a.keyword.value for a in dataset.args if a.keyword} <= _SAME_IMAGES:
+        return None
+    written = [name for one in m.findall(place.module, m.Assign() | m.AnnAssign()) for name in _targets(one)]
+    is_settled = all(written.count(name) <= 1 for name in names_in(transform))
+    return (code_of(dataset.func), code_of(transform)) if is_settled else None
+
+
+def _with_one(text: str, parameters: Parameters) -> str:
+    """The text with the loader that the parameters name changed."""
     place = find(text, parameters)
     target, value = assignment(place.statement) or (None, _returned(place.statement))
     if not isinstance(value, cst.Call) or call_name(place.module, value.func) not in LOADER:
