@@ -186,3 +186,23 @@ def test_gradients_that_rounding_has_lost_may_be_as_lost_after_the_change_and_no
     assert compare_bounded(lost, worse, exact, eps=EPS, is_trusted=True).holds is False
     near = trained(1e-4, seed=2, gradient_error=0.4)
     assert compare_bounded(near, other, exact, eps=EPS, is_trusted=True).holds is False
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_outputs_that_a_graph_hides_are_compared_with_no_others(is_wrong: bool) -> None:
+    outputs = [torch.randn(4, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in range(3)]
+
+    def step(named: dict[str, Tensor], loss: float) -> list[Step]:
+        return [
+            {
+                "loss": {"loss 1": digest_of(torch.tensor([loss], dtype=torch.float64))},
+                "output": {name: digest_of(tensor) for name, tensor in named.items()},
+            }
+        ]
+
+    every = {f"output {n + 1}": tensor for n, tensor in enumerate(outputs)} | {"action 1": outputs[0]}
+    hidden = {"output 1": outputs[0], "output 2": outputs[2], "action 1": outputs[1] if is_wrong else outputs[0]}
+    before, exact, after = step(every, 1 + 1e-7), step(every, 1.0), step(hidden, 1 + 1e-7)
+    equality = compare_bounded(before, after, exact, eps=EPS)
+    assert equality.holds is not is_wrong
+    assert (equality.first.tensor if equality.first is not None else "") == ("all together" if is_wrong else "")

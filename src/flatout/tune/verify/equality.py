@@ -243,7 +243,7 @@ def _pairs(befores: Sequence[list[Step]], after: list[Step], reference: list[Ste
         ones = [steps[number - 1] for steps in befores]
         two, exact = after[number - 1], reference[number - 1]
         for what in _ORDER:
-            runs, b, r = [one.get(what, {}) for one in ones], two.get(what, {}), exact.get(what, {})
+            *runs, b, r = _comparable(what, [*ones, two, exact])
             names = [n for n in r if n in b and all(n in run and run[n].shape == r[n].shape for run in runs)]
             total = math.sqrt(sum(r[n].norm ** 2 for n in names))
             if not names:
@@ -275,13 +275,21 @@ def _relative(gap: float, norm: float) -> float:
 def _matched(one: Step, two: Step) -> Iterator[tuple[What, str, TensorDigest | None, TensorDigest | None]]:
     """What two steps hold under one name."""
     for what in _ORDER:
-        a, b = one.get(what, {}), two.get(what, {})
-        if what == "output" and len(a) != len(b) and one.get("loss") and two.get("loss"):
-            # those of modules are recorded of calls without gradients alone: an evaluation that stopped building graphs has new
-            # ones, and compiled code hides them
-            a, b = ({name: d for name, d in found.items() if not is_module_output(name)} for found in (a, b))
+        a, b = _comparable(what, (one, two))
         for name in dict.fromkeys((*a, *b)):
             yield what, name, a.get(name), b.get(name)
+
+
+def _comparable(what: What, sides: Sequence[Step]) -> list[Mapping[str, TensorDigest]]:
+    """What several recordings of a step hold of one kind; without modules' outputs where one has more of them than another.
+
+    They are recorded of calls without gradients alone: an evaluation that stopped building graphs has new ones, and compiled code
+    and graphs hide them. Their names are numbers, so that none would be compared with its own.
+    """
+    found = [side.get(what, {}) for side in sides]
+    if what == "output" and len({len(one) for one in found}) > 1 and all(side.get("loss") for side in sides):
+        return [{name: d for name, d in one.items() if not is_module_output(name)} for one in found]
+    return found
 
 
 def with_names_of(before: list[Step], after: list[Step]) -> list[Step]:
