@@ -286,7 +286,7 @@ def _comparable(what: What, sides: Sequence[Step]) -> list[Mapping[str, TensorDi
     They are recorded of calls without gradients alone: an evaluation that stopped building graphs has new ones, and compiled code
     and graphs hide them. Their names are numbers, so that none would be compared with its own.
     """
-    found = [side.get(what, {}) for side in sides]
+    found: list[Mapping[str, TensorDigest]] = [side.get(what, {}) for side in sides]
     if what == "output" and len({len(one) for one in found}) > 1 and all(side.get("loss") for side in sides):
         return [{name: d for name, d in one.items() if not is_module_output(name)} for one in found]
     return found
