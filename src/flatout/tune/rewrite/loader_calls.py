@@ -1,4 +1,4 @@
-"""Calls in a text that make a DataLoader, rewritten to hand out prepared items or whole batches of them."""
+"""Calls in a text that make a DataLoader, rewritten to hand out prepared items."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Final
 import libcst as cst
 
 from flatout.core.errors import EditError
-from flatout.tune.rewrite.calls import argument, is_named, unpacked
+from flatout.tune.rewrite.calls import argument, unpacked
 from flatout.tune.rewrite.source import code_of
 
 WORKER_OPTIONS: Final = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
-_PASSED_ON: Final = ("pin_memory", "generator")
-"""What a loader of whole batches takes from the loader of items."""
 _ORDER: Final = {
     "dataset": 0,
     "batch_size": 1,
@@ -23,7 +21,6 @@ _ORDER: Final = {
     "collate_fn": 6,
     "drop_last": 8,
 }
-_DEFAULTS: Final = {"batch_size": 1, "drop_last": False, "pin_memory": False}
 
 
 class LoaderCall:
@@ -42,11 +39,8 @@ class LoaderCall:
         plain = argument(self.call.with_changes(args=[a for a in self.call.args if not a.star]), word, _ORDER.get(word))
         if plain is not None or word not in self._options.values:
             return plain
-        values = self._options.values[word]
         if word not in self._options.certain:
-            return cst.parse_expression(f'{self._name}.get("{word}", {_DEFAULTS.get(word)})')
-        if len({code_of(v) for v in values}) == 1 and is_named(values[0], "True", "False"):
-            return values[0]
+            return cst.parse_expression(f'{self._name}.get("{word}")')
         return cst.parse_expression(f'{self._name}["{word}"]')
 
     @property
@@ -70,25 +64,6 @@ class LoaderCall:
         last = self.call.args[-1]
         args[-1] = args[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
         return self.call.with_changes(args=args)
-
-    def by_batches(self, rows: str) -> cst.Call:
-        """`DataLoader(rows, sampler=BatchSampler(RandomSampler(rows), 32, drop_last=True), batch_size=None)`."""
-        size, drop = self.value("batch_size"), self.value("drop_last")
-        shuffle, sampler, generator = self.value("shuffle"), self.value("sampler"), self.value("generator")
-        if sampler is not None:
-            order = code_of(sampler)
-        elif is_named(shuffle, "True"):
-            order = f"RandomSampler({rows}{f', generator={code_of(generator)}' if generator is not None else ''})"
-        elif shuffle is None or is_named(shuffle, "False"):
-            order = f"SequentialSampler({rows})"
-        else:
-            raise EditError(f"'shuffle={code_of(shuffle)}' is decided when it runs")
-        length = code_of(size) if size is not None else "1"
-        batches = f"BatchSampler({order}, {length}, drop_last={code_of(drop) if drop is not None else 'False'})"
-        passed = [(word, self.value(word)) for word in _PASSED_ON]
-        keywords = "".join(f", {word}={code_of(value)}" for word, value in passed if value is not None)
-        new = f"{code_of(self.call.func)}({rows}, sampler={batches}, batch_size=None{keywords})"
-        return cst.ensure_type(cst.parse_expression(new), cst.Call)
 
     def _without(self, arg: cst.Arg, words: Collection[str]) -> cst.Arg:
         """`**options` without these keys, where it may have them."""

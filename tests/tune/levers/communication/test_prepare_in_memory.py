@@ -166,17 +166,22 @@ def loader_of(squares):
 LOADERS = {
     "rows": (
         "loader = DataLoader(rows, batch_size=2, shuffle=True, drop_last=True)",
-        "items = TensorRows(*rows.tensors)\n    loader = DataLoader(items, sampler=BatchSampler(RandomSampler(items), 2",
+        "items = TensorRows(*rows.tensors)\n"
+        "    loader = DataLoader(items, batch_size=2, shuffle=True, drop_last=True, collate_fn=list)",
     ),
     "rows without a name": (
         "loader = DataLoader(TensorDataset(torch.arange(7.0)), batch_size=2, shuffle=True)",
-        "items = TensorRows(torch.arange(7.0))\n    loader = DataLoader(items, sampler=BatchSampler(",
+        "items = TensorRows(torch.arange(7.0))\n    loader = DataLoader(items, batch_size=2, shuffle=True, collate_fn=list)",
     ),
-    "rows in order": ("loader = DataLoader(rows, 4)", "BatchSampler(SequentialSampler(items), 4, drop_last=False)"),
+    "rows in an order that is decided when it runs": (
+        "loader = DataLoader(rows, 2, shuffle=bool(3))",
+        "loader = DataLoader(items, 2, shuffle=bool(3), collate_fn=list)",
+    ),
+    "rows in order": ("loader = DataLoader(rows, 4)", "loader = DataLoader(items, 4, collate_fn=list)"),
     "items": ("loader = DataLoader(Squares(), batch_size=2, shuffle=True, num_workers=1)", "[dataset[i] for i in"),
     "rows, options elsewhere": (
         "loader = DataLoader(rows, **options)",
-        'BatchSampler(RandomSampler(items), options["batch_size"], drop_last=options.get("drop_last", False))',
+        "loader = DataLoader(items, **{k: v for k, v in options.items() if k not in (",
     ),
     "items, options elsewhere": (
         "loader = DataLoader(Squares(), **options)",
@@ -189,10 +194,26 @@ LOADERS = {
     ),
     "rows, counted": (
         "loader = DataLoader(rows, 4)\n    print(len(loader.dataset))",
-        "BatchSampler(SequentialSampler(items), 4, drop_last=False)",
+        "loader = DataLoader(items, 4, collate_fn=list)",
     ),
     "items, collated": ("loader = DataLoader(Squares(), 2, collate_fn=list)", "DataLoader(items, 2, collate_fn=list)"),
 }
+
+
+def test_items_of_one_layout_become_rows_whatever_the_options_are() -> None:
+    line = "loader = DataLoader(squares, sampler=RandomSampler(squares), **dict([('batch_size', 2)]))"
+    text = SCRIPT.format(loader=line)
+    new = edit(text, {"file": "a.py", "function": "batches", "code": line, "stacked": True})
+    assert (
+        "loader = DataLoader(items, sampler=RandomSampler(squares), **dict([('batch_size', 2)]), collate_fn=list)"
+        in new
+    )
+    found = []
+    for one in (text, new):
+        namespace: dict[str, Any] = {"__name__": __name__}
+        exec(one, namespace)
+        found.append([list(batch) for batch in namespace["batches"]()])
+    assert same(*found)
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -234,7 +255,7 @@ def test_items_of_one_layout_become_rows_of_tensors_and_a_loader_may_be_returned
     where = "batches" if line.startswith("loader") else "loader_of"
     new = edit(text, {"file": "a.py", "function": where, "code": line, "stacked": True})
     assert "items = TensorRows(*default_collate([squares[i] for i in range(len(squares))]))" in new
-    assert "BatchSampler(RandomSampler(items), 2, drop_last=False), batch_size=None)" in new
+    assert "DataLoader(items, 2, shuffle=True, collate_fn=list)" in new
     found = []
     for one in (text, new):
         namespace: dict[str, Any] = {"__name__": __name__}
@@ -334,7 +355,6 @@ def test_the_line_to_change_is_that_of_the_loader_that_was_taken_over(tmp_path: 
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        ("loader = DataLoader(rows, 2, shuffle=bool(3))", "decided when it runs"),
         ("loader = DataLoader(rows, 2); print(len(loader.dataset))", "read elsewhere|alone"),
         ("loader = DataLoader(rows, batch_sampler=[[1], [2]])", "batch_sampler"),
         ("loader = list(DataLoader(rows, 2))", "alone"),

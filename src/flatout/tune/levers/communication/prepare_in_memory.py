@@ -24,7 +24,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
 from flatout.core.records.trial import TrialResult
 from flatout.machine.cost.feeding import fetch_trial, fits_memory
-from flatout.tune.rewrite.calls import LOADER, argument, with_calls
+from flatout.tune.rewrite.calls import LOADER, argument, with_argument, with_calls
 from flatout.tune.rewrite.enclosing_blocks import assignment, only_small
 from flatout.tune.rewrite.imports import call_name, with_import, with_torch
 from flatout.tune.rewrite.loader_calls import WORKER_OPTIONS, LoaderCall
@@ -51,9 +51,9 @@ _ROWS_CLASS: Final = "TensorRows"
 _ROWS_TEXT: Final = f"""class {_ROWS_CLASS}(TensorDataset):
     \"\"\"Cuts a whole batch of rows out of the tensors at once.\"\"\"
 
-    def __getitem__(self, rows):
+    def __getitems__(self, rows):
         rows = torch.tensor(rows)
-        return tuple(tensor[rows] for tensor in self.tensors)
+        return [tensor[rows] for tensor in self.tensors]
 """
 """By a list a tensor reads its rows at less than half the speed that it has by a tensor, on a CPU."""
 _TRANSFORM_AT: Final = 2
@@ -259,45 +259,45 @@ def _with_one(text: str, parameters: Parameters) -> str:
     scope = place.function or place.module
     try:
         loader = LoaderCall(value, scope)
+        dataset, has_collate = loader.dataset, loader.value("collate_fn") is not None
     except EditError:  # options that come from elsewhere: they go on to a loader of the same items
-        first = value.args[0]
-        has_name = not first.star and not first.keyword and isinstance(first.value, cst.Name)
-        if not has_name or _is_rows(place.module, scope, first.value):
+        loader, dataset, has_collate = None, value.args[0].value, False
+        has_name = not value.args[0].star and not value.args[0].keyword and isinstance(dataset, cst.Name)
+        if not has_name or (not parameters.get("stacked") and _is_rows(place.module, scope, dataset)):
             raise
-        return _with_listed_items(place, value, code_of(first.value)).code
     for word in ("worker_init_fn", "batch_sampler", "persistent_workers"):
-        if loader.value(word) is not None:
+        if loader is not None and loader.value(word) is not None:
             raise EditError(f"the loader is made with {word}")
-    dataset, has_collate = loader.dataset, loader.value("collate_fn") is not None
-    if parameters.get("listed"):  # another loader takes this one's parts over, and expects single items
-        has_collate = True
-    is_rows = not has_collate and _is_rows(place.module, scope, dataset)
+    is_single = has_collate or bool(parameters.get("listed"))  # another loader takes its parts over, and expects items
     new: list[cst.BaseStatement] = []
     items = fresh_name(place.module, "items")
-    if is_rows:
-        tensors = code_of(dataset.with_changes(func=cst.Name("f"))) if isinstance(dataset, cst.Call) else ""
-        arguments = tensors.removeprefix("f") or f"(*{code_of(dataset)}.tensors)"
-        new += statements(f"{items} = {_ROWS_CLASS}{arguments}")
-        return _with_rows(place, loader, items, new).code
-    if not isinstance(dataset, cst.Name):
+    is_rows = not is_single and _is_rows(place.module, scope, dataset)
+    if not is_rows and not isinstance(dataset, cst.Name):
         name = fresh_name(place.module, "dataset")
         new += statements(f"{name} = {{dataset}}", dataset=dataset)
         dataset = cst.Name(name)
-    data = dataset.value
-    if has_collate or not ("images" in parameters or parameters.get("stacked")):
-        new += statements(f"{items} = [{data}[i] for i in range(len({data}))]")
-        return _with_loader(place, loader.call, loader.of_items(items), new).code
-    new += statements(f"{items} = {_ROWS_CLASS}({_whole(data, parameters)})")
-    module = _with_rows(place, loader, items, new)
-    if "images" not in parameters:
+    are_tensors = is_rows or (not is_single and bool("images" in parameters or parameters.get("stacked")))
+    if is_rows:
+        tensors = code_of(dataset.with_changes(func=cst.Name("f"))) if isinstance(dataset, cst.Call) else ""
+        new += statements(f"{items} = {_ROWS_CLASS}{tensors.removeprefix('f') or f'(*{code_of(dataset)}.tensors)'}")
+    elif are_tensors:
+        new += statements(f"{items} = {_ROWS_CLASS}({_whole(code_of(dataset), parameters)})")
+    else:
+        new += statements(f"{items} = [{code_of(dataset)}[i] for i in range(len({code_of(dataset)}))]")
+    if loader is not None:
+        call = loader.of_items(items)
+    else:
+        call = value.with_changes(args=[value.args[0].with_changes(value=cst.Name(items)), *value.args[1:]])
+    if are_tensors:
+        call = with_argument(call, "collate_fn", cst.Name("list"))
+    module = _with_loader(place, value, call, new)
+    if are_tensors and not is_rows and "images" not in parameters:
         module = with_import(module, "torch.utils.data", "default_collate")
-    return module.code
+    return (_with_rows_class(module) if are_tensors else module).code
 
 
-def _with_rows(place: SourcePlace, loader: LoaderCall, items: str, before: Sequence[cst.BaseStatement]) -> cst.Module:
-    """The file with a loader that has whole batches cut out of `items`, and the class that does it."""
-    call = loader.by_batches(items)
-    module = _with_samplers(_with_loader(place, loader.call, call, before), loader.call, call)
+def _with_rows_class(module: cst.Module) -> cst.Module:
+    """The file with the class that cuts whole batches, before its first use."""
     module, torch = with_torch(with_import(module, "torch.utils.data", "TensorDataset"))
     if any(one.name.value == _ROWS_CLASS for one in nodes_of(cst.ClassDef, module)):
         return module
@@ -311,13 +311,6 @@ def _returned(statement: cst.CSTNode) -> cst.BaseExpression | None:
     """What a `return` alone returns."""
     small = only_small(statement)
     return small.value if isinstance(small, cst.Return) else None
-
-
-def _with_listed_items(place: SourcePlace, call: cst.Call, data: str) -> cst.Module:
-    """The file with the items of the loader's data set in a list, whatever its other arguments are."""
-    items = fresh_name(place.module, "items")
-    new = call.with_changes(args=[call.args[0].with_changes(value=cst.Name(items)), *call.args[1:]])
-    return _with_loader(place, call, new, statements(f"{items} = [{data}[i] for i in range(len({data}))]"))
 
 
 def _whole(data: str, parameters: Parameters) -> str:
@@ -341,15 +334,6 @@ def _with_loader(
     if not before:
         return with_changes(place.module, {place.statement: [line]})
     return with_changes(place.module, {place.statement: [*before, line.with_changes(leading_lines=())]})
-
-
-def _with_samplers(module: cst.Module, before: cst.Call, after: cst.Call) -> cst.Module:
-    """The file with imports of the samplers that a call names now and did not before."""
-    used = {n.value for n in nodes_of(cst.Name, after)} - {n.value for n in nodes_of(cst.Name, before)}
-    for name in ("SequentialSampler", "RandomSampler", "BatchSampler"):
-        if name in used and call_name(module, cst.Name(name)) != f"torch.utils.data.{name}":
-            module = with_import(module, "torch.utils.data", name)
-    return module
 
 
 def _dataset_is_read(module: cst.Module, loader: cst.BaseExpression) -> bool:
