@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -360,9 +360,15 @@ class _OuterTensors(TorchDispatchMode):
 
 
 def _modules_around(function: Callable[..., Any]) -> list[nn.Module]:
-    """Modules that a function reads from around itself."""
-    names = [function.__globals__.get(name) for name in function.__code__.co_names]
-    return [one for one in (*names, *_contents(function)) if isinstance(one, nn.Module)]
+    """Modules that a function reads from around itself, or that such an object (a trainer, an agent) has as attributes."""
+    around = [function.__globals__.get(name) for name in function.__code__.co_names] + _contents(function)
+    attributes = [
+        value
+        for one in around
+        if not isinstance(one, (nn.Module, type, ModuleType))
+        for value in getattr(one, "__dict__", {}).values()
+    ]
+    return [one for one in (*around, *attributes) if isinstance(one, nn.Module)]
 
 
 def _contents(function: Callable[..., Any]) -> list[Any]:

@@ -60,6 +60,44 @@ for epoch in range(2):
             seen.append(loss.item() + error.item())
 seen.append(total)
 """
+IN_METHOD = """
+class Agent:
+    def __init__(self, net):
+        self.net, self.weight, self.calls = net, 1.0, 0
+        self.optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+
+    def learn(self, batches, index=0):
+        self.calls += 1
+        x, y = batches[index]
+
+        # what is to be learnt
+        with torch.no_grad():
+            target = y * 0.5
+
+        loss = criterion(self.net(x), target) * self.weight
+        self.optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        self.weight = self.weight * 0.9
+        return loss.item()
+
+
+agent = Agent(net)
+for number in range(8):
+    seen.append(agent.learn(batches, number % 4))
+""".replace("        optimizer.step()", "        self.optimizer.step()")
+OF_A_STEP = """
+def train_step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+for number in range(8):
+    seen.append(train_step(net, optimizer, *batches[number % 4]))
+"""
 IN_FUNCTION = """
 def train(model, optimizer, batches, epoch):
     model.train()
@@ -112,6 +150,41 @@ def test_the_edited_script_learns_the_same(body: str, function: str, expected: l
     assert torch.equal(before["net"].weight, after["net"].weight)
 
 
+def test_an_update_in_a_method_gets_what_changes_between_calls() -> None:
+    line = "self.optimizer.step()"
+    new = edit(HEAD + IN_METHOD, {"file": "train.py", "function": "Agent.learn", "code": line})
+    assert "        @captured_update(self.optimizer)\n        def update(x, target, weight):\n" in new
+    assert "            return loss\n\n        loss = update(x, target, self.weight)\n        self.weight = " in new
+    before, after = ran(HEAD + IN_METHOD), ran(new)
+    assert before["seen"] == after["seen"] and len(before["seen"]) == 8
+    assert torch.equal(before["net"].weight, after["net"].weight)
+
+
+def test_an_update_that_is_a_function_reads_models_from_around_itself() -> None:
+    new = edit(HEAD + OF_A_STEP, place("train_step"))
+    assert "    @captured_update(optimizer)\n    def update(x, y):\n        optimizer.zero_grad()" in new
+    before, after = ran(HEAD + OF_A_STEP), ran(new)
+    assert before["seen"] == after["seen"] and len(before["seen"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("loss = self.loss(x, target)", "the loss is computed before the update"),
+        (
+            "loss = criterion(self.net(x), target) * self.weight\n        loss = self.loss(loss)",
+            "the function sets 'self.calls'",
+        ),
+    ],
+)
+def test_a_method_whose_update_may_read_what_it_sets_is_left(line: str, why: str) -> None:
+    body = IN_METHOD.replace("loss = criterion(self.net(x), target) * self.weight", line)
+    method = "    def loss(self, *values):\n        return sum(values).sum() * self.calls\n\n"
+    body = body.replace("    def learn(", method + "    def learn(")
+    with pytest.raises(EditError, match=why):
+        edit(HEAD + body, {"file": "train.py", "function": "Agent.learn", "code": "self.optimizer.step()"})
+
+
 def test_the_function_stands_before_the_outermost_loop_with_its_comment() -> None:
     new = edit(HEAD + PLAIN, place())
     assert "    optimizer.step()\n    return loss\n\n\n# every batch twice\nfor epoch in range(2):" in new
@@ -122,7 +195,7 @@ def test_the_function_stands_before_the_outermost_loop_with_its_comment() -> Non
     ("body", "why"),
     [
         ("for x, y in batches:\n    loss = net(x).mean()\n    optimizer.step()\n", "backward is not in the same block"),
-        ("loss = net(batches[0][0]).mean()\nloss.backward()\noptimizer.step()\n", "in no loop"),
+        ("loss = net(batches[0][0]).mean()\nloss.backward()\noptimizer.step()\n", "in no loop, and in no function"),
         (
             "for x, y in batches:\n    loss = net(x).mean()\n    if loss.item() > 9:\n        break\n    loss.backward()\n"
             "    optimizer.step()\n",
@@ -215,13 +288,6 @@ def test_it_is_proposed_where_a_device_waits_for_an_update_that_can_be_captured(
             "cannot wait until after the update",
         ),
         (
-            "class Trainer:\n    def __init__(self):\n        self.weight = 1.0\n\n"
-            "    def anneal(self):\n        self.weight = 0.5\n\n"
-            "    def train(self):\n        for x, y in batches:\n            loss = net(x).mean() * self.weight\n"
-            "            loss.backward()\n            optimizer.step()\n",
-            "'self.weight', which the update reads, is set elsewhere",
-        ),
-        (
             "scale = 1.0\n\n\ndef anneal():\n    global scale\n    scale = 0.5\n\n\nfor x, y in batches:\n"
             "    loss = net(x).mean() * scale\n    loss.backward()\n    optimizer.step()\n",
             "'scale', which the update reads, is a global variable that a function sets",
@@ -229,9 +295,8 @@ def test_it_is_proposed_where_a_device_waits_for_an_update_that_can_be_captured(
     ],
 )
 def test_what_a_graph_would_take_for_constant_and_is_not_is_refused(body: str, why: str) -> None:
-    function = "Trainer.train" if "class" in body else "<module>"
     with pytest.raises(EditError, match=why):
-        edit(HEAD + body, place(function))
+        edit(HEAD + body, place())
 
 
 def test_a_sum_over_the_loop_waits_until_after_the_update() -> None:

@@ -1,8 +1,9 @@
 """An update, from the forward to the optimizer's step, is replayed from one CUDA graph.
 
-What        The statements of a loop from the model's call, or `zero_grad`, to `optimizer.step()` become a function before the
-            loop, decorated with `@captured_update(optimizer)` (from flatout), and the loop calls it. What changes from round to
-            round is passed to it, what is read later comes back, and what the host reads in between it reads after it.
+What        The statements of a loop, or of a function, from the model's call, or `zero_grad`, to `optimizer.step()` become a
+            function before the loop, decorated with `@captured_update(optimizer)` (from flatout), which is called in their place.
+            What changes from round to round is passed to it, what is read later comes back, and what the host reads in between
+            it reads after it.
 Guarantee   BOUNDED: the same kernels, with the optimizer's own that count its steps on the device.
 Refuses     Processes without a CUDA device; devices that are busy all the time; shapes that change; scripts that compile; updates
             in a library; loops that read values in the midst of an update and go on by them; gradient scalers.
@@ -10,7 +11,7 @@ Refuses     Processes without a CUDA device; devices that are busy all the time;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import libcst as cst
@@ -139,36 +140,75 @@ def edit(text: str, parameters: Parameters) -> str:
         raise EditError("the file compiles something already")
     loops = enclosing_loops(parents, place.statement)
     level = next(iter(levels(parents, place.statement)))
-    if not loops:
-        raise EditError("the optimizer steps in no loop of its function")
+    if not loops and place.function is None:
+        raise EditError("the optimizer steps in no loop, and in no function that one may call")
     small = only_small(place.statement)
     if not m.matches(small or place.statement, m.Expr(value=m.Call(func=m.Attribute(attr=m.Name("step")), args=[]))):
         raise EditError(f"'{first_line(module, place.statement)}' is no plain call of step()")
-    found = _update(place, level.block, level.at, _bound(loops[-1]))
+    around = loops[-1] if loops else place.function
+    assert around is not None
+    parameters_of_it = {one.name.value for one in m.findall(around, m.Param())} if not loops else set()  # type: ignore[attr-defined]
+    found = _update(place, level.block, level.at, _bound(around) | parameters_of_it)
     steps = [
         c for s in found.inside for c in nodes_of(cst.Call, s) if m.matches(c.func, m.Attribute(attr=m.Name("step")))
     ]
     optimizers = list(dict.fromkeys(code_of(cst.ensure_type(c.func, cst.Attribute).value) for c in steps))
-    loop = loops[-1]
-    _check_surroundings(module, loop, found, optimizers)
+    changing = {
+        code: fresh_name(module, code.rpartition(".")[2]) for code in _changing(module, around, found, optimizers)
+    }
+    found = found._replace(inside=[_with_names_for(one, changing) for one in found.inside])
     name = fresh_name(module, "update")
-    arguments = _arguments(found.inside, _bound(loop))
+    passed_in = parameters_of_it - _not_passed(found.inside, optimizers, place.owner is not None, around)
+    arguments = _arguments(found.inside, _bound(around) | passed_in)
     results = _results(place, found, level.block)
+    passed = ", ".join([*arguments, *changing])
+    arguments += changing.values()
     [function] = statements(f"@{_BLOCK}({', '.join(optimizers)})\ndef {name}({', '.join(arguments)}):\n    pass\n")
     inside = [found.inside[0].with_changes(leading_lines=()), *found.inside[1:]]
     if results:
         inside += statements(f"return {', '.join(results)}\n")
     function = cst.ensure_type(function, cst.FunctionDef).with_changes(body=cst.IndentedBlock(inside))
     target = f"{', '.join(results)} = " if results else ""
-    passed = ", ".join(arguments)
     is_long = len(target) + len(name) + len(passed) > _LONG
     [call] = statements(f"{target}{name}(\n    {passed}\n)\n" if is_long else f"{target}{name}({passed})\n")
-    call = call.with_changes(leading_lines=found.inside[0].leading_lines)  # type: ignore[attr-defined]
+    lines = found.inside[0].leading_lines  # type: ignore[attr-defined]
     changes: dict[cst.CSTNode, Change] = dict.fromkeys(level.block[found.first : found.last + 1], ())
-    changes[level.block[found.first]] = [call, *found.after]
+    if isinstance(around, cst.FunctionDef):
+        blank = [cst.EmptyLine(indent=False)]
+        function = function.with_changes(leading_lines=[*blank, *(one for one in lines if one.comment is not None)])
+        changes[level.block[found.first]] = [function, call.with_changes(leading_lines=blank), *found.after]
+        return with_import(with_changes(module, changes), "flatout", _BLOCK).code
+    changes[level.block[found.first]] = [call.with_changes(leading_lines=lines), *found.after]
     changed = with_changes(module, changes)
-    at = _same_loop(changed, module, loop)
+    at = _same_loop(changed, module, around)
     return with_import(_with_before(changed, at, function), "flatout", _BLOCK).code
+
+
+def _with_names_for(statement: cst.BaseStatement, attributes: Mapping[str, str]) -> cst.BaseStatement:
+    """A statement that reads these names in the place of attributes."""
+    changes: dict[cst.CSTNode, Change] = {
+        one: cst.Name(attributes[code])
+        for one in nodes_of(cst.Attribute, statement)
+        if (code := code_of(one)) in attributes
+    }
+    return with_changes(statement, changes) if changes else statement
+
+
+def _not_passed(
+    inside: Sequence[cst.BaseStatement], optimizers: Sequence[str], is_method: bool, around: cst.FunctionDef | Loop
+) -> set[str]:
+    """Parameters of the function around an update that it reads from around itself: what is called, as models are; `self`."""
+    called = {root_name(call.func) for one in inside for call in nodes_of(cst.Call, one) if _is_of_module(call)}
+    found = {name for name in called if name is not None} | {one.partition(".")[0] for one in optimizers}
+    if is_method and isinstance(around, cst.FunctionDef) and around.params.params:
+        found.add(around.params.params[0].name.value)
+    return found
+
+
+def _is_of_module(call: cst.Call) -> bool:
+    """Whether a call's function is a name, or asks a module for its parameters."""
+    is_asked = isinstance(call.func, cst.Attribute) and call.func.attr.value in ("parameters", "named_parameters")
+    return isinstance(call.func, cst.Name) or is_asked
 
 
 def _with_before(module: cst.Module, loop: Loop, function: cst.FunctionDef) -> cst.Module:
@@ -203,9 +243,14 @@ def _update(place: SourcePlace, block: Sequence[cst.BaseStatement], at: int, bou
         for call in nodes_of(cst.Call, module)
         if isinstance(call.func, cst.Attribute) and call.func.attr.value == "parameters"
     }
-    first = next((i for i, one in enumerate(block[:at]) if _begins(one, models)), None)
-    if first is None:
+    starts: list[int] = []
+    for known in (models, models | _called_objects(place)):  # a model that came as an argument is not known for one
+        starts += [i for i, one in enumerate(block[:at]) if _begins(one, known)][:1]
+    if not starts:
         raise EditError("neither the model's call nor zero_grad() is in the same block, ahead of the step")
+    first = next((start for start in starts if _computes_loss(block[start:at])), None)
+    if first is None:
+        raise EditError("the loss is computed before the update")
     last = at
     while last + 1 < len(block) and _is_step(block[last + 1]):
         last += 1
@@ -223,6 +268,30 @@ def _begins(statement: cst.BaseStatement, models: set[str]) -> bool:
         if code.endswith(".zero_grad") or code in models or any(code.startswith(f"{name}.") for name in models):
             return True
     return False
+
+
+def _computes_loss(block: Sequence[cst.BaseStatement]) -> bool:
+    """Whether what a backward begins from is assigned in these statements, or computed in its line."""
+    backward = m.Expr(value=m.Call(func=m.Attribute(value=m.SaveMatchedNode(m.DoNotCare(), "loss"))))
+    for one in filter(calls_backward, block):
+        found = m.extract(only_small(one) or one, backward)
+        loss = found["loss"] if found is not None else None
+        assert isinstance(loss, cst.BaseExpression)
+        return bool(nodes_of(cst.Call, loss)) or root_name(loss) in _bound_in(block)
+    return True
+
+
+def _called_objects(place: SourcePlace) -> set[str]:
+    """Attributes of `self` and parameters that a function calls and that are no functions of the file."""
+    if place.function is None:
+        return set()
+    names = {one.name.value for one in m.findall(place.module, m.FunctionDef())}  # type: ignore[attr-defined]
+    parameters = {one.name.value for one in m.findall(place.function.params, m.Param())}  # type: ignore[attr-defined]
+    called = [call.func for call in nodes_of(cst.Call, place.function)]
+    attributes = {code_of(one) for one in called if m.matches(one, m.Attribute(value=m.Name("self")))}
+    return {one for one in attributes if one.rpartition(".")[2] not in names} | (
+        parameters & {code_of(one) for one in called}
+    )
 
 
 def _is_step(statement: cst.BaseStatement) -> bool:
@@ -333,26 +402,64 @@ class _Sorter:
         return False
 
 
-def _check_surroundings(module: cst.Module, loop: Loop, found: _Update, optimizers: Sequence[str]) -> None:
-    """Raises EditError where the loop makes, or changes, what the update takes for constant."""
-    bound = _bound(loop)
+def _changing(
+    module: cst.Module, around: Loop | cst.FunctionDef, found: _Update, optimizers: Sequence[str]
+) -> list[str]:
+    """Attributes that the update reads and that are set elsewhere, as written: they are to be passed to it.
+
+    Raises EditError where the loop, or the function, makes or changes what the update takes for constant.
+    """
+    bound, what = _bound(around), "function" if isinstance(around, cst.FunctionDef) else "loop"
     if bad := sorted({one.partition(".")[0] for one in optimizers} & bound):
-        raise EditError(f"the loop makes the optimizer '{bad[0]}' itself")
+        raise EditError(f"the {what} makes the optimizer '{bad[0]}' itself")
     if any("scal" in code_of(call.func).lower() for s in found.inside for call in nodes_of(cst.Call, s)):
         raise EditError("a gradient scaler looks for infinite gradients on the host")
     read = names_in(found.inside)
     if bad := sorted(read & {item.name.value for one in m.findall(module, m.Global()) for item in one.names}):  # type: ignore[attr-defined]
         raise EditError(f"'{bad[0]}', which the update reads, is a global variable that a function sets")
-    roots = {one.partition(".")[0] for one in optimizers}
-    for target in m.findall(loop, m.AssignTarget() | m.AugAssign()):
+    for target in m.findall(around, m.AssignTarget() | m.AugAssign()):
         inner = target.target  # type: ignore[attr-defined]
-        if isinstance(inner, cst.Attribute) and root_name(inner) in read - roots - bound:
-            raise EditError(f"the loop sets '{code_of(inner)}', which the update may read")
-    later = {name for name in _set_attributes(module) if f".{name}" not in "".join(optimizers)}
-    methods = {id(call.func) for s in found.inside for call in nodes_of(cst.Call, s)}
+        if not isinstance(inner, cst.Attribute) or _is_part_of(inner, optimizers):
+            continue
+        if root_name(inner) in read - bound and _is_read_whole(found, inner, module):
+            raise EditError(f"the {what} sets '{code_of(inner)}', which the update may read")
+    later = _set_attributes(module)
+    called = {id(part) for s in found.inside for call in nodes_of(cst.Call, s) for part in _parts(call.func)}
+    changing: dict[str, None] = {}
     for one in (node for s in found.inside for node in nodes_of(cst.Attribute, s)):
-        if one.attr.value in later and id(one) not in methods and root_name(one) not in roots:
+        if one.attr.value not in later or id(one) in called or _is_part_of(one, optimizers) or root_name(one) in bound:
+            continue
+        if not isinstance(one.value, cst.Name):
             raise EditError(f"'{code_of(one)}', which the update reads, is set elsewhere, too")
+        changing.setdefault(code_of(one))
+    written = {code_of(t.target) for s in found.inside for t in m.findall(s, m.AssignTarget() | m.AugAssign())}  # type: ignore[attr-defined]
+    if bad := sorted(written & set(changing)):
+        raise EditError(f"the update sets '{bad[0]}'")
+    return list(changing)
+
+
+def _parts(called: cst.BaseExpression) -> Iterator[cst.CSTNode]:
+    """What is called, and the objects that it is an attribute of."""
+    while isinstance(called, cst.Attribute):
+        yield called
+        called = called.value
+
+
+def _is_part_of(attribute: cst.Attribute, optimizers: Sequence[str]) -> bool:
+    """Whether an attribute is an optimizer, or one of its own."""
+    code = code_of(attribute)
+    return any(code == one or code.startswith(f"{one}.") for one in optimizers)
+
+
+def _is_read_whole(found: _Update, target: cst.Attribute, module: cst.Module) -> bool:
+    """Whether an update may read an attribute by another way than its name: it hands on the object, or calls its methods."""
+    methods = {one.name.value for one in m.findall(module, m.FunctionDef())}  # type: ignore[attr-defined]
+    root = root_name(target)
+    whole = {id(one) for s in found.inside for one in bare_names(s) if one.value == root}
+    for one in (node for s in found.inside for node in nodes_of(cst.Attribute, s)):
+        if isinstance(one.value, cst.Name) and one.value.value == root and one.attr.value not in methods:
+            whole.discard(id(one.value))
+    return bool(whole)
 
 
 def _set_attributes(module: cst.Module) -> set[str]:
