@@ -60,6 +60,21 @@ for epoch in range(2):
             seen.append(loss.item() + error.item())
 seen.append(total)
 """
+OF_A_GENERATOR = """
+import numpy as np
+
+np.random.seed(0)
+for epoch in range(2):
+    for x, y in batches:
+        net.train()
+        optimizer.zero_grad()
+        # noise
+        z = torch.from_numpy(np.random.normal(0, 1, (x.shape[0], 4)).astype("float32"))
+        loss = criterion(net(x + z), y)
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item() + np.random.rand())
+"""
 IN_METHOD = """
 class Agent:
     def __init__(self, net):
@@ -148,6 +163,22 @@ def test_the_edited_script_learns_the_same(body: str, function: str, expected: l
     before, after = ran(HEAD + body), ran(new)
     assert before["seen"] == after["seen"] and len(before["seen"]) >= 8
     assert torch.equal(before["net"].weight, after["net"].weight)
+
+
+def test_random_numbers_of_numpy_are_drawn_before_the_update_and_modes_are_set_outside() -> None:
+    new = edit(HEAD + OF_A_GENERATOR, place())
+    assert "        net.train()\n        # noise\n        z = torch.from_numpy(" in new
+    assert "        loss = update(x, z, y)\n        seen.append" in new
+    before, after = ran(HEAD + OF_A_GENERATOR), ran(new)
+    assert before["seen"] == after["seen"] and len(before["seen"]) == 8
+
+
+def test_random_numbers_that_need_the_update_are_not_drawn_before_it() -> None:
+    drawn = "z = torch.from_numpy(np.random.normal(0, 1, loss.shape))\n        loss = loss * z.mean()\n        loss.backward()"
+    body = OF_A_GENERATOR.replace("net(x + z)", "net(x)").replace("loss.backward()", drawn)
+    body = "\n".join(line for line in body.splitlines() if "x.shape[0]" not in line) + "\n"
+    with pytest.raises(EditError, match="cannot wait until after the update, because of 'loss'"):
+        edit(HEAD + body, place())
 
 
 def test_an_update_in_a_method_gets_what_changes_between_calls() -> None:

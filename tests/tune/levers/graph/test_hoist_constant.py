@@ -210,6 +210,48 @@ def test_a_function_of_arrays_is_remembered() -> None:
     assert ran(text)["told"] == ran(TEXTS)["told"]
 
 
+LOSS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def forward(self, x):
+        return x * 2, x + 1
+
+
+net = Net().to("cpu")
+
+
+def loss_of(output, x, mean):
+    bce = F.mse_loss(output, x.view(-1, 3), reduction="sum")
+    return bce + mean.square().sum()
+
+
+for x in torch.randn(4, 2, 3):
+    output, mean = net(x)
+    loss = loss_of(output, x, mean)
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""),
+        ("loss_of(output, x, mean)", "loss_of(net(x)[0], x, x)"),
+        (
+            "    output, mean = net(x)\n    loss = loss_of(output, x, mean)\n",
+            "    loss = loss_of(x, x, x)\n    loss.backward()\n",
+        ),
+    ],
+)
+def test_a_function_of_what_a_model_computes_is_not_remembered(old: str, new: str) -> None:
+    with pytest.raises(EditError, match="what a model has computed"):
+        hoisted(LOSS.replace(old, new), "loss_of", 'bce = F.mse_loss(output, x.view(-1, 3), reduction="sum")')
+
+
 def test_a_list_that_a_caller_may_write_to_is_remembered_as_a_copy() -> None:
     kept = TEXTS.replace(
         "told.extend(words(text))", "mine = words(text)\n        mine.append(0)\n        told.extend(mine)"

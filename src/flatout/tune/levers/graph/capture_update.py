@@ -66,6 +66,7 @@ _HOST_READS: Final = frozenset({"item", "tolist", "cpu", "numpy"})
 _OF_PYTHON: Final = frozenset({"print", "float", "int", "bool", "str", "input", "open", "next"})
 _LIBRARIES: Final = ("numpy.", "random.", "time.")
 """Calls that a graph would make once, and never again."""
+_DRAWS: Final = ("numpy.random.", "random.")
 _CONTEXTS: Final = (
     "torch.no_grad",
     "torch.enable_grad",
@@ -73,6 +74,10 @@ _CONTEXTS: Final = (
     "torch.amp.autocast",
     "torch.cuda.amp.autocast",
 )
+_NO_FORWARD: Final = frozenset(
+    {"train", "eval", "to", "cuda", "parameters", "named_parameters", "requires_grad_", "apply"}
+)
+"""Methods of a module with which no update begins."""
 _CALLS: Final = frozenset({"backward", "zero_grad", "step", "clip_grad_norm_", "clip_grad_value_"})
 """What an update calls without an assignment."""
 _MOST: Final = 3
@@ -120,6 +125,8 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
 class _Update(NamedTuple):
     """What a loop does in an update, in the order of the new text."""
 
+    before: list[cst.BaseStatement]
+    """What no graph can stand for, and needs nothing of it: NumPy's random numbers for a generator."""
     inside: list[cst.BaseStatement]
     """What is captured."""
     after: list[cst.BaseStatement]
@@ -176,9 +183,14 @@ def edit(text: str, parameters: Parameters) -> str:
     if isinstance(around, cst.FunctionDef):
         blank = [cst.EmptyLine(indent=False)]
         function = function.with_changes(leading_lines=[*blank, *(one for one in lines if one.comment is not None)])
-        changes[level.block[found.first]] = [function, call.with_changes(leading_lines=blank), *found.after]
+        changes[level.block[found.first]] = [
+            *found.before,
+            function,
+            call.with_changes(leading_lines=blank),
+            *found.after,
+        ]
         return with_import(with_changes(module, changes), "flatout", _BLOCK).code
-    changes[level.block[found.first]] = [call.with_changes(leading_lines=lines), *found.after]
+    changes[level.block[found.first]] = [*found.before, call.with_changes(leading_lines=lines), *found.after]
     changed = with_changes(module, changes)
     at = _same_loop(changed, module, around)
     return with_import(_with_before(changed, at, function), "flatout", _BLOCK).code
@@ -255,19 +267,53 @@ def _update(place: SourcePlace, block: Sequence[cst.BaseStatement], at: int, bou
     while last + 1 < len(block) and _is_step(block[last + 1]):
         last += 1
     sorter = _Sorter(module, models, bound)
-    inside, after = sorter.sorted(block[first : last + 1])
+    before, rest = _before(module, block[first : last + 1], models)
+    inside, after = sorter.sorted(rest)
     if not any(calls_backward(one) for one in inside):
         raise EditError("the backward comes before the model's call")
-    return _Update(inside, after, first, last)
+    return _Update(before, inside, after, first, last)
 
 
 def _begins(statement: cst.BaseStatement, models: set[str]) -> bool:
     """Whether an update begins here: gradients are cleared, or a model or a method of it is called."""
     for call in nodes_of(cst.Call, statement):
         code = code_of(call.func)
-        if code.endswith(".zero_grad") or code in models or any(code.startswith(f"{name}.") for name in models):
+        is_method = any(code.startswith(f"{name}.") for name in models) and code.rpartition(".")[2] not in _NO_FORWARD
+        if code.endswith(".zero_grad") or code in models or is_method:
             return True
     return False
+
+
+def _before(
+    module: cst.Module, block: Sequence[cst.BaseStatement], models: set[str]
+) -> tuple[list[cst.BaseStatement], list[cst.BaseStatement]]:
+    """Random numbers of Python's or NumPy's that statements of a block draw and that may be drawn before it; and the rest."""
+    first: list[cst.BaseStatement] = []
+    rest: list[cst.BaseStatement] = []
+    read, bound, has_drawn = set[str](), {name.partition(".")[0] for name in models}, False
+    for statement in block:
+        names = [call_name(module, call.func) for call in nodes_of(cst.Call, statement)]
+        draws = any(name.startswith(_DRAWS) for name in names)
+        mine = _bound(statement)
+        is_free = not (names_in(statement) - mine) & bound and not mine & (read | bound) and not has_drawn
+        if (
+            draws
+            and is_free
+            and m.matches(only_small(statement) or statement, m.Assign())
+            and not _reads_values(statement)
+        ):
+            first.append(statement)
+            continue
+        rest.append(statement)
+        read |= names_in(statement)
+        bound |= mine | changed_in_place(statement)
+        has_drawn |= draws
+    return first, rest
+
+
+def _reads_values(statement: cst.CSTNode) -> bool:
+    """Whether a statement reads tensors on the host."""
+    return any(one.attr.value in _HOST_READS for one in nodes_of(cst.Attribute, statement))
 
 
 def _computes_loss(block: Sequence[cst.BaseStatement]) -> bool:

@@ -37,13 +37,15 @@ from flatout.tune.rewrite.constants import (
     times_bound,
     written_names,
 )
-from flatout.tune.rewrite.enclosing_blocks import levels, parents_of
+from flatout.tune.rewrite.enclosing_blocks import levels, parents_of, root_name
 from flatout.tune.rewrite.flow import read_in
 from flatout.tune.rewrite.imports import with_import
+from flatout.tune.rewrite.models import names_of_models
 from flatout.tune.rewrite.purity import Purity, Reads, written
 from flatout.tune.rewrite.source import (
     Change,
     SourcePlace,
+    assigned_in,
     bare_names,
     code_of,
     expression,
@@ -408,6 +410,7 @@ def _cached_in_function(place: SourcePlace, purity: Purity) -> str:
             raise EditError(f"'{variable}', which '{name}' reads, is written to")
     if not m.findall(function.body, m.Return()):
         raise EditError(f"'{name}' returns nothing")
+    _check_arguments(place.module, name)
     if _takes_texts(known) and _is_only_read(purity.tree, name):
         decorator, module = "functools.cache", with_import(place.module, "functools")
     else:
@@ -415,6 +418,28 @@ def _cached_in_function(place: SourcePlace, purity: Purity) -> str:
     [old] = [s for s in module.body if isinstance(s, cst.FunctionDef) and s.name.value == name]
     new = old.with_changes(decorators=[cst.Decorator(decorator=expression(decorator))])
     return with_changes(module, {old: [new]}).code
+
+
+def _check_arguments(module: cst.Module, name: str) -> None:
+    """Raise EditError where a function gets what models return, or a backward begins from what it returns."""
+    models = names_of_models(module)
+    computed: set[str] = set()
+    results: list[set[str]] = []
+    for node in nodes_of(cst.Assign, module):
+        called = {code_of(call.func) for call in nodes_of(cst.Call, node.value)}
+        if called & models:
+            computed |= assigned_in(node)
+        if name in called:
+            results.append(assigned_in(node))
+    is_backward = m.Call(func=m.Attribute(attr=m.Name("backward")))
+    lost = {root_name(cst.ensure_type(c, cst.Call).func) for c in m.findall(module, is_backward)}
+    calls = [call for call in nodes_of(cst.Call, module) if code_of(call.func) == name]
+    is_given = [
+        bool(names_in(call.args) & computed or {code_of(c.func) for c in nodes_of(cst.Call, call)} & models)
+        for call in calls
+    ]
+    if (calls and all(is_given)) or any(names & lost for names in results):
+        raise EditError(f"'{name}' gets what a model has computed, which is another thing after each update")
 
 
 def _cached_of_arguments(place: SourcePlace, purity: Purity) -> str:
@@ -435,6 +460,7 @@ def _cached_of_arguments(place: SourcePlace, purity: Purity) -> str:
     outside = sorted((reads.names | reads.globals) - set(names))
     if not names or reads.attributes or not has_work(value) or changed & set(names):
         raise EditError("")
+    _check_arguments(place.module, function.name.value)
     if any(name in _locals(function) or not purity.is_constant(name) for name in outside):
         raise EditError("")
     module = with_import(place.module, "flatout", "memoise")
