@@ -240,7 +240,7 @@ for x in torch.randn(4, 2, 3):
     ("old", "new"),
     [
         ("", ""),
-        ("loss_of(output, x, mean)", "loss_of(net(x)[0], x, x)"),
+        ("= loss_of(output, x, mean)", "= loss_of(net(x)[0], x, x)"),
         (
             "    output, mean = net(x)\n    loss = loss_of(output, x, mean)\n",
             "    loss = loss_of(x, x, x)\n    loss.backward()\n",
