@@ -91,7 +91,8 @@ def tune_page(results: list[tuple[str, dict[str, Any]]]) -> str:
         "turn: untouched, with `flatout run --plan`, with the text that `flatout edit` made of the plan, and with the best",
         "change of those that an expert raced by hand. `proved` is the speed-up of a step that the plan's own proof measured.",
         "`whole` is how much sooner a run of so many steps ends, its start and",
-        "compilation included; `later` how much less a step takes in the second half of it. `learnt`: whether the last losses",
+        "compilation included (`54 of 2,700`: the plan is for 2,700 steps, of which the run took 54, fewer than a compilation may",
+        "need to pay); `later` how much less a step takes in the second half of it. `learnt`: whether the last losses",
         "on three seeds lie where those of the untouched script lie, on these seeds and with the rounding of one thread. One",
         "run a side where nothing else is said, so that differences of a tenth are noise. `bench/world/README.md` says how to",
         "take the figures again.",
@@ -128,8 +129,10 @@ def _tuned_row(script: dict[str, Any]) -> str:
     gains = [_NONE if one is None else f"{one:.2f}x" for one in found]
     levers = ", ".join(f"`{name}`" for name in dict.fromkeys(script["levers"])) or script["because"]
     proved = f"{script['claimed'][0]:.2f}x" if script["levers"] and script.get("claimed") else _NONE
+    num_steps, num_planned = script["num_steps"], script.get("num_planned") or 0
+    steps = f"{num_steps:,} of {num_planned:,}" if num_planned > num_steps else f"{num_steps:,}"
     return (
-        f"| {script['name']} | {levers} | {proved} | {script['num_steps']} | {' | '.join(gains)} | {_learnt(script)} "
+        f"| {script['name']} | {levers} | {proved} | {steps} | {' | '.join(gains)} | {_learnt(script)} "
         f"| {script['tune_s']:.0f} s |"
     )
 
