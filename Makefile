@@ -53,9 +53,9 @@ demo: $(VENV)/examples.stamp
 	@$(BIN)/flatout check $(FAST)
 	@echo; echo "== tuned without touching it: $(SLOW)"
 	@mkdir -p build
-	@$(BIN)/flatout tune $(SLOW) --time-budget 60s --out build/demo-plan.toml
+	@$(BIN)/flatout tune --time-budget 60s --out build/demo-plan.toml $(SLOW)
 	@echo; echo "== proved once more, from nothing"
-	-@$(BIN)/flatout verify build/demo-plan.toml $(SLOW) --seconds 6
+	-@$(BIN)/flatout verify --seconds 6 build/demo-plan.toml $(SLOW)
 
 test: $(VENV)/tools.stamp
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=40 --durations-min=3

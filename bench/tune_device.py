@@ -81,8 +81,8 @@ def judged(name: str, options: argparse.Namespace) -> dict[str, Any]:
     script = ROOT / "examples" / "gpu" / f"{name}.py"
     plan, record = options.out / f"{name}.toml", options.out / f"{name}-tuned.json"
     if options.plans is None:
-        command = [*FLATOUT, "tune", str(script), "--time-budget", options.budget, "--run-steps", LONG]
-        command += ["--out", str(plan), "--json", str(record)]
+        command = [*FLATOUT, "tune", "--time-budget", options.budget, "--run-steps", LONG]
+        command += ["--out", str(plan), "--json", str(record), str(script)]
         said = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
         (options.out / f"{name}.txt").write_text(neutral(said.stdout + said.stderr[-3000:], options.out))
         for path in (plan, record):

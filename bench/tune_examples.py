@@ -75,7 +75,6 @@ def tuned(example: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
             [
                 *FLATOUT,
                 "tune",
-                script,
                 "--time-budget",
                 options.budget,
                 "--run-steps",
@@ -84,6 +83,7 @@ def tuned(example: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
                 plan,
                 "--json",
                 record,
+                script,
             ]
         )
         if not record.exists():
@@ -91,14 +91,14 @@ def tuned(example: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
         found = json.loads(record.read_text())
         clock.append(time.monotonic())
         again = (
-            verdict([plan, script, "--seed", SEED, "--seconds", options.seconds], folder)
+            verdict(["--seed", SEED, "--seconds", options.seconds, plan, script], folder)
             if found["plan"]["lever"]
             else None
         )
         clock.append(time.monotonic())
         alone = folder / "compile.toml"
         alone.write_text(COMPILE_ALONE)
-        compiled = verdict([alone, script, "--no-equality", "--seconds", options.seconds, "--timeout", 150], folder)
+        compiled = verdict(["--no-equality", "--seconds", options.seconds, "--timeout", 150, alone, script], folder)
         clock.append(time.monotonic())
         if options.plans is not None and plan.exists():
             options.plans.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ def verdict(arguments: list[Any], folder: Path) -> dict[str, Any]:
     """What `flatout verify` says, shortened."""
     path = folder / "verdict.json"
     path.unlink(missing_ok=True)
-    said = run([*FLATOUT, "verify", *arguments, "--json", path])
+    said = run([*FLATOUT, "verify", "--json", path, *arguments])
     if not path.exists():
         return {"outcome": "error", "because": said[-400:], "speed": None}
     found = json.loads(path.read_text())

@@ -93,7 +93,7 @@ def judged(seed: int, folder: Path, budget: str, cores: list[int], device: str) 
     (folder / "train.py").write_text(generated.text)
     began = monotonic()
     done = run(
-        [*FLATOUT, "tune", "train.py", "--time-budget", budget, "--out", "plan.toml", "--json", "tuned.json"], folder
+        [*FLATOUT, "tune", "--time-budget", budget, "--out", "plan.toml", "--json", "tuned.json", "train.py"], folder
     )
     row: dict[str, Any] = {
         "seed": seed,
@@ -111,7 +111,7 @@ def judged(seed: int, folder: Path, budget: str, cores: list[int], device: str) 
     if not row["levers"]:
         return row
     forms = {"untouched": [sys.executable, "train.py"], "plan": [*FLATOUT, "run", "--plan", "plan.toml", "train.py"]}
-    edited = run([*FLATOUT, "edit", "train.py", "--plan", "plan.toml", "--into", "text"], folder)
+    edited = run([*FLATOUT, "edit", "--plan", "plan.toml", "--into", "text", "train.py"], folder)
     row["edit"] = {"exit": edited.returncode, "messages": edited.stderr[-500:]}
     if (folder / "text" / "train.py").exists():
         forms["edit"] = [sys.executable, str(folder / "text" / "train.py")]

@@ -194,9 +194,9 @@ class Tuning:
         script, record = self._script, self._options.plans / f"{self._script.name}.json"
         for old in (record, self._plan):
             old.unlink(missing_ok=True)
-        command = [self._options.python, "-m", "flatout", "tune", *script.named, "--time-budget", self._options.budget]
+        command = [self._options.python, "-m", "flatout", "tune", "--time-budget", self._options.budget]
         command += ["--run-steps", str(num_steps)]
-        command += ["--out", str(self._plan), "--json", str(record), "--", *script.arguments]
+        command += ["--out", str(self._plan), "--json", str(record), *script.named, "--", *script.arguments]
         began = monotonic()
         done = self._run(command, folder, environment_of(script, with_flatout=True))
         (self._options.plans / f"{script.name}.txt").write_text(done.stdout + done.stderr)
@@ -314,11 +314,11 @@ class Tuning:
             "-m",
             "flatout",
             "edit",
-            *script.named,
             "--plan",
             str(self._plan),
             "--into",
             str(text),
+            *script.named,
         ]
         done = self._run([*command, "--", *script.arguments], folder, environment_of(script, with_flatout=True))
         named_from = re.search(r"files are named from '(.+?)'", done.stderr)

@@ -22,17 +22,22 @@ def test_former_names_are_no_options_any_more_and_present_ones_are(verb: str) ->
 
 def test_a_former_name_works_with_a_note(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import torch")
-    ended = flatout("tune", "train.py", "--budget", "soon", folder=tmp_path)
+    ended = flatout("tune", "--budget", "soon", "train.py", folder=tmp_path)
     assert ended.code == 2
     assert "note: --budget is called --time-budget now" in ended.err
     assert "--time-budget soon is no time above 0" in ended.err
 
 
 def test_options_of_the_script_and_of_other_verbs_stay() -> None:
-    for arguments in (
-        ["tune", "train.py", "--", "--budget", "3", "--md"],
-        ["check", "train.py", "--budget", "3"],
-        ["--version"],
-        [],
+    for verb, words in (
+        ("tune", ["tune", "train.py", "--", "--budget", "3", "--md"]),
+        ("check", ["check", "--budget"]),
     ):
-        assert with_present_options(arguments) == (arguments, [])
+        assert with_present_options(words, verb=verb) == (words, [])
+
+
+def test_a_former_name_after_the_script_is_the_scripts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(9)")
+    ended = flatout("tune", "train.py", "--budget", "3", folder=tmp_path)
+    assert "note: --budget comes after train.py and goes to it" in ended.err
+    assert "is called" not in ended.err

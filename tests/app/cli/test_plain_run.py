@@ -23,7 +23,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run --plan plan.toml train.py", "script train.py"),
         ("run --plan=plan.toml train.py -- --epochs 3 -- x", "script train.py --epochs 3 -- x"),
         ("run --plan plan.toml -m pkg.train -- --epochs 3", "module pkg.train --epochs 3"),
-        ("run -m pkg.train --plan plan.toml", "module pkg.train"),
     ],
 )
 def test_a_plain_run_begins_at_once(words: str, expected: str, folder: Path) -> None:
@@ -45,6 +44,7 @@ def test_a_plain_run_begins_at_once(words: str, expected: str, folder: Path) -> 
         "run --plan plan.toml --check-after 9 train.py",
         "run --plan plan.toml -m pkg.train rest",
         "run train.py --plan plan.toml",
+        "run -m pkg.train --plan plan.toml",
         "run --help",
     ],
 )

@@ -58,14 +58,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def edit(folder: Path, *arguments: str, levers: tuple[PlannedLever, ...]) -> Ended:
+def edit(folder: Path, *options: str, levers: tuple[PlannedLever, ...], arguments: tuple[str, ...] = ()) -> Ended:
     (folder / "plan.toml").write_bytes(to_toml(Plan(script="train.py", lever=levers)))
-    return flatout("edit", "--no-verify", "--plan", "plan.toml", "train.py", *arguments, folder=folder)
+    return flatout("edit", "--no-verify", "--plan", "plan.toml", *options, "train.py", *arguments, folder=folder)
 
 
 def test_the_diff_alone_is_printed_and_nothing_is_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (folder / "train.py").read_text()
-    done = edit(folder, "--", "--lr", "3", levers=(DEBUG_OFF, FUSED))
+    done = edit(folder, levers=(DEBUG_OFF, FUSED), arguments=("--", "--lr", "3"))
     assert (done.code, done.err) == (0, "")
     assert (folder / "train.py").read_text() == before
     subprocess.run(["patch", "-p1", "-s"], input=done.out, text=True, cwd=folder, check=True)
@@ -120,8 +120,8 @@ def training(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def verified_edit(folder: Path, *arguments: str) -> Ended:
-    return flatout("edit", "--plan", "plan.toml", "train.py", *arguments, folder=folder)
+def verified_edit(folder: Path, *options: str) -> Ended:
+    return flatout("edit", "--plan", "plan.toml", *options, "train.py", folder=folder)
 
 
 def test_the_text_runs_beside_the_script_before_it_is_printed(training: Path) -> None:
@@ -151,7 +151,7 @@ def test_what_could_not_be_verified_says_so_first(folder: Path) -> None:
 
 
 def test_a_setting_of_the_environment_is_a_command_line(folder: Path) -> None:
-    done = edit(folder, "--", "--lr", "3", levers=(DEBUG_OFF, KEPT))
+    done = edit(folder, levers=(DEBUG_OFF, KEPT), arguments=("--", "--lr", "3"))
     assert done.code == 0
     assert "mallopt" not in done.out
     assert f"MALLOC_TRIM_THRESHOLD_={1 << 30} python train.py --lr 3" in done.err

@@ -229,7 +229,7 @@ def test_only_the_levers_of_the_plan_are_imported(folder: Path) -> None:
 
 def test_a_plan_is_proved_again(folder: Path) -> None:
     write(folder, DEBUG_OFF, FUSED)
-    words = ("plan.toml", "train.py", "--no-speed", "--steps", "4", "--json", "verdict.json")
+    words = ("--no-speed", "--steps", "4", "--json", "verdict.json", "plan.toml", "train.py")
     done = flatout("verify", *words, folder=folder)
     assert done.code == 0, done.out + done.err
     assert "PROVED" in done.out
@@ -239,7 +239,7 @@ def test_a_plan_is_proved_again(folder: Path) -> None:
 
 def test_a_wrong_edit_is_told_with_its_step_and_tensor(folder: Path) -> None:
     (folder / "after.py").write_text(textwrap.dedent(SCRIPT).replace("lr=1e-2", "lr=1.01e-2"))
-    done = flatout("verify", "train.py", "after.py", "--no-speed", "--steps", "4", folder=folder)
+    done = flatout("verify", "--no-speed", "--steps", "4", "train.py", "after.py", folder=folder)
     assert done.code == 1
     assert "DIFFERENT: step 1, parameter" in done.out
 
@@ -248,8 +248,8 @@ def test_a_wrong_edit_is_told_with_its_step_and_tensor(folder: Path) -> None:
     "arguments",
     [
         ("train.py", "none.py"),
-        ("train.py", "train.py", "--allow", "most"),
-        ("train.py", "train.py", "--steps", "0"),
+        ("--allow", "most", "train.py", "train.py"),
+        ("--steps", "0", "train.py", "train.py"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(folder: Path, arguments: tuple[str, ...]) -> None:

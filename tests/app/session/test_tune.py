@@ -85,7 +85,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_a_slow_script_gets_a_plan_that_is_proved_and_runs(folder: Path) -> None:
     # What is left after observing is enough to begin a first comparison, whatever that then takes.
-    process = start(folder, "tune", "train.py", "--time-budget", "30s", "--timeout", "200")
+    process = start(folder, "tune", "--time-budget", "30s", "--timeout", "200", "train.py")
     out, err = process.communicate(timeout=350)
     assert process.returncode == 0, err
     assert "x faster" in out
@@ -106,7 +106,7 @@ def test_a_budget_that_is_too_short_still_compares_the_first_lever(
     monkeypatch.setattr(whole_run, "_NUM_STARTS", 1)
     for name, value in QUICK.items():
         monkeypatch.setenv(name, value)
-    ended = flatout("tune", "train.py", "--time-budget", "1s", folder=folder)
+    ended = flatout("tune", "--time-budget", "1s", "train.py", folder=folder)
     assert ended.code == 0, ended.err
     printed = " ".join(ended.out.split())
     assert "The time was up before everything had been tried; the same command goes on from here" in printed
@@ -115,7 +115,7 @@ def test_a_budget_that_is_too_short_still_compares_the_first_lever(
 
 
 def test_stopped_twice_it_ends_in_order_and_saves_what_was_tried(folder: Path) -> None:
-    process = start(folder, "tune", "train.py", "--time-budget", "30s")
+    process = start(folder, "tune", "--time-budget", "30s", "train.py")
     assert _wait_for(lambda: any(p.stat().st_size for p in folder.glob(".plan.*.search-log")), timeout_s=150)
     group = _members(process.pid)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -134,10 +134,10 @@ def test_stopped_twice_it_ends_in_order_and_saves_what_was_tried(folder: Path) -
     ("arguments", "why"),
     [
         (("none.py",), "is not a file"),
-        (("train.py", "--time-budget", "soon"), "no time above 0"),
-        (("train.py", "--allow", "everything"), "exact, bounded"),
-        (("train.py", "--out", "no/such/plan.toml"), "no folder"),
-        (("train.py", "--html", "no/such/found.html"), "no folder"),
+        (("--time-budget", "soon", "train.py"), "no time above 0"),
+        (("--allow", "everything", "train.py"), "exact, bounded"),
+        (("--out", "no/such/plan.toml", "train.py"), "no folder"),
+        (("--html", "no/such/found.html", "train.py"), "no folder"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(folder: Path, arguments: tuple[str, ...], why: str) -> None:

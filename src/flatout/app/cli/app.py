@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -12,10 +13,14 @@ import typer
 
 from flatout.app.cli.command import GROUPS, Command
 from flatout.app.cli.former_options import with_present_options
+from flatout.app.cli.parameters import HELP_OPTIONS
+from flatout.app.cli.project_defaults import NO_DEFAULTS, ProjectDefaults, project_defaults
 from flatout.app.cli.terminal import open_console
-from flatout.core.errors import FlatoutError, explained
+from flatout.app.cli.typed_words import TypedWords, typed_words
+from flatout.core.errors import FlatoutError, UsageError, explained
 
-_HELP: Final = {"help_option_names": ["-h", "--help"]}
+_HELP: Final = {"help_option_names": list(HELP_OPTIONS)}
+_ISOLATED: Final = "--isolated"
 
 app = typer.Typer(
     name="flatout",
@@ -40,11 +45,15 @@ def commands() -> Iterator[tuple[str, Command]]:
 
 def run() -> None:
     """Parse and run; an error of ours is printed without a traceback and exits with 2."""
-    arguments, notes = with_present_options(sys.argv[1:])
-    for note in notes:
-        print(note, file=sys.stderr)
+    known = dict(commands())
     try:
-        app(arguments)
+        typed = typed_words(sys.argv[1:], known)
+        own, notes = with_present_options(typed.own, verb=typed.verb)
+        defaults = _defaults(typed, known)
+        for note in (*notes, defaults.note(typed), typed.note):
+            if note and os.environ.get("RANK", "0") == "0":  # of several ranks, one says it
+                print(note, file=sys.stderr)
+        app(typed.parsable(own), default_map={typed.verb: defaults.values})
     except (FlatoutError, ModuleNotFoundError) as e:
         shown = explained(e) if isinstance(e, ModuleNotFoundError) else e
         if not isinstance(shown, FlatoutError):
@@ -54,10 +63,26 @@ def run() -> None:
         sys.exit(2)
 
 
+def _defaults(typed: TypedWords, known: dict[str, Command]) -> ProjectDefaults:
+    """What the project sets of the verb; a help is shown without it where it is wrong, so that it can be mended."""
+    if not typed.verb or _ISOLATED in typed.own[: typed.own.index(typed.verb)]:
+        return NO_DEFAULTS
+    try:
+        return project_defaults(typed.verb, known, folder=Path.cwd())
+    except UsageError as e:
+        if not typed.asks_help:
+            raise
+        print(f"note: {e}", file=sys.stderr)
+        return NO_DEFAULTS
+
+
 @app.callback(invoke_without_command=True)
 def _root(
     show_version: Annotated[
         bool, typer.Option("--version", help="Print the versions of flatout and torch, and the device, and end.")
+    ] = False,
+    is_isolated: Annotated[
+        bool, typer.Option(_ISOLATED, help="Leave out the table [tool.flatout] of pyproject.toml, which sets defaults.")
     ] = False,
 ) -> None:
     if show_version:
@@ -75,6 +100,4 @@ for _name, _command in commands():
     if isinstance(_command.run, typer.Typer):
         app.add_typer(_command.run, name=_name, rich_help_panel=_heading, context_settings=_HELP, epilog=_examples)
     else:
-        # What flatout does not know is the script's own; after `--` everything is.
-        _settings = _HELP | ({"ignore_unknown_options": True} if _command.takes_script else {})
-        app.command(name=_name, context_settings=_settings, rich_help_panel=_heading, epilog=_examples)(_command.run)
+        app.command(name=_name, context_settings=_HELP, rich_help_panel=_heading, epilog=_examples)(_command.run)

@@ -33,4 +33,4 @@ class Command(NamedTuple):
     examples: tuple[str, ...]
     """Calls of it, at the end of its help."""
     takes_script: bool = False
-    """Whether options that the verb does not know are arguments of the user's script."""
+    """Whether it runs a script of the user's: all that follows its last argument is the script's own, as with python."""

@@ -18,18 +18,18 @@ FORMER_OPTIONS: Final[dict[str, dict[str, str]]] = {
 """For each verb, former names of options and their present ones."""
 
 
-def with_present_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments with present names of options, and the notes to print; what stands behind `--` is the script's own.
+def with_present_options(words: Sequence[str], *, verb: str) -> tuple[list[str], list[str]]:
+    """A verb's own words with present names of options, and the notes to print; what stands behind `--` is left as it is.
 
-    >>> with_present_options(["tune", "--budget=5m", "train.py", "--", "--budget", "3"])
-    (['tune', '--time-budget=5m', 'train.py', '--', '--budget', '3'], ['note: --budget is called --time-budget now'])
+    >>> with_present_options(["tune", "--budget=5m", "train.py"], verb="tune")
+    (['tune', '--time-budget=5m', 'train.py'], ['note: --budget is called --time-budget now'])
     """
-    present = FORMER_OPTIONS.get(arguments[0], {}) if arguments else {}
-    end = arguments.index("--") if "--" in arguments else len(arguments)
+    present = FORMER_OPTIONS.get(verb, {})
+    end = words.index("--") if "--" in words else len(words)
     changed, notes = [], []
-    for argument in arguments[:end]:
-        name, equals, value = argument.partition("=")
+    for word in words[:end]:
+        name, equals, value = word.partition("=")
         if name in present:
             notes.append(f"note: {name} is called {present[name]} now")
         changed.append(f"{present.get(name, name)}{equals}{value}")
-    return [*changed, *arguments[end:]], notes
+    return [*changed, *words[end:]], notes

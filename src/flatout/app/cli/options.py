@@ -37,24 +37,14 @@ Allow = Annotated[
 ]
 
 
-def script_arguments(arguments: list[str] | None) -> tuple[str, ...]:
-    """The script's own arguments, without the `--` that may stand before them.
-
-    >>> script_arguments(["--", "--epochs", "3"])
-    ('--epochs', '3')
-    """
-    own = tuple(arguments or ())
-    return own[1:] if own[:1] == ("--",) else own
-
-
 def target_of(script: str | None, module: str | None, arguments: list[str] | None, *, example: str) -> ScriptTarget:
     """What `[-m MODULE] [SCRIPT] [ARGS]...` names. Raises UsageError with the `example` of a call where it names nothing."""
-    own = list(arguments or [])
+    own = arguments or []
     if module is not None:
-        return ScriptTarget(module, True, script_arguments(([script] if script is not None else []) + own))
+        return ScriptTarget(module, True, tuple(([script] if script is not None else []) + own))
     if script is None:
         raise UsageError(f"no script given; call {example}")
-    return ScriptTarget(script, False, script_arguments(own))
+    return ScriptTarget(script, False, tuple(own))
 
 
 def require_writable(**paths: Path | None) -> None:

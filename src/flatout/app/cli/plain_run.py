@@ -13,7 +13,7 @@ def planned_words(words: Sequence[str]) -> list[str] | None:
     """
     verb, *rest = words or ("",)
     plan = module = ""
-    while rest and rest[0].startswith("-") and rest[0] != "--":
+    while not module and rest and rest[0].startswith("-") and rest[0] != "--":
         option, *more = rest
         if option.startswith("--plan="):
             plan, rest = option.removeprefix("--plan="), more
@@ -27,6 +27,19 @@ def planned_words(words: Sequence[str]) -> list[str] | None:
     target = [module] if module else rest[:1]
     rest = rest if module else rest[1:]
     is_known = bool(module) or bool(target and target[0].endswith(".py") and os.path.isfile(target[0]))
-    if not is_known or rest[:1] not in ([], ["--"]):
+    if not is_known or rest[:1] not in ([], ["--"]) or _has_defaults():
         return None
     return [os.path.abspath(plan), "module" if module else "script", *target, *rest[1:]]
+
+
+def _has_defaults() -> bool:
+    """Whether a pyproject.toml sets options, or is to be complained of."""
+    from pathlib import Path
+
+    from flatout.app.cli.project_defaults import project_table
+    from flatout.core.errors import UsageError
+
+    try:
+        return project_table(Path.cwd())[0] is not None
+    except UsageError:
+        return True

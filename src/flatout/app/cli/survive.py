@@ -11,7 +11,7 @@ import typer
 
 from flatout.app.cli.children.layout_rank import ranks_of
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import Arguments, IsModule, require_writable, script_arguments
+from flatout.app.cli.options import Arguments, IsModule, require_writable
 from flatout.core.errors import UsageError
 
 
@@ -57,7 +57,7 @@ def survive(
     from flatout.core.records.record import to_json
 
     require_writable(json=report_file)
-    own = script_arguments(arguments)
+    own = tuple(arguments or ())
     if layout is not None:
         nproc = ranks_of(layout, nodes)
         own = (str(layout.absolute()), "module" if module else "script", target, *own)

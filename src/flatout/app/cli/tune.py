@@ -138,7 +138,7 @@ COMMAND = Command(
     group="fix",
     takes_script=True,
     examples=(
-        "flatout tune train.py --time-budget 5m",
-        "flatout tune -m package.train --out plan.toml -- --epochs 100",
+        "flatout tune --time-budget 5m train.py",
+        "flatout tune --out plan.toml -m package.train -- --epochs 100",
     ),
 )

@@ -74,5 +74,5 @@ COMMAND = Command(
     order=140,
     group="prove",
     takes_script=True,
-    examples=("flatout verify train.py train_fast.py", "flatout verify plan.toml train.py --json verdict.json"),
+    examples=("flatout verify train.py train_fast.py", "flatout verify --json verdict.json plan.toml train.py"),
 )

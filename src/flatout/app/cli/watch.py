@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import Arguments, IsModule, script_arguments
+from flatout.app.cli.options import Arguments, IsModule
 
 
 def watch(
@@ -22,7 +22,7 @@ def watch(
     from flatout.blocks.recording.run import Run
     from flatout.core.runtime.script import load_module, load_script, run_script
 
-    own = script_arguments(arguments)
+    own = tuple(arguments or ())
     script = (load_module if module else load_script)(target, own)
     with Run(folder, name=Path(target).stem, ticks="optimizer") as run:
         outcome = run_script(script)
