@@ -111,7 +111,7 @@ def judged(seed: int, folder: Path, budget: str, cores: list[int], device: str) 
     if not row["levers"]:
         return row
     forms = {"untouched": [sys.executable, "train.py"], "plan": [*FLATOUT, "run", "--plan", "plan.toml", "train.py"]}
-    edited = run([*FLATOUT, "edit", "--plan", "plan.toml", "--into", "text", "train.py"], folder)
+    edited = run([*FLATOUT, "edit", "--plan", "plan.toml", "--out", "text", "train.py"], folder)
     row["edit"] = {"exit": edited.returncode, "messages": edited.stderr[-500:]}
     if (folder / "text" / "train.py").exists():
         forms["edit"] = [sys.executable, str(folder / "text" / "train.py")]

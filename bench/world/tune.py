@@ -316,7 +316,7 @@ class Tuning:
             "edit",
             "--plan",
             str(self._plan),
-            "--into",
+            "--out",
             str(text),
             *script.named,
         ]

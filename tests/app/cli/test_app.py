@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from typer.main import get_command
 
 from flatout.app.cli import app as app_module
 from flatout.app.cli.app import app, commands
-from flatout.app.cli.command import GROUPS, Command
+from flatout.app.cli.command import GROUPS
 from flatout.core.records.verdict import PRECISIONS
 
 
@@ -54,29 +53,6 @@ def test_the_help_has_all_headings_in_order() -> None:
     text = flatout("-h").out
     places = [text.index(heading) for heading in GROUPS.values()]
     assert places == sorted(places)
-
-
-@pytest.mark.parametrize(("verb", "command"), list(commands()))
-def test_the_examples_of_a_help_are_calls_that_it_takes(verb: str, command: Command) -> None:
-    assert len(command.examples) >= 2
-    shown = " ".join(flatout(verb, "-h").out.split())
-    for example in command.examples:
-        assert " ".join(example.split()) in shown
-        program, *words = shlex.split(example.partition(" >")[0])
-        assert (program, words[0]) == ("flatout", verb)
-        parsed = get_command(app).commands[verb]  # type: ignore[attr-defined]
-        context = parsed.make_context(verb, words[1:])
-        unknown = [word for word in (*context.args, *(context.params.get("arguments") or ())) if word.startswith("-")]
-        own = words[words.index("--") + 1 :] if "--" in words else []
-        assert set(unknown) <= {"--", *own}, "an option that the verb does not have"
-
-
-@pytest.mark.parametrize("verb", [name for name, _ in commands()])
-def test_every_verb_has_a_short_help_option(verb: str) -> None:
-    short, long = flatout(verb, "-h"), flatout(verb, "--help")
-    assert short.code == long.code == 0
-    assert short.out == long.out
-    assert "Usage" in short.out
 
 
 def test_the_version_names_torch_and_the_device() -> None:

@@ -17,7 +17,7 @@ TINY = "hidden = 32\nlayers = 2\nheads = 4\nvocab = 64\nseq = 16\n"
 @pytest.mark.multi
 def test_steps_of_every_kind_are_measured_and_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
-    given = ["--model", "tiny.toml", "--out", "runs.json", "--ranks", 2, "--seconds", 6, "--device", "cpu"]
+    given = ["--model", "tiny.toml", "--out", "runs.json", "--nproc", 2, "--seconds", 6, "--device", "cpu"]
     ended = flatout("calibrate", *given, folder=tmp_path)
     assert ended.code == 0, ended.err
     steps = msgspec.json.decode((tmp_path / "runs.json").read_bytes(), type=list[MeasuredStep])
@@ -31,7 +31,7 @@ def test_steps_of_every_kind_are_measured_and_can_be_read(tmp_path: Path) -> Non
     "options,part",
     [
         (["--out", "no/runs.json"], "there is no folder"),
-        (["--out", "runs.json", "--ranks", "0"], "give one rank or more"),
+        (["--out", "runs.json", "--nproc", "0"], "give one rank or more"),
         (["--out", "runs.json", "--seconds", "0"], "seconds above 0"),
     ],
 )

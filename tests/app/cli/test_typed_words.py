@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
         ("check train.py -- --lr 3 -- x", "check train.py", "train.py", "-- --lr 3 -- x"),
         ("check --quiet -m pkg.train --lr 3", "check --quiet -m pkg.train", "-m pkg.train", "--lr 3"),
         ("check -mpkg.train x", "check -mpkg.train", "-m pkg.train", "x"),
-        ("watch -m pkg.train -m", "watch -m pkg.train", "pkg.train", "-m"),
+        ("watch -m pkg.train -m", "watch -m pkg.train", "-m pkg.train", "-m"),
         ("verify before.py --seed 3 after.py --seed 4", "verify before.py --seed 3 after.py", "after.py", "--seed 4"),
         ("verify plan.toml -m pkg.train 7", "verify plan.toml -m pkg.train", "-m pkg.train", "7"),
         ("tune --budget 5m train.py 7", "tune --budget 5m train.py", "train.py", "7"),

@@ -90,10 +90,10 @@ def test_a_plan_of_another_text_is_refused_in_one_line(folder: Path) -> None:
 
 
 def test_copies_go_where_they_are_wanted(folder: Path) -> None:
-    assert edit(folder, "--into", "edited", levers=(FUSED,)).code == 0
+    assert edit(folder, "--out", "edited", levers=(FUSED,)).code == 0
     assert "fused=True" in (folder / "edited" / "train.py").read_text()
     assert "fused=True" not in (folder / "train.py").read_text()
-    assert edit(folder, "--into", "edited", "--write", levers=(FUSED,)).code == 2
+    assert edit(folder, "--out", "edited", "--write", levers=(FUSED,)).code == 2
 
 
 TRAINING = """

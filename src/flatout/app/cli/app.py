@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 import typer
 
-from flatout.app.cli.command import GROUPS, Command
+from flatout.app.cli.command import GROUPS, Command, help_epilog
 from flatout.app.cli.former_options import with_present_options
 from flatout.app.cli.parameters import HELP_OPTIONS
 from flatout.app.cli.project_defaults import NO_DEFAULTS, ProjectDefaults, project_defaults
@@ -96,7 +96,7 @@ def _root(
 
 
 for _name, _command in commands():
-    _heading, _examples = GROUPS[_command.group], "\n\n".join(("Examples:", *_command.examples))
+    _heading, _examples = GROUPS[_command.group], help_epilog(*_command.examples)
     if isinstance(_command.run, typer.Typer):
         app.add_typer(_command.run, name=_name, rich_help_panel=_heading, context_settings=_HELP, epilog=_examples)
     else:

@@ -23,7 +23,7 @@ def build(
         str,
         typer.Argument(metavar="MODULE:FUNCTION", help="Returns the module, example inputs, names of carried state."),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="The folder to write.")],
     precision: Annotated[
         str,
         typer.Option(metavar="float32|int8", help="int8: layers whose error stays small take a quarter of the bytes."),
@@ -71,7 +71,7 @@ def _check(out: Path, *, precision: str, backend: str, events: int) -> None:
         raise UsageError(f"--precision {precision} is of the native back end; leave out --backend aoti")
     if events < 1:
         raise UsageError(f"--events {events} is no number above 0")
-    require_folder_to_write("-o", out)
+    require_folder_to_write("--out", out)
 
 
 COMMAND = Command(

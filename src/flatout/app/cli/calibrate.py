@@ -16,9 +16,15 @@ from flatout.core.errors import UsageError
 
 
 def calibrate(
-    model: Annotated[Path, typer.Option(help="Sizes of the model, a TOML file, as for `flatout scale`.")],
-    out: Annotated[Path, typer.Option(help="Where to write the measured steps, JSON.")],
-    ranks: Annotated[int | None, typer.Option(help="Processes. [default: the GPUs of this machine]")] = None,
+    model: Annotated[
+        Path, typer.Option(metavar="FILE", help="Sizes of the model, a TOML file, as for `flatout scale`.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Write the measured steps to this file, as JSON.")
+    ],
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks on this machine. [default: one for each GPU]")
+    ] = None,
     seconds: Annotated[float, typer.Option(help="For all steps; the one under way is finished.")] = 60.0,
     device: Annotated[str, typer.Option(help="cuda or cpu. [default: cuda where there is one]")] = "",
 ) -> None:
@@ -28,7 +34,7 @@ def calibrate(
     from flatout.scale.inputs import read_model, read_runs
 
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    number = ranks if ranks is not None else torch.cuda.device_count() if kind == "cuda" else 2
+    number = nproc if nproc is not None else torch.cuda.device_count() if kind == "cuda" else 2
     require_writable(out=out)
     if number < 1 or seconds <= 0:
         raise UsageError(f"{number} ranks, {seconds} s: give one rank or more, and seconds above 0")
@@ -51,6 +57,6 @@ COMMAND = Command(
     group="devices",
     examples=(
         "flatout calibrate --model sizes.toml --out steps.json",
-        "flatout calibrate --model sizes.toml --out steps.json --ranks 2 --device cpu",
+        "flatout calibrate --model sizes.toml --out steps.json --nproc 2 --device cpu",
     ),
 )

@@ -70,7 +70,10 @@ def check(
     stop: Annotated[bool, typer.Option("--stop", hidden=True)] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress line on the terminal.")] = False,
     nproc: Annotated[
-        int | None, typer.Option("--nproc", help="Start the script as this many ranks on this machine, like torchrun.")
+        int | None,
+        typer.Option(
+            "--nproc", metavar="N", help="Start the script as this many ranks on this machine, like torchrun."
+        ),
     ] = None,
 ) -> None:
     """Run SCRIPT unchanged, observe its steps, and report what makes them slow: line, cost, gain, edit.

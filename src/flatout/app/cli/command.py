@@ -21,6 +21,11 @@ GROUPS: Final[dict[Group, str]] = {
 """The headings of `flatout --help`, in its order."""
 
 
+def help_epilog(*examples: str) -> str:
+    """What stands at the end of a verb's help: calls of it, each on a line of its own."""
+    return "\n\n".join(("Examples:", *examples))
+
+
 class Command(NamedTuple):
     """One verb, named after its module, which is imported for `flatout --help`: import rich, torch and records in functions."""
 

@@ -20,14 +20,20 @@ if TYPE_CHECKING:
 
 
 def compare(
-    before: Annotated[Path, typer.Argument(help="What `flatout check --json` wrote of the run before.")],
-    after: Annotated[Path, typer.Argument(help="The same of the run after.")],
+    before: Annotated[
+        Path, typer.Argument(metavar="BEFORE", help="What `flatout check --json` wrote of the run before.")
+    ],
+    after: Annotated[Path, typer.Argument(metavar="AFTER", help="The same of the run after.")],
     fail_if_slower: Annotated[
         str | None,
         typer.Option(metavar="FRACTION", help="Exit with 1 when the step is slower by more than this: 5% or 0.05."),
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the comparison to this file.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write it as Markdown to this file.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the comparison to this file.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write it as Markdown to this file.")
+    ] = None,
     junit: ReportJunit = None,
     github: Annotated[
         bool, typer.Option("--github", help="Print what became slower as annotations of GitHub Actions, too.")

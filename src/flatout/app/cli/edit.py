@@ -33,10 +33,12 @@ def edit(
         typer.Argument(metavar="[ARGS]...", help="The script's own arguments, after `--`; else those of the plan."),
     ] = None,
     module: ModuleName = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="The plan that `flatout tune` wrote.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="The plan that `flatout tune` wrote.")
+    ] = None,
     write: Annotated[bool, typer.Option("--write", help="Change the files in place.")] = False,
-    into: Annotated[
-        Path | None, typer.Option("--into", "-o", metavar="DIR", help="Write the changed files into this folder.")
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="DIR", help="Write the changed files into this folder.")
     ] = None,
     rest: Annotated[
         Path | None, typer.Option("--rest", metavar="FILE", help="Write the plan of the levers that stay in the plan.")
@@ -64,8 +66,8 @@ def edit(
         raise UsageError("no plan given; call `flatout edit --plan plan.toml train.py`")
     target = target_of(script, module, arguments, example="`flatout edit --plan plan.toml train.py`")
     file = target.file
-    if write and into is not None:
-        raise UsageError("--write changes the files in place and --into writes copies; give one of them")
+    if write and out is not None:
+        raise UsageError("--write changes the files in place and --out writes copies; give one of them")
     require_writable(rest=rest)
     wanted = read_plan(plan)
     if not target.arguments and has_left_out(wanted.arguments):
@@ -80,7 +82,7 @@ def edit(
     is_changed = bool(found.files or found.environment)
     if is_changed and not no_verify:
         doubt = _verified(found, target, timeout_s=timeout)
-    written = found.write(into) if write or into is not None else ()
+    written = found.write(out) if write or out is not None else ()
     if is_changed and doubt:
         print(f"# NOT VERIFIED: {doubt}")
     sys.stdout.write(found.diff())

@@ -18,15 +18,19 @@ def fit(
         str, typer.Argument(help="module:function that makes a model and returns its step, which is run without data.")
     ] = "",
     model: Annotated[
-        Path | None, typer.Option(help="Or the sizes of a transformer: a TOML file with hidden, layers, ...")
+        Path | None,
+        typer.Option(metavar="FILE", help="Or the sizes of a transformer: a TOML file with hidden, layers, ..."),
     ] = None,
-    layout: Annotated[Path | None, typer.Option(help="A layout of it, as `flatout scale --out` writes it.")] = None,
+    layout: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A layout of it, as `flatout scale --out` writes it.")
+    ] = None,
     gpus: Annotated[str, typer.Option(help="How many of which device, as 8xh100-sxm.")] = "",
     optimizer_bytes: Annotated[
         int, typer.Option(help="State of the optimizer for each parameter; Adam and a copy: 12.")
     ] = 12,
     html: Annotated[
-        Path | None, typer.Option(help="Write what each stage of the layout holds as a page there.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what each stage of the layout holds as one HTML page to this file."),
     ] = None,
 ) -> None:
     """Count the memory of a step or a layout without a device, without allocating it; exits with 1 when it does not fit."""

@@ -12,7 +12,11 @@ FORMER_OPTIONS: Final[dict[str, dict[str, str]]] = {
         "--memory": "--memory-limit",
         "--allowed-loss": "--accuracy-loss",
     },
+    "edit": {"--into": "--out"},
     "shrink": {"--budget": "--accuracy-loss", "--time": "--time-budget"},
+    "scale": {"--node": "--gpus-per-node"},
+    "simulate": {"--node": "--gpus-per-node"},
+    "calibrate": {"--ranks": "--nproc"},
     "survive": {"--nnodes": "--nodes", "--memory": "--memory-folder"},
 }
 """For each verb, former names of options and their present ones."""

@@ -14,7 +14,9 @@ from flatout.app.cli.terminal import open_console, print_report
 
 def machine(
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if a measurement is stored.")] = False,
-    json: Annotated[Path | None, typer.Option("--json", help="Also write the record to this file.")] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the record to this file.")
+    ] = None,
 ) -> None:
     """Measure what this machine can do, or show what was measured before, beside the data sheet."""
     # measure imports torch, which takes seconds: other commands must not pay for it.

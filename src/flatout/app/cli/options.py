@@ -16,17 +16,21 @@ from flatout.core.files import STANDARD_OUTPUT, is_stream
 Script = Annotated[str | None, typer.Argument(metavar="SCRIPT", help="The script, as you would give it to python.")]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")]
 ModuleName = Annotated[str | None, typer.Option("-m", metavar="MODULE", help="Run a module, like `python -m`.")]
-IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for `python -m`.")]
-EvidenceJson = Annotated[Path | None, typer.Option("--json", help="Write Evidence and findings to this file.")]
-ReportHtml = Annotated[Path | None, typer.Option("--html", help="Write the report as one HTML page to this file.")]
+EvidenceJson = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write Evidence and findings to this file.")
+]
+ReportHtml = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write the report as one HTML page to this file.")
+]
 ReportMarkdown = Annotated[
-    Path | None, typer.Option("--markdown", help="Write a short report for a pull request to this file.")
+    Path | None,
+    typer.Option("--markdown", metavar="FILE", help="Write a short report for a pull request to this file."),
 ]
 ReportJunit = Annotated[
     Path | None, typer.Option("--junit", metavar="FILE", help="Write what was judged as JUnit XML to this file.")
 ]
 StepTrace = Annotated[
-    Path | None, typer.Option("--trace", help="Write one step as a trace for Perfetto; .gz packs it.")
+    Path | None, typer.Option("--trace", metavar="FILE", help="Write one step as a trace for Perfetto; .gz packs it.")
 ]
 Allow = Annotated[
     str,

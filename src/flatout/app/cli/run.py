@@ -25,7 +25,9 @@ _LONGEST_S: Final = 24 * 3600.0
 def run(
     target: Script = None,
     arguments: Arguments = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="The plan that `flatout tune` wrote.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help="The plan that `flatout tune` wrote.")
+    ] = None,
     module: ModuleName = None,
     check_after: Annotated[
         int,
@@ -37,10 +39,10 @@ def run(
         ),
     ] = 0,
     layout: Annotated[
-        Path | None, typer.Option("--layout", help="The layout that `flatout scale --out` wrote.")
+        Path | None, typer.Option("--layout", metavar="FILE", help="The layout that `flatout scale --out` wrote.")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Machines, with --layout; the ranks are divided evenly.")] = 1,
-    coordinator: Annotated[str, typer.Option(help="HOST:PORT of the first machine, with --nodes.")] = "",
+    nodes: Annotated[int, typer.Option(metavar="N", help="Machines, with --layout; the ranks are divided evenly.")] = 1,
+    coordinator: Annotated[str, typer.Option(metavar="HOST:PORT", help="The first machine, with --nodes.")] = "",
     srun: Annotated[bool, typer.Option("--srun", help="Start on all machines of a Slurm job.")] = False,
     only_print: Annotated[
         bool,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flatout.app.cli.command import Command
+from flatout.app.cli.command import Command, help_epilog
 from flatout.app.cli.terminal import open_console, print_lines
 
 runs = typer.Typer(invoke_without_command=True, help="List recorded runs; `flatout runs diff A B` compares two.")
@@ -16,7 +16,7 @@ runs = typer.Typer(invoke_without_command=True, help="List recorded runs; `flato
 @runs.callback()
 def _listed(
     context: typer.Context,
-    folder: Annotated[Path, typer.Option(help="The folder that the runs lie in.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="The folder that the runs lie in.")] = Path("runs"),
     where: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,7 +63,9 @@ def _listed(
         print_lines(f"no run in '{folder}'{' that fits' if wanted else ''}")
 
 
-@runs.command()
+@runs.command(
+    epilog=help_epilog("flatout runs diff runs/a runs/b", "flatout runs diff runs/20261122-101500-train runs/b")
+)
 def diff(
     one: Annotated[Path, typer.Argument(metavar="A", help="The folder of a run.")],
     two: Annotated[Path, typer.Argument(metavar="B", help="The folder of another.")],
@@ -91,5 +93,5 @@ COMMAND = Command(
     runs,
     order=220,
     group="prove",
-    examples=("flatout runs", "flatout runs diff 20261122-101500-train 20261122-113000-train"),
+    examples=("flatout runs", "flatout runs diff runs/20261122-101500-train runs/20261122-113000-train"),
 )

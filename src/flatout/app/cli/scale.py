@@ -23,17 +23,26 @@ _TRILLION = 1e12
 
 def scale(
     model: Annotated[
-        Path, typer.Option(help="Sizes of the model, a TOML file: hidden, layers, heads, vocab, seq, ...")
+        Path,
+        typer.Option(metavar="FILE", help="Sizes of the model, a TOML file: hidden, layers, heads, vocab, seq, ..."),
     ],
     gpus: Annotated[str, typer.Option(help="How many of which device, as 1024xh100-sxm.")],
     batch: Annotated[str, typer.Option(help="Samples of a step over all devices, as 1024, or tokens, as 4M-tokens.")],
-    node: Annotated[int, typer.Option(help="Devices that are joined by their own links.")] = 8,
+    node: Annotated[
+        int, typer.Option("--gpus-per-node", metavar="N", help="Devices that are joined by their own links.")
+    ] = 8,
     fabric: Annotated[float, typer.Option(help="Gbit/s of the network between nodes, for each device.")] = 400.0,
     dtype: Annotated[str, typer.Option(help="Of products: bfloat16, float16, float8.")] = "bfloat16",
     top: Annotated[int, typer.Option(help="Layouts to print.")] = 10,
-    measured: Annotated[Path | None, typer.Option(help="Measured steps to fit constants on, a JSON file.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the first layout there, as TOML.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the ranking as a page there.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measured steps to fit constants on, a JSON file.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the first layout to this file, as TOML.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the ranking as one HTML page to this file.")
+    ] = None,
     tokens: Annotated[str | None, typer.Option(help="Length of the run, as 300G or 15T; 1T unless given.")] = None,
     failures: Annotated[
         float | None, typer.Option(help="Interruptions that 1000 nodes cause in a day: say what they leave of the run.")
@@ -68,7 +77,7 @@ def scale(
 
     require_writable(out=out, html=html)
     if straggler < 0 or node < 1 or fabric <= 0 or disk <= 0 or (price is not None and price < 0):
-        raise UsageError("--straggler and --price are 0 or more, --node, --fabric and --disk are positive")
+        raise UsageError("--straggler and --price are 0 or more, --gpus-per-node, --fabric and --disk are positive")
     shape, kinds = read_model(model), _compressions(compression)
     host_bytes = None if host_memory is None else host_memory * 2**30 / node
     cluster = cluster_of(

@@ -44,16 +44,25 @@ def shrink(
     ] = "",
     budget: Annotated[
         str,
-        typer.Option("--accuracy-loss", help="What of the metric may be lost: '1%' of it, or '0.01' in its own unit."),
+        typer.Option(
+            "--accuracy-loss",
+            metavar="LOSS",
+            help="What of the metric may be lost: '1%' of it, or '0.01' in its own unit.",
+        ),
     ] = "1%",
-    objective: Annotated[str, typer.Option(metavar="latency|memory|train-cost")] = "latency",
+    objective: Annotated[
+        str, typer.Option(metavar="latency|memory|train-cost", help="What is to become less.")
+    ] = "latency",
     less_is_better: Annotated[bool, typer.Option("--less-is-better", help="The metric is a loss or an error.")] = False,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="A folder for the chosen model, the report and a picture.")
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="A folder for the chosen model, the report and a picture."),
     ] = None,
-    time: Annotated[str, typer.Option("--time-budget", help="Time to try things in, as 90s, 10m or 2h.")] = "10m",
-    recovery: Annotated[str, typer.Option(help="Time to train a smaller model in.")] = "60s",
-    trial: Annotated[str, typer.Option(help="Time limit of one composition.")] = "5m",
+    time: Annotated[
+        str, typer.Option("--time-budget", metavar="TIME", help="How long to search: 300, 300s, 5m, 1h.")
+    ] = "10m",
+    recovery: Annotated[str, typer.Option(metavar="TIME", help="Time to train a smaller model in.")] = "60s",
+    trial: Annotated[str, typer.Option(metavar="TIME", help="Time limit of one composition.")] = "5m",
     steps: Annotated[int, typer.Option(help="Of training, for --objective train-cost; 0: one pass over the data.")] = 0,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, for --objective train-cost.")] = 1e-3,
     threads: Annotated[int, typer.Option(help="Of torch; 0 leaves them.")] = 0,
@@ -66,7 +75,7 @@ def shrink(
     if objective == "train-cost" and not (data and loss):
         raise UsageError("--objective train-cost trains: give --data and --loss")
     if out is not None and (out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / "how.json").exists())):
-        raise UsageError(f"-o {out} holds something else; give an empty folder, or one that flatout shrink wrote")
+        raise UsageError(f"--out {out} holds something else; give an empty folder, or one that flatout shrink wrote")
     from flatout.app.session import shrink_named
     from flatout.report.parts.shrink import shrunk_blocks
 

@@ -21,7 +21,9 @@ def simulate(
     mtbf: Annotated[
         float | None, typer.Option(help="Instead of the rate: hours between interruptions of the job.")
     ] = None,
-    node: Annotated[int, typer.Option(help="Devices of a node.")] = 8,
+    node: Annotated[
+        int, typer.Option("--gpus-per-node", metavar="N", help="Devices that are joined by their own links.")
+    ] = 8,
     days: Annotated[float, typer.Option(help="Length of the run.")] = 54.0,
     stall: Annotated[float, typer.Option(help="Seconds that a checkpoint stops the steps.")] = 60.0,
     restart: Annotated[float, typer.Option(help="Seconds from noticing a failure until steps go on.")] = 600.0,
@@ -29,7 +31,10 @@ def simulate(
     interval: Annotated[
         float | None, typer.Option(help="Seconds of work between checkpoints; the best unless given.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the curves over the number of devices there.")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the curves over the number of devices as one HTML page to this file."),
+    ] = None,
 ) -> None:
     """Simulate the failures of a long run: its interruptions, its goodput, and what faster saves and restarts gain."""
     from msgspec import structs

@@ -11,14 +11,17 @@ import typer
 
 from flatout.app.cli.children.layout_rank import ranks_of
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import Arguments, IsModule, require_writable
+from flatout.app.cli.options import Arguments, ModuleName, require_writable, target_of
+from flatout.app.targets import ScriptTarget
 from flatout.core.errors import UsageError
 
 
 def survive(
-    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, as you would give it to torchrun.")],
+    script: Annotated[
+        str | None, typer.Argument(metavar="SCRIPT", help="The script, as you would give it to torchrun.")
+    ] = None,
     arguments: Arguments = None,
-    nproc: Annotated[int, typer.Option(help="Ranks on each node, one for each GPU.")] = 1,
+    nproc: Annotated[int, typer.Option(metavar="N", help="Ranks on each node, one for each GPU.")] = 1,
     spares: Annotated[
         int, typer.Option(help="Device slots (GPUs) of each node beyond those, for ones that keep failing.")
     ] = 0,
@@ -29,21 +32,24 @@ def survive(
     ] = None,
     max_restarts: Annotated[int | None, typer.Option(help="Give up after so many. [default: while it gets on]")] = None,
     memory: Annotated[
-        Path, typer.Option("--memory-folder", help="A folder in memory, for the copies of the state.")
+        Path, typer.Option("--memory-folder", metavar="DIR", help="A folder in memory, for the copies of the state.")
     ] = Path("/dev/shm"),
     preload: Annotated[
         list[str] | None, typer.Option(help="A module to import once, before ranks are forked; may be given again.")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Machines; start the same command on each.")] = 1,
+    nodes: Annotated[int, typer.Option(metavar="N", help="Machines; start the same command on each.")] = 1,
     node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.")] = 0,
     coordinator: Annotated[str, typer.Option(metavar="HOST:PORT", help="Node 0, as all nodes reach it.")] = "",
     join: Annotated[float, typer.Option(help="Seconds to wait for nodes.")] = 60.0,
-    report_file: Annotated[Path | None, typer.Option("--json", help="Write what happened to this file.")] = None,
-    module: IsModule = False,
+    report_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write what happened to this file.")
+    ] = None,
+    module: ModuleName = None,
     layout: Annotated[
         Path | None,
         typer.Option(
-            help="A layout, for flatout.layout_from_environment(); as many ranks as it takes, --nproc or not."
+            metavar="FILE",
+            help="A layout, for flatout.layout_from_environment(); as many ranks as it takes, --nproc or not.",
         ),
     ] = None,
 ) -> None:
@@ -57,15 +63,15 @@ def survive(
     from flatout.core.records.record import to_json
 
     require_writable(json=report_file)
-    own = tuple(arguments or ())
+    target = target_of(script, module, arguments, example="`flatout survive --nproc 8 train.py`")
     if layout is not None:
         nproc = ranks_of(layout, nodes)
-        own = (str(layout.absolute()), "module" if module else "script", target, *own)
-        target, module = "flatout.app.cli.children.layout_rank", True
+        own = (str(layout.absolute()), target.kind, target.name, *target.arguments)
+        target = ScriptTarget("flatout.app.cli.children.layout_rank", True, own)
     job = Job(
-        target=target,
-        arguments=own,
-        is_module=module,
+        target=target.name,
+        arguments=target.arguments,
+        is_module=target.is_module,
         nproc=nproc,
         spares=spares,
         nnodes=nodes,

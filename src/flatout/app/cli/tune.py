@@ -21,7 +21,9 @@ def tune(
     script: Script = None,
     arguments: Arguments = None,
     module: ModuleName = None,
-    budget: Annotated[str, typer.Option("--time-budget", help="How long to search: 300, 300s, 5m, 1h.")] = "5m",
+    budget: Annotated[
+        str, typer.Option("--time-budget", metavar="TIME", help="How long to search: 300, 300s, 5m, 1h.")
+    ] = "5m",
     allow: Allow = "bounded",
     metric: Annotated[
         str,
@@ -31,7 +33,7 @@ def tune(
         ),
     ] = "",
     allowed_loss: Annotated[
-        float, typer.Option("--accuracy-loss", help="How much of the metric a plan may lose.")
+        float, typer.Option("--accuracy-loss", metavar="LOSS", help="How much of the metric a plan may lose.")
     ] = 0.0,
     less_is_better: Annotated[bool, typer.Option("--less-is-better", help="The metric is a loss or an error.")] = False,
     objective: Annotated[str, typer.Option(metavar="time|memory", help="What is to become less.")] = "time",
@@ -51,10 +53,16 @@ def tune(
             "left out; 0: as many as the script has, where it comes to its end.",
         ),
     ] = 0,
-    out: Annotated[Path, typer.Option("--out", help="Where the plan goes.")] = Path("plan.toml"),
-    html: Annotated[Path | None, typer.Option("--html", help="Write what was found to this file, as a page.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write it to this file as Markdown.")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write it to this file as JSON.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Write the plan to this file.")] = Path(
+        "plan.toml"
+    ),
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write what was found to this file, as a page.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write it to this file as Markdown.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write it to this file as JSON.")] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds one process may take for its start or its first steps.")
     ] = 300.0,

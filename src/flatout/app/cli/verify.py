@@ -15,9 +15,12 @@ from flatout.app.cli.terminal import open_console, print_report
 
 def verify(
     before: Annotated[
-        Path, typer.Argument(help="The script as it was; or a plan (.toml) for the script that follows.")
+        Path,
+        typer.Argument(metavar="BEFORE", help="The script as it was; or a plan (.toml) for the script that follows."),
     ],
-    after: Annotated[str | None, typer.Argument(help="The script as it is now, or that of the plan.")] = None,
+    after: Annotated[
+        str | None, typer.Argument(metavar="AFTER", help="The script as it is now, or that of the plan.")
+    ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of both scripts, after `--`.")
     ] = None,
@@ -41,7 +44,7 @@ def verify(
     no_equality: Annotated[
         bool, typer.Option("--no-equality", help="Race only; what is computed is not compared, and nothing proved.")
     ] = False,
-    json: Annotated[Path | None, typer.Option("--json", help="Write the verdict to this file.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the verdict to this file.")] = None,
     junit: ReportJunit = None,
 ) -> None:
     """Run both scripts step by step in processes of their own, compare losses, gradients and parameters, and race them.
