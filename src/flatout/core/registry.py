@@ -12,7 +12,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.core.errors import PlanError, UsageError, explained
 
@@ -100,6 +101,14 @@ def kernels(op: str) -> tuple[Kernel, ...]:
         known = sorted({kernel.op for kernel in _parts("kernel", "flatout.blocks.kernels")})
         raise UsageError(f"no kernel implements '{op}'; there are {', '.join(known)}")
     return tuple(sorted(ranked, key=lambda k: k.order))
+
+
+def ids_of_own(kind: Literal["rule", "lever"]) -> tuple[str, ...]:
+    """The ids of flatout's own rules or levers, sorted, from the paths of their modules: none is imported."""
+    folder = Path(__file__).parents[1] / {"rule": "check/rules", "lever": "tune/levers"}[kind]
+    constant = re.compile(rf"^{kind.upper()}\b.*=", re.MULTILINE)
+    files = [file for file in folder.glob("*/*.py") if constant.search(file.read_text(encoding="utf-8"))]
+    return tuple(sorted(f"{file.parent.name}.{file.stem}".replace("_", "-") for file in files))
 
 
 def _parts(kind: str, package: str) -> tuple[Any, ...]:
