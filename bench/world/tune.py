@@ -159,7 +159,7 @@ class Tuning:
             sides["plan"] = {"plan": self._plan}
             if not self._options.no_edits:
                 found["edit"] = self._edited()
-                if found["edit"]["exit"] in (0, 2) and found["edit"]["has_diff"]:
+                if found["edit"]["exit"] in (0, 4) and found["edit"]["has_diff"]:
                     sides["edit"] = {"is_edited": True, "environment": found["edit"]["environment"]}
         if cure := max(script.cures, key=lambda c: c.get("measured", 0.0), default=None):
             sides["by hand"] = {"cure": cure}

@@ -40,3 +40,13 @@ def test_what_cannot_be_measured_is_told(options: list[str], part: str, tmp_path
     ended = flatout("calibrate", "--model", "tiny.toml", *options, folder=tmp_path)
     assert ended.code == 2
     assert part in " ".join(ended.err.split())
+
+
+def test_a_dash_prints_the_steps_alone(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(TINY)
+    words = ["--model", "tiny.toml", "--out", "-", "--nproc", 1, "--seconds", 0.1, "--device", "cpu"]
+    ended = flatout("calibrate", *words, folder=tmp_path)
+    assert ended.code == 0, ended.err
+    assert len(msgspec.json.decode(ended.out, type=list[MeasuredStep])) >= 1
+    assert "steps measured on 1 x cpu" in ended.err
+    assert [file.name for file in tmp_path.iterdir()] == ["tiny.toml"]

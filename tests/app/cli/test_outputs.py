@@ -64,3 +64,57 @@ def test_a_dash_puts_the_file_on_standard_output_and_the_report_on_standard_erro
     assert "evidence" in json.loads(ended.out)
     assert "a training step" in ended.err
     assert not (folder / "-").exists()
+
+
+MODELS = Path(__file__).parents[3] / "examples" / "models"
+SCALE = ("scale", "--model", MODELS / "llama-70b.toml", "--gpus", "64xh100-sxm", "--batch", "1M-tokens", "--top", "2")
+FIT = ("fit", "--model", MODELS / "llama-70b.toml")
+SIMULATE = ("simulate", "--gpus", "1024")
+
+
+@pytest.fixture
+def few_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranking itself has tests of its own."""
+    monkeypatch.setattr("flatout.scale.search._MOST_PLAYED", 20)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_played")
+@pytest.mark.parametrize(
+    ("command", "option", "begins", "shown"),
+    [
+        (SCALE, "--out", "# llama-70b on 64xh100-sxm", "predicted from data sheets"),
+        (SCALE, "--html", "<!DOCTYPE html>", "predicted from data sheets"),
+        (FIT, "--html", "<!DOCTYPE html>", "stage 0:"),
+        (SIMULATE, "--html", "<!DOCTYPE html>", "1,024 devices"),
+    ],
+)
+def test_a_dash_of_a_planning_verb_puts_the_file_alone_on_standard_output(
+    command: tuple[object, ...], option: str, begins: str, shown: str, folder: Path
+) -> None:
+    ended = flatout(*command, option, "-", folder=folder)
+    assert ended.code == 0, ended.err
+    assert ended.out.lower().startswith(begins.lower())
+    assert shown in ended.err and shown not in ended.out.partition("\n")[0]
+    assert "written to" not in ended.out + ended.err
+    assert not (folder / "-").exists()
+    written = flatout(*command, option, "file", folder=folder)
+    assert (folder / "file").read_text() == ended.out
+    assert shown in written.out and "written to file" in written.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("build m:f --out -", "--out -: a folder does not go to standard output"),
+        ("shrink m:f --metric m:g --out -", "--out -: a folder does not go to standard output"),
+        ("edit --plan plan.toml --out - train.py", "--out -: a folder does not go to standard output"),
+        ("edit --plan plan.toml --rest - train.py", "--rest -: the diff goes to standard output"),
+        ("edit --plan plan.toml --out no/such train.py", "there is no folder"),
+    ],
+)
+def test_what_cannot_go_to_standard_output_is_refused(words: str, message: str, folder: Path) -> None:
+    (folder / "train.py").write_text("x = 1\n")
+    ended = flatout(*words.split(), folder=folder)
+    assert ended.code == 2
+    assert message in ended.err

@@ -110,7 +110,7 @@ def test_a_script_that_never_trains_says_so(check: Check) -> None:
 
     assert "hello" in ran.out
     assert "No step was seen" in ran.out
-    assert ran.code == 1
+    assert ran.code == 3
 
 
 def test_a_script_that_fails_after_few_steps_fails_as_its_own_with_a_report_of_what_was_seen(check: Check) -> None:

@@ -75,7 +75,7 @@ def test_the_diff_alone_is_printed_and_nothing_is_changed(folder: Path, capsys: 
 
 def test_what_stays_is_named_and_its_plan_is_written(folder: Path) -> None:
     done = edit(folder, "--write", "--rest", "rest.toml", levers=(DEBUG_OFF, CAPTURE))
-    assert done.code == 2
+    assert done.code == 4
     assert "wrote" in done.err and "graph.capture stays in the plan: " in done.err
     assert "anomaly(True)" not in (folder / "train.py").read_text()
     assert from_toml((folder / "rest.toml").read_bytes()).lever == (CAPTURE,)

@@ -58,7 +58,7 @@ def test_fewer_steps_are_proved_or_different_by_the_metric_and_what_it_may_lose(
         strict = prover.prove(long, short, terms(error))
     assert (found.outcome, found.equality.guarantee, len(found.seeds)) == ("proved", "quality", 6)
     assert found.speed is not None and found.speed.ratio > 1.5
-    assert (few.outcome, few.exit_code) == ("unknown", 2)
+    assert (few.outcome, few.exit_code) == ("unknown", 3)
     assert "too few runs" in few.because
     assert strict.outcome == "different"
     assert "0 is allowed" in strict.because

@@ -18,6 +18,7 @@ from flatout.app.cli.project_defaults import NO_DEFAULTS, ProjectDefaults, proje
 from flatout.app.cli.terminal import open_console
 from flatout.app.cli.typed_words import TypedWords, typed_words
 from flatout.core.errors import FlatoutError, UsageError, explained
+from flatout.core.exit_codes import REFUSED_INPUT
 
 _HELP: Final = {"help_option_names": list(HELP_OPTIONS)}
 _ISOLATED: Final = "--isolated"
@@ -60,7 +61,7 @@ def run() -> None:
             raise
         console = open_console(stderr=True)
         console.print(f"flatout: {shown}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        sys.exit(REFUSED_INPUT)
 
 
 def _defaults(typed: TypedWords, known: dict[str, Command]) -> ProjectDefaults:

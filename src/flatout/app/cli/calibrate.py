@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from flatout.app.cli.command import Command
 from flatout.app.cli.options import require_writable
 from flatout.app.cli.terminal import print_lines
 from flatout.core.errors import UsageError
+from flatout.core.files import STANDARD_OUTPUT, write_whole_file
 
 
 def calibrate(
@@ -39,16 +41,21 @@ def calibrate(
     if number < 1 or seconds <= 0:
         raise UsageError(f"{number} ranks, {seconds} s: give one rank or more, and seconds above 0")
     read_model(model)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
-    command += ["-m", "flatout.app.cli.children.calibration_rank"]
-    command += [str(model.absolute()), str(out.absolute()), f"{seconds}", kind]
-    ended = subprocess.run(command, check=False)
-    if ended.returncode:
-        raise UsageError(f"the ranks ended with {ended.returncode}; what was measured before lies in '{out}'")
-    runs = read_runs(out)
-    print_lines(
-        f"{len(runs)} steps measured on {number} x {kind}, written to {out}; use them: flatout scale --measured {out}"
-    )
+    is_printed = out == STANDARD_OUTPUT
+    with tempfile.TemporaryDirectory(prefix="flatout-") as folder:
+        file = Path(folder) / "steps.json" if is_printed else out.absolute()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+        command += ["-m", "flatout.app.cli.children.calibration_rank"]
+        command += [str(model.absolute()), str(file), f"{seconds}", kind]
+        ended = subprocess.run(command, check=False, stdout=2 if is_printed else None)
+        if ended.returncode:
+            rest = "" if is_printed else f"; what was measured before lies in '{out}'"
+            raise UsageError(f"the ranks ended with {ended.returncode}{rest}")
+        if is_printed:
+            write_whole_file(out, file.read_bytes())
+        num_steps = len(read_runs(file))
+    use = "" if is_printed else f", written to {out}; use them: flatout scale --measured {out}"
+    print_lines(f"{num_steps} steps measured on {number} x {kind}{use}", stderr=is_printed)
 
 
 COMMAND = Command(

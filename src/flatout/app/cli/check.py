@@ -41,6 +41,7 @@ from flatout.app.observation import observation_of, write_request
 from flatout.app.observed import Ended, ObservedCommand, ObservedProcess
 from flatout.app.outputs import Outputs
 from flatout.core.errors import CaptureError, UsageError
+from flatout.core.exit_codes import REFUSED_INPUT, UNDECIDED
 
 if TYPE_CHECKING:
     from flatout.app.session import Observation
@@ -131,7 +132,7 @@ def _run(observation: Observation, folder: Path, outputs: Outputs, *, is_quiet: 
     evidence = _written(path, ended)
     if evidence is None:
         if ended.code == REFUSED:
-            return 2
+            return REFUSED_INPUT
         raise CaptureError(
             f"the script ended with code {ended.code} before anything could be written (killed, or os._exit)"
         )
@@ -187,7 +188,7 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
     own = evidence_path(folder, rank.rank)
     code = ended.code
     if code == REFUSED and not own.exists():
-        return 2
+        return REFUSED_INPUT
     if rank.rank == 0:
         wait_for_others(folder, local)
         code = _report(gather(folder, rank.world_size), outputs, ended)
@@ -246,7 +247,7 @@ def _report(evidence: Evidence, outputs: Outputs, ended: Ended) -> int:
     finally:
         if not ended.was_printed:
             _print(evidence, diagnosis, stderr=outputs.take_stdout)
-    return ended.code if ended.code or evidence.steps.num_timed else 1
+    return ended.code if ended.code or evidence.steps.num_timed else UNDECIDED
 
 
 def _diagnosis_of(evidence: Evidence) -> Diagnosis:

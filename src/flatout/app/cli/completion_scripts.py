@@ -24,7 +24,7 @@ class CompletedVerb(NamedTuple):
     help: str
     options: tuple[Parameter, ...]
     num_arguments: int | None
-    """After so many the script's own begin; None where the verb takes no script."""
+    """How many stand before the script's own; None where the verb takes no script."""
     names: tuple[str, ...]
     """What its argument is one of; none where it is a file."""
 
@@ -44,7 +44,7 @@ def values_of(option: Parameter) -> tuple[str, ...]:
 
 
 def bash_script(verbs: Sequence[CompletedVerb]) -> str:
-    """The script for bash."""
+    """Completion in bash: the text of its script."""
     outer = " ".join(one.name for one in verbs if " " not in one.name)
     inner = "|".join(shlex.quote(one.name) for one in verbs if " " in one.name)
     cases, values = [], []
@@ -70,7 +70,7 @@ def bash_script(verbs: Sequence[CompletedVerb]) -> str:
 
 
 def zsh_script(verbs: Sequence[CompletedVerb]) -> str:
-    """The script for zsh."""
+    """Completion in zsh: the text of its script."""
     described = [f"        {_zsh(f'{one.name}:{one.help}')}" for one in verbs if " " not in one.name]
     cases = [
         f"        {shlex.quote(verb.name)})\n            _arguments -S {' '.join(_zsh_arguments(verb))} ;;"
@@ -83,7 +83,7 @@ def zsh_script(verbs: Sequence[CompletedVerb]) -> str:
 
 
 def fish_script(verbs: Sequence[CompletedVerb]) -> str:
-    """The script for fish."""
+    """Completion in fish: the text of its script."""
     return "\n".join(("complete -c flatout -e", "complete -c flatout -f", *_fish_lines(verbs), ""))
 
 

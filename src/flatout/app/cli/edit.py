@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from flatout.app.cli.command import Command
-from flatout.app.cli.options import ModuleName, Script, require_writable, target_of
+from flatout.app.cli.options import ModuleName, Script, require_folder_to_write, require_writable, target_of
 from flatout.app.cli.terminal import open_console, print_lines
 from flatout.app.targets import ScriptTarget
 from flatout.core.errors import FlatoutError, UsageError
+from flatout.core.exit_codes import DONE, NEGATIVE, PARTLY_DONE, UNDECIDED
+from flatout.core.files import STANDARD_OUTPUT
 from flatout.core.secrets import has_left_out
 
 if TYPE_CHECKING:
     from flatout.core.records.verdict import Guarantee, Verdict
     from flatout.tune.edits import Edits
 
-_DIFFERENT: Final = 1
-_SOME_STAYED: Final = 2
-_NOT_VERIFIED: Final = 3
 _RACE_S: Final = 6.0
 
 
@@ -54,7 +53,7 @@ def edit(
 
     `patch -p1` takes it in the script's folder, or in the project's where a file of that lies outside. The changed text runs
     beside the script first, step by step, and only what is equal is printed. Exits with 0 when the text then holds all of the
-    plan, with 2 when levers stay in the plan, which are named with the reason, with 1 (and no diff) when the text does something
+    plan, with 4 when levers stay in the plan, which are named with the reason, with 1 (and no diff) when the text does something
     else than the script, and with 3 when that could not be verified, as the first line says.
     """
     from flatout.app.plans import read_plan
@@ -68,7 +67,11 @@ def edit(
     file = target.file
     if write and out is not None:
         raise UsageError("--write changes the files in place and --out writes copies; give one of them")
+    if rest == STANDARD_OUTPUT:
+        raise UsageError("--rest -: the diff goes to standard output; give a path")
     require_writable(rest=rest)
+    if out is not None:
+        require_folder_to_write("--out", out)
     wanted = read_plan(plan)
     if not target.arguments and has_left_out(wanted.arguments):
         raise UsageError(
@@ -99,8 +102,8 @@ def edit(
     if rest is not None:
         write_whole_file(rest, to_toml(found.rest))
     if doubt and not no_verify:
-        raise typer.Exit(_NOT_VERIFIED)
-    raise typer.Exit(_SOME_STAYED if found.stayed else 0)
+        raise typer.Exit(UNDECIDED)
+    raise typer.Exit(PARTLY_DONE if found.stayed else DONE)
 
 
 def _verified(found: Edits, target: ScriptTarget, *, timeout_s: float) -> str:
@@ -140,7 +143,7 @@ def _doubt(verdict: Verdict, headline: str) -> str:
             "`flatout run` and please report this",
             stderr=True,
         )
-        raise typer.Exit(_DIFFERENT)
+        raise typer.Exit(NEGATIVE)
     if verdict.equality.holds is None:
         return verdict.because
     if verdict.outcome == "slower":

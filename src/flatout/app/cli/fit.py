@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from flatout.app.cli.command import Command
 from flatout.app.cli.factories import named_function
 from flatout.app.cli.options import require_writable
-from flatout.app.cli.terminal import print_lines
+from flatout.app.cli.terminal import print_lines, print_written
 
 
 def fit(
@@ -67,28 +68,30 @@ def _step(name: str, room: float | None) -> bool:
 
 def _layout(model: Path, layout: Path | None, room: float | None, optimizer_bytes: int, html: Path | None) -> bool:
     """Each stage of a layout."""
-    from flatout.core.files import write_whole_file
+    from flatout.core.files import STANDARD_OUTPUT, write_whole_file
     from flatout.core.records.scale import Layout, Software
     from flatout.report.html.scale import fit_page
     from flatout.report.parts.scale import BOUND, accounting_lines, layout_text, memory_lines
     from flatout.scale.inputs import read_layout, read_model
     from flatout.scale.memory import memory_of
 
+    takes_stdout = html == STANDARD_OUTPUT
+    show = partial(print_lines, stderr=takes_stdout)
     shape, parsed_layout = read_model(model), read_layout(layout) if layout is not None else Layout()
-    print_lines(f"{model.stem}, {layout_text(parsed_layout)}")
+    show(f"{model.stem}, {layout_text(parsed_layout)}")
     stages = memory_of(shape, parsed_layout, Software(state_bytes=optimizer_bytes))
     fits = True
     for stage, memory in enumerate(stages):
         verdict = "" if room is None else " fits" if memory.total_bytes <= room else " DOES NOT FIT"
         of = "" if room is None else f" of {room / 2**30:.1f} GiB"
-        print_lines(f"stage {stage}: {memory.total_bytes / 2**30:.1f} GiB{of}{verdict}")
+        show(f"stage {stage}: {memory.total_bytes / 2**30:.1f} GiB{of}{verdict}")
         fits = fits and (room is None or memory.total_bytes <= room)
     fullest = max(range(len(stages)), key=lambda stage: stages[stage].total_bytes)
-    print_lines(f"fullest: stage {fullest}" if len(stages) > 1 else "it holds:")
-    print_lines(*memory_lines(stages[fullest]), BOUND, *accounting_lines(shape))
+    show(f"fullest: stage {fullest}" if len(stages) > 1 else "it holds:")
+    show(*memory_lines(stages[fullest]), BOUND, *accounting_lines(shape))
     if html is not None:
         write_whole_file(html, fit_page(stages, parsed_layout, name=model.stem, model=shape, room_bytes=room))
-        print_lines(f"written to {html}")
+        print_written(html, stderr=takes_stdout)
     return fits
 
 

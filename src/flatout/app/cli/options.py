@@ -68,6 +68,8 @@ def require_writable(**paths: Path | None) -> None:
 
 def require_folder_to_write(name: str, path: Path) -> None:
     """Raises UsageError when no folder can be made at a path: it is a file, or lies in no folder; `name` is the option's."""
+    if path == STANDARD_OUTPUT:
+        raise UsageError(f"{name} {path}: a folder does not go to standard output; give a path")
     if path.exists() and not path.is_dir():
         raise UsageError(f"{name} {path} is a file; give a folder")
     if not path.absolute().parent.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -10,7 +11,8 @@ import typer
 
 from flatout.app.cli.command import Command
 from flatout.app.cli.options import require_writable
-from flatout.app.cli.terminal import print_lines, print_unwrapped
+from flatout.app.cli.terminal import print_lines, print_unwrapped, print_written
+from flatout.core.files import STANDARD_OUTPUT
 
 if TYPE_CHECKING:
     from flatout.core.records.failure import Goodput
@@ -76,6 +78,8 @@ def scale(
     from flatout.scale.search import ranked_layouts
 
     require_writable(out=out, html=html)
+    takes_stdout = STANDARD_OUTPUT in (out, html)
+    show = partial(print_lines, stderr=takes_stdout)
     if straggler < 0 or node < 1 or fabric <= 0 or disk <= 0 or (price is not None and price < 0):
         raise UsageError("--straggler and --price are 0 or more, --gpus-per-node, --fabric and --disk are positive")
     shape, kinds = read_model(model), _compressions(compression)
@@ -94,23 +98,25 @@ def scale(
     found = ranked_layouts(
         shape, cluster, samples, software, constants, most=top, calibrated=calibrated, compressions=kinds
     )
-    print_lines(
+    show(
         f"{model.stem} on {cluster.num_devices} x {cluster.device}, {samples} samples of {shape.seq} tokens a step: "
         f"{found.num_layouts} layouts, {found.num_too_large} of them too large"
     )
     if not found.best:
         assert found.smallest is not None
-        print_lines("none fits; the smallest takes of its fullest device:", *memory_lines(found.smallest))
+        show("none fits; the smallest takes of its fullest device:", *memory_lines(found.smallest))
         raise typer.Exit(1)
     best = found.best[0]
-    print_unwrapped(ranking_blocks(found.best, tokens=samples * shape.seq, num_devices=cluster.num_devices))
+    print_unwrapped(
+        ranking_blocks(found.best, tokens=samples * shape.seq, num_devices=cluster.num_devices), stderr=takes_stdout
+    )
     if found.widened:
-        print_lines(f"nothing fits without it: {found.widened}")
+        show(f"nothing fits without it: {found.widened}")
     if best.memory.host_bytes and host_bytes is None and best.layout.offload_to == "host":
         of_node = best.memory.host_bytes * node / 2**30
-        print_lines(f"it takes {of_node:.0f} GiB of each node's memory; give --host-memory to check that")
-    print_lines("memory of the first's fullest device:", *memory_lines(best.memory))
-    print_lines(*run.lines(best.step.total_s, samples * shape.seq, cluster.num_devices))
+        show(f"it takes {of_node:.0f} GiB of each node's memory; give --host-memory to check that")
+    show("memory of the first's fullest device:", *memory_lines(best.memory))
+    show(*run.lines(best.step.total_s, samples * shape.seq, cluster.num_devices))
     how = "predicted from data sheets; nothing was measured here, and intervals are as wide as published planners err"
     if calibrated is not None:
         how, constants = (
@@ -119,9 +125,11 @@ def scale(
         )
     if out is not None:
         _write_layout(out, best, f"{model.stem} on {gpus}")
+        print_written(out, stderr=takes_stdout)
     if html is not None:
         _write_page(html, found, model.stem, _Prediction(shape, cluster, samples, software, constants), run, how)
-    print_lines(how)
+        print_written(html, stderr=takes_stdout)
+    show(how)
 
 
 class _Prediction(NamedTuple):
@@ -176,7 +184,6 @@ def _write_layout(path: Path, best: Ranked, what: str) -> None:
 
     text = f"{what}, predicted {best.step.total_s:.3f} s a step, {best.memory.total_bytes / 2**30:.1f} GiB"
     write_whole_file(path, layout_toml(best.layout, comment=text))
-    print_lines(f"written to {path}")
 
 
 def _write_page(path: Path, found: Ranking, name: str, prediction: _Prediction, run: _RunLength, how: str) -> None:
@@ -200,7 +207,6 @@ def _write_page(path: Path, found: Ranking, name: str, prediction: _Prediction, 
         )
     question = Question(name, model, cluster, samples, memory_bytes(load_spec(cluster.device)))
     write_whole_file(path, scale_page(found, question, how=how, first=first, failing=failing))
-    print_lines(f"written to {path}")
 
 
 def _compressions(text: str) -> tuple[Compression, ...]:

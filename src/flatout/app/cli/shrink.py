@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flatout.app.cli.command import Command
+from flatout.app.cli.options import require_folder_to_write
 from flatout.app.cli.terminal import open_console, print_lines, print_unwrapped
 from flatout.app.option_values import one_of, parsed_seconds
 from flatout.core.errors import PlanError, UsageError
@@ -76,6 +77,8 @@ def shrink(
         raise UsageError("--objective train-cost trains: give --data and --loss")
     if out is not None and (out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / "how.json").exists())):
         raise UsageError(f"--out {out} holds something else; give an empty folder, or one that flatout shrink wrote")
+    if out is not None:
+        require_folder_to_write("--out", out)
     from flatout.app.session import shrink_named
     from flatout.report.parts.shrink import shrunk_blocks
 

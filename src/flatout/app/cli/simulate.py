@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from flatout.app.cli.command import Command
 from flatout.app.cli.options import require_writable
-from flatout.app.cli.terminal import print_lines, print_unwrapped
+from flatout.app.cli.terminal import print_lines, print_unwrapped, print_written
 
 if TYPE_CHECKING:
     from flatout.core.records.failure import Recovery
@@ -41,12 +42,14 @@ def simulate(
 
     from flatout.core import units
     from flatout.core.errors import UsageError
-    from flatout.core.files import write_whole_file
+    from flatout.core.files import STANDARD_OUTPUT, write_whole_file
     from flatout.core.records.failure import Failures
     from flatout.report.parts.goodput import curve_table, recovery_table
     from flatout.scale.failures import expected_goodput, interruptions, simulated_goodput
 
     require_writable(html=html)
+    takes_stdout = html == STANDARD_OUTPUT
+    show = partial(print_lines, stderr=takes_stdout)
     if gpus < 1 or node < 1 or (mtbf is not None and not mtbf > 0):
         raise UsageError(f"{gpus} devices, {node} a node, {mtbf} hours between interruptions; give positive numbers")
     nodes = -(-gpus // node)
@@ -56,13 +59,13 @@ def simulate(
     found = {name: expected_goodput(failures, recovery) for name, recovery in recoveries.items()}
     by_chance = simulated_goodput(failures, next(iter(recoveries.values())))
     mean, spread = interruptions(failures, days)
-    print_lines(
+    show(
         f"{gpus:,} devices, {nodes:,} nodes, {per_thousand:g} interruptions per 1000 node-days: one every "
         f"{units.duration(failures.mtbf_s)}, {mean:.0f} +- {spread:.0f} in {days:g} days"
     )
-    print_unwrapped([recovery_table(found)])
+    print_unwrapped([recovery_table(found)], stderr=takes_stdout)
     first = next(iter(found.values()))
-    print_lines(
+    show(
         f"the first, played with {40_000:,} interruptions: {by_chance.goodput:.1%} kept ({first.goodput:.1%} in closed form)"
     )
     sizes = [1 << power for power in range(8, 18)]
@@ -72,13 +75,13 @@ def simulate(
         for name, recovery in recoveries.items()
     }
     for name in (next(iter(curves)), next(reversed(curves))):
-        print_unwrapped([f"{name}:", curve_table(curves[name][::3])])
+        print_unwrapped([f"{name}:", curve_table(curves[name][::3])], stderr=takes_stdout)
     if html is not None:
         from flatout.report.html.goodput import goodput_page
 
         title = f"Goodput of a run, {per_thousand:g} interruptions per 1000 node-days"
         write_whole_file(html, goodput_page(curves, title=title))
-        print_lines(f"written to {html}")
+        print_written(html, stderr=takes_stdout)
 
 
 def _recoveries(stall: float, restart: float, detect: float, interval: float | None) -> dict[str, Recovery]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from flatout.core.files import STANDARD_OUTPUT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,8 +37,14 @@ def print_lines(*lines: str, stderr: bool = False) -> None:
         console.print(line)
 
 
-def print_unwrapped(blocks: Iterable[Block]) -> None:
+def print_unwrapped(blocks: Iterable[Block], *, stderr: bool = False) -> None:
     """Print a report whose lines are never wrapped, so that other programs can read them."""
     from flatout.report.text import plain_lines
 
-    print_lines(*plain_lines(blocks))
+    print_lines(*plain_lines(blocks), stderr=stderr)
+
+
+def print_written(path: Path, *, stderr: bool) -> None:
+    """Print where a file is; nothing for standard output, which shows that itself."""
+    if path != STANDARD_OUTPUT:
+        print_lines(f"written to {path}", stderr=stderr)

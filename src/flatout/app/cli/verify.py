@@ -49,7 +49,7 @@ def verify(
 ) -> None:
     """Run both scripts step by step in processes of their own, compare losses, gradients and parameters, and race them.
 
-    Exits with 0 when AFTER is proved equal and faster, with 1 when it is different or slower, with 2 when that cannot be told.
+    Exits with 0 when AFTER is proved equal and faster, with 1 when it is different or slower, with 3 when that cannot be told.
     """
     from flatout.app.verify_script import VerifyOptions, prove_target
     from flatout.core.files import STANDARD_OUTPUT, write_all_files

@@ -7,6 +7,7 @@ from typing import Final, Literal, get_args
 
 import msgspec
 
+from flatout.core.exit_codes import DONE, NEGATIVE, UNDECIDED
 from flatout.core.records.record import Record
 
 Guarantee = Literal["exact", "bounded", "distribution", "quality"]
@@ -23,7 +24,12 @@ What = Literal["loss", "gradient", "parameter", "output", "step"]
 Reference = Literal["before", "finer", "float64", "noise", "none"]
 Outcome = Literal["proved", "different", "slower", "unknown"]
 
-EXIT_CODES: dict[Outcome, int] = {"proved": 0, "different": 1, "slower": 1, "unknown": 2}
+EXIT_CODES: dict[Outcome, int] = {
+    "proved": DONE,
+    "different": NEGATIVE,
+    "slower": NEGATIVE,
+    "unknown": UNDECIDED,
+}
 
 
 PRECISIONS: Final = ("float64", "float32", "tf32", "float16", "bfloat16")
@@ -159,5 +165,5 @@ class Verdict(Record, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0 proved, 1 slower or different, 2 could not tell."""
+        """0 where it is proved, 1 where it is slower or different, 3 where that cannot be told."""
         return EXIT_CODES[self.outcome]

@@ -65,7 +65,7 @@ def verdict_headline(verdict: Verdict) -> str:
 
 
 def verdict_cases(verdict: Verdict) -> list[JunitCase]:
-    """Equality and speed as two cases: one fails where `flatout verify` exits with 1, one is an error where it exits with 2."""
+    """Equality and speed as two cases: one fails where `flatout verify` exits with 1, one is an error where it exits with 3."""
     report, answer = plain_text(verdict_blocks(verdict)), verdict_headline(verdict)
     is_equal = verdict.equality.holds is True and verdict.outcome != "different"
     compared = JunitCase("equality", "passed", report)
