@@ -246,6 +246,12 @@ def import_for_side() -> None:
     import numpy  # noqa: F401  # seeded with the others
     import torch._dynamo  # noqa: F401  # a second, at the first optimizer that is made
 
+    import flatout.app.plans
+    import flatout.tune.apply  # half a second: libcst, with which levers change texts
+    import flatout.tune.verify.ordered_draws
+    import flatout.tune.verify.rounding_noise
+    import flatout.tune.verify.side  # noqa: F401
+
 
 def run_side(request: Request, script: Script, *, orders: int, answers: int) -> int:
     """Run `script` as one side of a proof, taking its steps on order; the exit code python would give.
