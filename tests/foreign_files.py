@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -58,7 +59,9 @@ class Kind(NamedTuple):
 # -- reports and traces --------------------------------------------------------------------------------------------------------
 
 
-def _write_report(folder: Path) -> None:
+@cache
+def _report() -> bytes:
+    """What `check` writes of a few steps: observed once for all kinds that read it."""
     from flatout.app.session import check
     from flatout.report.json_report import json_report
 
@@ -74,7 +77,11 @@ def _write_report(folder: Path) -> None:
         return loss.item()
 
     checked = check(step, [torch.randn(8, 64) for _ in range(40)], observe_s=2.0)
-    (folder / "report.json").write_bytes(json_report(checked.evidence, checked.diagnosis))
+    return json_report(checked.evidence, checked.diagnosis)
+
+
+def _write_report(folder: Path) -> None:
+    (folder / "report.json").write_bytes(_report())
 
 
 def _read_report(folder: Path) -> None:

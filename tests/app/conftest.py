@@ -26,3 +26,14 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {**os.environ, **QUICK, "XDG_CACHE_HOME": str(folder)}
     subprocess.run([sys.executable, "-c", _MEASURE], env=environment, check=True, timeout=100)
     return folder
+
+
+@pytest.fixture(scope="session")
+def cache_of_this_process(cache_home: Path) -> Path:
+    """The cache folder for what runs in this process, whose number of threads makes it another machine."""
+    import msgspec
+
+    from flatout.machine.measure import cache, probe
+
+    cache.write_machine(cache_home / "flatout", msgspec.structs.replace(probe.quick_probe(), processor_share=1.0))
+    return cache_home

@@ -41,9 +41,9 @@ loss.item()
 
 
 @pytest.fixture
-def shell(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
+def shell(tmp_path: Path, cache_of_this_process: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
     """A notebook in which the extension is loaded and the first cell, with the model, has run."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_of_this_process))
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     monkeypatch.chdir(tmp_path)
     with in_notebook() as found:

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 from tests.app.notebook_shell import Shell, in_notebook
-from tests.app.session.test_tune import SLOW
-from tests.command_line import QUICK
+from tests.app.session.test_tune import SLOW, quick_search
 
 from flatout.app.session import Checked
 from flatout.app.tune_script import TunedScript
 from flatout.app.verify_script import VerifiedChange
 from flatout.core.records.plan import from_toml
 from flatout.report.json_report import read_evidence
-from flatout.tune.search import whole_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -27,11 +25,9 @@ CELLS = re.findall(r"```(?:python|ipython)\n(.*?)```", PAGE.read_text(), re.DOTA
 
 
 @pytest.fixture
-def shell(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home))
-    for name, value in QUICK.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(whole_run, "_NUM_STARTS", 1)
+def shell(tmp_path: Path, cache_of_this_process: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_of_this_process))
+    quick_search(monkeypatch)
     monkeypatch.chdir(tmp_path)
     with in_notebook() as found:
         yield found
@@ -41,7 +37,8 @@ def test_the_cells_of_the_page_run_in_order(shell: Shell, tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text(textwrap.dedent(SLOW))
 
     for cell in CELLS:
-        shell.run_cell(cell.replace('time_budget="5m"', 'time_budget="1s"'))
+        cell = cell.replace('time_budget="5m"', 'time_budget="1s"').replace("observe_s=5", "observe_s=2")
+        shell.run_cell(re.sub(r"(flatout\.verify\(.*)\)", r"\1, seconds=2)", cell))
 
     checked, [of_cell] = shell.user_ns["checked"], shell.shown
     assert isinstance(checked, Checked) and isinstance(of_cell, Checked)
