@@ -22,8 +22,8 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from hashlib import sha256
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NamedTuple

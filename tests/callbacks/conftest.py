@@ -85,12 +85,17 @@ def assert_slow_item_is_named(facts: dict[str, Any]) -> None:
         assert any("# slow item" in text or text.startswith('return {"x"') for text in found), facts["texts"]
 
 
+def write_script(folder: Path, *parts: str) -> None:
+    """Write `train.py`: these parts, after what all scripts begin with."""
+    (folder / "train.py").write_text(_COMMON + "".join(map(textwrap.dedent, parts)))
+
+
 @pytest.fixture
 def run_script(tmp_path: Path) -> RunScript:
     """Runs a script of a user's in `tmp_path` under Python alone, after what all of them begin with."""
 
     def run(*parts: str) -> Ran:
-        (tmp_path / "train.py").write_text(_COMMON + "".join(map(textwrap.dedent, parts)))
+        write_script(tmp_path, *parts)
         done = subprocess.run(
             [sys.executable, "train.py"],
             cwd=tmp_path,

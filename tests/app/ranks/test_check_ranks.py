@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from tests.blocks.parallel.forked import lines_of
+from tests.command_line import QUICK
 
 from flatout.check.rules.communication import sync_while_accumulating, uneven_batches
 from flatout.core.records.distributed import Distributed
@@ -106,9 +107,8 @@ class Ran(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    cache = str(tmp_path_factory.mktemp("cache"))
-    return {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+def environment(cache_home: Path) -> dict[str, str]:
+    return {**os.environ, **QUICK, "XDG_CACHE_HOME": str(cache_home), "COLUMNS": "100"}
 
 
 def run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

@@ -32,9 +32,11 @@ Check = Callable[..., Ran]
 
 @pytest.fixture
 def check(tmp_path: Path, cache_home: Path) -> Check:
-    """Writes a script, runs `flatout check` on it in `tmp_path`, and returns what came out."""
+    """Writes a script, runs `flatout check` on it in `tmp_path`, and returns what came out; `before` is done before."""
 
-    def run(script: str | None, *options: str, name: str = "train.py", arguments: tuple[str, ...] = ()) -> Ran:
+    def run(
+        script: str | None, *options: str, name: str = "train.py", arguments: tuple[str, ...] = (), before: str = ""
+    ) -> Ran:
         if script is not None:
             (tmp_path / name).write_text(textwrap.dedent(script))
         out = tmp_path / "report.json"
@@ -42,7 +44,7 @@ def check(tmp_path: Path, cache_home: Path) -> Check:
         command = [
             sys.executable,
             "-c",
-            "from flatout.app.cli import main; main()",
+            f"{before}; from flatout.app.cli import main; main()".removeprefix("; "),
             "check",
             "--json",
             str(out),

@@ -77,10 +77,16 @@ def started_by(out: str) -> int:
     return int(next(line for line in out.splitlines() if line.startswith("pid ")).removeprefix("pid "))
 
 
-def ended_by(folder: Path, cache: Path, script: str, *numbers: int) -> tuple[int, str, dict[str, Any]]:
+IMPATIENT = "from flatout.app import observed; observed._PATIENCE_S = 1.5"
+"""What does not end by itself is killed soon."""
+
+
+def ended_by(
+    folder: Path, cache: Path, script: str, *numbers: int, before: str = ""
+) -> tuple[int, str, dict[str, Any]]:
     """Exit code, output and JSON of a check that gets these signals when its script has made some steps."""
     (folder / "train.py").write_text(textwrap.dedent(script))
-    main = "from flatout.app.cli import main; main()"
+    main = f"{before}; from flatout.app.cli import main; main()".removeprefix("; ")
     options = ["--seconds", "90", "--json", "report.json", "--html", "report.html"]
     with open(folder / "out", "wb") as out:
         process = subprocess.Popen(
@@ -112,7 +118,7 @@ def test_a_script_is_ended_when_the_report_is_ready_and_prints_nothing_more(chec
 
 
 def test_a_stubborn_script_is_ended_with_all_that_it_has_started(check: Check) -> None:
-    ran = check(STUBBORN, "--seconds", "0.5")
+    ran = check(STUBBORN, "--seconds", "0.5", before=IMPATIENT)
 
     assert ran.code == 0, ran.err
     assert "swallowed" not in ran.out
@@ -149,7 +155,7 @@ def test_a_signal_leaves_the_report_the_page_and_the_exit_code_of_the_shell(
 
 
 def test_a_script_that_traps_the_signal_leaves_a_report_too(tmp_path: Path, cache_home: Path) -> None:
-    code, out, report = ended_by(tmp_path, cache_home, STUBBORN, signal.SIGTERM)
+    code, out, report = ended_by(tmp_path, cache_home, STUBBORN, signal.SIGTERM, before=IMPATIENT)
 
     assert code == 128 + signal.SIGTERM
     assert "trapped" in out
