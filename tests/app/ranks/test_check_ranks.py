@@ -131,7 +131,15 @@ def hashes_alone(folder: Path) -> list[str]:
     return hashes
 
 
-def check(script: str, folder: Path, environment: dict[str, str], *, nproc: int, launcher: bool = False) -> Ran:
+def check(
+    script: str,
+    folder: Path,
+    environment: dict[str, str],
+    *,
+    nproc: int,
+    launcher: bool = False,
+    options: tuple[str, ...] = (),
+) -> Ran:
     """Check a script as `nproc` ranks, started by flatout or by torchrun."""
     (folder / "train.py").write_text(textwrap.dedent(START) + textwrap.dedent(script))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "-m"]
@@ -141,6 +149,7 @@ def check(script: str, folder: Path, environment: dict[str, str], *, nproc: int,
         *([] if launcher else ["--nproc", str(nproc)]),
         "--json",
         "report.json",
+        *options,
         "train.py",
     ]
     done = run([*(torchrun if launcher else []), *command], folder, environment)
@@ -188,7 +197,7 @@ def test_sharded_parameters_are_watched_and_not_disturbed(tmp_path: Path, enviro
 
 
 def test_longer_sequences_on_one_rank_are_found_under_torchrun(tmp_path: Path, environment: dict[str, str]) -> None:
-    ran = check(UNEVEN, tmp_path, environment, nproc=2, launcher=True)
+    ran = check(UNEVEN, tmp_path, environment, nproc=2, launcher=True, options=("--no-trials",))
 
     assert ran.code == 0, ran.err
     assert ran.out.count("a training step") == 1
@@ -197,7 +206,7 @@ def test_longer_sequences_on_one_rank_are_found_under_torchrun(tmp_path: Path, e
 
 
 def test_a_rank_that_fails_is_reported_by_the_others(tmp_path: Path, environment: dict[str, str]) -> None:
-    ran = check(UNWELL, tmp_path, environment, nproc=3)
+    ran = check(UNWELL, tmp_path, environment, nproc=3, options=("--no-trials",))
 
     assert ran.code == 1
     assert ran.evidence.workload.world_size == 3

@@ -87,7 +87,7 @@ def ended_by(
     """Exit code, output and JSON of a check that gets these signals when its script has made some steps."""
     (folder / "train.py").write_text(textwrap.dedent(script))
     main = f"{before}; from flatout.app.cli import main; main()".removeprefix("; ")
-    options = ["--seconds", "90", "--json", "report.json", "--html", "report.html"]
+    options = ["--seconds", "90", "--no-trials", "--json", "report.json", "--html", "report.html"]
     with open(folder / "out", "wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-c", main, "check", *options, "train.py"],
@@ -118,7 +118,7 @@ def test_a_script_is_ended_when_the_report_is_ready_and_prints_nothing_more(chec
 
 
 def test_a_stubborn_script_is_ended_with_all_that_it_has_started(check: Check) -> None:
-    ran = check(STUBBORN, "--seconds", "0.5", before=IMPATIENT)
+    ran = check(STUBBORN, "--no-trials", "--seconds", "0.5", before=IMPATIENT)
 
     assert ran.code == 0, ran.err
     assert "swallowed" not in ran.out

@@ -32,7 +32,7 @@ LOOP = """
 
 
 def test_one_run_writes_every_format(check: Check, tmp_path: Path) -> None:
-    ran = check(LOOP, "--html", "r.html", "--markdown", "r.md", "--trace", "r.json.gz")
+    ran = check(LOOP, "--no-trials", "--html", "r.html", "--markdown", "r.md", "--trace", "r.json.gz")
 
     assert ran.code == 0, ran.err
     page = Page((tmp_path / "r.html").read_bytes())
