@@ -512,7 +512,7 @@ def test_a_push_has_nothing_to_comment_on(comment: Callable[..., tuple[ActionRun
 
 def checked(repository: Repository, temporary: Path, cache_home: Path, **inputs: str) -> ActionRun:
     environment = {**QUICK, "RUNNER_TEMP": str(temporary), "PYTHONPATH": SOURCE, "XDG_CACHE_HOME": str(cache_home)}
-    wanted = {"script": "train.py", "python": sys.executable, "seconds": "2", "fail-if-slower": "50%", **inputs}
+    wanted = {"script": "train.py", "python": sys.executable, "seconds": "1", "fail-if-slower": "50%", **inputs}
     return run_action(wanted, workspace=repository.folder, environment=environment)
 
 

@@ -52,6 +52,12 @@ def shell(tmp_path: Path, cache_of_this_process: Path, monkeypatch: pytest.Monke
         yield found
 
 
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No trials, where a test looks at nothing that they measure."""
+    monkeypatch.setattr("flatout.app.cell_magic.propose_trials", lambda evidence: ())
+
+
 def test_the_cell_runs_as_without_the_magic_and_its_report_is_shown(shell: Shell) -> None:
     shell.run_cell("num_steps = 40")
     shell.run_cell(TRAINING.replace("loss.item()", "expected = loss.item(), torch.rand(1).item()"))
@@ -68,6 +74,7 @@ def test_the_cell_runs_as_without_the_magic_and_its_report_is_shown(shell: Shell
     assert checked.evidence.machine is not None, "with the ceilings of this machine, as on the command line"
 
 
+@pytest.mark.usefixtures("untried")
 def test_reports_name_cells_and_their_lines_and_no_temporary_paths(shell: Shell) -> None:
     shell.run_cell("num_steps = 60")
     shell.run_cell(f"%%flatout --seconds 1\n{TRAINING}")
@@ -98,6 +105,7 @@ def test_check_of_a_step_that_a_cell_defines_names_the_cell(shell: Shell) -> Non
     assert "ipykernel" not in checked.json()
 
 
+@pytest.mark.usefixtures("untried")
 def test_steps_end_the_cell_and_json_is_written(shell: Shell, tmp_path: Path) -> None:
     shell.run_cell("num_steps = 100_000")
     shell.run_cell(f"%%flatout --steps 30 --json=report.json --markdown 'in words.md'{TRAINING}")
@@ -111,6 +119,7 @@ def test_steps_end_the_cell_and_json_is_written(shell: Shell, tmp_path: Path) ->
     assert (tmp_path / "in words.md").read_text().startswith("### flatout: ")
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("error", ["KeyboardInterrupt()", "ZeroDivisionError('mine')"])
 def test_what_ends_the_cell_passes_and_the_report_is_shown_before(shell: Shell, error: str) -> None:
     shell.run_cell("num_steps = 100")
