@@ -11,6 +11,7 @@ from tests.page_reader import Page, check_harmless
 from torch import Tensor, nn
 
 import flatout
+from flatout.app.session import Checked
 from flatout.core.errors import CaptureError
 from flatout.report.json_report import read_evidence
 
@@ -29,9 +30,13 @@ def make_step() -> Callable[[Tensor], None]:
     return step
 
 
-def test_each_call_is_a_step_and_the_result_prints_as_the_report() -> None:
-    checked = flatout.check(make_step(), (torch.randn(8, 16) for _ in range(30)))
+@pytest.fixture(scope="module")
+def checked() -> Checked:
+    """Thirty calls, observed once for all tests that look at a result."""
+    return flatout.check(make_step(), (torch.randn(8, 16) for _ in range(30)), observe_s=1.0)
 
+
+def test_each_call_is_a_step_and_the_result_prints_as_the_report(checked: Checked) -> None:
     assert checked.evidence.steps.kind == "call"
     assert checked.evidence.steps.num_observed == 30
     assert checked.evidence.operators
@@ -53,9 +58,7 @@ def test_what_the_step_raises_is_the_callers() -> None:
     assert torch.nn.Module.__call__.__qualname__ == "Module._wrapped_call_impl"
 
 
-def test_the_result_draws_and_saves_the_report_of_the_command(tmp_path: Path) -> None:
-    checked = flatout.check(make_step(), [torch.randn(8, 16) for _ in range(20)], observe_s=1.0)
-
+def test_the_result_draws_and_saves_the_report_of_the_command(checked: Checked, tmp_path: Path) -> None:
     assert repr(checked) == str(checked)
     page = Page(checked._repr_html_().encode())
     check_harmless(page)
