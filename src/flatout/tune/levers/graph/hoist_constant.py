@@ -434,11 +434,11 @@ def _check_arguments(module: cst.Module, name: str) -> None:
     is_backward = m.Call(func=m.Attribute(attr=m.Name("backward")))
     lost = {root_name(cst.ensure_type(c, cst.Call).func) for c in m.findall(module, is_backward)}
     calls = [call for call in nodes_of(cst.Call, module) if code_of(call.func) == name]
-    is_given = [
+    gets_outputs = [
         bool(names_in(call.args) & computed or {code_of(c.func) for c in nodes_of(cst.Call, call)} & models)
         for call in calls
     ]
-    if (calls and all(is_given)) or any(names & lost for names in results):
+    if (calls and all(gets_outputs)) or any(names & lost for names in results):
         raise EditError(f"'{name}' gets what a model has computed, which is another thing after each update")
 
 
