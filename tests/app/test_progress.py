@@ -175,7 +175,7 @@ def test_a_check_on_a_terminal_tells_how_far_it_is_and_leaves_a_clean_screen(tmp
 
 @pytest.mark.slow
 def test_quiet_shows_no_line(tmp_path: Path, cache_home: Path) -> None:
-    text = check_on_a_terminal(tmp_path, cache_home, "print('hello')", "--quiet", code=1)
+    text = check_on_a_terminal(tmp_path, cache_home, "print('hello')", "--quiet", code=3)
 
     assert "flatout: " not in text
     assert "\x1b7" not in text and "\x1b[r" not in text

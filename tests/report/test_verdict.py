@@ -151,5 +151,5 @@ def test_cases_fail_as_the_exit_code_says(found: Verdict, equality: str, speed: 
 
     assert (cases["equality"].result, cases["speed"].result) == (equality, speed)
     results = {case.result for case in cases.values()}
-    assert {0: not results & {"failed", "error"}, 1: "failed" in results, 2: "error" in results}[found.exit_code]
+    assert {0: not results & {"failed", "error"}, 1: "failed" in results, 3: "error" in results}[found.exit_code]
     assert all(case.message for case in cases.values() if case.result != "passed")

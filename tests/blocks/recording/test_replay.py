@@ -287,14 +287,14 @@ def _rotated(text: str) -> str:
     return "".join(lines[9:] + lines[:9])
 
 
-def test_the_commands_say_what_has_changed(project: Path, recorded: Recorded) -> None:
+def test_the_commands_say_what_has_changed(project: Path, recorded: Recorded, tmp_path: Path) -> None:
     first = recorded.plain
     (project / "helper.py").write_text(textwrap.dedent(HELPER).replace("0.5", "0.25"))
     second = ran(project)
     assert second != first
-    said = flatout("replay", first, "--here", "--json", "found.json", folder=project)
+    said = flatout("replay", first, "--here", "--json", tmp_path / "found.json", folder=project)
     assert said.code == 1
-    assert json.loads((project / "found.json").read_text())["difference"]["step"] == 0
+    assert json.loads((tmp_path / "found.json").read_text())["difference"]["step"] == 0
     assert "DIFFERENT: step 0" in said.out and "likely  code: untracked file 'helper.py' changed" in said.out
     said = flatout("runs", folder=project)
     assert first.name in said.out and second.name in said.out and "lr=0.1" in said.out

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -8,9 +9,11 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import flatout
 from flatout.core.records.workload import Source
 from flatout.core.runtime.source_sites import Loops, Sites
 
@@ -189,3 +192,37 @@ def test_lines_are_read_when_they_are_met_and_loops_are_found_when_the_table_is_
     source = sites.table()[index]
     assert (source.text, source.loops) == ("x = i", (1,))
     assert sites.table()[index] == source
+
+
+THROUGH_A_LINK = """
+import subprocess
+import sys
+import torch
+from torch.utils._pytree import tree_map
+from flatout.core.runtime.source_sites import Sites
+
+sites = Sites()
+found = []
+sys.setprofile(lambda frame, event, _: found.append(sites.of_frame(frame)) if "torch" in frame.f_code.co_filename else None)
+tree_map(lambda x: x, [1])
+sys.setprofile(None)
+assert found and torch.__file__.startswith(sys.argv[1]), torch.__file__
+print(sites.table()[found[0]].library)
+"""
+
+
+def test_torch_in_an_environment_behind_a_link_is_still_torch(tmp_path: Path) -> None:
+    folder = Path(torch.__file__).parents[1]
+    link = tmp_path / "site-packages"
+    link.symlink_to(folder)
+    script = tmp_path / "train.py"
+    script.write_text(THROUGH_A_LINK)
+    search_path = os.pathsep.join([str(link), str(Path(flatout.__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, script, link],
+        env={**os.environ, "PYTHONPATH": search_path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from flatout.app.cli.parameters import Kind, Parameter, parameters_of
 from flatout.core.errors import UsageError
 
 if TYPE_CHECKING:
     from flatout.app.cli.command import Command
+    from flatout.app.cli.parameters import Kind, Parameter
     from flatout.app.cli.typed_words import TypedWords
 
 Value = bool | int | float | str | list[str]
@@ -113,6 +113,8 @@ def project_table(folder: Path) -> tuple[Path | None, dict[str, object]]:
 
 
 def _settable(command: Command) -> Iterator[Parameter]:
+    from flatout.app.cli.parameters import parameters_of  # imports typer, which a planned run does without
+
     return (one for one in parameters_of(command) if one.long_option and not one.is_hidden)
 
 

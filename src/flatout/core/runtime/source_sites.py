@@ -20,8 +20,8 @@ from flatout.core.records.workload import PACKAGE_FOLDERS, LibraryFrame, Source
 from flatout.core.runtime.live_cells import file_of_cell
 
 _STDLIB: Final = tuple({os.path.realpath(sysconfig.get_paths()[k]) for k in ("stdlib", "platstdlib")})
-_TORCH: Final = str(Path(torch.__file__).parent)
-_OURS: Final = str(Path(__file__).parents[2])
+_TORCH: Final = os.path.realpath(Path(torch.__file__).parent)
+_OURS: Final = os.path.realpath(Path(__file__).parents[2])
 _GENERATED: Final = os.sep + "torchinductor_"
 """In the path of every file that Inductor generates (torch._inductor.runtime.cache_dir_utils), unless its folder was set."""
 _START_UP: Final = ("sitecustomize.py", "usercustomize.py")
