@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -167,8 +168,13 @@ def evidence_in(paths: Sequence[Path]) -> Evidence:
     data = _bytes_of(first)
     if is_trace(data):
         return evidence_of_files(files) if others else evidence_of_bytes(data, first)
-    evidence = read_evidence(data)
-    return merge([evidence, *(read_evidence(_bytes_of(file)) for file in others)]) if others else evidence
+    found = []
+    for file, contents in chain([(first, data)], ((file, _bytes_of(file)) for file in others)):
+        try:
+            found.append(read_evidence(contents))
+        except RecordError as e:
+            raise RecordError(f"'{file}': {e}") from e
+    return merge(found) if others else found[0]
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -36,7 +36,7 @@ def _has_defaults() -> bool:
     """Whether a pyproject.toml sets options, or is to be complained of."""
     from pathlib import Path
 
-    from flatout.app.cli.project_defaults import project_table
+    from flatout.app.cli.project_table import project_table
     from flatout.core.errors import UsageError
 
     try:

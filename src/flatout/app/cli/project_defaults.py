@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from flatout.app.cli.parameters import Kind, Parameter, parameters_of
+from flatout.app.cli.project_table import project_table
 from flatout.core.errors import UsageError
 
 if TYPE_CHECKING:
     from flatout.app.cli.command import Command
-    from flatout.app.cli.parameters import Kind, Parameter
     from flatout.app.cli.typed_words import TypedWords
 
 Value = bool | int | float | str | list[str]
-_FILE: Final = "pyproject.toml"
 _WANTED: Final[dict[Kind, str]] = {
     "flag": "true or false",
     "integer": "a whole number",
@@ -84,37 +84,7 @@ def project_defaults(verb: str, known: Mapping[str, Command], *, folder: Path) -
     )
 
 
-def project_table(folder: Path) -> tuple[Path | None, dict[str, object]]:
-    """The nearest pyproject.toml at or above a folder that has the table `[tool.flatout]`, and the table.
-
-    Raises UsageError for one that names flatout and is no TOML.
-    """
-    for above in (folder, *folder.parents):
-        file = above / _FILE
-        try:
-            text = file.read_bytes()
-        except OSError:
-            continue
-        if b"flatout" not in text:
-            continue  # tomllib is imported, and a broken file complained of, only where it is ours
-        import tomllib
-
-        try:
-            table = tomllib.loads(text.decode()).get("tool", {}).get("flatout")
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, AttributeError) as e:
-            raise UsageError(f"'{file}' is no TOML ({e}); mend it, or call `flatout --isolated ...`") from e
-        if isinstance(table, dict):
-            return file, table
-        if table is not None:
-            raise UsageError(
-                f"'{file}': tool.flatout = {table!r} is no table; write [tool.flatout] and options below it"
-            )
-    return None, {}
-
-
 def _settable(command: Command) -> Iterator[Parameter]:
-    from flatout.app.cli.parameters import parameters_of  # imports typer, which a planned run does without
-
     return (one for one in parameters_of(command) if one.long_option and not one.is_hidden)
 
 
