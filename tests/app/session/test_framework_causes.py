@@ -146,8 +146,7 @@ def is_noisy(report: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_steps_phases_and_lines_are_the_users(check: Check, framework: str) -> None:
     body = textwrap.indent("torch.manual_seed(0)\n" + FRAMEWORKS[framework], "    ")
-    trials = () if framework == "transformers" else ("--no-trials",)  # what a library's line costs is seen by one
-    ran = check(f'{CAUSES}\nif __name__ == "__main__":\n{body}', "--seconds", "10", *trials)
+    ran = check(f'{CAUSES}\nif __name__ == "__main__":\n{body}', "--seconds", "10")
 
     assert ran.code == 0, ran.err
     report = ran.report
