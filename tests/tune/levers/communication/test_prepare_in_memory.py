@@ -52,6 +52,13 @@ def epochs(loader: DataLoader[Any], num: int = 3) -> list[Any]:
     return [batch for _ in range(num) for batch in loader]
 
 
+def batches_of(text: str) -> list[Any]:
+    """What `batches()` of a script returns, each batch as a list."""
+    namespace: dict[str, Any] = {"__name__": __name__}
+    exec(text, namespace)
+    return [list(batch) for batch in namespace["batches"]()]
+
+
 def same(one: Any, two: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, two) and one.dtype == two.dtype
@@ -208,12 +215,7 @@ def test_items_of_one_layout_become_rows_whatever_the_options_are() -> None:
         "loader = DataLoader(items, sampler=RandomSampler(squares), **dict([('batch_size', 2)]), collate_fn=list)"
         in new
     )
-    found = []
-    for one in (text, new):
-        namespace: dict[str, Any] = {"__name__": __name__}
-        exec(one, namespace)
-        found.append([list(batch) for batch in namespace["batches"]()])
-    assert same(*found)
+    assert same(batches_of(text), batches_of(new))
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -256,12 +258,7 @@ def test_items_of_one_layout_become_rows_of_tensors_and_a_loader_may_be_returned
     new = edit(text, {"file": "a.py", "function": where, "code": line, "stacked": True})
     assert "items = TensorRows(*default_collate([squares[i] for i in range(len(squares))]))" in new
     assert "DataLoader(items, 2, shuffle=True, collate_fn=list)" in new
-    found = []
-    for one in (text, new):
-        namespace: dict[str, Any] = {"__name__": __name__}
-        exec(one, namespace)
-        found.append([list(batch) for batch in namespace["batches"]()])
-    assert same(*found)
+    assert same(batches_of(text), batches_of(new))
 
 
 IMAGES = """
