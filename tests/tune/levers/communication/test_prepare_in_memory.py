@@ -306,7 +306,13 @@ def test_images_of_the_test_loader_are_prepared_like_those_of_training(
     monkeypatch.setitem(sys.modules, "torchvision", vision)
     text = IMAGES.format(train=train, test=test)
     code = next(line for line in text.splitlines() if line.startswith("train_loader"))
-    parameters = {"file": "a.py", "function": "<module>", "code": code, "images": "grey", "normalised": False}
+    parameters: dict[str, Any] = {
+        "file": "a.py",
+        "function": "<module>",
+        "code": code,
+        "images": "grey",
+        "normalised": False,
+    }
     new = edit(text, parameters)
     assert new.count("TensorRows(") == 1 + num  # the class, and what is made of it
     found = []
