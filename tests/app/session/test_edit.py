@@ -138,8 +138,23 @@ def test_a_text_that_does_something_else_is_not_printed(training: Path, monkeypa
     monkeypatch.setattr("flatout.tune.edits.lever_of", lambda id: wrong)
     done = verified_edit(training, "--write")
     assert (done.code, done.out) == (1, "")
-    assert "does something else than the script" in done.err and "step 1" in done.err
+    assert "does something else than the script" in done.err and "step 1, parameter" in done.err
+    assert "of its norm, " in done.err  # how far off, and how far it may be
     assert "lr=0.01" in (training / "train.py").read_text()
+
+
+def test_a_text_that_differs_in_one_run_of_two_is_not_verified(training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first run takes another rate than all later ones."""
+
+    def other_at_first(text: str, parameters: object) -> str:
+        rate = "0.01 if __import__('os').path.exists('ran') else 0.02"
+        return text.replace("lr=0.01", f"lr={rate}").replace("x = torch", "open('ran', 'w').close()\nx = torch")
+
+    shaky = msgspec.structs.replace(lever_of(DEBUG_OFF.id), edit=other_at_first)
+    monkeypatch.setattr("flatout.tune.edits.lever_of", lambda id: shaky)
+    done = verified_edit(training)
+    assert done.code == 3
+    assert done.out.startswith("# NOT VERIFIED: one of two runs was not like the script: DIFFERENT: step 1")
 
 
 def test_what_could_not_be_verified_says_so_first(folder: Path) -> None:

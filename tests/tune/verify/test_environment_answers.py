@@ -5,12 +5,14 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flatout.core.records.verdict import Verdict
+from flatout.tune.verify.environment_answers import Rollouts
 from flatout.tune.verify.proof import prove_script
 from flatout.tune.verify.proof_terms import ProofTerms
-from flatout.tune.verify.side_process import Request
+from flatout.tune.verify.side_process import Request, SideProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
@@ -114,3 +116,33 @@ def test_what_the_policy_does_is_compared_where_nobody_sees_what_its_modules_ret
     assert verdict(one, two).outcome == "proved"
     wrong = script(tmp_path / "three", mean=unseen.replace("tanh(", "tanh(0.99 * "))
     assert verdict(one, wrong).outcome == "different"
+
+
+def test_a_side_tells_how_many_updates_lie_between_two_rollouts(tmp_path: Path) -> None:
+    folder = tmp_path / "steps"
+    folder.mkdir()
+    request = msgspec.structs.replace(script(tmp_path / "one"), folder=str(folder), num_recorded=2)
+    with SideProcess(request) as process:
+        cycles = [process.answer(timeout_s=60.0).cycle]
+        for size in (1, 4):
+            process.order(size)
+            cycles.append(process.answer(timeout_s=60.0).cycle)
+    assert cycles == [0, 2, 2]  # two updates of one rollout; the second rollout is over; two more
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "cycles"),
+    [
+        ([5, 5, 5, 10, 10, 10, 15], [0, 0, 0, 3, 3, 3, 3]),
+        ([1, 2, 3], [0, 1, 1]),  # an update for each answer
+        ([7, 7, 7, 7], [0, 0, 0, 0]),  # what is learnt from was collected once
+        ([0, 0, 4, 4, 8], [0, 0, 0, 0, 2]),
+    ],
+)
+def test_rollouts_are_told_by_when_environments_were_called(num_calls: list[int], cycles: list[int]) -> None:
+    rollouts = Rollouts()
+    found = []
+    for calls in num_calls:
+        rollouts.add_step(calls)
+        found.append(rollouts.cycle)
+    assert found == cycles

@@ -122,6 +122,36 @@ def test_a_stretch_of_updates_has_its_rollouts() -> None:
     assert speed is not None and speed.ratio == pytest.approx(66 / 58, rel=0.1)
 
 
+class Telling(Rollouts):
+    """Tells how many steps lie between two rollouts once the second is over, if there is a second."""
+
+    def __init__(self, step_s: float, *, tells_from: float = 32) -> None:
+        super().__init__(step_s, flat)
+        self._tells_from = tells_from
+
+    def answer(self, *, timeout_s: float) -> SideAnswer:
+        return msgspec.structs.replace(
+            super().answer(timeout_s=timeout_s), cycle=16 if self._done >= self._tells_from else 0
+        )
+
+
+def test_sides_tell_how_many_updates_come_between_two_rollouts() -> None:
+    before, after = Telling(0.001), Telling(0.0005)
+    after.random.seed(1)
+    race = Race(budget_s=12.0, timeout_s=1.0)
+    race.run(before, after)  # type: ignore[arg-type]
+    assert race.stretches and all(s.num_steps % 16 == 0 for s in race.stretches)
+    speed = race.speed()
+    assert speed is not None and speed.ratio == pytest.approx(66 / 58, rel=0.1)
+
+
+def test_a_script_with_one_rollout_is_raced_all_the_same() -> None:
+    before, after = Telling(0.02, tells_from=1e9), Telling(0.01, tells_from=1e9)
+    race = Race(budget_s=1.0, timeout_s=1.0)
+    race.run(before, after)  # type: ignore[arg-type]
+    assert len(race.stretches) >= 7
+
+
 class Fed(Side):
     """Batches of four workers come four at a time, each such cycle a third longer or shorter by what was ready."""
 

@@ -109,10 +109,9 @@ def edit(
 def _verified(found: Edits, target: ScriptTarget, *, timeout_s: float) -> str:
     """Run the changed text beside the script; why it could not be told whether they are equal, '' where they are.
 
-    Exits with 1 where the text does something else.
+    Exits with 1 where the text does something else, in two runs: what a script computes may differ from run to run.
     """
     from flatout.app.plans import precision_of_plan
-    from flatout.report.parts.verdict import verdict_headline
     from flatout.tune.verify.proof import prove_script
     from flatout.tune.verify.proof_terms import ProofTerms
     from flatout.tune.verify.side_process import Request
@@ -131,15 +130,23 @@ def _verified(found: Edits, target: ScriptTarget, *, timeout_s: float) -> str:
     with open_console(stderr=True).status("running the changed text beside the script") as line:
         try:
             verdict = prove_script(base, found.changed(base), terms, on_progress=line.update)
+            again = prove_script(base, found.changed(base), terms) if verdict.outcome == "different" else None
         except FlatoutError as e:
             return str(e)
-    return _doubt(verdict, verdict_headline(verdict))
+    return _doubt(verdict, again)
 
 
-def _doubt(verdict: Verdict, headline: str) -> str:
-    if verdict.outcome == "different":
+def _doubt(verdict: Verdict, again: Verdict | None) -> str:
+    """Why it is not known whether the text is equal and no slower; `again` is a second proof where the first said different."""
+    from flatout.report.parts.verdict import first_difference, verdict_headline
+
+    headline = verdict_headline(verdict)
+    if again is not None:
+        what = f"{headline} ({first_difference(verdict.equality)})"
+        if again.outcome != "different":
+            return f"one of two runs was not like the script: {what}; the other: {verdict_headline(again)}"
         print_lines(
-            f"the change does something else than the script, so it is not printed: {headline}; run the plan with "
+            f"the change does something else than the script, so it is not printed: {what}; run the plan with "
             "`flatout run` and please report this",
             stderr=True,
         )

@@ -94,9 +94,7 @@ def _equality(equality: Equality) -> Iterator[Remark]:
         yield "equality", f"{compared}; {against}, up to {equality.factor:g}x the error before"
     first = equality.first
     if first is not None and equality.holds is not True:
-        error = f"off by {first.error:.2g} of its norm" if first.error is not None else first.because
-        allowed = f", {first.allowed:.2g} allowed" if first.allowed is not None else ""
-        yield "first", f"step {first.step}, {first.what} {first.tensor}: {error}{allowed}"
+        yield "first", f"step {first.step}, {first.what} {first.tensor}: {first_difference(equality)}"
     if equality.before_error is not None and equality.after_error is not None:
         worst = f"{equality.worst:.2g}" if math.isfinite(equality.worst) else "beyond all"
         yield (
@@ -106,6 +104,16 @@ def _equality(equality: Equality) -> Iterator[Remark]:
         )
     if equality.holds and equality.because:
         yield "rounding", equality.because
+
+
+def first_difference(equality: Equality) -> str:
+    """How far off the first thing is that differs, and how far it may be; why it could not be told where nothing is known."""
+    first = equality.first
+    if first is None:
+        return equality.because
+    error = f"off by {first.error:.2g} of its norm" if first.error is not None else first.because
+    allowed = f", {first.allowed:.2g} allowed" if first.allowed is not None else ""
+    return f"{error}{allowed}"
 
 
 def _speed(speed: Speed | None) -> Iterator[Remark]:

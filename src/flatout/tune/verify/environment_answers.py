@@ -21,6 +21,24 @@ FILE: Final = "environment.pickle"
 """In the folder of recorded steps."""
 
 
+class Rollouts:
+    """How many steps of training lie between two rollouts, by how often environments were called until each step's end."""
+
+    def __init__(self) -> None:
+        self.cycle = 0
+        """Steps from the last rollout but one to the last; 0 before the second."""
+        self._num_calls = 0
+        self._num_since: int | None = None
+
+    def add_step(self, num_calls: int) -> None:
+        """A step has ended, with so many calls of environments since the start."""
+        if num_calls > self._num_calls:
+            self.cycle = self._num_since or 0
+            self._num_calls, self._num_since = num_calls, 0
+        if self._num_since is not None:
+            self._num_since += 1
+
+
 class EnvironmentAnswers:
     """Watches `step` and `reset` of the outermost environments on the thread that has made it.
 

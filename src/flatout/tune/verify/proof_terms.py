@@ -36,7 +36,7 @@ class ProofTerms(Record, frozen=True, kw_only=True):
     num_runs: int = NUM_RUNS
     warm_up_steps: int = 0
     """Steps of the changed side before the race: until a cache is filled it gains nothing, and what it takes is no leak."""
-    cycle: int = 1
-    """Steps of a stretch, or a multiple: those between two rollouts, in reinforcement learning."""
+    cycle: int = 0
+    """Steps of a stretch, or a multiple: those between two rollouts, in reinforcement learning; 0: as the scripts show."""
     decisive: float = math.inf
     """A ratio so far from 1 in the first pair of processes (or its inverse) needs no further pair."""

@@ -36,7 +36,7 @@ from flatout.core.runtime.replayed_backwards import listen_to_replays
 from flatout.core.runtime.script import end_script
 from flatout.core.runtime.source_sites import Sites
 from flatout.tune.verify.conditions import SidePrecision
-from flatout.tune.verify.environment_answers import EnvironmentAnswers
+from flatout.tune.verify.environment_answers import EnvironmentAnswers, Rollouts
 from flatout.tune.verify.recording import Recorder
 from flatout.tune.verify.tensor_digests import forget_signs
 
@@ -70,6 +70,8 @@ class SideAnswer(Record, frozen=True, kw_only=True):
     """Of a run that ended after the losses that were asked for."""
     num_workers: int = 0
     """Processes that the script has started, as a loader's workers: they hand over their batches in turn."""
+    cycle: int | None = None
+    """Steps between the last two rollouts of a policy: 0 as long as that is not known, None without environments."""
 
 
 class Orders:
@@ -135,6 +137,7 @@ class ProofSide:
         self._left = 0
         self._began_s = 0.0
         self._recording_s = 0.0
+        self._rollouts = Rollouts()
 
     def install(self) -> None:
         """Begin to watch calls, backwards and optimizers."""
@@ -297,6 +300,7 @@ class ProofSide:
         """What counted as steps of inference was an evaluation before the training: begin again."""
         self.kind, self._leader = "none", None
         self.num_steps = self._left = 0
+        self._rollouts = Rollouts()
         if self._recorder is not None:
             self._recorder.clear()
 
@@ -305,6 +309,7 @@ class ProofSide:
         if _is_capturing():  # into a graph of the script's own, where nothing can be waited for
             return
         self.num_steps += 1
+        self._rollouts.add_step(self._environments.num_calls)
         if self.num_steps <= self._num_recorded:
             if self._recorder is not None:
                 with self._recording():
@@ -360,6 +365,7 @@ class ProofSide:
             error=error,
             mean_loss=mean_loss,
             num_workers=len(active_children()),
+            cycle=self._rollouts.cycle if self._environments.num_calls else None,
         )
 
 

@@ -30,6 +30,10 @@ _LONGEST_CYCLES_S: Final = 3.0
 stretches of one cycle of 0.7 s went from 0.6 to 1.4)."""
 _LONGEST_RACE: Final = 10.0
 """How many times its budget a race may take for the fewest pairs: of whole cycles, or of long steps."""
+_LONGEST_RACE_WITH_ROLLOUTS: Final = 20.0
+"""Or of updates with their rollouts: those of PPO take 5 s and more."""
+_LONGEST_LEARNING: Final = 3.0
+"""How many times its budget a race may wait for the second rollout: some scripts collect what they learn from once."""
 _LEAK_FLOOR_BYTES: Final = 32 << 20
 """Allocators round and keep; what grows by less in a race is no leak that could be told."""
 _LEAK_FLOOR_SHARE: Final = 0.1
@@ -57,13 +61,14 @@ class Race:
         precision: float = 0.01,
         num_steps: int = 0,
         warm_up_steps: int = 0,
-        cycle: int = 1,
+        cycle: int = 0,
     ) -> None:
         """`budget_s` is for one run of two processes; `precision` the relative half width of the interval that is enough.
 
         `num_steps` is how many steps the scripts have, if that is known: stretches are so short that enough of them fit in.
         `warm_up_steps` go by on the changed side before anything is timed: they fill its caches. A stretch has a multiple of
-        `cycle` steps: in reinforcement learning, those between two rollouts.
+        `cycle` steps: in reinforcement learning, those between two rollouts. With 0 the sides tell it from the second rollout
+        on; nothing counts before that, or before it would take too long.
         """
         self.stretches: list[PairedStretch] = []
         self.has_ended = False
@@ -78,6 +83,7 @@ class Race:
         self._warm_up_steps = warm_up_steps
         self._warmed_s = 0.0
         self._cycle = cycle
+        self._is_cycle_known = True
         self.num_steps = num_steps
 
     def started(self, before: SideAnswer, after: SideAnswer) -> None:
@@ -116,10 +122,16 @@ class Race:
             slower_s = max(one.seconds, two.seconds) / size
             done = max(one.num_steps, two.num_steps)
             num_workers = max(one.num_workers, two.num_workers)
+            was_known = self._is_cycle_known
+            self._learn_cycle(one, two, is_late=spent_s > _LONGEST_LEARNING * self._budget_s)
             cycle = self._cycle_of(num_workers, slower_s)
             num_cycles = max(ceil(_STRETCH_S / slower_s / cycle), self._fewest_cycles(num_workers, cycle, slower_s))
             wanted = max(1, min(self._most_steps(done), cycle * num_cycles))
-            if number > _WARM_UP_PAIRS and size >= 0.7 * wanted:
+            if not self._is_cycle_known:
+                size = min(2 * size, self._most_steps(done))
+            elif not was_known:
+                size = wanted
+            elif number > _WARM_UP_PAIRS and size >= 0.7 * wanted:
                 self.stretches.append(PairedStretch(one.seconds, two.seconds, size))
                 num = len(self.stretches) - first
                 if num >= self._fewest_pairs() and (spent_s > self._budget_s or self._is_precise()):
@@ -127,9 +139,19 @@ class Race:
             elif number >= _WARM_UP_PAIRS:
                 size = wanted
             num_missing = self._fewest_pairs() - (len(self.stretches) - first)
-            if spent_s > (_LONGEST_RACE if num_missing > 0 else 3) * self._budget_s:
+            longest = _LONGEST_RACE if self._cycle == 1 else _LONGEST_RACE_WITH_ROLLOUTS
+            if spent_s > (longest if num_missing > 0 else 3) * self._budget_s:
                 return pairs
         return pairs
+
+    def _learn_cycle(self, one: SideAnswer, two: SideAnswer, *, is_late: bool) -> None:
+        """Take over how many steps the sides have between two rollouts, once both have seen two."""
+        if self._cycle:
+            return
+        cycles = [side.cycle for side in (one, two) if side.cycle is not None]
+        self._is_cycle_known = all(cycles) or is_late
+        if self._is_cycle_known:
+            self._cycle = max((1, *cycles))
 
     def _cycle_of(self, num_workers: int, step_s: float) -> int:
         """How many steps belong together: batches of several workers come in bursts, and rollouts between updates."""
