@@ -386,6 +386,15 @@ def test_where_time_is_short_all_that_is_cheap_is_begun_with_as_one() -> None:
     assert measured[2] is not None and measured[2][0] == pytest.approx(1 / (0.8 * 0.7 * 0.9))
 
 
+def test_what_came_in_as_one_is_given_up_as_one_where_the_final_proof_shows_no_gain() -> None:
+    """A proof without each of them in turn would take as long again."""
+    world, log = World({"a": 0.97, "b": 0.97, "c": 0.97}, final_noise=0.3, most=1), SearchLog()
+    result = found(world, [candidate(name, 0.03) for name in "abc"], log=log)
+    assert [a.kind for a in log.attempts] == ["together", "final"]
+    assert not result.levers and result.proof is None
+    assert {one.lever for one in result.left_out} == {"a", "b", "c"}
+
+
 @pytest.mark.parametrize(("saved_s", "first"), [(0.08, "add"), (0.01, "together")])
 def test_on_a_device_what_is_expensive_goes_first_where_it_promises_more_than_all_that_is_cheap(
     saved_s: float, first: str

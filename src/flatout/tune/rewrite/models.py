@@ -32,14 +32,14 @@ class Construction(NamedTuple):
     """An assignment of what the call `value` constructs to `name` (maybe dotted): of class `kind`, '' where that is
     unknown.
 
-    `statement` does so, in `block`, inside `function` (None: at the top).
+    `statement` does so, in `block`, inside `function` (None: at the top); an `if` where branches make one each.
     `is_part`: by a method of a class that has a `forward`, or by a function that returns it: it becomes part of something.
     """
 
     name: str
     kind: str
     value: cst.Call
-    statement: cst.SimpleStatementLine
+    statement: cst.SimpleStatementLine | cst.If
     block: Sequence[cst.BaseStatement]
     function: cst.FunctionDef | None
     is_part: bool
@@ -204,18 +204,39 @@ def _models(module: cst.Module) -> list[Construction]:
     names = [n for n in construction if n in called and methods.get(n, set()) & _SIGNS]
     if not names:
         raise EditError("nothing that is called and has parameters is made in the file")
-    return [_last_of(name, construction[name]) for name in names]
+    return [_last_of(module, name, construction[name]) for name in names]
 
 
-def _last_of(name: str, constructions: Sequence[Construction]) -> Construction:
+def _last_of(module: cst.Module, name: str, constructions: Sequence[Construction]) -> Construction:
     """Where the object of this name is made, or moved last."""
     loaded = [one for one in constructions if one.kind == "load"]
     first, *others = [one for one in constructions if one not in loaded] or loaded
-    if any(not _is_move(name, other.value) for other in others):
-        raise EditError(f"'{name}' is assigned to more than once")
-    if any(other.block is not first.block for other in others):
+    made = [first, *(one for one in others if not _is_move(name, one.value))]
+    moves = [one for one in others if one not in made]
+    if len(made) > 1:
+        first = _in_branches(module, made)
+    if any(move.block is not first.block for move in moves):
         raise EditError(f"'{name}' is moved to its device somewhere else")
-    return others[-1] if others else first
+    return moves[-1] if moves else first
+
+
+def _in_branches(module: cst.Module, made: Sequence[Construction]) -> Construction:
+    """The `if` whose branches make an object of one name each. Raises EditError where there is none around them all."""
+    blocks = {id(one.block) for one in made}
+    for place in places_in(module):
+        is_around = isinstance(place.statement, cst.If) and blocks <= set(map(id, _branches(place.statement)))
+        if is_around and len(blocks) == len(made):  # no branch makes two
+            return made[-1]._replace(statement=cst.ensure_type(place.statement, cst.If), block=place.block)
+    raise EditError(f"'{made[0].name}' is assigned to more than once")
+
+
+def _branches(statement: cst.If) -> Iterator[Sequence[cst.BaseStatement]]:
+    """The blocks of an `if` and of every `elif` and `else` behind it."""
+    branch: cst.If | cst.Else | None = statement
+    while branch is not None:
+        if isinstance(branch.body, cst.IndentedBlock):
+            yield branch.body.body
+        branch = branch.orelse if isinstance(branch, cst.If) else None
 
 
 def _uses(module: cst.Module) -> tuple[set[str], dict[str, set[str]]]:
@@ -239,9 +260,9 @@ def _is_move(name: str, call: cst.BaseExpression) -> bool:
     return False
 
 
-def _last_move(construction: Construction) -> cst.SimpleStatementLine:
+def _last_move(construction: Construction) -> cst.SimpleStatementLine | cst.If:
     """The last of the statements right behind that move the model in place, `name.to(device)`; else the one that made it."""
-    last = construction.statement
+    last: cst.SimpleStatementLine | cst.If = construction.statement
     at = next(i for i, s in enumerate(construction.block) if s is last)
     for statement in construction.block[at + 1 :]:
         only = only_small(statement)

@@ -414,23 +414,32 @@ class _LeverSearch:
                 self._leave_out(planned.id, "the others leave it nothing to gain")
 
     def finish(self) -> LeverSearchResult:
-        """Prove all together against the untouched script, with fresh seeds; what cannot be proved loses its last lever."""
+        """Prove all together against the untouched script, with fresh seeds; what cannot be proved loses its last lever.
+
+        What came in as one goes as one where it is equal and gains nothing: each of them alone would take as long to prove.
+        """
         objective: Objective = "memory" if self._so_far.needed else "time"
-        alone = self._proved_alone()
-        if alone is not None and self._bench.is_late():
-            return LeverSearchResult(self._so_far.levers, alone, tuple(dict.fromkeys(self.left_out)), self._is_complete)
         while self._so_far.levers:
+            alone = self._proved_alone()
+            if alone is not None and self._bench.is_late():
+                return self._ended(alone)
             verdict = self._try("final", self._so_far.levers, self._so_far.levers[-1], objective)
             if verdict is not None and verdict.outcome == "unknown" and _may_be_faster(verdict):
                 verdict = self._try("final-again", self._so_far.levers, self._so_far.levers[-1], objective) or verdict
             if verdict is not None and verdict.outcome == "proved" and not self._is_over(verdict):
-                return LeverSearchResult(
-                    self._so_far.levers, verdict, tuple(dict.fromkeys(self.left_out)), self._is_complete
-                )
+                return self._ended(verdict)
             why = _words(verdict) if verdict is not None else "there was no time left to prove it"
-            self._leave_out(self._so_far.levers[-1].id, f"all together: {why}", gain_of(self._so_far.levers[-1:]))
-            self._so_far.levers = self._so_far.levers[:-1]
-        return LeverSearchResult((), None, tuple(dict.fromkeys(self.left_out)), self._is_complete)
+            is_equal = verdict is not None and verdict.equality.holds is True and not self._is_over(verdict)
+            rest = self._so_far.levers[:-1]
+            while is_equal and rest and rest[-1].measured is None and rest[-1].id not in self._so_far.needed:
+                rest = rest[:-1]
+            for planned in reversed(self._so_far.levers[len(rest) :]):
+                self._leave_out(planned.id, f"all together: {why}", gain_of([planned]))
+            self._so_far.levers = rest
+        return self._ended(None)
+
+    def _ended(self, proof: Verdict | None) -> LeverSearchResult:
+        return LeverSearchResult(self._so_far.levers, proof, tuple(dict.fromkeys(self.left_out)), self._is_complete)
 
     def _proved_alone(self) -> Verdict | None:
         """The Verdict that compared this whole plan with the untouched script, where its gain is beyond doubt."""

@@ -280,6 +280,7 @@ found = [list(one) for _ in range(2) for one in (train_loader, test_loader)]
     [
         ("transforms.ToTensor()", "transforms.ToTensor()", 2),
         ("as_tensor", "as_tensor", 2),
+        ("transforms.ToTensor()", "transforms.ToTensor(\n        )", 2),
         ("as_tensor", "transforms.ToTensor()", 1),
         ("transforms.ToTensor()", "transforms.ToTensor(), target_transform=None", 1),
     ],

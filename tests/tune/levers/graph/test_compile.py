@@ -248,10 +248,20 @@ def test_each_of_several_models_is_compiled_and_the_blocks_of_one_alone() -> Non
         edit(text, {"mode": "default", "regions": ("blocks",)})
 
 
+def test_a_model_of_one_of_several_classes_is_compiled_behind_the_branches_that_make_it() -> None:
+    made = "if kind == 'a':\n    net = A()\nelif kind == 'b':\n    net = B(2)\nelse:\n    raise ValueError(kind)\n"
+    rest = "optimizer = SGD(net.parameters())\nnet(x).sum().backward()\n"
+    assert edit(made + rest, {"mode": "default"}) == made + "net.compile()\n" + rest
+    moved = "net.to(device)\n"
+    assert edit(made + moved + rest, {"mode": "default"}) == made + moved + "net.compile()\n" + rest
+
+
 @pytest.mark.parametrize(
     ("text", "because"),
     [
         ("a = A()\na.train()\na(x)\na = B()\n", "more than once"),
+        ("if c:\n    a = A()\na.train()\na(x)\nif not c:\n    a = B()\n", "more than once"),
+        ("if c:\n    a = A()\n    a = B()\na.train()\na(x)\n", "more than once"),
         ("loss = F.mse_loss(x, y)\n", "nothing"),
         ("a = torch.compile(A())\na.train()\na(x)\n", "already"),
     ],

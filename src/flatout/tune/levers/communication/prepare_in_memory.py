@@ -9,6 +9,7 @@ Refuses     Items that differ from time to time (augmentation), data that do not
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -245,7 +246,12 @@ def _images(place: SourcePlace) -> tuple[str, str] | None:
         return None
     written = [name for one in m.findall(place.module, m.Assign() | m.AnnAssign()) for name in _targets(one)]
     is_settled = all(written.count(name) <= 1 for name in names_in(transform))
-    return (code_of(dataset.func), code_of(transform)) if is_settled else None
+    return (code_of(dataset.func), _without_spaces(transform)) if is_settled else None
+
+
+def _without_spaces(node: cst.BaseExpression) -> str:
+    """An expression as Python writes it, whatever lines and spaces it has in the file."""
+    return ast.unparse(ast.parse(code_of(node), mode="eval"))
 
 
 def _with_one(text: str, parameters: Parameters) -> str:
@@ -270,10 +276,11 @@ def _with_one(text: str, parameters: Parameters) -> str:
             raise EditError(f"the loader is made with {word}")
     is_single = has_collate or bool(parameters.get("listed"))  # another loader takes its parts over, and expects items
     new: list[cst.BaseStatement] = []
-    items = fresh_name(place.module, "items")
+    which = _which_loader(target)
+    items = fresh_name(place.module, f"{which}items")
     is_rows = not is_single and _is_rows(place.module, scope, dataset)
     if not is_rows and not isinstance(dataset, cst.Name):
-        name = fresh_name(place.module, "dataset")
+        name = fresh_name(place.module, f"{which}dataset")
         new += statements(f"{name} = {{dataset}}", dataset=dataset)
         dataset = cst.Name(name)
     are_tensors = is_rows or (not is_single and bool("images" in parameters or parameters.get("stacked")))
@@ -294,6 +301,12 @@ def _with_one(text: str, parameters: Parameters) -> str:
     if are_tensors and not is_rows and "images" not in parameters:
         module = with_import(module, "torch.utils.data", "default_collate")
     return (_with_rows_class(module) if are_tensors else module).code
+
+
+def _which_loader(target: cst.BaseExpression | None) -> str:
+    """How the name of a loader begins, `test_` of a test_loader: names of what belongs to it begin alike."""
+    name = target.value if isinstance(target, cst.Name) else ""
+    return name.removesuffix("loader") if name.endswith("_loader") else ""
 
 
 def _with_rows_class(module: cst.Module) -> cst.Module:
