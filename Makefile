@@ -7,6 +7,7 @@
 #   make format   mend what style finds, where a tool can
 #   make bench    the benchmarks behind the claims
 #   make world    the environment of bench/world, which runs check on other people's scripts
+#   make package  build and check the wheel, install it into an empty environment, type commands there, list what it brings
 #   make docs     write the generated pages and build the site into site/
 #   make clean    remove caches and the built site; the environment stays (rm -r .venv for that)
 
@@ -26,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast check style types arrows doctests pages format bench world docs clean
+.PHONY: help demo test fast check style types arrows doctests pages format bench world package docs clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -107,6 +108,25 @@ world: $(VENV)/examples.stamp
 	@build/world/venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[edit]' -r bench/world/requirements.txt
 	@# It asks for an older huggingface_hub than transformers does, and works with either.
 	@build/world/venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps huggingface_sb3==3.0
+
+# What a user gets from an index: built from the files that git knows, checked, installed beside torch into an environment with
+# nothing else in it, and typed at. The list of all that comes along (SBOM, CycloneDX) is of that environment.
+PACKAGE := build/package
+package: pyproject.toml constraints.txt
+	@echo "== the tools, into $(PACKAGE)/tools"
+	@test -x $(PACKAGE)/tools/bin/python || $(PYTHON) -m venv $(PACKAGE)/tools
+	@$(PACKAGE)/tools/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt build check-wheel-contents cyclonedx-bom twine
+	@echo "== wheel and sdist, into dist"
+	@rm -rf dist $(PACKAGE)/installed
+	@$(PACKAGE)/tools/bin/python -m build --outdir dist . >$(PACKAGE)/build.log 2>&1 || { cat $(PACKAGE)/build.log; exit 1; }
+	@$(PACKAGE)/tools/bin/twine check --strict dist/*
+	@$(PACKAGE)/tools/bin/check-wheel-contents dist/*.whl
+	@echo "== installed into an empty environment"
+	@$(PYTHON) -m venv $(PACKAGE)/installed
+	@$(PACKAGE)/installed/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt "$$(ls $$PWD/dist/*.whl)[edit,html]"
+	@$(PACKAGE)/tools/bin/cyclonedx-py environment --output-reproducible --of JSON -o dist/flatout.cdx.json $(PACKAGE)/installed/bin/python
+	@$(PACKAGE)/installed/bin/flatout --version
+	@$(PYTHON) tests/typed_commands.py --flatout $(PACKAGE)/installed/bin/flatout
 
 docs: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_rules.py

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import libcst as cst
@@ -67,9 +67,22 @@ class LoaderCall:
 
     def _without(self, arg: cst.Arg, words: Collection[str]) -> cst.Arg:
         """`**options` without these keys, where it may have them."""
-        dropped = sorted(set(words) & set(self._options.values))
-        if not dropped:
-            return arg
-        keys = ", ".join(f'"{word}"' for word in dropped)
-        test = f'k != "{dropped[0]}"' if len(dropped) == 1 else f"k not in ({keys})"
-        return arg.with_changes(value=cst.parse_expression(f"{{k: v for k, v in {self._name}.items() if {test}}}"))
+        return _without_keys(arg, sorted(set(words) & set(self._options.values)))
+
+
+def of_items_with_unknown_options(call: cst.Call, items: str) -> cst.Call:
+    """The same loader of other items, without workers, where `**options` comes from elsewhere and may hold anything."""
+    rest = [a for a in call.args[1:] if a.keyword is None or a.keyword.value not in WORKER_OPTIONS]
+    named = [w for w in WORKER_OPTIONS if w != "timeout"]  # without workers it says nothing, the others are errors
+    rest = [_without_keys(a, named) if a.star == "**" and isinstance(a.value, cst.Name) else a for a in rest]
+    return call.with_changes(args=[call.args[0].with_changes(value=cst.Name(items)), *rest])
+
+
+def _without_keys(arg: cst.Arg, keys: Sequence[str]) -> cst.Arg:
+    """`**options` without these keys."""
+    if not keys:
+        return arg
+    quoted = ", ".join(f'"{key}"' for key in keys)
+    test = f"k != {quoted}" if len(keys) == 1 else f"k not in ({quoted})"
+    name = code_of(arg.value)
+    return arg.with_changes(value=cst.parse_expression(f"{{k: v for k, v in {name}.items() if {test}}}"))

@@ -218,6 +218,35 @@ def test_items_of_one_layout_become_rows_whatever_the_options_are() -> None:
     assert same(batches_of(text), batches_of(new))
 
 
+def test_workers_are_left_out_of_options_that_come_from_elsewhere() -> None:
+    text = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Squares(Dataset):
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        return torch.tensor(index ** 2), index
+
+def loader_of(data, **options):
+    return DataLoader(data, shuffle=True, **options)
+
+def batches():
+    torch.manual_seed(0)
+    return list(loader_of(Squares(), batch_size=2, num_workers=0, prefetch_factor=None, persistent_workers=False))
+"""
+    line = "return DataLoader(data, shuffle=True, **options)"
+    new = edit(text, {"file": "a.py", "function": "loader_of", "code": line, "stacked": True})
+    assert 'if k not in ("num_workers", "persistent_workers", ' in new
+    assert same(batches_of(text), batches_of(new))
+    wants = new.replace(
+        "num_workers=0, prefetch_factor=None, persistent_workers=False", "num_workers=1, prefetch_factor=2"
+    )
+    assert same(batches_of(text), batches_of(wants))
+
+
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_edited_script_makes_the_same_batches(name: str) -> None:
     code, expected = LOADERS[name]

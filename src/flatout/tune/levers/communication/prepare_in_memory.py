@@ -28,7 +28,7 @@ from flatout.machine.cost.feeding import fetch_trial, fits_memory
 from flatout.tune.rewrite.calls import LOADER, argument, with_argument, with_calls
 from flatout.tune.rewrite.enclosing_blocks import assignment, only_small
 from flatout.tune.rewrite.imports import call_name, with_import, with_torch
-from flatout.tune.rewrite.loader_calls import WORKER_OPTIONS, LoaderCall
+from flatout.tune.rewrite.loader_calls import WORKER_OPTIONS, LoaderCall, of_items_with_unknown_options
 from flatout.tune.rewrite.source import (
     MODULE,
     SourcePlace,
@@ -291,10 +291,7 @@ def _with_one(text: str, parameters: Parameters) -> str:
         new += statements(f"{items} = {_ROWS_CLASS}({_whole(code_of(dataset), parameters)})")
     else:
         new += statements(f"{items} = [{code_of(dataset)}[i] for i in range(len({code_of(dataset)}))]")
-    if loader is not None:
-        call = loader.of_items(items)
-    else:
-        call = value.with_changes(args=[value.args[0].with_changes(value=cst.Name(items)), *value.args[1:]])
+    call = loader.of_items(items) if loader is not None else of_items_with_unknown_options(value, items)
     if are_tensors:
         call = with_argument(call, "collate_fn", cst.Name("list"))
     module = _with_loader(place, value, call, new)
