@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatout.tune.levers.usual_shapes import UsualShapes
 
@@ -11,9 +11,9 @@ from flatout.tune.levers.usual_shapes import UsualShapes
 class Calls:
     """Counts what went to the compiled call."""
 
-    def __init__(self) -> None:
+    def __init__(self, evaluated: nn.Module | None = None, *, is_ragged: bool = False) -> None:
         self.compiled: list[int] = []
-        self.call = UsualShapes(self._compiled, lambda x, **_: x + 1)
+        self.call = UsualShapes(self._compiled, lambda x, **_: x + 1, evaluated=evaluated, is_ragged=is_ragged)
 
     def _compiled(self, x: Tensor, **_: object) -> Tensor:
         self.compiled.append(len(x))
@@ -60,6 +60,31 @@ def test_evaluation_is_counted_by_itself() -> None:
     calls.run([32] * 100)
     with torch.no_grad():
         assert calls.run([1000] * 3) == [1000] * 3
+
+
+def test_evaluations_of_a_model_in_training_are_plain_until_they_are_many() -> None:
+    """Samples of growing length between steps would be a graph each, and then a dynamic one."""
+    calls = Calls(nn.Linear(2, 2))
+    calls.run([32] * 10)
+    with torch.no_grad():
+        assert calls.run([1, 2, 3, 4, 5, 6]) == []
+        assert calls.run([1000] * 320) == [1000] * 21
+    assert calls.run([32] * 3) == [32] * 3
+
+
+def test_evaluations_before_the_training_are_plain_and_what_is_called_without_gradients_alone_is_not() -> None:
+    evaluated = nn.Linear(2, 2).eval()
+    calls, teacher = Calls(evaluated), Calls(nn.Linear(2, 2))
+    with torch.no_grad():
+        assert calls.run([8] * 3) == []
+        assert teacher.run([8] * 3) == [8] * 3
+
+
+def test_where_shapes_vary_all_the_time_training_is_compiled_and_its_evaluation_is_not() -> None:
+    calls, sizes = Calls(nn.Linear(2, 2), is_ragged=True), [*range(1, 60)]
+    assert calls.run(sizes) == sizes
+    with torch.no_grad():
+        assert calls.run(sizes) == []
 
 
 def test_tensors_inside_lists_and_keywords_count() -> None:

@@ -19,7 +19,7 @@ def test_a_model_that_is_most_of_the_step_is_offered() -> None:
     run.model(run.line("train.py", 5, "net(x)"))
     [candidate] = LEVER.propose(run.build(), ())
     assert isinstance(candidate, Candidate)
-    assert candidate.parameters == {"mode": "default"}
+    assert candidate.parameters == {"mode": "default", "plain_evaluation": True}
     assert 0 < candidate.saved_s[1] <= run.build().steps.step_s
 
 
@@ -59,7 +59,40 @@ def test_nothing_is_compiled_anew_for_an_epochs_smaller_last_batch() -> None:
 
 
 def _parameters(run: EvidenceBuilder) -> list[Parameters]:
-    return [c.parameters for c in LEVER.propose(run.build(), ()) if isinstance(c, Candidate)]
+    """Without what all have in common: evaluations stay as they are."""
+    found = [p.parameters for p in LEVER.propose(run.build(), ()) if isinstance(p, Candidate)]
+    assert all(one.get("plain_evaluation") for one in found)
+    return [{k: v for k, v in one.items() if k != "plain_evaluation"} for one in found]
+
+
+def test_a_policy_is_compiled_in_its_rollouts_too() -> None:
+    run = EvidenceBuilder(rollout=0.02)
+    run.model(run.line("train.py", 5, "net(x)"))
+    [candidate] = LEVER.propose(run.build(), ())
+    assert isinstance(candidate, Candidate) and "plain_evaluation" not in candidate.parameters
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_samples_between_the_steps_of_a_training_are_not_compiled_for() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+    torch._dynamo.reset()
+    with pulled(LEVER, backend="eager", plain_evaluation=True):
+        net(torch.randn(8, 4))
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with torch.no_grad():
+            outputs = [net(torch.ones(length, 4)) for length in range(1, 6)]
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before > 0
+    assert all(torch.equal(one, net(torch.ones(len(one), 4))) for one in outputs)
+
+
+def test_the_text_keeps_evaluations_from_being_compiled() -> None:
+    text = (
+        "import torch\nnet = Net()\noptimizer = SGD(net.parameters())\n@torch.no_grad()\ndef score(x):\n    return net(x)\n"
+        "net(x).sum().backward()\n"
+    )
+    new = edit(text, {"mode": "default", "plain_evaluation": True})
+    assert "net = Net()\nnet.compile()\n" in new
+    assert '@torch.no_grad()\n@torch.compiler.set_stance("force_eager")\ndef score' in new
 
 
 def test_timing_kernels_while_it_compiles_takes_longer() -> None:

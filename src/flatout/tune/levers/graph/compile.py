@@ -3,8 +3,9 @@
 What        `model.compile(...)` at its first call, in place; or each of its repeated blocks alone, which compiles one block for
             all (`regions`: the paths of the containers that hold them). `mode` and `dynamic` are those of torch.compile.
             Shapes that come first after many calls and rarely, as an epoch's smaller last batch, are computed as before (the text
-            of `flatout edit` leaves them to torch.compile, which compiles once more). Where the script retains graphs, buffers
-            of compiled graphs are not reused (`torch._functorch.config.donated_buffer`).
+            of `flatout edit` leaves them to torch.compile, which compiles once more), and so are evaluations of a model in
+            training (`plain_evaluation`), until they have been many. Where the script retains graphs, buffers of compiled
+            graphs are not reused (`torch._functorch.config.donated_buffer`).
 Guarantee   BOUNDED: sums in other orders, fused multiply-adds. With `fallback_random` random masks (dropout) are drawn as they
             are without compiling, so that steps can be compared; without it they are other numbers of the same distribution.
 Refuses     Scripts that compile already; models whose calls are a small part of the step.
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flatout.core.errors import EditError, LeverRefused, PlanError
 from flatout.core.parts import lever
-from flatout.core.records.evidence import Evidence
+from flatout.core.records.evidence import Evidence, Phase
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.accounting import host_seconds, model_seconds
@@ -27,6 +28,7 @@ from flatout.machine.cost.compiling import block_containers, draws_in_model, has
 from flatout.tune.levers.eager_draws import draw_as_eager
 from flatout.tune.levers.usual_shapes import UsualShapes
 from flatout.tune.rewrite.calls import compiles_models
+from flatout.tune.rewrite.evaluations import with_plain_evaluations
 from flatout.tune.rewrite.imports import with_import, with_start
 from flatout.tune.rewrite.models import behind_model, behind_models
 from flatout.tune.rewrite.source import parsed, script_of, text_at
@@ -51,6 +53,8 @@ _MOST_FASTER: Final = 20.0
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _RETAINS: Final = re.compile(r"\bretain_graph\s*=\s*True\b")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
+_PLAYED: Final[tuple[Phase, ...]] = ("environment", "rollout")
+"""Phases in which a model that is learning is called without gradients all the time."""
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
@@ -69,6 +73,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     usual: Parameters = {"fallback_random": True} if draws_in_model(evidence) else {}
     if _retains_graphs(evidence):
         usual["retained_graphs"] = True
+    if evidence.steps.kind == "training" and not any(evidence.steps.phases.get(phase) for phase in _PLAYED):
+        usual["plain_evaluation"] = True
     for share, parameters, why in _options(evidence):
         yield Candidate(
             parameters=usual | parameters,
@@ -130,6 +136,7 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         hooks.at_start(draw_as_eager)
     if parameters.get("retained_graphs"):
         hooks.at_start(_keep_buffers)
+    is_plain = bool(parameters.get("plain_evaluation"))
 
     def compile_it(module: nn.Module) -> Callable[[], None] | None:
         if module._compiled_call_impl is not None:
@@ -138,8 +145,11 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         before = [(one, one._compiled_call_impl) for one in modules]
         for one in modules:
             one.compile(**options)
-            if "dynamic" not in options and one._compiled_call_impl is not None:
-                one._compiled_call_impl = UsualShapes(one._compiled_call_impl, one._call_impl)
+            compiled, is_ragged = one._compiled_call_impl, "dynamic" in options
+            if compiled is not None and (is_plain or not is_ragged):
+                one._compiled_call_impl = UsualShapes(
+                    compiled, one._call_impl, evaluated=one if is_plain else None, is_ragged=is_ragged
+                )
         if modules:
             hooks.note(LEVER.id)
 
@@ -191,6 +201,8 @@ def edit(text: str, parameters: Parameters) -> str:
         text = with_start(module, "torch._functorch.config.donated_buffer = False\n").code
     options = {k: v for k, v in parameters.items() if k in _OPTIONS and v != "default"}
     arguments = ", ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in options.items())
+    if parameters.get("plain_evaluation"):
+        text = with_plain_evaluations(parsed(text)).code
     if "regions" not in parameters:
         return behind_models(text, f"model.compile({arguments})\n")
     paths = _paths(parameters)
