@@ -12,6 +12,7 @@ from flatout.tune.rewrite.models import module_classes, names_of_models
 from flatout.tune.rewrite.source import Change, code_of, nodes_of, places_in, with_changes
 
 _WITHOUT_GRADIENTS: Final = ("torch.no_grad", "torch.inference_mode")
+_OF_MODELS: Final = ("eval", "train", "parameters")
 
 
 def with_plain_evaluations(module: cst.Module) -> cst.Module:
@@ -67,6 +68,6 @@ def _calls_one_of(node: cst.CSTNode, names: set[str]) -> bool:
 
 
 def _evaluated(module: cst.Module) -> set[str]:
-    """What `eval()` or `train()` is called of: models, whatever made them."""
+    """What methods of models are called of, whatever they come from."""
     funcs = [call.func for call in nodes_of(cst.Call, module)]
-    return {code_of(f.value) for f in funcs if isinstance(f, cst.Attribute) and f.attr.value in ("eval", "train")}
+    return {code_of(f.value) for f in funcs if isinstance(f, cst.Attribute) and f.attr.value in _OF_MODELS}

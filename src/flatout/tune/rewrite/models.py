@@ -211,23 +211,23 @@ def _last_of(module: cst.Module, name: str, constructions: Sequence[Construction
     """Where the object of this name is made, or moved last."""
     loaded = [one for one in constructions if one.kind == "load"]
     first, *others = [one for one in constructions if one not in loaded] or loaded
-    made = [first, *(one for one in others if not _is_move(name, one.value))]
-    moves = [one for one in others if one not in made]
-    if len(made) > 1:
-        first = _in_branches(module, made)
+    originals = [first, *(one for one in others if not _is_move(name, one.value))]
+    moves = [one for one in others if one not in originals]
+    if len(originals) > 1:
+        first = _in_branches(module, originals)
     if any(move.block is not first.block for move in moves):
         raise EditError(f"'{name}' is moved to its device somewhere else")
     return moves[-1] if moves else first
 
 
-def _in_branches(module: cst.Module, made: Sequence[Construction]) -> Construction:
+def _in_branches(module: cst.Module, originals: Sequence[Construction]) -> Construction:
     """The `if` whose branches make an object of one name each. Raises EditError where there is none around them all."""
-    blocks = {id(one.block) for one in made}
+    blocks = {id(one.block) for one in originals}
     for place in places_in(module):
         is_around = isinstance(place.statement, cst.If) and blocks <= set(map(id, _branches(place.statement)))
-        if is_around and len(blocks) == len(made):  # no branch makes two
-            return made[-1]._replace(statement=cst.ensure_type(place.statement, cst.If), block=place.block)
-    raise EditError(f"'{made[0].name}' is assigned to more than once")
+        if is_around and len(blocks) == len(originals):  # no branch makes two
+            return originals[-1]._replace(statement=cst.ensure_type(place.statement, cst.If), block=place.block)
+    raise EditError(f"'{originals[0].name}' is assigned to more than once")
 
 
 def _branches(statement: cst.If) -> Iterator[Sequence[cst.BaseStatement]]:

@@ -230,7 +230,7 @@ def test_a_script_that_retains_graphs_can_go_backward_twice(tmp_path: Path) -> N
     workload = msgspec.structs.replace(evidence.workload, command=("python", str(path)), cwd=str(tmp_path))
     [candidate] = LEVER.propose(msgspec.structs.replace(evidence, workload=workload), ())
     assert isinstance(candidate, Candidate)
-    assert candidate.parameters == {"mode": "default", "retained_graphs": True}
+    assert candidate.parameters == {"mode": "default", "retained_graphs": True, "plain_evaluation": True}
     before = config.donated_buffer
     with pulled(LEVER, backend="aot_eager", retained_graphs=True):
         ran(RETAINED)
