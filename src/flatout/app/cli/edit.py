@@ -138,11 +138,11 @@ def _verified(found: Edits, target: ScriptTarget, *, timeout_s: float) -> str:
 
 def _doubt(verdict: Verdict, again: Verdict | None) -> str:
     """Why it is not known whether the text is equal and no slower; `again` is a second proof where the first said different."""
-    from flatout.report.parts.verdict import first_difference, verdict_headline
+    from flatout.report.parts.verdict import deviation_words, verdict_headline
 
     headline = verdict_headline(verdict)
     if again is not None:
-        what = f"{headline} ({first_difference(verdict.equality)})"
+        what = f"{headline} ({deviation_words(verdict.equality)})"
         if again.outcome != "different":
             return f"one of two runs was not like the script: {what}; the other: {verdict_headline(again)}"
         print_lines(

@@ -94,7 +94,7 @@ def _equality(equality: Equality) -> Iterator[Remark]:
         yield "equality", f"{compared}; {against}, up to {equality.factor:g}x the error before"
     first = equality.first
     if first is not None and equality.holds is not True:
-        yield "first", f"step {first.step}, {first.what} {first.tensor}: {first_difference(equality)}"
+        yield "first", f"step {first.step}, {first.what} {first.tensor}: {deviation_words(equality)}"
     if equality.before_error is not None and equality.after_error is not None:
         worst = f"{equality.worst:.2g}" if math.isfinite(equality.worst) else "beyond all"
         yield (
@@ -106,7 +106,7 @@ def _equality(equality: Equality) -> Iterator[Remark]:
         yield "rounding", equality.because
 
 
-def first_difference(equality: Equality) -> str:
+def deviation_words(equality: Equality) -> str:
     """How far off the first thing is that differs, and how far it may be; why it could not be told where nothing is known."""
     first = equality.first
     if first is None:
