@@ -22,7 +22,7 @@ _USUAL_SHARE: Final = 0.1
 """Of the calls since it came first: what is rarer never earns back a compilation, which takes as long as hundreds of calls."""
 _FEWEST_EVALUATED: Final = 300
 """Calls of an evaluation with one kind of shapes until it is compiled, too, in our judgement. With three graphs for its samples
-and evaluations a run of makemore's transformer took 51 s from nothing, 21 s with them in the cache, 32 s untouched (two cores)."""
+and evaluations a run of makemore's transformer took 51 s from nothing, 21 s with them cached, 32 s untouched (two cores)."""
 
 
 class UsualShapes:
