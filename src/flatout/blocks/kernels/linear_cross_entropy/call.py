@@ -28,6 +28,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk: int | None = None,
     num_kept: int | None = None,
+    float8: bool = False,
     kernel: str | None = None,
 ) -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias), targets)` without the logits of all tokens in memory at once.
@@ -45,8 +46,14 @@ def linear_cross_entropy(
     of the tokens). A class number outside of the vocabulary is an error on a CPU and makes the loss NaN on a GPU. The gradient
     cannot be differentiated again.
 
+    With `float8` the three products are of float8 numbers: hidden and weight rounded to e4m3 with one scale each, the gradient of
+    the logits to e5m2; sums are float32, logits 16 bits. The loss is off by some 0.1 %, gradients by some 5 %: training may get
+    less far, and only its metric tells. A larger chunk of logits is in memory then, in one more copy. GPUs with units for
+    float8 gain (compute capability 8.9 and later); others, and CPUs, compute the same numbers slower than without.
+
     `kernel` is the id of the implementation, by default the first that can run: `linear_cross_entropy.triton`, `.chunked`,
-    `.reference`. Raises UsageError for shapes and options that do not fit, and for a kernel that cannot run them.
+    `.reference`, or with float8 `linear_cross_entropy.float8.triton`, `.reference`. Raises UsageError for shapes and options that
+    do not fit, and for a kernel that cannot run them.
 
     >>> hidden, weight = torch.ones(2, 3, 8), torch.zeros(5, 8)
     >>> targets = torch.tensor([[0, 1, 2], [3, 4, -100]])
@@ -57,15 +64,24 @@ def linear_cross_entropy(
     how: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "chunk": chunk}
     how |= {"ignore_index": ignore_index, "reduction": reduction}
     _check_options(num_kept, **how)
-    return _run(hidden, weight, targets, bias, num_kept=num_kept, kernel=kernel, **how)
+    return _run(hidden, weight, targets, bias, num_kept=num_kept, float8=float8, kernel=kernel, **how)
 
 
 @composed(
     "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, Tensor? bias, *, int ignore_index, "
-    "float label_smoothing, float z_loss, float? softcap, str reduction, SymInt? chunk, SymInt? num_kept, str? kernel) -> Tensor"
+    "float label_smoothing, float z_loss, float? softcap, str reduction, SymInt? chunk, SymInt? num_kept, bool float8, "
+    "str? kernel) -> Tensor"
 )
 def _run(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Side, *, num_kept: int | None, kernel: str | None, **how: Any
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Side,
+    *,
+    num_kept: int | None,
+    float8: bool,
+    kernel: str | None,
+    **how: Any,
 ) -> Tensor:
     hidden_ND, targets_N = hidden.reshape(targets.numel(), hidden.shape[-1]), targets.reshape(-1).to(torch.int64)
     num_all: Tensor | None = None
@@ -75,7 +91,8 @@ def _run(
         rows = is_ignored_N.to(torch.uint8).sort(stable=True).indices[:num_kept]
         hidden_ND, targets_N = hidden_ND[rows], targets_N[rows]
     inputs = (hidden_ND, weight, targets_N, bias)
-    loss: Tensor = kernel_for("linear_cross_entropy", kernel, *inputs, **how).run(*inputs, **how)
+    op = "linear_cross_entropy.float8" if float8 else "linear_cross_entropy"
+    loss: Tensor = kernel_for(op, kernel, *inputs, **how).run(*inputs, **how)
     if num_all is not None and num_kept is not None:
         loss = loss.where(num_all <= num_kept, float("nan"))
     return loss.reshape(targets.shape) if how["reduction"] == "none" else loss

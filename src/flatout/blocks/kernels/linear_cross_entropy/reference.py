@@ -30,7 +30,29 @@ def reference_linear_cross_entropy(
     With z the logits, or `softcap * tanh(z / softcap)`, and L their logsumexp, a token costs
     `L - (1 - s) z[target] - s mean(z) + z_loss L^2`, s the label smoothing; nothing when its target is `ignore_index`.
     """
-    logits_NV = F.linear(hidden_ND, weight_VD, bias_V)
+    losses_N = losses_of_logits(
+        F.linear(hidden_ND, weight_VD, bias_V),
+        targets_N,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+    )
+    if reduction == "none":
+        return losses_N
+    return losses_N.sum() if reduction == "sum" else losses_N.sum() / (targets_N != ignore_index).sum()
+
+
+def losses_of_logits(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """What each token costs, in float32, float64 for float64."""
     if logits_NV.dtype != torch.float64:
         logits_NV = logits_NV.float()
     if softcap is not None:
@@ -38,12 +60,9 @@ def reference_linear_cross_entropy(
     losses_N = F.cross_entropy(
         logits_NV, targets_N, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
-    is_counted_N = targets_N != ignore_index
     if z_loss:
-        losses_N = losses_N + z_loss * logits_NV.logsumexp(dim=1).square().where(is_counted_N, 0.0)
-    if reduction == "none":
-        return losses_N
-    return losses_N.sum() if reduction == "sum" else losses_N.sum() / is_counted_N.sum()
+        losses_N = losses_N + z_loss * logits_NV.logsumexp(dim=1).square().where(targets_N != ignore_index, 0.0)
+    return losses_N
 
 
 KERNEL = kernel(__name__, "All logits at once", reference_linear_cross_entropy, order=1000, guarantee="exact")

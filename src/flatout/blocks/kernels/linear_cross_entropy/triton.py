@@ -32,6 +32,7 @@ _BLOCK: Final = 8192
 _NUM_WARPS: Final = 32
 """Logits that a program holds at once, 8 a thread beside as many maxima and sums: one load of 16 bytes, and no register spilled
 (compiled for sm_90: 38 of 64, with a soft cap 48)."""
+_GROUP: Final = 8
 _ALIGNED: Final = 64
 """Vocabularies are filled up to a multiple of so many classes, with zeros in the weight. The matrix units' fast paths want sizes
 and rows of 16 bytes: three products with 50257 classes took 29 ms on an H200, with 50304 a third of it."""
@@ -74,10 +75,15 @@ def launch_row_losses(
     softcap: float,
     has_gradient: bool,
     *,
+    norms_C: Tensor | None = None,
     block: int = _BLOCK,
+    group: int = _GROUP,
     num_warps: int = _NUM_WARPS,
 ) -> None:
-    """Fills the losses and, when asked for, writes the gradient over the logits, and zeros between their rows."""
+    """Fills the losses, and the logsumexps where `norms_C` is for them (not those of tokens that are ignored).
+
+    When asked for, writes the gradient over the logits, and zeros between their rows.
+    """
     num_tokens, vocabulary = logits_CV.shape
     if num_tokens == 0 or vocabulary == 0:
         losses_C.fill_(float("nan"))
@@ -85,19 +91,21 @@ def launch_row_losses(
     source: Any = import_module(_SOURCE)
     block = min(block, 1 << (vocabulary - 1).bit_length())
     source.row_losses[(num_tokens,)](
-        *(logits_CV, targets_C, scales_C, losses_C),
+        *(logits_CV, targets_C, scales_C, losses_C, losses_C if norms_C is None else norms_C),
         logits_CV.stride(0),
         vocabulary,
         *(ignore_index, label_smoothing, z_loss, softcap),
         HAS_CAP=softcap != 0.0,
         HAS_SMOOTHING=label_smoothing != 0.0,
         HAS_GRADIENT=has_gradient,
+        HAS_NORMS=norms_C is not None,
         BLOCK=block,
+        GROUP=min(group, block),
         num_warps=max(1, min(num_warps, block // 256)),
     )
 
 
-def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
+def scale_in_place(gradient: Tensor, factor: Tensor) -> Tensor:
     """The product, in the gradient's memory; untouched when the factor is 1, which the host need not know."""
     if gradient.numel():
         source: Any = import_module(_SOURCE)
@@ -111,7 +119,7 @@ def _scale(gradient: Tensor, factor: Tensor) -> Tensor:
 KERNEL = kernel(
     __name__,
     "In chunks of tokens, losses and gradients of the logits by one Triton kernel",
-    partial(loss_of, LossPasses(_rows, _scale)),
+    partial(loss_of, LossPasses(_rows, scale_in_place)),
     order=100,
     refusal=no_triton,
 )

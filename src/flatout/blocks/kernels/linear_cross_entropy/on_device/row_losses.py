@@ -24,6 +24,7 @@ def row_losses(
     targets_C,
     scales_C,
     losses_C,
+    norms_C,
     row_stride,
     vocabulary,
     ignore_index,
@@ -33,14 +34,17 @@ def row_losses(
     HAS_CAP: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Each logit is read once for the loss and once more for the gradient.
 
     Rows are read and written up to `row_stride`, what lies between them included: the mask is then a multiple of 16 numbers, and
     memory is read in whole vectors whatever V is. What is read there counts for nothing; zeros are written.
-    Every lane keeps a maximum and a sum of its own; they are brought together once, at the end of the row. A target outside of
-    0..V-1 makes the loss NaN; nothing is read or written outside of the row.
+    Each GROUP of neighbours has a maximum and a sum of its own, so that an exponential is computed for each logit and one more
+    for a group; they are brought together once, at the end of the row. A target outside of
+    0..V-1 makes the loss NaN; nothing is read or written outside of the row. With HAS_NORMS the logsumexp goes to `norms_C`.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_V = logits_CV + row * row_stride
@@ -54,18 +58,19 @@ def row_losses(
                 tl.store(logits_V + at, zeros, mask=at < row_stride)
         return
     # A finite floor: the difference of two infinities is none.
-    tops = tl.full((BLOCK,), -1e38, tl.float32)
-    totals = tl.zeros((BLOCK,), tl.float32)
-    sums = tl.zeros((BLOCK,), tl.float32)
+    tops = tl.full((BLOCK // GROUP,), -1e38, tl.float32)
+    totals = tl.zeros((BLOCK // GROUP,), tl.float32)
+    sums = tl.zeros((BLOCK // GROUP,), tl.float32)
+    within = tl.arange(0, BLOCK // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     for start in range(0, vocabulary, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+        at = start + within
         raw = tl.where(at < vocabulary, tl.load(logits_V + at, mask=at < row_stride, other=0.0), 0.0)
         z = tl.where(at < vocabulary, _capped(raw.to(tl.float32), cap, HAS_CAP), -float("inf"))
-        new_tops = tl.maximum(tops, z)
-        totals = totals * tl.exp(tops - new_tops) + tl.exp(z - new_tops)
+        new_tops = tl.maximum(tops, tl.max(z, axis=1))
+        totals = totals * tl.exp(tops - new_tops) + tl.sum(tl.exp(z - new_tops[:, None]), axis=1)
         tops = new_tops
         if HAS_SMOOTHING:
-            sums += tl.where(at < vocabulary, z, 0.0)
+            sums += tl.sum(tl.where(at < vocabulary, z, 0.0), axis=1)
     top = tl.max(tops, axis=0)
     norm = top + tl.log(tl.sum(totals * tl.exp(tops - top), axis=0))
     is_class = (target >= 0) & (target < vocabulary)
@@ -74,6 +79,8 @@ def row_losses(
     if HAS_SMOOTHING:
         loss -= label_smoothing * tl.sum(sums, axis=0) / vocabulary
     tl.store(losses_C + row, loss)
+    if HAS_NORMS:
+        tl.store(norms_C + row, norm)
     if HAS_GRADIENT:
         scale = tl.load(scales_C + row)
         scale_of_share = scale * (1.0 + 2.0 * z_loss * norm)

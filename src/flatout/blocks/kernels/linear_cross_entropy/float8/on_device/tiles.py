@@ -1,0 +1,92 @@
+"""Triton: matrices cast to float8 in tiles, each written twice: as it lies, and with rows and columns exchanged.
+
+The units of Hopper multiply float8 only where both factors lie along the inner dimension, and each matrix here is a factor of
+two products with different ones. It is read once for both copies.
+
+C tokens of a chunk, V vocabulary. This folder has no __init__.py, so that the registry's search passes it by.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def cast_twice(
+    matrix_RK,
+    scale,
+    out_RK,
+    out_KR,
+    num_rows,
+    num_columns,
+    row_stride,
+    largest,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A matrix over its scale, saturated, in the format of the outputs, which are dense."""
+    row, column = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * COLUMNS
+    r, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_inside = (row + r < num_rows)[:, None] & (column + k < num_columns)[None, :]
+    matrix_RK += row * row_stride + column
+    values = tl.load(matrix_RK + r[:, None] * row_stride + k[None, :], mask=is_inside, other=0.0)
+    values = values.to(tl.float32) / tl.load(scale)
+    values = tl.where(values > largest, largest, tl.where(values < -largest, -largest, values))
+    small = values.to(out_RK.dtype.element_ty)
+    tl.store(out_RK + row * num_columns + column + r[:, None] * num_columns + k[None, :], small, mask=is_inside)
+    tl.store(out_KR + column * num_rows + row + r[:, None] + k[None, :] * num_rows, small, mask=is_inside)
+
+
+@triton.jit
+def gradient_twice(
+    logits_CV,
+    targets_C,
+    scales_C,
+    norms_C,
+    step,
+    out_CV,
+    out_VC,
+    num_tokens,
+    vocabulary,
+    row_stride,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    cap,
+    HAS_CAP: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The gradient of logits from their logsumexps, over `step`, in the format of the outputs.
+
+    Outputs are dense, of `row_stride` columns; those behind the vocabulary, and rows of tokens that are ignored, become zeros.
+    """
+    row, column = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * COLUMNS
+    r, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_row = row + r < num_tokens
+    is_inside = is_row[:, None] & (column + k < row_stride)[None, :]
+    corner = row * row_stride + column
+    at = r[:, None] * row_stride + k[None, :]  # 32 bits are enough within a tile
+    raw = tl.load(logits_CV + corner + at, mask=is_inside, other=0.0)
+    targets = tl.load(targets_C + row + r, mask=is_row, other=ignore_index)
+    is_counted = is_row & (targets != ignore_index)
+    norms = tl.load(norms_C + row + r, mask=is_counted, other=0.0)
+    scales = tl.load(scales_C + row + r, mask=is_counted, other=0.0) / tl.load(step)
+    places = (targets - column).to(tl.int32)
+    z = raw.to(tl.float32)
+    if HAS_CAP:
+        z = cap * (2.0 * tl.sigmoid(2.0 * z / cap) - 1.0)
+    gradient = (scales * (1.0 + 2.0 * z_loss * norms))[:, None] * tl.exp(z - norms[:, None])
+    if HAS_SMOOTHING:
+        gradient -= (scales * label_smoothing / vocabulary)[:, None]
+    is_target = k[None, :] == places[:, None]
+    gradient -= tl.where(is_target, (scales * (1.0 - label_smoothing))[:, None], 0.0)
+    if HAS_CAP:
+        gradient *= 1.0 - (z / cap) * (z / cap)
+    gradient = tl.where(is_counted[:, None] & (column + k < vocabulary)[None, :], gradient, 0.0)
+    small = gradient.to(out_CV.dtype.element_ty)
+    tl.store(out_CV + corner + at, small, mask=is_inside)
+    tl.store(out_VC + column * num_tokens + row + r[:, None] + k[None, :] * num_tokens, small, mask=is_inside)
