@@ -22,6 +22,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,6 +52,7 @@ LOSSES = {
     "128k vocabulary, 16k tokens": LossCase(16384, 4096, 128256),
     "128k vocabulary, 16k tokens, half of them ignored": LossCase(16384, 4096, 128256, 0.5),
     "GPT-2's vocabulary, 16k tokens": LossCase(16384, 768, 50257),
+    "GPT-2's vocabulary filled up, 48k tokens": LossCase(49152, 768, 50304),
     "small vocabulary, 16k tokens": LossCase(16384, 2048, 8192),
 }
 SMALL_LOSSES = {"small": LossCase(64, 16, 300), "half ignored": LossCase(64, 16, 300, 0.5)}
@@ -131,6 +133,7 @@ def loss_variants(case: LossCase) -> dict[str, Made]:
         "unfused, float32 logits, compiled": torch.compile(in_float, dynamic=False),
         "flatout": flatout.linear_cross_entropy,
         "flatout, compiled": torch.compile(flatout.linear_cross_entropy, fullgraph=True, dynamic=False),
+        "flatout, float8": partial(flatout.linear_cross_entropy, float8=True),
     }
     if case.ignored:
         bound = round(case.tokens * (1 - case.ignored))

@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--budget", default="120s")
+    parser.add_argument("--allow", default="bounded", help="the weakest guarantee of a lever, as for `flatout tune`")
     parser.add_argument("--run-seconds", type=float, default=60.0, help="how long the untouched script runs")
     parser.add_argument(
         "--planned-seconds", type=float, default=None, help="how long the runs are that the plan is for; None: as long"
@@ -195,7 +196,7 @@ class Tuning:
         for old in (record, self._plan):
             old.unlink(missing_ok=True)
         command = [self._options.python, "-m", "flatout", "tune", "--time-budget", self._options.budget]
-        command += ["--run-steps", str(num_steps)]
+        command += ["--run-steps", str(num_steps), "--allow", self._options.allow]
         command += ["--out", str(self._plan), "--json", str(record), *script.named, "--", *script.arguments]
         began = monotonic()
         done = self._run(command, folder, environment_of(script, with_flatout=True))

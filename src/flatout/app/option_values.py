@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name", bound=str)
 
-ALLOWED_GUARANTEES: Final[tuple[Guarantee, ...]] = ("exact", "bounded", "distribution")
+ALLOWED_GUARANTEES: Final[tuple[Guarantee, ...]] = ("exact", "bounded", "distribution", "quality")
 _TIMES: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _SIZES: Final = {
     "KiB": 2**10,

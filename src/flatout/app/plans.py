@@ -104,7 +104,9 @@ def run_planned(
                 settings = "".join(f"  {name}={value}" for name, value in planned.parameters.items())
                 sys.stdout.write(f"{planned.id}  ({planned.guarantee}){settings}\n")
             return 0
-        outcome = _run_checked(ready, plan.losses, on_progress) if check_losses and plan.losses else run_script(ready)
+        outcome = (
+            _run_checked(ready, plan, plan.losses, on_progress) if check_losses and plan.losses else run_script(ready)
+        )
         missed = [planned.id for planned in plan.lever if planned.id not in hooks.done]
     if any(others):
         raise _elsewhere(others)
@@ -120,10 +122,10 @@ def must_fit(plan: Plan, file: Path, *, world_size: int = 1) -> None:
     _must_fit(plan, circumstances(world_size=world_size), other_script(plan, str(file), file.read_bytes()))
 
 
-def _run_checked(script: Script, expected: LossSpread, on_progress: Callable[[str], None]) -> Outcome:
+def _run_checked(script: Script, plan: Plan, expected: LossSpread, on_progress: Callable[[str], None]) -> Outcome:
     """Run the script, and tell after so many losses whether their mean is one that the untouched script may have."""
     from flatout.core.runtime.script import run_script
-    from flatout.tune.verify.losses import FirstLosses
+    from flatout.tune.verify.losses import FirstLosses, joined_losses
 
     low, high = expected.limits
     seeds = f"{low:.5g} to {high:.5g} is expected of the untouched script by {len(expected.means)} seeds"
@@ -133,7 +135,7 @@ def _run_checked(script: Script, expected: LossSpread, on_progress: Callable[[st
         odd = "" if expected.holds(mean) else "WARNING: the plan may have changed what is learnt here: "
         on_progress(odd + found)
 
-    losses = FirstLosses(expected.num_losses, on_end)
+    losses = FirstLosses(expected.num_losses, on_end, each=joined_losses(plan.lever))
     losses.install()
     try:
         outcome = run_script(script)

@@ -269,7 +269,7 @@ def run_side(request: Request, script: Script, *, orders: int, answers: int) -> 
     from flatout.core.runtime.script import end_script, run_script
     from flatout.tune.apply import applied
     from flatout.tune.verify.conditions import SidePrecision, seed_all
-    from flatout.tune.verify.losses import FirstLosses
+    from flatout.tune.verify.losses import FirstLosses, joined_losses
     from flatout.tune.verify.ordered_draws import ordered_draws
     from flatout.tune.verify.recording import Recorder
     from flatout.tune.verify.rounding_noise import RoundingNoise
@@ -294,7 +294,7 @@ def run_side(request: Request, script: Script, *, orders: int, answers: int) -> 
         means.append(mean)
         end_script()
 
-    losses = FirstLosses(request.num_losses, end_with)
+    losses = FirstLosses(request.num_losses, end_with, each=joined_losses(plan.lever))
     began_s = perf_counter()
     try:
         noise = RoundingNoise(request.noise_seed) if request.noise_seed else nullcontext()

@@ -228,7 +228,8 @@ def search_plan(
     if options.timeout <= 0:
         raise UsageError(f"{named('timeout')} {options.timeout:g} must be above 0")
     terms = ProofTerms(
-        guarantee=guarantee,
+        guarantee="bounded" if guarantee == "quality" else guarantee,
+        allowed_loss=options.accuracy_loss,
         budget_s=_RACE_S,
         timeout_s=options.timeout,
         decisive=_DECISIVE,

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatout.core.errors import PlanError
+from flatout.core.records.lever import PlannedLever
 from flatout.core.records.plan import LossSpread, Plan, from_toml, to_toml
-from flatout.tune.verify.losses import FirstLosses
+from flatout.tune.verify.losses import FirstLosses, joined_losses
 
 
 def trained(num_steps: int, losses: list[float] | None = None) -> Tensor:
@@ -51,6 +52,22 @@ def test_several_losses_of_one_backward_are_added_up() -> None:
     x = torch.tensor(2.0, requires_grad=True)
     torch.autograd.backward([x * 3, x * 4])
     assert told == [14.0]
+
+
+def test_losses_of_micro_batches_that_a_plan_joins_count_as_all_of_them() -> None:
+    joining = PlannedLever(id="parallelism.join-micro-batches", guarantee="bounded", parameters={"join": 4})
+    assert joined_losses([joining, PlannedLever(id="graph.compile", guarantee="bounded")]) == 4
+    told: list[float] = []
+    rows = torch.arange(80.0).reshape(20, 4)
+    for each in (1, 4):
+        watch = FirstLosses(40, told.append, each=each)
+        watch.install()
+        weight = nn.Parameter(torch.tensor(1.0))
+        for batch in rows:
+            for part in batch.split(4 if each == 4 else 1):
+                (weight * part.mean() * len(part) / 4).backward()
+        assert watch.num_losses_so_far == 40
+    assert told == [pytest.approx(told[1], rel=1e-6), pytest.approx(float(rows[8:10].mean() / 4), rel=1e-6)]
 
 
 def test_a_scaled_loss_counts_as_it_was() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flatout.core.errors import UsageError, VerificationError
@@ -84,3 +85,57 @@ def test_the_last_number_counts() -> None:
     metric = Metric(pattern="accuracy ([0-9.]+)", allowed_loss=0.1)
     assert metric.read("accuracy 0.1\nepoch\naccuracy 0.75 of all\n") == 0.75
     assert metric.read("nothing") is None
+
+
+LEARNING = """
+    import time
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr={rate})
+    for step in range(400):
+        x = torch.randn(64, 8)
+        rounded = (x * {steps_of_one}).round() / {steps_of_one}
+        for part in {parts}:
+            loss = (net(rounded[part]) - x[part].sum(1, keepdim=True)).square().mean() / {num_parts}
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep({pause})
+"""
+_HALVES = "[slice(0, 32), slice(32, 64)]"
+
+
+def learning(
+    folder: Path,
+    name: str,
+    *,
+    rate: float = 0.05,
+    steps_of_one: float = 2**20,
+    pause: float = 0.0,
+    parts: str = _HALVES,
+) -> Request:
+    path = folder / name
+    num_parts = parts.count("slice")
+    text = textwrap.dedent(LEARNING)
+    path.write_text(text.format(rate=rate, steps_of_one=steps_of_one, pause=pause, parts=parts, num_parts=num_parts))
+    return Request(target=str(path))
+
+
+@pytest.mark.slow
+def test_without_a_metric_the_first_losses_tell(tmp_path: Path) -> None:
+    slow = learning(tmp_path, "slow.py", pause=0.004)
+    coarse = learning(tmp_path, "coarse.py", steps_of_one=32)
+    lazy = learning(tmp_path, "lazy.py", rate=0.0)
+    terms = ProofTerms(guarantee="quality", num_losses=200, budget_s=4.0, timeout_s=60.0)
+    with ScriptProver(slow, terms) as prover:
+        found, worse, late = (prover.prove(slow, one) for one in (coarse, lazy, slow))
+        once = prover.prove(slow, coarse, msgspec.structs.replace(terms, num_seeds=1))
+    assert (found.outcome, found.equality.guarantee, len(found.seeds)) == ("proved", "quality", 3), found.because
+    assert found.speed is not None and found.speed.ratio > 1.5
+    assert "first 200 losses" in found.equality.because and "over 3 seeds" in found.equality.because
+    assert worse.outcome == "different" and "is allowed" in worse.because
+    assert late.outcome == "unknown" and "not looked at" in late.equality.because
+    assert once.outcome == "proved" and "on one seed" in once.equality.because, once.because

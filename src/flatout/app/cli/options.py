@@ -36,7 +36,8 @@ Allow = Annotated[
     str,
     typer.Option(
         metavar="GUARANTEE",
-        help="exact: the same bits. bounded: rounding no worse than before. distribution: other random numbers too.",
+        help="exact: the same bits. bounded: rounding no worse than before. distribution: other random numbers too. quality: "
+        "coarser numbers too, judged by the first losses on three seeds.",
     ),
 ]
 

@@ -22,7 +22,7 @@ from flatout.core.records.verdict import Verdict
 from flatout.core.secrets import redacted_arguments
 
 VERSION: Final = 1
-_T_95: Final = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+T_95: Final = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Student's t by the number of runs: 97.5 % of the distribution with one degree of freedom less lie below."""
 _LEAST_ROOM: Final = 0.02
 _LOCATING: Final = frozenset({"file", "files", "function", "code", "model", "also", "places"})
@@ -65,7 +65,7 @@ class LossSpread(Record, frozen=True, kw_only=True):
     def limits(self) -> tuple[float, float]:
         """Where the mean of one more run lies with 95 %, by Student's t distribution, and 2 % of the mean at least."""
         middle, num = fmean(self.means), len(self.means)
-        room = _T_95[num] * stdev(self.means) * math.sqrt(1 + 1 / num)
+        room = T_95[num] * stdev(self.means) * math.sqrt(1 + 1 / num)
         room = max(room, _LEAST_ROOM * abs(middle))
         return middle - room, middle + room
 
@@ -161,10 +161,10 @@ def from_toml(data: bytes, *, name: str = "the plan") -> Plan:
     except msgspec.ValidationError as e:
         raise PlanError(f"{name} is no plan: {e}; docs/how-to/verify-a-change.md shows one") from e
     if plan.losses is not None and (
-        len(plan.losses.means) not in _T_95 or not all(map(math.isfinite, plan.losses.means))
+        len(plan.losses.means) not in T_95 or not all(map(math.isfinite, plan.losses.means))
     ):
         raise PlanError(
-            f"{name} has the means of losses {plan.losses.means} and needs {min(_T_95)} to {max(_T_95)} finite ones"
+            f"{name} has the means of losses {plan.losses.means} and needs {min(T_95)} to {max(T_95)} finite ones"
         )
     for planned in plan.lever:
         _check_parameters(planned, name)

@@ -25,7 +25,7 @@ _PROMISES: Final = {
     "exact": "bit for bit",
     "bounded": "within the rounding of the steps before",
     "distribution": "in distribution (other random numbers; within rounding when both draw alike)",
-    "quality": "by its metric",
+    "quality": "in quality",
 }
 _REFERENCES: Final[dict[Reference, str]] = {
     "float64": "measured against the same steps in float64",
@@ -84,6 +84,9 @@ def verdict_cases(verdict: Verdict) -> list[JunitCase]:
 
 
 def _equality(equality: Equality) -> Iterator[Remark]:
+    if equality.guarantee == "quality":
+        yield "quality", equality.because
+        return
     if not equality.num_steps:
         return
     compared = f"{equality.num_steps} steps, {equality.num_tensors} tensors: losses, outputs, gradients, parameters"

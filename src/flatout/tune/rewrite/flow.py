@@ -215,7 +215,7 @@ class Flow:
         removed = removed | self._idle(last, new, removed)
         block = self.place.block
         first = block[min((*removed, last.at))]
-        statement = cst.parse_statement(self._with_segment(last, new))
+        statement = cst.parse_statement(self.with_segment(last, new))
         statement = statement.with_changes(leading_lines=getattr(first, "leading_lines", ()))
         changes: dict[cst.CSTNode, Sequence[cst.BaseStatement]] = {block[i]: () for i in removed}
         changes[block[last.at]] = [statement]
@@ -249,7 +249,8 @@ class Flow:
             for c in calls
         )
 
-    def _with_segment(self, last: Expression, new: str) -> str:
+    def with_segment(self, last: Expression, new: str) -> str:
+        """The text of a statement with one of its expressions replaced, on several lines where it would get too long."""
         whole = rewritten(self, [(last, new)])
         longest = max(map(len, self.module.code.splitlines()))
         indent = 8 if self.place.function is not None else 0

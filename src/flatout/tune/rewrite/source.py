@@ -352,6 +352,37 @@ def script_of(evidence: Evidence) -> str | None:
     return next((str(file) for file in files if Path(evidence.workload.cwd, file).is_file()), None)
 
 
+def project_files(evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """The script and what it imports from its own folder, directly or not: relative paths, and texts."""
+    root, first = _root(evidence), script_of(evidence)
+    waiting, known = [first] if first is not None else [], {first}
+    while root is not None and waiting:
+        file = waiting.pop(0)
+        try:
+            text = (root / file).read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (OSError, UnicodeDecodeError, SyntaxError):
+            continue
+        yield file, text
+        for name in _imported_modules(tree, Path(file).parent.parts):
+            stem = Path(*name.split("."))
+            for found in (f"{stem}.py", str(stem / "__init__.py")):
+                if found not in known and (root / found).is_file():
+                    waiting.append(found)
+                known.add(found)
+
+
+def _imported_modules(tree: ast.Module, package: Sequence[str]) -> Iterator[str]:
+    """Full names that imports of a file may stand for, a member of a package among them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            name = ".".join((*above, *([node.module] if node.module else ())))
+            yield from (n for n in (name, *(f"{name}.{a.name}".lstrip(".") for a in node.names)) if n)
+
+
 def text_at(evidence: Evidence, parameters: Parameters) -> str:
     """The text of the file that the parameters name.
 

@@ -20,7 +20,7 @@ from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLeve
 from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, digest_of_text, to_toml
 from flatout.core.records.verdict import Guarantee, Verdict
 from flatout.core.secrets import redacted_arguments
-from flatout.machine.cost.accounting import group_by
+from flatout.machine.cost.accounting import group_by, main_model
 from flatout.tune.search.goal import Objective, SearchGoal
 from flatout.tune.search.search import search_levers
 from flatout.tune.search.search_log import SearchLog, lever_key
@@ -65,6 +65,9 @@ _NUM_RECORDINGS: Final = 22
 as long."""
 _COMPARED_SHARE: Final = 0.4
 """Of the budget, for those."""
+_LEARNING_SHARE: Final = 0.03
+"""Of the budget, for the steps of one run that shows how far a change of quality gets."""
+_FEWEST_LOSSES, _MOST_LOSSES = 50, 1000
 
 
 class Proposals(NamedTuple):
@@ -162,6 +165,7 @@ class ScriptBench:
         step_s: float,
         effort_of: Callable[[Lever, Parameters], float],
         on_progress: Callable[[str], None],
+        losses_of_a_step: int = 1,
     ) -> None:
         self._effort_of = effort_of
         self._script = script
@@ -175,6 +179,8 @@ class ScriptBench:
         guess_s = _FIRST_GUESS_S if self._terms.num_processes > 1 else _FIRST_GUESS_ON_DEVICE_S
         self._pace = Pace(guess_s + _GUESSED_STEPS * terms.num_steps / _USUAL_STEPS * step_s, terms.budget_s)
         self._doubtful_s = _WORTH_A_START * budget_s
+        num_losses = losses_of_a_step * _LEARNING_SHARE * budget_s / step_s if step_s else _MOST_LOSSES
+        self._num_losses = max(_FEWEST_LOSSES, min(_MOST_LOSSES, round(num_losses)))
         self._num_compared = 0
         self._doing = ""
         self._num_plans = 0
@@ -206,7 +212,9 @@ class ScriptBench:
             warm_up_steps=max((planned.warm_up_steps for planned in after), default=0),
         )
         if any(planned.guarantee == "quality" for planned in after):
-            terms = msgspec.structs.replace(terms, guarantee="quality")
+            terms = msgspec.structs.replace(
+                terms, guarantee="quality", num_losses=self._num_losses, num_seeds=terms.num_seeds if is_final else 1
+            )
         if is_final:
             num_processes = _FINAL_PROCESSES if self._terms.num_processes > 1 else _FINAL_PROCESSES_ON_DEVICE
             if self._pace.needed_s(0.0) > self._left_s:
@@ -307,7 +315,7 @@ class SearchSettings:
     """What a search for a plan is to find, and what it may take."""
 
     terms: ProofTerms
-    """How each comparison is made; 'quality' levers need its metric."""
+    """How each comparison is made; 'quality' levers are judged by its metric, else by the first losses."""
     budget_s: float
     """Seconds for everything that is tried."""
     log: SearchLog
@@ -366,6 +374,7 @@ def search_script(
         step_s=goal.step_s,
         effort_of=goal.effort_of,
         on_progress=on_progress,
+        losses_of_a_step=_losses_of_a_step(evidence),
     ) as bench:
         goal = goal._replace(peak_bytes=bench.peak_bytes() if settings.most_bytes else 0)
         found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)
@@ -407,6 +416,12 @@ def _num_compared(usual: int, step_s: float, budget_s: float) -> int:
 def _updates_of_a_step(evidence: Evidence) -> int:
     """How often the loop updates in one of its steps: more than once in reinforcement learning, after each rollout."""
     return max(1, round(min((o.calls for o in evidence.optimizers), default=1.0)))
+
+
+def _losses_of_a_step(evidence: Evidence) -> int:
+    """How often the main model is called for an update: so often, about, backward is."""
+    model = main_model(evidence)
+    return max(1, round(evidence.models[model].calls)) if model is not None else 1
 
 
 def is_text(levers: Iterable[PlannedLever], known: Mapping[str, Lever]) -> bool:

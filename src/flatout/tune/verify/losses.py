@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from statistics import fmean, stdev
 from threading import get_ident
 from typing import Any, Final
 
@@ -11,28 +14,38 @@ import torch
 from torch import Tensor
 
 from flatout.core.errors import VerificationError
-from flatout.core.records.plan import LossSpread
+from flatout.core.records.lever import PlannedLever, integer
+from flatout.core.records.plan import T_95, LossSpread
+from flatout.core.records.verdict import Equality
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.replayed_backwards import listen_to_replays
 from flatout.tune.verify.fork_server import closing_servers
 from flatout.tune.verify.side import SideAnswer
-from flatout.tune.verify.side_process import Request, SideProcess
+from flatout.tune.verify.side_process import Failed, Request, SideProcess
 
 NUM_SEEDS: Final = 3
 _LAST: Final = 0.2
 """The share of the losses, at the end, whose mean is compared."""
+_JOINING: Final = "parallelism.join-micro-batches"
+_LEAST_ALLOWED: Final = 0.005
+"""Of the loss: a change of precision that costs less is none that training for longer would not make good. Our choice."""
+_ALLOWED_ON_ONE_SEED: Final = 0.05
+"""Where how much seeds differ is not known: only what learns much less is sorted out."""
 
 
 class FirstLosses:
     """Adds up what a script calls backward on, and calls `on_end` with a mean once there were `num_losses`.
 
-    A loss that a GradScaler scaled counts as it was before. It costs a few small operators for each of the last fifth of them,
+    A loss that a GradScaler scaled counts as it was before, and one of several micro-batches that a plan joined (`each`) as so
+    many. It costs a few small operators for each of the last fifth of them,
     waits for the device once, and nothing afterwards.
     """
 
-    def __init__(self, num_losses: int, on_end: Callable[[float], None]) -> None:
+    def __init__(self, num_losses: int, on_end: Callable[[float], None], *, each: int = 1) -> None:
         """Nothing is watched until `install`."""
         self.num_losses_so_far = 0
+        self._each = each
+        self._num_counted = 0
         self._num_losses = num_losses
         self._first_counted = num_losses - max(1, round(_LAST * num_losses))
         self._on_end = on_end
@@ -80,8 +93,9 @@ class FirstLosses:
     def _add(self, tensors: Sequence[Any]) -> None:
         if self.num_losses_so_far >= self._num_losses:
             return  # a script that has imported `backward` by name goes on calling this
-        self.num_losses_so_far += 1
+        self.num_losses_so_far += self._each
         if self.num_losses_so_far > self._first_counted:
+            self._num_counted += self._each
             with torch.no_grad():
                 for tensor in (t for t in tensors if isinstance(t, Tensor)):
                     loss = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -89,10 +103,14 @@ class FirstLosses:
                     before = self._sums.get(loss.device)
                     self._sums[loss.device] = loss if before is None else before + loss
         self._scales.clear()
-        if self.num_losses_so_far == self._num_losses:
+        if self.num_losses_so_far >= self._num_losses:
             self.remove()
-            total = sum(float(part) for part in self._sums.values())
-            self._on_end(total / (self._num_losses - self._first_counted))
+            self._on_end(sum(float(part) for part in self._sums.values()) / self._num_counted)
+
+
+def joined_losses(levers: Iterable[PlannedLever]) -> int:
+    """How many losses of the untouched script one of a plan with these levers stands for: micro-batches that it joins."""
+    return math.prod(integer(planned.parameters, "join") for planned in levers if planned.id == _JOINING)
 
 
 def loss_spread(
@@ -120,3 +138,64 @@ def _mean_of(answer: SideAnswer, name: str, num_losses: int) -> float:
     is_there = answer.num_steps >= num_losses  # JSON has no NaN
     why = answer.error or ("the mean of the last is no finite number" if is_there else short)
     raise VerificationError(f"'{name}' did not come to {num_losses:,} losses: {why}")
+
+
+class LossRuns:
+    """Runs of scripts to their first losses, each made once for a script, a plan and a seed."""
+
+    def __init__(self, process: Callable[[Request], SideProcess], *, timeout_s: float) -> None:
+        """Nothing runs yet; `process` starts a run when one is asked for."""
+        self._process = process
+        self._timeout_s = timeout_s
+        self._finished: dict[tuple[str, str, int, int], float] = {}
+
+    def compare(
+        self, base: Request, after: Request, seeds: Sequence[int], *, num_losses: int, allowed: float, at_once: bool
+    ) -> Equality:
+        """Whether training with `after` gets as far as with the base, by the mean of the last fifth of the first losses.
+
+        It may be higher by `allowed`, by as much as seeds differ (their standard deviation), or by half a per cent, on one seed
+        by five. Both sides of a seed run together where they may (`at_once`). Raises Failed when one does not get so far.
+        """
+        pairs = []
+        for seed in seeds:
+            self._run([base, after], seed, num_losses, at_once=at_once)
+            pairs.append(tuple(self._finished[self._key(side, seed, num_losses)] for side in (base, after)))
+        before, gaps = [one for one, _ in pairs], [two - one for one, two in pairs]
+        if not all(map(math.isfinite, gaps)):
+            return Equality(guarantee="quality", holds=False, because="the loss is not finite")
+        spread, share = (stdev(before), _LEAST_ALLOWED) if len(before) > 1 else (0.0, _ALLOWED_ON_ONE_SEED)
+        limit = max(allowed, spread, share * abs(fmean(before)))
+        gap, num = fmean(gaps), len(gaps)
+        room = T_95[num] * stdev(gaps) / math.sqrt(num) if num > 1 else 0.0
+        low, high = gap - room, gap + room
+        span = f" ({low:+.3g} to {high:+.3g}) over {num} seeds" if num > 1 else " on one seed"
+        because = (
+            f"the mean of the last fifth of the first {num_losses:,} losses is {fmean(before):.5g}, and {gap:+.3g} with the "
+            f"change{span}; {limit:.3g} is allowed"
+        )
+        holds = True if high <= limit else False if low > limit else None
+        return Equality(guarantee="quality", holds=holds, num_steps=num_losses, because=because)
+
+    def _run(self, sides: Sequence[Request], seed: int, num_losses: int, *, at_once: bool) -> None:
+        missing = [side for side in sides if self._key(side, seed, num_losses) not in self._finished]
+        for group in [missing] if at_once else [[side] for side in missing]:
+            with ExitStack() as stack:
+                processes = [
+                    (side, stack.enter_context(self._process(_losing(side, seed, num_losses)))) for side in group
+                ]
+                for side, process in processes:
+                    answer = process.answer(timeout_s=self._timeout_s)
+                    try:
+                        mean = _mean_of(answer, side.target, num_losses)
+                    except VerificationError as e:
+                        raise Failed(str(e)) from e
+                    self._finished[self._key(side, seed, num_losses)] = mean
+
+    @staticmethod
+    def _key(side: Request, seed: int, num_losses: int) -> tuple[str, str, int, int]:
+        return (side.target, side.plan, seed, num_losses)
+
+
+def _losing(side: Request, seed: int, num_losses: int) -> Request:
+    return msgspec.structs.replace(side, seed=seed, is_whole=True, num_losses=num_losses, folder="", num_recorded=0)

@@ -16,6 +16,7 @@ import torch
 from flatout.core.records.verdict import FEWEST_PAIRS, Equality, Footprint, Outcome, Speed, Verdict
 from flatout.tune.verify.base_runs import BaseRuns
 from flatout.tune.verify.equality_judge import EqualityJudge
+from flatout.tune.verify.losses import LossRuns
 from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.quality import Metric, WholeRuns
 from flatout.tune.verify.recording import read_recorded_steps
@@ -73,6 +74,7 @@ class ScriptProver:
         self.racing_s = 0.0
         """Spent so far on races, without starting what races."""
         self._whole: dict[Metric, WholeRuns] = {}
+        self._losses = LossRuns(self._runs.process, timeout_s=max(terms.timeout_s, _WHOLE_RUN_S))
 
     def __enter__(self) -> ScriptProver:
         return self
@@ -107,7 +109,7 @@ class ScriptProver:
         """Whole runs on seeds that follow the terms', by the metric."""
         terms = self._terms
         if terms.metric is None:
-            raise Failed("quality can only be told by a metric, and none was given")
+            return self._prove_by_losses(before, after, began)
         whole = self._whole.get(terms.metric)
         if whole is None:
             timeout_s = max(terms.timeout_s, _WHOLE_RUN_S)
@@ -124,6 +126,35 @@ class ScriptProver:
             outcome, because = "different", str(e)
         return self._verdict(before, after, (equality, speed, ()), (outcome, because), began)
 
+    def _prove_by_losses(self, before: Request, after: Request, began: float) -> Verdict:
+        """The race first: what is not faster need not learn as much."""
+        terms = self._terms
+        self._terms = self._runs.terms = msgspec.structs.replace(terms, guarantee="bounded", is_compared=False)
+        _, race, failure = self._compare_and_race(before, after)
+        self._terms = self._runs.terms = terms
+        speed = race.speed() if race is not None else None
+        equality = Equality(guarantee="quality", holds=None, because="its losses were not looked at")
+        if failure.because:
+            return self._verdict(before, after, (equality, speed, ()), (failure.outcome, failure.because), began)
+        if terms.is_timed and (speed is None or not speed.is_faster):
+            is_slower = speed is not None and speed.is_slower
+            words = "slower" if is_slower else "neither faster nor slower beyond the noise"
+            outcome: Outcome = "slower" if is_slower else "unknown"
+            return self._verdict(before, after, (equality, speed, ()), (outcome, words), began)
+        try:
+            equality = self._losses.compare(
+                self._base,
+                after,
+                range(terms.seed, terms.seed + terms.num_seeds),
+                num_losses=terms.num_losses,
+                allowed=terms.allowed_loss,
+                at_once=self._runs.device != "cpu",
+            )
+            judged = _judged(equality, speed, _Failure(), is_timed=terms.is_timed)
+        except Failed as e:
+            judged = _Failure.of(e).outcome, str(e)
+        return self._verdict(before, after, (equality, speed, ()), judged, began)
+
     def _verdict(
         self,
         before: Request,
@@ -132,7 +163,8 @@ class ScriptProver:
         judged: tuple[Outcome, str],
         began: float,
     ) -> Verdict:
-        num_seeds = self._terms.num_runs if self._terms.guarantee == "quality" else 1
+        runs = self._terms.num_runs if self._terms.metric is not None else self._terms.num_seeds
+        num_seeds = runs if self._terms.guarantee == "quality" else 1
         return Verdict(
             before=before.plan or before.target,
             after=after.plan or after.target,

@@ -32,8 +32,12 @@ class ProofTerms(Record, frozen=True, kw_only=True):
     objective: Literal["time", "memory"] = "time"
     """What the change is for: 'memory' is proved by a smaller peak, whatever it costs in time."""
     metric: Metric | None = None
-    """What QUALITY is judged by; whole runs are compared then, `num_runs` of each side."""
+    """What QUALITY is judged by; whole runs are compared then, `num_runs` of each side. None: by the first `num_losses`, on
+    `num_seeds`, which may be `allowed_loss` higher."""
     num_runs: int = NUM_RUNS
+    num_losses: int = 100
+    num_seeds: int = 3
+    allowed_loss: float = 0.0
     warm_up_steps: int = 0
     """Steps of the changed side before the race: until a cache is filled it gains nothing, and what it takes is no leak."""
     cycle: int = 0

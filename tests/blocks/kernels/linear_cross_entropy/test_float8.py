@@ -9,7 +9,7 @@ from tests.blocks.kernels.interpreted import interpreted
 from torch import Tensor
 
 from flatout.blocks.kernels.linear_cross_entropy.call import linear_cross_entropy
-from flatout.blocks.kernels.linear_cross_entropy.float8.formats import gradient_step, rounded
+from flatout.blocks.kernels.linear_cross_entropy.float8.formats import float8_of, gradient_step
 from flatout.core.errors import UsageError
 from flatout.core.registry import kernels
 
@@ -28,7 +28,13 @@ _OPTIONS: list[dict[str, Any]] = [
 
 
 def _drawn(
-    *, tokens: int = 45, width: int = 32, vocabulary: int = 200, bias: bool = False, device: str = "cpu", by: float = 1.0
+    *,
+    tokens: int = 45,
+    width: int = 32,
+    vocabulary: int = 200,
+    bias: bool = False,
+    device: str = "cpu",
+    by: float = 1.0,
 ) -> tuple[list[Tensor | None], Tensor]:
     """Hidden, weight and bias, and targets."""
     generator = torch.Generator().manual_seed(0)
@@ -135,7 +141,7 @@ def test_probabilities_of_a_large_vocabulary_are_not_lost() -> None:
 
 
 def test_a_matrix_of_zeros_stays_one() -> None:
-    values, scale = rounded(torch.zeros(3, 16))
+    values, scale = float8_of(torch.zeros(3, 16))
     assert not values.float().any()
     assert float(scale) > 0
 

@@ -28,11 +28,12 @@ from flatout.blocks.kernels.selection import no_triton
 from flatout.core.parts import kernel
 
 _SOURCE: Final = "flatout.blocks.kernels.linear_cross_entropy.on_device.row_losses"
-_BLOCK: Final = 8192
-_NUM_WARPS: Final = 32
-"""Logits that a program holds at once, 8 a thread beside as many maxima and sums: one load of 16 bytes, and no register spilled
-(compiled for sm_90: 38 of 64, with a soft cap 48)."""
+_BLOCK: Final = 2048
 _GROUP: Final = 8
+_NUM_WARPS: Final = 8
+"""Logits that a program holds at once, 8 a thread: one load of 16 bytes. Of 16,384 rows of 50,304 logits in bfloat16, an H200
+makes losses and gradients in 1.22 ms and losses alone in 0.41 ms (with 8,192, a maximum a logit and 32 warps in 1.53 and 0.79 ms;
+bench/results/2026-11-27-h200/losses_device.json)."""
 _ALIGNED: Final = 64
 """Vocabularies are filled up to a multiple of so many classes, with zeros in the weight. The matrix units' fast paths want sizes
 and rows of 16 bytes: three products with 50257 classes took 29 ms on an H200, with 50304 a third of it."""

@@ -32,9 +32,12 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     """Propose it for tokens whose batches are wider than their longest rows."""
     tokens = [p for p in evidence.paddings if p.dtype in ("int64", "int32") and p.signs]
     able = [p for p in tokens if p.longest_fraction < _LONGEST_FRACTION]
-    if not findings or not able:
-        why = "each batch is as wide as its longest row" if tokens else "no padded tokens"
-        raise LeverRefused(why)
+    if not tokens:
+        raise LeverRefused("no padded tokens")
+    if not able:
+        raise LeverRefused("each batch is as wide as its longest row")
+    if not findings:
+        raise LeverRefused("what is computed for padding takes too little of a step")
     padding = max(able, key=lambda p: p.padding_fraction)
     high = max(f.saved_s[1] for f in findings)
     low = min(f.saved_s[0] for f in findings)

@@ -8,33 +8,18 @@ Refuses     Logits that are used besides (returned, for example); heads that are
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
 
 import msgspec
 
-from flatout.core.errors import EditError
 from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Parameters
-from flatout.tune.rewrite.flow import Expression, Flow, has_bias
-from flatout.tune.rewrite.formulas import FormulaReading, NotThisFormula, Operands
+from flatout.tune.rewrite.flow import Flow
 from flatout.tune.rewrite.imports import with_import
+from flatout.tune.rewrite.linear_losses import BLOCK, fused_call, linear_loss
 from flatout.tune.rewrite.source import local_proposals
-
-_VIEWS: Final = frozenset({"view", "reshape", "flatten", "contiguous"})
-_BLOCK: Final = "linear_cross_entropy"
-_KEPT: Final = ("ignore_index", "label_smoothing")
-
-
-class LinearLoss(NamedTuple):
-    """A cross entropy of the output of a linear layer."""
-
-    loss: Operands
-    head: Expression
-    constructor: ast.Call
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
@@ -51,43 +36,10 @@ def edit(text: str, parameters: Parameters) -> str:
     Raises EditError when the head or the loss is not recognised, or the logits are used besides.
     """
     flow = Flow(text, parameters)
-    for last in flow.expressions():
-        reading = FormulaReading(flow)
-        try:
-            found = _loss(reading, last)
-            reading.check(flow.at in {last.at, *reading.removed})
-        except NotThisFormula:
-            continue
-        return _with_chunks(reading, last, found)
-    raise EditError("no cross entropy of a linear layer's result was recognised around this line")
-
-
-def _loss(reading: FormulaReading, expr: Expression) -> LinearLoss:
-    loss = reading.here(expr, "cross_entropy")
-    reading.check(len(loss.args) == 2 and loss.options.keys() <= set(_KEPT))
-    head = reading.behind(loss.args[0], _VIEWS)
-    constructor = reading.flow.linear(head.node)
-    if constructor is None:
-        raise NotThisFormula
-    return LinearLoss(loss, head, constructor)
-
-
-def _with_chunks(reading: FormulaReading, last: Expression, found: LinearLoss) -> str:
-    flow, call = reading.flow, found.head.node
-    assert isinstance(call, ast.Call)
-    layer = flow.text(Expression(call.func, found.head.at))
-    hidden = Expression(call.args[0], found.head.at)
-    targets = found.loss.args[1]
-    while (view := flow.operation(targets.node)) is not None and view.name in _VIEWS:
-        targets = Expression(view.args[0], targets.at)
-    arguments = [flow.text(hidden), f"{layer}.weight", flow.text(targets)]
-    arguments += [f"{layer}.bias"] if has_bias(found.constructor) else []
-    options = found.loss.options
-    arguments += [f"{name}={flow.text(Expression(options[name], last.at))}" for name in _KEPT if name in options]
-    new = f"{_BLOCK}({', '.join(arguments)})"
-    return with_import(
-        flow.replaced(last, new, removed=reading.removed, reused=(hidden, targets)), "flatout", _BLOCK
-    ).code
+    found = linear_loss(flow)
+    new, reused = fused_call(flow, found)
+    module = flow.replaced(found.last, new, removed=set(found.removed), reused=reused)
+    return with_import(module, "flatout", BLOCK).code
 
 
 LEVER = lever(__name__, propose, edit=edit, is_local=True, title="Loss in chunks of tokens")

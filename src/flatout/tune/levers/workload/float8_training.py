@@ -29,9 +29,8 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence, Operator
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
-from flatout.machine.cost.accounting import facts_named, milliseconds
-from flatout.machine.cost.matrix_units import waits_for_host
-from flatout.machine.specs import catalog
+from flatout.machine.cost.accounting import milliseconds
+from flatout.tune.levers.float8_units import GRAPH, check_gains, compiles_graphs, float8_rate
 from flatout.tune.rewrite.calls import compiles_models
 from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import
@@ -50,7 +49,6 @@ _MAY_COST: Final = 0.3
 """Of the products' seconds: our guess at casts that are not fused."""
 _EFFORT: Final = 5.0
 """Compiled code is made anew: as for graph.compile."""
-_GRAPH: Final = "inductor.graph"
 
 
 class _Float8Products(NamedTuple):
@@ -62,83 +60,27 @@ class _Float8Products(NamedTuple):
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
     """Propose it where large products in bfloat16 are much of a training step, and the device is faster in float8."""
-    _check_run(evidence)
+    from flatout.blocks.training.float8 import absence
+
+    check_gains(evidence)
+    if reason := absence():
+        raise LeverRefused(reason)
     products = _products(evidence)
     share = products.seconds / evidence.steps.whole_s if evidence.steps.whole_s else 0.0
     if share < _SMALL_PART:
         raise LeverRefused(f"products that float8 would make faster are {share:.0%} of a step at most")
-    compiles = _compiles(evidence)
+    compiles, rate = compiles_graphs(evidence), float8_rate(evidence)
     yield Candidate(
         parameters={"recipe": "tensorwise"} if compiles else {"recipe": "tensorwise", "compile": True},
-        saved_s=(-_MAY_COST * products.seconds, (1 - 1 / _rate(evidence)) * products.seconds),
+        saved_s=(-_MAY_COST * products.seconds, (1 - 1 / rate) * products.seconds),
         because=f"{products.sizes} take up to {milliseconds(products.seconds)} of a step; in float8 the units are "
-        f"{_rate(evidence):.1f} times as fast"
-        + ("" if compiles else ", once the casts are compiled into their neighbours"),
+        f"{rate:.1f} times as fast" + ("" if compiles else ", once the casts are compiled into their neighbours"),
     )
-
-
-def _check_run(evidence: Evidence) -> None:
-    """Raise LeverRefused where nothing would run in float8, or it would gain nothing."""
-    from flatout.blocks.training.float8 import absence
-
-    if evidence.workload.device == "cpu":
-        raise LeverRefused("float8 is a format of GPUs")
-    if evidence.steps.kind != "training":
-        raise LeverRefused("the script does not train")
-    reason = _device_refusal(evidence.workload.device) or absence()
-    if reason:
-        raise LeverRefused(reason)
-    if not _is_bfloat16(evidence):
-        raise LeverRefused(
-            "products are not in bfloat16; float8 comes after workload.mixed-precision: pull that first, then tune again"
-        )
-    if waits_for_host(evidence):
-        raise LeverRefused("the device waits for its host most of a step")
-
-
-def _device_refusal(name: str) -> str | None:
-    """The reason why a device gains nothing, by its data sheet, else by its compute capability if it is in this
-    machine.
-    """
-    import torch
-
-    from flatout.blocks.training.float8 import refusal
-
-    spec = catalog.match(name)
-    if torch.cuda.is_available() and torch.cuda.get_device_name() == name:
-        return refusal("cuda")
-    if spec is None:
-        return f"whether '{name}' multiplies float8 is not known here"
-    if spec.vendor != "NVIDIA":
-        return "float8 training was measured on NVIDIA GPUs alone"
-    return None if any(r.dtype == "float8" for r in spec.rates) else f"{spec.name} has no units for float8"
-
-
-def _rate(evidence: Evidence) -> float:
-    """Ratio of float8 products over bfloat16 ones, by the data sheet; 2 where there is none, as with all that have
-    them.
-    """
-    spec = catalog.match(evidence.workload.device)
-    rates = {r.dtype: r.flop_per_s.value for r in spec.rates} if spec is not None else {}
-    return rates["float8"] / rates["bfloat16"] if {"float8", "bfloat16"} <= rates.keys() else 2.0
-
-
-def _is_bfloat16(evidence: Evidence) -> bool:
-    """Whether products run in bfloat16, by autocast or because the model's numbers are."""
-    autocast = [fact.text for fact in facts_named(evidence, "autocast")]
-    if autocast:
-        return any("bfloat16" in text for text in autocast)
-    products = [o for o in evidence.operators if o.op in ("aten.mm", "aten.addmm", _GRAPH)]
-    return any(t.dtype == "bfloat16" and len(t.shape) == 2 for o in products for t in o.inputs)
-
-
-def _compiles(evidence: Evidence) -> bool:
-    return evidence.compilation is not None and evidence.compilation.num_graphs > 0
 
 
 def _products(evidence: Evidence) -> _Float8Products:
     """Products of Linear layers that gain: those that were observed one by one, else those in compiled graphs."""
-    graphs = [o for o in evidence.operators if o.op == _GRAPH]
+    graphs = [o for o in evidence.operators if o.op == GRAPH]
     return _in_graphs(evidence, graphs) if graphs else _one_by_one(evidence)
 
 

@@ -33,11 +33,11 @@ def step_of(matrix: Tensor) -> Tensor:
     """The largest magnitude over the largest number of the format, float32: what one float8 step of 1 stands for."""
     if matrix.numel() == 0:
         return torch.ones((), device=matrix.device)
-    largest = torch.linalg.vector_norm(matrix, float("inf"), dtype=torch.float32)
+    largest: Tensor = torch.linalg.vector_norm(matrix, float("inf"), dtype=torch.float32)
     return (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def rounded(matrix: Tensor) -> Rounded:
+def float8_of(matrix: Tensor) -> Rounded:
     """The matrix in FORWARD with one scale; a number that is not finite makes all that are computed with it NaN."""
     scale = step_of(matrix)
     return Rounded((matrix.float() / scale).clamp(-LARGEST, LARGEST).to(FORWARD), scale)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.blocks.kernels.linear_cross_entropy.float8.formats import GRADIENT, gradient_step, rounded
+from flatout.blocks.kernels.linear_cross_entropy.float8.formats import GRADIENT, float8_of, gradient_step
 from flatout.blocks.kernels.linear_cross_entropy.gradient import (
     ROWS_ARGUMENTS,
     LossOptions,
@@ -31,7 +31,7 @@ def _rows(
     """See ROWS_ARGUMENTS."""
     how = LossOptions(*options)
     with torch.autocast(hidden_ND.device.type, enabled=False):
-        hidden8, weight8 = rounded(hidden_ND), rounded(weight_VD)
+        hidden8, weight8 = float8_of(hidden_ND), float8_of(weight_VD)
         hidden = hidden8.values.float() * hidden8.scale
         weight = weight8.values.float() * weight8.scale
         logits_NV = hidden @ weight.t()
@@ -42,10 +42,10 @@ def _rows(
         step = gradient_step(scales_N)
         d_NV = (d_NV / step).to(GRADIENT).float() * step
     like = pass_shapes(hidden_ND, weight_VD, targets_N, bias_V, scales_N, *options)
-    made = (losses_N, d_NV @ weight, d_NV.t() @ hidden, d_NV.sum(0))
+    results = (losses_N, d_NV @ weight, d_NV.t() @ hidden, d_NV.sum(0))
     return [
         result.to(shape.dtype) if is_needed else shape
-        for result, shape, is_needed in zip(made, like, (True, *how.needs), strict=True)
+        for result, shape, is_needed in zip(results, like, (True, *how.needs), strict=True)
     ]
 
 

@@ -30,12 +30,16 @@ from flatout.blocks.kernels.linear_cross_entropy.gradient import (
     pass_shapes,
 )
 from flatout.blocks.kernels.linear_cross_entropy.triton import launch_row_losses, scale_in_place
-from flatout.blocks.kernels.opaque import opaque
+from flatout.blocks.kernels.opaque import opaque, with_dense_rows
 from flatout.blocks.kernels.selection import no_triton
 from flatout.core.parts import kernel
 
 _SOURCE: Final = "flatout.blocks.kernels.linear_cross_entropy.float8.on_device.tiles"
-_TILE: Final = 128
+_PADDED: Final = 128
+"""Classes are filled up to a multiple of so many, with zeros in the weight."""
+_TILE: Final = 64
+_NUM_WARPS: Final = 2
+"""Rows and columns of what a program casts."""
 _MOST: Final = 16384
 """Tokens of a chunk at most: with 50304 classes 1.6 GB of logits, and as much for two copies of their gradient."""
 _FIRST: Final = (8, 9)
@@ -58,11 +62,14 @@ def _rows(
 ) -> list[Tensor]:
     """See ROWS_ARGUMENTS. Tokens that are ignored cost their products, since the host does not know which they are."""
     how = LossOptions(*options)
-    (num_tokens, width), vocabulary = hidden_ND.shape, len(weight_VD)
-    losses_N, like = torch.empty_like(scales_N), pass_shapes(hidden_ND, weight_VD, targets_N, bias_V, scales_N, *options)
+    num_tokens, vocabulary = len(hidden_ND), len(weight_VD)
+    losses_N, like = (
+        torch.empty_like(scales_N),
+        pass_shapes(hidden_ND, weight_VD, targets_N, bias_V, scales_N, *options),
+    )
     if num_tokens == 0 or vocabulary == 0:
         return [losses_N.fill_(math.nan), *(g.zero_() for g in like[1:])]
-    more_tokens, more_classes = -num_tokens % MULTIPLE, -vocabulary % _TILE
+    more_tokens, more_classes = -num_tokens % MULTIPLE, -vocabulary % _PADDED
     if more_tokens:
         hidden_ND, scales_N = F.pad(hidden_ND, (0, 0, 0, more_tokens)), F.pad(scales_N, (0, more_tokens))
         targets_N = F.pad(targets_N, (0, more_tokens), value=how.ignore_index)
@@ -70,10 +77,13 @@ def _rows(
     if more_classes:
         weight_VD = F.pad(weight_VD, (0, 0, 0, more_classes))
         bias_V = F.pad(bias_V, (0, more_classes)) if bias_V is not None else None
-    made = _by_chunks(hidden_ND, weight_VD, targets_N.contiguous(), bias_V, scales_N, losses_N, vocabulary, how)
+    gradients = _by_chunks(hidden_ND, weight_VD, targets_N.contiguous(), bias_V, scales_N, losses_N, vocabulary, how)
     return [
         losses_N[:num_tokens],
-        *(g[: len(to)].to(to.dtype) if need else to for g, to, need in zip(made, like[1:], how.needs, strict=True)),
+        *(
+            g[: len(to)].to(to.dtype) if need else to
+            for g, to, need in zip(gradients, like[1:], how.needs, strict=True)
+        ),
     ]
 
 
@@ -103,12 +113,16 @@ def _by_chunks(
     with torch.autocast(hidden_ND.device.type, enabled=False):
         for start in range(0, num_tokens, chunk):
             at = slice(start, min(start + chunk, num_tokens))
-            logits_CV = _product(hidden8_ND[at], weight8_VD.t(), hidden_step, weight_step, dtype=logits_dtype, bias=bias)
+            logits_CV = _product(
+                hidden8_ND[at], weight8_VD.t(), hidden_step, weight_step, dtype=logits_dtype, bias=bias
+            )
             rows = (logits_CV[:, :vocabulary], targets_N[at], scales_N[at], losses_N[at])
             launch_row_losses(*rows, *how[:4], False, norms_C=norms_N[at])
             if not any(how.needs):
                 continue
-            small_CV, small_VC = _gradient_twice(logits_CV, targets_N[at], scales_N[at], norms_N[at], step, vocabulary, how)
+            small_CV, small_VC = _gradient_twice(
+                logits_CV, targets_N[at], scales_N[at], norms_N[at], step, vocabulary, how
+            )
             del logits_CV
             if how.needs_hidden:
                 of_hidden[at] = _product(small_CV, weight8_DV.t(), step, weight_step, dtype=logits_dtype)
@@ -133,17 +147,19 @@ def _product(
 
 
 def _cast_twice(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The matrix in float8, that with rows and columns exchanged, and what 1 stands for in them."""
-    matrix = matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+    """The matrix in float8, that with rows and columns exchanged, and what 1 stands for in them.
+
+    They are exchanged by a copy: Triton 3.6 mixed up float8 numbers that came from float32 and were exchanged in registers.
+    """
+    matrix = with_dense_rows(matrix)
     num_rows, num_columns = matrix.shape
     step = step_of(matrix)
     small = torch.empty(num_rows, num_columns, dtype=FORWARD, device=matrix.device)
-    exchanged = torch.empty(num_columns, num_rows, dtype=FORWARD, device=matrix.device)
     source: Any = import_module(_SOURCE)
-    grid = (math.ceil(num_rows / _TILE), math.ceil(num_columns / _TILE))
-    sizes = (num_rows, num_columns, matrix.stride(0), LARGEST)
-    source.cast_twice[grid](matrix, step, small, exchanged, *sizes, ROWS=_TILE, COLUMNS=_TILE, num_warps=8)
-    return small, exchanged, step
+    block = min(1024, 1 << (num_columns - 1).bit_length())
+    sizes = (num_columns, matrix.stride(0), LARGEST)
+    source.cast_rows[(num_rows, math.ceil(num_columns / block))](matrix, step, small, *sizes, BLOCK=block, num_warps=4)
+    return small, small.view(torch.uint8).t().contiguous().view(FORWARD), step
 
 
 def _gradient_twice(
@@ -168,7 +184,7 @@ def _gradient_twice(
         HAS_SMOOTHING=how.label_smoothing != 0.0,
         ROWS=_TILE,
         COLUMNS=_TILE,
-        num_warps=8,
+        num_warps=_NUM_WARPS,
     )
     return small, exchanged
 

@@ -1,7 +1,7 @@
-"""Triton: matrices cast to float8 in tiles, each written twice: as it lies, and with rows and columns exchanged.
+"""Triton: matrices cast to float8; the gradient of logits in tiles, written as it lies and with rows and columns exchanged.
 
 The units of Hopper multiply float8 only where both factors lie along the inner dimension, and each matrix here is a factor of
-two products with different ones. It is read once for both copies.
+two products with different ones.
 
 C tokens of a chunk, V vocabulary. This folder has no __init__.py, so that the registry's search passes it by.
 """
@@ -14,29 +14,13 @@ import triton.language as tl
 
 
 @triton.jit
-def cast_twice(
-    matrix_RK,
-    scale,
-    out_RK,
-    out_KR,
-    num_rows,
-    num_columns,
-    row_stride,
-    largest,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A matrix over its scale, saturated, in the format of the outputs, which are dense."""
-    row, column = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * COLUMNS
-    r, k = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    is_inside = (row + r < num_rows)[:, None] & (column + k < num_columns)[None, :]
-    matrix_RK += row * row_stride + column
-    values = tl.load(matrix_RK + r[:, None] * row_stride + k[None, :], mask=is_inside, other=0.0)
-    values = values.to(tl.float32) / tl.load(scale)
+def cast_rows(matrix_RK, scale, out_RK, num_columns, row_stride, largest, BLOCK: tl.constexpr):
+    """A matrix over its scale, saturated, in the format of the output, which is dense."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(matrix_RK + row * row_stride + k, mask=k < num_columns, other=0.0).to(tl.float32) / tl.load(scale)
     values = tl.where(values > largest, largest, tl.where(values < -largest, -largest, values))
-    small = values.to(out_RK.dtype.element_ty)
-    tl.store(out_RK + row * num_columns + column + r[:, None] * num_columns + k[None, :], small, mask=is_inside)
-    tl.store(out_KR + column * num_rows + row + r[:, None] + k[None, :] * num_rows, small, mask=is_inside)
+    tl.store(out_RK + row * num_columns + k, values.to(out_RK.dtype.element_ty), mask=k < num_columns)
 
 
 @triton.jit
@@ -87,6 +71,7 @@ def gradient_twice(
     if HAS_CAP:
         gradient *= 1.0 - (z / cap) * (z / cap)
     gradient = tl.where(is_counted[:, None] & (column + k < vocabulary)[None, :], gradient, 0.0)
-    small = gradient.to(out_CV.dtype.element_ty)
-    tl.store(out_CV + corner + at, small, mask=is_inside)
-    tl.store(out_VC + column * num_tokens + row + r[:, None] + k[None, :] * num_tokens, small, mask=is_inside)
+    tl.store(out_CV + corner + at, gradient.to(out_CV.dtype.element_ty), mask=is_inside)
+    exchanged = tl.trans(gradient).to(out_VC.dtype.element_ty)
+    out_VC += column * num_tokens + row
+    tl.store(out_VC + k[:, None] * num_tokens + r[None, :], exchanged, mask=tl.trans(is_inside))

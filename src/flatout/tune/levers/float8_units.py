@@ -1,0 +1,72 @@
+"""Whether a run that was observed would gain from float8: its device, its precision, and what it waits for."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from flatout.core.errors import LeverRefused
+from flatout.core.records.evidence import Evidence
+from flatout.machine.cost.accounting import facts_named
+from flatout.machine.cost.matrix_units import waits_for_host
+from flatout.machine.specs import catalog
+
+GRAPH: Final = "inductor.graph"
+"""The name of an operator that is a compiled graph."""
+
+
+def check_gains(evidence: Evidence) -> None:
+    """Raise LeverRefused where nothing would run in float8, or it would gain nothing."""
+    if evidence.workload.device == "cpu":
+        raise LeverRefused("float8 is a format of GPUs")
+    if evidence.steps.kind != "training":
+        raise LeverRefused("the script does not train")
+    reason = _device_refusal(evidence.workload.device)
+    if reason:
+        raise LeverRefused(reason)
+    if not _is_bfloat16(evidence):
+        raise LeverRefused(
+            "products are not in bfloat16; float8 comes after workload.mixed-precision: pull that first, then tune again"
+        )
+    if waits_for_host(evidence):
+        raise LeverRefused("the device waits for its host most of a step")
+
+
+def _device_refusal(name: str) -> str | None:
+    """The reason why a device gains nothing, by its data sheet, else by its compute capability if it is in this
+    machine.
+    """
+    import torch
+
+    from flatout.blocks.training.float8 import refusal
+
+    spec = catalog.match(name)
+    if torch.cuda.is_available() and torch.cuda.get_device_name() == name:
+        return refusal("cuda")
+    if spec is None:
+        return f"whether '{name}' multiplies float8 is not known here"
+    if spec.vendor != "NVIDIA":
+        return "float8 training was measured on NVIDIA GPUs alone"
+    return None if any(r.dtype == "float8" for r in spec.rates) else f"{spec.name} has no units for float8"
+
+
+def float8_rate(evidence: Evidence) -> float:
+    """Ratio of float8 products over bfloat16 ones, by the data sheet; 2 where there is none, as with all that have
+    them.
+    """
+    spec = catalog.match(evidence.workload.device)
+    rates = {r.dtype: r.flop_per_s.value for r in spec.rates} if spec is not None else {}
+    return rates["float8"] / rates["bfloat16"] if {"float8", "bfloat16"} <= rates.keys() else 2.0
+
+
+def _is_bfloat16(evidence: Evidence) -> bool:
+    """Whether products run in bfloat16, by autocast or because the model's numbers are."""
+    autocast = [fact.text for fact in facts_named(evidence, "autocast")]
+    if autocast:
+        return any("bfloat16" in text for text in autocast)
+    products = [o for o in evidence.operators if o.op in ("aten.mm", "aten.addmm", GRAPH)]
+    return any(t.dtype == "bfloat16" and len(t.shape) == 2 for o in products for t in o.inputs)
+
+
+def compiles_graphs(evidence: Evidence) -> bool:
+    """Whether the script compiles something itself."""
+    return evidence.compilation is not None and evidence.compilation.num_graphs > 0
