@@ -101,7 +101,7 @@ def test_the_kernel_returns_what_the_reference_does_on_a_device(options: dict[st
     got = _results(leaves, targets, more, _TRITON.run)
     for a, b in zip(got, wanted, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
-        assert _error(a, b) < 0.01
+        assert _error(a, b) < 0.02  # logits and the gradient of hidden leave the units in 16 bits
     for number, (a, b) in enumerate(zip(got, _exact(leaves, targets, more), strict=True)):
         assert _error(a, b) < (0.02 if number == 0 else 0.12)
 

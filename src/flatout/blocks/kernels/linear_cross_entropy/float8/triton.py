@@ -40,6 +40,7 @@ _PADDED: Final = 128
 _TILE: Final = 64
 _NUM_WARPS: Final = 2
 """Rows and columns of what a program casts."""
+_BLOCK: Final = 128
 _MOST: Final = 16384
 """Tokens of a chunk at most: with 50304 classes 1.6 GB of logits, and as much for two copies of their gradient."""
 _FIRST: Final = (8, 9)
@@ -176,16 +177,21 @@ def _gradient_twice(
     small = torch.empty(num_tokens, num_classes, dtype=GRADIENT, device=logits_CV.device)
     exchanged = torch.empty(num_classes, num_tokens, dtype=GRADIENT, device=logits_CV.device)
     source: Any = import_module(_SOURCE)
-    source.gradient_twice[(math.ceil(num_tokens / _TILE), math.ceil(num_classes / _TILE))](
+    arguments = (
         *(logits_CV, targets_C, scales_C, norms_C, step, small, exchanged),
         *(num_tokens, vocabulary, num_classes),
         *(how.ignore_index, how.label_smoothing, how.z_loss, how.softcap),
-        HAS_CAP=how.softcap != 0.0,
-        HAS_SMOOTHING=how.label_smoothing != 0.0,
+    )
+    options = {"HAS_CAP": how.softcap != 0.0, "HAS_SMOOTHING": how.label_smoothing != 0.0}
+    source.gradient_twice[(math.ceil(num_tokens / _TILE), num_classes // _TILE)](
+        *arguments,
+        **options,
+        IS_EVEN=num_tokens % _TILE == 0,
         ROWS=_TILE,
         COLUMNS=_TILE,
         num_warps=_NUM_WARPS,
     )
+    source.gradient_of_targets[(math.ceil(num_tokens / _BLOCK),)](*arguments, **options, BLOCK=_BLOCK, num_warps=4)
     return small, exchanged
 
 
