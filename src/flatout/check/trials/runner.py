@@ -44,9 +44,10 @@ def run_trials(
         is_last = trials_by_request()[type(trial)].is_last
         left_s = end + is_last * compile_budget_s - perf_counter()
         if is_hurried():
-            results.append(TrialResult(trial=trial, refused="the script was ended"))
+            results.append(TrialResult(trial=trial, refused="the script was ended", is_out_of_time=True))
         elif left_s < _LEAST_S:
-            results.append(TrialResult(trial=trial, refused=f"the {budget_s:.0f} s for trials were spent"))
+            why = f"the {budget_s:.0f} s for trials were spent"
+            results.append(TrialResult(trial=trial, refused=why, is_out_of_time=True))
         else:
             limited = scene._replace(limit_s=min(scene.limit_s, left_s), left_s=left_s)
             with untouched():
@@ -61,7 +62,9 @@ def _run(trial: Trial, scene: Scene) -> TrialResult:
         with nullcontext() if entry.is_last else time_limit(scene.left_s):
             return entry.run(trial, scene)
     except OutOfTime:
-        return TrialResult(trial=trial, refused="it was given up when the time for trials was over")
+        return TrialResult(
+            trial=trial, refused="it was given up when the time for trials was over", is_out_of_time=True
+        )
     except Refused as e:
         return TrialResult(trial=trial, refused=str(e))
     except Exception as e:  # noqa: BLE001  # a trial runs user code on a copy; whatever it raises costs the trial alone

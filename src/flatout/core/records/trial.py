@@ -332,7 +332,8 @@ else:
 class TrialResult(Record, frozen=True, kw_only=True):
     """What a trial measured, in seconds for one execution of the request, as medians.
 
-    `refused` is the reason why nothing was measured (both times are None then). `spread_fraction` is the relative interquartile
+    `refused` is the reason why nothing was measured (both times are None then), `is_out_of_time` where that is the time alone.
+    `spread_fraction` is the relative interquartile
     range of the slower variant. `variant` names the winner where a trial compared several. `error` is the largest
     absolute difference between the results of both variants, relative to the largest value, where it was compared.
     `parts` holds further measured seconds by name, `facts` yes/no findings of the trial.
@@ -345,5 +346,6 @@ class TrialResult(Record, frozen=True, kw_only=True):
     variant: str = ""
     error: float | None = None
     refused: str = ""
+    is_out_of_time: bool = False
     parts: dict[str, float] = {}
     facts: dict[str, bool] = {}
