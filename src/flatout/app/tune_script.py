@@ -154,9 +154,10 @@ def tune(
         *arguments: The script's own arguments.
         is_module: Run it like `python -m`.
         time_budget: How long to search: seconds, or a text such as '5m'.
-        allow: The weakest guarantee of a lever: 'exact' (the same bits), 'bounded', 'distribution' (other random numbers).
+        allow: The weakest guarantee of a lever: 'exact' (the same bits), 'bounded', 'distribution' (other random numbers),
+            'quality' (coarser numbers, judged by the metric, or by the first losses on three seeds).
         metric: A pattern with one group for what the script prints of its quality: allows levers that change results.
-        accuracy_loss: How much of the metric a plan may lose.
+        accuracy_loss: How much of the metric a plan may lose; without a metric, how much higher the loss may be.
         less_is_better: Whether the metric is a loss or an error.
         objective: What is to become less.
         memory_limit: What a step may hold at most, of the device or else the process, such as '20GiB'; '' for no limit.

@@ -187,3 +187,55 @@ def test_a_module_is_edited_in_the_folder_that_it_is_run_from(folder: Path) -> N
     assert "verified" in done.err
     other = flatout("edit", "--plan", "plan.toml", "-m", "mine.absent", folder=folder)
     assert other.code == 2 and "mine.absent" in other.err and "Traceback" not in other.err
+
+
+LANGUAGE = """
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(64, 16)
+            self.head = nn.Linear(16, 64)
+
+        def forward(self, x, y):
+            logits = self.head(torch.tanh(self.embed(x)))
+            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1))
+            return logits, loss
+
+
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(400):
+        x = torch.randint(64, (4, 16))
+        optimizer.zero_grad()
+        net(x, x * 7 % 64)[1].backward()
+        optimizer.step()
+"""
+FLOAT8 = PlannedLever(
+    id="workload.float8-loss",
+    guarantee="quality",
+    parameters={
+        "file": "train.py",
+        "function": "Net.forward",
+        "code": "loss = F.cross_entropy(logits.view(-1, logits.size(-1)), y.view(-1))",
+    },
+)
+
+
+def test_the_text_of_a_plan_that_costs_precision_runs_beside_the_plan(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(LANGUAGE))
+    plan = Plan(script="train.py", lever=(FLOAT8,), guarantee="quality")
+    (tmp_path / "plan.toml").write_bytes(to_toml(plan))
+    done = verified_edit(tmp_path)
+    assert done.code == 0, done.err
+    assert "float8=True" in done.out and "verified: " in done.err
+    judged = flatout("verify", "--allow", "quality", "--no-speed", "plan.toml", "train.py", folder=tmp_path)
+    assert judged.code == 0, judged.out + judged.err
+    assert "PROVED: equal in quality" in judged.out and "over 3 seeds" in " ".join(judged.out.split())
+    refused = flatout("verify", "--no-speed", "plan.toml", "train.py", folder=tmp_path)
+    assert refused.code == 1 and "DIFFERENT" in refused.out

@@ -87,7 +87,7 @@ def test_a_script_that_fails_is_an_error_with_its_last_words(folder: Path) -> No
     [
         ({"time_budget": "soon"}, "^time_budget soon is no time above 0"),
         ({"time_budget": -1.0}, "^time_budget -1.0 is no time above 0"),
-        ({"allow": "quality"}, "^allow quality is none of exact, bounded, distribution"),
+        ({"allow": "speed"}, "^allow speed is none of exact, bounded, distribution, quality"),
         ({"memory_limit": "20"}, "^memory_limit 20 is no size above 0"),
         ({"run_steps": -1}, "^run_steps -1 must be 0 or more"),
         ({"timeout": 0.0}, "^timeout 0 must be above 0"),

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from flatout.core.errors import UsageError, VerificationError
+from flatout.tune.verify.losses import LossRuns
 from flatout.tune.verify.proof import ScriptProver, prove_script
 from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.quality import Metric, checked
-from flatout.tune.verify.side_process import Request
+from flatout.tune.verify.side_process import Failed, Request, SideProcess
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -139,3 +140,16 @@ def test_without_a_metric_the_first_losses_tell(tmp_path: Path) -> None:
     assert worse.outcome == "different" and "is allowed" in worse.because
     assert late.outcome == "unknown" and "not looked at" in late.equality.because
     assert once.outcome == "proved" and "on one seed" in once.equality.because, once.because
+
+
+@pytest.mark.slow
+def test_of_a_shorter_script_all_losses_are_taken(tmp_path: Path) -> None:
+    one, other = learning(tmp_path, "one.py"), learning(tmp_path, "other.py", steps_of_one=32)
+    found = LossRuns(SideProcess, timeout_s=60.0).compare(
+        one, other, range(2), num_losses=5000, allowed=1.0, at_once=True
+    )
+    assert found.holds is True and found.num_steps == 800
+    with pytest.raises(Failed, match="did not come to"):
+        broken = Request(target=str(tmp_path / "broken.py"))
+        Path(broken.target).write_text(Path(one.target).read_text().replace("range(400)", "range(3)"))
+        LossRuns(SideProcess, timeout_s=60.0).compare(one, broken, [0], num_losses=100, allowed=1.0, at_once=False)

@@ -84,7 +84,7 @@ def edit(
     doubt = "not asked for" if no_verify else ""
     is_changed = bool(found.files or found.environment)
     if is_changed and not no_verify:
-        doubt = _verified(found, target, timeout_s=timeout)
+        doubt = _verified(found, target, plan, timeout_s=timeout)
     written = found.write(out) if write or out is not None else ()
     if is_changed and doubt:
         print(f"# NOT VERIFIED: {doubt}")
@@ -106,18 +106,22 @@ def edit(
     raise typer.Exit(PARTLY_DONE if found.stayed else DONE)
 
 
-def _verified(found: Edits, target: ScriptTarget, *, timeout_s: float) -> str:
+def _verified(found: Edits, target: ScriptTarget, plan: Path, *, timeout_s: float) -> str:
     """Run the changed text beside the script; why it could not be told whether they are equal, '' where they are.
 
+    The text of a plan that costs precision runs beside the script with that plan: what it costs was judged with the plan.
     Exits with 1 where the text does something else, in two runs: what a script computes may differ from run to run.
     """
-    from flatout.app.plans import precision_of_plan
+    import msgspec
+
+    from flatout.app.plans import environment_of, precision_of_plan
     from flatout.tune.verify.proof import prove_script
     from flatout.tune.verify.proof_terms import ProofTerms
     from flatout.tune.verify.side_process import Request
 
-    if found.plan.guarantee == "quality":
-        return "the plan keeps a metric, not the steps; compare whole runs"
+    is_quality = found.plan.guarantee == "quality"
+    if is_quality and found.stayed:
+        return "the plan costs precision, and the text has not all of it; compare whole runs"
     guarantee: Guarantee = "distribution" if found.plan.guarantee == "distribution" else "bounded"
     terms = ProofTerms(
         guarantee=guarantee,
@@ -127,10 +131,13 @@ def _verified(found: Edits, target: ScriptTarget, *, timeout_s: float) -> str:
         timeout_s=timeout_s,
     )
     base = Request(target=target.name, kind=target.kind, arguments=target.arguments)
+    changed = found.changed(base)
+    if is_quality:
+        base = msgspec.structs.replace(base, plan=str(plan.absolute()), environment=environment_of(found.plan))
     with open_console(stderr=True).status("running the changed text beside the script") as line:
         try:
-            verdict = prove_script(base, found.changed(base), terms, on_progress=line.update)
-            again = prove_script(base, found.changed(base), terms) if verdict.outcome == "different" else None
+            verdict = prove_script(base, changed, terms, on_progress=line.update)
+            again = prove_script(base, changed, terms) if verdict.outcome == "different" else None
         except FlatoutError as e:
             return str(e)
     return _doubt(verdict, again)
@@ -155,7 +162,7 @@ def _doubt(verdict: Verdict, again: Verdict | None) -> str:
         return verdict.because
     if verdict.outcome == "slower":
         return f"equal, but slower here: {headline}"
-    print_lines(f"verified: {headline}", stderr=True)
+    print_lines(f"verified: {headline if verdict.outcome == 'proved' else verdict.because}", stderr=True)
     return ""
 
 

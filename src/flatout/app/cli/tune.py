@@ -33,7 +33,12 @@ def tune(
         ),
     ] = "",
     allowed_loss: Annotated[
-        float, typer.Option("--accuracy-loss", metavar="LOSS", help="How much of the metric a plan may lose.")
+        float,
+        typer.Option(
+            "--accuracy-loss",
+            metavar="LOSS",
+            help="How much of the metric a plan may lose; how much higher the loss may be.",
+        ),
     ] = 0.0,
     less_is_better: Annotated[bool, typer.Option("--less-is-better", help="The metric is a loss or an error.")] = False,
     objective: Annotated[str, typer.Option(metavar="time|memory", help="What is to become less.")] = "time",

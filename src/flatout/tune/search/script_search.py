@@ -68,6 +68,7 @@ _COMPARED_SHARE: Final = 0.4
 _LEARNING_SHARE: Final = 0.03
 """Of the budget, for the steps of one run that shows how far a change of quality gets."""
 _FEWEST_LOSSES, _MOST_LOSSES = 50, 1000
+_LARGER_BATCHES: Final = "parallelism.batch-size"
 
 
 class Proposals(NamedTuple):
@@ -84,6 +85,13 @@ def lever_proposals(evidence: Evidence, rules: Iterable[Rule], levers: Iterable[
     proposals = [p for lever in levers for p in lever.propose(evidence, [f for _, f in named.get(lever.id, [])])]
     candidates = tuple(p for p in proposals if isinstance(p, Candidate))
     return Proposals(candidates, tuple(p for p in proposals if isinstance(p, Refusal)))
+
+
+def _judged_by_losses(proposed: Proposals) -> Proposals:
+    """The proposals without larger batches: the first losses of those are of more samples each."""
+    left = [c for c in proposed.candidates if c.lever == _LARGER_BATCHES]
+    refusals = tuple(Refusal(lever=c.lever, because="only a metric can tell what it costs; see --metric") for c in left)
+    return Proposals(tuple(c for c in proposed.candidates if c not in left), (*proposed.refusals, *refusals))
 
 
 class Pace:
@@ -349,6 +357,8 @@ def search_script(
     if terms.cycle > 1 and evidence.steps.whole_s > _LONG_CYCLE_S:
         terms = msgspec.structs.replace(terms, num_processes=1)
     proposed = lever_proposals(evidence, rules, known.values())
+    if settings.allow == "quality" and terms.metric is None:
+        proposed = _judged_by_losses(proposed)
     plan = Plan(
         script=str(file),
         script_digest=digest_of_text(file.read_bytes()),

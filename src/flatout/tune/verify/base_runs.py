@@ -102,6 +102,11 @@ class BaseRuns:
         finally:
             self._shared = ""
 
+    @property
+    def has_room_for_two(self) -> bool:
+        """Whether two runs go on a device at once, by what those so far held of its memory."""
+        return self.device != "cpu" and _num_that_fit(["", ""], self._peak_bytes, self._free_bytes) > 1
+
     def steps(self, dtype: str = "", noise_seed: int = 0) -> list[Step]:
         """The base's steps, in this precision and with this rounding noise; run for that if they have not been.
 

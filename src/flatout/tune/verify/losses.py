@@ -29,6 +29,7 @@ _LAST: Final = 0.2
 _JOINING: Final = "parallelism.join-micro-batches"
 _LEAST_ALLOWED: Final = 0.005
 """Of the loss: a change of precision that costs less is none that training for longer would not make good. Our choice."""
+_FEWEST: Final = 10
 _ALLOWED_ON_ONE_SEED: Final = 0.05
 """Where how much seeds differ is not known: only what learns much less is sorted out."""
 
@@ -37,8 +38,7 @@ class FirstLosses:
     """Adds up what a script calls backward on, and calls `on_end` with a mean once there were `num_losses`.
 
     A loss that a GradScaler scaled counts as it was before, and one of several micro-batches that a plan joined (`each`) as so
-    many. It costs a few small operators for each of the last fifth of them,
-    waits for the device once, and nothing afterwards.
+    many. It costs a few small operators for each of the last fifth of them, waits for the device once, and nothing afterwards.
     """
 
     def __init__(self, num_losses: int, on_end: Callable[[float], None], *, each: int = 1) -> None:
@@ -147,7 +147,7 @@ class LossRuns:
         """Nothing runs yet; `process` starts a run when one is asked for."""
         self._process = process
         self._timeout_s = timeout_s
-        self._finished: dict[tuple[str, str, int, int], float] = {}
+        self._answers: dict[tuple[str, str, int, int], SideAnswer] = {}
 
     def compare(
         self, base: Request, after: Request, seeds: Sequence[int], *, num_losses: int, allowed: float, at_once: bool
@@ -155,15 +155,20 @@ class LossRuns:
         """Whether training with `after` gets as far as with the base, by the mean of the last fifth of the first losses.
 
         It may be higher by `allowed`, by as much as seeds differ (their standard deviation), or by half a per cent, on one seed
-        by five. Both sides of a seed run together where they may (`at_once`). Raises Failed when one does not get so far.
+        by five. Of a script that ends before, all losses are taken. Both sides of a seed run together where they may
+        (`at_once`). Raises Failed when one does not get so far.
         """
-        pairs = []
+        self._run([base, after] if at_once else [base], seeds[0], num_losses)
+        first = self._answers[self._key(base, seeds[0], num_losses)]
+        if not first.error and first.mean_loss is None and _FEWEST <= first.num_steps < num_losses:
+            num_losses = first.num_steps
+        before, gaps = [], []
         for seed in seeds:
-            self._run([base, after], seed, num_losses, at_once=at_once)
-            pairs.append(tuple(self._finished[self._key(side, seed, num_losses)] for side in (base, after)))
-        before, gaps = [one for one, _ in pairs], [two - one for one, two in pairs]
-        if not all(map(math.isfinite, gaps)):
-            return Equality(guarantee="quality", holds=False, because="the loss is not finite")
+            for group in [[base, after]] if at_once else [[base], [after]]:
+                self._run(group, seed, num_losses)
+            one, two = (self._mean(side, seed, num_losses) for side in (base, after))
+            before.append(one)
+            gaps.append(two - one)
         spread, share = (stdev(before), _LEAST_ALLOWED) if len(before) > 1 else (0.0, _ALLOWED_ON_ONE_SEED)
         limit = max(allowed, spread, share * abs(fmean(before)))
         gap, num = fmean(gaps), len(gaps)
@@ -177,20 +182,20 @@ class LossRuns:
         holds = True if high <= limit else False if low > limit else None
         return Equality(guarantee="quality", holds=holds, num_steps=num_losses, because=because)
 
-    def _run(self, sides: Sequence[Request], seed: int, num_losses: int, *, at_once: bool) -> None:
-        missing = [side for side in sides if self._key(side, seed, num_losses) not in self._finished]
-        for group in [missing] if at_once else [[side] for side in missing]:
-            with ExitStack() as stack:
-                processes = [
-                    (side, stack.enter_context(self._process(_losing(side, seed, num_losses)))) for side in group
-                ]
-                for side, process in processes:
-                    answer = process.answer(timeout_s=self._timeout_s)
-                    try:
-                        mean = _mean_of(answer, side.target, num_losses)
-                    except VerificationError as e:
-                        raise Failed(str(e)) from e
-                    self._finished[self._key(side, seed, num_losses)] = mean
+    def _run(self, sides: Sequence[Request], seed: int, num_losses: int) -> None:
+        """Have them run at once, as far as they have not yet."""
+        missing = [side for side in sides if self._key(side, seed, num_losses) not in self._answers]
+        with ExitStack() as stack:
+            processes = [stack.enter_context(self._process(_losing(side, seed, num_losses))) for side in missing]
+            for side, process in zip(missing, processes, strict=True):
+                answer = process.answer(timeout_s=self._timeout_s)
+                self._answers[self._key(side, seed, num_losses)] = answer
+
+    def _mean(self, side: Request, seed: int, num_losses: int) -> float:
+        try:
+            return _mean_of(self._answers[self._key(side, seed, num_losses)], side.target, num_losses)
+        except VerificationError as e:
+            raise Failed(str(e)) from e
 
     @staticmethod
     def _key(side: Request, seed: int, num_losses: int) -> tuple[str, str, int, int]:

@@ -148,7 +148,7 @@ class ScriptProver:
                 range(terms.seed, terms.seed + terms.num_seeds),
                 num_losses=terms.num_losses,
                 allowed=terms.allowed_loss,
-                at_once=self._runs.device != "cpu",
+                at_once=self._runs.has_room_for_two,
             )
             judged = _judged(equality, speed, _Failure(), is_timed=terms.is_timed)
         except Failed as e:

@@ -33,7 +33,7 @@ _GROUP: Final = 8
 _NUM_WARPS: Final = 8
 """Logits that a program holds at once, 8 a thread: one load of 16 bytes. Of 16,384 rows of 50,304 logits in bfloat16, an H200
 makes losses and gradients in 1.22 ms and losses alone in 0.41 ms (with 8,192, a maximum a logit and 32 warps in 1.53 and 0.79 ms;
-bench/results/2026-11-27-h200/losses_device.json)."""
+bench/results/2026-11-27-h200/float8_loss.txt)."""
 _ALIGNED: Final = 64
 """Vocabularies are filled up to a multiple of so many classes, with zeros in the weight. The matrix units' fast paths want sizes
 and rows of 16 bytes: three products with 50257 classes took 29 ms on an H200, with 50304 a third of it."""
