@@ -90,6 +90,17 @@ def test_a_rung_for_each_lever_and_the_reasons_of_the_others(render: Render) -> 
     assert "goes on from here" in text
 
 
+def test_a_change_of_precision_says_what_it_costs(render: Render) -> None:
+    assert TUNED.proof is not None
+    equality = Equality(
+        guarantee="quality", holds=True, num_steps=100, because="the loss is 2.5, and +0.01 with the change"
+    )
+    tuned = msgspec.structs.replace(TUNED, proof=msgspec.structs.replace(TUNED.proof, equality=equality))
+    text = " ".join(render(ladder_blocks(tuned), width=200, limit=WIDTH).split())
+    assert "The loss is 2.5, and +0.01 with the change; " in text
+    assert "tensors compared" not in text
+
+
 @pytest.mark.parametrize("width", [60, 100])
 def test_it_fits_a_narrow_terminal(render: Render, width: int) -> None:
     assert max(map(len, render(ladder_blocks(TUNED), width=width).splitlines())) <= width

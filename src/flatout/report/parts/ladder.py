@@ -149,8 +149,11 @@ def _proof_circumstances(tuned: Tuned) -> str:
     proof = tuned.proof
     if proof is None:
         return ""
-    steps, tensors = proof.equality.num_steps, proof.equality.num_tensors
-    return f"{steps} steps and {tensors} tensors compared; {proof.device}; torch {proof.torch}, Python {proof.python}"
+    equality = proof.equality
+    compared = f"{equality.num_steps} steps and {equality.num_tensors} tensors compared"
+    if equality.guarantee == "quality":
+        compared = equality.because[:1].upper() + equality.because[1:]
+    return f"{compared}; {proof.device}; torch {proof.torch}, Python {proof.python}"
 
 
 def ladder_rows(tuned: Tuned) -> tuple[Row, ...]:
