@@ -99,13 +99,14 @@ def lever(
     is_local: bool = False,
     effort: float | Callable[[Parameters], float] = 1.0,
     errors: tuple[str, ...] = (),
+    num_losses: Callable[[Parameters], int] = lambda parameters: 1,
 ) -> Lever:
     """The lever of a module, with the guarantee that its docstring names.
 
     Args:
         module: The module's `__name__`.
         propose: As the field of `Lever`; it need not fill in `lever`, and may refuse by LeverRefused.
-        apply, edit, environment, dtype, conflicts, is_local, effort, errors: The fields of `Lever`.
+        apply, edit, environment, dtype, conflicts, is_local, effort, errors, num_losses: The fields of `Lever`.
         title: What reports print; the docstring's first sentence if None.
 
     Raises:
@@ -134,6 +135,7 @@ def lever(
         effort=effort,
         dtype=dtype,
         errors=errors,
+        num_losses=num_losses,
     )
 
 

@@ -57,6 +57,8 @@ def test_several_losses_of_one_backward_are_added_up() -> None:
 def test_losses_of_micro_batches_that_a_plan_joins_count_as_all_of_them() -> None:
     joining = PlannedLever(id="parallelism.join-micro-batches", guarantee="bounded", parameters={"join": 4})
     assert joined_losses([joining, PlannedLever(id="graph.compile", guarantee="bounded")]) == 4
+    larger = PlannedLever(id="parallelism.batch-size", guarantee="quality", parameters={"factor": 2})
+    assert joined_losses([joining, larger]) == 0, "its losses are of other samples"
     told: list[float] = []
     rows = torch.arange(80.0).reshape(20, 4)
     for each in (1, 4):

@@ -17,7 +17,6 @@ from flatout.app.cli.options import Arguments, ModuleName, Script, target_of
 from flatout.app.targets import ScriptTarget
 from flatout.core.errors import UsageError
 
-_OTHER_LOSSES: Final = ("memory.accumulate", "parallelism.batch-size")
 _LONGEST_S: Final = 24 * 3600.0
 """What a run of the untouched script may take; the user can end it by Ctrl-C."""
 
@@ -88,11 +87,11 @@ def _ensure_losses(path: Path, target: ScriptTarget, num_losses: int) -> None:
     from flatout.app.plans import must_fit, read_plan
     from flatout.core.files import write_whole_file
     from flatout.core.records.plan import digest_of_run, to_toml
-    from flatout.tune.verify.losses import loss_spread
+    from flatout.tune.verify.losses import joined_losses, loss_spread
     from flatout.tune.verify.side_process import Request
 
     plan, file = read_plan(path), target.file
-    clash = next((planned.id for planned in plan.lever if planned.id in _OTHER_LOSSES), None)
+    clash = next((planned.id for planned in plan.lever if not joined_losses([planned])), None)
     if clash is not None:
         raise UsageError(
             f"--check-after counts calls of backward, and {clash} changes how many there are for the same data"

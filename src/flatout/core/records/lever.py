@@ -96,6 +96,10 @@ class Hooks(Protocol):
         """Record that a change has really been made, by the lever's id."""
 
 
+def _one_loss(parameters: Parameters) -> int:
+    return 1
+
+
 class Lever(Record, frozen=True, kw_only=True):
     """One explicit change to a run, made from outside, that can be undone.
 
@@ -110,7 +114,8 @@ class Lever(Record, frozen=True, kw_only=True):
     `code`, and may be in a plan once for each place. `effort` is how many times longer a trial takes than that of other levers,
     as a function where it depends on the parameters (`effort_with`).
     `dtype` returns the coarsest precision to which the lever rounds numbers: BOUNDED is then measured against it. `errors` are
-    words in the errors of scripts that do not go with it: by them it is found among several that were tried as one.
+    words in the errors of scripts that do not go with it: by them it is found among several that were tried as one. `num_losses`
+    says how many losses of the script one with the lever stands for, where that is not one: 0 where they cannot be compared.
     """
 
     id: str
@@ -126,6 +131,7 @@ class Lever(Record, frozen=True, kw_only=True):
     effort: float | Callable[[Parameters], float] = 1.0
     dtype: Callable[[Parameters], str] | None = None
     errors: tuple[str, ...] = ()
+    num_losses: Callable[[Parameters], int] = _one_loss
 
     def effort_with(self, parameters: Parameters) -> float:
         """How many times longer a trial with these parameters takes than that of other levers."""

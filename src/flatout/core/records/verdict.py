@@ -53,6 +53,7 @@ class Difference(Record, frozen=True, kw_only=True):
 class Equality(Record, frozen=True, kw_only=True):
     """Whether two runs of `num_steps` steps computed the same under a guarantee; None: it could not be told, see `because`.
 
+    Under QUALITY `num_steps` are the whole runs whose metric was compared, or the losses of each run where they are compared.
     `reference` says what errors were measured against: 'before' bit for bit, the same steps in a finer precision, or 'noise':
     the rounding error before the change is how far its steps end from themselves under rounding noise. `worst` is the largest
     error over what was allowed for it (1 is the limit); `before_error` and `after_error` are the errors of all gradients together

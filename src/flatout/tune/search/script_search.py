@@ -68,7 +68,6 @@ _COMPARED_SHARE: Final = 0.4
 _LEARNING_SHARE: Final = 0.03
 """Of the budget, for the steps of one run that shows how far a change of quality gets."""
 _FEWEST_LOSSES, _MOST_LOSSES = 50, 1000
-_LARGER_BATCHES: Final = "parallelism.batch-size"
 
 
 class Proposals(NamedTuple):
@@ -87,9 +86,10 @@ def lever_proposals(evidence: Evidence, rules: Iterable[Rule], levers: Iterable[
     return Proposals(candidates, tuple(p for p in proposals if isinstance(p, Refusal)))
 
 
-def _judged_by_losses(proposed: Proposals) -> Proposals:
-    """The proposals without larger batches: the first losses of those are of more samples each."""
-    left = [c for c in proposed.candidates if c.lever == _LARGER_BATCHES]
+def _judged_by_losses(proposed: Proposals, known: Mapping[str, Lever]) -> Proposals:
+    """The proposals without those of quality whose losses cannot be compared: larger batches, for example."""
+    lost = (c for c in proposed.candidates if known[c.lever].guarantee == "quality")
+    left = [c for c in lost if not known[c.lever].num_losses(c.parameters)]
     refusals = tuple(Refusal(lever=c.lever, because="only a metric can tell what it costs; see --metric") for c in left)
     return Proposals(tuple(c for c in proposed.candidates if c not in left), (*proposed.refusals, *refusals))
 
@@ -358,7 +358,7 @@ def search_script(
         terms = msgspec.structs.replace(terms, num_processes=1)
     proposed = lever_proposals(evidence, rules, known.values())
     if settings.allow == "quality" and terms.metric is None:
-        proposed = _judged_by_losses(proposed)
+        proposed = _judged_by_losses(proposed, known)
     plan = Plan(
         script=str(file),
         script_digest=digest_of_text(file.read_bytes()),

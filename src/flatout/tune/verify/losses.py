@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from flatout.core.errors import VerificationError
-from flatout.core.records.lever import PlannedLever, integer
+from flatout.core.records.lever import PlannedLever
 from flatout.core.records.plan import T_95, LossSpread
 from flatout.core.records.verdict import Equality
+from flatout.core.registry import lever_of
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.replayed_backwards import listen_to_replays
 from flatout.tune.verify.fork_server import closing_servers
@@ -26,7 +27,6 @@ from flatout.tune.verify.side_process import Failed, Request, SideProcess
 NUM_SEEDS: Final = 3
 _LAST: Final = 0.2
 """The share of the losses, at the end, whose mean is compared."""
-_JOINING: Final = "parallelism.join-micro-batches"
 _LEAST_ALLOWED: Final = 0.005
 """Of the loss: a change of precision that costs less is none that training for longer would not make good. Our choice."""
 _FEWEST: Final = 10
@@ -109,8 +109,11 @@ class FirstLosses:
 
 
 def joined_losses(levers: Iterable[PlannedLever]) -> int:
-    """How many losses of the untouched script one of a plan with these levers stands for: micro-batches that it joins."""
-    return math.prod(integer(planned.parameters, "join") for planned in levers if planned.id == _JOINING)
+    """How many losses of the untouched script one of a plan with these levers stands for; 0 where they cannot be compared.
+
+    Raises PlanError for a lever that there is not.
+    """
+    return math.prod(lever_of(planned.id).num_losses(planned.parameters) for planned in levers)
 
 
 def loss_spread(

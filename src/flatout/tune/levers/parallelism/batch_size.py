@@ -118,4 +118,4 @@ def _constants(module: cst.Module) -> Iterator[tuple[str, cst.Integer]]:
             yield flag.removeprefix("--").replace("-", "_"), default
 
 
-LEVER = lever(__name__, propose, apply=apply, edit=edit, title="Larger batches")
+LEVER = lever(__name__, propose, apply=apply, edit=edit, num_losses=lambda parameters: 0, title="Larger batches")

@@ -224,4 +224,10 @@ def _scaled(statement: cst.BaseStatement, loss: str, join: int, parents: Parents
     return with_changes(statement, changes)
 
 
-LEVER = lever(__name__, propose, edit=edit, title="Micro-batches as one")
+LEVER = lever(
+    __name__,
+    propose,
+    edit=edit,
+    num_losses=lambda parameters: integer(parameters, "join"),
+    title="Micro-batches as one",
+)

@@ -18,8 +18,6 @@ LARGEST: Final = torch.finfo(FORWARD).max
 GRADIENT_UNIT: Final = 2.0**14
 """What the largest scale of a token's gradient becomes. A gradient of logits is at most that scale (3.5 times it with a z-loss
 before e5m2 ends, at 57344), and probabilities down to 2^-30 of it are not lost."""
-MULTIPLE: Final = 16
-"""Inner sizes and rows of float8 products, in numbers (cuBLASLt, data types of FP8 matrix multiplication)."""
 
 
 class Rounded(NamedTuple):

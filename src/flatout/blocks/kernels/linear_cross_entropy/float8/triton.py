@@ -18,7 +18,6 @@ from flatout.blocks.kernels.linear_cross_entropy.float8.formats import (
     FORWARD,
     GRADIENT,
     LARGEST,
-    MULTIPLE,
     gradient_step,
     step_of,
 )
@@ -32,6 +31,7 @@ from flatout.blocks.kernels.linear_cross_entropy.gradient import (
 from flatout.blocks.kernels.linear_cross_entropy.triton import launch_row_losses, scale_in_place
 from flatout.blocks.kernels.opaque import opaque, with_dense_rows
 from flatout.blocks.kernels.selection import no_triton
+from flatout.blocks.training.float8 import MULTIPLE, refusal
 from flatout.core.parts import kernel
 
 _SOURCE: Final = "flatout.blocks.kernels.linear_cross_entropy.float8.on_device.tiles"
@@ -43,8 +43,6 @@ _NUM_WARPS: Final = 2
 _BLOCK: Final = 128
 _MOST: Final = 16384
 """Tokens of a chunk at most: with 50304 classes 1.6 GB of logits, and as much for two copies of their gradient."""
-_FIRST: Final = (8, 9)
-"""Compute capability from which on a GPU multiplies float8 (NVIDIA, CUDA programming guide: Ada, Hopper)."""
 
 
 def _refusal(hidden: Tensor, weight: Tensor, *others: Any, **options: Any) -> str | None:
@@ -53,8 +51,7 @@ def _refusal(hidden: Tensor, weight: Tensor, *others: Any, **options: Any) -> st
         return why
     if weight.shape[1] % MULTIPLE:
         return f"a width of {weight.shape[1]} is no multiple of {MULTIPLE}, as float8 products want"
-    has = torch.cuda.get_device_capability(hidden.device)
-    return None if has >= _FIRST else f"compute capability {has[0]}.{has[1]} has no float8; 8.9 and later have"
+    return refusal(hidden.device)
 
 
 @opaque("linear_cross_entropy_float8_triton" + ROWS_ARGUMENTS, pass_shapes)

@@ -43,8 +43,8 @@ def row_losses(
     Rows are read and written up to `row_stride`, what lies between them included: the mask is then a multiple of 16 numbers, and
     memory is read in whole vectors whatever V is. What is read there counts for nothing; zeros are written.
     Each GROUP of neighbours has a maximum and a sum of its own, so that an exponential is computed for each logit and one more
-    for a group; they are brought together once, at the end of the row. A target outside of
-    0..V-1 makes the loss NaN; nothing is read or written outside of the row. With HAS_NORMS the logsumexp goes to `norms_C`.
+    for a group; they are brought together once, at the end of the row. A target outside of 0..V-1 makes the loss NaN; nothing is
+    read or written outside of the row. With HAS_NORMS the logsumexp goes to `norms_C`.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_V = logits_CV + row * row_stride
