@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.tune.search.script_search import Pace, _num_compared
+from flatout.tune.search.script_search import Pace, _num_compared, guessed_start_s
 
 SECONDS = st.floats(0.1, 1e3)
 
@@ -50,6 +50,14 @@ def test_before_a_comparison_was_made_long_steps_make_the_guess_longer() -> None
     assert quick.all_s([1.0, 1.0]) == pytest.approx(2 * 10.0 + quick.final_s())
     quick.add(30.0, 1.0, raced_s=5.0)
     assert quick.all_s([1.0, 1.0]) == pytest.approx(2 * 30.0 + quick.final_s())
+
+
+def test_a_script_that_compiles_is_expected_to_start_later_by_what_it_compiles() -> None:
+    quick = guessed_start_s(True, num_steps=8, step_s=0.1, compile_s=0.0)
+    slow = guessed_start_s(True, num_steps=8, step_s=0.1, compile_s=20.0)
+    assert slow - quick == pytest.approx(2 * 20.0)
+    assert quick > guessed_start_s(False, num_steps=8, step_s=0.1, compile_s=0.0)
+    assert quick > guessed_start_s(True, num_steps=4, step_s=0.1, compile_s=0.0)
 
 
 def test_before_a_comparison_was_made_each_is_expected_to_race_as_long_as_it_may() -> None:

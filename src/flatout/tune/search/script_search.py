@@ -55,6 +55,9 @@ _FIRST_GUESS_ON_DEVICE_S: Final = 60.0
 _GUESSED_STEPS: Final = 60.0
 """Steps of the script that a comparison takes besides: eight in four forms, most of them recorded, and the race."""
 _USUAL_STEPS: Final = 8
+_COMPILED_STARTS: Final = 2.0
+"""Times that a comparison waits for what the script compiles: its processes start in two groups, and each compiles anew. Of nanoGPT
+as it comes, on an H200, a first trial took 155 s where 72 s were guessed without it."""
 _WORTH_A_START: Final = 0.4
 """While so much of the budget is left, another comparison is begun where none has shown how long they take: all failed."""
 
@@ -155,6 +158,15 @@ class Pace:
         return _FINAL_SHARE * max(self._started_s, default=self._guess_s)
 
 
+def guessed_start_s(is_on_device: bool, *, num_steps: int, step_s: float, compile_s: float) -> float:
+    """Seconds that a comparison of so many steps should take besides its race, where none has shown it.
+
+    `step_s` are those of a step of the script, and `compile_s` what it compiled for while it was observed.
+    """
+    usual_s = _FIRST_GUESS_ON_DEVICE_S if is_on_device else _FIRST_GUESS_S
+    return usual_s + _GUESSED_STEPS * num_steps / _USUAL_STEPS * step_s + _COMPILED_STARTS * compile_s
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
@@ -174,6 +186,7 @@ class ScriptBench:
         effort_of: Callable[[Lever, Parameters], float],
         on_progress: Callable[[str], None],
         losses_of_a_step: int = 1,
+        compile_s: float = 0.0,
     ) -> None:
         self._effort_of = effort_of
         self._script = script
@@ -184,8 +197,8 @@ class ScriptBench:
         self._prover = ScriptProver(script, terms, on_progress=self._with_time_left)
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
-        guess_s = _FIRST_GUESS_S if self._terms.num_processes > 1 else _FIRST_GUESS_ON_DEVICE_S
-        self._pace = Pace(guess_s + _GUESSED_STEPS * terms.num_steps / _USUAL_STEPS * step_s, terms.budget_s)
+        guess_s = guessed_start_s(terms.num_processes == 1, num_steps=terms.num_steps, step_s=step_s, compile_s=compile_s)
+        self._pace = Pace(guess_s, terms.budget_s)
         self._doubtful_s = _WORTH_A_START * budget_s
         num_losses = losses_of_a_step * _LEARNING_SHARE * budget_s / step_s if step_s else _MOST_LOSSES
         self._num_losses = max(_FEWEST_LOSSES, min(_MOST_LOSSES, round(num_losses)))
@@ -385,6 +398,7 @@ def search_script(
         effort_of=goal.effort_of,
         on_progress=on_progress,
         losses_of_a_step=_losses_of_a_step(evidence),
+        compile_s=evidence.compilation.compile_s if evidence.compilation is not None else 0.0,
     ) as bench:
         goal = goal._replace(peak_bytes=bench.peak_bytes() if settings.most_bytes else 0)
         found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)
