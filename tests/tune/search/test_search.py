@@ -231,6 +231,18 @@ def test_another_way_to_pull_a_lever_replaces_the_first_when_it_is_faster() -> N
     assert any("another way" in t.because for t in result.left_out)
 
 
+@pytest.mark.parametrize(("gained", "first"), [(0.3, "graphs"), (0.9, "plain")])
+def test_of_two_ways_to_pull_a_lever_the_one_for_short_steps_comes_first_once_they_are(
+    gained: float, first: str
+) -> None:
+    log = SearchLog()
+    graphs = msgspec.structs.replace(candidate("b", 0.02, mode="graphs"), first_below_s=0.5 * STEP_S)
+    ways = [candidate("a", 0.06), candidate("b", 0.03, mode="plain"), graphs]
+    found(World({"a": gained, "b": 0.8}), ways, log=log)
+    tried = [a.after[-1].parameters["mode"] for a in log.attempts if a.lever == "b"]
+    assert tried[0] == first
+
+
 def test_what_could_not_be_told_is_tried_again_when_the_plan_has_grown() -> None:
     """`a` alone is lost in the noise; beside `b` it is not."""
 
@@ -384,6 +396,18 @@ def test_where_time_is_short_all_that_is_cheap_is_begun_with_as_one() -> None:
     measured = [p.measured for p in result.levers]
     assert measured[:2] == [None, None], "nothing is known of one alone"
     assert measured[2] is not None and measured[2][0] == pytest.approx(1 / (0.8 * 0.7 * 0.9))
+
+
+def test_what_gains_too_little_now_is_begun_with_where_the_others_leave_a_short_step() -> None:
+    world, log = World({"a": 0.3, "b": 0.6, "c": 0.95}, most=2), SearchLog()
+    result = found(world, [candidate("a", 0.06), candidate("b", 0.04), candidate("c", 0.0012)], log=log)
+    assert sorted(ids(result)) == ["a", "b", "c"]
+    alone = found(World({"c": 0.95}, most=2), [candidate("c", 0.0012)])
+    assert not alone.levers
+    slow = found(
+        World({"a": 0.97, "b": 0.97, "c": 0.95}, most=2), [candidate(n, 0.003) for n in "ab"] + [candidate("c", 0.0012)]
+    )
+    assert "c" not in ids(slow), "the others do not make the step short"
 
 
 def test_what_came_in_as_one_is_given_up_as_one_where_the_final_proof_shows_no_gain() -> None:

@@ -31,6 +31,8 @@ class Candidate(Record, frozen=True, kw_only=True):
     """Steps until it has its full effect: a cache that fills in the first epoch."""
     guarantee: Guarantee | None = None
     """What it can promise for this run where that is weaker than what its lever does."""
+    first_below_s: float = 0.0
+    """Once a step takes less than this, the first of the ways to pull its lever that is tried."""
     is_companion: bool = False
     """Whether it gains nothing alone: it takes away what would limit the step once others have made it faster."""
     because: str

@@ -163,6 +163,10 @@ class Verdict(Record, frozen=True, kw_only=True):
     seeds: tuple[int, ...] = ()
     seconds: float = 0.0
     """What the proof took."""
+    judging_s: float = 0.0
+    """Of `seconds`: runs of the untouched script that others are judged by, each made once for a seed."""
+    racing_s: float = 0.0
+    """Of `seconds`: the race, without the starts of what raced."""
 
     @property
     def exit_code(self) -> int:

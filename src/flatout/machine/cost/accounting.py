@@ -72,16 +72,6 @@ def result_of(evidence: Evidence, trial: Trial | None) -> TrialResult | None:
     return None
 
 
-def had_no_time(evidence: Evidence, variant: str) -> bool:
-    """Whether a trial of a model in this variant did not come to an end, for want of time alone.
-
-    What such a trial would confirm is not reported; a search may try it all the same.
-    """
-    return any(
-        r.is_out_of_time and isinstance(r.trial, TimeModel) and r.trial.variant == variant for r in evidence.trials
-    )
-
-
 def remaining_fraction(result: TrialResult) -> float:
     """What is left of the time after the cure: cured over now."""
     if not result.now_s or result.cured_s is None:

@@ -89,6 +89,11 @@ class PlanSoFar:
         """How many times as long a comparison of this lever takes as others."""
         return self._goal.effort_of(self._known[lever], parameters)
 
+    def is_too_little(self, candidate: Candidate, *, beside: Sequence[Candidate] = ()) -> bool:
+        """Whether a candidate could gain too little to be told from noise, of a step that these others have made shorter."""
+        left_s = max(1 - _MOST, 1.0 - self.predicted_saving(beside)) * self.step_s
+        return speed_up(left_s, min(self.expected_saving(candidate)[1], _MOST * left_s)) < _SMALLEST_GAIN
+
     def why_not(self, candidate: Candidate) -> str:
         """Why a candidate is not worth a trial; '' where it is."""
         most = self.most_gain(candidate)

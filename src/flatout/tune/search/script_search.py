@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -15,12 +16,13 @@ import msgspec
 
 from flatout.core.files import write_whole_file
 from flatout.core.records.evidence import Evidence
-from flatout.core.records.finding import Rule
+from flatout.core.records.finding import Finding, Rule
 from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever, Refusal
 from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, digest_of_text, to_toml
 from flatout.core.records.verdict import Guarantee, Verdict
 from flatout.core.secrets import redacted_arguments
 from flatout.machine.cost.accounting import group_by, main_model
+from flatout.machine.cost.untried import as_if_tried
 from flatout.tune.search.goal import Objective, SearchGoal
 from flatout.tune.search.search import search_levers
 from flatout.tune.search.search_log import SearchLog, lever_key
@@ -56,8 +58,8 @@ _GUESSED_STEPS: Final = 60.0
 """Steps of the script that a comparison takes besides: eight in four forms, most of them recorded, and the race."""
 _USUAL_STEPS: Final = 8
 _COMPILED_STARTS: Final = 2.0
-"""Times that a comparison waits for what the script compiles: its processes start in two groups, and each compiles anew. Of nanoGPT
-as it comes, on an H200, a first trial took 155 s where 72 s were guessed without it."""
+"""Times that a comparison waits for what the script compiles: its processes start in two groups, and each compiles anew. Of
+nanoGPT as it comes, on an H200, a first trial took 155 s where 72 s were guessed without it."""
 _WORTH_A_START: Final = 0.4
 """While so much of the budget is left, another comparison is begun where none has shown how long they take: all failed."""
 
@@ -73,6 +75,10 @@ _LEARNING_SHARE: Final = 0.03
 _FEWEST_LOSSES, _MOST_LOSSES = 50, 1000
 
 
+_UNTRIED: Final = "what it gains was not measured while the script was observed, for want of time"
+_GUESSED_TOO_LITTLE: Final = (ArithmeticError, LookupError, ValueError)
+
+
 class Proposals(NamedTuple):
     """Candidates and refusals of all levers for one run."""
 
@@ -81,12 +87,41 @@ class Proposals(NamedTuple):
 
 
 def lever_proposals(evidence: Evidence, rules: Iterable[Rule], levers: Iterable[Lever]) -> Proposals:
-    """What each lever would do to the run that was observed, by the findings that name it as their cure."""
-    findings = [f for rule in rules for f in rule.check(evidence)] if evidence.steps.num_timed else []
+    """What each lever would do to the run that was observed, by the findings that name it as their cure.
+
+    Where trials had no time while it was observed, what they might have confirmed is proposed as well: the search tries it.
+    """
+    rules, levers = tuple(rules), tuple(levers)
+    certain = _proposed(evidence, _findings(evidence, rules), levers)
+    guessed = as_if_tried(evidence)
+    if guessed is None:
+        return certain
+    perhaps = _proposed(guessed, _findings(guessed, rules, may_fail=True), levers)
+    known = [(c.lever, c.parameters) for c in certain.candidates]
+    others = {c.lever for c in certain.candidates} - {lever.id for lever in levers if lever.is_local}
+    more = tuple(
+        msgspec.structs.replace(c, saved_s=(min(0.0, c.saved_s[0]), c.saved_s[1]), because=_UNTRIED)
+        for c in perhaps.candidates
+        if (c.lever, c.parameters) not in known and c.lever not in others
+    )
+    added = {c.lever for c in more}
+    return Proposals((*certain.candidates, *more), tuple(r for r in certain.refusals if r.lever not in added))
+
+
+def _proposed(evidence: Evidence, findings: Sequence[Finding], levers: Sequence[Lever]) -> Proposals:
     named = group_by(((lever, f) for f in findings for lever in f.levers), lambda pair: pair[0])
     proposals = [p for lever in levers for p in lever.propose(evidence, [f for _, f in named.get(lever.id, [])])]
     candidates = tuple(p for p in proposals if isinstance(p, Candidate))
     return Proposals(candidates, tuple(p for p in proposals if isinstance(p, Refusal)))
+
+
+def _findings(evidence: Evidence, rules: Sequence[Rule], *, may_fail: bool = False) -> list[Finding]:
+    """What the rules find; without those that read more of a trial than can be guessed, where they `may_fail`."""
+    found: list[Finding] = []
+    for rule in rules if evidence.steps.num_timed else ():
+        with suppress(*(_GUESSED_TOO_LITTLE if may_fail else ())):
+            found += rule.check(evidence)
+    return found
 
 
 def _judged_by_losses(proposed: Proposals, known: Mapping[str, Lever]) -> Proposals:
@@ -197,7 +232,9 @@ class ScriptBench:
         self._prover = ScriptProver(script, terms, on_progress=self._with_time_left)
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
-        guess_s = guessed_start_s(terms.num_processes == 1, num_steps=terms.num_steps, step_s=step_s, compile_s=compile_s)
+        guess_s = guessed_start_s(
+            terms.num_processes == 1, num_steps=terms.num_steps, step_s=step_s, compile_s=compile_s
+        )
         self._pace = Pace(guess_s, terms.budget_s)
         self._doubtful_s = _WORTH_A_START * budget_s
         num_losses = losses_of_a_step * _LEARNING_SHARE * budget_s / step_s if step_s else _MOST_LOSSES

@@ -187,15 +187,7 @@ class _LeverSearch:
         That is what a person would do; and of two things that limit a step each hides what the other gains. On a device `first`,
         the next to be tried alone, goes before them where it is expensive and promises more than all of them: compiling, mostly.
         """
-        before, tried = self._so_far.levers, []
-        for candidate in candidates:
-            effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
-            is_safe = candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
-            is_sure = candidate.is_companion or (is_safe and not self._so_far.why_not(candidate))
-            if is_sure and effort <= self._goal.cheap and not self._so_far.displaced(candidate):
-                tried.append(candidate)
-                self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
-        self._so_far.levers = before
+        tried = self._go_together(candidates)
         efforts = [self._so_far.effort_of(c.lever, c.parameters) for c in tried if not c.is_companion]
         is_alone = len(tried) < 2 or not efforts
         if self._has_joined or is_alone or (len(efforts) == len(tried) and self._bench.has_time_for_each(efforts)):
@@ -213,6 +205,22 @@ class _LeverSearch:
             if not suspects:
                 return
             tried = [c for c in tried if not any(c is one for one in suspects)]
+
+    def _go_together(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those that are cheap and should gain something, with what gains little now and more once the others did their part."""
+        before, tried, slight = self._so_far.levers, list[Candidate](), list[Candidate]()
+        for candidate in candidates:
+            effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
+            is_safe = candidate.is_companion or candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
+            if not is_safe or effort > self._goal.cheap or self._so_far.displaced(candidate):
+                continue
+            is_slight = not candidate.is_companion and self._so_far.is_too_little(candidate)
+            if not is_slight and not candidate.is_companion and self._so_far.clash(candidate):
+                continue
+            (slight if is_slight else tried).append(candidate)
+            self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
+        self._so_far.levers = before
+        return [*tried, *(c for c in slight if not self._so_far.is_too_little(c, beside=tried))]
 
     def _suspects(self, verdict: Verdict | None, tried: Sequence[Candidate]) -> list[Candidate]:
         """Those of several candidates without which a plan that failed, or was not equal, is worth another trial.
@@ -299,7 +307,10 @@ class _LeverSearch:
         Rivals go to that list, if any.
         """
         doubtful: list[tuple[Candidate, tuple[PlannedLever, ...], Speed]] = []
-        for number, candidate in enumerate(candidates):
+        candidates = list(candidates)
+        for number in range(len(candidates)):
+            self._put_first(candidates, number)
+            candidate = candidates[number]
             if rivals is not None and any(p.id != candidate.lever for p in self._so_far.displaced(candidate)):
                 rivals.append(candidate)
                 continue
@@ -324,6 +335,14 @@ class _LeverSearch:
             if verdict.outcome == "unknown" and verdict.speed is not None and verdict.speed.ratio > 1:
                 doubtful.append((candidate, plan, verdict.speed))
         return doubtful
+
+    def _put_first(self, candidates: list[Candidate], number: int) -> None:
+        """Exchange the next candidate for another way to pull its lever that is the better one for steps as short as they are."""
+        for other in range(number + 1, len(candidates)):
+            has_same_lever = candidates[other].lever == candidates[number].lever
+            if has_same_lever and self._so_far.step_s < candidates[other].first_below_s:
+                candidates[number], candidates[other] = candidates[other], candidates[number]
+                return
 
     def _add(self, candidate: Candidate, objective: Objective, kind: Literal["add", "again"] = "add") -> Verdict | None:
         """Try one more lever, or another way to pull one, and keep it if it is proved; None when the time is up."""

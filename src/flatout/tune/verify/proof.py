@@ -73,6 +73,7 @@ class ScriptProver:
         self._judge = EqualityJudge(self._runs, on_progress)
         self.racing_s = 0.0
         """Spent so far on races, without starting what races."""
+        self._spent_before = (0.0, 0.0)
         self._whole: dict[Metric, WholeRuns] = {}
         self._losses = LossRuns(self._runs.process, timeout_s=max(terms.timeout_s, _WHOLE_RUN_S))
 
@@ -93,6 +94,7 @@ class ScriptProver:
         Raises VerificationError when `before` does not run.
         """
         began = perf_counter()
+        self._spent_before = self.recording_s, self.racing_s
         self._terms = self._runs.terms = terms if terms is not None else self._usual
         if self._terms.guarantee == "quality":
             return self._prove_quality(before, after, began)
@@ -178,6 +180,8 @@ class ScriptProver:
             python=platform.python_version(),
             seeds=tuple(range(self._terms.seed, self._terms.seed + num_seeds)),
             seconds=perf_counter() - began,
+            judging_s=self.recording_s - self._spent_before[0],
+            racing_s=self.racing_s - self._spent_before[1],
         )
 
     def _compare_and_race(self, before: Request, after: Request) -> tuple[Equality, Race | None, _Failure]:

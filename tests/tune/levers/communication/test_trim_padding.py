@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from flatout.core.errors import EditError
 from flatout.core.records.lever import Candidate, Refusal
-from flatout.core.records.trial import TimeModel, TrialResult
 from flatout.tune.levers.communication.trim_padding import LEVER, edit
 
 PAD = 7
@@ -120,15 +119,3 @@ def test_it_is_offered_where_the_longest_rows_leave_room(longest: float, kind: t
     assert isinstance(said, kind)
     if isinstance(said, Candidate):
         assert said.parameters["pad"] == 0
-
-
-def test_a_trial_that_the_time_did_not_reach_is_no_reason_against_it() -> None:
-    run = EvidenceBuilder(forward=0.03, backward=0.05)
-    run.padding(longest_fraction=0.6)
-    [said] = LEVER.propose(run.build(), [])
-    assert isinstance(said, Refusal) and "too little of a step" in said.because
-    cropped = TimeModel(model=0, variant="cropped", backward=True)
-    run.trial(TrialResult(trial=cropped, refused="the 5 s for trials were spent", is_out_of_time=True))
-    [said] = LEVER.propose(run.build(), [])
-    assert isinstance(said, Candidate)
-    assert said.saved_s == (0.0, pytest.approx(0.4 * 0.08))

@@ -8,7 +8,6 @@ from torch import nn
 
 from flatout.core.errors import EditError
 from flatout.core.records.lever import Candidate, Refusal
-from flatout.core.records.trial import TimeModel, TrialResult
 from flatout.tune.levers.graph.inference_mode import LEVER
 
 
@@ -18,19 +17,6 @@ def test_evaluation_that_builds_graphs_in_vain_is_offered() -> None:
     run.model(run.line("train.py", 9, "net(v)"), is_training=False, graphs_used=0)
     [candidate] = LEVER.propose(run.build(), [found(0.03)])
     assert isinstance(candidate, Candidate) and candidate.saved_s[1] == 0.03
-
-
-def test_a_trial_without_a_graph_that_the_time_did_not_reach_is_no_reason_against_it() -> None:
-    run = EvidenceBuilder()
-    run.model(run.line("train.py", 9, "net(v)"), is_training=False, graphs_used=0)
-    [refusal] = LEVER.propose(run.build(), [])
-    assert isinstance(refusal, Refusal)
-    trial = TimeModel(model=0, variant="without-graph", backward=False)
-    run.trial(TrialResult(trial=trial, refused="the 5 s for trials were spent", is_out_of_time=True))
-    [candidate] = LEVER.propose(run.build(), [])
-    assert isinstance(candidate, Candidate)
-    assert candidate.saved_s[0] == 0 < candidate.saved_s[1]
-    assert "no backward follows" in candidate.because
 
 
 def test_a_model_that_is_differentiated_in_evaluation_mode_is_refused() -> None:

@@ -19,7 +19,6 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
-from flatout.machine.cost.accounting import had_no_time, model_seconds
 from flatout.tune.rewrite.enclosing_blocks import assignment, levels, parents_of
 from flatout.tune.rewrite.imports import call_name
 from flatout.tune.rewrite.source import code_of, find, names_in, nodes_of, readable_place, with_expression
@@ -37,12 +36,10 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         raise LeverRefused("no padded tokens")
     if not able:
         raise LeverRefused("each batch is as wide as its longest row")
-    if not findings and not had_no_time(evidence, "cropped"):
+    if not findings:
         raise LeverRefused("what is computed for padding takes too little of a step")
     padding = max(able, key=lambda p: p.padding_fraction)
-    most_s = (1 - padding.longest_fraction) * model_seconds(evidence)
-    high = max((f.saved_s[1] for f in findings), default=most_s)
-    low = min((f.saved_s[0] for f in findings), default=0.0)
+    low, high = min(f.saved_s[0] for f in findings), max(f.saved_s[1] for f in findings)
     where = evidence.source_of(padding.source) or next((f.where for f in findings if f.where is not None), None)
     yield Candidate(
         # where the batch is made in a library, it is cut all the same

@@ -50,6 +50,10 @@ _SMALL_S: Final = 0.01
 _LITTLE: Final = 0.1
 _MOST_FASTER: Final = 20.0
 """What a plan makes of a step at most, in our judgement: a host that takes less than this part of it is never waited for."""
+_MOSTLY_HOST: Final = 1.5
+"""Steps that take less than so many times what the host launches them in gain most from graphs: a GPT-2 small whose launches took
+two thirds of a step went 1.30 times as fast compiled, and 2.05 times with graphs (H200)."""
+_ONCE_IT_WAITS: Final = "; once the device has less to do, it waits for its host"
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _RETAINS: Final = re.compile(r"\bretain_graph\s*=\s*True\b")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
@@ -79,6 +83,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         yield Candidate(
             parameters=usual | parameters,
             saved_s=(share * low, share * high),
+            first_below_s=_MOSTLY_HOST * host_seconds(evidence) if why == _ONCE_IT_WAITS else 0.0,
             because=f"forward and backward take {busy_s * 1e3:.2f} ms of a step{why}",
         )
 
@@ -112,7 +117,7 @@ def _options(evidence: Evidence) -> Iterator[tuple[float, Parameters, str]]:
         yield share_of_graphs, {"mode": "reduce-overhead"}, "; the device waits for its host"
     if is_device and evidence.steps.is_device_bound and not is_ragged:
         if host_seconds(evidence) > evidence.steps.step_s / _MOST_FASTER:
-            yield 0.95, {"mode": "reduce-overhead"}, "; once the device has less to do, it waits for its host"
+            yield 0.95, {"mode": "reduce-overhead"}, _ONCE_IT_WAITS
         yield 0.9, {"mode": "max-autotune-no-cudagraphs"}, "; the device is busy all the time"
     regions = block_containers(evidence)
     if regions:

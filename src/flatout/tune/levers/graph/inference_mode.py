@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import libcst as cst
 from libcst import matchers as m
@@ -20,7 +20,6 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
-from flatout.machine.cost.accounting import had_no_time
 from flatout.tune.rewrite.calls import calls_ending
 from flatout.tune.rewrite.imports import with_torch
 from flatout.tune.rewrite.source import (
@@ -38,29 +37,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_MOST_SAVED: Final = 0.9
-"""Of such calls, where there was no time to try one without a graph: on a CPU their memory may take most of the pass."""
-
-
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
     """Propose it where evaluation builds autograd graphs."""
     evaluating = [m for m in evidence.models if not m.is_training]
     in_vain = [m for m in evaluating if m.num_graphs_built and not m.num_graphs_used]
-    if not in_vain or not (findings or had_no_time(evidence, "without-graph")):
+    if not in_vain or not findings:
         raise LeverRefused("no call in evaluation mode builds a graph in vain")
     used = next((m for m in evaluating if m.num_graphs_used), None)
     if used is not None:
         raise LeverRefused(f"{used.name} is differentiated in evaluation mode too")
-    if not findings:
-        heaviest = max(in_vain, key=lambda m: m.calls * m.call_s)
-        where = evidence.source_of(heaviest.source)
-        yield Candidate(
-            parameters=readable_place(evidence, where),
-            saved_s=(0.0, _MOST_SAVED * sum(m.calls * m.call_s for m in in_vain)),
-            where=where,
-            because=f"{heaviest.name} runs here with gradients on, and no backward follows",
-        )
-        return
     first = findings[0]
     place = readable_place(evidence, first.where)
     yield Candidate(parameters=place, saved_s=first.saved_s, where=first.where, because=first.because)
