@@ -92,7 +92,9 @@ def test_a_slower_script_is_told_as_slower(folder: Path) -> None:
     one, two = script(folder, "a.py", steps=5000), script(folder, "b.py", change="time.sleep(0.02)", steps=5000)
     found = verdict(one, two, is_timed=True, budget_s=2.0)
     assert (found.outcome, found.exit_code) == ("slower", 1)
-    assert 0 < found.racing_s < found.seconds and found.judging_s == 0, "the same numbers bit for bit need no other runs"
+    assert 0 < found.racing_s < found.seconds and found.judging_s == 0, (
+        "the same numbers bit for bit need no other runs"
+    )
     back = verdict(two, one, is_timed=True, num_processes=1)
     assert (back.outcome, back.exit_code) == ("proved", 0)
     assert back.speed is not None and back.speed.is_faster
