@@ -460,6 +460,13 @@ def test_where_those_begun_with_fail_they_are_tried_again_without_the_one_that_f
     assert is_tried_alone == (not errors), "what has failed once needs no trial of its own"
 
 
+def test_an_error_of_torch_is_told_by_what_it_means_for_the_script() -> None:
+    error = "RuntimeError: torch.compile with aot_autograd does not currently support double backward"
+    result = found(World({"a": 0.5}, crashing=["a"], error=error), [candidate("a", 0.05)])
+    [left_out] = result.left_out
+    assert left_out.because == "the script takes gradients of gradients, which compiled code does not have"
+
+
 def test_levers_that_all_may_round_are_not_tried_as_one_again() -> None:
     world, log = World({"a": 0.8, "b": 0.4}, crashing=["a"], most=4), SearchLog()
     world.has_time_for_each = lambda efforts: False  # type: ignore[method-assign]

@@ -36,6 +36,14 @@ _WORTH_A_LONGER_RACE: Final = 1.03
 """What is equal and so much faster by the first race is raced longer where there is time left in the end."""
 _SLIGHT: Final = 0.02
 """The share of a step that a lever tried with others may cost at worst, by its prediction."""
+_PLAIN_WORDS: Final[Mapping[str, str]] = {
+    "non-empty donated buffers": "the script goes backward through one graph twice, or takes gradients of gradients, which "
+    "compiled code does not bear",
+    "does not currently support double backward": "the script takes gradients of gradients, which compiled code does not have",
+    "overwritten by a subsequent run": "the script holds on to what a call returned, which the next replay of its CUDA graph "
+    "overwrites",
+}
+"""What errors of torch mean for the script, by words that they have in torch 2.11 to 2.13."""
 _NO_COMPANY: Final = "it gains nothing alone, and nothing else made the step so fast that it would wait for this"
 
 
@@ -502,6 +510,9 @@ def _may_be_faster(verdict: Verdict) -> bool:
 def _words(verdict: Verdict) -> str:
     """Why a Verdict does not let a lever in."""
     if verdict.outcome == "different":
+        plain = next((words for found, words in _PLAIN_WORDS.items() if found in verdict.because), "")
+        if plain:
+            return plain
         first = verdict.equality.first
         if first is None or verdict.equality.because:
             return verdict.because
