@@ -410,6 +410,14 @@ def test_what_gains_too_little_now_is_begun_with_where_the_others_leave_a_short_
     assert "c" not in ids(slow), "the others do not make the step short"
 
 
+def test_what_gains_little_does_not_keep_out_what_gains_more() -> None:
+    world, log = World({"a": 0.3, "b": 0.6, "c": 0.95}, most=1), SearchLog()
+    doubtful = msgspec.structs.replace(candidate("b", 0.0), saved_s=(-0.0019, 0.0025))  # comes behind c in the order
+    promised = [candidate("c", 0.0012), candidate("a", 0.06), doubtful]
+    result = found(world, promised, log=log, conflicts={"c": ("b",)})
+    assert sorted(ids(result)) == ["a", "b"]
+
+
 def test_what_came_in_as_one_is_given_up_as_one_where_the_final_proof_shows_no_gain() -> None:
     """A proof without each of them in turn would take as long again."""
     world, log = World({"a": 0.97, "b": 0.97, "c": 0.97}, final_noise=0.3, most=1), SearchLog()

@@ -220,15 +220,23 @@ class _LeverSearch:
         for candidate in candidates:
             effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
             is_safe = candidate.is_companion or candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
-            if not is_safe or effort > self._goal.cheap or self._so_far.displaced(candidate):
+            if not is_safe or effort > self._goal.cheap:
                 continue
-            is_slight = not candidate.is_companion and self._so_far.is_too_little(candidate)
-            if not is_slight and not candidate.is_companion and self._so_far.clash(candidate):
-                continue
-            (slight if is_slight else tried).append(candidate)
-            self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
+            if not candidate.is_companion and self._so_far.is_too_little(candidate):
+                slight.append(candidate)
+            elif self._goes_with_plan(candidate):
+                tried.append(candidate)
+                self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
+        for candidate in [c for c in slight if not self._so_far.is_too_little(c, beside=tried)]:
+            if self._goes_with_plan(candidate):
+                tried.append(candidate)
+                self._so_far.levers = (*self._so_far.levers, self._so_far.planned(candidate))
         self._so_far.levers = before
-        return [*tried, *(c for c in slight if not self._so_far.is_too_little(c, beside=tried))]
+        return tried
+
+    def _goes_with_plan(self, candidate: Candidate) -> bool:
+        clash = "" if candidate.is_companion else self._so_far.clash(candidate)
+        return not clash and not self._so_far.displaced(candidate)
 
     def _suspects(self, verdict: Verdict | None, tried: Sequence[Candidate]) -> list[Candidate]:
         """Those of several candidates without which a plan that failed, or was not equal, is worth another trial.
