@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.tune.search.script_search import Pace, _num_compared, guessed_start_s
+from flatout.tune.search.pace import Pace, guessed_start_s
+from flatout.tune.search.script_search import _num_compared
 
 SECONDS = st.floats(0.1, 1e3)
 

@@ -10,7 +10,7 @@ from flatout.core.records.lever import Candidate
 from flatout.core.records.trial import TimeDataset, TimeModel, Trial, TrialResult
 from flatout.core.registry import levers, rules
 from flatout.machine.cost.untried import as_if_tried
-from flatout.tune.search.script_search import lever_proposals
+from flatout.tune.search.proposals import lever_proposals
 
 
 def late(trial: Trial) -> TrialResult:

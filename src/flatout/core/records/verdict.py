@@ -164,9 +164,9 @@ class Verdict(Record, frozen=True, kw_only=True):
     seconds: float = 0.0
     """What the proof took."""
     judging_s: float = 0.0
-    """Of `seconds`: runs of the untouched script that others are judged by, each made once for a seed."""
+    """Runs of the untouched script took so much of `seconds` that others are judged by, each made once for a seed."""
     racing_s: float = 0.0
-    """Of `seconds`: the race, without the starts of what raced."""
+    """The race took so much of `seconds`, without the starts of what raced."""
 
     @property
     def exit_code(self) -> int:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
 from flatout.core.files import write_whole_file
 from flatout.core.records.evidence import Evidence
-from flatout.core.records.finding import Finding, Rule
-from flatout.core.records.lever import Candidate, Lever, Parameters, PlannedLever, Refusal
+from flatout.core.records.finding import Rule
+from flatout.core.records.lever import Lever, Parameters, PlannedLever
 from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, digest_of_text, to_toml
 from flatout.core.records.verdict import Guarantee, Verdict
 from flatout.core.secrets import redacted_arguments
-from flatout.machine.cost.accounting import group_by, main_model
-from flatout.machine.cost.untried import as_if_tried
+from flatout.machine.cost.accounting import main_model
 from flatout.tune.search.goal import Objective, SearchGoal
+from flatout.tune.search.pace import SHORT_RACE, Pace, guessed_start_s
+from flatout.tune.search.proposals import judged_by_losses, lever_proposals
 from flatout.tune.search.search import search_levers
 from flatout.tune.search.search_log import SearchLog, lever_key
 from flatout.tune.search.whole_run import run_start_s
@@ -43,23 +43,8 @@ _LONG_CYCLE_S: Final = 1.5
 """A race of whole rollouts that take longer takes a minute for one pair of processes."""
 _SHORTEST_S: Final = 30.0
 """A process may take so long for its first steps however little of the budget is left."""
-_FINAL_SHARE: Final = 1.5
-"""The final proof takes so many times as long as the longest comparison, less what runs once for all that judge: it has more
-processes."""
-_SHORT_RACE: Final = 0.5
-"""The race of the final proof may be cut to this part of one before, where little of the budget is left."""
 _LONGER: Final = 4.0
 """How many times as long a race goes on that is to decide what could not be told from noise."""
-_FIRST_GUESS_S: Final = 10.0
-"""What a comparison takes, before one has been made: 5 to 9 s for small models on two cores."""
-_FIRST_GUESS_ON_DEVICE_S: Final = 60.0
-"""The same on an H200, for scripts that other people wrote: 45 s (trl), 60 s (ResNet-50), 100 s (PPO)."""
-_GUESSED_STEPS: Final = 60.0
-"""Steps of the script that a comparison takes besides: eight in four forms, most of them recorded, and the race."""
-_USUAL_STEPS: Final = 8
-_COMPILED_STARTS: Final = 2.0
-"""Times that a comparison waits for what the script compiles: its processes start in two groups, and each compiles anew. Of
-nanoGPT as it comes, on an H200, a first trial took 155 s where 72 s were guessed without it."""
 _WORTH_A_START: Final = 0.4
 """While so much of the budget is left, another comparison is begun where none has shown how long they take: all failed."""
 
@@ -75,137 +60,6 @@ _LEARNING_SHARE: Final = 0.03
 _FEWEST_LOSSES, _MOST_LOSSES = 50, 1000
 
 
-_UNTRIED: Final = "what it gains was not measured while the script was observed, for want of time"
-_GUESSED_TOO_LITTLE: Final = (ArithmeticError, LookupError, ValueError)
-
-
-class Proposals(NamedTuple):
-    """Candidates and refusals of all levers for one run."""
-
-    candidates: tuple[Candidate, ...]
-    refusals: tuple[Refusal, ...]
-
-
-def lever_proposals(evidence: Evidence, rules: Iterable[Rule], levers: Iterable[Lever]) -> Proposals:
-    """What each lever would do to the run that was observed, by the findings that name it as their cure.
-
-    Where trials had no time while it was observed, what they might have confirmed is proposed as well: the search tries it.
-    """
-    rules, levers = tuple(rules), tuple(levers)
-    certain = _proposed(evidence, _findings(evidence, rules), levers)
-    guessed = as_if_tried(evidence)
-    if guessed is None:
-        return certain
-    perhaps = _proposed(guessed, _findings(guessed, rules, may_fail=True), levers)
-    known = [(c.lever, c.parameters) for c in certain.candidates]
-    others = {c.lever for c in certain.candidates} - {lever.id for lever in levers if lever.is_local}
-    more = tuple(
-        msgspec.structs.replace(c, saved_s=(min(0.0, c.saved_s[0]), c.saved_s[1]), because=_UNTRIED)
-        for c in perhaps.candidates
-        if (c.lever, c.parameters) not in known and c.lever not in others
-    )
-    added = {c.lever for c in more}
-    return Proposals((*certain.candidates, *more), tuple(r for r in certain.refusals if r.lever not in added))
-
-
-def _proposed(evidence: Evidence, findings: Sequence[Finding], levers: Sequence[Lever]) -> Proposals:
-    named = group_by(((lever, f) for f in findings for lever in f.levers), lambda pair: pair[0])
-    proposals = [p for lever in levers for p in lever.propose(evidence, [f for _, f in named.get(lever.id, [])])]
-    candidates = tuple(p for p in proposals if isinstance(p, Candidate))
-    return Proposals(candidates, tuple(p for p in proposals if isinstance(p, Refusal)))
-
-
-def _findings(evidence: Evidence, rules: Sequence[Rule], *, may_fail: bool = False) -> list[Finding]:
-    """What the rules find; without those that read more of a trial than can be guessed, where they `may_fail`."""
-    found: list[Finding] = []
-    for rule in rules if evidence.steps.num_timed else ():
-        with suppress(*(_GUESSED_TOO_LITTLE if may_fail else ())):
-            found += rule.check(evidence)
-    return found
-
-
-def _judged_by_losses(proposed: Proposals, known: Mapping[str, Lever]) -> Proposals:
-    """The proposals without those of quality whose losses cannot be compared: larger batches, for example."""
-    lost = (c for c in proposed.candidates if known[c.lever].guarantee == "quality")
-    left = [c for c in lost if not known[c.lever].num_losses(c.parameters)]
-    refusals = tuple(Refusal(lever=c.lever, because="only a metric can tell what it costs; see --metric") for c in left)
-    return Proposals(tuple(c for c in proposed.candidates if c not in left), (*proposed.refusals, *refusals))
-
-
-class Pace:
-    """How long comparisons took, and so how long another one and the final proof should take.
-
-    The effort of a lever is in starting it and in its first steps: a race takes as long with one as with another.
-    """
-
-    def __init__(self, guess_s: float = _FIRST_GUESS_S, race_s: float = 0.0) -> None:
-        """Before a comparison has been made: `race_s` seconds of one are its race, and `guess_s` the rest."""
-        self._guess_s = guess_s
-        self._race_s = race_s
-        self._started_s: list[float] = []
-        self._raced_s: list[float] = []
-        self._judged_s: list[float] = []
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a comparison has shown how long they take."""
-        return bool(self._started_s)
-
-    def add(self, seconds: float, effort: float, *, judged_s: float = 0.0, raced_s: float = 0.0) -> None:
-        """A comparison of a lever with this effort has taken so long: of that, runs that judge others, too, and the race."""
-        self._started_s.append(max(0.0, seconds - judged_s - raced_s) / effort)
-        self._raced_s.append(raced_s)
-        self._judged_s.append(judged_s)
-
-    def needed_s(self, effort: float) -> float:
-        """Seconds for a comparison of this effort and the final proof after it, whose random numbers are others."""
-        if not self._started_s:
-            return effort * self._guess_s + self._race_s + self.final_s()
-        usual_s = effort * _mean(self._started_s) + _mean(self._raced_s)
-        return usual_s + self.final_s() + max(self._judged_s)
-
-    def alone_s(self, effort: float) -> float:
-        """Seconds for a comparison of this effort, without the final proof."""
-        if not self._started_s:
-            return effort * self._guess_s + self._race_s
-        return effort * _mean(self._started_s) + _mean(self._raced_s)
-
-    def all_s(self, efforts: Sequence[float]) -> float:
-        """Seconds for comparisons of these efforts, one after the other, and the final proof."""
-        if not self._started_s:
-            return sum(efforts) * self._guess_s + len(efforts) * self._race_s + self.final_s()
-        return sum(efforts) * _mean(self._started_s) + len(efforts) * _mean(self._raced_s) + self.final_s()
-
-    def final_s(self) -> float:
-        """Seconds for the final proof, where what judges it is recorded; its race may be cut short."""
-        if not self._started_s:
-            return _FINAL_SHARE * self._guess_s + _SHORT_RACE * self._race_s
-        return self.final_start_s() + _SHORT_RACE * max(self._raced_s)
-
-    def least_final_s(self) -> float:
-        """Seconds for the final proof with the processes of a trial, and for what judges it."""
-        if not self._started_s:
-            return self.final_s()
-        return max(self._started_s) + _SHORT_RACE * max(self._raced_s) + max(self._judged_s)
-
-    def final_start_s(self) -> float:
-        """Seconds of that for starting and first steps."""
-        return _FINAL_SHARE * max(self._started_s, default=self._guess_s)
-
-
-def guessed_start_s(is_on_device: bool, *, num_steps: int, step_s: float, compile_s: float) -> float:
-    """Seconds that a comparison of so many steps should take besides its race, where none has shown it.
-
-    `step_s` are those of a step of the script, and `compile_s` what it compiled for while it was observed.
-    """
-    usual_s = _FIRST_GUESS_ON_DEVICE_S if is_on_device else _FIRST_GUESS_S
-    return usual_s + _GUESSED_STEPS * num_steps / _USUAL_STEPS * step_s + _COMPILED_STARTS * compile_s
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 class ScriptBench:
     """Compares lists of levers on a script, within a budget. Use it in a `with`."""
 
@@ -218,10 +72,10 @@ class ScriptBench:
         *,
         budget_s: float,
         step_s: float,
+        start_s: float,
         effort_of: Callable[[Lever, Parameters], float],
         on_progress: Callable[[str], None],
         losses_of_a_step: int = 1,
-        compile_s: float = 0.0,
     ) -> None:
         self._effort_of = effort_of
         self._script = script
@@ -232,10 +86,7 @@ class ScriptBench:
         self._prover = ScriptProver(script, terms, on_progress=self._with_time_left)
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
-        guess_s = guessed_start_s(
-            terms.num_processes == 1, num_steps=terms.num_steps, step_s=step_s, compile_s=compile_s
-        )
-        self._pace = Pace(guess_s, terms.budget_s)
+        self._pace = Pace(start_s, terms.budget_s)
         self._doubtful_s = _WORTH_A_START * budget_s
         num_losses = losses_of_a_step * _LEARNING_SHARE * budget_s / step_s if step_s else _MOST_LOSSES
         self._num_losses = max(_FEWEST_LOSSES, min(_MOST_LOSSES, round(num_losses)))
@@ -277,7 +128,7 @@ class ScriptBench:
             num_processes = _FINAL_PROCESSES if self._terms.num_processes > 1 else _FINAL_PROCESSES_ON_DEVICE
             if self._pace.needed_s(0.0) > self._left_s:
                 num_processes = self._terms.num_processes
-            race_s = max(_SHORT_RACE * terms.budget_s, min(terms.budget_s, self._left_s - self._pace.final_start_s()))
+            race_s = max(SHORT_RACE * terms.budget_s, min(terms.budget_s, self._left_s - self._pace.final_start_s()))
             terms = msgspec.structs.replace(
                 terms, seed=_FINAL_SEED, num_processes=num_processes, decisive=math.inf, budget_s=race_s
             )
@@ -408,7 +259,7 @@ def search_script(
         terms = msgspec.structs.replace(terms, num_processes=1)
     proposed = lever_proposals(evidence, rules, known.values())
     if settings.allow == "quality" and terms.metric is None:
-        proposed = _judged_by_losses(proposed, known)
+        proposed = judged_by_losses(proposed, known)
     plan = Plan(
         script=str(file),
         script_digest=digest_of_text(file.read_bytes()),
@@ -432,10 +283,15 @@ def search_script(
         terms,
         budget_s=settings.budget_s,
         step_s=goal.step_s,
+        start_s=guessed_start_s(
+            goal.is_on_device,
+            num_steps=terms.num_steps,
+            step_s=goal.step_s,
+            compile_s=evidence.compilation.compile_s if evidence.compilation is not None else 0.0,
+        ),
         effort_of=goal.effort_of,
         on_progress=on_progress,
         losses_of_a_step=_losses_of_a_step(evidence),
-        compile_s=evidence.compilation.compile_s if evidence.compilation is not None else 0.0,
     ) as bench:
         goal = goal._replace(peak_bytes=bench.peak_bytes() if settings.most_bytes else 0)
         found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)

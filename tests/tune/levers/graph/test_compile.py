@@ -150,6 +150,12 @@ def test_a_busy_device_that_would_wait_for_its_host_if_it_were_faster_gets_graph
         {"mode": "reduce-overhead"},
         {"mode": "max-autotune-no-cudagraphs"},
     ]
+    first_below_s = [c.first_below_s for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate)]
+    assert first_below_s == [0.0, pytest.approx(1.5 * 0.01), 0.0], (
+        "graphs come first once launching takes most of a step"
+    )
+    run.padding()
+    assert not any(c.first_below_s for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate))
 
 
 def test_models_that_draw_random_numbers_draw_them_as_without_compiling() -> None:

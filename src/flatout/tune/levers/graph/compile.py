@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from flatout.core.errors import EditError, LeverRefused, PlanError
 from flatout.core.parts import lever
@@ -53,7 +53,6 @@ _MOST_FASTER: Final = 20.0
 _MOSTLY_HOST: Final = 1.5
 """Steps that take less than so many times what the host launches them in gain most from graphs: a GPT-2 small whose launches took
 two thirds of a step went 1.30 times as fast compiled, and 2.05 times with graphs (H200)."""
-_ONCE_IT_WAITS: Final = "; once the device has less to do, it waits for its host"
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _RETAINS: Final = re.compile(r"\bretain_graph\s*=\s*True\b")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
@@ -79,12 +78,12 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         usual["retained_graphs"] = True
     if evidence.steps.kind == "training" and not any(evidence.steps.phases.get(phase) for phase in _PLAYED):
         usual["plain_evaluation"] = True
-    for share, parameters, why in _options(evidence):
+    for option in _options(evidence):
         yield Candidate(
-            parameters=usual | parameters,
-            saved_s=(share * low, share * high),
-            first_below_s=_MOSTLY_HOST * host_seconds(evidence) if why == _ONCE_IT_WAITS else 0.0,
-            because=f"forward and backward take {busy_s * 1e3:.2f} ms of a step{why}",
+            parameters=usual | option.parameters,
+            saved_s=(option.share * low, option.share * high),
+            first_below_s=option.first_below_s,
+            because=f"forward and backward take {busy_s * 1e3:.2f} ms of a step{option.why}",
         )
 
 
@@ -101,28 +100,39 @@ def _is_large(evidence: Evidence) -> bool:
     return evidence.steps.device_s is not None and model_seconds(evidence) > _SMALL_S
 
 
-def _options(evidence: Evidence) -> Iterator[tuple[float, Parameters, str]]:
-    """Share of the promise, parameters, and what speaks for them."""
+class _Option(NamedTuple):
+    share: float
+    """Of what compiling promises."""
+    parameters: Parameters
+    why: str
+    first_below_s: float = 0.0
+
+
+def _options(evidence: Evidence) -> Iterator[_Option]:
     is_device, is_ragged = evidence.steps.device_s is not None, has_changing_shapes(evidence)
     is_waiting = is_device and not is_ragged and not evidence.steps.is_device_bound
     # graphs overwrite what they returned before, which loops of many parts do not bear: the plain way comes first there
     share_of_graphs = 0.0 if not is_waiting else 0.95 if _is_large(evidence) else 1.0
     if is_ragged:
-        yield 1.0, {"mode": "default", "dynamic": True}, "; shapes change from step to step"
+        yield _Option(1.0, {"mode": "default", "dynamic": True}, "; shapes change from step to step")
     elif share_of_graphs == 1:
-        yield 1.0, {"mode": "reduce-overhead"}, "; the device waits for its host"
+        yield _Option(1.0, {"mode": "reduce-overhead"}, "; the device waits for its host")
     share = 0.9 if is_ragged or share_of_graphs == 1 else 1.0
-    yield share, {"mode": "default"}, ""
+    yield _Option(share, {"mode": "default"}, "")
     if 0 < share_of_graphs < 1:
-        yield share_of_graphs, {"mode": "reduce-overhead"}, "; the device waits for its host"
+        yield _Option(share_of_graphs, {"mode": "reduce-overhead"}, "; the device waits for its host")
     if is_device and evidence.steps.is_device_bound and not is_ragged:
-        if host_seconds(evidence) > evidence.steps.step_s / _MOST_FASTER:
-            yield 0.95, {"mode": "reduce-overhead"}, _ONCE_IT_WAITS
-        yield 0.9, {"mode": "max-autotune-no-cudagraphs"}, "; the device is busy all the time"
+        host_s = host_seconds(evidence)
+        if host_s > evidence.steps.step_s / _MOST_FASTER:
+            why = "; once the device has less to do, it waits for its host"
+            # batches that are cut to their longest rows have other shapes each time, and each shape needs graphs of its own
+            first_below_s = 0.0 if evidence.paddings else _MOSTLY_HOST * host_s
+            yield _Option(0.95, {"mode": "reduce-overhead"}, why, first_below_s)
+        yield _Option(0.9, {"mode": "max-autotune-no-cudagraphs"}, "; the device is busy all the time")
     regions = block_containers(evidence)
     if regions:
         places = ", ".join(f"'{r}'" if r else "the model" for r in regions)
-        yield 0.85 * share, {"mode": "default", "regions": regions}, f"; the blocks of {places} are alike"
+        yield _Option(0.85 * share, {"mode": "default", "regions": regions}, f"; the blocks of {places} are alike")
 
 
 def _effort(parameters: Parameters) -> float:
