@@ -181,3 +181,13 @@ def test_a_terminal_names_the_five_that_were_most_at_stake(render: Render) -> No
     assert text.index("reason 7") < text.index("reason 3")
     assert "and 3 that promised less" in text
     assert all(f"reason {i}" in markdown_report(ladder_blocks(tuned)) for i in range(8))
+
+
+def test_a_search_says_what_it_spent_its_time_on(render: Render) -> None:
+    attempts = [
+        Attempt(kind=kind, before=(), after=(COMPILE,), lever=COMPILE.id, verdict=verdict(), seconds=seconds)
+        for kind, seconds in (("add", 41.0), ("final", 49.0))
+    ]
+    timed = msgspec.structs.replace(TUNED, attempts=tuple(attempts), observing_s=12.0)
+    assert "Observing the script took 12.0 s, 2 comparisons 90.0 s." in render(ladder_blocks(timed))
+    assert "Observing" not in render(ladder_blocks(TUNED))

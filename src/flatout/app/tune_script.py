@@ -14,6 +14,8 @@ from time import monotonic
 from types import FrameType
 from typing import Final, Literal, NamedTuple
 
+import msgspec
+
 from flatout.app.observation import observation_of, write_request
 from flatout.app.observed import ObservedCommand, ObservedProcess
 from flatout.app.option_values import (
@@ -244,6 +246,7 @@ def search_plan(
     with one_stop():
         on_progress("observing the script")
         evidence = _observe(target, budget_s)
+        observing_s = monotonic() - began_s
         key = _fingerprint(evidence, root, file, target.arguments, aims)
         log_path = log_beside.with_name(f".{log_beside.stem}.{key}.search-log")
         tuned = search_script(
@@ -255,7 +258,7 @@ def search_plan(
             SearchSettings(
                 terms=terms,
                 allow="quality" if options.metric else guarantee,
-                budget_s=max(1.0, budget_s - (monotonic() - began_s)),
+                budget_s=max(1.0, budget_s - observing_s),
                 log=SearchLog(log_path),
                 objective=aim,
                 num_steps=options.run_steps,
@@ -263,7 +266,7 @@ def search_plan(
             ),
             on_progress=on_progress,
         )
-    return Search(tuned, log_path)
+    return Search(msgspec.structs.replace(tuned, observing_s=observing_s), log_path)
 
 
 def _log_place(target: ScriptTarget) -> Path:

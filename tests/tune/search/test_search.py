@@ -418,6 +418,17 @@ def test_what_gains_little_does_not_keep_out_what_gains_more() -> None:
     assert sorted(ids(result)) == ["a", "b"]
 
 
+@pytest.mark.parametrize(("at_most_s", "is_tried"), [(0.04, False), (0.06, True)])
+def test_a_rival_of_what_came_in_as_one_is_tried_where_it_may_save_more(at_most_s: float, is_tried: bool) -> None:
+    world, log = World({"a": 0.9, "b": 0.9, "c": 0.9, "d": 0.5}, most=2), SearchLog()
+    rival = msgspec.structs.replace(candidate("d", 0.0), saved_s=(0.0, at_most_s))
+    result = found(world, [*(candidate(n, 0.05) for n in "abc"), rival], log=log, conflicts={"d": ("a",)})
+    assert log.attempts[0].kind == "together"
+    assert [a.lever for a in log.attempts if a.kind == "swap"] == ["d"] * is_tried
+    because = [o.because for o in result.left_out if o.lever == "d"]
+    assert because == ([] if is_tried else ["it does not go with a, which promises more"])
+
+
 def test_what_came_in_as_one_is_given_up_as_one_where_the_final_proof_shows_no_gain() -> None:
     """A proof without each of them in turn would take as long again."""
     world, log = World({"a": 0.97, "b": 0.97, "c": 0.97}, final_noise=0.3, most=1), SearchLog()

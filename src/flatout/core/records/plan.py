@@ -107,6 +107,8 @@ class Attempt(Record, frozen=True, kw_only=True):
     after: tuple[PlannedLever, ...]
     lever: str
     verdict: Verdict
+    seconds: float = 0.0
+    """How long it took, processes started and ended; 0 where that was not recorded."""
 
 
 class LeftOut(Record, frozen=True, kw_only=True):
@@ -137,6 +139,8 @@ class Tuned(Record, frozen=True, kw_only=True):
     """Everything that was compared, in order."""
     is_complete: bool = True
     """Whether everything was tried before the time was up."""
+    observing_s: float = 0.0
+    """Seconds until the first comparison: the untouched script was run and measured."""
 
 
 def to_toml(plan: Plan) -> bytes:

@@ -75,9 +75,20 @@ def ladder_blocks(tuned: Tuned) -> list[Block]:
         sentence = f"{how_many} not for this script (--html, --markdown and --json say why)"
         brief: list[Block] = [Words(sentence, style="dim")]
         blocks += ["", Fold("Not for this script", [Table(pair, others)], brief)]
+    if took := _time_taken(tuned):
+        blocks += ["", took]
     if not tuned.is_complete:
         blocks += ["", "The time was up before everything had been tried; the same command goes on from here."]
     return blocks
+
+
+def _time_taken(tuned: Tuned) -> str:
+    """What the search spent its time on; '' where that is not known."""
+    compared = [a.seconds for a in tuned.attempts if a.seconds]
+    if not tuned.observing_s or not compared:
+        return ""
+    comparisons = f"{len(compared)} comparison{'s' if len(compared) > 1 else ''} {duration(sum(compared))}"
+    return f"Observing the script took {duration(tuned.observing_s)}, {comparisons}."
 
 
 def _levers(found: tuple[Row, ...]) -> Table:

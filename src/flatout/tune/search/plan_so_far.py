@@ -29,6 +29,8 @@ class PlanSoFar:
         """Levers without which the plan would not fit."""
         self._known = known
         self._goal = goal
+        self._promised_s: dict[tuple[str, str], float] = {}
+        """Seconds that levers promised to save at most, by lever and settings."""
 
     def displaced(self, candidate: Candidate) -> tuple[PlannedLever, ...]:
         """What of the plan the candidate would replace: what it does not go with, and itself with other parameters.
@@ -56,6 +58,7 @@ class PlanSoFar:
     def planned(self, candidate: Candidate) -> PlannedLever:
         """The candidate as the next lever of the plan."""
         lever = self._known[candidate.lever]
+        self._promised_s[lever.id, settings_of(candidate.parameters)] = candidate.saved_s[1]
         return PlannedLever(
             id=lever.id,
             guarantee=guarantee_of(lever, candidate),
@@ -114,6 +117,10 @@ class PlanSoFar:
             return ""
         if self.needed & {p.id for p in others}:
             return f"it does not go with {others[0].id}, without which the plan would not fit"
+        # of what came in as one with others nothing but its promise is known
+        promised_s = sum(self._promised_s.get((p.id, settings_of(p.parameters)), 0.0) for p in others if not p.measured)
+        if self._goal.objective == "time" and promised_s > max(0.0, candidate.saved_s[1]):
+            return f"it does not go with {others[0].id}, which promises more"
         without_s = self.step_s * gain_of(others)
         if speed_up(without_s, min(candidate.saved_s[1], _MOST * without_s)) > gain_of(others):
             return ""

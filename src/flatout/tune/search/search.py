@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -505,8 +506,10 @@ class _LeverSearch:
         self._on_progress(
             f"{_DOING[kind].format(lever.id)} (best so far {self._goal.step_s / self._so_far.step_s:.2f}x)"
         )
+        began_s = monotonic()
         verdict = self._bench.compare(before, after, objective=objective, is_final=is_final, is_longer=is_longer)
-        self._log.add(Attempt(kind=kind, before=before, after=after, lever=lever.id, verdict=verdict))
+        seconds = monotonic() - began_s
+        self._log.add(Attempt(kind=kind, before=before, after=after, lever=lever.id, verdict=verdict, seconds=seconds))
         return verdict
 
 

@@ -11,7 +11,7 @@ from tests.evidence_builder import EvidenceBuilder
 from tests.lever_tools import found, pulled
 from torch import Tensor, nn
 
-from flatout.core.errors import EditError
+from flatout.core.errors import EditError, PlanError
 from flatout.core.records.lever import Candidate, Refusal
 from flatout.tune.levers.communication.trim_padding import LEVER, edit
 
@@ -54,6 +54,29 @@ def test_batches_are_cut_to_their_longest_row(lengths: tuple[int, ...], width: i
     assert model.widths[-1] == 9
 
 
+@pytest.mark.parametrize(("length", "width"), [(2, 4), (4, 4), (5, 8), (8, 8)])
+def test_widths_are_rounded_up_to_the_multiple(length: int, width: int) -> None:
+    tokens, mask = batch(length, 1)
+    model = Mean()
+    with pulled(LEVER, pad=PAD, multiple=4):
+        model(tokens, mask)
+    assert model.widths == [width]
+
+
+def test_a_batch_that_is_rounded_past_its_width_stays_as_it_is() -> None:
+    tokens, mask = batch(8, 1, width=9)
+    model = Mean()
+    with pulled(LEVER, pad=PAD, multiple=6) as hooks:
+        model(tokens, mask)
+    assert model.widths == [9]
+    assert not hooks.done
+
+
+def test_a_multiple_below_one_is_an_error() -> None:
+    with pytest.raises(PlanError, match="'multiple' is 0 and must be at least 1"), pulled(LEVER, pad=PAD, multiple=0):
+        pass
+
+
 CASES = {
     "enumerated rows": """
         def f(rows, width):
@@ -80,6 +103,15 @@ CASES = {
             return tokens
         """,
 }
+
+
+@pytest.mark.parametrize(("multiple", "width"), [(4, 8), (8, 8), (16, 11)])
+def test_the_edit_rounds_up_to_the_multiple_and_never_past_the_width(multiple: int, width: int) -> None:
+    text = "import torch\n" + dedent(CASES["enumerated rows"])
+    place = {"file": "a.py", "function": "f", "code": "tokens = torch.full((len(rows), width), 7)"}
+    made: dict[str, Any] = {}
+    exec(edit(text, {"pad": 7, "multiple": multiple, **place}), made)
+    assert made["f"]([torch.arange(3), torch.arange(5)], 11).shape == (2, width)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -119,3 +151,14 @@ def test_it_is_offered_where_the_longest_rows_leave_room(longest: float, kind: t
     assert isinstance(said, kind)
     if isinstance(said, Candidate):
         assert said.parameters["pad"] == 0
+
+
+@pytest.mark.parametrize(
+    ("width", "device", "multiple"), [(512, "cuda", 32), (64, "cuda", 8), (512, "cpu", 32), (24, "cpu", None)]
+)
+def test_widths_are_few_and_aligned_on_a_gpu(width: int, device: str, multiple: int | None) -> None:
+    run = EvidenceBuilder(device_s=0.1 if device == "cuda" else None)
+    run.padding(longest_fraction=0.6, shape=(4, width))
+    [said] = LEVER.propose(run.build(), [found(0.01)])
+    assert isinstance(said, Candidate)
+    assert said.parameters.get("multiple") == multiple

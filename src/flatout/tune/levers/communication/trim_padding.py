@@ -1,20 +1,22 @@
 """Columns that are padding in every row of a batch are cut off before the model sees them.
 
 What        Of a batch of tokens [rows, positions], and what goes with it, the positions after the last one that is not padding in
-            all rows are left out. In the text: a batch is made as wide as its longest row.
+            all rows are left out, up to a multiple of a 16th of the width: each new shape has a price. In the text: a batch is
+            made as wide as its longest row.
 Guarantee   BOUNDED: padding that a model masks adds zeros; without them sums come in another order.
 Refuses     Batches that are full in their longest row. Models to which padding is not nothing are told by the proof.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import libcst as cst
 from libcst import matchers as m
 
-from flatout.core.errors import EditError, LeverRefused
+from flatout.core.errors import EditError, LeverRefused, PlanError
 from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
@@ -23,8 +25,13 @@ from flatout.tune.rewrite.enclosing_blocks import assignment, levels, parents_of
 from flatout.tune.rewrite.imports import call_name
 from flatout.tune.rewrite.source import code_of, find, names_in, nodes_of, readable_place, with_expression
 
-_LONGEST_FRACTION: Final = 0.97
-"""Above, so little of the width is padding in all rows that looking for it costs as much."""
+_LONGEST_FRACTION: Final = 0.94
+"""Above, so little of the width is padding in all rows that rounding up and looking for it cost as much."""
+_MOST_WIDTHS: Final = 16
+"""Batches have up to twice so many widths. Each new shape has a price: cuDNN builds a plan for its attention (the default on
+Hopper from PyTorch 2.11 on), oneDNN a primitive, the allocator a block; at 512 different widths it outweighed what was cut."""
+_FEWEST_ALIGNED: Final = 8
+"""Tensor cores load 16 bytes at a time: 8 numbers of half precision (NVIDIA, Matrix Multiplication Background User's Guide)."""
 _FULL: Final = ("torch.full", "torch.zeros", "torch.ones", "numpy.full", "numpy.zeros", "numpy.ones")
 
 
@@ -43,24 +50,44 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     where = evidence.source_of(padding.source) or next((f.where for f in findings if f.where is not None), None)
     yield Candidate(
         # where the batch is made in a library, it is cut all the same
-        parameters={"pad": int(padding.pad_value)} | readable_place(evidence, where),
+        parameters={"pad": int(padding.pad_value)}
+        | ({"multiple": multiple} if (multiple := _multiple(evidence, padding.shape[1])) > 1 else {})
+        | readable_place(evidence, where),
         saved_s=(0.5 * low, high),
         where=where,
         because=f"the longest row of a batch fills {padding.longest_fraction:.0%} of '{padding.name}', {padding.shape[1]} wide",
     )
 
 
+def _multiple(evidence: Evidence, width: int) -> int:
+    """The power of two that widths are rounded up to: few enough shapes, and aligned for a GPU."""
+    multiple = 1 << int(math.log2(max(1, width / _MOST_WIDTHS)))
+    return multiple if evidence.steps.device_s is None else max(_FEWEST_ALIGNED, multiple)
+
+
+def _multiple_of(parameters: Parameters) -> int:
+    """What a plan rounds widths up to.
+
+    Raises PlanError when that is no whole number above zero.
+    """
+    if "multiple" not in parameters:
+        return 1
+    if (multiple := integer(parameters, "multiple")) < 1:
+        raise PlanError(f"parameter 'multiple' is {multiple} and must be at least 1")
+    return multiple
+
+
 def apply(hooks: Hooks, parameters: Parameters) -> None:
-    """Crop the inputs of every call to the longest row of the batch."""
-    pad = integer(parameters, "pad")
+    """Crop the inputs of every call to the longest row of the batch, rounded up to the multiple."""
+    pad, multiple = integer(parameters, "pad"), _multiple_of(parameters)
 
     def cut(module: Any, inputs: Any) -> Any:
         args, kwargs = inputs
         tokens = next((t for t in (*args, *kwargs.values()) if _is_tokens(t)), None)
         if tokens is None:
             return inputs
-        length = longest(tokens, pad)
-        if length == tokens.shape[1]:
+        length = -(-longest(tokens, pad) // multiple) * multiple
+        if length >= tokens.shape[1]:
             return inputs
         hooks.note(LEVER.id)
         shape = tokens.shape[:2]
@@ -91,7 +118,7 @@ def cropped(value: Any, shape: Sequence[int], length: int) -> Any:
 
 
 def edit(text: str, parameters: Parameters) -> str:
-    """Write `torch.full((len(rows), WIDTH), PAD)` only as wide as the longest row that is then written into it.
+    """Write `torch.full((len(rows), WIDTH), PAD)` only as wide as the longest row that is then written into it, rounded up.
 
     Raises EditError where the rows cannot be decided from the text.
     """
@@ -108,6 +135,8 @@ def edit(text: str, parameters: Parameters) -> str:
     longest_row = _longest_row(target.value, level.block[level.at + 1 :])
     if code_of(width).startswith("max("):
         raise EditError("it is as wide as its longest row")
+    if (multiple := _multiple_of(parameters)) > 1:
+        longest_row = f"min({code_of(width)}, -(-{longest_row} // {multiple}) * {multiple})"
     return with_expression(place.module, width, cst.parse_expression(longest_row)).code
 
 
