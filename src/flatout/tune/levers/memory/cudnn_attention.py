@@ -9,17 +9,16 @@ Refuses     Devices older than Hopper, on which cuDNN's kernels are no faster; s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from flatout.core.errors import EditError, LeverRefused
+from flatout.core.errors import LeverRefused
 from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.accounting import milliseconds
-from flatout.tune.rewrite.imports import with_import, with_start
-from flatout.tune.rewrite.source import fresh_name, parsed
+from flatout.tune.levers.attention_order import set_attention_order, with_attention_order
 
 _KERNELS: Final = re.compile(r"flash_(fwd|bwd|::flash_)|flash::|pytorch_flash")
 _DEVICES: Final = re.compile(r"\b(H100|H200|H800|GH200|B100|B200|GB200|B300|GB300)\b")
@@ -50,25 +49,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
     """Set the order before the script's first line."""
-
-    def start() -> Callable[[], None]:
-        hooks.note(LEVER.id)
-        return _cudnn_first()
-
-    hooks.at_start(start)
-
-
-def _cudnn_first() -> Callable[[], None]:
-    """Set the order; returns how to set what was there before."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    order = sdpa_kernel([getattr(SDPBackend, name) for name in _ORDER], set_priority=True)
-    order.__enter__()
-
-    def undo() -> None:
-        order.__exit__(None, None, None)
-
-    return undo
+    set_attention_order(hooks, LEVER.id, _ORDER)
 
 
 def edit(text: str, parameters: Parameters) -> str:
@@ -76,16 +57,7 @@ def edit(text: str, parameters: Parameters) -> str:
 
     Raises EditError where the file chooses kernels for attention itself.
     """
-    if "sdpa_kernel" in text or "enable_flash_sdp" in text or "SDPBackend" in text:
-        raise EditError("the file chooses kernels for attention itself")
-    order = ", ".join(f"SDPBackend.{name}" for name in _ORDER)
-    module = parsed(text)
-    name = fresh_name(module, "attention_order")  # it ends when nothing refers to it
-    lines = f"{name} = sdpa_kernel([{order}], set_priority=True)\n{name}.__enter__()\n"
-    module = with_start(module, lines)
-    for member in ("sdpa_kernel", "SDPBackend"):
-        module = with_import(module, "torch.nn.attention", member)
-    return module.code
+    return with_attention_order(text, _ORDER)
 
 
 LEVER = lever(__name__, propose, apply=apply, edit=edit, effort=_EFFORT, title="Attention by cuDNN")
