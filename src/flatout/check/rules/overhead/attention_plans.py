@@ -1,4 +1,4 @@
-"""cuDNN's attention meets one new shape after another, and builds an execution plan for each.
+"""Attention by cuDNN meets one new shape after another, and an execution plan is built for each.
 
 Costs        0.1 - 1.7 s of the host for each new width (H200, cuDNN 9.19, bench/attention_shapes_device.py), where the kernels of
              FlashAttention and the memory-efficient ones take any shape at once. From PyTorch 2.11 on cuDNN comes first on Hopper
@@ -21,8 +21,7 @@ from flatout.machine.cost.accounting import milliseconds
 
 _OP: Final = "aten._scaled_dot_product_cudnn_attention"
 _PLANNED_S: Final = 0.002
-"""A call with a plan keeps the host for 0.1 - 0.5 ms; building one, which the calls of all layers share, took 40 ms at least (same
-place)."""
+"""A call with a plan keeps the host for 0.1 - 0.5 ms; building one, which all layers share, took 40 ms at least (same place)."""
 _FEWEST_SHAPES: Final = 2
 _SMALL_PART: Final = 0.02
 _SLOWER: Final = 0.3
