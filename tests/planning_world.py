@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from flatout.core.records.lever import Candidate, Lever, PlannedLever
 from flatout.core.records.verdict import Difference, Equality, Footprint, Guarantee, Speed, Verdict
 from flatout.tune.search.goal import Objective
@@ -26,13 +28,15 @@ class World:
         most: int = 1000,
         smaller: Mapping[str, int] | None = None,
         later_s: Mapping[str, float] | None = None,
+        idle: Sequence[str] = (),
         num_run: int = 0,
         noise: float = 0.01,
         final_noise: float | None = None,
         latest: int = 1000,
         error: str = "it was killed by signal 11",
     ) -> None:
-        """`later_s`: what levers add to the first 8 steps; `num_run`: the steps that the script has, where it ends.
+        """`later_s`: what levers add to the first 8 steps; `num_run`: the steps that the script has, where it ends; `idle`:
+        levers that meet nothing to change.
 
         `noise` is the half width of the interval of a ratio, relative to it; a quarter of that in a longer race and, where
         `final_noise` is not another, in the final one. After `latest` comparisons the final one would end too late.
@@ -42,6 +46,7 @@ class World:
         self.final_noise = noise / 4 if final_noise is None else final_noise
         self.latest = latest
         self.later_s = dict(later_s or {})
+        self.idle = set(idle)
         self.num_run = num_run
         self.smaller = dict(smaller or {})
         self.factors = dict(factors)
@@ -117,7 +122,8 @@ class World:
         if objective == "memory":
             outcome = "proved" if two < one else "slower" if two > one else "unknown"
         size = Footprint(device="cpu", before_bytes=one, after_bytes=two, fraction=(two / one, two / one))
-        return verdict(Equality(guarantee="bounded", holds=True, num_steps=8), speed, outcome, outcome, size)
+        found = verdict(Equality(guarantee="bounded", holds=True, num_steps=8), speed, outcome, outcome, size)
+        return msgspec.structs.replace(found, missed=tuple(p.id for p in after if p.id in self.idle))
 
 
 def verdict(

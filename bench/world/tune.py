@@ -23,6 +23,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,6 +82,9 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=1, help="how many scripts run side by side")
     parser.add_argument("--no-seeds", action="store_true", help="leave out what is learnt on three seeds")
+    parser.add_argument(
+        "--seeds-alone", action="store_true", help="for rows of --out without it, what is learnt with their plans of --plans"
+    )
     parser.add_argument("--no-edits", action="store_true", help="leave out the text of the plan")
     parser.add_argument("--commit", default="", help="the commit of this project's code, in a copy without its history")
     parser.add_argument("--out", type=Path, required=True)
@@ -95,12 +99,15 @@ def main() -> int:
     def tuned(script: Script) -> None:
         share = shares.get()
         try:
-            row = Tuning(script, options, share).row()
+            tuning = Tuning(script, options, share)
+            row = tuning.with_losses(rows[script.name]) if options.seeds_alone else tuning.row()
         except (OSError, subprocess.SubprocessError, SystemExit) as e:
-            row = {"name": script.name, "error": f"{type(e).__name__}: {e}"}
+            known = rows[script.name] if options.seeds_alone else {}
+            row = known | {"name": script.name, "error": f"{type(e).__name__}: {e}"}
         finally:
             shares.put(share)
-        row |= {"flatout_commit": options.commit or _own_commit(), "machine": machine_of(options.python, share)}
+        if not options.seeds_alone:
+            row |= {"flatout_commit": options.commit or _own_commit(), "machine": machine_of(options.python, share)}
         with written:
             rows[script.name] = row
             print(line_of(row), flush=True)
@@ -118,7 +125,9 @@ def main() -> int:
     wanted = [
         script
         for script in read_manifest(options.only, options.manifest)
-        if script.name not in rows and script.kind != "inference" and (options.only or script.cures)
+        if script.kind != "inference"
+        and (is_without_losses(rows.get(script.name)) if options.seeds_alone else script.name not in rows)
+        and (options.only or script.cures)
     ]
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(tuned, wanted))
@@ -174,11 +183,19 @@ class Tuning:
         if "edit" in sides:
             length = math.ceil(num_steps * self._options.edit_seconds / self._options.run_seconds)
             found["edit_race_s"] = self._raced({name: sides[name] for name in ("plan", "edit")}, max(_FEWEST, length))
-        if found["levers"] and not self._options.no_seeds:
-            found["losses"] = self._losses(
-                math.ceil(num_steps * self._options.seed_seconds / self._options.run_seconds)
-            )
-        return found
+        return found if self._options.no_seeds else self.with_losses(found)
+
+    def with_losses(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row of a plan, with the last losses of runs on three seeds."""
+        if not row["levers"]:
+            return row
+        planned = [lever["id"] for lever in tomllib.loads(self._plan.read_text())["lever"]]
+        if planned != row["levers"]:
+            raise SystemExit(f"'{self._plan}' is another plan than the row's")
+        if not self._untouched.exists():
+            lay_out(self._script, self._options.checkouts, self._untouched)
+        num_steps = math.ceil(row["num_steps"] * self._options.seed_seconds / self._options.run_seconds)
+        return row | {"losses": self._losses(max(_FEWEST, num_steps))}
 
     def _raced(self, sides: dict[str, dict[str, Any]], num_steps: int) -> dict[str, list[float]]:
         """Seconds of a later step of both sides, run by run in turn; without runs that failed."""
@@ -413,6 +430,11 @@ def is_as_fast(row: dict[str, Any]) -> bool:
     """Whether the text's later steps take about as long as the plan's, or less."""
     plan, text = (statistics.median(row["edit_race_s"][side]) for side in ("plan", "edit"))
     return text <= _AS_FAST * plan
+
+
+def is_without_losses(row: dict[str, Any] | None) -> bool:
+    """Whether a row has a plan, and nothing on what is learnt with it."""
+    return row is not None and bool(row.get("levers")) and "losses" not in row
 
 
 def line_of(row: dict[str, Any]) -> str:

@@ -185,7 +185,13 @@ def test_a_terminal_names_the_five_that_were_most_at_stake(render: Render) -> No
 
 def test_a_search_says_what_it_spent_its_time_on(render: Render) -> None:
     attempts = [
-        Attempt(kind=kind, before=(), after=(COMPILE,), lever=COMPILE.id, verdict=verdict(), seconds=seconds)
+        Attempt(
+            kind=kind,
+            before=(),
+            after=(COMPILE,),
+            lever=COMPILE.id,
+            verdict=msgspec.structs.replace(verdict(), seconds=seconds),
+        )
         for kind, seconds in (("add", 41.0), ("final", 49.0))
     ]
     timed = msgspec.structs.replace(TUNED, attempts=tuple(attempts), observing_s=12.0)

@@ -302,6 +302,7 @@ def run_side(request: Request, script: Script, *, orders: int, answers: int) -> 
         root = str(text_root(plan, Path(script.file).resolve()))
         with applied(plan, root=root, texts=request.texts) as hooks, precision.surroundings(), draws, noise:
             script = script.with_code(hooks.code_of(script.file))
+            side.missed = lambda: tuple(p.id for p in plan.lever if p.id not in hooks.done)
             if not request.is_whole:
                 side.install()
             elif request.num_losses:

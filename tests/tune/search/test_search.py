@@ -429,6 +429,14 @@ def test_a_rival_of_what_came_in_as_one_is_tried_where_it_may_save_more(at_most_
     assert because == ([] if is_tried else ["it does not go with a, which promises more"])
 
 
+@pytest.mark.parametrize("most", [1000, 1])
+def test_what_met_nothing_to_change_is_in_no_plan_however_fast_it_seemed(most: int) -> None:
+    world = World({"a": 0.7, "b": 0.8, "c": 0.7}, idle=["b"], most=most)
+    result = found(world, [candidate(name, 0.03) for name in "abc"])
+    assert sorted(ids(result)) == ["a", "c"]
+    assert [o.because for o in result.left_out] == ["it met nothing to change in the steps that were raced"]
+
+
 def test_what_came_in_as_one_is_given_up_as_one_where_the_final_proof_shows_no_gain() -> None:
     """A proof without each of them in turn would take as long again."""
     world, log = World({"a": 0.97, "b": 0.97, "c": 0.97}, final_noise=0.3, most=1), SearchLog()

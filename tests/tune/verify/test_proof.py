@@ -167,6 +167,18 @@ def _state(pid: int) -> str:
         return ""
 
 
+def test_levers_that_met_nothing_to_change_are_named(folder: Path) -> None:
+    before = script(folder, "a.py")
+    plan = folder / "plan.toml"
+    plan.write_text(
+        '[[lever]]\nid = "parallelism.fused-optimizer"\nguarantee = "bounded"\n[lever.parameters]\n\n'
+        '[[lever]]\nid = "communication.trim-padding"\nguarantee = "bounded"\n[lever.parameters]\npad = 0\n'
+    )
+    after = msgspec.structs.replace(before, plan=str(plan))
+    found = verdict(before, after, is_timed=True)
+    assert found.missed == ("communication.trim-padding",), found.because
+
+
 def test_scripts_too_short_to_race_are_started_again(folder: Path) -> None:
     one, two = script(folder, "a.py", change="time.sleep(0.01)", steps=12), script(folder, "b.py", steps=12)
     found = verdict(one, two, is_timed=True)

@@ -107,8 +107,6 @@ class Attempt(Record, frozen=True, kw_only=True):
     after: tuple[PlannedLever, ...]
     lever: str
     verdict: Verdict
-    seconds: float = 0.0
-    """How long it took, processes started and ended; 0 where that was not recorded."""
 
 
 class LeftOut(Record, frozen=True, kw_only=True):

@@ -42,7 +42,10 @@ def block_containers(evidence: Evidence) -> tuple[str, ...]:
         for ops in blocks.values():
             kinds[tuple(sorted(ops))] += 1
         in_blocks = sum(sum(ops.values()) for ops in blocks.values() if kinds[tuple(sorted(ops))] >= _FEWEST_BLOCKS)
-        has_depth = any(len(ops) > 1 and kinds[tuple(sorted(ops))] >= _FEWEST_BLOCKS for ops in blocks.values())
+        # a layer of its own is no block, be it of several operators
+        has_depth = any(
+            any(inner for _, inner in ops) and kinds[tuple(sorted(ops))] >= _FEWEST_BLOCKS for ops in blocks.values()
+        )
         if has_depth and in_blocks >= _MUCH_OF_IT * whole:
             found.append(path)
     return tuple(found)

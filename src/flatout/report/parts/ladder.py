@@ -84,7 +84,7 @@ def ladder_blocks(tuned: Tuned) -> list[Block]:
 
 def _time_taken(tuned: Tuned) -> str:
     """What the search spent its time on; '' where that is not known."""
-    compared = [a.seconds for a in tuned.attempts if a.seconds]
+    compared = [a.verdict.seconds for a in tuned.attempts if a.verdict.seconds]
     if not tuned.observing_s or not compared:
         return ""
     comparisons = f"{len(compared)} comparison{'s' if len(compared) > 1 else ''} {duration(sum(compared))}"

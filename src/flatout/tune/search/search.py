@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic
 from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -45,6 +44,7 @@ _PLAIN_WORDS: Final[Mapping[str, str]] = {
     "overwrites",
 }
 """What errors of torch mean for the script, by words that they have in torch 2.11 to 2.13."""
+_MET_NOTHING: Final = "it met nothing to change in the steps that were raced"
 _NO_COMPANY: Final = "it gains nothing alone, and nothing else made the step so fast that it would wait for this"
 
 
@@ -170,7 +170,7 @@ class _LeverSearch:
         self._reasons: dict[int, LeftOut] = {}
         """Why a candidate was left out when it was tried, by its identity: tried again, it gets another reason."""
         self._blamed: list[Candidate] = []
-        """Candidates by which a plan of several failed: alone they would fail, too."""
+        """Candidates by which a plan of several failed, or that met nothing to change: alone it would be the same."""
         self._is_complete = True
         self._has_joined = False
 
@@ -301,6 +301,13 @@ class _LeverSearch:
         if verdict is None or verdict.outcome != "proved" or verdict.speed is None or self._is_over(verdict):
             return verdict
         judged, speed = verdict.equality.guarantee, verdict.speed
+        idle = [planned for planned in new if planned.id in verdict.missed]
+        if idle and len(idle) < len(new):  # without them it is the same plan
+            for planned in idle:
+                self._leave_out(planned.id, _MET_NOTHING)
+            new = [planned for planned in new if planned not in idle]
+            met_nothing = [(planned.id, planned.parameters) for planned in idle]
+            self._blamed += [c for c in tried if (c.lever, c.parameters) in met_nothing]
         if self._goal.too_late(speed) or any(self._is_too_little(planned, verdict) for planned in new):
             return verdict
         weaker = (max(planned.guarantee, judged, key=GUARANTEES.index) for planned in new)
@@ -372,6 +379,9 @@ class _LeverSearch:
         before_this = self._reasons.pop(id(candidate), None)
         self.left_out = [one for one in self.left_out if one is not before_this]
         gain = verdict.speed.ratio if verdict.speed is not None else self._so_far.most_gain(candidate)
+        if planned.id in verdict.missed:
+            self._leave_out(planned.id, _MET_NOTHING)
+            return verdict
         if verdict.outcome != "proved":
             as_what = f"as {settings_of(planned.parameters)}: " if any(p.id == planned.id for p in others) else ""
             self._reasons[id(candidate)] = self._leave_out(planned.id, as_what + _words(verdict), gain)
@@ -506,10 +516,8 @@ class _LeverSearch:
         self._on_progress(
             f"{_DOING[kind].format(lever.id)} (best so far {self._goal.step_s / self._so_far.step_s:.2f}x)"
         )
-        began_s = monotonic()
         verdict = self._bench.compare(before, after, objective=objective, is_final=is_final, is_longer=is_longer)
-        seconds = monotonic() - began_s
-        self._log.add(Attempt(kind=kind, before=before, after=after, lever=lever.id, verdict=verdict, seconds=seconds))
+        self._log.add(Attempt(kind=kind, before=before, after=after, lever=lever.id, verdict=verdict))
         return verdict
 
 

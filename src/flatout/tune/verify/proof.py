@@ -74,6 +74,8 @@ class ScriptProver:
         self.racing_s = 0.0
         """Spent so far on races, without starting what races."""
         self._spent_before = (0.0, 0.0)
+        self._missed: tuple[str, ...] = ()
+        """Levers of the changed side that met nothing to change so far."""
         self._whole: dict[Metric, WholeRuns] = {}
         self._losses = LossRuns(self._runs.process, timeout_s=max(terms.timeout_s, _WHOLE_RUN_S))
 
@@ -95,6 +97,7 @@ class ScriptProver:
         """
         began = perf_counter()
         self._spent_before = self.recording_s, self.racing_s
+        self._missed = ()
         self._terms = self._runs.terms = terms if terms is not None else self._usual
         if self._terms.guarantee == "quality":
             return self._prove_quality(before, after, began)
@@ -180,6 +183,7 @@ class ScriptProver:
             python=platform.python_version(),
             seeds=tuple(range(self._terms.seed, self._terms.seed + num_seeds)),
             seconds=perf_counter() - began,
+            missed=self._missed,
             judging_s=self.recording_s - self._spent_before[0],
             racing_s=self.racing_s - self._spent_before[1],
         )
@@ -224,6 +228,7 @@ class ScriptProver:
                 self._race(race, one_process, two_process)
             except Failed as e:
                 return equality, None, _Failure.of(e)
+            self._missed = two_process.missed
             one_process.let_go()
             two_process.let_go()
         self._start_warm(race, one, two_request)

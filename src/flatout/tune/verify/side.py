@@ -70,6 +70,8 @@ class SideAnswer(Record, frozen=True, kw_only=True):
     """Of a run that ended after the losses that were asked for."""
     num_workers: int = 0
     """Processes that the script has started, as a loader's workers: they hand over their batches in turn."""
+    missed: tuple[str, ...] = ()
+    """Levers of its plan that have met nothing to change so far."""
     cycle: int | None = None
     """Steps between the last two rollouts of a policy: 0 as long as that is not known, None without environments."""
 
@@ -138,6 +140,8 @@ class ProofSide:
         self._began_s = 0.0
         self._recording_s = 0.0
         self._rollouts = Rollouts()
+        self.missed: Callable[[], tuple[str, ...]] = tuple
+        """Which levers of the plan have met nothing to change so far."""
 
     def install(self) -> None:
         """Begin to watch calls, backwards and optimizers."""
@@ -365,6 +369,7 @@ class ProofSide:
             error=error,
             mean_loss=mean_loss,
             num_workers=len(active_children()),
+            missed=self.missed(),
             cycle=self._rollouts.cycle if self._environments.num_calls else None,
         )
 

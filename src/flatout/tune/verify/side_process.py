@@ -88,6 +88,8 @@ class SideProcess:
         self._child: ChildProcess | None = None
         self._orders = self._answers = -1
         self._unread = b""
+        self.missed: tuple[str, ...] = ()
+        """Levers of its plan that had met nothing to change by its last answer."""
         self._most_bytes = request.most_bytes or _MEMORY_FRACTION * _available_bytes()
 
     def __enter__(self) -> SideProcess:
@@ -146,7 +148,9 @@ class SideProcess:
                 raise Failed(f"{self._name} {self._how_it_ended()}: {self._last_lines()}")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
-        return from_json(line, SideAnswer)
+        answer = from_json(line, SideAnswer)
+        self.missed = answer.missed
+        return answer
 
     def output(self) -> str:
         """All that it has printed so far."""

@@ -112,6 +112,16 @@ def test_blocks_that_are_alike_are_offered_to_be_compiled_alone() -> None:
     assert _parameters(run) == [{"mode": "default"}, {"mode": "default", "regions": ("blocks",)}]
 
 
+def test_single_layers_in_a_row_are_no_blocks() -> None:
+    run = EvidenceBuilder()
+    line = run.line("train.py", 5, "net(x)")
+    run.model(line)
+    for number in range(4):
+        run.operator("aten.t", line, module=f"Net.layers.{number}")
+        run.operator("aten.addmm", line, module=f"Net.layers.{number}")
+    assert _parameters(run) == [{"mode": "default"}]
+
+
 def test_blocks_that_differ_are_not() -> None:
     run = EvidenceBuilder()
     line = run.line("train.py", 5, "net(x)")
