@@ -83,7 +83,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="how many scripts run side by side")
     parser.add_argument("--no-seeds", action="store_true", help="leave out what is learnt on three seeds")
     parser.add_argument(
-        "--seeds-alone", action="store_true", help="for rows of --out without it, what is learnt with their plans of --plans"
+        "--seeds-alone",
+        action="store_true",
+        help="for rows of --out without it, what is learnt with their plans of --plans",
     )
     parser.add_argument("--no-edits", action="store_true", help="leave out the text of the plan")
     parser.add_argument("--commit", default="", help="the commit of this project's code, in a copy without its history")

@@ -127,6 +127,67 @@ def test_the_edit_makes_the_batch_as_wide_as_its_longest_row(name: str) -> None:
     assert torch.equal(results[0][:, :5], results[1])
 
 
+CALLED = {
+    "a tensor": "model(tokens)",
+    "a tuple": "model((tokens, lengths))",
+    "several": "model(tokens, lengths)",
+    "unpacked": "model(*(tokens, lengths))",
+    "by name": "model(**dict(x=tokens, y=lengths))",
+}
+
+
+@pytest.mark.parametrize("how", CALLED)
+def test_the_edit_cuts_what_the_model_is_called_with_where_the_batch_is_made_elsewhere(how: str) -> None:
+    text = f"import torch\n\n\ndef f(model, tokens, lengths):\n    out = {CALLED[how]}\n    return out\n"
+    place = {"file": "a.py", "function": "f", "code": f"out = {CALLED[how]}"}
+    made: dict[str, Any] = {}
+    exec(edit(text, {"pad": 7, "multiple": 4, **place}), made)
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        return args or tuple(kwargs.values())
+
+    tokens, _ = batch(5, 3, width=11)
+    lengths = torch.tensor([5, 3])
+    got = made["f"](model, tokens, lengths)
+    got = got[0] if how == "a tuple" else got
+    assert torch.equal(got[0], tokens[:, :8])
+    assert len(got) == 1 or torch.equal(got[1], lengths)
+    everything, _ = batch(0, 0, width=11)
+    got = made["f"](model, everything, lengths)
+    assert torch.equal((got[0] if how == "a tuple" else got)[0], everything)
+
+
+NOT_CUT = {
+    "names some of its inputs": "out = model(tokens, mask=mask)",
+    "0 calls of a model": "out = torch.relu(tokens)",
+    "2 calls of a model": "out = model(tokens) + other(tokens)",
+    "unpacks more than one": "out = model(*tokens, *mask)",
+}
+
+
+@pytest.mark.parametrize("why", NOT_CUT)
+def test_calls_that_cannot_be_decided_are_left(why: str) -> None:
+    text = f"import torch\n\n\ndef f(model, other, tokens, mask):\n    {NOT_CUT[why]}\n"
+    with pytest.raises(EditError, match=why):
+        edit(text, {"pad": 7, "file": "a.py", "function": "f", "code": NOT_CUT[why]})
+
+
+def test_tokens_inside_other_inputs_are_cut() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(PAD + 1, 3)
+
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            words: Tensor = self.embed(pair[0])
+            return words
+
+    tokens, _ = batch(4, 2)
+    with pulled(LEVER, pad=PAD) as hooks:
+        assert Pair()((tokens, torch.tensor([4, 2]))).shape == (2, 4, 3)
+        assert hooks.done == [LEVER.id]
+
+
 REFUSED = {
     "something else": "for i, row in enumerate(rows):\n        tokens[i, : len(row)] = row\n        count += 1",
     "only once": "for i, row in enumerate(map(list, rows)):\n        tokens[i, : len(row)] = row",

@@ -2,16 +2,17 @@
 
 What        Of a batch of tokens [rows, positions], and what goes with it, the positions after the last one that is not padding in
             all rows are left out, up to a multiple of a 16th of the width: each new shape has a price. In the text: a batch is
-            made as wide as its longest row.
+            made as wide as its longest row, or cut where the model is called.
 Guarantee   BOUNDED: padding that a model masks adds zeros; without them sums come in another order.
 Refuses     Batches that are full in their longest row. Models to which padding is not nothing are told by the proof.
 """
 
 from __future__ import annotations
 
+import builtins
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import libcst as cst
 from libcst import matchers as m
@@ -22,8 +23,22 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
 from flatout.tune.rewrite.enclosing_blocks import assignment, levels, parents_of
-from flatout.tune.rewrite.imports import call_name
-from flatout.tune.rewrite.source import code_of, find, names_in, nodes_of, readable_place, with_expression
+from flatout.tune.rewrite.imports import below_imports, call_name, with_torch
+from flatout.tune.rewrite.source import (
+    SourcePlace,
+    code_of,
+    find,
+    first_line,
+    fresh_name,
+    names_in,
+    nodes_of,
+    readable_place,
+    statements,
+    with_expression,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LONGEST_FRACTION: Final = 0.94
 """Above, so little of the width is padding in all rows that rounding up and looking for it cost as much."""
@@ -32,6 +47,19 @@ _MOST_WIDTHS: Final = 16
 Hopper from PyTorch 2.11 on), oneDNN a primitive, the allocator a block; at 512 different widths it outweighed what was cut."""
 _FEWEST_ALIGNED: Final = 8
 """Tensor cores load 16 bytes at a time: 8 numbers of half precision (NVIDIA, Matrix Multiplication Background User's Guide)."""
+_CUTTING: Final = '''
+def {name}(batch):
+    """The batch without the positions that are padding in all its rows."""
+    if {torch}.is_tensor(batch):
+        return {name}((batch,))[0]
+    values = list(batch.values() if hasattr(batch, "values") else batch)
+    tokens = next(v for v in values if {torch}.is_tensor(v) and v.dim() == 2 and not v.is_floating_point())
+    filled = (tokens != {pad}).any(0).nonzero()
+    width = {width} if len(filled) else tokens.shape[1]
+    is_cut = [{torch}.is_tensor(v) and v.dim() >= 2 and v.shape[:2] == tokens.shape for v in values]
+    values = [v[:, :width].contiguous() if cut else v for v, cut in zip(values, is_cut)]
+    return dict(zip(batch, values)) if hasattr(batch, "values") else tuple(values)
+'''
 _FULL: Final = ("torch.full", "torch.zeros", "torch.ones", "numpy.full", "numpy.zeros", "numpy.ones")
 
 
@@ -79,19 +107,19 @@ def _multiple_of(parameters: Parameters) -> int:
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
     """Crop the inputs of every call to the longest row of the batch, rounded up to the multiple."""
+    from flatout.core.tensors.nests import map_tensors, tensors_in
+
     pad, multiple = integer(parameters, "pad"), _multiple_of(parameters)
 
     def cut(module: Any, inputs: Any) -> Any:
-        args, kwargs = inputs
-        tokens = next((t for t in (*args, *kwargs.values()) if _is_tokens(t)), None)
+        tokens = next((t for t in tensors_in(inputs) if _is_tokens(t)), None)
         if tokens is None:
             return inputs
         length = -(-longest(tokens, pad) // multiple) * multiple
         if length >= tokens.shape[1]:
             return inputs
         hooks.note(LEVER.id)
-        shape = tokens.shape[:2]
-        return tuple(cropped(a, shape, length) for a in args), {k: cropped(v, shape, length) for k, v in kwargs.items()}
+        return map_tensors(inputs, lambda tensor: cropped(tensor, tokens.shape, length))
 
     hooks.on_inputs(cut)
 
@@ -108,23 +136,22 @@ def longest(tokens: Any, pad: int) -> int:
     return int(filled[-1]) + 1 if len(filled) else 1
 
 
-def cropped(value: Any, shape: Sequence[int], length: int) -> Any:
-    """The first positions of a tensor whose shape begins like this one; anything else as it is."""
-    import torch
-
-    if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[:2] == shape:
-        return value[:, :length].contiguous()
-    return value
+def cropped(tensor: Tensor, shape: Sequence[int], length: int) -> Tensor:
+    """The first positions of a tensor whose shape begins like this one; another as it is."""
+    return tensor[:, :length].contiguous() if tensor.dim() >= 2 and tensor.shape[:2] == shape else tensor
 
 
 def edit(text: str, parameters: Parameters) -> str:
     """Write `torch.full((len(rows), WIDTH), PAD)` only as wide as the longest row that is then written into it, rounded up.
 
-    Raises EditError where the rows cannot be decided from the text.
+    Where no such tensor is made, what the model is called with is cut. Raises EditError where the rows, or the call, cannot be
+    decided from the text.
     """
     place = find(text, parameters)
     found = [c for c in nodes_of(cst.Call, place.function or place.statement) if _is_filled(place.module, c)]
-    if len(found) != 1:
+    if not found:
+        return _with_cut_inputs(place, parameters)
+    if len(found) > 1:
         raise EditError(f"{len(found)} tensors are made for rows to be written into")
     [call] = found
     level = next(levels(parents_of(place.module), call))
@@ -138,6 +165,43 @@ def edit(text: str, parameters: Parameters) -> str:
     if (multiple := _multiple_of(parameters)) > 1:
         longest_row = f"min({code_of(width)}, -(-{longest_row} // {multiple}) * {multiple})"
     return with_expression(place.module, width, cst.parse_expression(longest_row)).code
+
+
+def _with_cut_inputs(place: SourcePlace, parameters: Parameters) -> str:
+    """The text in which the one call of a model in this statement gets its inputs through a function that cuts them.
+
+    Raises EditError where there is no such call, or more than one.
+    """
+    module = place.module
+    own = {s.name.value for s in module.body if isinstance(s, (cst.FunctionDef, cst.ClassDef))} | set(dir(builtins))
+    calls = [c for c in nodes_of(cst.Call, place.statement) if c.args and _may_be_model(module, c.func, own)]
+    if len(calls) != 1:
+        raise EditError(f"{len(calls)} calls of a model stand in '{first_line(module, place.statement)}'")
+    [call] = calls
+    name = fresh_name(module, "without_padding")
+    if any(a.keyword is not None for a in call.args) or len({a.star for a in call.args}) > 1:
+        raise EditError(f"'{code_of(call)}' names some of its inputs")
+    [star] = {a.star for a in call.args}
+    if star and len(call.args) > 1:
+        raise EditError(f"'{code_of(call)}' unpacks more than one of its inputs")
+    given = ", ".join(code_of(a.value) for a in call.args)
+    inputs = given if len(call.args) == 1 else f"({given})"
+    new = call.with_changes(
+        args=[cst.Arg(cst.parse_expression(f"{name}({inputs})"), star=star or ("*" if len(call.args) > 1 else ""))]
+    )
+    module, torch = with_torch(with_expression(module, call, new))
+    pad, multiple = integer(parameters, "pad"), _multiple_of(parameters)
+    width = "int(filled[-1]) + 1" if multiple == 1 else f"-(-(int(filled[-1]) + 1) // {multiple}) * {multiple}"
+    return below_imports(
+        module, statements(_CUTTING.format(name=name, torch=torch, pad=pad, width=width)), num_after=2
+    ).code
+
+
+def _may_be_model(module: cst.Module, called: cst.BaseExpression, own: Collection[str]) -> bool:
+    """Whether a callee is a name or an attribute of `self` that is no function, class or import of the file."""
+    if isinstance(called, cst.Name):
+        return called.value not in own and not call_name(module, called)
+    return m.matches(called, m.Attribute(value=m.Name("self")))
 
 
 def _is_filled(module: cst.Module, call: cst.Call) -> bool:
