@@ -41,6 +41,9 @@ _MOST_OF_HALVED: Final = 3.0
 instead of 500 TFLOP/s and more), of which three can be saved."""
 _KEPT_SHARE: Final = 0.25
 """Of the promised saving at least, after the weights have been copied in each call."""
+_EFFORT: Final = 4.0
+"""Products are measured, and kernels compiled for that, when they are first met: the first trial of a GPT-2 small with this lever
+took 77 s, where a BERT's without it took 29 s (H200)."""
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
@@ -161,4 +164,4 @@ def edit(text: str, parameters: Parameters) -> str:
     return with_functional(FormulaReading(flow), Expression(call, flow.at), new, reused=()).code
 
 
-LEVER = lever(__name__, propose, apply=apply, edit=edit, title="Sizes padded for matrix units")
+LEVER = lever(__name__, propose, apply=apply, edit=edit, effort=_EFFORT, title="Sizes padded for matrix units")
