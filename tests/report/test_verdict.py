@@ -103,6 +103,14 @@ def test_a_longer_start_is_told_with_the_steps_that_make_up_for_it() -> None:
     assert "made up for" not in text_of(verdict("proved"))
 
 
+def test_levers_that_met_nothing_to_change_are_named() -> None:
+    found = msgspec.structs.replace(verdict("unknown"), missed=("graph.compile", "memory.channels-last"))
+    assert "met nothing to change in these steps: graph.compile, memory.channels-last" in " ".join(
+        text_of(found).split()
+    )
+    assert "met nothing" not in text_of(verdict("unknown"))
+
+
 def test_a_start_is_never_made_up_for_by_steps_that_are_no_faster() -> None:
     never = Speed(ratio=0.5, low=0.4, high=0.6, num_pairs=12, before_s=1, after_s=2, num_first=8, first_after_s=1)
     assert never.break_even_steps is None

@@ -35,6 +35,8 @@ class Candidate(Record, frozen=True, kw_only=True):
     """Once a step takes less than this, the first of the ways to pull its lever that is tried."""
     is_companion: bool = False
     """Whether it gains nothing alone: it takes away what would limit the step once others have made it faster."""
+    is_risky: bool = False
+    """Whether it may well compute something else here: it is tried alone, so that others do not fail with it."""
     because: str
 
 

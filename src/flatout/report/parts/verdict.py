@@ -42,6 +42,9 @@ _SHORT_START_S: Final = 0.5
 def verdict_blocks(verdict: Verdict) -> list[Block]:
     """The answer, what was compared and measured, and on what."""
     remarks = [*_equality(verdict.equality), *_speed(verdict.speed), *map(_footprint, verdict.footprints)]
+    remarks += (
+        [("levers", f"met nothing to change in these steps: {', '.join(verdict.missed)}")] if verdict.missed else []
+    )
     where = f"{verdict.device}; torch {verdict.torch}, Python {verdict.python}"
     return [
         Heading(verdict_headline(verdict), style=_TONES[verdict.outcome], is_title=True),

@@ -221,7 +221,7 @@ class _LeverSearch:
         for candidate in candidates:
             effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
             is_safe = candidate.is_companion or candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
-            if not is_safe or effort > self._goal.cheap:
+            if candidate.is_risky or not is_safe or effort > self._goal.cheap:
                 continue
             if not candidate.is_companion and self._so_far.is_too_little(candidate):
                 slight.append(candidate)

@@ -215,6 +215,24 @@ def test_it_is_offered_where_the_longest_rows_leave_room(longest: float, kind: t
 
 
 @pytest.mark.parametrize(
+    ("ops", "is_risky"),
+    [
+        (["aten.mkldnn_rnn_layer"], True),
+        (["aten.convolution"], True),
+        (["aten._pack_padded_sequence", "aten._cudnn_rnn"], False),
+        (["aten.addmm", "aten._softmax"], False),
+    ],
+)
+def test_it_is_tried_alone_where_layers_read_the_padding(ops: list[str], is_risky: bool) -> None:
+    run = EvidenceBuilder()
+    run.padding(longest_fraction=0.6)
+    for op in ops:
+        run.operator(op)
+    [said] = LEVER.propose(run.build(), [found(0.01)])
+    assert isinstance(said, Candidate) and said.is_risky == is_risky
+
+
+@pytest.mark.parametrize(
     ("width", "device", "multiple"), [(512, "cuda", 32), (64, "cuda", 8), (512, "cpu", 32), (24, "cpu", None)]
 )
 def test_widths_are_few_and_aligned_on_a_gpu(width: int, device: str, multiple: int | None) -> None:
