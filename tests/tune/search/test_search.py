@@ -437,12 +437,14 @@ def test_what_met_nothing_to_change_is_in_no_plan_however_fast_it_seemed(most: i
     assert [o.because for o in result.left_out] == ["it met nothing to change in the steps that were raced"]
 
 
-def test_what_may_compute_something_else_is_not_begun_with_beside_others() -> None:
-    world, log = World({"a": 0.7, "b": 0.8, "c": 0.6}, wrong=["c"], most=2), SearchLog()
+@pytest.mark.parametrize(("most", "tried"), [(1, ["together", "final"]), (3, ["add", "add", "add", "final"])])
+def test_what_may_compute_something_else_is_tried_alone_behind_the_others(most: int, tried: list[str]) -> None:
+    world, log = World({"a": 0.7, "b": 0.8, "c": 0.6}, wrong=["c"], most=most), SearchLog()
     risky = msgspec.structs.replace(candidate("c", 0.09), is_risky=True)
     result = found(world, [risky, candidate("a", 0.03), candidate("b", 0.03)], log=log)
     assert sorted(ids(result)) == ["a", "b"]
-    assert [a.kind for a in log.attempts] == ["together", "add", "final"]
+    assert [a.kind for a in log.attempts] == tried
+    assert all(p.id != "c" for a in log.attempts if a.kind == "together" for p in a.after)
 
 
 def test_what_came_in_as_one_is_given_up_as_one_where_the_final_proof_shows_no_gain() -> None:

@@ -119,7 +119,7 @@ def search_levers(
 
 
 def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever], goal: SearchGoal) -> list[Candidate]:
-    """What promises most for the effort first; other ways to pull a lever behind all levers.
+    """What promises most for the effort first; other ways to pull a lever, and what is risky, behind all levers.
 
     The effort counts by its root: it is in the start of a comparison, and the race after it takes as long for all.
     """
@@ -129,8 +129,8 @@ def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever], goal
     first: dict[str, Candidate] = {}
     for candidate in ordered:
         first.setdefault(candidate.lever, candidate)
-    is_other = {id(c): not levers[c.lever].is_local and first[c.lever] is not c for c in ordered}
-    return sorted(ordered, key=lambda c: is_other[id(c)])
+    is_later = {id(c): c.is_risky or (not levers[c.lever].is_local and first[c.lever] is not c) for c in ordered}
+    return sorted(ordered, key=lambda c: is_later[id(c)])
 
 
 def _allowed(
