@@ -379,7 +379,7 @@ class _LeverSearch:
         before_this = self._reasons.pop(id(candidate), None)
         self.left_out = [one for one in self.left_out if one is not before_this]
         gain = verdict.speed.ratio if verdict.speed is not None else self._so_far.most_gain(candidate)
-        if planned.id in verdict.missed:
+        if planned.id in verdict.missed and verdict.outcome != "different":
             self._leave_out(planned.id, _MET_NOTHING)
             return verdict
         if verdict.outcome != "proved":

@@ -194,8 +194,8 @@ def _with_cut_inputs(place: SourcePlace, parameters: Parameters) -> str:
     [star] = {a.star for a in call.args}
     if star and len(call.args) > 1:
         raise EditError(f"'{code_of(call)}' unpacks more than one of its inputs")
-    given = ", ".join(code_of(a.value) for a in call.args)
-    inputs = given if len(call.args) == 1 else f"({given})"
+    values = ", ".join(code_of(a.value) for a in call.args)
+    inputs = values if len(call.args) == 1 else f"({values})"
     new = call.with_changes(
         args=[cst.Arg(cst.parse_expression(f"{name}({inputs})"), star=star or ("*" if len(call.args) > 1 else ""))]
     )
