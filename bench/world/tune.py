@@ -91,7 +91,8 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="the commit of this project's code, in a copy without its history")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    rows = {row["name"]: row for row in json.loads(options.out.read_text())["scripts"]} if options.out.exists() else {}
+    before = json.loads(options.out.read_text()) if options.out.exists() else {"scripts": []}
+    rows = {row["name"]: row for row in before["scripts"]}
     options.plans.mkdir(parents=True, exist_ok=True)
     shares: Queue[list[int]] = Queue()
     for share in shares_of(options.jobs):
@@ -113,12 +114,17 @@ def main() -> int:
         with written:
             rows[script.name] = row
             print(line_of(row), flush=True)
-            found = {
-                "date": datetime.now(UTC).date().isoformat(),
-                "machine": row["machine"],
-                "jobs": options.jobs,
-                "budget": options.budget,
-                "run_seconds": options.run_seconds,
+            found = (
+                dict(before)
+                if options.seeds_alone
+                else {
+                    "date": datetime.now(UTC).date().isoformat(),
+                    "machine": row["machine"],
+                    "jobs": options.jobs,
+                    "budget": options.budget,
+                    "run_seconds": options.run_seconds,
+                }
+            ) | {
                 "summary": summarise(list(rows.values())),
                 "scripts": [*rows.values()],
             }
