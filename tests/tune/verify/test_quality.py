@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from flatout.core.errors import UsageError, VerificationError
+from flatout.tune.verify.fork_server import ForkServers
 from flatout.tune.verify.losses import LossRuns
 from flatout.tune.verify.proof import ScriptProver, prove_script
 from flatout.tune.verify.proof_terms import ProofTerms
@@ -143,13 +145,12 @@ def test_without_a_metric_the_first_losses_tell(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_of_a_shorter_script_all_losses_are_taken(tmp_path: Path) -> None:
+def test_of_a_shorter_script_all_losses_are_taken(tmp_path: Path, lasting_servers: ForkServers | None) -> None:
+    forked = partial(SideProcess, servers=lasting_servers)
     one, other = learning(tmp_path, "one.py"), learning(tmp_path, "other.py", steps_of_one=32)
-    found = LossRuns(SideProcess, timeout_s=60.0).compare(
-        one, other, range(1), num_losses=5000, allowed=1.0, at_once=True
-    )
+    found = LossRuns(forked, timeout_s=60.0).compare(one, other, range(1), num_losses=5000, allowed=1.0, at_once=True)
     assert found.holds is True and found.num_steps == 800
     with pytest.raises(Failed, match="did not come to"):
         broken = Request(target=str(tmp_path / "broken.py"))
         Path(broken.target).write_text(Path(one.target).read_text().replace("range(400)", "range(3)"))
-        LossRuns(SideProcess, timeout_s=60.0).compare(one, broken, [0], num_losses=100, allowed=1.0, at_once=False)
+        LossRuns(forked, timeout_s=60.0).compare(one, broken, [0], num_losses=100, allowed=1.0, at_once=False)
