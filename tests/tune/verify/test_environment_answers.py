@@ -10,6 +10,7 @@ import pytest
 
 from flatout.core.records.verdict import Verdict
 from flatout.tune.verify.environment_answers import Rollouts
+from flatout.tune.verify.fork_server import ForkServers
 from flatout.tune.verify.proof import prove_script
 from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.side_process import Request, SideProcess
@@ -118,11 +119,13 @@ def test_what_the_policy_does_is_compared_where_nobody_sees_what_its_modules_ret
     assert verdict(one, wrong).outcome == "different"
 
 
-def test_a_side_tells_how_many_updates_lie_between_two_rollouts(tmp_path: Path) -> None:
+def test_a_side_tells_how_many_updates_lie_between_two_rollouts(
+    tmp_path: Path, lasting_servers: ForkServers | None
+) -> None:
     folder = tmp_path / "steps"
     folder.mkdir()
     request = msgspec.structs.replace(script(tmp_path / "one"), folder=str(folder), num_recorded=2)
-    with SideProcess(request) as process:
+    with SideProcess(request, lasting_servers) as process:
         cycles = [process.answer(timeout_s=60.0).cycle]
         for size in (1, 4):
             process.order(size)
