@@ -437,6 +437,11 @@ def test_what_met_nothing_to_change_is_in_no_plan_however_fast_it_seemed(most: i
     assert [o.because for o in result.left_out] == ["it met nothing to change in the steps that were raced"]
 
 
+def test_where_none_of_several_met_anything_there_is_no_plan() -> None:
+    result = found(World({"a": 0.7, "b": 0.8}, idle=["a", "b"], most=1), [candidate(name, 0.03) for name in "ab"])
+    assert not result.levers and result.proof is None
+
+
 @pytest.mark.parametrize(("most", "tried"), [(1, ["together", "final"]), (3, ["add", "add", "add", "final"])])
 def test_what_may_compute_something_else_is_tried_alone_behind_the_others(most: int, tried: list[str]) -> None:
     world, log = World({"a": 0.7, "b": 0.8, "c": 0.6}, wrong=["c"], most=most), SearchLog()

@@ -302,12 +302,12 @@ class _LeverSearch:
             return verdict
         judged, speed = verdict.equality.guarantee, verdict.speed
         idle = [planned for planned in new if planned.id in verdict.missed]
-        if idle and len(idle) < len(new):  # without them it is the same plan
-            for planned in idle:
-                self._leave_out(planned.id, _MET_NOTHING)
-            new = [planned for planned in new if planned not in idle]
-            met_nothing = [(planned.id, planned.parameters) for planned in idle]
-            self._blamed += [c for c in tried if (c.lever, c.parameters) in met_nothing]
+        for planned in idle:  # without them it is the same plan
+            self._leave_out(planned.id, _MET_NOTHING)
+            self._blamed += [c for c in tried if (c.lever, c.parameters) == (planned.id, planned.parameters)]
+        new = [planned for planned in new if planned not in idle]
+        if not new:
+            return verdict
         if self._goal.too_late(speed) or any(self._is_too_little(planned, verdict) for planned in new):
             return verdict
         weaker = (max(planned.guarantee, judged, key=GUARANTEES.index) for planned in new)
