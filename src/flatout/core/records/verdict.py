@@ -165,10 +165,10 @@ class Verdict(Record, frozen=True, kw_only=True):
     """What the proof took."""
     judging_s: float = 0.0
     """Runs of the untouched script took so much of `seconds` that others are judged by, each made once for a seed."""
-    missed: tuple[str, ...] = ()
-    """Levers of the changed side that met nothing to change in all its steps."""
     racing_s: float = 0.0
     """The race took so much of `seconds`, without the starts of what raced."""
+    missed: tuple[str, ...] = ()
+    """Levers of the changed side that had met nothing to change by the end of the race; empty where nothing was raced."""
 
     @property
     def exit_code(self) -> int:

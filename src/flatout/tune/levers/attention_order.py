@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from flatout.core.errors import EditError
-from flatout.core.records.lever import Hooks
+from flatout.core.parts import lever
+from flatout.core.records.lever import Hooks, Lever, Parameters
+from flatout.tune.levers.proposals import Propose
 from flatout.tune.rewrite.imports import with_import, with_start
 from flatout.tune.rewrite.source import fresh_name, parsed
 
-
-def set_attention_order(hooks: Hooks, lever: str, names: Sequence[str]) -> None:
-    """Set the order of these members of SDPBackend before the script's first line, in the name of a lever."""
-
-    def start() -> Callable[[], None]:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        hooks.note(lever)
-        order = sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True)
-        order.__enter__()
-
-        def undo() -> None:
-            order.__exit__(None, None, None)
-
-        return undo
-
-    hooks.at_start(start)
+HOPPER_OR_LATER: Final = re.compile(r"\b(H100|H200|H800|GH200|B100|B200|GB200|B300|GB300)\b")
+"""Devices on which cuDNN's kernels are faster, and the first from PyTorch 2.11 on (sdp_utils.cpp)."""
 
 
-def with_attention_order(text: str, names: Sequence[str]) -> str:
+def attention_order_lever(module: str, propose: Propose, order: Sequence[str], **fields: Any) -> Lever:
+    """The lever of this module that sets an order of members of SDPBackend; `fields` are others of `core.parts.lever`."""
+
+    def apply(hooks: Hooks, parameters: Parameters) -> None:
+        """Set the order before the script's first line."""
+
+        def start() -> Callable[[], None]:
+            hooks.note(found.id)
+            return _set_order(order)
+
+        hooks.at_start(start)
+
+    def edit(text: str, parameters: Parameters) -> str:
+        """Enter `sdpa_kernel` where the script starts."""
+        return _with_order(text, order)
+
+    found = lever(module, propose, apply=apply, edit=edit, **fields)
+    return found
+
+
+def _set_order(names: Sequence[str]) -> Callable[[], None]:
+    """Set the order; returns how to set what was there before."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True)
+    order.__enter__()
+
+    def undo() -> None:
+        order.__exit__(None, None, None)
+
+    return undo
+
+
+def _with_order(text: str, names: Sequence[str]) -> str:
     """The text that enters `sdpa_kernel` with this order where the script starts.
 
     Raises EditError where the file selects kernels for attention itself.

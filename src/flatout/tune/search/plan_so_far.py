@@ -22,15 +22,15 @@ _SMALLEST_GAIN: Final = 1.02
 class PlanSoFar:
     """The levers of a plan, on top of each other in this order, and the seconds of a step with them."""
 
-    def __init__(self, known: Mapping[str, Lever], goal: SearchGoal) -> None:
+    def __init__(self, known: Mapping[str, Lever], goal: SearchGoal, candidates: Sequence[Candidate]) -> None:
         self.levers: tuple[PlannedLever, ...] = ()
         self.step_s = goal.step_s
         self.needed: set[str] = set()
         """Levers without which the plan would not fit."""
         self._known = known
         self._goal = goal
-        self._promised_s: dict[tuple[str, str], float] = {}
-        """Seconds that levers promised to save at most, by lever and settings."""
+        self._promised_s = {(c.lever, settings_of(c.parameters)): c.saved_s[1] for c in candidates}
+        """Seconds that levers promise to save at most, by lever and settings."""
 
     def displaced(self, candidate: Candidate) -> tuple[PlannedLever, ...]:
         """What of the plan the candidate would replace: what it does not go with, and itself with other parameters.
@@ -58,7 +58,6 @@ class PlanSoFar:
     def planned(self, candidate: Candidate) -> PlannedLever:
         """The candidate as the next lever of the plan."""
         lever = self._known[candidate.lever]
-        self._promised_s[lever.id, settings_of(candidate.parameters)] = candidate.saved_s[1]
         return PlannedLever(
             id=lever.id,
             guarantee=guarantee_of(lever, candidate),

@@ -14,6 +14,7 @@ from flatout.core.records.verdict import GUARANTEES, Guarantee, Speed, Verdict
 from flatout.tune.search.goal import Objective, SearchGoal
 from flatout.tune.search.plan_so_far import PlanSoFar, gain_of, guarantee_of, settings_of
 from flatout.tune.search.search_log import SearchLog
+from flatout.tune.search.verdict_words import why_not_proved
 
 _STRONG: Final = 2.0
 """A lever that gained so much is not taken out again for what others do."""
@@ -36,14 +37,6 @@ _WORTH_A_LONGER_RACE: Final = 1.03
 """What is equal and so much faster by the first race is raced longer where there is time left in the end."""
 _SLIGHT: Final = 0.02
 """The share of a step that a lever tried with others may cost at worst, by its prediction."""
-_PLAIN_WORDS: Final[Mapping[str, str]] = {
-    "non-empty donated buffers": "the script goes backward through one graph twice, or takes gradients of gradients, which "
-    "compiled code does not bear",
-    "does not currently support double backward": "the script takes gradients of gradients, which compiled code does not have",
-    "overwritten by a subsequent run": "the script holds on to what a call returned, which the next replay of its CUDA graph "
-    "overwrites",
-}
-"""What errors of torch mean for the script, by words that they have in torch 2.11 to 2.13."""
 _MET_NOTHING: Final = "it met nothing to change in the steps that were raced"
 _NO_COMPANY: Final = "it gains nothing alone, and nothing else made the step so fast that it would wait for this"
 
@@ -100,8 +93,8 @@ def search_levers(
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> LeverSearchResult:
     """The best plan that could be proved: never slower, never wrong, never over the limit; empty where nothing helps."""
-    run = _LeverSearch(levers, bench, log, goal, on_progress)
     allowed, refused = _allowed(candidates, levers, goal.allow)
+    run = _LeverSearch(PlanSoFar(levers, goal, allowed), levers, bench, log, goal, on_progress)
     run.left_out += refused
     if goal.objective == "time" and not goal.must_shrink:
         run.left_out += [
@@ -152,6 +145,7 @@ def _allowed(
 class _LeverSearch:
     def __init__(
         self,
+        plan: PlanSoFar,
         levers: Mapping[str, Lever],
         bench: LeverBench,
         log: SearchLog,
@@ -164,7 +158,7 @@ class _LeverSearch:
         self._log = log
         self._goal = goal
         self._on_progress = on_progress
-        self._so_far = PlanSoFar(levers, goal)
+        self._so_far = plan
         self._undecided: list[tuple[Candidate, Speed]] = []
         """Candidates that are equal and seemed to be faster, on top of the plan as it is."""
         self._reasons: dict[int, LeftOut] = {}
@@ -384,10 +378,10 @@ class _LeverSearch:
             return verdict
         if verdict.outcome != "proved":
             as_what = f"as {settings_of(planned.parameters)}: " if any(p.id == planned.id for p in others) else ""
-            self._reasons[id(candidate)] = self._leave_out(planned.id, as_what + _words(verdict), gain)
+            self._reasons[id(candidate)] = self._leave_out(planned.id, as_what + why_not_proved(verdict), gain)
             return verdict
         if objective == "time" and self._is_too_little(planned, verdict):
-            self._leave_out(planned.id, f"too little for coarser numbers: {_words(verdict)}", gain)
+            self._leave_out(planned.id, f"too little for coarser numbers: {why_not_proved(verdict)}", gain)
             return verdict
         if objective == "time" and verdict.speed is not None and (late := self._goal.too_late(verdict.speed)):
             self._leave_out(planned.id, late, gain)
@@ -474,7 +468,7 @@ class _LeverSearch:
                 verdict = self._try("final-again", self._so_far.levers, self._so_far.levers[-1], objective) or verdict
             if verdict is not None and verdict.outcome == "proved" and not self._is_over(verdict):
                 return self._ended(verdict)
-            why = _words(verdict) if verdict is not None else "there was no time left to prove it"
+            why = why_not_proved(verdict) if verdict is not None else "there was no time left to prove it"
             is_equal = verdict is not None and verdict.equality.holds is True and not self._is_over(verdict)
             rest = self._so_far.levers[:-1]
             while is_equal and rest and rest[-1].measured is None and rest[-1].id not in self._so_far.needed:
@@ -524,25 +518,6 @@ class _LeverSearch:
 def _may_be_faster(verdict: Verdict) -> bool:
     """Whether a longer race may show that what is equal is faster."""
     return bool(verdict.equality.holds) and verdict.speed is not None and verdict.speed.ratio > _WORTH_A_LONGER_RACE
-
-
-def _words(verdict: Verdict) -> str:
-    """Why a Verdict does not let a lever in."""
-    if verdict.outcome == "different":
-        plain = next((words for found, words in _PLAIN_WORDS.items() if found in verdict.because), "")
-        if plain:
-            return plain
-        first = verdict.equality.first
-        if first is None or verdict.equality.because:
-            return verdict.because
-        where = f"{first.what} {first.tensor}".rstrip()
-        error = f"is off by {first.error:.2g} of its norm" if first.error is not None else first.because
-        allowed = f", {first.allowed:.2g} allowed" if first.allowed is not None else ""
-        return f"not equal: in step {first.step} {where} {error or 'is another'}{allowed}"
-    if verdict.speed is None:
-        return verdict.because
-    speed = verdict.speed
-    return f"{verdict.because}: {speed.ratio:.2f}x ({speed.low:.2f} - {speed.high:.2f})"
 
 
 def _peak(verdict: Verdict) -> int:

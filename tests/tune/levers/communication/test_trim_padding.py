@@ -157,21 +157,6 @@ def test_the_edit_cuts_what_the_model_is_called_with_where_the_batch_is_made_els
     assert torch.equal((got[0] if how == "a tuple" else got)[0], everything)
 
 
-NOT_CUT = {
-    "names some of its inputs": "out = model(tokens, mask=mask)",
-    "0 calls of a model": "out = torch.relu(tokens)",
-    "2 calls of a model": "out = model(tokens) + other(tokens)",
-    "unpacks more than one": "out = model(*tokens, *mask)",
-}
-
-
-@pytest.mark.parametrize("why", NOT_CUT)
-def test_calls_that_cannot_be_decided_are_left(why: str) -> None:
-    text = f"import torch\n\n\ndef f(model, other, tokens, mask):\n    {NOT_CUT[why]}\n"
-    with pytest.raises(EditError, match=why):
-        edit(text, {"pad": 7, "file": "a.py", "function": "f", "code": NOT_CUT[why]})
-
-
 def test_tokens_inside_other_inputs_are_cut() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -189,19 +174,25 @@ def test_tokens_inside_other_inputs_are_cut() -> None:
 
 
 REFUSED = {
-    "something else": "for i, row in enumerate(rows):\n        tokens[i, : len(row)] = row\n        count += 1",
-    "only once": "for i, row in enumerate(map(list, rows)):\n        tokens[i, : len(row)] = row",
-    "from its start": "for i, row in enumerate(rows):\n        tokens[i, -len(row) :] = row",
-    "row's number": "for i, row in enumerate(rows):\n        tokens[i, : lengths[i]] = row",
-    "no loop": "tokens.copy_(rows)",
+    "something else": "FILLED; for i, row in enumerate(rows):\n        tokens[i, : len(row)] = row\n        count += 1",
+    "only once": "FILLED; for i, row in enumerate(map(list, rows)):\n        tokens[i, : len(row)] = row",
+    "from its start": "FILLED; for i, row in enumerate(rows):\n        tokens[i, -len(row) :] = row",
+    "row's number": "FILLED; for i, row in enumerate(rows):\n        tokens[i, : lengths[i]] = row",
+    "no loop": "FILLED; tokens.copy_(rows)",
+    "names some of its inputs": "out = model(tokens, mask=mask)",
+    "0 calls of a model": "out = torch.relu(tokens)",
+    "2 calls of a model": "out = model(tokens) + other(tokens)",
+    "unpacks more than one": "out = model(*tokens, *mask)",
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_rows_that_cannot_be_told_are_left(why: str) -> None:
-    text = f"import torch\n\n\ndef f(rows, width):\n    tokens = torch.full((9, width), 7)\n    {REFUSED[why]}\n"
+def test_what_cannot_be_told_from_the_text_is_left(why: str) -> None:
+    filled = "tokens = torch.full((9, width), 7)"
+    body = REFUSED[why].replace("FILLED; ", f"{filled}\n    ")
+    text = f"import torch\n\n\ndef f(rows, width, model, other, tokens, mask):\n    {body}\n"
     with pytest.raises(EditError, match=why):
-        edit(text, {"pad": 7, "file": "a.py", "function": "f", "code": "tokens = torch.full((9, width), 7)"})
+        edit(text, {"pad": 7, "file": "a.py", "function": "f", "code": body.splitlines()[0]})
 
 
 @pytest.mark.parametrize(("longest", "kind"), [(0.6, Candidate), (1.0, Refusal)])

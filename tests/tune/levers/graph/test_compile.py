@@ -101,25 +101,18 @@ def test_timing_kernels_while_it_compiles_takes_longer() -> None:
     assert usual == LEVER.effort_with({"mode": "reduce-overhead"}) == LEVER.effort_with({}) > 1
 
 
-def test_blocks_that_are_alike_are_offered_to_be_compiled_alone() -> None:
+@pytest.mark.parametrize(
+    ("inner", "regions"), [(".linear", [("blocks",)]), ("", [])], ids=["blocks of layers", "single layers in a row"]
+)
+def test_blocks_that_are_alike_are_offered_to_be_compiled_alone(inner: str, regions: list[tuple[str, ...]]) -> None:
     run = EvidenceBuilder()
     line = run.line("train.py", 5, "net(x)")
     run.model(line)
     for number in range(4):
-        run.operator("aten.addmm", line, module=f"Net.blocks.{number}.linear")
+        run.operator("aten.addmm", line, module=f"Net.blocks.{number}{inner}")
         run.operator("aten.gelu", line, module=f"Net.blocks.{number}")
     run.operator("aten.addmm", line, module="Net.head")
-    assert _parameters(run) == [{"mode": "default"}, {"mode": "default", "regions": ("blocks",)}]
-
-
-def test_single_layers_in_a_row_are_no_blocks() -> None:
-    run = EvidenceBuilder()
-    line = run.line("train.py", 5, "net(x)")
-    run.model(line)
-    for number in range(4):
-        run.operator("aten.t", line, module=f"Net.layers.{number}")
-        run.operator("aten.addmm", line, module=f"Net.layers.{number}")
-    assert _parameters(run) == [{"mode": "default"}]
+    assert _parameters(run) == [{"mode": "default"}, *({"mode": "default", "regions": one} for one in regions)]
 
 
 def test_blocks_that_differ_are_not() -> None:

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from flatout.core.errors import EditError
 from flatout.core.records.lever import Candidate, Refusal
-from flatout.tune.levers.memory.attention_without_plans import LEVER, edit
+from flatout.tune.levers.memory.attention_without_plans import LEVER
 
 
 def offered(*widths: int, device: str = "NVIDIA H200") -> Candidate | Refusal:
@@ -58,7 +58,8 @@ def test_cudnn_comes_last_and_the_order_is_put_back() -> None:
 
 
 def test_the_text_sets_it_where_the_script_starts() -> None:
-    new = edit("import torch\n\nx = torch.zeros(3)\n", {})
+    assert LEVER.edit is not None
+    new = LEVER.edit("import torch\n\nx = torch.zeros(3)\n", {})
     before = torch._C._get_sdp_priority_order()
     names = {"__name__": "script"}
     try:
@@ -67,4 +68,4 @@ def test_the_text_sets_it_where_the_script_starts() -> None:
     finally:
         torch._C._set_sdp_priority_order(before)
     with pytest.raises(EditError, match="itself"):
-        edit(new, {})
+        LEVER.edit(new, {})

@@ -11,7 +11,7 @@ from tests.lever_tools import pulled
 from flatout.core.errors import EditError
 from flatout.core.records.device import DeviceKernel, DeviceStep
 from flatout.core.records.lever import Candidate, Refusal
-from flatout.tune.levers.memory.cudnn_attention import LEVER, edit
+from flatout.tune.levers.memory.cudnn_attention import LEVER
 
 FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 64, 4, cutlass::bfloat16_t>>"
 GEMM = "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT"
@@ -57,7 +57,8 @@ def test_the_order_is_set_and_put_back() -> None:
 
 
 def test_the_text_sets_it_where_the_script_starts() -> None:
-    new = edit("import torch\n\nx = torch.zeros(3)\n", {})
+    assert LEVER.edit is not None
+    new = LEVER.edit("import torch\n\nx = torch.zeros(3)\n", {})
     assert "from torch.nn.attention import SDPBackend, sdpa_kernel" in new
     before = torch._C._get_sdp_priority_order()
     names = {"__name__": "script"}  # they live as long as a script's do
@@ -67,4 +68,4 @@ def test_the_text_sets_it_where_the_script_starts() -> None:
     finally:
         torch._C._set_sdp_priority_order(before)
     with pytest.raises(EditError, match="itself"):
-        edit(new, {})
+        LEVER.edit(new, {})

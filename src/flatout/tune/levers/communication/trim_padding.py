@@ -42,9 +42,10 @@ if TYPE_CHECKING:
 
 _LONGEST_FRACTION: Final = 0.94
 """Above, so little of the width is padding in all rows that rounding up and looking for it cost as much."""
-_MOST_WIDTHS: Final = 16
-"""Batches have up to twice so many widths. Each new shape has a price: cuDNN builds a plan for its attention (the default on
-Hopper from PyTorch 2.11 on), oneDNN a primitive, the allocator a block; at 512 different widths it outweighed what was cut."""
+_PARTS: Final = 16
+"""A width is rounded up to this part of the whole one, or to a smaller power of two: there are 32 widths at most. Each new shape
+has a price: cuDNN builds a plan for its attention (the default on Hopper from PyTorch 2.11 on), oneDNN a primitive, the allocator
+a block; with hundreds of widths it outweighed what was cut."""
 _FEWEST_ALIGNED: Final = 8
 """Tensor cores load 16 bytes at a time: 8 numbers of half precision (NVIDIA, Matrix Multiplication Background User's Guide)."""
 _OVER_POSITIONS: Final = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "aten.convolution")
@@ -56,7 +57,7 @@ def {name}(batch):
     if {torch}.is_tensor(batch):
         return {name}((batch,))[0]
     values = list(batch.values() if hasattr(batch, "values") else batch)
-    tokens = next(v for v in values if {torch}.is_tensor(v) and v.dim() == 2 and not v.is_floating_point())
+    tokens = next(v for v in values if {torch}.is_tensor(v) and v.dim() == 2 and v.dtype in ({torch}.int64, {torch}.int32))
     filled = (tokens != {pad}).any(0).nonzero()
     width = {width} if len(filled) else tokens.shape[1]
     is_cut = [{torch}.is_tensor(v) and v.dim() >= 2 and v.shape[:2] == tokens.shape for v in values]
@@ -99,7 +100,7 @@ def _reads_padding(evidence: Evidence) -> bool:
 
 def _multiple(evidence: Evidence, width: int) -> int:
     """The power of two that widths are rounded up to: few enough shapes, and aligned for a GPU."""
-    multiple = 1 << int(math.log2(max(1, width / _MOST_WIDTHS)))
+    multiple = 1 << int(math.log2(max(1, width / _PARTS)))
     return multiple if evidence.steps.device_s is None else max(_FEWEST_ALIGNED, multiple)
 
 

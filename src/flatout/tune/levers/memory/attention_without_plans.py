@@ -8,20 +8,16 @@ Refuses     Scripts whose attention builds no plans, and would build none if it 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from flatout.core.errors import LeverRefused
-from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
-from flatout.core.records.lever import Candidate, Hooks, Parameters
-from flatout.tune.levers.attention_order import set_attention_order, with_attention_order
+from flatout.core.records.lever import Candidate
+from flatout.tune.levers.attention_order import HOPPER_OR_LATER, attention_order_lever
 
 _ORDER: Final = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
-_CUDNN_FIRST: Final = re.compile(r"\b(H100|H200|H800|GH200|B100|B200|GB200|B300|GB300)\b")
-"""Devices on which PyTorch takes cuDNN's kernels first, from 2.11 on (sdp_utils.cpp, check_prefer_cudnn_attention)."""
 _SOFTMAX: Final = "aten._softmax"
 _FEWEST_SHAPES: Final = 2
 
@@ -34,7 +30,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         return
     shapes = {o.outputs[0].shape for o in evidence.operators if o.op == _SOFTMAX and o.phase == "forward" and o.outputs}
     scores = {shape for shape in shapes if len(shape) == 4}  # [batch, heads, queries, keys]
-    if len(scores) < _FEWEST_SHAPES or not _CUDNN_FIRST.search(evidence.workload.device):
+    if len(scores) < _FEWEST_SHAPES or not HOPPER_OR_LATER.search(evidence.workload.device):
         raise LeverRefused("no attention builds plans for new shapes")
     yield Candidate(
         parameters={},
@@ -44,24 +40,6 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     )
 
 
-def apply(hooks: Hooks, parameters: Parameters) -> None:
-    """Set the order before the script's first line."""
-    set_attention_order(hooks, LEVER.id, _ORDER)
-
-
-def edit(text: str, parameters: Parameters) -> str:
-    """Enter `sdpa_kernel` where the script starts.
-
-    Raises EditError where the file chooses kernels for attention itself.
-    """
-    return with_attention_order(text, _ORDER)
-
-
-LEVER = lever(
-    __name__,
-    propose,
-    apply=apply,
-    edit=edit,
-    conflicts=("memory.cudnn-attention",),
-    title="Attention without a plan for each shape",
+LEVER = attention_order_lever(
+    __name__, propose, _ORDER, conflicts=("memory.cudnn-attention",), title="Attention without a plan for each shape"
 )

@@ -13,15 +13,13 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from flatout.core.errors import LeverRefused
-from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
-from flatout.core.records.lever import Candidate, Hooks, Parameters
+from flatout.core.records.lever import Candidate
 from flatout.machine.cost.accounting import milliseconds
-from flatout.tune.levers.attention_order import set_attention_order, with_attention_order
+from flatout.tune.levers.attention_order import HOPPER_OR_LATER, attention_order_lever
 
 _KERNELS: Final = re.compile(r"flash_(fwd|bwd|::flash_)|flash::|pytorch_flash")
-_DEVICES: Final = re.compile(r"\b(H100|H200|H800|GH200|B100|B200|GB200|B300|GB300)\b")
 _SMALL_PART: Final = 0.03
 _SAVED: Final = (0.1, 0.55)
 """Of FlashAttention-2's time: cuDNN's kernels took 0.51 of it forward and 0.55 backward with heads of 128 numbers, and save less
@@ -32,7 +30,7 @@ _ORDER: Final = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "M
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
     """Propose it for devices of Hopper's generation and later that spend time in FlashAttention's kernels."""
-    if not _DEVICES.search(evidence.workload.device):
+    if not HOPPER_OR_LATER.search(evidence.workload.device):
         raise LeverRefused("cuDNN's kernels for attention are faster from Hopper on")
     step = evidence.device_step
     if step is None:
@@ -47,17 +45,4 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     )
 
 
-def apply(hooks: Hooks, parameters: Parameters) -> None:
-    """Set the order before the script's first line."""
-    set_attention_order(hooks, LEVER.id, _ORDER)
-
-
-def edit(text: str, parameters: Parameters) -> str:
-    """Enter `sdpa_kernel` where the script starts.
-
-    Raises EditError where the file chooses kernels for attention itself.
-    """
-    return with_attention_order(text, _ORDER)
-
-
-LEVER = lever(__name__, propose, apply=apply, edit=edit, effort=_EFFORT, title="Attention by cuDNN")
+LEVER = attention_order_lever(__name__, propose, _ORDER, effort=_EFFORT, title="Attention by cuDNN")
