@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import msgspec
 import pytest
 import torch
 from tests.evidence_builder import EvidenceBuilder
 from tests.lever_tools import found, pulled
-from torch.nn.attention import SDPBackend
 
 from flatout.core.errors import EditError
 from flatout.core.records.lever import Candidate, Refusal
@@ -44,28 +46,45 @@ def test_it_is_refused(widths: tuple[int, ...], device: str) -> None:
     assert isinstance(said, Refusal) and said.because == "no attention builds plans for new shapes"
 
 
-def test_cudnn_comes_last_and_the_order_is_put_back() -> None:
-    before = torch._C._get_sdp_priority_order()
+def test_cudnn_is_disabled_for_the_process_and_put_back() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
     q = torch.randn(1, 2, 8, 4)
     expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
     with pulled(LEVER) as hooks:
-        order = torch._C._get_sdp_priority_order()
-        assert order.index(int(SDPBackend.FLASH_ATTENTION)) == 0
-        assert order.index(int(SDPBackend.MATH)) < order.index(int(SDPBackend.CUDNN_ATTENTION))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.equal(torch.nn.functional.scaled_dot_product_attention(q, q, q), expected)
         assert hooks.done == [LEVER.id]
-    assert torch._C._get_sdp_priority_order() == before
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
 
 
-def test_the_text_sets_it_where_the_script_starts() -> None:
+def test_the_text_disables_it_where_the_script_starts() -> None:
     assert LEVER.edit is not None
-    new = LEVER.edit("import torch\n\nx = torch.zeros(3)\n", {})
-    before = torch._C._get_sdp_priority_order()
-    names = {"__name__": "script"}
+    new = LEVER.edit("import torch.nn as nn\n\nx = nn.Linear(3, 3)\n", {})
     try:
-        exec(new, names)
-        assert torch._C._get_sdp_priority_order()[0] == int(SDPBackend.FLASH_ATTENTION)
+        exec(new, {"__name__": "script"})
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
-        torch._C._set_sdp_priority_order(before)
+        torch.backends.cuda.enable_cudnn_sdp(True)
     with pytest.raises(EditError, match="itself"):
         LEVER.edit(new, {})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN computes attention on a GPU")
+def test_no_attention_of_a_fresh_process_is_by_cudnn() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", _FIRST_ATTENTION], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert "cudnn" not in said.stdout and "flash" in said.stdout, said.stdout
+
+
+_FIRST_ATTENTION = """
+import torch
+from torch.profiler import ProfilerActivity, profile
+from flatout.tune.levers.attention_kernels import disable_cudnn
+
+disable_cudnn()
+q = torch.randn(2, 4, 77, 64, device="cuda", dtype=torch.bfloat16)
+with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+print([e.key for e in profiled.key_averages() if "attention" in e.key])
+"""

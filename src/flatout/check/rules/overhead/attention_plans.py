@@ -43,8 +43,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         saved_s=(max(0.0, 0.5 * cost_s - slower_s), cost_s),
         because=f"cuDNN builds a plan for each new shape of attention: {len(shapes)} shapes in the steps that were looked at, "
         f"{milliseconds(cost_s)} of the host a step",
-        edit="sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, ...], set_priority=True), "
-        "TORCH_CUDNN_SDPA_DEPRIORITIZED=1, or widths rounded up to few",
+        edit="torch.backends.cuda.enable_cudnn_sdp(False), TORCH_CUDNN_SDPA_DEPRIORITIZED=1 in the environment, or widths "
+        "rounded up to few",
         also=evidence.sources_of(o.source for o in built),
         basis="timed",
     )

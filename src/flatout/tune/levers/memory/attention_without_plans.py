@@ -1,7 +1,7 @@
 """Attention by kernels that take any shape, where cuDNN would build a plan for each new one.
 
-What        `torch.nn.attention.sdpa_kernel` for the whole process, the kernels of FlashAttention and the memory-efficient ones
-            before cuDNN's in its order. Code that is compiled takes the order at its compilation.
+What        `torch.backends.cuda.enable_cudnn_sdp(False)`: the kernels of FlashAttention and the memory-efficient ones compute it.
+            An order of `torch.nn.attention.sdpa_kernel` does not last: the first attention of a process puts cuDNN first again.
 Guarantee   BOUNDED: the same sums in another order.
 Refuses     Scripts whose attention builds no plans, and would build none if it were fused: shapes that stay the same.
 """
@@ -15,9 +15,8 @@ from flatout.core.errors import LeverRefused
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate
-from flatout.tune.levers.attention_order import HOPPER_OR_LATER, attention_order_lever
+from flatout.tune.levers.attention_kernels import HOPPER_OR_LATER, attention_kernels_lever, disable_cudnn, without_cudnn
 
-_ORDER: Final = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH", "CUDNN_ATTENTION")
 _SOFTMAX: Final = "aten._softmax"
 _FEWEST_SHAPES: Final = 2
 
@@ -40,6 +39,11 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     )
 
 
-LEVER = attention_order_lever(
-    __name__, propose, _ORDER, conflicts=("memory.cudnn-attention",), title="Attention without a plan for each shape"
+LEVER = attention_kernels_lever(
+    __name__,
+    propose,
+    disable_cudnn,
+    without_cudnn,
+    conflicts=("memory.cudnn-attention",),
+    title="Attention without a plan for each shape",
 )

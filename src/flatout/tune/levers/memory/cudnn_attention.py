@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from flatout.core.errors import LeverRefused
@@ -17,7 +18,12 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate
 from flatout.machine.cost.accounting import milliseconds
-from flatout.tune.levers.attention_order import HOPPER_OR_LATER, attention_order_lever
+from flatout.tune.levers.attention_kernels import (
+    HOPPER_OR_LATER,
+    attention_kernels_lever,
+    set_order,
+    with_order,
+)
 
 _KERNELS: Final = re.compile(r"flash_(fwd|bwd|::flash_)|flash::|pytorch_flash")
 _SMALL_PART: Final = 0.03
@@ -45,4 +51,11 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     )
 
 
-LEVER = attention_order_lever(__name__, propose, _ORDER, effort=_EFFORT, title="Attention by cuDNN")
+LEVER = attention_kernels_lever(
+    __name__,
+    propose,
+    partial(set_order, _ORDER),
+    partial(with_order, names=_ORDER),
+    effort=_EFFORT,
+    title="Attention by cuDNN",
+)
