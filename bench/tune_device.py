@@ -1,4 +1,4 @@
-"""What `flatout tune` makes of four scripts on a GPU, beside the single lines that everybody knows.
+"""What `flatout tune` makes of five scripts on a GPU, beside the single lines that everybody knows.
 
     python bench/tune_device.py OUT_FOLDER [--only NAME ...] [--budget 300s] [--small]
 
@@ -42,6 +42,7 @@ LINES = {
     "torch.compile": [COMPILE],
     "torch.compile reduce-overhead": [("graph.compile", {"mode": "reduce-overhead"})],
     "channels_last": [("memory.channels-last", {})],
+    "cuDNN's attention off": [("memory.attention-without-plans", {})],
     "fused optimizer": [("parallelism.fused-optimizer", {})],
 }
 SCRIPTS: dict[str, dict[str, Any]] = {
@@ -51,6 +52,7 @@ SCRIPTS: dict[str, dict[str, Any]] = {
     "mlp_small": {
         "lines": {n: LINES[n] for n in ("torch.compile", "torch.compile reduce-overhead", "fused optimizer")}
     },
+    "ragged_attention": {"lines": {n: LINES[n] for n in ("torch.compile", "cuDNN's attention off", "fused optimizer")}},
 }
 NUM_STRETCHES = 15
 STRETCH_S = 0.4

@@ -4,7 +4,8 @@ Costs        0.1 - 1.7 s of the host for each new width (H200, cuDNN 9.19, bench
              FlashAttention and the memory-efficient ones take any shape at once. From PyTorch 2.11 on cuDNN comes first on Hopper
              and Blackwell.
 Evidence     Calls of aten._scaled_dot_product_cudnn_attention, forward and backward, that keep the host for longer than a call
-             whose plan is there, on shapes that differ from step to step.
+             whose plan is there: on shapes that differ from step to step, or on one, where steps that were timed before and had
+             their plans, if shapes stayed the same, took as long.
 Levers       memory.attention-without-plans
 False alarm  The first steps of any script: a shape that comes again costs nothing. Few shapes are all met soon.
 """
@@ -34,14 +35,16 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     built = [o for o in calls if o.num_calls and o.python_s / o.num_calls > _PLANNED_S]
     shapes = {_queries(o) for o in built}
     cost_s = min(sum(o.python_s for o in built), evidence.steps.whole_s)
-    if len(shapes) < _FEWEST_SHAPES or cost_s < _SMALL_PART * evidence.steps.step_s:
+    idle_s = evidence.steps.step_s - (evidence.steps.device_s or 0.0)
+    is_usual = len(shapes) >= _FEWEST_SHAPES or (bool(shapes) and cost_s < idle_s)
+    if not is_usual or cost_s < _SMALL_PART * evidence.steps.step_s:
         return
     slower_s = _SLOWER * sum(o.op_s for o in calls)
     yield Finding(
         where=evidence.source_of(max(built, key=lambda o: o.python_s).source),
         cost_s=cost_s,
         saved_s=(max(0.0, 0.5 * cost_s - slower_s), cost_s),
-        because=f"cuDNN builds a plan for each new shape of attention: {len(shapes)} shapes in the steps that were looked at, "
+        because=f"cuDNN builds a plan for each new shape of attention: {len(shapes)} in the steps that were looked at, "
         f"{milliseconds(cost_s)} of the host a step",
         edit="torch.backends.cuda.enable_cudnn_sdp(False), TORCH_CUDNN_SDPA_DEPRIORITIZED=1 in the environment, or widths "
         "rounded up to few",
