@@ -1,4 +1,4 @@
-"""Which kernels compute scaled_dot_product_attention: set for a process, and written into a script."""
+"""Kernels of scaled_dot_product_attention: which may compute it, set for a process, and written into a script."""
 
 from __future__ import annotations
 
