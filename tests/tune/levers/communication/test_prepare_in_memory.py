@@ -26,6 +26,7 @@ from flatout.core.errors import EditError
 from flatout.core.records.lever import Candidate, Refusal
 from flatout.core.records.trial import TimeDataset, TrialResult
 from flatout.tune.levers.communication.prepare_in_memory import LEVER, edit
+from flatout.tune.rewrite.source import changed_places, several_places
 
 
 class Windows(Dataset[Any]):
@@ -350,6 +351,67 @@ def test_images_of_the_test_loader_are_prepared_like_those_of_training(
         namespace: dict[str, Any] = {"__name__": __name__}
         exec(one, namespace)
         found.append([[list(batch) for batch in batches] for batches in namespace["found"]])
+    assert same(*found)
+
+
+SPLIT = """
+import torch
+from torch.utils.data import DataLoader, Dataset, random_split
+
+class Squares(Dataset):
+    def __init__(self):
+        self.num_made = 0
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        self.num_made += 1
+        return torch.tensor([float(index)]), index ** 2
+
+class Data:
+    def __init__(self):
+        self.whole = Squares()
+        self.train, self.val = random_split(self.whole, [8, 4], generator=torch.Generator().manual_seed(3))
+        self.test = Squares(){more}
+    def train_loader(self):
+        return DataLoader(self.train, batch_size=2, shuffle=True)
+    def val_loader(self):
+        return DataLoader(self.val, batch_size=2)
+    def test_loader(self):
+        return DataLoader(self.test, batch_size=2)
+
+torch.manual_seed(1)
+data = Data()
+found = []
+for loader in (data.train_loader(), data.val_loader(), data.test_loader()):
+    found += [list(loader), list(loader)]
+"""
+
+
+@pytest.mark.parametrize(("more", "num"), [("", 2), ("\n        self.val.transform = None", 1)])
+@pytest.mark.parametrize("also", [False, True])
+def test_the_other_part_of_a_split_data_set_is_prepared_like_the_first(more: str, num: int, also: bool) -> None:
+    """A part that may have got a transform of its own is not; where both loaders were met, each is changed once."""
+    text = SPLIT.format(more=more)
+    places = [
+        {
+            "file": "a.py",
+            "function": f"Data.{name}_loader",
+            "code": f"return DataLoader(self.{name}, batch_size=2{how})",
+        }
+        for name, how in (("train", ", shuffle=True"), ("val", ""))
+    ]
+    new = text
+    for place in changed_places(several_places(places[: 1 + also]) | {"stacked": True}):
+        new = edit(new, place)
+    num = 2 if also else num
+    assert new.count("= TensorRows(") == num
+    found = []
+    for one in (text, new):
+        namespace: dict[str, Any] = {"__name__": __name__}
+        exec(one, namespace)
+        found.append([[list(batch) for batch in batches] for batches in namespace["found"]])
+        made = namespace["data"].whole.num_made
+        assert made == (24 if one is text else 12 if num == 2 else 16)
     assert same(*found)
 
 

@@ -9,7 +9,6 @@ Refuses     Items that differ from time to time (augmentation), data that do not
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +24,20 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
 from flatout.core.records.trial import TrialResult
 from flatout.machine.cost.feeding import fetch_trial, fits_memory
-from flatout.tune.rewrite.calls import LOADER, argument, with_argument, with_calls
-from flatout.tune.rewrite.enclosing_blocks import assignment, only_small
+from flatout.tune.rewrite.calls import LOADER, with_argument, with_calls
+from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import, with_torch
+from flatout.tune.rewrite.like_loaders import (
+    loaders_of_like_images,
+    loaders_of_same_split,
+    returned,
+    targets_of,
+)
 from flatout.tune.rewrite.loader_calls import WORKER_OPTIONS, LoaderCall, of_items_with_unknown_options
 from flatout.tune.rewrite.source import (
     MODULE,
     SourcePlace,
+    changed_places,
     code_of,
     editable_place,
     find,
@@ -39,7 +45,6 @@ from flatout.tune.rewrite.source import (
     fresh_name,
     names_in,
     nodes_of,
-    places_in,
     readable_place,
     several_places,
     spaced,
@@ -57,10 +62,6 @@ _ROWS_TEXT: Final = f"""class {_ROWS_CLASS}(TensorDataset):
         return [tensor[rows] for tensor in self.tensors]
 """
 """By a list a tensor reads its rows at less than half the speed that it has by a tensor, on a CPU."""
-_TRANSFORM_AT: Final = 2
-"""Where torchvision's MNIST and CIFAR take `transform` by position: (root, train, transform, ...)."""
-_SAME_IMAGES: Final = {"root", "train", "split", "download", "transform"}
-"""Arguments of torchvision's image sets that leave what an image becomes as it is."""
 _CACHING_COST: Final = 0.1
 """Of the wait for items: what keeping them costs in an epoch whose items never come again."""
 _ITEMS_FRACTION: Final = 0.2
@@ -208,56 +209,25 @@ def _once_seeded(original: Callable[[Any], Any], lasting: list[Any]) -> Callable
 def edit(text: str, parameters: Parameters) -> str:
     """Select rows of a TensorDataset, or of items that become one, by whole batches; put other items in a list.
 
-    Other loaders in the file of images that torchvision stores alike (those of the tests, between epochs) become the same.
+    Other loaders in the file of the same items (those of tests and validation, between epochs) become the same: of images that
+    torchvision stores alike, and of the other parts of a data set that was split.
     Raises EditError where the loader is not plainly made.
     """
-    new = _with_one(text, parameters)
-    for place in _of_like_images(find(text, parameters)) if "images" in parameters else ():
-        where = {"function": place.scope or MODULE, "code": first_line(place.module, place.statement)}
-        with contextlib.suppress(EditError):
-            new = _with_one(new, {**parameters, **where})
+    new, place = _with_one(text, parameters), find(text, parameters)
+    others = loaders_of_like_images(place) if "images" in parameters else loaders_of_same_split(place)
+    named = [(one["function"], one["code"]) for one in changed_places(parameters) if "code" in one]
+    for other in others:
+        where = {"function": other.scope or MODULE, "code": first_line(other.module, other.statement)}
+        if tuple(where.values()) not in named:  # else its turn comes
+            with contextlib.suppress(EditError):
+                new = _with_one(new, {**parameters, **where})
     return new
-
-
-def _of_like_images(place: SourcePlace) -> Iterator[SourcePlace]:
-    """Other statements that make a loader of the same class of images under the same transform."""
-    own = _images(place)
-    if own is None:
-        return
-    for other in places_in(place.module):
-        if other.statement is not place.statement and only_small(other.statement) and _images(other) == own:
-            yield other
-
-
-def _images(place: SourcePlace) -> tuple[str, str] | None:
-    """The class and the transform, as written, of the images that a statement makes a loader of; None for other statements."""
-    _, call = assignment(place.statement) or (None, _returned(place.statement))
-    if not isinstance(call, cst.Call) or call_name(place.module, call.func) not in LOADER or not call.args:
-        return None
-    scope = place.function or place.module
-    dataset = call.args[0].value
-    if isinstance(dataset, cst.Name):
-        values = [a.value for a in m.findall(scope, m.Assign()) if code_of(dataset) in _targets(a)]  # type: ignore[attr-defined]
-        dataset = values[0] if len(values) == 1 else dataset
-    if not isinstance(dataset, cst.Call) or any(a.star for a in dataset.args):
-        return None
-    transform = argument(dataset, "transform", _TRANSFORM_AT)
-    if transform is None or not {a.keyword.value for a in dataset.args if a.keyword} <= _SAME_IMAGES:
-        return None
-    written = [name for one in m.findall(place.module, m.Assign() | m.AnnAssign()) for name in _targets(one)]
-    is_settled = all(written.count(name) <= 1 for name in names_in(transform))
-    return (code_of(dataset.func), _without_spaces(transform)) if is_settled else None
-
-
-def _without_spaces(node: cst.BaseExpression) -> str:
-    """An expression as Python writes it, whatever lines and spaces it has in the file."""
-    return ast.unparse(ast.parse(code_of(node), mode="eval"))
 
 
 def _with_one(text: str, parameters: Parameters) -> str:
     """The text with the loader that the parameters name changed."""
     place = find(text, parameters)
-    target, value = assignment(place.statement) or (None, _returned(place.statement))
+    target, value = assignment(place.statement) or (None, returned(place.statement))
     if not isinstance(value, cst.Call) or call_name(place.module, value.func) not in LOADER:
         raise EditError(f"'{string(parameters, 'code')}' does not make a loader alone")
     if target is not None and _dataset_is_read(place.module, target):
@@ -317,12 +287,6 @@ def _with_rows_class(module: cst.Module) -> cst.Module:
     return module.with_changes(body=[*body[:at], spaced(new, 2), spaced(body[at], 2), *body[at + 1 :]])
 
 
-def _returned(statement: cst.CSTNode) -> cst.BaseExpression | None:
-    """What a `return` alone returns."""
-    small = only_small(statement)
-    return small.value if isinstance(small, cst.Return) else None
-
-
 def _whole(data: str, parameters: Parameters) -> str:
     """All images and targets, as ToTensor and Normalize make them; or all items, stacked."""
     if "images" not in parameters:
@@ -357,16 +321,10 @@ def _dataset_is_read(module: cst.Module, loader: cst.BaseExpression) -> bool:
 
 def _is_rows(module: cst.Module, scope: cst.CSTNode, dataset: cst.BaseExpression) -> bool:
     """Whether a name stands for a TensorDataset, wherever it is assigned."""
-    constructor = [a for a in m.findall(scope, m.AnnAssign() | m.Assign()) if code_of(dataset) in _targets(a)]
+    constructor = [a for a in m.findall(scope, m.AnnAssign() | m.Assign()) if code_of(dataset) in targets_of(a)]
     values = [a.value for a in constructor]  # type: ignore[attr-defined]
     values = values or [dataset]
     return all(isinstance(v, cst.Call) and call_name(module, v.func) == _ROWS for v in values)
-
-
-def _targets(assign: cst.CSTNode) -> list[str]:
-    if isinstance(assign, cst.AnnAssign):
-        return [code_of(assign.target)]
-    return [code_of(t.target) for t in cst.ensure_type(assign, cst.Assign).targets]
 
 
 LEVER = lever(__name__, propose, apply=apply, edit=edit, title="Items made once, batches cut from tensors")
