@@ -56,6 +56,19 @@ def duration(seconds: float | None) -> str:
     return f"{unit.show(seconds)} {unit.name}"
 
 
+def long_duration(seconds: float) -> str:
+    """Seconds as text, from two minutes on in minutes, hours or days.
+
+    >>> long_duration(90), long_duration(1819), long_duration(28_800), long_duration(400_000)
+    ('90.0 s', '30.3 min', '8.00 h', '4.63 d')
+    """
+    for unit, length_s in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        value = seconds / length_s
+        if 2 <= value < math.inf:
+            return f"{value:.{_decimals(value, 3)}f} {unit}"
+    return duration(seconds)
+
+
 def size(num_bytes: float | None) -> str:
     """Bytes as text, with binary prefixes.
 

@@ -28,7 +28,7 @@ def test_failures_are_counted_and_measures_weighed(tmp_path: Path) -> None:
 
 def test_hours_between_interruptions_instead_of_a_rate() -> None:
     result = CliRunner().invoke(app, ["simulate", "--gpus", "16384", "--mtbf", "1.8"])
-    assert "one every 6480 s" in result.output
+    assert "one every 108 min" in result.output
     with pytest.raises(UsageError, match="give positive numbers"):
         CliRunner().invoke(app, ["simulate", "--gpus", "0"], catch_exceptions=False)
 

@@ -17,8 +17,11 @@ from tests.report.scale_builder import FOUND, GIB, STAGES
 from tests.report.test_ladder import TUNED
 
 from flatout.core.records.evidence import Evidence
+from flatout.core.records.failure import Goodput
 from flatout.core.records.finding import Diagnosis
 from flatout.report.html import html_report, ladder_html
+from flatout.report.html.goodput import goodput_page
+from flatout.report.parts.ladder import ladder_rows
 
 pytestmark = pytest.mark.slow
 
@@ -210,9 +213,34 @@ def test_a_ladder_is_seen_and_fits_the_screen(browser: Browser, width: int) -> N
 
     for part in ("headline", "section-1", "section-2", "section-3", "section-4"):
         assert page.locator(f"#{part}").is_visible(), part
-    box = page.locator("svg.ladder").bounding_box()
-    assert box is not None and box["width"] > 300 and box["height"] > 90
+    steps = [row.step_s[0] for row in ladder_rows(TUNED) if row.step_s is not None]
+    assert_in_proportion(page, ".bars .parts", steps)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert all_within(page, ".bars .value, .bars .name, .data td", width)
+
+
+def all_within(page: Any, selector: str, width: int) -> bool:
+    """Whether all that is selected can be read without scrolling sideways."""
+    boxes = [one.bounding_box() for one in page.locator(selector).all() if one.is_visible()]
+    return bool(boxes) and all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1400])
+def test_goodput_is_seen_and_fits_the_screen(browser: Browser, scheme: str, width: int) -> None:
+    shares = {"as it is": 0.8, "saved in the background": 0.9}
+    found = {
+        name: Goodput(goodput=share, saving=0.0, lost=1 - share, down=0.0, interval_s=600.0, mtbf_s=3600.0)
+        for name, share in shares.items()
+    }
+    curves = {name: [(8, share), (16, share - 0.1)] for name, share in shares.items()}
+    page = browser.open(
+        goodput_page(curves, title="80 % goodput, 8 devices", found=found), scheme=scheme, width=width
+    ).page
+
+    assert_in_proportion(page, ".bars .parts span:first-child", list(shares.values()))
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert all_within(page, ".bars .value, .bars .name, .data td", width)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

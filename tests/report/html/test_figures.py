@@ -11,6 +11,7 @@ from markupsafe import Markup
 from tests.page_reader import Page
 
 from flatout.core.records.evidence import Evidence
+from flatout.core.records.failure import Goodput
 from flatout.core.records.finding import Diagnosis
 from flatout.core.records.memory import Memory
 from flatout.report.html.goodput import goodput_page
@@ -89,7 +90,10 @@ def test_colours_are_variables_and_fonts_the_pages_own(full: Evidence, diagnosis
 
 
 def test_the_label_of_a_figure_is_escaped_once() -> None:
-    page = Page(goodput_page({"save & <restart>": [(8, 0.9), (16, 0.8)]}, title="Kept time"))
+    found = {
+        "save & <restart>": Goodput(goodput=0.9, saving=0.05, lost=0.03, down=0.02, interval_s=600.0, mtbf_s=3600.0)
+    }
+    page = Page(goodput_page({"save & <restart>": [(8, 0.9), (16, 0.8)]}, title="Goodput", found=found))
 
     [label] = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
-    assert label == "Share of the time that is kept at 16 devices: save & <restart> 80.0%"
+    assert label == "Goodput at 16 devices: save & <restart> 80.0%"

@@ -60,13 +60,13 @@ def simulate(
     by_chance = simulated_goodput(failures, next(iter(recoveries.values())))
     mean, spread = interruptions(failures, days)
     show(
-        f"{gpus:,} devices, {nodes:,} nodes, {per_thousand:g} interruptions per 1000 node-days: one every "
-        f"{units.duration(failures.mtbf_s)}, {mean:.0f} +- {spread:.0f} in {days:g} days"
+        f"{gpus:,} devices, {nodes:,} nodes, {per_thousand:.3g} interruptions per 1000 node-days: one every "
+        f"{units.long_duration(failures.mtbf_s)}, {mean:.0f} +- {spread:.0f} in {days:g} days"
     )
     print_unwrapped([recovery_table(found)], stderr=takes_stdout)
     first = next(iter(found.values()))
     show(
-        f"the first, played with {40_000:,} interruptions: {by_chance.goodput:.1%} kept ({first.goodput:.1%} in closed form)"
+        f"the first, played with {40_000:,} interruptions: {by_chance.goodput:.1%} goodput ({first.goodput:.1%} in closed form)"
     )
     sizes = [1 << power for power in range(8, 18)]
     of_size = {size: structs.replace(failures, num_nodes=-(-size // node)) for size in sizes}
@@ -79,8 +79,13 @@ def simulate(
     if html is not None:
         from flatout.report.html.goodput import goodput_page
 
-        title = f"Goodput of a run, {per_thousand:g} interruptions per 1000 node-days"
-        write_whole_file(html, goodput_page(curves, title=title))
+        title = (
+            f"{first.goodput:.1%} goodput, {gpus:,} devices in {nodes:,} nodes, one interruption every "
+            f"{units.long_duration(failures.mtbf_s)}"
+        )
+        write_whole_file(
+            html, goodput_page(curves, title=title, found=found, command=f"flatout simulate --gpus {gpus}")
+        )
         print_written(html, stderr=takes_stdout)
 
 

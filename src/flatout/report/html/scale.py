@@ -10,6 +10,7 @@ from flatout.core import units
 from flatout.core.records.failure import Goodput
 from flatout.core.records.scale import Cluster, Layout, ModelShape, Ranked, StageMemory
 from flatout.machine.cost.schedules import Done
+from flatout.report.html.bars import BARS, css_width
 from flatout.report.html.goodput import goodput_svg
 from flatout.report.html.pipeline import pipeline_of
 from flatout.report.html.stages import PARTS, fullest, memory_chart, step_chart
@@ -199,5 +200,5 @@ def _lines(best: Sequence[Ranked], question: Question) -> list[dict[str, str]]:
     ]
 
 
-_SHEETS: Final = ("style", "scale")
-_FILTERS: Final = {"css_width": lambda fraction: f"{100 * fraction:.3f}%"}
+_SHEETS: Final = ("style", BARS, "scale")
+_FILTERS: Final = {"css_width": css_width}

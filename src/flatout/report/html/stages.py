@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from flatout.core import units
 from flatout.core.records.scale import Ranked, StageMemory
+from flatout.report.html.bars import Bar, Chart, Piece
 from flatout.report.html.pipeline import shown
 from flatout.report.parts.reasons import StepPart, spent, where_it_goes
 from flatout.report.parts.scale import layout_text
@@ -32,37 +33,6 @@ def part_sizes(memory: StageMemory) -> list[tuple[StepPart, int]]:
 def fullest(stages: Sequence[StageMemory]) -> int:
     """The stage that holds the most."""
     return max(range(len(stages)), key=lambda stage: stages[stage].total_bytes)
-
-
-class Piece(NamedTuple):
-    """A part of a bar: a class of the style, what it says when it is pointed at, and its length as a fraction of its bar."""
-
-    style: str
-    tip: str
-    fraction: float
-
-
-class Bar(NamedTuple):
-    """A line of the chart. Fractions are of the chart's width."""
-
-    name: str
-    value: str
-    pieces: tuple[Piece, ...]
-    fraction: float
-    label: str
-    remark: str = ""
-    interval: tuple[float, float] | None = None
-    is_over: bool = False
-    num_before: int = 0
-    """Lines that are left out above it."""
-
-
-class Chart(NamedTuple):
-    """Bars, the colours in them, and where the limit is drawn, if there is one."""
-
-    bars: tuple[Bar, ...]
-    legend: tuple[tuple[str, str], ...]
-    limit: float | None = None
 
 
 def memory_chart(stages: Sequence[StageMemory], *, room_bytes: float | None) -> Chart:

@@ -14,17 +14,17 @@ _PARTS = (("goodput", "#"), ("saving", "s"), ("lost", "x"), ("down", "."))
 
 def recovery_table(found: Mapping[str, Goodput]) -> Table:
     """A bar and its shares for each way to recover."""
-    shares = numbers("kept", "saving", "twice", "down")
+    shares = numbers("goodput", "saving", "twice", "down")
     rows = [
-        [name, _bar(one), *(f"{getattr(one, part):.1%}" for part, _ in _PARTS), units.duration(one.interval_s)]
+        [name, _bar(one), *(f"{getattr(one, part):.1%}" for part, _ in _PARTS), units.long_duration(one.interval_s)]
         for name, one in found.items()
     ]
-    bars = Column("# kept, s saving, x twice, . down")
+    bars = Column("# goodput, s saving, x twice, . down")
     return Table([Column(), bars, *shares, Column("a checkpoint every")], rows, inset=0)
 
 
 def curve_table(curve: Sequence[tuple[int, float]]) -> Table:
-    """Devices and what is kept."""
+    """Devices and the goodput on them."""
     rows = [[f"{num:,} devices", "#" * round(_WIDTH * goodput), f"{goodput:.1%}"] for num, goodput in curve]
     return Table([*numbers(""), Column(), *numbers("")], rows, inset=0)
 

@@ -67,8 +67,9 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(softmax.source),
             cost_s=place.cost_s,
             saved_s=around(place.cost_s * (1 - place.remaining), 0.15),
-            because=f"{len(found)} attention(s) write scores of {'x'.join(map(str, size.shape))} {size.dtype} to memory, "
-            f"{place.cost_s * 1e3:.2f} ms a step; fused attention takes {place.remaining:.0%} of that at these shapes (tried)",
+            because=f"{len(found)} attention{' writes' if len(found) == 1 else 's write'} scores of "
+            f"{'x'.join(map(str, size.shape))} {size.dtype} to memory, {place.cost_s * 1e3:.2f} ms a step; fused attention takes "
+            f"{place.remaining:.0%} of that at these shapes (tried)",
             edit=f"F.scaled_dot_product_attention(q, k, v, is_causal=...{_dropout_argument(found[0])}) in place of these lines; "
             "for nn.MultiheadAttention pass need_weights=False",
             also=evidence.sources_of(found[0].sources),
