@@ -15,7 +15,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 FOLDER = Path(__file__).parent / "images" / "pages"
-HEIGHTS = {400: 1800, 1400: 1200}
+HEIGHTS = {400: 2400, 1400: 2600}
 """Pixels of a picture at most, by its width."""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 

@@ -14,6 +14,9 @@ from flatout.app.cli.terminal import open_console, print_lines, print_report
 from flatout.core.files import STANDARD_OUTPUT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from flatout.app.targets import ScriptTarget
     from flatout.core.records.plan import Tuned
 
 
@@ -78,9 +81,7 @@ def tune(
     same command goes on where it was.
     """
     from flatout.app.tune_script import ScriptEnded, SearchStopped, TuneOptions, search_plan
-    from flatout.core.registry import lever_of
     from flatout.report.parts.ladder import WIDTH, ladder_blocks
-    from flatout.tune.search.script_search import is_text
 
     target = target_of(script, module, arguments, example="`flatout tune train.py -- --its --arguments`")
     require_writable(out=out, html=html, markdown=markdown, json=json)
@@ -108,18 +109,50 @@ def tune(
     tuned = search.tuned
     takes_stdout = STANDARD_OUTPUT in (out, html, markdown, json)
     print_report(ladder_blocks(tuned), width=WIDTH, stderr=takes_stdout)
-    _write(tuned, out, html=html, markdown=markdown, json=json)
+    commands = _commands(tuned, target, out)
+    _write(tuned, out, target, commands, html=html, markdown=markdown, json=json)
     search.forget_log()
-    if tuned.plan.lever:
-        commands = [target.typed(f"flatout run --plan {out}")]
-        if is_text(tuned.plan.lever, {planned.id: lever_of(planned.id) for planned in tuned.plan.lever}):
-            commands.insert(
-                0, f"{target.typed(f'flatout edit --plan {out}')}   # the change as a diff, without a start of its own"
-            )
+    if commands:
         print_lines("", *commands, stderr=takes_stdout)
 
 
-def _write(tuned: Tuned, out: Path, *, html: Path | None, markdown: Path | None, json: Path | None) -> None:
+def _commands(tuned: Tuned, target: ScriptTarget, out: Path) -> list[str]:
+    """What to type to use the plan; none without levers."""
+    from flatout.core.registry import lever_of
+    from flatout.tune.search.script_search import is_text
+
+    if not tuned.plan.lever:
+        return []
+    commands = [target.typed(f"flatout run --plan {out}")]
+    if is_text(tuned.plan.lever, {planned.id: lever_of(planned.id) for planned in tuned.plan.lever}):
+        edit = target.typed(f"flatout edit --plan {out}")
+        commands.insert(0, f"{edit}   # the change as a diff, without a start of its own")
+    return commands
+
+
+def _diff_of(tuned: Tuned, target: ScriptTarget) -> str:
+    """The plan as a change of the text, '' where there is none."""
+    from flatout.core.errors import FlatoutError
+    from flatout.core.records.plan import text_root
+    from flatout.tune.edits import edits
+
+    file = target.file
+    try:
+        return edits(tuned.plan, file, root=Path(text_root(tuned.plan, file.absolute()))).diff()
+    except (FlatoutError, ImportError):
+        return ""
+
+
+def _write(
+    tuned: Tuned,
+    out: Path,
+    target: ScriptTarget,
+    commands: Sequence[str],
+    *,
+    html: Path | None,
+    markdown: Path | None,
+    json: Path | None,
+) -> None:
     """The plan and the files that were asked for, each whole or not at all."""
     from flatout.core.files import write_all_files
     from flatout.core.records.plan import to_toml
@@ -128,7 +161,7 @@ def _write(tuned: Tuned, out: Path, *, html: Path | None, markdown: Path | None,
     def page() -> bytes:
         from flatout.report.html import ladder_html
 
-        return ladder_html(tuned)
+        return ladder_html(tuned, commands=commands, diff=_diff_of(tuned, target))
 
     def text() -> bytes:
         from flatout.report.markdown import markdown_report

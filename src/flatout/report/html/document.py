@@ -5,23 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from markupsafe import Markup, escape
+
 from flatout.report.document import Block, Cell, Drawing, Fold, Heading, Table
 from flatout.report.html.bars import BARS, Chart, css_width
 from flatout.report.html.template import rendered_page
+from flatout.report.sanitise import inert_code
 
 _SHORT: Final = 14
 """Letters of a cell that stand on one line."""
 _SENTENCE: Final = 30
 
 
+class CodeLines(NamedTuple):
+    """Lines of code as they stand, with their heading; `is_diff` colours what comes in and what goes."""
+
+    title: str
+    lines: tuple[str, ...]
+    is_diff: bool = False
+
+
 class Section(NamedTuple):
     """A part of a page with its heading, and what stands in it."""
 
     title: str
-    blocks: list[Block | Chart]
+    blocks: list[PageBlock]
 
 
-def document_page(blocks: Iterable[Block | Chart], *, command: str = "") -> bytes:
+PageBlock = Block | Chart | CodeLines
+
+
+def document_page(blocks: Iterable[PageBlock], *, command: str = "") -> bytes:
     """One HTML file (UTF-8) of all blocks; the first is the title, `command` is what was run."""
     title, *rest = blocks
     assert isinstance(title, Heading)
@@ -32,14 +46,14 @@ def document_page(blocks: Iterable[Block | Chart], *, command: str = "") -> byte
                 sections.append(Section(text, []))
             case Fold(text, folded):
                 sections.append(Section(text, list(folded)))
-            case Drawing() | Chart() | Table() if block.title:
+            case Drawing() | Chart() | CodeLines() | Table() if block.title:
                 sections.append(Section(block.title, [block]))
             case _:
                 sections[-1].blocks.append(block)
     return rendered_page(
         "document",
         sheets=("style", BARS),
-        filters={"kind": kind_of_block, "css_width": css_width, "cell_style": cell_style},
+        filters={"kind": kind_of_block, "css_width": css_width, "cell_style": cell_style, "code_line": code_line},
         headline=title.text,
         sections=sections,
         command=command,
@@ -58,6 +72,11 @@ def _text(cell: Cell) -> str:
     if isinstance(cell, list):
         return " ".join(map(_text, cell))
     return cell if isinstance(cell, str) else cell.text
+
+
+def code_line(line: str) -> Markup:
+    """A line of code as text that cannot become markup, its blanks as they stand."""
+    return escape(inert_code(line))
 
 
 def kind_of_block(block: object) -> str:

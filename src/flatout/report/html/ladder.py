@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from flatout.core import units
-from flatout.core.records.plan import Tuned
+from flatout.core.records.plan import Plan, Tuned
+from flatout.report.document import Block, Fold, Heading
 from flatout.report.html.bars import Bar, Chart, Piece
-from flatout.report.html.document import document_page
-from flatout.report.parts.ladder import TOGETHER, UNTOUCHED, Row, ladder_blocks, ladder_rows
+from flatout.report.html.document import CodeLines, PageBlock, document_page
+from flatout.report.parts.ladder import TOGETHER, UNTOUCHED, Row, guarantee_words, ladder_blocks, ladder_rows
+
+_NOT_RUN: Final = (
+    "# NOT VERIFIED: nothing has run this text yet; `flatout edit` compares it with the script before it prints it"
+)
 
 
-def ladder_html(tuned: Tuned) -> bytes:
-    """One HTML file (UTF-8) that needs no script, no network and no other file."""
+def ladder_html(tuned: Tuned, *, commands: Sequence[str] = (), diff: str = "") -> bytes:
+    """One HTML file (UTF-8) that needs no script, no network and no other file.
+
+    `commands` are what to type to use the plan, `diff` its levers as a change of the script's text, which nothing has run yet.
+    """
     title, *blocks = ladder_blocks(tuned)
-    chart = ladder_chart(ladder_rows(tuned)) if tuned.plan.lever else None
-    charts = [chart] if chart is not None else []
-    return document_page([title, *charts, *blocks], command=" ".join((tuned.plan.script, *tuned.plan.arguments)))
+    extra: list[PageBlock] = []
+    if chart := ladder_chart(ladder_rows(tuned)) if tuned.plan.lever else None:
+        extra.append(chart)
+    if tuned.plan.lever and commands:
+        extra.append(CodeLines("How to use it", tuple(commands)))
+    rest: list[PageBlock] = []
+    if words := guarantee_words(tuned):
+        rest += [Heading("What the guarantee says"), words]
+    if tuned.plan.lever and diff:
+        rest.append(CodeLines("The change as a diff", (_NOT_RUN, *diff.splitlines()), is_diff=True))
+    return document_page([title, *extra, *_levers_first(blocks, rest)], command=command_of(tuned.plan))
+
+
+def _levers_first(blocks: Sequence[Block], rest: Sequence[PageBlock]) -> list[PageBlock]:
+    """The report's blocks, `rest` before the first that is folded away."""
+    at = next((index for index, block in enumerate(blocks) if isinstance(block, Fold)), len(blocks))
+    return [*blocks[:at], *rest, *blocks[at:]]
+
+
+def command_of(plan: Plan) -> str:
+    """The script with its arguments."""
+    return " ".join((plan.script, *plan.arguments))
 
 
 def ladder_chart(steps: Sequence[Row]) -> Chart | None:

@@ -23,6 +23,14 @@ _MOST_LEFT_OUT: Final = 5
 """Levers that a terminal names with the reason why they are not in the plan: those that showed or promised most."""
 _AS_ONE: Final = "as one with the next"
 """The text beside a lever whose own gain was not measured."""
+_GUARANTEES: Final = {
+    "exact": "Exact: losses, outputs, gradients and parameters of the compared steps are the same bits as without the plan.",
+    "bounded": "Bounded: the same steps were computed in float64, too. Measured against them, losses, outputs, gradients and "
+    "parameters are at most {factor} times as far off as those of the script without the plan.",
+    "distribution": "Distribution: a run draws other random numbers, from the same distribution. When both sides draw alike, the "
+    "steps are equal within rounding: at most {factor} times as far from float64 as those of the script without the plan.",
+    "quality": "Quality: whole runs on several seeds end with a metric, or losses, within what was allowed; steps may differ.",
+}
 UNTOUCHED: Final = "untouched"
 TOGETHER: Final = "all together"
 
@@ -213,6 +221,17 @@ def _where(planned: PlannedLever) -> str:
 
 def _range(ratio: float, low: float, high: float) -> str:
     return f"{ratio:.2f}x ({low:.2f} - {high:.2f})"
+
+
+def guarantee_words(tuned: Tuned) -> str:
+    """What the plan's guarantee says, in sentences; '' where nothing was proved."""
+    if tuned.proof is None or not tuned.plan.lever:
+        return ""
+    equality = tuned.proof.equality
+    sentences = _GUARANTEES.get(equality.guarantee, "").format(factor=f"{equality.factor:g}")
+    if equality.at and equality.guarantee == "bounded":
+        sentences += f" The rounding of {equality.at} is allowed, as the plan computes in it."
+    return sentences
 
 
 def _guarantee_text(verdict: Verdict) -> str:
