@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -22,6 +24,10 @@ from flatout.core.exit_codes import REFUSED_INPUT
 
 _HELP: Final = {"help_option_names": list(HELP_OPTIONS)}
 _ISOLATED: Final = "--isolated"
+
+_MISTYPED: Final[type[Exception]] = typer.BadParameter.__mro__[2]
+"""What Typer's parser raises of any kind, which its public names do not have: ClickException, its own or Click's."""
+_NO_COMMAND: Final = re.compile(r"No such command '(.+?)'")
 
 app = typer.Typer(
     name="flatout",
@@ -54,14 +60,38 @@ def run() -> None:
         for note in (*notes, defaults.note(typed), typed.note):
             if note and os.environ.get("RANK", "0") == "0":  # of several ranks, one says it
                 print(note, file=sys.stderr)
-        app(typed.parsable(own), default_map={typed.verb: defaults.values})
+        sys.exit(app(typed.parsable(own), default_map={typed.verb: defaults.values}, standalone_mode=False))
+    except _MISTYPED as e:
+        if sys.argv[1:]:  # else the help was shown
+            _print_error(_typed_wrong(e, known))
+        sys.exit(REFUSED_INPUT)
+    except typer.Abort:
+        from flatout.core.runtime.script import INTERRUPTED
+
+        sys.exit(INTERRUPTED)
     except (FlatoutError, ModuleNotFoundError) as e:
         shown = explained(e) if isinstance(e, ModuleNotFoundError) else e
         if not isinstance(shown, FlatoutError):
             raise
-        console = open_console(stderr=True)
-        console.print(f"flatout: {shown}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _print_error(str(shown))
         sys.exit(REFUSED_INPUT)
+
+
+def _print_error(text: str) -> None:
+    console = open_console(stderr=True)
+    console.print(f"flatout: {text}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _typed_wrong(error: Any, known: Collection[str]) -> str:
+    """An error of Typer's parser as one line, with the nearest verb or where to look."""
+    verb = error.ctx.command_path if getattr(error, "ctx", None) is not None else "flatout"
+    text = error.format_message().rstrip(".").partition(", unable to parse")[0]
+    if match := _NO_COMMAND.match(text):
+        near = get_close_matches(match[1], known, n=1)
+        hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout -h`"
+        return f"there is no `{verb} {match[1]}`; {hint}"
+    place = f"`{verb}`: " if " " in verb else ""
+    return f"{place}{text[:1].lower()}{text[1:]}; see `{verb} -h`"
 
 
 def _defaults(typed: TypedWords, known: dict[str, Command]) -> ProjectDefaults:
