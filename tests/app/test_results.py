@@ -80,10 +80,16 @@ def test_a_page_names_the_extra_that_draws_it_and_the_rest_works_without() -> No
 import sys
 sys.modules["matplotlib"] = None
 from tests.app.test_results import PROVED, TUNED_SCRIPT
+from tests.evidence_builder import EvidenceBuilder
+from flatout.app.session import Checked
+from flatout.check.diagnosis import diagnose
 from flatout.core.errors import UsageError
-assert "graph.compile" in TUNED_SCRIPT._repr_html_() and PROVED.html()
+assert "graph.compile" in TUNED_SCRIPT._repr_html_() and PROVED.html() and TUNED_SCRIPT.html()
+run = EvidenceBuilder()
+run.operator("aten.mm", run.line("train.py", 3))
+evidence = run.build()
 try:
-    TUNED_SCRIPT.html()
+    Checked(evidence=evidence, diagnosis=diagnose(evidence, ())).html()
 except UsageError as e:
     print(e)
 """
