@@ -144,14 +144,14 @@ def test_what_came_from_the_script_is_text_in_markdown_and_on_the_page() -> None
 
 
 def test_the_page_says_how_to_use_the_plan_what_it_guarantees_and_what_it_changes() -> None:
-    diff = "--- a/train.py\n+++ b/train.py\n@@ -1 +1 @@\n-x = '<b>'\n+    y = 1\n"
+    diff = ["--- a/train.py", "+++ b/train.py", "@@ -1 +1 @@", "-x = '<b>'", "+    y = 1"]
     page = ladder_html(TUNED, commands=["flatout run --plan plan.toml train.py"], diff=diff).decode()
     assert "<pre>flatout run --plan plan.toml train.py</pre>" in page
     assert "Bounded: the same steps were computed in float64" in page
     assert "NOT VERIFIED" in page.split("The change as a diff", 2)[2][:400]
     assert '<tr class="new"><td><pre>+    y = 1</pre>' in page
     assert '<tr class="old"><td><pre>-x = &#39;&lt;b&gt;&#39;</pre>' in page
-    nothing = ladder_html(NOTHING, commands=[], diff="").decode()
+    nothing = ladder_html(NOTHING).decode()
     assert "How to use it" not in nothing and "guarantee says" not in nothing and "as a diff" not in nothing
 
 

@@ -25,8 +25,8 @@ from flatout.core.exit_codes import REFUSED_INPUT
 _HELP: Final = {"help_option_names": list(HELP_OPTIONS)}
 _ISOLATED: Final = "--isolated"
 
-_MISTYPED: Final[type[Exception]] = typer.BadParameter.__mro__[2]
-"""What Typer's parser raises of any kind, which its public names do not have: ClickException, its own or Click's."""
+_MISTYPED: Final[type[Exception]] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+"""What Typer's parser raises of any kind: Click's class, or Typer's copy of it, which no public name has."""
 _NO_COMMAND: Final = re.compile(r"No such command '(.+?)'")
 
 app = typer.Typer(
@@ -62,7 +62,7 @@ def run() -> None:
                 print(note, file=sys.stderr)
         sys.exit(app(typed.parsable(own), default_map={typed.verb: defaults.values}, standalone_mode=False))
     except _MISTYPED as e:
-        if sys.argv[1:]:  # else the help was shown
+        if e.format_message():  # type: ignore[attr-defined]  # else it has shown the help
             _print_error(_typed_wrong(e, known))
         sys.exit(REFUSED_INPUT)
     except typer.Abort:

@@ -83,9 +83,7 @@ def simulate(
             f"{first.goodput:.1%} goodput, {gpus:,} devices in {nodes:,} nodes, one interruption every "
             f"{units.long_duration(failures.mtbf_s)}"
         )
-        write_whole_file(
-            html, goodput_page(curves, title=title, found=found, command=f"flatout simulate --gpus {gpus}")
-        )
+        write_whole_file(html, goodput_page(curves, title=title, found=found))
         print_written(html, stderr=takes_stdout)
 
 

@@ -130,17 +130,22 @@ def _commands(tuned: Tuned, target: ScriptTarget, out: Path) -> list[str]:
     return commands
 
 
-def _diff_of(tuned: Tuned, target: ScriptTarget) -> str:
-    """The plan as a change of the text, '' where there is none."""
+def _diff_of(tuned: Tuned, target: ScriptTarget) -> tuple[str, ...]:
+    """The lines of the plan as a change of the text, first what it lacks; () without levers."""
     from flatout.core.errors import FlatoutError
     from flatout.core.records.plan import text_root
     from flatout.tune.edits import edits
 
+    if not tuned.plan.lever:
+        return ()
     file = target.file
     try:
-        return edits(tuned.plan, file, root=Path(text_root(tuned.plan, file.absolute()))).diff()
-    except (FlatoutError, ImportError):
-        return ""
+        found = edits(tuned.plan, file, root=Path(text_root(tuned.plan, file.absolute())))
+    except FlatoutError as e:
+        return (f"# there is no diff: {e}",)
+    lacks = [f"# {one.planned.id} is not in it and stays in the plan: {one.because}" for one in found.stayed]
+    lacks += [f"# start it with {name}={value}" for name, value in found.environment.items()]
+    return (*lacks, *found.diff().splitlines())
 
 
 def _write(

@@ -65,7 +65,7 @@ def cell_style(table: Table, number: int) -> str:
     if table.columns[number].is_whole:
         return "line"
     longest = max((len(_text(row[number])) for row in table.rows), default=0)
-    return "prose" if longest > _SENTENCE else "words" if longest > _SHORT else "line"
+    return "prose" if longest > _SENTENCE else "wraps" if longest > _SHORT else "line"
 
 
 def _text(cell: Cell) -> str:

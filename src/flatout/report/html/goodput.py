@@ -28,7 +28,7 @@ _ROWS_APART: Final = 3
 
 
 def goodput_page(
-    curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str, found: Mapping[str, Goodput], command: str = ""
+    curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str, found: Mapping[str, Goodput]
 ) -> bytes:
     """Where the time goes for each way to recover (`found`), and the goodput of each over the number of devices."""
     names = list(curves)
@@ -40,8 +40,7 @@ def goodput_page(
             _time_chart(found),
             Drawing(goodput_svg(curves), "Goodput by number of devices"),
             Table([Column("devices"), *numbers(*names)], rows),
-        ],
-        command=command,
+        ]
     )
 
 

@@ -17,10 +17,11 @@ _NOT_RUN: Final = (
 )
 
 
-def ladder_html(tuned: Tuned, *, commands: Sequence[str] = (), diff: str = "") -> bytes:
+def ladder_html(tuned: Tuned, *, commands: Sequence[str] = (), diff: Sequence[str] = ()) -> bytes:
     """One HTML file (UTF-8) that needs no script, no network and no other file.
 
-    `commands` are what to type to use the plan, `diff` its levers as a change of the script's text, which nothing has run yet.
+    `commands` are what to type to use the plan, `diff` the lines of its levers as a change of the script's text, which nothing
+    has run yet.
     """
     title, *blocks = ladder_blocks(tuned)
     extra: list[PageBlock] = []
@@ -32,7 +33,7 @@ def ladder_html(tuned: Tuned, *, commands: Sequence[str] = (), diff: str = "") -
     if words := guarantee_words(tuned):
         rest += [Heading("What the guarantee says"), words]
     if tuned.plan.lever and diff:
-        rest.append(CodeLines("The change as a diff", (_NOT_RUN, *diff.splitlines()), is_diff=True))
+        rest.append(CodeLines("The change as a diff", (_NOT_RUN, *diff), is_diff=True))
     return document_page([title, *extra, *_levers_first(blocks, rest)], command=command_of(tuned.plan))
 
 

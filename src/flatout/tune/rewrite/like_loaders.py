@@ -32,27 +32,36 @@ def loaders_of_like_images(place: SourcePlace) -> Iterator[SourcePlace]:
 
 
 def loaders_of_same_split(place: SourcePlace) -> Iterator[SourcePlace]:
-    """Other statements that make a loader of another part of the data set that `random_split` parted, in the same scope."""
+    """Other statements that make a loader of another part of the data set that `random_split` parted, in the same scope.
+
+    A part that is written to elsewhere is left out: it may have got a transform of its own, or be another data set by then.
+    """
     own = _dataset(place)
     if own is None:
         return
-    split = [parts for parts in _splits(place) if code_of(own) in parts]
+    split = [parts for parts in _splits(place, own) if code_of(own) in parts]
     written = [name for one in m.findall(place.module, m.Assign() | m.AnnAssign()) for name in targets_of(one)]
     for other in _others(place):
         part = _dataset(other)
-        if len(split) != 1 or part is None or other.owner is not place.owner or code_of(part) not in split[0]:
+        if len(split) != 1 or part is None or code_of(part) not in split[0] or not _share_names(place, other, own):
             continue
-        if not any(name.startswith(f"{code_of(part)}.") for name in written):  # it may have got a transform of its own
+        if not any(f"{name}.".startswith(f"{code_of(part)}.") for name in written):
             yield other
+
+
+def _share_names(place: SourcePlace, other: SourcePlace, data: cst.BaseExpression) -> bool:
+    """Whether such a name means the same in both places: a variable in one function, an attribute in one class."""
+    return place.function is other.function if isinstance(data, cst.Name) else place.owner is other.owner
 
 
 def _others(place: SourcePlace) -> Iterator[SourcePlace]:
     return (p for p in places_in(place.module) if p.statement is not place.statement and only_small(p.statement))
 
 
-def _splits(place: SourcePlace) -> Iterator[list[str]]:
-    """What the parts of each split data set are called: attributes of the class around the place, or names of its function."""
-    scope = place.owner or place.function or place.module
+def _splits(place: SourcePlace, data: cst.BaseExpression) -> Iterator[list[str]]:
+    """What the parts of each split data set are called: variables of the place's function, or attributes of its class."""
+    function = place.function or place.module
+    scope = function if isinstance(data, cst.Name) else place.owner or function
     for assign in m.findall(scope, m.Assign(targets=[m.AssignTarget(target=m.Tuple())])):
         assert isinstance(assign, cst.Assign)
         target, value = assign.targets[0].target, assign.value

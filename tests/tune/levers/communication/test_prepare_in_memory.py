@@ -356,7 +356,7 @@ def test_images_of_the_test_loader_are_prepared_like_those_of_training(
 
 SPLIT = """
 import torch
-from torch.utils.data import DataLoader, Dataset, random_split
+from torch.utils.data import DataLoader, Dataset, Subset, random_split
 
 class Squares(Dataset):
     def __init__(self):
@@ -387,7 +387,10 @@ for loader in (data.train_loader(), data.val_loader(), data.test_loader()):
 """
 
 
-@pytest.mark.parametrize(("more", "num"), [("", 2), ("\n        self.val.transform = None", 1)])
+@pytest.mark.parametrize(
+    ("more", "num"),
+    [("", 2), ("\n        self.val.transform = None", 1), ("\n        self.val = Subset(self.val, range(4))", 1)],
+)
 @pytest.mark.parametrize("also", [False, True])
 def test_the_other_part_of_a_split_data_set_is_prepared_like_the_first(more: str, num: int, also: bool) -> None:
     """A part that may have got a transform of its own is not; where both loaders were met, each is changed once."""
@@ -413,6 +416,28 @@ def test_the_other_part_of_a_split_data_set_is_prepared_like_the_first(more: str
         made = namespace["data"].whole.num_made
         assert made == (24 if one is text else 12 if num == 2 else 16)
     assert same(*found)
+
+
+def test_a_variable_of_the_same_name_in_another_function_is_another_data_set() -> None:
+    text = """
+from torch.utils.data import DataLoader, random_split
+
+def of_training(whole):
+    train, val = random_split(whole, [8, 4])
+    return DataLoader(train, batch_size=2)
+
+def of_tests(val):
+    return DataLoader(val, batch_size=2)
+"""
+    place = {
+        "file": "a.py",
+        "function": "of_training",
+        "code": "return DataLoader(train, batch_size=2)",
+        "stacked": True,
+    }
+    new = edit(text, place)
+    assert new.count("= TensorRows(") == 1
+    assert new.endswith("def of_tests(val):\n    return DataLoader(val, batch_size=2)\n")
 
 
 def test_a_loader_whose_data_set_another_takes_over_gets_single_items() -> None:
