@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from time import monotonic
 
 import pytest
 from tests.command_line import flatout
@@ -103,6 +107,69 @@ def test_every_verb_and_option_is_in_the_script_of_each_shell_which_the_shell_ca
     if (program := shutil.which(shell)) is not None:
         (tmp_path / "script").write_text(script)
         subprocess.run([program, "-n", str(tmp_path / "script")], check=True, timeout=30)
+
+
+def program_of(shell: str) -> str:
+    """Where the shell is; skips the test where it is not installed."""
+    found = shutil.which(shell)
+    if found is None:
+        pytest.skip(f"there is no {shell}")
+    return found
+
+
+ONE_EACH = {
+    "flatout ch": "check",
+    "flatout tune --obj": "--objective",
+    "flatout rules overhead.not-c": "overhead.not-compiled",
+    "flatout runs d": "diff",
+    "flatout verify --at b": "bfloat16",
+    "flatout tune tr": "train.py",
+    "flatout watch --folder ru": "runs/",
+    "flatout completion f": "fish",
+}
+"""What stands before the TAB, and the one thing that its last word can become."""
+
+
+@pytest.mark.parametrize(("words", "expected"), ONE_EACH.items())
+def test_fish_proposes_what_may_be_typed(words: str, expected: str, folder: Path) -> None:
+    script = folder.parent / "script.fish"
+    script.write_text(flatout("completion", "fish").out)
+    asked = [program_of("fish"), "--no-config", "-c", 'source $argv[1]; complete -C "$argv[2]"', str(script), words]
+    home = {**os.environ, "HOME": str(folder.parent)}
+
+    done = subprocess.run(asked, cwd=folder, env=home, capture_output=True, text=True, timeout=30, check=True)
+
+    assert [line.partition("\t")[0] for line in done.stdout.splitlines()] == [expected]
+
+
+@pytest.mark.slow
+def test_zsh_proposes_what_may_be_typed(folder: Path) -> None:
+    script = folder.parent / "script.zsh"
+    script.write_text(flatout("completion", "zsh").out)
+    zsh = program_of("zsh")
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(folder)
+        os.execve(zsh, [zsh, "-f", "-i"], {"PATH": os.environ["PATH"], "TERM": "dumb", "COLUMNS": "200", "PS1": "> "})
+    try:
+        os.write(terminal, f"autoload -Uz compinit && compinit -u -D && source '{script}' && echo re''ady\n".encode())
+        read_until(terminal, "ready")
+        for words, expected in ONE_EACH.items():
+            os.write(terminal, f"{words}\t".encode())
+            read_until(terminal, f"{words.rpartition(' ')[0]} {expected}")
+            os.write(terminal, b"\x15")  # Ctrl-U: an empty line again
+    finally:
+        os.close(terminal)
+        os.waitpid(process, 0)
+
+
+def read_until(terminal: int, text: str, longest_s: float = 30.0) -> None:
+    """Read what comes from a terminal until the text has come; fails where it does not."""
+    came, end_s = "", monotonic() + longest_s
+    while text not in came:
+        is_there = select.select([terminal], [], [], max(0.0, end_s - monotonic()))[0]
+        assert is_there, f"'{text}' did not come, but {came!r}"
+        came += os.read(terminal, 65536).decode(errors="replace")
 
 
 def test_the_script_is_printed_without_torch() -> None:

@@ -110,6 +110,7 @@ def test_every_part_is_seen_and_fits_the_screen(browser: Browser, drawn: bytes, 
         "method",
     ):
         assert page.locator(f"#{part}").is_visible(), part
+    assert all_within(page, ".data td, .data tbody th", width)
     for figure in ("timeline", "roofline", "memory0", "steps"):
         box = page.locator(f"svg.{figure}").bounding_box()
         assert box is not None and box["width"] > 300 and box["height"] > 90, figure
@@ -251,6 +252,7 @@ def test_a_plan_is_seen_and_fits_the_screen(browser: Browser, scheme: str, width
     for part in ("headline", "layout", "step", "ranking", "memory", "pipeline", "failures", "method"):
         assert page.locator(f"#{part}").is_visible(), part
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert all_within(page, ".data td, .data tbody th", width)
     assert_in_proportion(page, "#step .bars .parts", [one.step.total_s for one in FOUND.best])
     assert_in_proportion(page, "#memory .bars .parts", [stage.total_bytes for stage in STAGES])
     limit, track = (page.locator(f"#memory {name}").first.bounding_box() for name in (".limit", ".parts"))

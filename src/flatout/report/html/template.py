@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from flatout.core import units
 from flatout.report.sanitise import inert
@@ -46,8 +47,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shown = (units.duration, units.size, units.work, units.number, units.percent, units.speedup)
-    environment.filters.update({one.__name__: one for one in (*shown, units.work_rate, units.size_rate)})
+    shown: tuple[Callable[..., object], ...] = (units.duration, units.size, units.work, units.number, units.percent, units.speedup)
+    shown = (*shown, units.work_rate, units.size_rate, with_heads)
+    environment.filters.update({one.__name__: one for one in shown})
     return environment
 
 
@@ -56,3 +58,23 @@ def _safe(value: Any) -> object:
     if isinstance(value, Markup) or value is None:
         return value if value is not None else ""
     return inert(str(value))
+
+
+def with_heads(table: Markup) -> Markup:
+    """Write the head of its column into each cell, for narrow screens: there a row is a stack of lines, each `head value`."""
+    heads = [Markup(head).striptags() for head in re.findall(r'<th scope="col"[^>]*>(.*?)</th>', table, re.DOTALL)]
+    rows = re.split(r"(?=<tr)", table)
+    return Markup("").join(Markup(row if 'scope="col"' in row else _headed_row(row, heads)) for row in rows)
+
+
+def _headed_row(row: str, heads: list[str]) -> str:
+    """One row with `data-head` in each cell whose column has a head."""
+    left = iter(heads)
+
+    def headed(start: re.Match[str]) -> str:
+        head = next(left, "")
+        if start[0] == "<th" and 'scope="row" class="n"' not in row:
+            return start[0]  # the name of the row needs none
+        return f'{start[0]} data-head="{escape(head)}"' if head else start[0]
+
+    return re.sub(r"<t[dh](?=[ >])", headed, row.replace("<code></code>", ""))
