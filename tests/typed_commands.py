@@ -122,6 +122,8 @@ CASES: tuple[Case, ...] = (
     Case("tune --time-bugdet 5m train.py", 2, err="has no option --time-bugdet; did you mean --time-budget?"),
     Case("check --lr 3 train.py", 2, err="has no option --lr | Options of the script come after it"),
     Case("tune --time-budget soon train.py", 2, err="--time-budget soon is no time above 0"),
+    Case("tune --accuracy-loss little train.py", 2, err="--accuracy-loss 'little' cannot be allowed; write '1%'"),
+    Case("tune --accuracy-loss -1% train.py", 2, err="0 or more"),
     Case("check --seconds many train.py", 2, err="invalid value for '--seconds'"),
     Case("watch prints.py --folder x -h", out="arguments --folder x -h", err="note: --folder, -h come after prints.py"),
     Case("watch prints.py -- --folder x", out="arguments --folder x"),

@@ -394,14 +394,15 @@ def shrink_named(
     `budget` is what of the metric may be lost ('1%', or '0.01' in its own unit), `budget_s` the time to try things in, `limit_s`
     that of one composition; what was selected is written to `out`. Raises PlanError when the model as it is cannot be measured.
     """
-    from flatout.shrink.compose.shrink import Allowance, ShrinkSettings, find_cheapest
+    from flatout.core.records.allowance import Allowance
+    from flatout.shrink.compose.shrink import ShrinkSettings, find_cheapest
     from flatout.shrink.compose.subprocess_trials import SubprocessTrials
 
     bench = SubprocessTrials(order, command, limit_s=limit_s)
     settings = ShrinkSettings(
         model=order.model,
         objective=order.objective,
-        allowance=Allowance.of(budget),
+        allowance=Allowance.of(budget, name="--accuracy-loss"),
         is_cost=order.is_cost,
         budget_s=budget_s,
     )

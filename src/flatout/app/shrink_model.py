@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flatout.core.errors import UsageError
+from flatout.core.records.allowance import Allowance
 from flatout.core.records.shrink import OBJECTIVES, Objective, Shrunk
 from flatout.core.registry import reductions
 from flatout.report.parts.shrink import shrunk_blocks
@@ -17,7 +18,7 @@ from flatout.report.text import plain_lines
 from flatout.shrink.candidate import Batch, CandidateModel, ShrinkTask
 from flatout.shrink.compose.explorer import Composition
 from flatout.shrink.compose.saved_model import write_shrunk
-from flatout.shrink.compose.shrink import Allowance, ShrinkSettings, find_cheapest
+from flatout.shrink.compose.shrink import ShrinkSettings, find_cheapest
 from flatout.shrink.compose.trials import TrialRunner
 
 
@@ -107,6 +108,6 @@ def shrink(
         seed=seed,
     )
     runner = TrialRunner(CandidateModel.of(model, task), reductions(), objective)
-    settings = ShrinkSettings(type(model).__name__, objective, Allowance.of(budget), is_cost, budget_s)
+    settings = ShrinkSettings(type(model).__name__, objective, Allowance.of(budget, name="budget"), is_cost, budget_s)
     report, composition = find_cheapest(runner, reductions(), settings, on_progress=on_progress)
     return ShrunkModel(report, runner.candidate(composition).usable, runner, composition)

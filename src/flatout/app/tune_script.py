@@ -29,6 +29,7 @@ from flatout.app.results import ReportedResult
 from flatout.app.targets import ScriptTarget
 from flatout.core.errors import CaptureError, UsageError
 from flatout.core.files import write_whole_file
+from flatout.core.records.allowance import Allowance
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.plan import Plan, Tuned, to_toml
 from flatout.core.records.record import from_json, to_json
@@ -61,7 +62,7 @@ class TuneOptions(NamedTuple):
     time_budget: float | str = "5m"
     allow: str = "bounded"
     metric: str = ""
-    accuracy_loss: float = 0.0
+    accuracy_loss: float | str = 0.0
     less_is_better: bool = False
     objective: str = "time"
     memory_limit: str = ""
@@ -137,7 +138,7 @@ def tune(
     time_budget: float | str = "5m",
     allow: Literal["exact", "bounded", "distribution"] = "bounded",
     metric: str = "",
-    accuracy_loss: float = 0.0,
+    accuracy_loss: float | str = 0.0,
     less_is_better: bool = False,
     objective: Literal["time", "memory"] = "time",
     memory_limit: str = "",
@@ -159,7 +160,8 @@ def tune(
         allow: The weakest guarantee of a lever: 'exact' (the same bits), 'bounded', 'distribution' (other random numbers),
             'quality' (coarser numbers, judged by the metric, or by the first losses on three seeds).
         metric: A pattern with one group for what the script prints of its quality: allows levers that change results.
-        accuracy_loss: How much of the metric a plan may lose; without a metric, how much higher the loss may be.
+        accuracy_loss: How much of the metric a plan may lose, in its own unit or as a share such as '1%'; without a metric, how
+            much higher the loss may be.
         less_is_better: Whether the metric is a loss or an error.
         objective: What is to become less.
         memory_limit: What a step may hold at most, of the device or else the process, such as '20GiB'; '' for no limit.
@@ -230,13 +232,14 @@ def search_plan(
         raise UsageError(f"{named('run_steps')} {options.run_steps} must be 0 or more")
     if options.timeout <= 0:
         raise UsageError(f"{named('timeout')} {options.timeout:g} must be above 0")
+    allowed = Allowance.of(options.accuracy_loss, name=named("accuracy_loss"))
     terms = ProofTerms(
         guarantee="bounded" if guarantee == "quality" else guarantee,
-        allowed_loss=options.accuracy_loss,
+        allowed_loss=allowed,
         budget_s=_RACE_S,
         timeout_s=options.timeout,
         decisive=_DECISIVE,
-        metric=_metric_of(options),
+        metric=_metric_of(options, allowed),
     )
     aims = (
         *(options.allow, options.objective, options.memory_limit, options.metric, str(options.accuracy_loss)),
@@ -277,10 +280,10 @@ def _log_place(target: ScriptTarget) -> Path:
     return folder / f"{target.file.stem}-{where}.toml"
 
 
-def _metric_of(options: TuneOptions) -> Metric | None:
+def _metric_of(options: TuneOptions, allowed: Allowance) -> Metric | None:
     if not options.metric:
         return None
-    return checked(Metric(pattern=options.metric, allowed_loss=options.accuracy_loss, is_cost=options.less_is_better))
+    return checked(Metric(pattern=options.metric, allowed_loss=allowed, is_cost=options.less_is_better))
 
 
 def _observe(target: ScriptTarget, budget_s: float) -> Evidence:

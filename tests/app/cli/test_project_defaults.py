@@ -39,7 +39,7 @@ def test_a_verb_takes_its_own_table_and_the_one_for_all(folder: Path) -> None:
     )
     found = {verb: project_defaults(verb, COMMANDS, folder=folder).values for verb in ("tune", "shrink", "report")}
     assert found == {
-        "tune": {"allowed_loss": 0.01, "budget": "300"},
+        "tune": {"allowed_loss": "0.01", "budget": "300"},
         "shrink": {"budget": "0.01", "time": "1h"},
         "report": {},
     }

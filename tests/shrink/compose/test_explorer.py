@@ -5,11 +5,12 @@ from collections.abc import Callable
 import pytest
 from tests.shrink.compose.test_ranking import point
 
-from flatout.core.errors import PlanError, UsageError
+from flatout.core.errors import PlanError
+from flatout.core.records.allowance import Allowance
 from flatout.core.records.reduction import Kind, Option, Reduction
 from flatout.core.records.shrink import Objective, Tried, Untried
 from flatout.shrink.compose.explorer import Composition, Explorer, composition_name
-from flatout.shrink.compose.shrink import Allowance, ShrinkSettings, find_cheapest
+from flatout.shrink.compose.shrink import ShrinkSettings, find_cheapest
 
 KINDS: dict[str, Kind] = {"prune": "size", "distil": "recovery", "bits": "bits", "native": "engine", "lora": "training"}
 PRUNE = [Option(reduction="prune", name=f"prune {n}", step=n) for n in (1, 2, 3)]
@@ -164,9 +165,3 @@ def test_no_composition_is_tried_twice_before_the_proof() -> None:
     )
     explorer.run()
     assert len(world.asked) == len(set(world.asked))
-
-
-@pytest.mark.parametrize("text", ["", "one", "-1%", "nan", "1%%", "inf", "5 %x"])
-def test_a_loss_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="cannot be allowed"):
-        Allowance.of(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 from flatout.core.errors import UsageError, VerificationError
+from flatout.core.records.allowance import Allowance
 from flatout.tune.verify.fork_server import ForkServers
 from flatout.tune.verify.losses import LossRuns
 from flatout.tune.verify.proof import ScriptProver, prove_script
@@ -54,38 +56,40 @@ def terms(metric: Metric, *, num_runs: int = 6) -> ProofTerms:
 @pytest.mark.slow
 def test_fewer_steps_are_proved_or_different_by_the_metric_and_what_it_may_lose(tmp_path: Path) -> None:
     long, short = script(tmp_path, "a.py", steps=100), script(tmp_path, "b.py", steps=3)
-    accuracy = Metric(pattern="accuracy ([0-9.]+)", allowed_loss=0.9)
-    error = Metric(pattern="error ([0-9.]+)", allowed_loss=0.0, is_cost=True)
+    accuracy = Metric(pattern="accuracy ([0-9.]+)", allowed_loss=Allowance.of(0.9))
+    error = Metric(pattern="error ([0-9.]+)", is_cost=True)
     with ScriptProver(long, terms(accuracy)) as prover:
         found = prover.prove(long, short)
         few = prover.prove(long, short, terms(accuracy, num_runs=2))
         strict = prover.prove(long, short, terms(error))
+        share = prover.prove(long, short, terms(Metric(pattern=accuracy.pattern, allowed_loss=Allowance.of("50%"))))
     assert (found.outcome, found.equality.guarantee, len(found.seeds)) == ("proved", "quality", 6)
     assert found.speed is not None and found.speed.ratio > 1.5
     assert (few.outcome, few.exit_code) == ("unknown", 3)
     assert "too few runs" in few.because
     assert strict.outcome == "different"
     assert "0 is allowed" in strict.because
+    half = re.search(r"([0-9.]+) is allowed", share.equality.because)
+    assert half is not None and 0.2 < float(half[1]) <= 0.5
 
 
 @pytest.mark.slow
 def test_a_metric_that_the_script_does_not_print_is_an_error(tmp_path: Path) -> None:
     one = script(tmp_path, "a.py", steps=1)
     with pytest.raises(VerificationError, match="is not in what"):
-        prove_script(one, one, terms(Metric(pattern="perplexity ([0-9.]+)", allowed_loss=0.1), num_runs=1))
+        prove_script(
+            one, one, terms(Metric(pattern="perplexity ([0-9.]+)", allowed_loss=Allowance.of(0.1)), num_runs=1)
+        )
 
 
-@pytest.mark.parametrize(
-    ("pattern", "loss", "why"),
-    [("accuracy (", 0.1, "no regular expression"), ("accuracy", 0.1, "0 groups"), ("a (.)", -1.0, "0 or more")],
-)
-def test_what_is_no_metric_is_refused(pattern: str, loss: float, why: str) -> None:
+@pytest.mark.parametrize(("pattern", "why"), [("accuracy (", "no regular expression"), ("accuracy", "0 groups")])
+def test_what_is_no_metric_is_refused(pattern: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        checked(Metric(pattern=pattern, allowed_loss=loss))
+        checked(Metric(pattern=pattern))
 
 
 def test_the_last_number_counts() -> None:
-    metric = Metric(pattern="accuracy ([0-9.]+)", allowed_loss=0.1)
+    metric = Metric(pattern="accuracy ([0-9.]+)", allowed_loss=Allowance.of(0.1))
     assert metric.read("accuracy 0.1\nepoch\naccuracy 0.75 of all\n") == 0.75
     assert metric.read("nothing") is None
 
@@ -148,9 +152,13 @@ def test_without_a_metric_the_first_losses_tell(tmp_path: Path) -> None:
 def test_of_a_shorter_script_all_losses_are_taken(tmp_path: Path, lasting_servers: ForkServers | None) -> None:
     forked = partial(SideProcess, servers=lasting_servers)
     one, other = learning(tmp_path, "one.py"), learning(tmp_path, "other.py", steps_of_one=32)
-    found = LossRuns(forked, timeout_s=60.0).compare(one, other, range(1), num_losses=5000, allowed=1.0, at_once=True)
+    found = LossRuns(forked, timeout_s=60.0).compare(
+        one, other, range(1), num_losses=5000, allowed=Allowance.of(1.0), at_once=True
+    )
     assert found.holds is True and found.num_steps == 800
     with pytest.raises(Failed, match="did not come to"):
         broken = Request(target=str(tmp_path / "broken.py"))
         Path(broken.target).write_text(Path(one.target).read_text().replace("range(400)", "range(3)"))
-        LossRuns(forked, timeout_s=60.0).compare(one, broken, [0], num_losses=100, allowed=1.0, at_once=False)
+        LossRuns(forked, timeout_s=60.0).compare(
+            one, broken, [0], num_losses=100, allowed=Allowance.of(1.0), at_once=False
+        )

@@ -36,13 +36,13 @@ def tune(
         ),
     ] = "",
     allowed_loss: Annotated[
-        float,
+        str,
         typer.Option(
             "--accuracy-loss",
             metavar="LOSS",
-            help="How much of the metric a plan may lose; how much higher the loss may be.",
+            help="What of the metric a plan may lose, or how much higher the loss may be: '1%' of it, or '0.01'.",
         ),
-    ] = 0.0,
+    ] = "0",
     less_is_better: Annotated[bool, typer.Option("--less-is-better", help="The metric is a loss or an error.")] = False,
     objective: Annotated[str, typer.Option(metavar="time|memory", help="What is to become less.")] = "time",
     memory: Annotated[

@@ -47,7 +47,14 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shown: tuple[Callable[..., object], ...] = (units.duration, units.size, units.work, units.number, units.percent, units.speedup)
+    shown: tuple[Callable[..., object], ...] = (
+        units.duration,
+        units.size,
+        units.work,
+        units.number,
+        units.percent,
+        units.speedup,
+    )
     shown = (*shown, units.work_rate, units.size_rate, with_heads)
     environment.filters.update({one.__name__: one for one in shown})
     return environment

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from flatout.core.errors import PlanError, UsageError
+from flatout.core.errors import PlanError
+from flatout.core.records.allowance import Allowance
 from flatout.core.records.reduction import Reduction
 from flatout.core.records.shrink import Objective, Point, Shrunk, Tried, Where
 from flatout.core.records.verdict import Equality, Outcome, Speed, Verdict
@@ -26,37 +27,6 @@ class CompositionRunner(Protocol):
 
     def tried(self, composition: Composition, *, allowed_loss: float, times: float = 1.0) -> Tried:
         """What came of it; timed `times` as long as usual."""
-
-
-class Allowance(NamedTuple):
-    """What of the metric may be lost: in its own unit, or relative to what the original model has."""
-
-    value: float
-    is_relative: bool
-
-    @classmethod
-    def of(cls, text: str) -> Allowance:
-        """Read an allowance: '1%' of the original model's metric, or '0.01' in its unit.
-
-        >>> Allowance.of("1%").of_metric(0.5)
-        0.005
-
-        Raises UsageError for anything else, and below 0.
-        """
-        number, percent, rest = text.strip().partition("%")
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
-        if rest or not (math.isfinite(value) and value >= 0):
-            raise UsageError(
-                f"a loss of '{text}' cannot be allowed; write '1%' of the metric, or '0.01' in its own unit"
-            )
-        return cls(value / 100 if percent else value, bool(percent))
-
-    def of_metric(self, metric: float) -> float:
-        """The allowed loss in the metric's own unit."""
-        return self.value * abs(metric) if self.is_relative else self.value
 
 
 class ShrinkSettings(NamedTuple):

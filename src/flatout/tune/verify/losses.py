@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flatout.core.errors import VerificationError
+from flatout.core.records.allowance import Allowance
 from flatout.core.records.lever import PlannedLever
 from flatout.core.records.plan import T_95, LossSpread
 from flatout.core.records.verdict import Equality
@@ -153,7 +154,7 @@ class LossRuns:
         self._answers: dict[tuple[str, str, int, int], SideAnswer] = {}
 
     def compare(
-        self, base: Request, after: Request, seeds: Sequence[int], *, num_losses: int, allowed: float, at_once: bool
+        self, base: Request, after: Request, seeds: Sequence[int], *, num_losses: int, allowed: Allowance, at_once: bool
     ) -> Equality:
         """Whether training with `after` gets as far as with the base, by the mean of the last fifth of the first losses.
 
@@ -173,7 +174,7 @@ class LossRuns:
             before.append(one)
             gaps.append(two - one)
         spread, share = (stdev(before), _LEAST_ALLOWED) if len(before) > 1 else (0.0, _ALLOWED_ON_ONE_SEED)
-        limit = max(allowed, spread, share * abs(fmean(before)))
+        limit = max(allowed.of_metric(fmean(before)), spread, share * abs(fmean(before)))
         gap, num = fmean(gaps), len(gaps)
         room = T_95[num] * stdev(gaps) / math.sqrt(num) if num > 1 else 0.0
         low, high = gap - room, gap + room

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from flatout.core.records.allowance import Allowance
 from flatout.core.records.record import Record
 from flatout.core.records.verdict import Guarantee
 from flatout.tune.verify.quality import NUM_RUNS, Metric
@@ -37,7 +38,7 @@ class ProofTerms(Record, frozen=True, kw_only=True):
     num_runs: int = NUM_RUNS
     num_losses: int = 100
     num_seeds: int = 3
-    allowed_loss: float = 0.0
+    allowed_loss: Allowance = Allowance()
     warm_up_steps: int = 0
     """Steps of the changed side before the race: until a cache is filled it gains nothing, and what it takes is no leak."""
     cycle: int = 0

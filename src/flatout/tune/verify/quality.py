@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Final, NamedTuple
 
 import msgspec
 
 from flatout.core.errors import UsageError
+from flatout.core.records.allowance import Allowance
 from flatout.core.records.record import Record
 from flatout.core.records.verdict import FEWEST_PAIRS, Equality, Speed
 from flatout.machine.measure.stats import median_estimate, ratio_estimate
@@ -23,7 +25,7 @@ class Metric(Record, frozen=True, kw_only=True):
     """
 
     pattern: str
-    allowed_loss: float
+    allowed_loss: Allowance = Allowance()
     is_cost: bool = False
 
     def read(self, output: str) -> float | None:
@@ -38,7 +40,7 @@ class Metric(Record, frozen=True, kw_only=True):
 def checked(metric: Metric) -> Metric:
     """The metric as it is, if it can be used.
 
-    Raises UsageError when its pattern is none, has not one group, or the loss is negative.
+    Raises UsageError when its pattern is none or has not one group.
     """
     try:
         groups = re.compile(metric.pattern).groups
@@ -48,8 +50,6 @@ def checked(metric: Metric) -> Metric:
         ) from e
     if groups != 1:
         raise UsageError(f"--metric '{metric.pattern}' has {groups} groups and needs one, as 'accuracy ([0-9.]+)' has")
-    if not metric.allowed_loss >= 0:
-        raise UsageError(f"--accuracy-loss {metric.allowed_loss:g} must be 0 or more")
     return metric
 
 
@@ -95,11 +95,12 @@ class WholeRuns:
 
         Raises Failed when a run does not end well.
         """
-        losses, befores, afters = [], [], []
+        losses, metrics, befores, afters = [], [], [], []
         for seed in seeds:
             untouched, one, two = (self.run(r, seed) for r in (base, before, after))
             gap = two.metric - untouched.metric
             losses.append(gap if self._metric.is_cost else -gap)
+            metrics.append(untouched.metric)
             befores.append(one.seconds)
             afters.append(two.seconds)
         ratio = ratio_estimate(befores, afters)
@@ -111,17 +112,17 @@ class WholeRuns:
             before_s=median_estimate(befores).value,
             after_s=median_estimate(afters).value,
         )
-        return self._judged(losses), speed
+        return self._judged(losses, self._metric.allowed_loss.of_metric(median(metrics))), speed
 
-    def _judged(self, losses: Sequence[float]) -> Equality:
+    def _judged(self, losses: Sequence[float], allowed: float) -> Equality:
         """The guarantee holds when the whole interval of the median loss is allowed, and fails when none of it is."""
-        lost, allowed = median_estimate(list(losses)), self._metric.allowed_loss
+        lost = median_estimate(list(losses))
         holds: bool | None = None
         if not all(map(math.isfinite, losses)):
             holds, because = False, "the metric is not finite"
         else:
             span = (
-                f"it loses {lost.value:.4g} ({lost.low:.4g} to {lost.high:.4g}) of the metric, {allowed:g} is allowed"
+                f"it loses {lost.value:.4g} ({lost.low:.4g} to {lost.high:.4g}) of the metric, {allowed:.4g} is allowed"
             )
             holds = True if lost.high <= allowed else False if lost.low > allowed else None
             because = span if len(losses) >= FEWEST_PAIRS else f"{span}; too few runs for an interval"
