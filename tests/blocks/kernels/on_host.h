@@ -82,6 +82,7 @@ static void __threadfence() {}
 static unsigned int atomicAdd(unsigned int* at, unsigned int by) { unsigned int old = *at; *at += by; return old; }
 static float __uint_as_float(word x) { float f; memcpy(&f, &x, 4); return f; }
 static word __float_as_uint(float f) { word x; memcpy(&x, &f, 4); return x; }
+#define rsqrtf on_host_rsqrtf // newer C libraries have one
 static float rsqrtf(float x) { return 1 / std::sqrt(x); }
 static int min(int a, int b) { return a < b ? a : b; }
 static int max(int a, int b) { return a < b ? b : a; }

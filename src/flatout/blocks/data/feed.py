@@ -18,6 +18,7 @@ from flatout.blocks.data.prefetch import Copier, Copies, Prefetch, Threads, Wrap
 from flatout.blocks.data.ragged import collate_ragged, ragged
 from flatout.blocks.data.rows import Rows, RowsOf, pack
 from flatout.core.errors import UsageError
+from flatout.core.runtime.worker_start import added_workers_start
 
 Batch = TypeVar("Batch")
 _STATE: Final = ("seed", "epoch", "step")
@@ -258,6 +259,7 @@ class Feed(Generic[Batch]):
             num_workers=num,
             prefetch_factor=self._ahead if num else None,
             persistent_workers=bool(num),
+            multiprocessing_context=added_workers_start() if num else None,
             generator=torch.Generator(),  # so that starting an epoch draws nothing of the script's
         )
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from flatout.blocks.data.prefetch import Batch, Wrapper, items_of
 from flatout.core.errors import UsageError
+from flatout.core.runtime.worker_start import added_workers_start
 from flatout.core.tensors.generators import generator_states, restore_generator
 
 _OWNERS: Final = {"python": "Python's", "numpy": "NumPy's", "torch": "PyTorch's"}
@@ -113,6 +114,7 @@ class InWorker(Wrapper, Generic[Batch]):
                 prefetch_factor=self._ahead,
                 persistent_workers=True,
                 pin_memory=loader.pin_memory,
+                multiprocessing_context=loader.multiprocessing_context or added_workers_start(),
                 generator=Generator(),  # its seed is drawn aside
             )
         return self._inner

@@ -17,6 +17,7 @@ from flatout.check.observe.collectors.loaders import LoaderUse, ObservedWorker
 from flatout.check.trials.context import Refused, Scene, TrialEntry, require_time
 from flatout.check.trials.module_call import call_of, copied_module, usual_call_s
 from flatout.core.records.trial import TimeWorkers, TrialResult
+from flatout.core.runtime.worker_start import added_workers_start
 from flatout.machine.measure.timer import time_call
 
 _SEED: Final = 20_611
@@ -83,7 +84,7 @@ def _with_workers(use: LoaderUse, count: int, work: Callable[[], object], limit_
         num_workers=count,
         persistent_workers=True,
         prefetch_factor=use.prefetch_factor or 2,
-        multiprocessing_context=use.context,
+        multiprocessing_context=use.context or added_workers_start(),
         timeout=max(1.0, 3 * limit_s),
         generator=generator,
     )

@@ -14,7 +14,7 @@ def scaled(x: Tensor) -> Tensor:
     return x * torch.ones(3) + torch.zeros(3)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*(deprecated|not supported):DeprecationWarning")
 def test_functions_that_make_tensors_can_be_scripted_and_traced() -> None:
     found: list[Tensor] = []
 

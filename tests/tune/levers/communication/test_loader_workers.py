@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from flatout.core.errors import EditError
 from flatout.core.records.lever import Candidate, Refusal
 from flatout.core.records.trial import TimeDataset, TimeWorkers, TrialResult
+from flatout.tune.levers.communication import loader_workers
 from flatout.tune.levers.communication.loader_workers import LEVER, edit
 
 
@@ -148,10 +149,34 @@ IMPORT = "from torch.utils.data import DataLoader\n"
         ),
     ],
 )
-def test_the_call_is_edited(parameters: dict[str, Any], expected: str) -> None:
+def test_the_call_is_edited(parameters: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_workers, "added_workers_start", lambda: None)
     changed = edit(f"{IMPORT}loader = DataLoader(data, 8, shuffle=True)\n", parameters)
     assert changed.endswith(expected)
     assert ("from flatout import Threads" in changed) == ("threads" in parameters)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_forked"),
+    [
+        ("loader = DataLoader(data, 8)\n", True),
+        ("loader = DataLoader(data, 8, num_workers=1)\n", False),
+        ("loader = DataLoader(data, 8, multiprocessing_context='spawn')\n", False),
+        ("torch.multiprocessing.set_start_method('spawn')\nloader = DataLoader(data, 8)\n", False),
+    ],
+)
+def test_workers_where_there_were_none_are_forked_where_that_is_not_usual(
+    text: str, is_forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_workers, "added_workers_start", lambda: "fork")
+    assert ('multiprocessing_context="fork"' in edit(IMPORT + text, {"num_workers": 2})) == is_forked
+    if "torch." not in text:
+        names = {"DataLoader": DataLoader, "data": Waves()}
+        with pulled(LEVER, num_workers=2):
+            exec(text, names)
+        context = names["loader"].multiprocessing_context  # type: ignore[attr-defined]
+        is_own = "spawn" in text
+        assert (context is not None and context.get_start_method()) == ("fork" if is_forked else is_own and "spawn")
 
 
 def test_a_number_that_is_there_is_replaced_and_none_is_taken_out() -> None:

@@ -104,7 +104,6 @@ def _name_above(
     visited = {id(tensor)}
     visited_ids = {id(tensor)}
     ours = {id(h) for h in hidden}
-    sort = ""
     for _ in range(_LEVELS):
         for thing in level:
             if id(thing) in names and not isinstance(thing, nn.Module):
@@ -116,26 +115,25 @@ def _name_above(
                 continue
             visited.add(id(thing))
             if isinstance(thing, _CONTAINERS):
-                sort = sort or _sort_of(thing)
                 above.append(thing)
                 if isinstance(thing, dict):
                     keys |= {k for k, value in list(thing.items()) if isinstance(k, str) and id(value) in visited_ids}
-            name = _attribute_name(thing, visited_ids)
-            if name is not None:
-                return name, sort or _sort_of(level[0])
+            found = _attribute_of(thing, visited_ids)
+            if found is not None:
+                return found
         level = above[:_WIDTH]
         visited_ids |= {id(thing) for thing in level}
         if not level:
             break
-    return None, sort
+    return None, ""
 
 
 def _is_ours(thing: Any) -> bool:
     return isinstance(thing, FrameType) or type(thing).__module__.startswith("flatout.")
 
 
-def _attribute_name(thing: Any, visited_ids: set[int]) -> Name | None:
-    """The name of an attribute of `thing`, an object with attributes, whose value is one of these (by id)."""
+def _attribute_of(thing: Any, visited_ids: set[int]) -> tuple[Name, str] | None:
+    """The name of an attribute of `thing`, an object with attributes, whose value is one of these (by id), and its sort."""
     if isinstance(thing, (*_CONTAINERS, ModuleType, type, Tensor)) or not hasattr(type(thing), "__dict__"):
         return None
     try:
@@ -146,7 +144,7 @@ def _attribute_name(thing: Any, visited_ids: set[int]) -> Name | None:
         if id(value) in visited_ids:
             code = sys.modules.get(type(thing).__module__)
             file = getattr(code, "__file__", "") or ""
-            return Name(name, True, type(thing).__qualname__, file, 0)
+            return Name(name, True, type(thing).__qualname__, file, 0), _sort_of(value)
     return None
 
 

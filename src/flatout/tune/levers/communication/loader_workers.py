@@ -24,9 +24,10 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
 from flatout.core.records.trial import TimeWorkers
+from flatout.core.runtime.worker_start import added_workers_start
 from flatout.machine.cost.accounting import result_of
 from flatout.machine.cost.feeding import fetch_trial, main_loader, waiting_s, watched_loader
-from flatout.tune.rewrite.calls import LOADER, LOADER_ORDER, call_in, with_keywords
+from flatout.tune.rewrite.calls import LOADER, LOADER_ORDER, argument, call_in, keyword_argument, with_keywords
 from flatout.tune.rewrite.imports import with_import
 from flatout.tune.rewrite.source import code_of, editable_place, with_expression
 
@@ -37,6 +38,7 @@ _MOST = 8
 _CROWDED = 0.4
 """Where compute threads hold all cores already, workers take some away: steps took up to 1.4 times as long (bench/results)."""
 _WRAPPED = "_flatout_wrapped"
+_CONTEXT = "multiprocessing_context"
 _NEARLY = 0.4
 """The share of a step that workers take to make a batch: below it not even steps twice as fast wait for them."""
 _FASTEST = 0.25
@@ -198,11 +200,14 @@ def _make_with_workers(hooks: Hooks, parameters: Parameters) -> None:
             return
         if arguments.get("persistent_workers"):
             lasting.add(id(arguments["dataset"]))
+        had = arguments.get("num_workers")
         arguments |= {
             "num_workers": number,
             "persistent_workers": number > 0,
             "prefetch_factor": factor if number else None,
         }
+        if number and not (had or arguments.get(_CONTEXT)):
+            arguments[_CONTEXT] = added_workers_start()
         hooks.note(LEVER.id)
 
     def __iter__(self: DataLoader[Any]) -> Iterator[Any]:
@@ -259,6 +264,9 @@ def edit(text: str, parameters: Parameters) -> str:
     }
     if "prefetch_factor" in parameters:
         values["prefetch_factor"] = str(integer(parameters, "prefetch_factor"))
+    has_own = argument(call, "num_workers", LOADER_ORDER.index("num_workers")) or keyword_argument(call, _CONTEXT)
+    if number and not has_own and "set_start_method" not in text and (start := added_workers_start()):
+        values[_CONTEXT] = f'"{start}"'
     return with_keywords(module, call, values, LOADER_ORDER).code
 
 
