@@ -14,6 +14,8 @@ from time import monotonic, sleep
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
+from flatout.core.runtime.end_signals import END_SIGNALS
+
 if TYPE_CHECKING:
     from flatout.app.progress import StatusLine
 
@@ -24,7 +26,6 @@ _WRITING_S: Final = 15.0
 """What writing the Evidence of a long observation may take."""
 _FREEZE_S: Final = 1.0
 """Ranks that other processes end are stopped first, for some polls of those, so that none sees another end."""
-_ENDS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Ended(NamedTuple):
@@ -172,7 +173,7 @@ def _receiving() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDS)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *END_SIGNALS)}
     for number, handler in before.items():
         if handler != signal.SIG_IGN or number == signal.SIGINT:
             signal.signal(number, note)
@@ -185,7 +186,7 @@ def _receiving() -> Iterator[list[int]]:
 
 def _wanted_end(received: list[int]) -> int:
     """The signal that is to end all, 0 for none yet: the terminal gives the script the first Ctrl-C too, and it decides."""
-    ending = [number for number in received if number in _ENDS]
+    ending = [number for number in received if number in END_SIGNALS]
     if ending:
         return ending[0]
     return signal.SIGINT if received.count(signal.SIGINT) > 1 else 0

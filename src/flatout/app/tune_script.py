@@ -35,6 +35,7 @@ from flatout.core.records.plan import Plan, Tuned, to_toml
 from flatout.core.records.record import from_json, to_json
 from flatout.core.registry import levers, rules
 from flatout.core.runtime.cache_folder import create_cache_folder, default_cache_folder
+from flatout.core.runtime.end_signals import END_SIGNALS
 from flatout.core.runtime.script import INTERRUPTED
 from flatout.core.secrets import redacted_arguments
 from flatout.report.document import Block
@@ -332,8 +333,8 @@ def one_stop() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *END_SIGNALS)}
+    for number in END_SIGNALS:
         if before[number] == signal.SIG_IGN:
             del before[number]
 
@@ -358,7 +359,7 @@ def _handlers_restored() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *END_SIGNALS)}
     try:
         yield
     finally:

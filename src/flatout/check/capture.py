@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +30,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.hardware import Machine
 from flatout.core.records.trial import TimeCompiled, Trial, TrialResult
 from flatout.core.records.workload import Source, Workload
+from flatout.core.runtime.cores import usable_cores
 from flatout.core.runtime.progress import ProgressFile
 from flatout.core.runtime.script import INTERRUPTED
 from flatout.core.secrets import redacted_text
@@ -321,7 +321,7 @@ def _workload_of(
         python=platform.python_version(),
         torch=str(torch.__version__),
         device=torch.cuda.get_device_name() if is_device and torch.cuda.is_initialized() else "cpu",
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=usable_cores(),
         num_threads=torch.get_num_threads(),
         world_size=world_size,
         num_parameters=sum(p.numel() for p in parameters.values()),

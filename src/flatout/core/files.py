@@ -18,6 +18,8 @@ from flatout.core.errors import RecordError
 
 STANDARD_OUTPUT: Final = Path("-")
 """The path that names standard output on a command line."""
+_READ: Final = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
+"""A pipe is opened without waiting, where there are such; bytes stay as they are, where text would be changed."""
 _ADVICE: Final = {
     errno.ENOSPC: "free some space, or give a path on another disk",
     errno.EDQUOT: "free some space, or give a path on another disk",
@@ -73,7 +75,7 @@ def read_regular_file(path: Path) -> bytes:
     Raises:
         OSError: It cannot be read, or is no regular file: a pipe would wait for ever, and a device may never end.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = os.open(path, _READ)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))

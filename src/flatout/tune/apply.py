@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import nn
 from flatout.core.errors import PlanError
 from flatout.core.records.plan import Circumstances, Plan
 from flatout.core.registry import lever_of
+from flatout.core.runtime.cores import usable_cores
 from flatout.tune.rewrite.source import pull
 from flatout.tune.script_hooks import ScriptHooks
 
@@ -63,7 +63,7 @@ def circumstances(*, world_size: int = 1) -> Circumstances:
     is_device = torch.cuda.is_available()
     return Circumstances(
         device=torch.cuda.get_device_name() if is_device else "cpu",
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=usable_cores(),
         torch=str(torch.__version__),
         python=platform.python_version(),
         world_size=world_size,

@@ -41,7 +41,7 @@ def test_an_old_torch_is_named_and_nothing_works(monkeypatch: pytest.MonkeyPatch
 
 
 def test_small_shared_memory_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=16384, f_frsize=4096))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20))
     found = by_name()["shared memory"]
     assert not found.works
     assert "0.1 GiB in /dev/shm" in found.text and "--shm-size" in found.text

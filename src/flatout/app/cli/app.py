@@ -56,6 +56,8 @@ def run() -> None:
     try:
         typed = typed_words(sys.argv[1:], known)
         own, notes = with_present_options(typed.own, verb=typed.verb)
+        if typed.verb and not typed.asks_help:
+            _require_posix(typed.verb, known[typed.verb])
         defaults = _defaults(typed, known)
         for note in (*notes, defaults.note(typed), typed.note):
             if note and os.environ.get("RANK", "0") == "0":  # of several ranks, one says it
@@ -75,6 +77,14 @@ def run() -> None:
             raise
         _print_error(str(shown))
         sys.exit(REFUSED_INPUT)
+
+
+def _require_posix(verb: str, command: Command) -> None:
+    """Raises UsageError where a verb runs scripts and the system cannot fork a process, or send it signals."""
+    if command.takes_script and not hasattr(os, "fork"):
+        raise UsageError(
+            f"`flatout {verb}` runs scripts on Linux and macOS; on Windows call it in WSL 2, and see `flatout -h`"
+        )
 
 
 def _print_error(text: str) -> None:

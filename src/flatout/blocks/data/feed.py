@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import ceil
@@ -18,6 +17,7 @@ from flatout.blocks.data.prefetch import Copier, Copies, Prefetch, Threads, Wrap
 from flatout.blocks.data.ragged import collate_ragged, ragged
 from flatout.blocks.data.rows import Rows, RowsOf, pack
 from flatout.core.errors import UsageError
+from flatout.core.runtime.cores import usable_cores
 from flatout.core.runtime.worker_start import added_workers_start
 
 Batch = TypeVar("Batch")
@@ -57,7 +57,7 @@ class BackendSelection:
 
     def __init__(self, fixed: LoaderBackend | None, *, has_threads: bool, num_cores: int = 0) -> None:
         self._has_threads = has_threads
-        self._num_cores = num_cores or len(os.sched_getaffinity(0))
+        self._num_cores = num_cores or usable_cores()
         self._left: list[LoaderBackend] = []
         self.is_settled = fixed is not None
         """Whether there is nothing to try any more."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from flatout.core.errors import CaptureError
 from flatout.core.files import write_whole_file
 from flatout.core.records.run import Code, FileLeftOut, Surroundings
+from flatout.core.runtime.cores import usable_cores
 from flatout.core.secrets import is_secret_file, is_secret_text, without_secret_values
 
 CREDENTIAL: Final = "it looks like a credential"
@@ -187,7 +188,7 @@ def surroundings_here() -> Surroundings:
         platform=platform.platform(),
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {platform.machine()}",
         driver=str(torch.version.cuda or ""),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=usable_cores(),
         num_threads=torch.get_num_threads(),
         num_interop_threads=torch.get_num_interop_threads(),
         world_size=dist.get_world_size() if dist.is_initialized() else 1,

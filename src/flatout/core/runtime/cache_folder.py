@@ -48,9 +48,11 @@ def require_trusted_library(file: Path) -> None:
 def require_trusted(path: Path) -> None:
     """Check that nobody else could have put code into a folder, or into a file; links are followed.
 
-    Raises NativeError when `path` belongs to another user than this one or root, when others can write to it, and when it is
-    missing.
+    Raises NativeError when `path` belongs to another user than this one or root, when others can write to it, when it is missing,
+    and where the system has no owners and modes to look at (Windows).
     """
+    if not hasattr(os, "getuid"):
+        raise NativeError(f"this system does not say who may write to '{path}', and code is loaded from it")
     try:
         status = path.stat()
     except OSError as e:

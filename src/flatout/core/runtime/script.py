@@ -17,6 +17,7 @@ from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Final, NamedTuple
 
 from flatout.core.errors import ScriptError
+from flatout.core.runtime.end_signals import END_SIGNALS
 from flatout.core.runtime.notebook import SUFFIX, read_notebook
 
 _OURS = str(Path(__file__).parents[2])
@@ -252,12 +253,11 @@ def mute() -> None:
     os.close(empty)
 
 
-WRITE_NOW: Final = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+WRITE_NOW: Final = signal.SIGRTMIN + 8 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGUSR2", signal.SIGTERM)
 """Asks an observed process to write what there is and to end, where the script has SIGTERM and SIGINT for itself.
 
 The sampler of lines uses SIGRTMIN + 9; few programs use any beyond the first ones.
 """
-_ENDS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Ending:
@@ -301,7 +301,7 @@ def writing_when_terminated(write: Callable[[int], None], *, hurry: Callable[[],
             mute()  # which flushes
             os._exit(128 + number)
 
-    watched = [number for number in (*_ENDS, WRITE_NOW) if signal.getsignal(number) == signal.SIG_DFL]
+    watched = [number for number in (*END_SIGNALS, WRITE_NOW) if signal.getsignal(number) == signal.SIG_DFL]
     interrupt = signal.getsignal(signal.SIGINT)
     for number in watched:
         signal.signal(number, handle)

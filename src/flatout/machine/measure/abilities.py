@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from flatout.core.errors import EXTRA_OF, FlatoutError
 from flatout.core.runtime.c_compiler import find_compiler
 from flatout.core.runtime.cache_folder import create_code_folder, default_cache_folder
+from flatout.core.runtime.cores import usable_cores
 from flatout.machine.measure.processor_load import cpu_quota
 
 _LEAST_PYTHON: Final = (3, 11)
@@ -47,6 +48,7 @@ def abilities() -> Iterator[Ability]:
     yield _python()
     yield _torch()
     yield _device()
+    yield _scripts()
     yield from _compilers()
     yield _cache()
     yield _shared_memory()
@@ -107,12 +109,22 @@ def _cache() -> Ability:
     return Ability("cache folder", True, str(folder))
 
 
+def _scripts() -> Ability:
+    if not hasattr(os, "fork"):
+        return Ability(
+            "running scripts", False, "check, tune, verify and watch need Linux or macOS; call them in WSL 2"
+        )
+    unseen = "" if Path("/proc/self").exists() else "; the load of other processes is not seen on this system"
+    return Ability("running scripts", True, f"check, tune, verify and watch{unseen}")
+
+
 def _shared_memory() -> Ability:
     folder = Path("/dev/shm")
+    if sys.platform != "linux":
+        return Ability("shared memory", True, "the system's own")
     if not folder.is_dir():
         return Ability("shared memory", False, "there is no /dev/shm: loader workers and `flatout survive` need it")
-    found = os.statvfs(folder)
-    size = found.f_blocks * found.f_frsize
+    size = shutil.disk_usage(folder).total
     text = f"{size / 2**30:.1f} GiB in /dev/shm"
     if size < _SMALL_SHARED_MEMORY:
         return Ability("shared memory", False, f"{text}; loader workers may fail: `docker run --shm-size=8g`")
@@ -120,7 +132,7 @@ def _shared_memory() -> Ability:
 
 
 def _cores() -> Ability:
-    usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    usable, there = usable_cores(), os.cpu_count() or 1
     text = f"{usable} of {there} may be used" if usable < there else f"{usable}"
     quota = cpu_quota()
     if quota is None or quota >= usable:

@@ -19,6 +19,7 @@ import torch
 
 from flatout.core.errors import HardwareError, UsageError
 from flatout.core.records.hardware import Identity, Machine
+from flatout.core.runtime.cores import usable_cores
 from flatout.machine.measure import loads
 from flatout.machine.measure.loads import MATMUL_DTYPES, MIB, Load
 from flatout.machine.measure.timer import HostClock, TimerClock, clock_for, host_clock_for, processor_share, time_call
@@ -58,7 +59,7 @@ def identify(device: torch.device | str | None = None) -> Identity:
         device_kind="cuda" if device.type == "cuda" else "cpu",
         device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
         cpu_model=processor,
-        num_cores=_num_cores(),
+        num_cores=usable_cores(),
         num_threads=torch.get_num_threads(),
         torch_version=str(torch.__version__),
     )
@@ -250,13 +251,6 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _num_cores() -> int:
-    """Cores this process may use; a container's time quota is not seen here, only in the figures."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def cpu_model() -> str:
