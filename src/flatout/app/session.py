@@ -20,7 +20,7 @@ from flatout.check.compare import ComparedRun, comparison_of
 from flatout.check.diagnosis import diagnose
 from flatout.check.merge_ranks import merge
 from flatout.check.stakes import proposed_trials
-from flatout.core.errors import CaptureError, EditError, PlanError, RecordError
+from flatout.core.errors import CaptureError, EditError, RecordError, UsageError
 from flatout.core.files import write_whole_file
 from flatout.core.records.comparison import Comparison
 from flatout.core.records.evidence import Evidence
@@ -388,11 +388,18 @@ def shrink_named(
     limit_s: float,
     out: Path | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
-) -> Shrunk:
+) -> tuple[Shrunk, str]:
     """The cheapest model that keeps its metric, each composition tried in a process of its own: `command ORDER ANSWER`.
 
     `budget` is what of the metric may be lost ('1%', or '0.01' in its own unit), `budget_s` the time to try things in, `limit_s`
-    that of one composition; what was selected is written to `out`. Raises PlanError when the model as it is cannot be measured.
+    that of one composition; what was selected is written to `out`.
+
+    Returns:
+        What was found, and why it could not be written ('' where it was, or need not).
+
+    Raises:
+        PlanError: The model as it is cannot be measured.
+        UsageError: It could not be written either.
     """
     from flatout.core.records.allowance import Allowance
     from flatout.shrink.compose.shrink import ShrinkSettings, find_cheapest
@@ -406,9 +413,7 @@ def shrink_named(
         is_cost=order.is_cost,
         budget_s=budget_s,
     )
+    if out is not None and (because := bench.why_not_writable()):
+        raise UsageError(because)
     found, composition = find_cheapest(bench, reductions(), settings, on_progress=on_progress)
-    if out is not None:
-        written = bench.write_shrunk(composition, out)
-        if written.because:
-            raise PlanError(f"{found.selected} could not be written: {written.because}")
-    return found
+    return found, "" if out is None else bench.write_shrunk(composition, out).because

@@ -37,9 +37,14 @@ class ShrunkModel:
     def __str__(self) -> str:
         return "\n".join(plain_lines(shrunk_blocks(self.report)))
 
-    def save(self, folder: str | Path) -> None:
-        """Write it where `flatout.load_shrunk` finds it. Raises UsageError when it cannot be pickled or written."""
-        write_shrunk(self._runner.delivered(self._composition), self._composition, Path(folder))
+    def save(self, folder: str | Path, *, allow_pickle: bool = False) -> None:
+        """Write it where `flatout.load_shrunk` finds it, as data: a tree of modules, and tensors.
+
+        Raises UsageError where it holds what cannot be described so; with `allow_pickle` it is pickled then. And where the folder
+        cannot be written.
+        """
+        found = self._runner.delivered(self._composition)
+        write_shrunk(found, self._composition, Path(folder), allow_pickle=allow_pickle)
 
 
 def shrink(

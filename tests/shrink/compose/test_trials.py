@@ -18,7 +18,7 @@ from flatout.core.records.reduction import Option, ReductionRefusal
 from flatout.core.records.shrink import Objective, Tried
 from flatout.core.registry import reduction_of, reductions
 from flatout.shrink.candidate import CandidateModel, ShrinkTask, StatefulModel
-from flatout.shrink.compose.saved_model import load_shrunk, write_shrunk
+from flatout.shrink.compose.saved_model import load_shrunk, loading_call, write_shrunk
 from flatout.shrink.compose.trials import TrialRunner
 from flatout.shrink.quantise import quantise
 from flatout.shrink.reductions.engine import native as native_engine
@@ -127,35 +127,58 @@ def test_trained_sizes_are_kept_for_other_processes(original: CandidateModel, tm
 def test_a_written_model_is_loaded_with_what_runs_it(original: CandidateModel, tmp_path: Path) -> None:
     runner = trial_runner(original)
     write_shrunk(runner.delivered((HALF, NATIVE)), (HALF, NATIVE), tmp_path / "out")
-    loaded = load_shrunk(tmp_path / "out", allow_pickle=True)
+    loaded = load_shrunk(tmp_path / "out")
     x = shrink_task.TASK.held_x[:3]
     torch.testing.assert_close(loaded(x), runner.candidate((HALF,)).call(x))
-    assert (tmp_path / "out" / "model.pt").stat().st_size < 0.5 * original.num_bytes
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size < 0.5 * original.num_bytes
 
 
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no model"):
-        load_shrunk(tmp_path, allow_pickle=True)
+        load_shrunk(tmp_path)
 
 
-def test_a_pickle_is_loaded_on_an_explicit_word_alone(original: CandidateModel, tmp_path: Path) -> None:
-    write_shrunk(original, (), tmp_path)
+class WithFunction(nn.Linear):
+    """A layer with an attribute that is code."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.double = twice
+
+
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def classes_of(model: nn.Module) -> list[type]:
+    return [type(one) for one in model.modules()]
+
+
+def test_a_pickle_is_written_and_loaded_on_an_explicit_word_alone(tmp_path: Path) -> None:
+    original = CandidateModel.of(WithFunction(), ShrinkTask(inputs=(torch.zeros(1, 2),), evaluate=lambda call: 0.0))
+    with pytest.raises(UsageError, match=r"double holds the function .*; allow it with --allow-pickle"):
+        write_shrunk(original, (), tmp_path)
+    write_shrunk(original, (), tmp_path, allow_pickle=True)
+    assert loading_call(tmp_path) == f"flatout.load_shrunk('{tmp_path}', allow_pickle=True)"
+    assert load_shrunk(tmp_path, allow_pickle=True)(torch.ones(1, 2)).shape == (1, 2)
 
     class Trap:
         def __reduce__(self) -> tuple[object, ...]:
             return Path.touch, (tmp_path / "ran",)
 
-    torch.save({"model": Trap()}, tmp_path / "model.pt")
+    torch.save(Trap(), tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match="runs the code that it names; give allow_pickle=True"):
         load_shrunk(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_torn_model_is_told(original: CandidateModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["model.json", "model.safetensors", "how.json"])
+def test_a_torn_model_is_told(name: str, original: CandidateModel, tmp_path: Path) -> None:
     write_shrunk(original, (), tmp_path)
-    (tmp_path / "model.pt").write_bytes((tmp_path / "model.pt").read_bytes()[:1000])
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[: len(data) // 2])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_shrunk(tmp_path, allow_pickle=True)
+        load_shrunk(tmp_path)
 
 
 @pytest.fixture
@@ -200,7 +223,7 @@ def test_native_code_carries_the_state_of_every_row_and_is_loaded_so(
         CandidateModel.of(original.model, original.task).metric().value, rel=1e-5
     )
     write_shrunk(runner.delivered((NATIVE,)), (NATIVE,), tmp_path)
-    for call in (runner.candidate((NATIVE,)).usable, load_shrunk(tmp_path, allow_pickle=True)):
+    for call in (runner.candidate((NATIVE,)).usable, load_shrunk(tmp_path, classes=classes_of(original.model))):
         alone = StatefulModel(original.call, original.inputs[1:])
         for event in x:
             torch.testing.assert_close(call(event), alone(event))
@@ -213,8 +236,8 @@ def test_a_model_in_a_function_cannot_be_written(tmp_path: Path) -> None:
         pass
 
     original = CandidateModel.of(Local(2, 2), ShrinkTask(inputs=(torch.zeros(1, 2),), evaluate=lambda call: 0.0))
-    with pytest.raises(Exception, match="cannot be pickled"):
-        write_shrunk(original, (), tmp_path)
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        write_shrunk(original, (), tmp_path, allow_pickle=True)
     assert [f.name for f in tmp_path.iterdir() if not f.name.startswith(".")] == []
 
 
@@ -226,7 +249,7 @@ def test_the_call_leaves_the_model_alone_and_gives_what_was_chosen(original: Can
     x = shrink_task.TASK.held_x[:2]
     assert torch.equal(found(x), original.model(x))
     found.save(tmp_path / "out")
-    assert torch.equal(load_shrunk(tmp_path / "out", allow_pickle=True)(x), original.model(x))
+    assert torch.equal(load_shrunk(tmp_path / "out")(x), original.model(x))
     assert all(torch.equal(before[k], v) for k, v in original.model.state_dict().items())
 
 

@@ -68,6 +68,13 @@ def shrink(
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, for --objective train-cost.")] = 1e-3,
     threads: Annotated[int, typer.Option(help="Of torch; 0 leaves them.")] = 0,
     seed: Annotated[int, typer.Option(help="Of all training.")] = 0,
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="Write a pickle where the model cannot be described otherwise; who loads that runs the code in it.",
+        ),
+    ] = False,
 ) -> None:
     """Make a model smaller and faster at a measured accuracy cost: prune, distil, quantise, compile, native code."""
     from flatout.core.records.shrink import OBJECTIVES, Order
@@ -81,6 +88,7 @@ def shrink(
         require_folder_to_write("--out", out)
     from flatout.app.session import shrink_named
     from flatout.report.parts.shrink import shrunk_blocks
+    from flatout.shrink.compose.saved_model import loading_call
 
     with (
         tempfile.TemporaryDirectory(prefix="flatout-") as keep,
@@ -100,8 +108,9 @@ def shrink(
             seed=seed,
             num_threads=threads,
             keep=keep,
+            allow_pickle=allow_pickle,
         )
-        found = shrink_named(
+        found, unwritten = shrink_named(
             order,
             [sys.executable, "-m", "flatout.app.cli.children.shrink_trial"],
             budget=budget,
@@ -113,7 +122,9 @@ def shrink(
     print_unwrapped(shrunk_blocks(found))
     if out is not None:
         _write(found, out)
-        print_lines(f"written to {out}: flatout.load_shrunk('{out}', allow_pickle=True) is called like the model")
+        if unwritten:
+            raise PlanError(f"'{out}' has the report; {found.selected} could not be written: {unwritten}")
+        print_lines(f"written to {out}: {loading_call(out)} is called like the model")
     if found.selected == found.original.name:
         raise typer.Exit(1)
 
@@ -123,8 +134,7 @@ def _write(found: Shrunk, out: Path) -> None:
     from flatout.core.records.record import to_json
     from flatout.report.html.shrink import shrunk_page
 
-    if not out.is_dir():
-        raise PlanError(f"'{out}' was not written")
+    out.mkdir(parents=True, exist_ok=True)
     write_whole_file(out / "report.json", to_json(found))
     write_whole_file(out / "report.html", shrunk_page(found))
 

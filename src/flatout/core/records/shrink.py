@@ -120,3 +120,6 @@ class Order(Record, frozen=True, kw_only=True):
     trial_s: float = 3.0
     keep: str = ""
     out: str = ""
+    allow_pickle: bool = False
+    is_check: bool = False
+    """Whether it is only asked if the model could be written to `out`."""

@@ -38,6 +38,12 @@ class SubprocessTrials:
         """Have the composition written into a folder."""
         return self._asked(msgspec.structs.replace(self._order, composition=composition, out=str(out)))
 
+    def why_not_writable(self) -> str:
+        """Why the original model cannot be written as the order has it; '' where it can, or a pickle is allowed."""
+        if self._order.allow_pickle:
+            return ""
+        return self._asked(msgspec.structs.replace(self._order, is_check=True)).because
+
     def _asked(self, order: Order) -> Tried:
         with tempfile.TemporaryDirectory(prefix="flatout-") as name:
             asked, answer = Path(name) / "order.json", Path(name) / "answer.json"

@@ -64,8 +64,10 @@ class FewBits(nn.Module):
         """What the kernel is called with, by its address; built again when tensors were moved or loaded."""
         if self._call is None:
             tensors = (self.packed, self.scales, self.shift, self.activation)
-            if any(t.device.type != "cpu" for t in tensors) or any(t.dtype is not torch.float32 for t in tensors[1:]):
+            dtypes = [t.dtype for t in tensors]
+            if any(t.device.type != "cpu" for t in tensors) or dtypes != [torch.uint8, *[torch.float32] * 3]:
                 raise UsageError("a layer of this scheme was moved or cast; it works on a CPU, with scales in float32")
+            self._check_sizes()
             step, zero = self.activation.tolist()
             sizes = {"k": self.num_inputs, "n": self.num_outputs, "group": self.group, "terms": self.terms}
             shared = kernel.addresses(w=tensors[0], scales=tensors[1], bias=tensors[2], **sizes, step=step, zero=zero)
@@ -83,6 +85,30 @@ class FewBits(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_call": None}  # addresses are of this process and these tensors
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what a copy or a file holds, but for addresses."""
+        super().__setstate__({**state, "_call": None})  # type: ignore[no-untyped-call]
+        if not self._load_state_dict_post_hooks:
+            self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]
+
+    def _check_sizes(self) -> None:
+        """Raises UsageError where the tensors, which may come from a file, are not as large as C reads them."""
+        sizes = (self.num_outputs, self.num_inputs, self.group, self.terms)
+        if any(type(one) is not int for one in sizes) or self.group not in (0, GROUP) or self.terms not in (1, 2):
+            raise UsageError(f"a layer in few bits has outputs, inputs, group and terms {sizes}")
+        if not (self.num_outputs > 0 and 0 < self.num_inputs <= kernel.MOST_INPUTS):
+            raise UsageError(f"a layer in few bits has {self.num_outputs} outputs of {self.num_inputs} inputs")
+        blocks, groups = -(-self.num_outputs // kernel.LANES), -(-self.num_inputs // (self.group or 1))
+        halves = groups * GROUP // 8 if self.group else -(-self.num_inputs // 4)
+        scales = (blocks, groups, kernel.LANES) if self.group else (blocks, kernel.LANES)
+        expected = {"packed": (blocks, halves, kernel.LANES, 4), "scales": scales, "shift": (blocks, kernel.LANES)}
+        for name, shape in (*expected.items(), ("activation", (2,))):
+            found = self._buffers.get(name)
+            if found is None or found.shape != shape or not found.is_contiguous():
+                raise UsageError(
+                    f"'{name}' of a layer in few bits is {found if found is None else tuple(found.shape)}, not {shape}"
+                )
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FewBits:
         self._call = None
@@ -269,6 +295,10 @@ def _run(
     check_input(h, num_state)
     if h.numel() != x_TBK.shape[1] * num_state or (c is not None and (c.shape != h.shape or c.dtype is not h.dtype)):
         raise UsageError(f"state of {tuple(h.shape)} with {x_TBK.shape[1]} sequences of {num_state} numbers of state")
+    num_gates = (3 if c is None else 4) * num_state  # C reads and writes a number for each
+    has_gates = input_weights.num_outputs == num_gates == state_weights.num_outputs
+    if not has_gates or state_weights.num_inputs != num_state:
+        raise UsageError(f"the matrices of a recurrent layer in few bits do not fit {num_state} numbers of state")
     addresses = (input_weights._call or input_weights.call)[0], (state_weights._call or state_weights.call)[0]
     state = h.contiguous(), None if c is None else c.contiguous()
     return kernel.few_bits_recurrent(addresses, x_TBK.contiguous(), state, num_state=num_state, backwards=backwards)

@@ -36,19 +36,23 @@ def answered(order: Order) -> Tried:
 
     from flatout.core.records.shrink import Tried
     from flatout.core.registry import reductions
-    from flatout.shrink.compose.saved_model import write_shrunk
+    from flatout.shrink.compose.saved_model import require_savable, write_shrunk
     from flatout.shrink.compose.trials import TrialRunner
 
     if order.num_threads:
         torch.set_num_threads(order.num_threads)
     candidate = _candidate(order)
+    if order.is_check:
+        require_savable(candidate)
+        return Tried()
     keep = Path(order.keep) if order.keep else None
     if keep is not None:
         _same_weights(candidate, keep / "given.pt")
     runner = TrialRunner(candidate, reductions(), order.objective, seconds=order.trial_s, keep=keep)
     if not order.out:
         return runner.tried(order.composition, allowed_loss=order.allowed_loss)
-    write_shrunk(runner.delivered(order.composition), order.composition, Path(order.out))
+    found = runner.delivered(order.composition)
+    write_shrunk(found, order.composition, Path(order.out), allow_pickle=order.allow_pickle)
     return Tried()
 
 
