@@ -120,7 +120,8 @@ def loading(folder: Path, name: str, *, change: str) -> Request:
             torch.manual_seed(0)
             net = torch.nn.Linear(8, 8)
             opt = torch.optim.SGD(net.parameters(), lr=0.01)
-            for x in DataLoader(Slow(), batch_size=1, num_workers=2, prefetch_factor=8):
+            workers = dict(num_workers=2, prefetch_factor=8, multiprocessing_context="fork")
+            for x in DataLoader(Slow(), batch_size=1, **workers):
                 {change}
                 opt.zero_grad()
                 net(x).square().mean().backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import PicklingError, UnpicklingError
 from typing import Any, Final
 
 import torch
@@ -97,7 +97,7 @@ def _write_pickle(candidate: CandidateModel, path: Path) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".model", delete=False) as file:
             torch.save(_saved(candidate), file)
         Path(file.name).replace(path)
-    except (AttributeError, TypeError) as e:  # what pickle raises for classes inside of functions
+    except (AttributeError, TypeError, PicklingError) as e:  # what pickle raises for classes inside of functions
         raise UsageError(f"the model cannot be pickled: {e}; define its classes at the top of a module") from e
 
 
