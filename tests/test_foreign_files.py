@@ -376,6 +376,7 @@ def test_shrunk_models_are_unpickled_on_an_explicit_word_alone(
 
     folder = with_outside("shrunk") / "shrunk"
     torch.save(Planted(tmp_path / "ran"), folder / "model.pt")
+    edited(folder / "how.json", lambda tree: tree.update(is_pickled=True))
     with pytest.raises(CheckpointError, match="allow_pickle"):
         load_shrunk(folder)
     assert not (tmp_path / "ran").exists()
