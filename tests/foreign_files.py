@@ -364,14 +364,14 @@ def _read_shrunk(folder: Path) -> None:
 
 
 def _write_shrunk_bits(folder: Path) -> None:
-    from flatout.shrink.compose.described_model import described
+    from flatout.shrink.compose.described_model import describe_model
     from flatout.shrink.quantise.layers import FewBits, FewBitsLayers
 
     torch.manual_seed(0)
     layers = torch.nn.ModuleList(
         [FewBits(torch.randn(20, 70), torch.randn(20), bits=4, terms=2), FewBitsLayers(torch.nn.LSTM(4, 4), terms=1)]
     )
-    for name, data in zip(("model.json", "model.safetensors"), described(layers), strict=True):
+    for name, data in zip(("model.json", "model.safetensors"), describe_model(layers), strict=True):
         (folder / name).write_bytes(data)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from flatout.core.errors import CheckpointError, UsageError
-from flatout.shrink.compose.described_model import described, model_of_description, unknown_classes
+from flatout.shrink.compose.described_model import describe_model, model_of_description, unknown_classes
 from flatout.shrink.quantise import kernel
 from flatout.shrink.quantise.layers import FewBits, FewBitsLayers
 
@@ -29,7 +29,7 @@ def classes_of(model: nn.Module) -> list[type]:
 
 
 def read_back(value: Any, *classes: type) -> Any:
-    return model_of_description(*described(value), classes)
+    return model_of_description(*describe_model(value), classes)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -144,7 +144,7 @@ def with_attribute(value: Any) -> nn.Module:
 )
 def test_what_is_code_is_refused_with_its_place(model: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        described(model())
+        describe_model(model())
 
 
 # -- files of a stranger -------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_what_is_code_is_refused_with_its_place(model: Callable[[], nn.Module], 
 
 def changed(model: Any, change: Callable[[list[dict[str, Any]]], None]) -> Any:
     """The model read back after the nodes of its description were changed."""
-    text, tensors = described(model)
+    text, tensors = describe_model(model)
     tree = json.loads(text)
     change(tree["nodes"])
     return model_of_description(json.dumps(tree).encode(), tensors)
@@ -183,7 +183,7 @@ def test_functions_that_do_more_than_compute_are_none(name: str) -> None:
 
 
 def test_a_class_of_the_users_is_found_by_its_name_alone_and_named_when_it_is_missing() -> None:
-    text, tensors = described(Tied())
+    text, tensors = describe_model(Tied())
     assert unknown_classes(text) == [f"{__name__}.Tied"]
     with pytest.raises(CheckpointError, match=r"pass it if it is yours: classes=\[Tied\]"):
         model_of_description(text, tensors)
@@ -261,7 +261,7 @@ def test_a_table_of_parameters_holds_parameters() -> None:
 
 def test_a_long_chain_of_tuples_is_read_in_a_moment() -> None:
     nodes = [{"kind": "tuple", "items": [i + 1]} for i in range(200_000)] + [{"kind": "value", "value": 1}]
-    text, tensors = json.dumps({"nodes": nodes}).encode(), described([])[1]
+    text, tensors = json.dumps({"nodes": nodes}).encode(), describe_model([])[1]
     found = model_of_description(text, tensors)
     for _ in range(200_000):
         (found,) = found

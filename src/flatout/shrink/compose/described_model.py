@@ -68,7 +68,7 @@ _DTYPES: Final = {str(one): one for one in vars(torch).values() if isinstance(on
 _HOOKS: Final = tuple(name for name in vars(_MODULE) if name.endswith("_hooks") or "_hooks_" in name)
 
 
-class Node(Record, frozen=True, kw_only=True, omit_defaults=True):
+class DescribedPart(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One thing of a described model; `keys` and `items` are indices of other nodes."""
 
     kind: Kind
@@ -85,10 +85,10 @@ class Node(Record, frozen=True, kw_only=True, omit_defaults=True):
 class DescribedModel(Record, frozen=True, kw_only=True):
     """A value and all that it is made of; the first node is the value itself."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[DescribedPart, ...]
 
 
-def described(value: Any) -> tuple[bytes, bytes]:
+def describe_model(value: Any) -> tuple[bytes, bytes]:
     """A model, or a nest of tensors, as JSON and as safetensors.
 
     Raises UsageError where a part of it is code, or of a kind that cannot be described; the message says where.
@@ -109,7 +109,7 @@ def described(value: Any) -> tuple[bytes, bytes]:
 
 
 def model_of_description(text: bytes, tensors: bytes, classes: Iterable[type] = ()) -> Any:
-    """What `described` wrote, built from torch's layers, flatout's and objects of these classes, none of which is called.
+    """What `describe_model` wrote, built from torch's layers, flatout's and objects of these classes, none of which is called.
 
     Raises CheckpointError where the files are damaged, or have an object of another class.
     """
@@ -136,7 +136,7 @@ def unknown_classes(text: bytes) -> list[str]:
 # -- what may stand in a description -------------------------------------------------------------------------------------------
 
 
-def name_of(thing: type | Callable[..., Any]) -> str:
+def class_path(thing: type | Callable[..., Any]) -> str:
     """Module and name of a class or a function."""
     return f"{thing.__module__}.{thing.__qualname__}"
 
@@ -151,7 +151,7 @@ def _known_classes() -> Mapping[str, type]:
     ours: tuple[type, ...] = (FewBits, FewBitsCell, FewBitsConv, FewBitsLayers, Bf16, Fp8, RollingEncoder)
     layers = (one for one in vars(nn).values() if isinstance(one, type) and issubclass(one, nn.Module))
     inner = (nn.modules.linear.NonDynamicallyQuantizableLinear,)
-    return {name_of(one): one for one in (*layers, *inner, *ours)}
+    return {class_path(one): one for one in (*layers, *inner, *ours)}
 
 
 @functools.cache
@@ -177,7 +177,7 @@ class _Writer:
     """Goes through a model and writes a node for each thing, once."""
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[DescribedPart] = []
         self.tensors: dict[str, Tensor] = {}
         self._indices: dict[object, int] = {}
         self._alive: list[Any] = []
@@ -189,36 +189,38 @@ class _Writer:
             return self._indices[key]
         index = self._indices[key] = len(self.nodes)
         self._alive.append(value)  # so that its identity stays its own
-        self.nodes.append(Node(kind="value"))
+        self.nodes.append(DescribedPart(kind="value"))
         self.nodes[index] = self._node(value, where)
         return index
 
-    def _node(self, value: Any, where: str) -> Node:
+    def _node(self, value: Any, where: str) -> DescribedPart:
         kind = type(value)
         if kind is int and not -(2**63) < value < 2**63:
             _refuse(where, f"the number {value}")
         if kind in (bool, int, str, type(None)):
-            return Node(kind="value", value=value)
+            return DescribedPart(kind="value", value=value)
         if kind is float:
-            return Node(kind="float", name=repr(value))
+            return DescribedPart(kind="float", name=repr(value))
         if kind in (dict, OrderedDict):
             keys = tuple(self.add(key, f"a key of {where}") for key in value)
             items = tuple(self.add(item, f"{where}[{key!r}]") for key, item in value.items())
-            return Node(kind="dict" if kind is dict else "ordered-dict", keys=keys, items=items)
+            return DescribedPart(kind="dict" if kind is dict else "ordered-dict", keys=keys, items=items)
         if kind in (list, tuple, set, torch.Size):
             name: Any = "size" if kind is torch.Size else kind.__name__
-            return Node(kind=name, items=tuple(self.add(item, f"{where}[{i}]") for i, item in enumerate(value)))
+            return DescribedPart(
+                kind=name, items=tuple(self.add(item, f"{where}[{i}]") for i, item in enumerate(value))
+            )
         if isinstance(value, torch.dtype | torch.device):
-            return Node(kind="dtype" if isinstance(value, torch.dtype) else "device", name=str(value))
+            return DescribedPart(kind="dtype" if isinstance(value, torch.dtype) else "device", name=str(value))
         if isinstance(value, Tensor):
             return self._tensor(value, where)
         if isinstance(value, type):
-            return Node(kind="class", name=self._class_name(value, where))
+            return DescribedPart(kind="class", name=self._class_name(value, where))
         if id(value) in _function_names():
-            return Node(kind="function", name=_function_names()[id(value)])
+            return DescribedPart(kind="function", name=_function_names()[id(value)])
         return self._object(value, where)
 
-    def _tensor(self, value: Tensor, where: str) -> Node:
+    def _tensor(self, value: Tensor, where: str) -> DescribedPart:
         if (
             type(value) not in (Tensor, nn.Parameter)
             or value.layout is not torch.strided
@@ -227,9 +229,9 @@ class _Writer:
         ):
             _refuse(where, f"a {type(value).__name__} of layout {value.layout} on {value.device}")
         name = f"t{len(self.tensors)}"
-        layouts: list[Layout] = [layout for layout, one in _FORMATS.items() if _is_laid_out(value, one)]
+        layouts: list[Layout] = [layout for layout, one in _FORMATS.items() if _has_format(value, one)]
         self.tensors[name] = value.detach().cpu().contiguous().clone()
-        return Node(
+        return DescribedPart(
             kind="parameter" if isinstance(value, nn.Parameter) else "tensor",
             name=name,
             requires_grad=value.requires_grad and (value.is_leaf or isinstance(value, nn.Parameter)),
@@ -237,7 +239,7 @@ class _Writer:
             layout=layouts[0] if layouts else "contiguous",
         )
 
-    def _object(self, value: Any, where: str) -> Node:
+    def _object(self, value: Any, where: str) -> DescribedPart:
         kind = type(value)
         if isinstance(value, _NOT_BY_ATTRIBUTES) or any(getattr(kind, n) is not getattr(object, n) for n in _REDUCE):
             _refuse(where, f"the {kind.__name__} {getattr(value, '__qualname__', '')}".rstrip())
@@ -257,13 +259,13 @@ class _Writer:
             state = _without_hooks(state, where, is_ours=kind.__module__.startswith("flatout."))
         keys = tuple(self.add(key, where) for key in state)
         items = tuple(self.add(item, f"{where}.{key}") for key, item in state.items())
-        return Node(kind="object", name=name, keys=keys, items=items)
+        return DescribedPart(kind="object", name=name, keys=keys, items=items)
 
     @staticmethod
     def _class_name(kind: type, where: str) -> str:
         if "<locals>" in kind.__qualname__ or kind.__module__ == "builtins":
             _refuse(where, f"an object of the class {kind.__qualname__}")
-        return name_of(kind)
+        return class_path(kind)
 
 
 def _without_hooks(state: dict[str, Any], where: str, *, is_ours: bool) -> dict[str, Any]:
@@ -274,7 +276,7 @@ def _without_hooks(state: dict[str, Any], where: str, *, is_ours: bool) -> dict[
     return {name: value for name, value in state.items() if name not in _HOOKS}
 
 
-def _is_laid_out(value: Tensor, memory_format: torch.memory_format) -> bool:
+def _has_format(value: Tensor, memory_format: torch.memory_format) -> bool:
     if memory_format is not torch.contiguous_format and value.dim() != (
         4 if memory_format is torch.channels_last else 5
     ):
@@ -292,11 +294,11 @@ def _refuse(where: str, what: str) -> NoReturn:
 class _Reader:
     """Builds what the nodes describe: first what needs nothing else, then tuples, then what is filled, children first."""
 
-    def __init__(self, nodes: Sequence[Node], tensors: Mapping[str, Tensor], classes: Iterable[type]) -> None:
+    def __init__(self, nodes: Sequence[DescribedPart], tensors: Mapping[str, Tensor], classes: Iterable[type]) -> None:
         self._nodes = nodes
         self._tensors = tensors
         passed = [*classes]
-        self._classes = {**_known_classes(), **{name_of(one): one for one in passed}}
+        self._classes = {**_known_classes(), **{class_path(one): one for one in passed}}
         self._by_name = {one.__qualname__: one for one in passed}
         self._values: dict[int, Any] = {}
 
@@ -317,7 +319,7 @@ class _Reader:
                 _fill(self._values[index], self._table(self._nodes[index]))
         return self._values[0]
 
-    def _begun(self, node: Node) -> Any:
+    def _begun(self, node: DescribedPart) -> Any:
         """A value that needs no other, or an empty one that is filled later."""
         match node.kind:
             case "value":
@@ -354,7 +356,7 @@ class _Reader:
             )
         return found
 
-    def _tensor(self, node: Node) -> Tensor:
+    def _tensor(self, node: DescribedPart) -> Tensor:
         device = torch.device(node.device)
         if device.type == "cuda" and not torch.cuda.is_available():
             device = torch.device("cpu")
@@ -385,7 +387,7 @@ class _Reader:
         if missing:
             raise CheckpointError("a tuple in the description of a model holds itself, or what is not there")
 
-    def _table(self, node: Node) -> dict[Any, Any]:
+    def _table(self, node: DescribedPart) -> dict[Any, Any]:
         if len(node.keys) != len(node.items):
             raise CheckpointError("a table in the description of a model has more keys than items, or fewer")
         return {self._values[key]: self._values[item] for key, item in zip(node.keys, node.items, strict=True)}

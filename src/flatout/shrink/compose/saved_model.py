@@ -18,7 +18,7 @@ from flatout.core.records.reduction import Option
 from flatout.core.registry import reduction_of
 from flatout.core.tensors.nests import tree_map
 from flatout.shrink.candidate import CandidateModel, ShrinkTask
-from flatout.shrink.compose.described_model import described, model_of_description, unknown_classes
+from flatout.shrink.compose.described_model import describe_model, model_of_description, unknown_classes
 
 PICKLE: Final = "model.pt"
 DESCRIPTION: Final = "model.json"
@@ -48,7 +48,7 @@ class _Version(Record, frozen=True, kw_only=True):
 def require_savable(candidate: CandidateModel) -> None:
     """Raises UsageError where the model cannot be written without a pickle; the message says why."""
     try:
-        described(_saved(candidate))
+        describe_model(_saved(candidate))
     except UsageError as e:
         raise UsageError(f"{e}; allow it with --allow-pickle (allow_pickle=True)") from e
 
@@ -63,7 +63,7 @@ def write_shrunk(
     """
     files: dict[str, Callable[[Path], None]]
     try:
-        text, tensors = described(_saved(candidate))
+        text, tensors = describe_model(_saved(candidate))
         files = {
             DESCRIPTION: lambda path: write_whole_file(path, text),
             TENSORS: lambda path: write_whole_file(path, tensors),
