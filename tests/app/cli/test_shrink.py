@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tests.command_line import flatout
+from torch import nn
+
+from flatout.shrink.compose.saved_model import load_shrunk
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +21,17 @@ from torch import nn
 
 def make():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 96), nn.ReLU(), nn.Linear(96, 4)), (torch.zeros(1, 8),)
+    return Net(nn.Linear(8, 96), nn.ReLU(), nn.Linear(96, 4)), (torch.zeros(1, 8),)
+
+
+class Net(nn.Sequential):
+    pass
+
+
+def coded():
+    net, inputs = make()
+    net.extra = lambda x: x
+    return net, inputs
 
 
 def score(call):
@@ -60,7 +74,21 @@ def test_a_model_is_measured_and_the_chosen_one_is_written_with_its_report(task:
     assert report["points"][0]["metric"] == 1.0
     assert report["selected"] in ended.out
     assert "<svg" in (task / "out" / "report.html").read_text()
-    assert {"model.pt", "how.json"} <= {f.name for f in (task / "out").iterdir()}
+    assert {"model.json", "model.safetensors", "how.json"} <= {f.name for f in (task / "out").iterdir()}
+    assert "flatout.load_shrunk('out', classes=[task_of_mine.Net]) is called like the model" in ended.out
+    found = load_shrunk(task / "out", classes=[type("Net", (nn.Sequential,), {})])
+    assert found(torch.zeros(1, 8)).shape == (1, 4)
+
+
+def test_a_model_that_only_a_pickle_holds_is_refused_before_anything_is_measured(task: Path) -> None:
+    ended = flatout("shrink", "task_of_mine:coded", "--metric", "task_of_mine:score", "-o", "out", folder=task)
+    assert ended.code == 2
+    assert (
+        "the model.extra holds the function coded.<locals>.<lambda>, which cannot be described without a pickle"
+        in ended.err
+    )
+    assert "--allow-pickle" in ended.err
+    assert ended.out == ""
 
 
 def test_a_model_whose_process_dies_is_told(task: Path) -> None:

@@ -88,14 +88,14 @@ class DescribedModel(Record, frozen=True, kw_only=True):
     nodes: tuple[DescribedPart, ...]
 
 
-def describe_model(value: Any) -> tuple[bytes, bytes]:
-    """A model, or a nest of tensors, as JSON and as safetensors.
+def describe_model(value: Any, *names: str) -> tuple[bytes, bytes]:
+    """A model, or a nest of them and of tensors, as JSON and as safetensors; `names` are for a tuple's items in messages.
 
     Raises UsageError where a part of it is code, or of a kind that cannot be described; the message says where.
     """
     writer = _Writer()
     try:
-        writer.add(value, "the model")
+        writer.add(value, "the model", names)
         return to_json(DescribedModel(nodes=tuple(writer.nodes))), save_tensors(writer.tensors)
     except RecursionError as e:
         raise UsageError("the model is nested too deep to be described") from e
@@ -182,18 +182,18 @@ class _Writer:
         self._indices: dict[object, int] = {}
         self._alive: list[Any] = []
 
-    def add(self, value: Any, where: str) -> int:
-        """The index of the value's node."""
+    def add(self, value: Any, where: str, names: Sequence[str] = ()) -> int:
+        """The index of the value's node; `where` and `names`, of the value and of its items, are for messages."""
         key = (type(value), value) if value is None or isinstance(value, bool | int | str) else id(value)
         if key in self._indices:
             return self._indices[key]
         index = self._indices[key] = len(self.nodes)
         self._alive.append(value)  # so that its identity stays its own
         self.nodes.append(DescribedPart(kind="value"))
-        self.nodes[index] = self._node(value, where)
+        self.nodes[index] = self._node(value, where, names)
         return index
 
-    def _node(self, value: Any, where: str) -> DescribedPart:
+    def _node(self, value: Any, where: str, names: Sequence[str]) -> DescribedPart:
         kind = type(value)
         if kind is int and not -(2**63) < value < 2**63:
             _refuse(where, f"the number {value}")
@@ -207,9 +207,7 @@ class _Writer:
             return DescribedPart(kind="dict" if kind is dict else "ordered-dict", keys=keys, items=items)
         if kind in (list, tuple, set, torch.Size):
             name: Any = "size" if kind is torch.Size else kind.__name__
-            return DescribedPart(
-                kind=name, items=tuple(self.add(item, f"{where}[{i}]") for i, item in enumerate(value))
-            )
+            return DescribedPart(kind=name, items=self._items(value, where, names))
         if isinstance(value, torch.dtype | torch.device):
             return DescribedPart(kind="dtype" if isinstance(value, torch.dtype) else "device", name=str(value))
         if isinstance(value, Tensor):
@@ -219,6 +217,9 @@ class _Writer:
         if id(value) in _function_names():
             return DescribedPart(kind="function", name=_function_names()[id(value)])
         return self._object(value, where)
+
+    def _items(self, values: Iterable[Any], where: str, names: Sequence[str]) -> tuple[int, ...]:
+        return tuple(self.add(item, names[i] if names else f"{where}[{i}]") for i, item in enumerate(values))
 
     def _tensor(self, value: Tensor, where: str) -> DescribedPart:
         if (

@@ -48,7 +48,7 @@ class _Version(Record, frozen=True, kw_only=True):
 def require_savable(candidate: CandidateModel) -> None:
     """Raises UsageError where the model cannot be written without a pickle; the message says why."""
     try:
-        describe_model(_saved(candidate))
+        describe_model(_saved(candidate), "the model", "its inputs")
     except UsageError as e:
         raise UsageError(f"{e}; allow it with --allow-pickle (allow_pickle=True)") from e
 
@@ -63,7 +63,7 @@ def write_shrunk(
     """
     files: dict[str, Callable[[Path], None]]
     try:
-        text, tensors = describe_model(_saved(candidate))
+        text, tensors = describe_model(_saved(candidate), "the model", "its inputs")
         files = {
             DESCRIPTION: lambda path: write_whole_file(path, text),
             TENSORS: lambda path: write_whole_file(path, tensors),
