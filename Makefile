@@ -23,9 +23,6 @@ PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrai
 # Tests start hundreds of processes: they compile flatout's modules once, also where the environment says not to keep that.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The theme's notice about its end of life goes to every build; docs/dependencies.md says what we do about it.
-export NO_MKDOCS_2_WARNING := 1
-
 .DEFAULT_GOAL := help
 .PHONY: help demo test fast check style types arrows doctests pages format bench world package docs clean
 
@@ -90,9 +87,10 @@ pages: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_levers.py --check
 	@$(BIN)/python docs/generate_reductions.py --check
 	@$(BIN)/python docs/generate_schema.py --check
+	@$(BIN)/python docs/generate_reference.py --check
 	@$(BIN)/python docs/generate_world.py --check
 	@$(BIN)/python docs/generate_architecture.py --check
-	@$(BIN)/mkdocs build --quiet --strict
+	@$(BIN)/zensical build --config-file mkdocs.yml --strict >build/site.log 2>&1 || { cat build/site.log; exit 1; }
 
 format: $(VENV)/tools.stamp
 	@$(BIN)/ruff format --quiet .
@@ -133,9 +131,10 @@ docs: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_levers.py
 	@$(BIN)/python docs/generate_reductions.py
 	@$(BIN)/python docs/generate_schema.py
+	@$(BIN)/python docs/generate_reference.py
 	@$(BIN)/python docs/generate_world.py
 	@$(BIN)/python docs/generate_architecture.py
-	@$(BIN)/mkdocs build --quiet --strict
+	@$(BIN)/zensical build --config-file mkdocs.yml --strict >build/site.log 2>&1 || { cat build/site.log; exit 1; }
 	@echo "the site is in site/index.html"
 
 clean:

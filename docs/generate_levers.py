@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from generate_rules import markdown, plain, written
+from generate_rules import markdown, pair, plain, written
 
 from flatout.core import registry
 from flatout.core.records.finding import Rule
@@ -35,8 +35,9 @@ def page(lever: Lever, rules: Iterable[Rule]) -> str:
     ]
     cured = [f"[`{rule.id}`](../rules/{rule.id}.md)" for rule in rules if lever.id in rule.levers]
     if cured:
-        blocks.append(f"Cures what is found by {', '.join(cured)}.")
-    return "\n\n".join(blocks) + "\n"
+        blocks.append(f"It mends what is found by {', '.join(cured)}.")
+    blocks.append(pair("levers", lever.id))
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def in_plans(lever: Lever) -> str:

@@ -19,6 +19,8 @@ from flatout.core import registry
 from flatout.core.records.finding import Rule
 
 FOLDER = Path(__file__).parent / "rules"
+PAIRS = Path(__file__).parent / "pairs"
+"""One file for each rule and each lever: the code before and after, below the comments `# Before` and `# After`."""
 
 # A section of a rule's docstring starts at the margin, with its name and two or more spaces: "Costs        The host".
 SECTION = re.compile(r"^(?P<name>[A-Z][\w -]*?) {2,}(?P<text>\S.*)$")
@@ -69,13 +71,38 @@ def markdown(docstring: str) -> str:
     return "\n".join(lines)
 
 
+def pair(kind: str, name: str) -> str:
+    """The code before and after as sections of a page; nothing where there is none yet."""
+    path = PAIRS / kind / f"{name}.py"
+    if not path.exists():
+        return ""
+    before, _, after = path.read_text(encoding="utf-8").removeprefix("# Before\n").partition("\n# After\n")
+    return f"## Before\n\n```python\n{before.strip()}\n```\n\n## After\n\n```python\n{after.strip()}\n```"
+
+
+def links_to_levers(rule: Rule) -> str:
+    """The levers that mend what the rule finds."""
+    known = {lever.id for lever in registry.levers()}
+    names = ", ".join(f"[`{one}`](../levers/{one}.md)" for one in rule.levers if one in known)
+    if not names:
+        return "No lever makes this change: edit the line."
+    return f"`flatout tune` tries {names}."
+
+
 def page(rule: Rule) -> str:
     """The page of one rule."""
     docstring = importlib.import_module(rule.module).__doc__
     if not docstring:
         raise SystemExit(f"{rule.module} has no docstring, so '{rule.id}' has no page; write one as docs/how-to says")
     path = f"src/{rule.module.replace('.', '/')}.py"
-    return f"# {plain(rule.title)}\n\nRule `{rule.id}`, in `{path}`.\n\n{markdown(docstring)}\n"
+    blocks = [
+        f"# {plain(rule.title)}",
+        f"Rule `{rule.id}`, in `{path}`.",
+        markdown(docstring),
+        links_to_levers(rule),
+        pair("rules", rule.id),
+    ]
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
 def index(rules: Iterable[Rule]) -> str:

@@ -18,8 +18,8 @@ A comment on the line before a fence changes that:
     <!-- run: no, REASON -->      it is not run; the reason is for readers of the source
     <!-- run: hidden ... -->      with lines of Python before the `-->`: a cell that the page does not show
 
-Several may stand in one comment: `<!-- run: measured, tail 12 -->`. Output is compared with numbers masked. Images of the page that the
-code has saved under their file names are compared by being there, and written with `--write`.
+Several may stand in one comment: `<!-- run: measured, tail 12 -->`. Output is compared with numbers masked. Pictures that code
+saves under the file names of the page's images have to be there, and are written with `--write`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[1]
 DOCS: Final = ROOT / "docs"
-PAGES: Final = ("README.md", "docs/*.md", "docs/tutorials/*.md", "docs/how-to/*.md", "docs/recipes/*.md", "docs/experiments/*.md")
+PAGES: Final = (
+    "README.md",
+    "docs/*.md",
+    "docs/tutorials/*.md",
+    "docs/how-to/*.md",
+    "docs/recipes/*.md",
+    "docs/experiments/*.md",
+)
 LONGEST_S: Final = 300
 WIDTH: Final = 100
 _FENCE: Final = re.compile(r"^(\s*)(`{3,})\s*([\w+-]*)(.*)$")
@@ -100,7 +107,9 @@ def fences(lines: Sequence[str]) -> Iterator[Fence]:
     while index < len(lines):
         line = lines[index]
         if comment := _RUN.match(line):
-            words = tuple(w.strip() for w in comment[1].split(",")) if comment[2] or comment[1] != "hidden" else ("hidden",)
+            words = (
+                tuple(w.strip() for w in comment[1].split(",")) if comment[2] or comment[1] != "hidden" else ("hidden",)
+            )
             if not comment[2]:
                 last = _closing(lines, index, lambda text: text.strip() == "-->")
                 yield Fence(index, last, "python", "", tuple(lines[index + 1 : last]), words)
@@ -179,8 +188,7 @@ class Outputs:
 
     def _console(self, fence: Fence) -> None:
         new: list[str] = []
-        commands = "\n".join(fence.lines).replace("\\\n", "\\\n\0").splitlines()
-        for line in (text for text in self._commands(fence.lines) if commands):
+        for line in self._commands(fence.lines):
             code, printed = self._shell(line)
             self._judge(fence, code != 0, printed)
             new += [*(("$ " + line).split("\n")), *self._shown(fence, printed)]
@@ -200,9 +208,7 @@ class Outputs:
             if not command.endswith("\\"):
                 yield command
 
-    def _replace(
-        self, fence: Fence, first: int, last: int, before: list[str], after: list[str], indent: str
-    ) -> None:
+    def _replace(self, fence: Fence, first: int, last: int, before: list[str], after: list[str], indent: str) -> None:
         self.replacements[first, last] = [indent + line if line else line for line in after]
         if fence.has("measured") is None and masked(before) != masked(after):
             self.differences.append(

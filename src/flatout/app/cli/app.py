@@ -123,7 +123,8 @@ def _root(
         bool, typer.Option("--version", help="Print the versions of flatout and torch, and the device, and end.")
     ] = False,
     is_isolated: Annotated[
-        bool, typer.Option(_ISOLATED, help="Leave out the table [tool.flatout] of pyproject.toml, which sets defaults.")
+        bool,
+        typer.Option(_ISOLATED, help="Leave out the table \\[tool.flatout] of pyproject.toml, which sets defaults."),
     ] = False,
 ) -> None:
     if show_version:

@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -73,11 +74,12 @@ def opened(storage: Path, what: Mapping[str, object], *, sampler: Any, pruner: A
     """
     found = optuna()
     is_database = storage.suffix in _DATABASES
+    # Without a pool no connection stays open behind the search, of which Python 3.13 and later warn.
     if not is_database:
         _mend(storage)
     kinds = found.storages
     tensors = (
-        kinds.RDBStorage(f"sqlite:///{storage}")
+        kinds.RDBStorage(f"sqlite:///{storage}", engine_kwargs={"poolclass": import_module("sqlalchemy.pool").NullPool})
         if is_database
         else kinds.JournalStorage(kinds.journal.JournalFileBackend(str(storage)))
     )

@@ -1,0 +1,15 @@
+# Before
+def forward(self, x):
+    for block in self.blocks:
+        x = block(x)
+    return self.head(x)
+
+
+# After
+from torch.utils.checkpoint import checkpoint
+
+
+def forward(self, x):
+    for block in self.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return self.head(x)

@@ -1,0 +1,17 @@
+# Before
+import torch
+
+model = Model().cuda()
+for x, y in loader:  # the length of a batch differs from step to step
+    loss = F.cross_entropy(model(x.cuda()), y.cuda())
+    loss.backward()
+# After
+import os
+
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+import torch
+
+model = Model().cuda()
+for x, y in loader:
+    loss = F.cross_entropy(model(x.cuda()), y.cuda())
+    loss.backward()

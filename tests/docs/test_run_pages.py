@@ -1,0 +1,118 @@
+"""The tool that runs the code of pages: what runs, what is compared, and that an error is one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
+
+PAGE = """\
+# Page
+
+<!-- run: hidden
+x = 3
+-->
+
+```python
+print("x is", x + 1)
+```
+
+```text
+x is 4
+```
+
+```python title="part/script.py"
+import sys
+
+print("script", *sys.argv[1:])
+```
+
+```console
+$ python part/script.py one \\
+    two
+script one two
+$ ls
+examples
+part
+```
+
+<!-- run: fails -->
+```python
+raise ValueError("no such thing")
+```
+
+```text
+ValueError: no such thing
+```
+
+<!-- run: no, it needs a cluster -->
+```sh
+exit 1
+```
+
+```toml
+steps = 3
+```
+"""
+
+
+def run(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "docs" / "run_pages.py"), *options, str(page)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_page_that_does_what_it_says_is_ok_and_writing_changes_nothing(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    done = run(page)
+    assert done.returncode == 0, done.stdout
+    assert run(page, "--write").returncode == 0
+    assert page.read_text() == PAGE
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("x is 4\n", "x was 4\n", "the page has\nx was 4\nand it printed\nx is 4"),
+        ("x + 1)", "y + 1)", "NameError: name 'y' is not defined"),
+        ("$ ls\n", "$ ls nothing\n", "it failed"),
+        ("<!-- run: fails -->\n", "", "ValueError: no such thing"),
+        ('raise ValueError("no such thing")', "pass", "it did not fail"),
+        ("```text\nx is 4\n```\n", "", "no fence 'text' follows it"),
+        ("<!-- run: no, it needs a cluster -->\n", "", "it failed"),
+        ("```toml\nsteps = 3\n```\n", "```toml\nsteps = 3\n", "does not end"),
+        ("# Page", "# Page\n\n![x](../images/none.svg)", "no image ../images/none.svg"),
+    ],
+)
+def test_what_differs_from_the_page_is_an_error(before: str, after: str, said: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    assert before in PAGE
+    page.write_text(PAGE.replace(before, after, 1))
+    done = run(page)
+    assert done.returncode == 1
+    assert said in done.stdout
+
+
+def test_numbers_may_differ_and_measured_output_too_and_both_are_written(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = '```python\nprint("took 12.5 ms")\n```\n\n```text\ntook 3 ms\n```\n\n'
+    text += '<!-- run: measured, tail 2 -->\n```python\nprint("a\\nb\\nc")\n```\n\n```text\nold\n```\n'
+    page.write_text(text)
+    assert run(page).returncode == 0
+    assert run(page, "--write").returncode == 0
+    assert page.read_text() == text.replace("took 3 ms", "took 12.5 ms").replace("old", "...\nb\nc")
+
+
+def test_a_picture_that_the_code_draws_is_written_beside_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text('![drawn](images/it.svg)\n\n```python\nopen("it.svg", "w").write("<svg/>")\n```\n')
+    assert run(page).returncode == 1
+    assert run(page, "--write").returncode == 0
+    assert (tmp_path / "docs" / "images" / "it.svg").read_text() == "<svg/>"
