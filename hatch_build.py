@@ -14,7 +14,8 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-_LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?:|#|mailto:)([^)\s]+)\)")
+_LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)\s]+)\)")
+"""The end of a link, as the label may hold a picture."""
 _IMAGES = (".png", ".svg", ".gif", ".jpg")
 
 
@@ -53,8 +54,7 @@ def with_absolute_links(text: str, address: str) -> str:
     """The page with links to files of the repository in full: pages as they are shown, images as they are stored."""
 
     def absolute(match: re.Match[str]) -> str:
-        mark, label, target = match.groups()
-        view = "raw" if mark or target.endswith(_IMAGES) else "blob"
-        return f"{mark}{label}({address}/{view}/main/{target})"
+        view = "raw" if match[1].endswith(_IMAGES) else "blob"
+        return f"]({address}/{view}/main/{match[1]})"
 
     return _LINK.sub(absolute, text)

@@ -47,7 +47,7 @@ def test_every_link_of_the_readme_leads_to_a_file_and_into_the_repository(
         if not short.startswith("https://"):
             assert (ROOT / short).exists(), short
             assert re.fullmatch(rf"https://example\.org/team/flatout/(blob|raw)/main/{re.escape(short)}", full)
-            assert ("/raw/" in full) == short.endswith(".png")
+            assert ("/raw/" in full) == short.endswith((".png", ".svg"))
     assert found["urls"]["Repository"] == "https://example.org/team/flatout"
 
 
