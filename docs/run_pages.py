@@ -53,7 +53,7 @@ WIDTH: Final = 100
 _FENCE: Final = re.compile(r"^(\s*)(`{3,})\s*([\w+-]*)(.*)$")
 _RUN: Final = re.compile(r"^\s*<!-- run: (.*?)\s*(-->)?\s*$")
 _TITLE: Final = re.compile(r'title="([^"]+)"')
-_IMAGE: Final = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
+_IMAGE: Final = re.compile(r"!\[[^\]]*\]\((?!https?:)([^)\s]+)\)")
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 
