@@ -72,11 +72,13 @@ def markdown(docstring: str) -> str:
 
 
 def pair(kind: str, name: str) -> str:
-    """The code before and after as sections of a page; nothing where there is none yet."""
+    """The code before and after as sections of a page."""
     path = PAIRS / kind / f"{name}.py"
     if not path.exists():
-        return ""
-    before, _, after = path.read_text(encoding="utf-8").removeprefix("# Before\n").partition("\n# After\n")
+        raise SystemExit(f"docs/pairs/{kind}/{name}.py is missing; write what the code looks like before and after")
+    before, separator, after = path.read_text(encoding="utf-8").removeprefix("# Before\n").partition("\n# After\n")
+    if not (before.strip() and separator and after.strip()):
+        raise SystemExit(f"{path} lacks code below '# Before' or below '# After'")
     return f"## Before\n\n```python\n{before.strip()}\n```\n\n## After\n\n```python\n{after.strip()}\n```"
 
 

@@ -124,7 +124,7 @@ def test_each_failure_costs_itself_alone_and_is_told(folder: Path, capfd: pytest
         run.build(),
         [debug_mode.RULE],
         [debug_off.LEVER, *faulty_levers(folder)],
-        SearchSettings(terms=ProofTerms(budget_s=2.0, timeout_s=5.0, decisive=1.3), budget_s=300.0, log=SearchLog()),
+        SearchSettings(terms=ProofTerms(budget_s=2.0, timeout_s=15.0, decisive=1.3), budget_s=300.0, log=SearchLog()),
     )
 
     print(plain_text(ladder_blocks(tuned), width=160))
@@ -133,7 +133,7 @@ def test_each_failure_costs_itself_alone_and_is_told(folder: Path, capfd: pytest
     lines = " ".join(printed.out.split())
     for fault, why in {
         "fault.segfault": "killed by signal 11 (SIGSEGV)",
-        "fault.hang": "did not answer within 5 s",
+        "fault.hang": "did not answer within 15 s",
         "fault.wrong": "not equal: in step",
         "fault.leak": "memory grows by",
         "fault.greedy": "MemoryError",
