@@ -3,6 +3,7 @@
 #   make demo     one slow script diagnosed and tuned, beside its fast twin
 #   make test     the test suite
 #   make fast     its fast part, without what is marked slow
+#   make long     what is marked long: whole runs of what a quicker test looks at, too
 #   make check    style, types, arrows, doctests, documentation
 #   make format   mend what style finds, where a tool can
 #   make bench    the benchmarks behind the claims
@@ -24,7 +25,7 @@ PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrai
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test fast check style types arrows doctests pages format bench world package docs clean
+.PHONY: help demo test long fast check style types arrows doctests pages format bench world package docs clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -56,10 +57,13 @@ demo: $(VENV)/examples.stamp
 	-@$(BIN)/flatout verify --seconds 6 build/demo-plan.toml $(SLOW)
 
 test: $(VENV)/tools.stamp
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --durations=40 --durations-min=3
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not long' --durations=40 --durations-min=3
+
+long: $(VENV)/tools.stamp
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m long
 
 fast: $(VENV)/tools.stamp
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow'
+	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not long'
 
 # One target a check, so that 'make -k check' shows everything that is wrong, and 'make types' one thing.
 check: style types arrows doctests pages

@@ -78,6 +78,7 @@ def assert_sound(found: list[dict[str, Any]], num: int) -> None:
         assert one["most_more_bytes"] < 512 << 20
 
 
+@pytest.mark.slow
 def test_a_changed_file_is_read_or_refused_and_nothing_else() -> None:
     assert_sound(changed_and_read(QUICK, 80), 80)
 
@@ -156,6 +157,7 @@ def test_an_engine_names_no_library_elsewhere(with_outside: Callable[[str], Path
         KINDS["engine"].read(folder)
 
 
+@pytest.mark.slow
 def test_a_replay_writes_nothing_outside_of_its_scratch_folder(
     with_outside: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -284,6 +286,7 @@ def test_a_number_beyond_64_bits_is_refused() -> None:
         from_json(b'{"version": ' + b"9" * 400 + b"}", Machine)
 
 
+@pytest.mark.slow
 def test_a_small_gzip_of_gigabytes_is_given_up(tmp_path: Path) -> None:
     bomb = tmp_path / "trace.json.gz"
     bomb.write_bytes(gzip.compress(b'{"traceEvents":[' + b" " * (300 << 20)))

@@ -535,6 +535,7 @@ def test_a_needless_forward_is_red_and_its_line_is_named(
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_an_unchanged_script_is_green_and_proved_equal(
     repository: Repository, temporary: Path, cache_home: Path
 ) -> None:

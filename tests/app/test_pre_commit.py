@@ -57,7 +57,7 @@ def test_both_use_the_projects_own_environment_and_no_list_of_files() -> None:
         assert hook["language"] == "system" and hook["pass_filenames"] is False
 
 
-@pytest.mark.parametrize(("most", "code"), [(4, 0), (3, 1)])
+@pytest.mark.parametrize(("most", "code"), [pytest.param(4, 0, marks=pytest.mark.long), (3, 1)])
 def test_limits_of_a_step_are_looked_at_and_nothing_else(most: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "test_step.py").write_text(STEP.format(most=most))
     done = run("flatout-expect", tmp_path)

@@ -84,6 +84,7 @@ def test_the_training_is_the_same_to_the_last_bit_and_its_report_names_the_slow_
     assert "flatout: watching took" in ran.out
 
 
+@pytest.mark.long
 def test_a_loop_that_accumulates_is_reported_while_it_runs_and_ended_by_end_training(run_script: RunScript) -> None:
     ran = run_script(
         ACCELERATE,
@@ -111,6 +112,7 @@ def test_a_loop_that_accumulates_is_reported_while_it_runs_and_ended_by_end_trai
     assert "flatout: watching took" in after
 
 
+@pytest.mark.long
 def test_two_loops_in_a_row_the_first_left_early_and_a_third_that_raises(run_script: RunScript) -> None:
     ran = run_script(
         ACCELERATE,

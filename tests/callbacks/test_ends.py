@@ -54,6 +54,7 @@ def take_steps(num_steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_trainers_in_a_row_that_stop_early_or_raise_each_leave_a_report(run_script: RunScript) -> None:
     ran = run_script(
         TRAINER,
@@ -92,6 +93,7 @@ def test_trainers_in_a_row_that_stop_early_or_raise_each_leave_a_report(run_scri
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_of_two_ranks_the_first_is_watched_and_the_weights_stay_the_same(tmp_path: Path) -> None:
     write_script(
         tmp_path,
@@ -175,6 +177,7 @@ def test_watching_that_cannot_begin_is_a_line_and_leaves_nothing_behind(
     assert nn.Module.__call__.__qualname__ == "Module._wrapped_call_impl"
 
 
+@pytest.mark.slow
 def test_nothing_of_the_watched_steps_is_held_once_the_report_is_known() -> None:
     def living() -> list[object]:
         gc.collect()
@@ -193,6 +196,7 @@ def test_nothing_of_the_watched_steps_is_held_once_the_report_is_known() -> None
     assert not training.is_watched
 
 
+@pytest.mark.slow
 def test_a_callback_whose_training_was_abandoned_says_so_when_its_next_one_begins(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

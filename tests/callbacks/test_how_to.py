@@ -39,6 +39,7 @@ def train(accelerator, model, optimizer, loader):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", range(3), ids=["transformers", "lightning", "accelerate"])
+@pytest.mark.long
 def test_an_example_prints_a_report_and_writes_its_page(number: int, run_script: RunScript, tmp_path: Path) -> None:
     ran = run_script(OF_THE_READER, EXAMPLES[number])
 

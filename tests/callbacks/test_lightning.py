@@ -67,6 +67,7 @@ def test_the_training_is_the_same_to_the_last_bit_and_its_report_names_the_slow_
     assert "flatout: watching took" in ran.out
 
 
+@pytest.mark.long
 def test_a_training_that_raises_is_reported_at_once_and_the_next_one_is_watched_anew(run_script: RunScript) -> None:
     ran = run_script(
         LIGHTNING,

@@ -59,6 +59,7 @@ def test_the_training_is_the_same_to_the_last_bit_and_its_report_names_the_slow_
     assert "flatout: watching took" in ran.out
 
 
+@pytest.mark.long
 def test_accumulated_gradients_are_one_step_and_the_figures_reach_the_trainers_log(run_script: RunScript) -> None:
     ran = run_script(
         TRAINER,

@@ -88,6 +88,7 @@ def evidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Eviden
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_the_steps_lines_are_the_librarys(evidence: Evidence) -> None:
     covering = covering_line(evidence)
     chains = {tuple(f.file for f in s.via) for s in evidence.sources if s.text == "trainer.train()"}
@@ -98,6 +99,7 @@ def test_the_steps_lines_are_the_librarys(evidence: Evidence) -> None:
     assert ("minitrainer/trainer.py", "minitrainer/models.py") in chains
 
 
+@pytest.mark.slow
 def test_a_constant_of_a_librarys_model_is_told_there_and_no_edit_of_it_is_printed(evidence: Evidence) -> None:
     [found] = CONSTANT.check(evidence)
     [finding] = with_settings([found], evidence, rewriting=frozenset({CONSTANT.id}))
@@ -110,6 +112,7 @@ def test_a_constant_of_a_librarys_model_is_told_there_and_no_edit_of_it_is_print
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_transformers_trainer_names_its_lines_and_what_to_set(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     script = tmp_path / "train.py"

@@ -33,6 +33,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @given(name=NAMES, value=VALUES, before=st.lists(PLAIN, max_size=4), after=st.lists(PLAIN, max_size=4))
+@pytest.mark.slow
 def test_the_value_of_a_credential_is_left_out_wherever_it_stands(
     spelling: str, name: str, value: str, before: list[str], after: list[str]
 ) -> None:

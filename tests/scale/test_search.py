@@ -106,6 +106,7 @@ def test_gradients_are_compressed_only_when_asked() -> None:
     assert all(layout.tensor == layout.pipeline == 1 for layout in asked if layout.compression != "none")
 
 
+@pytest.mark.slow
 def test_every_schedule_that_is_proposed_can_be_played() -> None:
     kinds = set()
     for layout in layouts(MODEL, CLUSTER, 64):

@@ -42,6 +42,7 @@ def test_what_cannot_be_measured_is_told(options: list[str], part: str, tmp_path
     assert part in " ".join(ended.err.split())
 
 
+@pytest.mark.long
 def test_a_dash_prints_the_steps_alone(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
     words = ["--model", "tiny.toml", "--out", "-", "--nproc", 1, "--seconds", 0.1, "--device", "cpu"]

@@ -85,11 +85,13 @@ FILES = {"train.py", "a plan.toml", "runs"}
         ("nothing ", set()),
     ],
 )
+@pytest.mark.slow
 def test_bash_proposes_what_may_be_typed(words: str, expected: set[str], folder: Path) -> None:
     assert proposed(folder, words) == expected
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
+@pytest.mark.slow
 def test_bash_proposes_every_option_of_a_verb(verb: str, folder: Path) -> None:
     options = {option for one in parameters_of(COMMANDS[verb]) if not one.is_hidden for option in one.options}
     assert proposed(folder, f"{verb} -") == options | {"-h", "--help"}
@@ -131,6 +133,7 @@ ONE_EACH = {
 
 
 @pytest.mark.parametrize(("words", "expected"), ONE_EACH.items())
+@pytest.mark.slow
 def test_fish_proposes_what_may_be_typed(words: str, expected: str, folder: Path) -> None:
     script = folder.parent / "script.fish"
     script.write_text(flatout("completion", "fish").out)

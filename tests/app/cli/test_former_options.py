@@ -36,6 +36,7 @@ def test_options_of_the_script_and_of_other_verbs_stay() -> None:
         assert with_present_options(words, verb=verb) == (words, [])
 
 
+@pytest.mark.slow
 def test_a_former_name_after_the_script_is_the_scripts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(9)")
     ended = flatout("tune", "train.py", "--budget", "3", folder=tmp_path)

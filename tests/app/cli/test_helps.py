@@ -50,6 +50,7 @@ OTHER_WORDS = {
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+@pytest.mark.slow
 def test_a_help_has_each_word_with_its_value(verb: tuple[str, ...]) -> None:
     shown = flatout(*verb, "--help").out
     for parameter in VERBS[verb]:
@@ -77,6 +78,7 @@ def test_every_option_says_what_it_is(verb: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+@pytest.mark.slow
 def test_a_short_and_a_long_option_show_the_help_with_two_examples_that_can_be_parsed(verb: tuple[str, ...]) -> None:
     short, long = flatout(*verb, "-h"), flatout(*verb, "--help")
     assert (short.code, short.out) == (long.code, long.out) and short.code == 0

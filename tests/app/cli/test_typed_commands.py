@@ -28,6 +28,7 @@ def in_this_process(case: Case, folder: Path) -> Typed:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.trains], ids=lambda case: case.words or "nothing")
+@pytest.mark.slow
 def test_a_command_does_what_is_expected_of_it(case: Case, evidence: bytes) -> None:
     found, typed = judged(case, in_this_process, evidence)
     assert not found, typed

@@ -63,6 +63,7 @@ def test_all_that_follows_the_script_is_its_own(words: str, own: str, script: st
         ("-m train --help", ["--help"]),
     ],
 )
+@pytest.mark.slow
 def test_a_script_gets_its_words_untouched(words: str, arguments: list[str], folder: Path) -> None:
     ended = flatout("watch", "--folder", "runs", *words.split(), folder=folder)
     assert ended.code == 0, ended.err
@@ -123,6 +124,7 @@ def test_of_several_ranks_the_first_has_the_note(folder: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
+@pytest.mark.slow
 def test_options_are_those_that_the_parser_has(verb: str) -> None:
     parsed = get_command(app).commands[verb]  # type: ignore[attr-defined]
     expected = {one.name: sorted(word for word in one.opts if word.startswith("-")) for one in parsed.params}

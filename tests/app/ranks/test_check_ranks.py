@@ -185,6 +185,7 @@ def test_two_ranks_are_one_report_and_compute_what_they_compute_alone(
     assert finding.where.text == "loss.backward()"
 
 
+@pytest.mark.long
 def test_sharded_parameters_are_watched_and_not_disturbed(tmp_path: Path, environment: dict[str, str]) -> None:
     ran = check(SHARDED, tmp_path, environment, nproc=2)
 
@@ -205,6 +206,7 @@ def test_longer_sequences_on_one_rank_are_found_under_torchrun(tmp_path: Path, e
     assert len(list(uneven_batches.RULE.check(ran.evidence))) == 1
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_is_reported_by_the_others(tmp_path: Path, environment: dict[str, str]) -> None:
     ran = check(UNWELL, tmp_path, environment, nproc=3, options=("--no-trials",))
 

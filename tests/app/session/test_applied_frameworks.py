@@ -119,6 +119,7 @@ def write(folder: Path, script: str, *levers: PlannedLever) -> None:
     (folder / "plan.toml").write_bytes(to_toml(Plan(script="train.py", lever=levers)))
 
 
+@pytest.mark.long
 def test_applied_before_accelerate_prepares_it_and_before_a_trainer_is_made(tmp_path: Path) -> None:
     applied = "import flatout; live = flatout.apply('for_trainer.toml', model=net, optimizer=optimizer)"
     write(tmp_path, ACCELERATE + TRAINER.replace("APPLY", applied), FUSED, FREEZE, IN_MEMORY)

@@ -89,6 +89,7 @@ def test_reports_name_cells_and_their_lines_and_no_temporary_paths(shell: Shell)
         assert "ipykernel" not in text
 
 
+@pytest.mark.long
 def test_check_of_a_step_that_a_cell_defines_names_the_cell(shell: Shell) -> None:
     shell.run_cell(
         "net = Rows()\n"

@@ -128,6 +128,7 @@ def test_a_script_that_fails_after_few_steps_fails_as_its_own_with_a_report_of_w
     assert any("few" in note for note in evidence["notes"])
 
 
+@pytest.mark.long
 def test_a_script_that_catches_everything_can_still_be_stopped(check: Check) -> None:
     ran = check(
         """
@@ -152,6 +153,7 @@ def test_a_script_that_catches_everything_can_still_be_stopped(check: Check) -> 
     assert "a training step" in ran.out
 
 
+@pytest.mark.long
 def test_a_loader_with_workers_gives_the_line_inside_the_worker(check: Check) -> None:
     ran = check(
         """

@@ -143,6 +143,7 @@ def test_a_text_that_does_something_else_is_not_printed(training: Path, monkeypa
     assert "lr=0.01" in (training / "train.py").read_text()
 
 
+@pytest.mark.long
 def test_a_text_that_differs_in_one_run_of_two_is_not_verified(training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first run takes another rate than all later ones."""
 
@@ -172,6 +173,7 @@ def test_a_setting_of_the_environment_is_a_command_line(folder: Path) -> None:
     assert f"MALLOC_TRIM_THRESHOLD_={1 << 30} python train.py --lr 3" in done.err
 
 
+@pytest.mark.long
 def test_a_module_is_edited_in_the_folder_that_it_is_run_from(folder: Path) -> None:
     package = folder / "mine"
     package.mkdir()
@@ -227,6 +229,7 @@ FLOAT8 = PlannedLever(
 )
 
 
+@pytest.mark.long
 def test_the_text_of_a_plan_that_costs_precision_runs_beside_the_plan(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(LANGUAGE))
     plan = Plan(script="train.py", lever=(FLOAT8,), guarantee="quality")

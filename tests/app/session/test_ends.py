@@ -117,6 +117,7 @@ def test_a_script_is_ended_when_the_report_is_ready_and_prints_nothing_more(chec
     assert ran.report["evidence"]["exit"] == "stopped"
 
 
+@pytest.mark.long
 def test_a_stubborn_script_is_ended_with_all_that_it_has_started(check: Check) -> None:
     ran = check(STUBBORN, "--no-trials", "--seconds", "0.5", before=IMPATIENT)
 
@@ -139,7 +140,11 @@ def test_a_script_that_is_to_keep_running_runs_to_its_own_end(check: Check) -> N
 
 @pytest.mark.parametrize(
     ("numbers", "name"),
-    [((signal.SIGTERM,), "SIGTERM"), ((signal.SIGHUP,), "SIGHUP"), ((signal.SIGINT, signal.SIGINT), "SIGINT")],
+    [
+        ((signal.SIGTERM,), "SIGTERM"),
+        pytest.param((signal.SIGHUP,), "SIGHUP", marks=pytest.mark.long),
+        pytest.param((signal.SIGINT, signal.SIGINT), "SIGINT", marks=pytest.mark.long),
+    ],
     ids=["SIGTERM", "SIGHUP", "second Ctrl-C"],
 )
 def test_a_signal_leaves_the_report_the_page_and_the_exit_code_of_the_shell(
@@ -154,6 +159,7 @@ def test_a_signal_leaves_the_report_the_page_and_the_exit_code_of_the_shell(
     assert "Traceback" not in out
 
 
+@pytest.mark.long
 def test_a_script_that_traps_the_signal_leaves_a_report_too(tmp_path: Path, cache_home: Path) -> None:
     code, out, report = ended_by(tmp_path, cache_home, STUBBORN, signal.SIGTERM, before=IMPATIENT)
 

@@ -33,6 +33,7 @@ def shell(tmp_path: Path, cache_of_this_process: Path, monkeypatch: pytest.Monke
         yield found
 
 
+@pytest.mark.long
 def test_the_cells_of_the_page_run_in_order(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SLOW))
 

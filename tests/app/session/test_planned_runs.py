@@ -107,6 +107,7 @@ def test_a_lever_that_met_nothing_is_told(folder: Path, monkeypatch: pytest.Monk
     assert "fused-optimizer" not in done.err
 
 
+@pytest.mark.long
 def test_losses_are_compared_with_those_of_the_untouched_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder, DEBUG_OFF, FUSED)
     monkeypatch.setattr("os.execve", go_on_here)
@@ -152,6 +153,7 @@ def test_losses_that_cannot_be_compared_are_refused_before_anything_runs(
     assert why in " ".join(done.err.split()) and "it ran" not in done.err
 
 
+@pytest.mark.long
 def test_more_losses_than_the_script_has_are_refused(folder: Path) -> None:
     write(folder, DEBUG_OFF)
     done = flatout("run", "--plan", "plan.toml", "--check-after", "100", "train.py", folder=folder)

@@ -109,6 +109,7 @@ def test_a_slow_script_gets_a_plan_that_is_proved_and_runs(folder: Path, monkeyp
     assert measured and all(low > 1 for _, low, _ in measured)
 
 
+@pytest.mark.long
 def test_stopped_twice_it_ends_in_order_and_saves_what_was_tried(folder: Path) -> None:
     process = start(folder, "tune", "--time-budget", "30s", "train.py")
     assert _wait_for(lambda: any(p.stat().st_size for p in folder.glob(".plan.*.search-log")), timeout_s=150)

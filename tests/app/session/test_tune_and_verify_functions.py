@@ -35,6 +35,7 @@ def folder(tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch) ->
     return tmp_path / "work"
 
 
+@pytest.mark.long
 def test_a_budget_that_is_too_short_still_compares_a_lever_and_leaves_the_folder_and_signals_of_this_process_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_changed_script_is_proved_and_a_different_one_is_not(folder: Path) -> 
     assert "DIFFERENT" in other._repr_html_()
 
 
+@pytest.mark.long
 def test_a_plan_in_memory_is_proved_like_its_file(folder: Path) -> None:
     plan = Plan(script="train.py", lever=(PlannedLever(id="graph.debug-off", guarantee="exact"),))
 

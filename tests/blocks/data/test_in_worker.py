@@ -55,6 +55,7 @@ def epochs(loader: Any, *, draw: str = "none", num: int = 3) -> list[Any]:
 
 @pytest.mark.parametrize("source", DRAWS)
 @pytest.mark.parametrize("options", [{"shuffle": True}, {"drop_last": True}])
+@pytest.mark.slow
 def test_batches_and_random_numbers_are_the_same_to_the_last_bit(source: str, options: dict[str, Any]) -> None:
     other = "torch" if source != "torch" else "python"
     expected = epochs(DataLoader(Noisy(source), 4, **options), draw=other)

@@ -21,6 +21,7 @@ def loader() -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 50])
+@pytest.mark.slow
 def test_batches_come_out_in_order_and_none_is_lost(ahead: int) -> None:
     torch.manual_seed(0)
     expected = [batch for _ in range(3) for batch in loader()]

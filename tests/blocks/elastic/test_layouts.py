@@ -78,6 +78,7 @@ def _losses(folder: Path, victim: int) -> tuple[dict[int, float], str]:
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_a_killed_stage_goes_on_bit_for_bit(tmp_path: Path) -> None:
     undisturbed, _ = _losses(tmp_path / "undisturbed", -1)
     disturbed, on_progress = _losses(tmp_path / "disturbed", 1)

@@ -104,6 +104,7 @@ def test_a_supervisor_that_ends_leaves_nothing_behind(reports: dict[str, Any], n
 
 @pytest.mark.slow
 @pytest.mark.multi
+@pytest.mark.long
 def test_the_example_of_the_page_survives_a_kill_on_the_command_line(tmp_path: Path) -> None:
     example = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
     (tmp_path / "train.py").write_text(example)

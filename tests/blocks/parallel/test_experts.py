@@ -339,6 +339,7 @@ LOADED = """
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_a_checkpoint_of_two_ranks_is_read_by_four(tmp_path: Path) -> None:
     said = lines_of(SPREAD + '\n    as_ranks(2, lambda: work("saved", 2))\n' + LOADED, tmp_path)
     assert said[2:] == ["loaded"] * 4

@@ -35,5 +35,6 @@ FREED = """
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_a_model_whose_layers_share_an_input_is_freed() -> None:
     assert lines_of(FREED) == ["gone"] * 2

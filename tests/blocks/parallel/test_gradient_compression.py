@@ -203,6 +203,7 @@ LEARNT = """
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_digits_are_learnt_about_as_well_and_by_signs_only_with_feedback() -> None:
     said = {
         implementation: (loss, right, share)

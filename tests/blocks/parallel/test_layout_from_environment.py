@@ -22,6 +22,7 @@ def _losses(text: str) -> list[float]:
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_the_example_trains_the_same_alone_and_laid_out() -> None:
     alone = subprocess.run(
         [sys.executable, str(SCRIPT), "--steps", "10"], capture_output=True, text=True, timeout=110, check=True

@@ -218,6 +218,7 @@ def trained() -> dict[str, tuple[list[float], float]]:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("name", [name for name, _, given in TRAINED if "compression" not in given])
+@pytest.mark.long
 def test_training_goes_as_in_one_process(name: str, trained: dict[str, tuple[list[float], float]]) -> None:
     kind = name.partition(" ")[0]
     losses, alone = trained[name][0], trained[f"{kind} alone"][0]
@@ -227,6 +228,7 @@ def test_training_goes_as_in_one_process(name: str, trained: dict[str, tuple[lis
 
 @pytest.mark.multi
 @pytest.mark.parametrize("name,most,near", [("gpt in bfloat16", 0.51, 0.02), ("gpt in signs", 0.05, None)])
+@pytest.mark.long
 def test_compressed_gradients_train_in_fewer_bytes(
     name: str, most: float, near: float | None, trained: dict[str, tuple[list[float], float]]
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_the_loop_of_the_how_to_runs_unchanged_alone_and_under_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -287,6 +287,7 @@ def _rotated(text: str) -> str:
     return "".join(lines[9:] + lines[:9])
 
 
+@pytest.mark.long
 def test_the_commands_say_what_has_changed(project: Path, recorded: Recorded, tmp_path: Path) -> None:
     first = recorded.plain
     (project / "helper.py").write_text(textwrap.dedent(HELPER).replace("0.5", "0.25"))
@@ -318,6 +319,7 @@ def test_an_unchanged_script_is_watched_and_replayed(project: Path) -> None:
 
 
 @pytest.mark.usefixtures("project")
+@pytest.mark.long
 def test_another_number_of_threads_is_named(recorded: Recorded) -> None:
     found = replay(recorded.plain, is_here=True)
     assert found.difference is not None and (found.difference.step, found.difference.what) == (0, "loss")
@@ -325,6 +327,7 @@ def test_another_number_of_threads_is_named(recorded: Recorded) -> None:
 
 
 @pytest.mark.usefixtures("project")
+@pytest.mark.long
 def test_another_version_of_a_package_is_named(recorded: Recorded) -> None:
     package(recorded.site, "1.5")
     try:
@@ -336,6 +339,7 @@ def test_another_version_of_a_package_is_named(recorded: Recorded) -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_a_run_of_two_ranks_is_run_again_on_two(project: Path) -> None:
     path = ran(project, "ranks.py", ranks=2)
     assert read_run(path).surroundings.world_size == 2
@@ -349,6 +353,7 @@ def test_a_run_of_two_ranks_is_run_again_on_two(project: Path) -> None:
     assert not any("TORCHELASTIC" in r.text or "RANK" in r.text for r in changed.reasons)
 
 
+@pytest.mark.long
 def test_a_replay_runs_what_was_compiled_then(project: Path, tmp_path: Path) -> None:
     hits = project / "hits.txt"
     path = ran(project, "compiled.py", variables={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "one")})

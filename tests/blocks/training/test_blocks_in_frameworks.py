@@ -163,6 +163,7 @@ def _ran(folder: Path, *names: str) -> dict[str, dict[str, Any]]:
     return dict(zip(names, said, strict=True))
 
 
+@pytest.mark.long
 def test_the_weights_are_those_of_a_plain_loop_and_nan_is_noticed(tmp_path: Path) -> None:
     said = _ran(tmp_path, "plain", "accelerate", "fabric", "trainer")
     for name, found in said.items():

@@ -22,6 +22,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_processes_that_share_weights_train_them() -> None:
     said = subprocess.run(
         [sys.executable, "-c", AS_SCRIPT, str(RECIPES / "hogwild.py"), "--steps", "1500"],

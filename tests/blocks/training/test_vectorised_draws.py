@@ -68,6 +68,7 @@ def test_a_model_learns_the_same_bit_for_bit(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_it_lasts_where_nobody_keeps_what_undoes_it() -> None:
     script = (
         "import gc, torch\n"

@@ -150,6 +150,7 @@ def test_gradient_accumulation_counts_one_step_for_several_backwards() -> None:
     assert evidence.steps.num_observed == pytest.approx(14, abs=1)
 
 
+@pytest.mark.long
 def test_derivatives_inside_a_step_do_not_end_it() -> None:
     def loop() -> None:
         net = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -262,6 +263,7 @@ def alternating(num: int, *, together_from: int = 0) -> Callable[[], object]:
     ],
     ids=["one optimizer", "two optimizers", "inference", "by hand"],
 )
+@pytest.mark.slow
 def test_most_short_steps_of_any_loop_go_by_unwatched_and_all_are_counted(loop: Callable[[], object]) -> None:
     capture = Capture(command=("test",), cwd=".", schedule=FAST, machine=None, propose=lambda _: ())
     capture.start()
@@ -730,6 +732,7 @@ def test_composite_operators_are_decomposed_in_inference_mode_and_modules_are_re
     assert all(torch.equal(o, outputs[0]) for o in outputs)
 
 
+@pytest.mark.slow
 def test_an_error_of_ours_at_the_end_leaves_what_was_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
     published: list[Evidence] = []
     schedule = Schedule(trials_budget_s=0.0, observe_s=0.05)

@@ -75,6 +75,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("has_annotations", [True, False])
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+@pytest.mark.long
 def test_a_loop_on_the_host_has_its_steps_phases_and_products(written: Path, name: str, has_annotations: bool) -> None:
     evidence = evidence_in([written / f"{'annotated' if has_annotations else 'plain'}-{name}"])
     assert (evidence.steps.kind, evidence.steps.num_observed) == ("training", 5)

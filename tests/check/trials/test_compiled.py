@@ -130,6 +130,7 @@ def test_the_forward_alone_runs_under_autocast(net: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------- a copy of the process
 
 
+@pytest.mark.slow
 def test_the_latest_result_counts_when_the_time_is_over() -> None:
     def measure() -> Iterator[dict[str, float]]:
         yield {"first": 1.0}

@@ -211,6 +211,7 @@ print(sites.table()[found[0]].library)
 """
 
 
+@pytest.mark.slow
 def test_torch_in_an_environment_behind_a_link_is_still_torch(tmp_path: Path) -> None:
     folder = Path(torch.__file__).parents[1]
     link = tmp_path / "site-packages"

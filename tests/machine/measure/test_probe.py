@@ -67,6 +67,7 @@ def test_every_figure_is_positive_and_finite(machine: Machine) -> None:
     assert {"float32", "float64", "bfloat16"} <= set(machine.matmul_flop_per_s)
 
 
+@pytest.mark.slow
 def test_what_is_missing_has_a_reason(machine: Machine) -> None:
     optional = ("launch_s", "sync_s", "h2d_pageable_bytes_per_s", "h2d_pinned_bytes_per_s", "cache_bytes_per_s")
     for figure in optional:

@@ -179,6 +179,7 @@ def test_a_cause_that_takes_memory_says_how_much(full: Evidence, diagnosis: Diag
     assert "faster" not in text.partition("The floor, line by line")[0].partition("The cause")[2]
 
 
+@pytest.mark.long
 def test_a_huge_run_stays_a_small_page(full: Evidence, diagnosis: Diagnosis) -> None:
     long = "x = '" + "a" * 100_000 + "'"
     finding = change(diagnosis.findings[0], text=long, because=long, edit=f"{long}\n" * 50, also=full.sources * 200)

@@ -34,6 +34,7 @@ def whole_page() -> bytes:
     return scale_page(FOUND, QUESTION, how=HOW, first=First(STAGES, rows("interleaved", chunks=2)), failing=FAILING)
 
 
+@pytest.mark.slow
 def test_question_and_answer_come_first() -> None:
     page = Page(whole_page())
     text = page.text[page.text.index("Skip to the report") :]

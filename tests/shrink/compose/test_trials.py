@@ -211,6 +211,7 @@ def test_a_carried_state_is_carried_for_the_metric_and_follows_the_model_in_widt
 
 
 @needs_compiler
+@pytest.mark.long
 def test_native_code_carries_the_state_of_every_row_and_is_loaded_so(
     stepping: tuple[CandidateModel, Tensor], tmp_path: Path
 ) -> None:

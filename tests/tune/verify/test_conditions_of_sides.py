@@ -57,6 +57,7 @@ def last_answer(request: Request) -> SideAnswer:
         return process.answer(timeout_s=60.0)
 
 
+@pytest.mark.long
 def test_what_recording_takes_does_not_count_as_the_scripts_peak(wide: Request, tmp_path: Path) -> None:
     recorded, plain = last_answer(msgspec.structs.replace(wide, folder=str(tmp_path))), last_answer(wide)
     assert abs(recorded.peak_bytes - plain.peak_bytes) < NUM_BYTES // 4

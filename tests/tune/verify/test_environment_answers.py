@@ -103,6 +103,7 @@ def test_other_rounding_of_the_policy_is_bounded_though_its_own_rollouts_would_b
 
 
 @pytest.mark.parametrize("change", [{"mean": "policy(0.99 * state)"}, {"noise": 0.11}, {"lr": 1.1e-3}])
+@pytest.mark.long
 def test_another_policy_is_told(tmp_path: Path, change: dict[str, object]) -> None:
     found = verdict(script(tmp_path / "one"), script(tmp_path / "two", **change))  # type: ignore[arg-type]
     assert found.outcome == "different"

@@ -103,6 +103,7 @@ def test_a_stage_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path, se
     assert is_gone(pid)
 
 
+@pytest.mark.long
 def test_another_server_is_started_for_one_that_was_killed_and_ends_with_all_that_it_has_forked(tmp_path: Path) -> None:
     servers, wanted = fork_servers(), request(tmp_path)
     assert servers is not None

@@ -83,6 +83,7 @@ def test_a_metric_that_the_script_does_not_print_is_an_error(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("pattern", "why"), [("accuracy (", "no regular expression"), ("accuracy", "0 groups")])
+@pytest.mark.slow
 def test_what_is_no_metric_is_refused(pattern: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         checked(Metric(pattern=pattern))
@@ -132,6 +133,7 @@ def learning(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_without_a_metric_the_first_losses_tell(tmp_path: Path) -> None:
     slow = learning(tmp_path, "slow.py", pause=0.004)
     coarse = learning(tmp_path, "coarse.py", steps_of_one=32)

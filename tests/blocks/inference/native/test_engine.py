@@ -457,6 +457,7 @@ def _wait_until_busy(engine: Engine) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_100_000_steps_leave_no_reference_behind(averages: Engine, pairs: Engine) -> None:
     engine, two = averages.copy(), pairs.copy()
     y, tensor, good = np.zeros(2, np.float32), torch.ones(3), X.tobytes()

@@ -137,6 +137,7 @@ def _strange(kind: str, n: int = 50) -> list[Array]:
     return found
 
 
+@pytest.mark.long
 def test_sanitizers_find_nothing_in_many_events(texts: dict[str, Generated], tmp_path: Path) -> None:
     options = ["-O0", "-g", "-march=x86-64-v3", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     command = _driver(texts["everything"], tmp_path, options)
@@ -145,6 +146,7 @@ def test_sanitizers_find_nothing_in_many_events(texts: dict[str, Generated], tmp
 
 @pytest.mark.skipif(not shutil.which("valgrind"), reason="needs valgrind")
 @pytest.mark.parametrize("kind", ["gru", "windowed"])
+@pytest.mark.long
 def test_memcheck_finds_nothing_in_many_events(kind: str, texts: dict[str, Generated], tmp_path: Path) -> None:
     """Nothing that comes out depends on memory that was not initialised; nor does anything that decides."""
     command = _driver(texts[kind], tmp_path, ["-O2", "-g", "-march=x86-64-v3"])
@@ -158,6 +160,7 @@ def test_memcheck_finds_nothing_in_many_events(kind: str, texts: dict[str, Gener
     ("kind", "compiler"),
     [("everything", "gcc"), ("mlp in 8 bits", "gcc"), ("windowed", "clang-14"), ("gru", "clang-14")],
 )
+@pytest.mark.long
 def test_as_many_instructions_run_whatever_the_numbers_are(
     kind: str, compiler: str, texts: dict[str, Generated], tmp_path: Path
 ) -> None:

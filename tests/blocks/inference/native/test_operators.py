@@ -36,6 +36,7 @@ def test_every_operator_equals_eager(tmp_path: Path) -> None:
     assert [f"{v.model}\n{v.why}" for v in found if v.kind != "equal"] == []
 
 
+@pytest.mark.long
 def test_no_operator_has_both_native_code_and_a_decomposition() -> None:
     own = {t for t in operators() if t in decompositions() and t not in torch.export.default_decompositions()}
     assert own == set()

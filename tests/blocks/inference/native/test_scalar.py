@@ -237,6 +237,7 @@ def test_the_error_stays_within_its_bound(name: str, built: list[Built]) -> None
 
 
 @pytest.mark.parametrize("name", SAME)
+@pytest.mark.slow
 def test_simple_functions_give_what_torch_gives(name: str, built: list[Built]) -> None:
     x = np.concatenate([spread(20000), SPECIAL])
     wanted = in_torch(SAME[name], x, dtype=torch.float32).astype(np.float32)

@@ -18,6 +18,7 @@ pytestmark = [
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_the_page_leads_from_training_to_a_program() -> None:
     command = [sys.executable, ROOT / "docs" / "run_pages.py", ROOT / "docs" / "tutorials" / "native-engine.md"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -266,6 +266,7 @@ def test_scores_that_are_none_are_refused(make: Callable[[], Score], what: str) 
 
 
 @pytest.mark.parametrize("form", ["sigmoid", "hardware"])
+@pytest.mark.slow
 def test_other_forms_of_softcap_are_the_same_function_off_the_gpu(form: scores.Form) -> None:
     raw = torch.linspace(-30, 30, 4001, dtype=torch.float64).requires_grad_()
     none = torch.zeros(())

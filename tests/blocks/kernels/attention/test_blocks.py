@@ -53,6 +53,7 @@ def cases(draw: st.DrawFn) -> tuple[Mask, int, int, int]:
 @pytest.mark.slow
 @given(cases())
 @settings(max_examples=200)
+@pytest.mark.long
 def test_block_sets_are_those_of_create_block_mask(case: tuple[Mask, int, int, int]) -> None:
     mask, queries, keys, block = case
 

@@ -106,6 +106,7 @@ def test_no_allocation_is_as_large_as_all_logits(kernel: Kernel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", _FUSED, ids=name_of)
+@pytest.mark.long
 def test_small_gradients_survive_float16_under_a_loss_scale(kernel: Kernel) -> None:
     """Probabilities of 1/3000 over 400 tokens are 8e-7, of which float16 holds one digit; classes that are never a target get no
     more."""

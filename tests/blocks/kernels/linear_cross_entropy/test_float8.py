@@ -76,6 +76,7 @@ def test_the_error_is_that_of_rounding_to_float8(options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("options", _OPTIONS, ids=str)
+@pytest.mark.slow
 def test_the_kernel_returns_what_the_reference_does(options: dict[str, Any]) -> None:
     leaves, targets = _drawn(bias=options.get("bias", False))
     wanted = _results(leaves, targets, options, _REFERENCE.run)

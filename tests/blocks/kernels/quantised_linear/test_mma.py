@@ -115,6 +115,7 @@ def test_the_kernel_says_what_the_reference_says(
     assert_right(y, x, weight, around)
 
 
+@pytest.mark.slow
 def test_numbers_far_below_the_largest_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma, "_function", function_on_host)
     wide = drawn(16, 256)

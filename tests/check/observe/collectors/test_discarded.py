@@ -39,6 +39,7 @@ def adversarial(*, detach: bool, freeze: bool, real_first: bool = False) -> Evid
 
 
 @pytest.mark.parametrize(("detach", "freeze"), [(True, True), (True, False), (False, True)])
+@pytest.mark.slow
 def test_what_is_neither_detached_nor_frozen_is_found(detach: bool, freeze: bool) -> None:
     evidence = adversarial(detach=detach, freeze=freeze)
 
@@ -72,6 +73,7 @@ def test_accumulated_gradients_are_used() -> None:
     assert not [f for f in observe(loop).module_facts if f.name == "discarded-gradient"]
 
 
+@pytest.mark.slow
 def test_what_autograd_runs_last_does_not_hide_what_leads_nowhere() -> None:
     """The real images were judged first: their backward comes after that of the generator."""
     evidence = adversarial(detach=False, freeze=True, real_first=True)

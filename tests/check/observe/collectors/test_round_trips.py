@@ -63,6 +63,7 @@ def logged(net: nn.Module, batch: Tensor) -> Tensor:
     return (out - noise).square().mean()
 
 
+@pytest.mark.slow
 def test_a_value_that_comes_back_is_found_where_numpy_works() -> None:
     evidence = observe(there_and_back)
 
@@ -75,6 +76,7 @@ def test_a_value_that_comes_back_is_found_where_numpy_works() -> None:
 
 
 @pytest.mark.parametrize("step", [logged, lambda net, batch: net(batch).square().mean()], ids=["logged", "plain"])
+@pytest.mark.slow
 def test_logs_random_numbers_and_the_loaders_items_are_no_round_trip(step: Step) -> None:
     evidence = observe(step)
 

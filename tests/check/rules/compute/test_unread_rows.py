@@ -47,6 +47,7 @@ def test_logits_of_which_a_slice_is_read_are_found_with_what_follows_row_by_row(
     assert "80 rows of 1000 numbers" in finding.because
 
 
+@pytest.mark.slow
 def test_the_time_steps_of_a_recurrent_layer_are_all_read() -> None:
     """torch splits the projections of all time steps with unsafe_split, whose results do not say that they are views."""
     gru, head = nn.GRU(512, 32), nn.Linear(32, 3)

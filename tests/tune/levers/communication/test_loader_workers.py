@@ -124,6 +124,7 @@ def test_batches_and_random_numbers_are_the_same_over_epochs(parameters: dict[st
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.slow
 def test_other_data_sets_are_left_alone() -> None:
     with pulled(LEVER, num_workers=1, dataset="Images") as hooks:
         assert DataLoader(Waves(), 6).num_workers == 0

@@ -249,6 +249,7 @@ def batches():
 
 
 @pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.slow
 def test_the_edited_script_makes_the_same_batches(name: str) -> None:
     code, expected = LOADERS[name]
     text = SCRIPT.format(loader=code)
@@ -315,6 +316,7 @@ found = [list(one) for _ in range(2) for one in (train_loader, test_loader)]
         ("transforms.ToTensor()", "transforms.ToTensor(), target_transform=None", 1),
     ],
 )
+@pytest.mark.slow
 def test_images_of_the_test_loader_are_prepared_like_those_of_training(
     train: str, test: str, num: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +394,7 @@ for loader in (data.train_loader(), data.val_loader(), data.test_loader()):
     [("", 2), ("\n        self.val.transform = None", 1), ("\n        self.val = Subset(self.val, range(4))", 1)],
 )
 @pytest.mark.parametrize("also", [False, True])
+@pytest.mark.slow
 def test_the_other_part_of_a_split_data_set_is_prepared_like_the_first(more: str, num: int, also: bool) -> None:
     """A part that may have got a transform of its own is not; where both loaders were met, each is changed once."""
     text = SPLIT.format(more=more)

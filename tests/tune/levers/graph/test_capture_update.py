@@ -155,6 +155,7 @@ def place(function: str = "<module>") -> dict[str, Any]:
         ),
     ],
 )
+@pytest.mark.slow
 def test_the_edited_script_learns_the_same(body: str, function: str, expected: list[str]) -> None:
     new = edit(HEAD + body, place(function))
     assert "from flatout import captured_update" in new

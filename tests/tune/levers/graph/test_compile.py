@@ -228,6 +228,7 @@ loss.backward()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+@pytest.mark.slow
 def test_a_script_that_retains_graphs_can_go_backward_twice(tmp_path: Path) -> None:
     from torch._functorch import config
 
