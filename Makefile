@@ -9,6 +9,7 @@
 #   make bench    the benchmarks behind the claims
 #   make world    the environment of bench/world, which runs check on other people's scripts
 #   make package  build and check the wheel, install it into an empty environment, type commands there, list what it brings
+#   make run-docs run the code and the commands of all pages, and compare what they print
 #   make docs     write the generated pages and build the site into site/
 #   make clean    remove caches and the built site; the environment stays (rm -r .venv for that)
 
@@ -25,7 +26,7 @@ PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrai
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long fast check style types arrows doctests pages format bench world package docs clean
+.PHONY: help demo test long fast check style types arrows doctests pages run-docs format bench world package docs clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -95,6 +96,9 @@ pages: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_world.py --check
 	@$(BIN)/python docs/generate_architecture.py --check
 	@$(BIN)/zensical build --config-file mkdocs.yml --strict >build/site.log 2>&1 || { cat build/site.log; exit 1; }
+
+run-docs: $(VENV)/tools.stamp
+	@$(BIN)/python docs/run_pages.py --jobs $(JOBS)
 
 format: $(VENV)/tools.stamp
 	@$(BIN)/ruff format --quiet .

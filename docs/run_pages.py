@@ -40,6 +40,7 @@ from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[1]
 DOCS: Final = ROOT / "docs"
+CACHE: Final = ROOT / "build" / "docs-cache"
 PAGES: Final = (
     "README.md",
     "docs/*.md",
@@ -230,9 +231,10 @@ class Outputs:
         return [line.rstrip() for line in lines]
 
     def _plain(self, printed: str) -> str:
-        """Without colours and progress lines, and without the folder's own path."""
+        """Without colours and progress lines, and without paths of this machine."""
         lines = [line.rpartition("\r")[2] for line in _COLOUR.sub("", printed).replace("\r\n", "\n").split("\n")]
-        return "\n".join(lines).replace(f"{self.folder}/", "").replace(str(self.folder), ".")
+        text = "\n".join(lines).replace(f"{self.folder}/", "").replace(str(self.folder), ".")
+        return text.replace(str(CACHE), "~/.cache").replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
 
     def _shell(self, command: str) -> tuple[int, str]:
         try:
@@ -280,9 +282,8 @@ class Outputs:
     def _environment(self) -> dict[str, str]:
         """This Python's programs first, one width, and a cache for what is measured of the machine."""
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-        cache = ROOT / "build" / "docs-cache"
-        cache.mkdir(parents=True, exist_ok=True)
-        own = {"PATH": path, "COLUMNS": str(WIDTH), "XDG_CACHE_HOME": str(cache), "NO_COLOR": "1", "MPLBACKEND": "svg"}
+        CACHE.mkdir(parents=True, exist_ok=True)
+        own = {"PATH": path, "COLUMNS": str(WIDTH), "XDG_CACHE_HOME": str(CACHE), "NO_COLOR": "1", "MPLBACKEND": "svg"}
         return {**os.environ, **own, "PYTHONWARNINGS": "ignore"}
 
 

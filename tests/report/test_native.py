@@ -79,3 +79,9 @@ def test_many_layers_are_counted() -> None:
     many = structs.replace(REPORT, layers=REPORT.layers[:1] * 50)
 
     assert "and 10 more" in native_text(many)
+
+
+def test_what_is_faster_than_its_floor_has_none() -> None:
+    text = native_text(structs.replace(REPORT, floor_s=5e-6))
+    assert "% of that speed" not in text
+    assert "no floor: reading its weights once takes 5.00 us" in text

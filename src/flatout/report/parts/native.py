@@ -43,9 +43,12 @@ def _latencies(report: NativeReport) -> Iterator[Block]:
         yield ""
         yield Table([Column("one event"), *numbers("p50", "p99", "p99.9", "events")], rows, inset=0)
     if report.floor_s is not None:
-        reached = reached_fraction(report)
+        reached, floor = reached_fraction(report), units.duration(report.floor_s)
+        if reached is not None and reached > 1:
+            yield f"no floor: reading its weights once takes {floor} at the bandwidth that was measured here, and it is faster"
+            return
         tail = "" if reached is None else f"; {units.percent(reached)} of that speed is reached"
-        yield f"floor {units.duration(report.floor_s)}: its weights, read once from the smallest cache that holds them{tail}"
+        yield f"floor {floor}: its weights, read once from the smallest cache that holds them{tail}"
 
 
 def _layers(layers: Sequence[NativeLayer]) -> Iterator[Block]:

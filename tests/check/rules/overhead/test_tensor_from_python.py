@@ -17,6 +17,15 @@ def test_a_tensor_from_a_long_list_is_named(detail: str) -> None:
 
     assert finding.where is not None
     assert (finding.where.line, finding.cost_s) == (20, pytest.approx(0.03))
+    assert "takes 20.00 ms; with what builds the list the line takes 30.00 ms" in finding.because
+
+
+def test_a_line_that_takes_no_more_than_its_calls_is_not_named_twice() -> None:
+    run = EvidenceBuilder()
+    line = run.line("train.py", 20, "x = torch.tensor(rows)")
+    run.use("torch.tensor", line, 0.02, detail="list")
+
+    assert only_finding(RULE, run.build()).because.endswith("takes 20.00 ms")
 
 
 @pytest.mark.parametrize("detail", ["short list", "scalar", "array", "tensor"])

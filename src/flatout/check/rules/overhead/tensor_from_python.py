@@ -41,9 +41,8 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             where=evidence.source_of(hottest),
             cost_s=cost_s + pause_s(evidence),
             saved_s=with_pause(evidence, (max(0.7 * call_s, 0.5 * cost_s), 0.97 * cost_s)),
-            because=f"{first.name} of {_COSTLY[first.detail]}, {calls:.0f} times a step, takes {call_s * 1e3:.2f} ms; "
-            f"with what builds the list {'the line takes' if len(times) == 1 else 'the lines take'} {cost_s * 1e3:.2f} ms"
-            f"{of_pause(evidence)}",
+            because=f"{first.name} of {_COSTLY[first.detail]}, {calls:.0f} times a step, takes {call_s * 1e3:.2f} ms"
+            f"{_with_lists(call_s, cost_s, len(times))}{of_pause(evidence)}",
             edit="keep the data in one array or tensor from the start and index it; torch.from_numpy(np.stack(arrays)) for a "
             "list of arrays",
             also=evidence.sources_of(s for s in sources if s != hottest),
@@ -52,6 +51,13 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             ),
             basis="timed",
         )
+
+
+def _with_lists(call_s: float, cost_s: float, num_lines: int) -> str:
+    """What the lines take with the lists that they build, where that is more."""
+    if f"{call_s * 1e3:.2f}" == f"{cost_s * 1e3:.2f}":
+        return ""
+    return f"; with what builds the list the {'line takes' if num_lines == 1 else 'lines take'} {cost_s * 1e3:.2f} ms"
 
 
 def _seconds(evidence: Evidence, source: int, uses: list[CallUse]) -> tuple[float, float]:
