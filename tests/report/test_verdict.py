@@ -60,7 +60,14 @@ def verdict(outcome: Outcome, *, equality: Equality = EQUAL, speed: Speed | None
             "SLOWER: equal within the rounding of the steps before, but 0.50x (0.40 - 0.60) as fast",
         ),
         (verdict("different", equality=WRONG, speed=None), "DIFFERENT: step 3, gradient Net.head.weight"),
-        (verdict("unknown", because="too few steps"), "COULD NOT TELL: too few steps"),
+        (verdict("unknown", because="too few steps", speed=None), "COULD NOT TELL: too few steps"),
+        (verdict("unknown", because="noisy"), "COULD NOT TELL: noisy, 1.50x (1.40 - 1.60)"),
+        (
+            verdict(
+                "unknown", equality=Equality(guarantee="bounded", holds=None, because="no reference"), because="noisy"
+            ),
+            "COULD NOT TELL: noisy",
+        ),
     ],
 )
 def test_the_answer_comes_first_in_a_sentence(found: Verdict, sentence: str) -> None:
@@ -161,3 +168,9 @@ def test_cases_fail_as_the_exit_code_says(found: Verdict, equality: str, speed: 
     results = {case.result for case in cases.values()}
     assert {0: not results & {"failed", "error"}, 1: "failed" in results, 3: "error" in results}[found.exit_code]
     assert all(case.message for case in cases.values() if case.result != "passed")
+
+
+def test_losses_are_named_once() -> None:
+    assert Difference(step=1, what="loss", tensor="loss 1").place == "loss 1"
+    assert Difference(step=1, what="gradient", tensor="head.weight").place == "gradient head.weight"
+    assert Difference(step=1, what="loss", tensor="").place == "loss"

@@ -49,6 +49,11 @@ class Difference(Record, frozen=True, kw_only=True):
     allowed: float | None = None
     because: str = ""
 
+    @property
+    def place(self) -> str:
+        """Kind and name of the tensor; the names of losses say the kind themselves."""
+        return self.tensor if self.tensor.startswith(self.what) else f"{self.what} {self.tensor}".rstrip()
+
 
 class Equality(Record, frozen=True, kw_only=True):
     """Whether two runs of `num_steps` steps computed the same under a guarantee; None: it could not be told, see `because`.

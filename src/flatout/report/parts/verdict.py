@@ -62,9 +62,9 @@ def verdict_headline(verdict: Verdict) -> str:
     if verdict.outcome == "slower" and ratio:
         return f"SLOWER: {equal}, but {ratio} as fast"
     if verdict.outcome == "different":
-        where = f"step {first.step}, {first.what} {first.tensor}".rstrip() if first is not None else verdict.because
-        return f"DIFFERENT: {where}"
-    return f"COULD NOT TELL: {verdict.because}"
+        return f"DIFFERENT: {verdict.because if first is None else f'step {first.step}, {first.place}'}"
+    about = f", {ratio}" if ratio and verdict.equality.holds else ""
+    return f"COULD NOT TELL: {verdict.because}{about}"
 
 
 def verdict_cases(verdict: Verdict) -> list[JunitCase]:
@@ -100,7 +100,7 @@ def _equality(equality: Equality) -> Iterator[Remark]:
         yield "equality", f"{compared}; {against}, up to {equality.factor:g}x the error before"
     first = equality.first
     if first is not None and equality.holds is not True:
-        yield "first", f"step {first.step}, {first.what} {first.tensor}: {deviation_words(equality)}"
+        yield "first", f"step {first.step}, {first.place}: {deviation_words(equality)}"
     if equality.before_error is not None and equality.after_error is not None:
         worst = f"{equality.worst:.2g}" if math.isfinite(equality.worst) else "beyond all"
         yield (

@@ -26,10 +26,9 @@ def why_not_proved(verdict: Verdict) -> str:
         first = verdict.equality.first
         if first is None or verdict.equality.because:
             return verdict.because
-        where = f"{first.what} {first.tensor}".rstrip()
         error = f"is off by {first.error:.2g} of its norm" if first.error is not None else first.because
         allowed = f", {first.allowed:.2g} allowed" if first.allowed is not None else ""
-        return f"not equal: in step {first.step} {where} {error or 'is another'}{allowed}"
+        return f"not equal: in step {first.step} {first.place} {error or 'is another'}{allowed}"
     if verdict.speed is None:
         return verdict.because
     speed = verdict.speed
