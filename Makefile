@@ -4,6 +4,7 @@
 #   make test     the test suite
 #   make fast     its fast part, without what is marked slow
 #   make long     what is marked long: whole runs of what a quicker test looks at, too
+#   make pythons  the fast tests with each other Python that is installed, in environments of their own
 #   make check    style, types, arrows, doctests, documentation
 #   make format   mend what style finds, where a tool can
 #   make bench    the benchmarks behind the claims
@@ -26,7 +27,7 @@ PIP  := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrai
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test long fast check style types arrows doctests pages run-docs format bench world package docs clean
+.PHONY: help demo test long fast pythons check style types arrows doctests pages run-docs format bench world package docs clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -65,6 +66,16 @@ long: $(VENV)/tools.stamp
 
 fast: $(VENV)/tools.stamp
 	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not long'
+
+PYTHONS ?= python3.12 python3.13 python3.14
+pythons: pyproject.toml constraints.txt
+	@for python in $(PYTHONS); do \
+	  command -v $$python >/dev/null || { echo "== $$python is not installed"; continue; }; \
+	  echo "== the fast tests with $$python"; \
+	  test -x build/$$(basename $$python)/bin/python || $$python -m venv build/$$(basename $$python) || exit 1; \
+	  build/$$(basename $$python)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test]' || exit 1; \
+	  build/$$(basename $$python)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not long' -p no:cacheprovider || exit 1; \
+	done
 
 # One target a check, so that 'make -k check' shows everything that is wrong, and 'make types' one thing.
 check: style types arrows doctests pages

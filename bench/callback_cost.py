@@ -16,10 +16,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+from flatout.machine.measure.probe import cpu_model
 from flatout.machine.measure.stats import ratio_estimate
 
 LIBRARIES = ("transformers", "lightning", "accelerate")
@@ -38,7 +40,12 @@ def main() -> int:
         library, is_watched = options.train
         train(library, options.steps, is_watched=is_watched == "watched")
         return 0
-    result: dict[str, object] = {"steps": options.steps}
+    result: dict[str, object] = {
+        "steps": options.steps,
+        "processor": cpu_model(),
+        "cores": os.cpu_count(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "lightning", "accelerate")},
+    }
     for library in options.libraries:
         plain, watched, own = [], [], []
         for number in range(options.pairs):

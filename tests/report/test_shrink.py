@@ -78,3 +78,12 @@ def test_the_picture_names_every_point_and_escapes_what_users_wrote(is_cost: boo
 
 def test_the_report_goes_to_json_and_back() -> None:
     assert from_json(to_json(FOUND), Shrunk) == FOUND
+
+
+def test_a_byte_more_or_less_is_no_gain() -> None:
+    same = msgspec.structs.replace(FAST, num_bytes=(4 << 20) + 100)
+    lines = plain_lines(shrunk_blocks(msgspec.structs.replace(FOUND, points=(GIVEN, same))))
+    assert "  about as many bytes: 4.00 MiB -> 4.00 MiB" in lines
+    larger = msgspec.structs.replace(FAST, num_bytes=8 << 20)
+    lines = plain_lines(shrunk_blocks(msgspec.structs.replace(FOUND, points=(GIVEN, larger))))
+    assert "  2.00x as many bytes: 4.00 MiB -> 8.00 MiB" in lines

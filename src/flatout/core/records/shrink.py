@@ -19,9 +19,9 @@ class Point(Record, frozen=True, kw_only=True):
     """A composition of reductions, made and measured.
 
     `call_s` are seconds of one call (of one step of training where that is the objective), `faster` how many times faster than
-    the original model's, in pairs run in turn. `num_bytes` are those of the weights (of weights, gradients and the optimizer's
-    state where training is the objective). `metric` is the user's; `lost` what of it went, in its own unit, positive where it is
-    worse, with an interval where the metric comes sample by sample.
+    the original model's, in pairs run in turn, from which `call_s` follows. `num_bytes` are those of the weights (of weights,
+    gradients and the optimizer's state where training is the objective). `metric` is the user's; `lost` what of it went, in its
+    own unit, positive where it is worse, with an interval where the metric comes sample by sample.
     """
 
     name: str

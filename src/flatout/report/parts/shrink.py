@@ -40,13 +40,19 @@ def shrunk_blocks(found: Shrunk) -> Iterator[Block]:
     remarks = (
         f"{speed.ratio:.2f}x faster a {_CALL[found.objective]} ({speed.low:.2f} .. {speed.high:.2f}, {speed.num_pairs} pairs): "
         f"{units.duration(original.call_s[0])} -> {units.duration(best.call_s[0])}",
-        f"{original.num_bytes / max(best.num_bytes, 1):.2f}x fewer bytes: "
+        f"{_bytes_words(original.num_bytes / max(best.num_bytes, 1))}: "
         f"{units.size(original.num_bytes)} -> {units.size(best.num_bytes)}",
         found.verdict.equality.because,
         f"{found.verdict.outcome}: {found.because}",
         *(f"- {note}" for note in best.notes),
     )
     yield Listing([("", remark) for remark in remarks])
+
+
+def _bytes_words(times: float) -> str:
+    if abs(times - 1) < 0.02:
+        return "about as many bytes"
+    return f"{times:.2f}x fewer bytes" if times > 1 else f"{1 / times:.2f}x as many bytes"
 
 
 def _row(point: Point, found: Shrunk) -> list[str]:

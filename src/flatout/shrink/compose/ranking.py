@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from flatout.core.records.shrink import Objective, Point
 from flatout.shrink.pareto import pareto_indices
 
@@ -12,6 +14,21 @@ def pareto_names(points: Sequence[Point]) -> tuple[str, ...]:
     """Names of the points that no other beats in time, bytes and loss at once, the fastest first."""
     remaining = [points[i] for i in pareto_indices([(p.call_s[0], p.num_bytes, p.lost) for p in points])]
     return tuple(p.name for p in sorted(remaining, key=lambda p: p.call_s[0]))
+
+
+def beside_original(point: Point, original: Point) -> Point:
+    """The point with the seconds that its pairs with the original model say: those of other minutes do not compare.
+
+    >>> original = Point(name="original", call_s=(2.0, 1.9, 2.1), num_bytes=8, metric=0.9)
+    >>> fast = Point(name="fast", call_s=(3.0, 3.0, 3.0), faster=(2.0, 1.6, 2.5), num_bytes=8, metric=0.5)
+    >>> beside_original(fast, original).call_s
+    (1.0, 0.8, 1.25)
+    """
+    ratio, low, high = point.faster
+    if point is original or not low > 0:
+        return point
+    call_s = original.call_s[0]
+    return msgspec.structs.replace(point, call_s=(call_s / ratio, call_s / high, call_s / low))
 
 
 def is_within(point: Point, allowed_loss: float) -> bool:

@@ -16,7 +16,7 @@ from flatout.core.records.reduction import Reduction
 from flatout.core.records.shrink import Objective, Point, Shrunk, Tried, Where
 from flatout.core.records.verdict import Equality, Outcome, Speed, Verdict
 from flatout.shrink.compose.explorer import Composition, Explorer, composition_name
-from flatout.shrink.compose.ranking import best, is_gain, is_within, pareto_names
+from flatout.shrink.compose.ranking import beside_original, best, is_gain, is_within, pareto_names
 
 _PROOF: Final = 3.0
 """The proof measures so many times longer than a trial."""
@@ -81,6 +81,7 @@ def find_cheapest(
         failed.add(selected.name)
         points[points.index(selected)] = proved
     points[points.index(selected)] = proved
+    points = [beside_original(point, points[0]) for point in points]
     found = Shrunk(
         model=settings.model,
         objective=settings.objective,
