@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -249,11 +249,14 @@ def observe_script(observation: Observation, script: Script, machine: Machine | 
 
 def import_for_side() -> None:
     """Import all that `run_side` needs before it comes to the script, and nothing that starts threads or a device."""
-    import numpy  # noqa: F401  # seeded with the others
+    with suppress(ImportError):
+        import numpy  # noqa: F401  # seeded with the others
+    with suppress(ImportError):
+        import flatout.tune.rewrite.source  # half a second: libcst, with which levers change texts
     import torch._dynamo  # noqa: F401  # a second, at the first optimizer that is made
 
     import flatout.app.plans
-    import flatout.tune.apply  # half a second: libcst, with which levers change texts
+    import flatout.tune.apply
     import flatout.tune.verify.ordered_draws
     import flatout.tune.verify.rounding_noise
     import flatout.tune.verify.side  # noqa: F401

@@ -14,7 +14,6 @@ from flatout.core.errors import PlanError
 from flatout.core.records.plan import Circumstances, Plan
 from flatout.core.registry import lever_of
 from flatout.core.runtime.cores import usable_cores
-from flatout.tune.rewrite.source import pull
 from flatout.tune.script_hooks import ScriptHooks
 
 
@@ -41,6 +40,8 @@ def applied(
         if lever.apply is not None:
             lever.apply(hooks, planned.parameters)
         elif lever.edit is not None:
+            from flatout.tune.rewrite.source import pull  # libcst, which a plan without texts needs not
+
             pull(lever.id, hooks, planned.parameters, lever.edit)
         else:
             raise PlanError(f"lever '{lever.id}' has neither an `apply` nor an `edit`; take it out of the plan")

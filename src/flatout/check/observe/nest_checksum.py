@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from flatout.check.observe.calls import is_wrapper
+from flatout.core.tensors.host_bytes import host_bytes
 from flatout.core.tensors.nests import tensors_in
 
 _MOST_HASHED_BYTES: Final = 64 << 20
@@ -20,11 +21,11 @@ def nest_checksum(value: Any) -> int:
         return 0
     if sum(t.numel() * t.element_size() for t in tensors) > _MOST_HASHED_BYTES:
         return 0
-    # Not core.tensors.checksum: of the calls that hand values to NumPy only those of flatout.check are known to be ours.
     checksum = 1
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1)
         checksum = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), checksum)
         if flat.numel():
-            checksum = zlib.crc32(flat.view(torch.uint8).cpu().numpy().data, checksum)
+            on_host = flat.view(torch.uint8).cpu()
+            checksum = zlib.crc32(host_bytes(on_host), checksum)
     return checksum or 1

@@ -8,6 +8,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from flatout.core.tensors.host_bytes import host_bytes
+
 _CHUNK: Final = 1 << 22
 """Words that are mixed at once."""
 
@@ -21,7 +23,7 @@ def checksum(tensor: Tensor) -> int:
     if not flat.numel():
         return 0
     data = flat.view(torch.uint8) if flat.dtype != torch.bool else flat.to(torch.uint8)
-    return zlib.crc32(data.cpu().numpy().data) if flat.device.type == "cpu" else _weighted_sum(data)
+    return zlib.crc32(host_bytes(data)) if flat.device.type == "cpu" else _weighted_sum(data)
 
 
 def _weighted_sum(data: Tensor) -> int:

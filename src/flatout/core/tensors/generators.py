@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 
+from flatout.core.tensors.host_bytes import host_bytes
+
 
 def generator_states() -> dict[str, Any]:
     """Where the generators of the process stand, as values that can be compared and pickled.
 
     'python' and 'torch'; 'numpy' where that is imported; 'cuda' (one state a device) where that is in use.
     """
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state().numpy().tobytes()}
+    states: dict[str, Any] = {"python": random.getstate(), "torch": bytes(host_bytes(torch.get_rng_state()))}
     if "numpy" in sys.modules:
         kind, words, *others = sys.modules["numpy"].random.get_state()
         states["numpy"] = (kind, words.tobytes(), *others)
     if torch.cuda.is_initialized():
         devices = range(torch.cuda.device_count())
-        states["cuda"] = tuple(torch.cuda.get_rng_state(i).numpy().tobytes() for i in devices)
+        states["cuda"] = tuple(bytes(host_bytes(torch.cuda.get_rng_state(i))) for i in devices)
     return states
 
 

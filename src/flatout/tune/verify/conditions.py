@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import torch
@@ -23,14 +23,15 @@ def seed_all(seed: int, patches: Patches) -> None:
 
     So a script that seeds itself with 0 runs as it is under seed 0, and on other numbers under another.
     """
-    import numpy as np
-
     _moved(random, "seed", seed, patches)
-    _moved(np.random, "seed", seed, patches)
     _moved(torch, "manual_seed", seed, patches)
     random.seed(0)
-    np.random.seed(0)  # the legacy generator is what scripts use
     torch.manual_seed(0)
+    with suppress(ImportError):  # a script without NumPy draws nothing from it
+        import numpy as np
+
+        _moved(np.random, "seed", seed, patches)
+        np.random.seed(0)  # the legacy generator is what scripts use
 
 
 def _moved(owner: Any, name: str, by: int, patches: Patches) -> None:

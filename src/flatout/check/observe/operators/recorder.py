@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flatout.check.observe.calls import is_wrapper
 from flatout.core.records.evidence import RepeatedModule
 from flatout.core.runtime.source_sites import Sites
+from flatout.core.tensors.host_bytes import host_bytes
 from flatout.machine.cost.flops import operator_flop
 
 GRAPH: Final = "inductor.graph"
@@ -518,8 +519,11 @@ def _fingerprint(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return 0
-    # Of a copy: NumPy's view of a storage makes it one that cannot be resized, and sharded parameters are resized.
-    return zlib.crc32(flat.view(torch.uint8).to("cpu", copy=True).numpy().data)
+    on_host = flat.view(torch.uint8).cpu()
+    try:
+        return zlib.crc32(host_bytes(on_host))
+    except ValueError:  # a wrapper of other tensors
+        return id(tensor)
 
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
