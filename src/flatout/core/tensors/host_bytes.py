@@ -15,13 +15,13 @@ def host_bytes(tensor: Tensor) -> memoryview:
     Raises ValueError where the tensor has no memory of its own, as a wrapper of others.
     """
     num_bytes = tensor.numel() * tensor.element_size()
-    address = tensor.data_ptr()
-    if num_bytes and (not address or tensor.device.type != "cpu" or not tensor.is_contiguous()):
+    start = tensor.untyped_storage().data_ptr()  # not Tensor.data_ptr, whose calls flatout.check takes for the user's
+    if num_bytes and (not start or tensor.device.type != "cpu" or not tensor.is_contiguous()):
         raise ValueError(
             f"a {type(tensor).__name__} on '{tensor.device}' has no bytes in the host's memory in one piece"
         )
     if not num_bytes:
         return memoryview(b"")
-    array = (ctypes.c_ubyte * num_bytes).from_address(address)
+    array = (ctypes.c_ubyte * num_bytes).from_address(start + int(tensor.storage_offset()) * tensor.element_size())
     array.owner = tensor  # type: ignore[attr-defined]  # goes when the last view of the array does
     return memoryview(array)
