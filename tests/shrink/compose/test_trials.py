@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from tests.plain_models import plain
@@ -124,6 +125,26 @@ def test_trained_sizes_are_kept_for_other_processes(original: CandidateModel, tm
 
 
 @needs_compiler
+def test_a_model_in_fewer_bits_is_delivered_as_it_was_tried(original: CandidateModel, tmp_path: Path) -> None:
+    """Which layers are faster in fewer bits is measured: measured anew, none may be."""
+    times: list[int] = []
+
+    def once(candidate: CandidateModel, parameters: object) -> CandidateModel:
+        if times:
+            raise UsageError("no layer was faster in fewer bits within what the metric allows")
+        times.append(1)
+        return candidate.with_model(copy.deepcopy(candidate.model), "2 of 4 layers", num_bytes=123)
+
+    option = Option(reduction="bits.fewer-bits", name="fewer bits")
+    found = [msgspec.structs.replace(one, apply=once) if one.kind == "bits" else one for one in reductions()]
+    runner = TrialRunner(original, found, "latency", seconds=0.05, keep=tmp_path)
+    assert runner.tried((option,), allowed_loss=0.02).point is not None
+    elsewhere = TrialRunner(original, found, "latency", seconds=0.05, keep=tmp_path)
+    for one in (runner, elsewhere):
+        delivered = one.delivered((option,))
+        assert (delivered.num_bytes, delivered.notes) == (123, ("2 of 4 layers",))
+
+
 def test_a_written_model_is_loaded_with_what_runs_it(original: CandidateModel, tmp_path: Path) -> None:
     runner = trial_runner(original)
     write_shrunk(runner.delivered((HALF, NATIVE)), (HALF, NATIVE), tmp_path / "out")

@@ -68,17 +68,18 @@ class TrialRunner:
             file = self._file(name)
             if file is not None and file.exists():
                 require_trusted_library(file)  # a pickle: of our own folder, and of nobody else's
-                model, inputs, notes = torch.load(file, weights_only=False)
-                self._built[name] = replace(self._original.with_model(model, "", inputs=inputs), notes=notes)
+                model, inputs, notes, num_bytes = torch.load(file, weights_only=False)
+                made = self._original.with_model(model, "", inputs=inputs, num_bytes=num_bytes)
+                self._built[name] = replace(made, notes=notes)
                 return self._built[name]
             reduction = self._reduction(last)
             built: CandidateModel = reduction.apply(self.candidate(tuple(before)), last.parameters)
-            if reduction.kind not in ("size", "recovery"):
+            if reduction.kind not in ("size", "recovery", "bits"):
                 return built
-            self._built[name] = built
+            self._built[name] = built  # bits, too: which layers are faster in them is measured, and could come out otherwise
             if file is not None:
                 beside = file.with_suffix(".part")
-                torch.save((built.model, built.inputs, built.notes), beside)
+                torch.save((built.model, built.inputs, built.notes, built.num_bytes), beside)
                 beside.replace(file)
         return self._built[name]
 
