@@ -116,3 +116,10 @@ def test_a_picture_that_the_code_draws_is_written_beside_the_page(tmp_path: Path
     assert run(page).returncode == 1
     assert run(page, "--write").returncode == 0
     assert (tmp_path / "docs" / "images" / "it.svg").read_text() == "<svg/>"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_where_the_code_depends_on_times_any_is_right(code: int, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"<!-- run: any-code -->\n```console\n$ echo told; exit {code}\ntold\n```\n")
+    assert run(page).returncode == 0

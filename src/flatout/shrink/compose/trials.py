@@ -76,7 +76,8 @@ class TrialRunner:
             built: CandidateModel = reduction.apply(self.candidate(tuple(before)), last.parameters)
             if reduction.kind not in ("size", "recovery", "bits"):
                 return built
-            self._built[name] = built  # bits, too: which layers are faster in them is measured, and could come out otherwise
+            # bits, too: which layers are faster in them is measured, and could come out otherwise
+            self._built[name] = built
             if file is not None:
                 beside = file.with_suffix(".part")
                 torch.save((built.model, built.inputs, built.notes, built.num_bytes), beside)
