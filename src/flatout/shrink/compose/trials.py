@@ -69,8 +69,8 @@ class TrialRunner:
             if file is not None and file.exists():
                 require_trusted_library(file)  # a pickle: of our own folder, and of nobody else's
                 model, inputs, notes, num_bytes = torch.load(file, weights_only=False)
-                made = self._original.with_model(model, "", inputs=inputs, num_bytes=num_bytes)
-                self._built[name] = replace(made, notes=notes)
+                restored = self._original.with_model(model, "", inputs=inputs, num_bytes=num_bytes)
+                self._built[name] = replace(restored, notes=notes)
                 return self._built[name]
             reduction = self._reduction(last)
             built: CandidateModel = reduction.apply(self.candidate(tuple(before)), last.parameters)
