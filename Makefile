@@ -3,7 +3,7 @@
 #   make demo     one slow script diagnosed and tuned, beside its fast twin
 #   make test     the test suite
 #   make fast     its fast part, without what is marked slow
-#   make long     what is marked long: whole runs of what a quicker test looks at, too
+#   make long     the tests that are too long for make test
 #   make pythons  the fast tests with each other Python that is installed, in environments of their own
 #   make check    style, types, arrows, doctests, documentation
 #   make format   mend what style finds, where a tool can

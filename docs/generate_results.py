@@ -18,13 +18,15 @@ from generate_rules import plain
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "bench" / "results"
 PAGE: Final = ROOT / "docs" / "results.md"
+BY_HAND: Final = "By hand"
 # Results whose file is not named like its script: the first pattern that fits, of the path below the date's folder.
 NAMED: Final = (
     ("tune_plans/*", "bench/tune_examples.py"),
     ("tune/*", "bench/tune_device.py"),
     ("world_tune*", "bench/world/tune.py"),
+    ("world_cures*", "bench/world/measure.py"),
+    ("cures*", "bench/world/measure.py"),
     ("world*", "bench/world/run.py"),
-    ("cures*", "bench/world/run.py"),
     ("generated*", "bench/world/generated.py"),
     ("beyond*", "bench/beyond_device.py"),
     ("layouts*", "bench/layouts_device.py"),
@@ -32,15 +34,15 @@ NAMED: Final = (
     ("ranks*", "bench/ranks_device.py"),
     ("native*", "bench/native.py"),
     ("attention_shapes*", "bench/attention_shapes_device.py"),
-    ("held_out*", "bench/device_check.py"),
+    ("held_out*", "bench/check_examples.py"),
     ("gpt2-small*", "bench/device_check.py"),
     ("host-bound*", "bench/device_check.py"),
     ("summary*", "bench/device_check.py"),
-    ("nanogpt_step*", "bench/world/tune.py"),
-    ("captured_updates*", "bench/world/tune.py"),
-    ("policies_and_language_models*", "bench/world/tune.py"),
-    ("run_start*", "bench/world/tune.py"),
-    ("float8_loss*", "bench/losses_device.py"),
+    ("nanogpt_step*", BY_HAND),
+    ("captured_updates*", BY_HAND),
+    ("policies_and_language_models*", BY_HAND),
+    ("run_start*", BY_HAND),
+    ("float8_loss*", BY_HAND),
     ("machine*", "flatout machine"),
 )
 HARDWARE: Final = {
@@ -72,9 +74,11 @@ def script_of(path: Path) -> str:
 
 def described(script: str) -> tuple[str, str]:
     """What a script measures, and how it is called, from its docstring."""
-    path = ROOT / script
-    if not path.exists():
+    if script == BY_HAND:
+        return "Single measurements without a script; each file says what ran and how often.", ""
+    if script.startswith("flatout "):
         return "What this machine can do.", script
+    path = ROOT / script
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     first = " ".join(docstring.partition("\n\n")[0].split())
     usage = next(
@@ -101,19 +105,9 @@ def page() -> str:
     ]
     for script, by_folder in sorted(results().items()):
         first, usage = described(script)
-        lines += [
-            "",
-            f"## {script}",
-            "",
-            plain(first),
-            "",
-            "```sh",
-            usage,
-            "```",
-            "",
-            "| date | hardware | files |",
-            "|---|---|---|",
-        ]
+        lines += ["", f"## {script}", "", plain(first)]
+        lines += ["", "```sh", usage, "```"] if usage else []
+        lines += ["", "| date | hardware | files |", "|---|---|---|"]
         for folder, paths in sorted(by_folder.items(), reverse=True):
             date, hardware = folder[:10], HARDWARE.get(folder[11:], folder[11:])
             names = [p.relative_to(RESULTS / folder).as_posix() for p in paths]

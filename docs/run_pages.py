@@ -14,7 +14,7 @@ A comment on the line before a fence changes that:
 
     <!-- run: measured -->        the output differs from run to run: it is written, and not compared
     <!-- run: tail 12 -->         the last 12 lines of the output are shown (`head 12`: the first)
-    <!-- run: any-code -->        how the command ends depends on times: its code may be 0 or another
+    <!-- run: any-code -->        how the command ends depends on times: its code may be 0 or another, without a traceback
     <!-- run: fails -->           the command ends with another code than 0, the cell with an exception
     <!-- run: no, REASON -->      it is not run; the reason is for readers of the source
     <!-- run: hidden ... -->      with lines of Python before the `-->`: a cell that the page does not show
@@ -219,6 +219,8 @@ class Outputs:
 
     def _judge(self, fence: Fence, has_failed: bool, printed: str) -> None:
         self.num_run += 1
+        if fence.has("any-code") is not None and "Traceback (most recent call last)" in printed:
+            raise PageError(f"line {fence.first + 1}: a traceback\n{self._plain(printed)[-3000:]}")
         if fence.has("any-code") is None and has_failed != (fence.has("fails") is not None):
             how = "failed" if has_failed else "did not fail"
             raise PageError(f"line {fence.first + 1}: it {how}\n{self._plain(printed)[-3000:]}")

@@ -123,3 +123,10 @@ def test_where_the_code_depends_on_times_any_is_right(code: int, tmp_path: Path)
     page = tmp_path / "page.md"
     page.write_text(f"<!-- run: any-code -->\n```console\n$ echo told; exit {code}\ntold\n```\n")
     assert run(page).returncode == 0
+
+
+def test_a_traceback_is_never_right(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- run: any-code, measured -->\n```console\n$ python -c 'raise ValueError(3)'\n```\n")
+    done = run(page)
+    assert done.returncode == 1 and "a traceback" in done.stdout

@@ -174,3 +174,4 @@ def test_losses_are_named_once() -> None:
     assert Difference(step=1, what="loss", tensor="loss 1").place == "loss 1"
     assert Difference(step=1, what="gradient", tensor="head.weight").place == "gradient head.weight"
     assert Difference(step=1, what="loss", tensor="").place == "loss"
+    assert Difference(step=1, what="gradient", tensor="gradient_net.weight").place == "gradient gradient_net.weight"

@@ -52,7 +52,7 @@ class Difference(Record, frozen=True, kw_only=True):
     @property
     def place(self) -> str:
         """Kind and name of the tensor; the names of losses say the kind themselves."""
-        return self.tensor if self.tensor.startswith(self.what) else f"{self.what} {self.tensor}".rstrip()
+        return self.tensor if self.tensor.partition(" ")[0] == self.what else f"{self.what} {self.tensor}".rstrip()
 
 
 class Equality(Record, frozen=True, kw_only=True):
