@@ -137,12 +137,11 @@ class Survivor:
         began = perf_counter()
         step_s = began - self._last_s if self._last_s is not None else None
         is_due = self._memory is not None and self._every.is_due(step)
-        if self._context is not None and not is_due:
+        if self._context is not None:
             self._context.reach(step)
         if self._memory is not None and is_due:
             stall_s = self._memory.write(step, parts, step_s)
-            if self._context is not None:  # the state before is safe on all ranks
-                self._context.reach(step)
+            self.alive()
             self._measure(self._every, stall_s, step_s)
             self._num_saved += 1
             if self._num_saved == _SURE and self._context is not None:
