@@ -50,6 +50,7 @@ HARDWARE: Final = {
     "h200-x2": "2 NVIDIA H200",
     "h200-x4": "4 NVIDIA H200",
     "a100-published": "A100, as published by others",
+    "published": "many devices, as published by others",
     "epyc-2-cores": "AMD EPYC, 2 cores",
     "epyc-family25-2-cores": "AMD EPYC (family 25), 2 cores",
     "xeon-2-cores": "Intel Xeon, 2 cores",

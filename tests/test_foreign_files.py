@@ -79,12 +79,14 @@ def assert_sound(found: list[dict[str, Any]], num: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_changed_file_is_read_or_refused_and_nothing_else() -> None:
     assert_sound(changed_and_read(QUICK, 80), 80)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kinds", "num"), [(REPORTS, 60), (SLOWER, 80)], ids=str)
+@pytest.mark.long
 def test_changed_files_of_kinds_that_take_longer_are_read_or_refused(kinds: list[str], num: int) -> None:
     assert_sound(changed_and_read(kinds, num), num)
 

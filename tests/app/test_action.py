@@ -517,6 +517,7 @@ def checked(repository: Repository, temporary: Path, cache_home: Path, **inputs:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_a_needless_forward_is_red_and_its_line_is_named(
     repository: Repository, temporary: Path, cache_home: Path
 ) -> None:

@@ -93,6 +93,7 @@ def typed_on(system: str, folder: Path, words: str) -> subprocess.CompletedProce
         ("run --plan plan.toml train.py", ""),
     ],
 )
+@pytest.mark.long
 def test_scripts_are_run_without_what_only_linux_has(words: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_text('version = 1\nscript = "train.py"\n')
     done = typed_on(LIKE_MACOS, tmp_path, words)

@@ -58,6 +58,7 @@ def test_both_use_the_projects_own_environment_and_no_list_of_files() -> None:
 
 
 @pytest.mark.parametrize(("most", "code"), [pytest.param(4, 0, marks=pytest.mark.long), (3, 1)])
+@pytest.mark.long
 def test_limits_of_a_step_are_looked_at_and_nothing_else(most: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "test_step.py").write_text(STEP.format(most=most))
     done = run("flatout-expect", tmp_path)
@@ -65,6 +66,7 @@ def test_limits_of_a_step_are_looked_at_and_nothing_else(most: int, code: int, t
     assert ("forward_kernels=3: 4 ran" in done.stdout) == bool(code)
 
 
+@pytest.mark.long
 def test_a_push_reports_what_makes_the_step_slow(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     done = run("flatout-step-time", tmp_path, "train.py")

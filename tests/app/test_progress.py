@@ -157,6 +157,7 @@ def check_on_a_terminal(folder: Path, cache_home: Path, script: str, *options: s
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_check_on_a_terminal_tells_how_far_it_is_and_leaves_a_clean_screen(tmp_path: Path, cache_home: Path) -> None:
     text = check_on_a_terminal(tmp_path, cache_home, SCRIPT, code=0)
 
@@ -174,6 +175,7 @@ def test_a_check_on_a_terminal_tells_how_far_it_is_and_leaves_a_clean_screen(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_quiet_shows_no_line(tmp_path: Path, cache_home: Path) -> None:
     text = check_on_a_terminal(tmp_path, cache_home, "print('hello')", "--quiet", code=3)
 

@@ -94,6 +94,7 @@ def outcome(output: str, name: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_marked_tests_pass_and_fail_with_their_lines(tmp_path: Path) -> None:
     (tmp_path / "test_them.py").write_text(TESTS, encoding="utf-8")
 

@@ -60,6 +60,7 @@ PROTOCOLS = {
 """Functions that discovery looks for in many modules: each is what its module's constant holds."""
 
 SHARED = {
+    "price": "of a layout, `flatout.scale.price`, and of an architecture that is searched for, where nobody sees it from outside",
     "custom": "a mask and a score of attention by a function of the user: `masks.custom`, `scores.custom`",
     "expect": "the pytest fixture is named after the function that it gives",
     "prefix": "a mask of attention and prefix tuning: the field's word for both, each public in its own package",

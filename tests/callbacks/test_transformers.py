@@ -20,6 +20,7 @@ def trainer_of(rows, *callbacks, **options):
 """
 
 
+@pytest.mark.long
 def test_the_training_is_the_same_to_the_last_bit_and_its_report_names_the_slow_line(run_script: RunScript) -> None:
     ran = run_script(
         TRAINER,

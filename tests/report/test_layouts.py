@@ -49,7 +49,7 @@ def test_layers_that_do_not_divide_are_a_range() -> None:
     ("changed", "term", "meaning"),
     [
         ({"context": 4}, "context 4", "Each sample is divided by tokens over 4 devices."),
-        ({"expert": 8}, "expert 8", "The 1 experts of a layer lie on 8 of the copies."),
+        ({"expert": 8}, "expert 8", "The 1 experts of a layer lie on 8 ranks."),
         ({"offload": "state"}, "offloaded", "The optimizer's state lies in the host's memory."),
         (
             {"offload": "weights", "offload_to": "disk"},

@@ -50,6 +50,7 @@ def measured(
     return runs
 
 
+@pytest.mark.long
 def test_constants_come_back_from_few_noisy_steps() -> None:
     runs = measured(TRUE, noise=0.02)
     some = Random(1).sample(runs, 30)
@@ -65,6 +66,7 @@ def test_constants_come_back_from_few_noisy_steps() -> None:
     )
 
 
+@pytest.mark.long
 def test_what_formulas_miss_for_a_shape_is_learnt_where_it_was_measured_and_widens_the_interval_elsewhere() -> None:
     quirks = {(2048, 4, 1): 0.25, (1024, 2, 2): -0.2, (2048, 2, 4): 0.2, (1024, 8, 1): 0.3}
     runs = measured(TRUE, noise=0.005, quirks=quirks)

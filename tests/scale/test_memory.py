@@ -10,7 +10,7 @@ from msgspec import structs
 from flatout.core.records.scale import FOLDED, LOOPED, Layout, ModelShape, ScheduleKind, Software
 from flatout.machine.cost.schedules import actions_of, schedule_table
 from flatout.scale.memory import in_flight, memory_of
-from flatout.scale.sizes import num_active, num_parameters
+from flatout.scale.sizes import active_parameters, num_parameters
 
 MODEL = ModelShape(hidden=2048, layers=24, heads=16, vocab=50304, seq=1024)
 
@@ -30,18 +30,19 @@ def test_gpt3_takes_sixteen_bytes_a_parameter_in_mixed_precision() -> None:
     model = ModelShape(hidden=12288, layers=96, heads=96, vocab=50257, seq=2048)
     (memory,) = memory_of(model, Layout(), Software())
     states = memory.weight_bytes + memory.gradient_bytes + memory.state_bytes
-    of_layer, of_embedding = num_parameters(model)
-    assert states == 16 * (96 * of_layer + of_embedding)
+    of_layers, of_embedding = num_parameters(model)
+    assert states == 16 * (of_layers + of_embedding)
     assert states == pytest.approx(2.8e12, rel=0.01)
 
 
 def test_all_experts_are_held_and_a_token_meets_its_own() -> None:
     mixture = structs.replace(MODEL, num_experts=8, experts_per_token=2)
     feed = 2 * 2048 * 4 * 2048
-    assert num_parameters(mixture)[0] - num_parameters(MODEL)[0] == 7 * feed
-    assert num_active(mixture) - num_active(MODEL) == feed
+    router = 8 * 2048
+    assert num_parameters(mixture)[0] - num_parameters(MODEL)[0] == 24 * (7 * feed + router)
+    assert active_parameters(mixture) - active_parameters(MODEL) == 24 * (feed + router)
     (one,), (many,) = (memory_of(model, Layout(), Software()) for model in (MODEL, mixture))
-    assert many.weight_bytes - one.weight_bytes == 24 * 7 * feed * 2
+    assert many.weight_bytes - one.weight_bytes == 24 * (7 * feed + router) * 2
 
 
 @given(shard=st.sampled_from([0, 1, 2]), data=st.sampled_from([2, 4, 8]))
@@ -118,11 +119,11 @@ def test_stages_together_hold_the_whole_model(
     """And the embedding twice, where the last stage needs what the first has."""
     model = structs.replace(MODEL, layers=layers, is_tied=is_tied)
     layout = Layout(pipeline=stages, tensor=tensor, global_batch=2 * stages, schedule=kind)
-    of_layer, of_embedding = num_parameters(model)
+    of_layers, of_embedding = num_parameters(model)
     embeddings = 1 if is_tied and kind in FOLDED else 2
     every = memory_of(model, layout, Software())
     assert sum(m.weight_bytes for m in every) * tensor == pytest.approx(
-        2 * (layers * of_layer + embeddings * of_embedding), rel=1e-9
+        2 * (of_layers + embeddings * of_embedding), rel=1e-9
     )
     assert sum(m.logits_bytes > 0 for m in every) == 1
 
@@ -202,10 +203,10 @@ def test_what_is_offloaded_lies_on_the_host() -> None:
 
 
 def test_what_compression_leaves_out_is_kept() -> None:
-    of_layer, of_embedding = num_parameters(MODEL)
+    of_layers, of_embedding = num_parameters(MODEL)
     for kind, copies in (("none", 0.0), ("bfloat16", 1.125), ("powersgd", 1.0), ("sign", 1.0)):
         (memory,) = memory_of(MODEL, Layout(data=8, global_batch=8, compression=kind), Software())  # type: ignore[arg-type]
-        assert memory.feedback_bytes == int(4 * copies * (24 * of_layer + of_embedding))
+        assert memory.feedback_bytes == int(4 * copies * (of_layers + of_embedding))
 
 
 def test_single_precision_takes_twice_as_much() -> None:

@@ -18,6 +18,7 @@ LARGE = ModelShape(hidden=12288, layers=96, heads=96, vocab=50304, seq=2048)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_first_is_the_fastest_of_all_that_fit() -> None:
     found = ranked_layouts(MODEL, CLUSTER, 64, Software(), Constants())
     spec = load_spec(CLUSTER.device)

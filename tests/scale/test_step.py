@@ -32,9 +32,9 @@ def taken(layout: Layout, constants: Constants = CONSTANTS, software: Software |
 def test_one_device_takes_what_its_operations_take() -> None:
     """6 operations a parameter and token, and those of attention, at the share of the rate that products reach."""
     layout = Layout(micro_batch=8, global_batch=32)
-    of_layer, of_head = num_parameters(MODEL)
+    of_layers, of_head = num_parameters(MODEL)
     tokens = 32 * 1024
-    flop = 6 * tokens * (of_layer * 24 + of_head) + 6 * 24 * tokens * 1024 * 2048
+    flop = 6 * tokens * (of_layers + of_head) + 6 * 24 * tokens * 1024 * 2048
     floor_s = flop / (3.12e14 * CONSTANTS.product_share)
     assert floor_s < taken(layout).total_s < 1.5 * floor_s
 
@@ -152,7 +152,8 @@ def test_contiguous_pieces_leave_the_last_rank_nearly_twice_the_mean() -> None:
         layout = Layout(context=context, global_batch=1)
         unequal = on_nodes(LONG, layout).compute_s
         equal = on_nodes(LONG, layout, context_pieces="balanced").compute_s
-        attention = 4 * 16 * 65536 * 65536 * 128 / 2 / context * 24 * 3.5 / (9.894e14 * 0.8 * 0.7)
+        forward = 4 * 16 * 65536 * 65536 * 128 / 2 / context * 24 / 9.894e14
+        attention = forward / CONSTANTS.attention_share + 2.5 * forward / CONSTANTS.attention_backward_share
         assert unequal - equal == pytest.approx(attention * ((2 * context - 1) / context - 1), rel=1e-6)
     assert on_nodes(short, Layout(global_batch=1)).context_s == 0
 
@@ -236,8 +237,8 @@ def test_state_on_the_host_is_copied_for_the_update_and_weights_for_each_layer()
     whole = Layout(micro_batch=8, global_batch=8)
     plain = on_nodes(MODEL, whole)
     state, weights = (on_nodes(MODEL, structs.replace(whole, offload=o)) for o in ("state", "weights"))
-    of_layer, of_embedding = num_parameters(MODEL)
-    copy_s = 12 * (24 * of_layer + of_embedding) / (6.4e10 * 0.85)
+    of_layers, of_embedding = num_parameters(MODEL)
+    copy_s = 12 * (of_layers + of_embedding) / (6.4e10 * 0.85)
     assert state.offload_s >= copy_s
     assert state.total_s == pytest.approx(plain.total_s + state.offload_s)
     assert weights.offload_s >= state.offload_s

@@ -43,7 +43,8 @@ def layouts(model: ModelShape, cluster: Cluster, global_batch: int, space: Space
     space = space or Space()
     devices = cluster.num_devices
     for tensor in divisors(devices):
-        if tensor > cluster.tiers[0].reach or model.key_heads % tensor or model.inner % tensor:
+        has_dense = model.num_experts == 1 or model.dense_layers > 0
+        if tensor > cluster.tiers[0].reach or model.key_heads % tensor or (has_dense and model.inner % tensor):
             continue
         for context in _contexts(model, devices // tensor, space):
             for pipeline in divisors(devices // tensor // context):
@@ -74,16 +75,17 @@ def _variants(
         divisions = product(
             schedules(model, pipeline, micro_batches),
             _shards(cluster, shape, space),
-            _experts(model, data),
+            _experts(model, tensor, data),
             _RECOMPUTE,
         )
-        for (schedule, chunks), (shard, shard_ranks, compression), expert, recompute in divisions:
+        for (schedule, chunks), (shard, shard_ranks, compression), (expert, expert_tensor), recompute in divisions:
             yield Layout(
                 tensor=tensor,
                 context=context,
                 pipeline=pipeline,
                 data=data,
                 expert=expert,
+                expert_tensor=expert_tensor,
                 micro_batch=samples,
                 global_batch=global_batch,
                 schedule=schedule,
@@ -136,8 +138,15 @@ def _shards(
     return [*found, *compressed]  # type: ignore[list-item]
 
 
-def _experts(model: ModelShape, data: int) -> list[int]:
-    return [e for e in divisors(data) if model.num_experts % e == 0] if model.num_experts > 1 else [1]
+def _experts(model: ModelShape, tensor: int, data: int) -> list[tuple[int, int]]:
+    """Ways to divide experts: (over how many ranks, on how many ranks each lies; 0 as many as divide tensors). Where tensor ranks
+    divide the rest of a layer, whole experts can lie on them, too."""
+    if model.num_experts == 1:
+        return [(1, 0)]
+    found = [(e, 0) for e in divisors(data) if model.num_experts % e == 0 and model.expert_inner % tensor == 0]
+    if tensor > 1:
+        found += [(e, 1) for e in divisors(tensor * data) if e % tensor == 0 and model.num_experts % e == 0]
+    return found
 
 
 def divisors(number: int) -> list[int]:

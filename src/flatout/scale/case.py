@@ -30,4 +30,9 @@ class StepCase(NamedTuple):
     @property
     def product_dtype(self) -> str:
         """The type in which products of the head, and of attention, are made: 8 bits are for weights of layers alone."""
-        return "bfloat16" if self.software.dtype == "float8" else self.software.dtype
+        return "bfloat16" if self.software.dtype in ("float8", "mxfp8", "nvfp4") else self.software.dtype
+
+
+def rate_dtype(dtype: str) -> str:
+    """The type of the data sheet's rate by which products of a type are made."""
+    return {"mxfp8": "float8", "nvfp4": "float4"}.get(dtype, dtype)

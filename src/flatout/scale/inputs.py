@@ -22,6 +22,8 @@ _FAR_LATENCY_S: Final = 1e-5
 _DISK_BYTES_PER_S: Final = 4e9
 """Bandwidth of one data-centre NVMe disk a device, writing, which is its slower direction (Samsung PM9A3 data sheet, 3.84
 TB: 6.9 GB/s read, 4.1 GB/s written; a DGX H100 has eight of that size for eight devices)."""
+_NODE: Final = 8
+"""Devices of a node, where nobody says otherwise."""
 _NEAREST: Final = ("nvlink", "infinity-fabric", "pcie")
 _UNITS: Final = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -40,6 +42,23 @@ def read_layout(path: Path) -> Layout:
     Raises PlanError when it cannot be read or a key is unknown or wrong.
     """
     return _read(path, Layout, "a layout")
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster in a TOML file whose keys are Cluster's: a device, how many there are, and [[tiers]] that join them, the
+    nearest first.
+
+    Raises PlanError when it cannot be read, a key is unknown or wrong, or tiers do not reach all devices.
+    """
+    cluster = _read(path, Cluster, "a cluster")
+    load_spec(cluster.device)
+    reaches = [tier.reach for tier in cluster.tiers]
+    if not reaches or reaches != sorted(set(reaches)) or reaches[-1] < cluster.num_devices:
+        raise PlanError(
+            f"'{path}': tiers reach {reaches or 'nothing'}; give them the nearest first, the last to all "
+            f"{cluster.num_devices} devices"
+        )
+    return cluster
 
 
 def read_runs(path: Path) -> list[TimedLayout]:
@@ -68,6 +87,8 @@ def layout_toml(layout: Layout, *, comment: str) -> bytes:
 
 
 def _toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
@@ -90,34 +111,58 @@ def _read(path: Path, kind: type[R], what: str) -> R:
 def cluster_of(
     text: str,
     *,
-    node: int = 8,
+    node: int | None = None,
     fabric_bytes_per_s: float = 5e10,
     disk_bytes_per_s: float = _DISK_BYTES_PER_S,
     host_bytes: float | None = None,
+    device: Path | None = None,
 ) -> Cluster:
-    """The cluster of '1024xh100-sxm': so many devices, by the id of their data sheet, with or without the vendor.
+    """The cluster of '1024xh100-sxm': so many devices, by the id of their data sheet, with or without the vendor; or of '1024'
+    and the file of a data sheet, `device`.
 
-    `node` of them are joined by their own links, nodes by a fabric of `fabric_bytes_per_s` a device, one direction (by default
-    400 Gbit/s). To the host's memory each has the data sheet's PCIe; `host_bytes` of it, where that is known, and a disk.
+    `node` of them (by default as many as the data sheet's links join, or 8) are joined by their own links, nodes by a fabric of
+    `fabric_bytes_per_s` a device, one direction (by default 400 Gbit/s). To the host's memory each has the data sheet's PCIe;
+    `host_bytes` of it, where that is known, and a disk.
 
     >>> cluster_of("16xh100-sxm").tiers[1].reach
     16
     """
-    found = re.fullmatch(r"(\d+)x([\w-]+)", text)
-    if found is None or not int(found[1]):
-        raise PlanError(f"'{text}' is no cluster; give NUMBERxDEVICE, as 1024xh100-sxm")
-    num, spec = int(found[1]), _spec(found[2])
+    if device is not None and text.isdecimal() and int(text):
+        num, spec, name = int(text), load_spec(str(device)), str(device)
+    else:
+        found = re.fullmatch(r"(\d+)x([\w-]+)", text)
+        if found is None or not int(found[1]) or device is not None:
+            how = (
+                "NUMBERxDEVICE, as 1024xh100-sxm"
+                if device is None
+                else "the number alone, as 1024, where --device has a file"
+            )
+            raise PlanError(f"'{text}' is no cluster; give {how}")
+        num, spec = int(found[1]), _spec(found[2])
+        name = spec.id
     links = {link.name: link.bytes_per_s.value for link in spec.links}
-    near = next((links[name] for name in _NEAREST if name in links), None)
+    near = next((link for name in _NEAREST for link in spec.links if link.name == name), None)
     if near is None:
-        raise HardwareError(f"the data sheet of '{spec.id}' names no link between devices")
-    tiers = [Tier(name="node", reach=min(node, num), bytes_per_s=near, latency_s=_NEAR_LATENCY_S)]
+        raise HardwareError(
+            f"the data sheet of '{spec.id}' names no link between devices; add [[links]] with nvlink or pcie"
+        )
+    node = node or max(near.reach, _NODE)
+    joined = min(near.reach or node, node)
+    tiers = [Tier(name="node", reach=min(joined, num), bytes_per_s=near.bytes_per_s.value, latency_s=_NEAR_LATENCY_S)]
+    if joined < min(node, num) and "pcie" in links:  # pairs have a bridge, and a node its PCIe
+        tiers.append(Tier(name="pcie", reach=min(node, num), bytes_per_s=links["pcie"], latency_s=_NEAR_LATENCY_S))
     if num > node:
         tiers.append(Tier(name="fabric", reach=num, bytes_per_s=fabric_bytes_per_s, latency_s=_FAR_LATENCY_S))
     host = None
     if "pcie" in links:
         host = Host(bytes_per_s=links["pcie"], disk_bytes_per_s=disk_bytes_per_s, memory_bytes=host_bytes)
-    return Cluster(device=spec.id, num_devices=num, tiers=tuple(tiers), host=host)
+    return Cluster(device=name, num_devices=num, tiers=tuple(tiers), host=host)
+
+
+def node_size(cluster: Cluster) -> int:
+    """Devices of a node: what the last tier before the network reaches."""
+    inner = [tier.reach for tier in cluster.tiers if tier.name != "fabric"]
+    return inner[-1] if inner else cluster.num_devices
 
 
 def samples_of(text: str, model: ModelShape) -> int:
@@ -153,7 +198,4 @@ def tokens_of(text: str) -> float:
 
 def _spec(name: str) -> HardwareSpec:
     ids = [spec.id for spec in all_specs()]
-    match = next((i for i in ids if name == i or i.partition("-")[2] == name), None)
-    if match is None:
-        raise HardwareError(f"no data sheet '{name}'; there are {', '.join(i.partition('-')[2] for i in ids)}")
-    return load_spec(match)
+    return load_spec(next((i for i in ids if name == i or i.partition("-")[2] == name), name))

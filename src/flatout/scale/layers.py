@@ -8,6 +8,7 @@ operators take on the device and what the host takes to start them (Constants.op
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -18,13 +19,17 @@ from flatout.machine.cost.collectives import all_reduce_s, all_to_all_s, gather_
 from flatout.machine.cost.roofline import bandwidth_bytes_per_s, peak_flop_per_s
 from flatout.machine.cost.waves import Rates, product_s
 from flatout.machine.specs.catalog import load_spec
-from flatout.scale.case import StepCase
+from flatout.scale.activations import activation_bytes, layer_share, recomputed_share
+from flatout.scale.case import StepCase, rate_dtype
 from flatout.scale.links import copies_of, gathered_s, is_sent_by_layer, scattered_s
 from flatout.scale.sizes import (
+    LayerKind,
     WeightPart,
+    attention_matrices,
     device_parameters,
+    feed_matrices,
+    layer_kinds,
     layer_parameters,
-    matrices,
     num_parameters,
     num_weights,
     sharded_parameters,
@@ -33,10 +38,16 @@ from flatout.scale.sizes import (
 
 _SOFTMAX_GROUP: Final = 4
 """Megatron's fused softmax takes attention whose samples x heads are a multiple of it (fused_kernels, batches_per_block)."""
-_FUSED_SHARE: Final = 0.7
-"""Of the rate of products, by fused attention (FlashAttention-2, Dao, 2023, figure 4: 50 to 73 % of an A100's rate)."""
 _FUSED_BACKWARD: Final = 2.5
 """Times the forward's work: five products, as scores are made again, where the forward has two (the same, section 3.1)."""
+_ORDERED: Final = 4 / 3
+"""Tokens are read and written when they are put in their experts' order and back; a third, as bytes here count three times."""
+_ROUTING_KERNELS: Final = 12
+"""Kernels of a router: its product, softmax, the largest, counts and offsets, and the order of tokens there and back."""
+_BLOCK: Final = 128
+"""Keys that a kernel of fused attention takes at a time: of a window's ends, half a block on either side is for nothing."""
+_BITS: Final[Mapping[str, int]] = {"float8": 8, "mxfp8": 8, "nvfp4": 4}
+"""Of a number, in types whose products need a cast."""
 _CAST: Final = 5
 """Bytes read and written to make a number of half precision one of 8 bits with a scale of its tensor: read for the largest, read
 again, written."""
@@ -117,7 +128,7 @@ def rates_of(case: StepCase, dtype: str) -> Rates:
     if spec.num_units is None:
         raise PlanError(f"the data sheet of '{spec.id}' does not say how many multiprocessors it has")
     return Rates(
-        flop_per_s=peak_flop_per_s(spec, dtype) * constants.product_share,
+        flop_per_s=peak_flop_per_s(spec, rate_dtype(dtype)) * constants.product_share,
         bytes_per_s=bandwidth_bytes_per_s(spec) * constants.memory_share,
         num_units=int(spec.num_units.value),
         fill_depth=constants.fill_depth,
@@ -135,60 +146,155 @@ def started_s_of(case: StepCase) -> float:
 # -- work -----------------------------------------------------------------------------------------------------------------
 
 
-def layer(case: StepCase) -> LayerWork:
+def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     """One layer on one micro-batch; what is computed again is in the backward, and in its inputs' part."""
     model, layout, cluster, software, constants = case
     rates, operator_s = rates_of(case, software.dtype), started_s_of(case)
     ranks, width, tokens, hidden = layout.tensor, case.width, case.tokens, model.hidden
-    products = _products(case, rates)
-    of_attention, score_bytes, is_fused = _attention(case, rates_of(case, case.product_dtype))
-    whole_bytes, divided_bytes = tokens * hidden * width, tokens * (model.inner + 3 * hidden) / ranks * width
+    products = _products(case, rates, kind)
+    attention = _attention(case, rates_of(case, case.product_dtype), kind)
+    whole_bytes = tokens * hidden * width
     # two norms (read, write), two dropouts with residuals (read two, write one and a mask): each rank has all of them
-    around = 12 * whole_bytes / (ranks if layout.is_sequence_parallel else 1) + 3 * divided_bytes
-    reading_s = (around + score_bytes + products.cast_bytes) / rates.bytes_per_s + 10 * rates.kernel_s
-    back_reading_s = (1.3 * around + 1.4 * score_bytes + products.back_cast_bytes) / rates.bytes_per_s
-    back_reading_s += 12 * rates.kernel_s
+    around = 12 * whole_bytes / (ranks if layout.is_sequence_parallel else 1) + 3 * _between_products(case, kind)
+    around *= software.traffic
+    num_kernels = 10 + _ROUTING_KERNELS * kind.is_sparse
+    reading_s = (
+        around + attention.score_bytes + products.cast_bytes
+    ) / rates.bytes_per_s + num_kernels * rates.kernel_s
+    back_reading_s = (1.3 * around + 1.4 * attention.score_bytes + products.back_cast_bytes) / rates.bytes_per_s
+    back_reading_s += (num_kernels + 2) * rates.kernel_s
     reduce_s = all_reduce_s(whole_bytes, ranks, cluster.tiers, share=constants.link_share)
-    around_s, around_back_s = _around(case, of_attention)
-    expert_s = _routed(case)
-    started_s = (0 if is_fused else software.unfused_softmax_operators) * operator_s
-    num_collectives = 2 * (ranks > 1) + (layout.context > 1) + 2 * (layout.expert > 1) + (layout.shard == 3)
+    # tokens stay divided among tensor ranks that hold whole experts
+    tensor_s = (1 if kind.is_sparse and layout.expert_ranks < ranks else 2) * reduce_s
+    tensor_back_s = tensor_s
+    if software.tensor_hidden and ranks > 1:
+        tensor_s, tensor_back_s = (
+            tensor_s - min(software.tensor_hidden * tensor_s * (1 - 1 / ranks), beside_s)
+            for beside_s in (products.forward_s, products.inputs_s + products.weights_s)
+        )
+    around_s, around_back_s = _around(case, attention)
+    expert_s = _routed(case) if kind.is_sparse else 0.0
+    started_s = (0 if attention.is_fused else software.unfused_softmax_operators) * operator_s
+    of_experts_s = 0.0
+    if kind.is_sparse:
+        started_s += software.routing_operators * operator_s
+        of_experts_s = software.expert_operators * max(1, model.num_experts // layout.expert) * operator_s
+    num_collectives = 2 * (ranks > 1) + (layout.context > 1) + (layout.shard == 3)
+    num_collectives += 2 * (layout.expert > 1 and kind.is_sparse)
     started_s += num_collectives * constants.collective_s if num_collectives else 0.0
     # weights that are gathered, and gradients that are reduced, each by itself
     is_one_by_one = software.shards_by == "weight" and is_sent_by_layer(layout)
-    one_by_one_s = num_weights(model) * operator_s if is_one_by_one else 0.0
+    one_by_one_s = num_weights(model, kind) * operator_s if is_one_by_one else 0.0
     gathering_s = one_by_one_s if layout.shard == 3 else 0.0
+    waited_s = 0.0 if software.hides_experts else expert_s
     forward = LayerPass(
-        products.forward_s + of_attention + reading_s,
-        2 * reduce_s,
-        software.forward_operators * operator_s + started_s + gathering_s,
+        products.forward_s + attention.forward_s + reading_s,
+        tensor_s,
+        software.forward_operators * operator_s + started_s + of_experts_s + gathering_s,
         around_s,
-        expert_s,
+        waited_s,
     )
     weights = LayerPass(products.weights_s, 0.0, products.num * operator_s)
-    again = _FUSED_BACKWARD if software.attention == "fused" else 2.0
     backward = LayerPass(
-        products.inputs_s + products.weights_s + again * of_attention + back_reading_s,
-        2 * reduce_s,
-        software.backward_operators * operator_s + started_s + gathering_s + one_by_one_s,
+        products.inputs_s + products.weights_s + attention.backward_s + back_reading_s,
+        tensor_back_s,
+        software.backward_operators * operator_s + started_s + 2 * of_experts_s + gathering_s + one_by_one_s,
         around_back_s,
-        expert_s,
+        waited_s,
     )
     again_s = software.recompute_operators * constants.operator_s
     if layout.recompute == "full":
-        backward += forward + LayerPass(0.0, 0.0, again_s - gathering_s)
+        backward += (forward + LayerPass(0.0, 0.0, again_s - gathering_s)).times(recomputed_share(model, layout))
+    elif layout.recompute == "operators":
+        backward += LayerPass(0.5 * products.forward_s + reading_s, 0.0, again_s)
+    elif layout.recompute == "parts":
+        backward += LayerPass(_parts_again(case, kind, rates, attention), 0.0, again_s)
     elif layout.recompute == "selective":
-        backward += LayerPass(of_attention + score_bytes / rates.bytes_per_s, 0.0, again_s)
+        backward += LayerPass(attention.forward_s + attention.score_bytes / rates.bytes_per_s, 0.0, again_s)
     work = LayerWork(forward, backward, _less(backward, weights), weights)
-    return _beside(work, weight_parts(*layer_parameters(model), layout), case)
+    parts = weight_parts(*layer_parameters(model, kind), layout)
+    moved = 0.0
+    if layout.offload_layers:
+        moved = layer_share(model, layout, layout.offload_layers) * activation_bytes(model, layout, software, kind)
+    return _beside(work, parts, case, expert_s=expert_s - waited_s, moved_bytes=moved)
+
+
+def _parts_again(case: StepCase, kind: LayerKind, rates: Rates, attention: _AttentionPass) -> float:
+    """Seconds of the parts that a backward computes again, by name."""
+    model, layout, tokens = case.model, case.layout, case.tokens
+    size = _itemsize(case)
+    between = layout.tensor if layout.is_sequence_parallel else 1
+    feed_forward = 0.0
+    if not kind.is_sparse:
+        matrices = feed_matrices(model, model.inner, layout.tensor)
+        feed_forward = sum(product_s(rates, tokens, n, k, itemsize=size) for n, k in matrices)
+    latent = 0.0
+    if model.key_rank:
+        ranks = (model.query_rank, model.key_rank)
+        matrices = attention_matrices(model, layout.tensor)
+        latent = sum(product_s(rates, tokens, n, k, itemsize=size) for n, k in matrices if k in ranks)
+    seconds = {
+        "attention": attention.forward_s + attention.score_bytes / rates.bytes_per_s,
+        "norms": 4 * tokens * model.hidden * case.width / between / rates.bytes_per_s,
+        "gates": 3 * _between_products(case, kind) / rates.bytes_per_s,
+        "latent": latent,
+        "feed-forward": feed_forward,
+        "experts": sum(_expert_products(case, rates)) if kind.is_sparse else 0.0,
+    }
+    return sum(seconds[name] for name in layout.recomputed)
+
+
+def _expert_products(case: StepCase, rates: Rates) -> tuple[float, ...]:
+    """Seconds of each of the experts' products, forward."""
+    model, layout = case.model, case.layout
+    local = max(1, model.num_experts // layout.expert)
+    each = max(1, round(routed_tokens(case) / local))
+    matrices = feed_matrices(model, model.expert_inner, layout.expert_ranks)
+    return tuple(product_s(rates, each, n, k, batch=local, itemsize=_itemsize(case)) for n, k in matrices)
+
+
+def _itemsize(case: StepCase) -> float:
+    """Bytes of a number that products take."""
+    bits = _BITS.get(case.software.dtype)
+    return case.width if bits is None else bits / 8
+
+
+def _between_products(case: StepCase, kind: LayerKind) -> float:
+    """Bytes of attention's vectors and of what is between the feed-forward's products, on one rank; of tokens as experts get
+    them, with what orders them by experts and back.
+    """
+    model, layout, tokens = case.model, case.layout, case.tokens
+    vectors = model.heads * (2 * model.query_width + model.head_width) if model.key_rank else 3 * model.hidden
+    inner = model.expert_inner * model.shared_experts if kind.is_sparse else model.inner
+    divided = tokens * (inner + vectors) / layout.tensor
+    if kind.is_sparse:
+        routed = routed_tokens(case)
+        divided += routed * (model.expert_inner / layout.expert_ranks + _ORDERED * model.hidden)
+    return divided * case.width
+
+
+def routed_tokens(case: StepCase) -> float:
+    """Tokens, each as often as an expert takes it, that the fullest rank's experts get of a micro-batch."""
+    layout, model = case.layout, case.model
+    fullest = case.constants.routing_imbalance if layout.expert > 1 else 1.0
+    return case.tokens * model.experts_per_token * fullest * layout.expert_ranks / layout.tensor
 
 
 def _less(whole: LayerPass, part: LayerPass) -> LayerPass:
     return whole._replace(device_s=whole.device_s - part.device_s, host_s=max(0.0, whole.host_s - part.host_s))
 
 
-def _beside(work: LayerWork, parts: tuple[WeightPart, ...], case: StepCase) -> LayerWork:
-    """The same while its weights are gathered or copied, and its gradients sent."""
+def _beside(
+    work: LayerWork,
+    parts: tuple[WeightPart, ...],
+    case: StepCase,
+    *,
+    expert_s: float = 0.0,
+    moved_bytes: float = 0.0,
+) -> LayerWork:
+    """The same while its weights are gathered or copied, and its gradients sent; and tokens of another micro-batch,
+    `expert_s`.
+    """
     layout = case.layout
     fetch_s = scatter_s = weights_s = gradients_s = 0.0
     if is_sent_by_layer(layout):
@@ -198,7 +304,10 @@ def _beside(work: LayerWork, parts: tuple[WeightPart, ...], case: StepCase) -> L
         copy_s, whole, share = copies_of(case), device_parameters(parts), sharded_parameters(parts, layout)
         weights_s = copy_s((share if layout.shard == 3 else whole) * case.width)
         gradients_s = copy_s((share if layout.shard >= 2 else whole) * case.software.gradient_bytes)
-    sent = (fetch_s, fetch_s + scatter_s, fetch_s, scatter_s)
+    sent = (fetch_s + expert_s, fetch_s + scatter_s + expert_s, fetch_s + expert_s, scatter_s)
+    if moved_bytes:  # activations go while the forward goes on, and come back for the backward
+        moved_s = copies_of(case)(moved_bytes)
+        weights_s, gradients_s = weights_s + moved_s, gradients_s + moved_s
     # weights come while gradients go: a link carries both at once
     copied = (weights_s, max(weights_s, gradients_s), weights_s, gradients_s)
     contention = case.constants.contention_share
@@ -217,30 +326,49 @@ class _LayerProducts(NamedTuple):
     num: int
 
 
-def _products(case: StepCase, rates: Rates) -> _LayerProducts:
-    """The fullest expert rank's: it has more tokens than the mean, and the others wait for it."""
-    attention, feed = matrices(case.model, case.layout.tensor)
-    tokens, fullest = case.tokens, case.constants.routing_imbalance if case.layout.expert > 1 else 1.0
-    of_experts = feed * case.model.experts_per_token
-    every = [*((n, k, 1.0) for n, k in attention), *((n, k, fullest) for n, k in of_experts)]
-    is_cast = case.software.dtype == "float8"
-    size = 1 if is_cast else case.width
+def _products(case: StepCase, rates: Rates, kind: LayerKind) -> _LayerProducts:
+    """The fullest expert rank's: it has more tokens than the mean, and the others wait for it. Experts' products are one grouped
+    product, each with its own tokens."""
+    model, layout, tokens = case.model, case.layout, case.tokens
+    size = _itemsize(case)
+    # columns, depth, tokens of each, how many of them
+    every = [(n, k, tokens, 1) for n, k in attention_matrices(model, layout.tensor)]
+    if kind.is_sparse:
+        local = max(1, model.num_experts // layout.expert)
+        each = max(1, round(routed_tokens(case) / local))
+        every += [(n, k, each, local) for n, k in feed_matrices(model, model.expert_inner, layout.expert_ranks)]
+        shared = feed_matrices(model, model.expert_inner * max(1, model.shared_experts), layout.tensor)
+        every += [(n, k, tokens, 1) for n, k in shared] if model.shared_experts else []
+    else:
+        every += [(n, k, tokens, 1) for n, k in feed_matrices(model, model.inner, layout.tensor)]
     cast = back_cast = 0.0
-    if is_cast:
-        cast = sum(_CAST * (f * tokens * k + n * k) for n, k, f in every)
-        back_cast = sum(_CAST * f * tokens * n + _CAST_AGAIN * (f * tokens * k + n * k) for n, k, f in every)
+    if case.software.dtype in _BITS:
+        passes = case.software.cast_passes
+        cast = passes * sum(_CAST * num * (m * k + n * k) for n, k, m, num in every)
+        back_cast = passes * sum(num * (_CAST * m * n + _CAST_AGAIN * (m * k + n * k)) for n, k, m, num in every)
     return _LayerProducts(
-        sum(f * product_s(rates, tokens, n, k, itemsize=size) for n, k, f in every),
-        sum(f * product_s(rates, tokens, k, n, itemsize=size) for n, k, f in every),
-        sum(f * product_s(rates, n, k, tokens, itemsize=size) for n, k, f in every),
+        sum(product_s(rates, m, n, k, batch=num, itemsize=size) for n, k, m, num in every),
+        sum(product_s(rates, m, k, n, batch=num, itemsize=size) for n, k, m, num in every),
+        sum(product_s(rates, n, k, m, batch=num, itemsize=size) for n, k, m, num in every),
         cast,
         back_cast,
         len(every),
     )
 
 
-def _attention(case: StepCase, rates: Rates) -> tuple[float, float, bool]:
-    """Seconds of its products, bytes of scores that are read and written, whether the softmax is one kernel.
+class _AttentionPass(NamedTuple):
+    """Seconds of its products in both directions, bytes of scores that are read and written, whether the softmax is one
+    kernel.
+    """
+
+    forward_s: float
+    backward_s: float
+    score_bytes: float
+    is_fused: bool
+
+
+def _attention(case: StepCase, rates: Rates, kind: LayerKind) -> _AttentionPass:
+    """What attention takes of one layer.
 
     Of contiguous pieces under a causal mask the last rank has the whole rows above its triangle: c - 1/2 squares of a piece's
     length where the mean is c/2, so (2c - 1) / c as much. Scores that are written are written whole, masked or not.
@@ -251,39 +379,66 @@ def _attention(case: StepCase, rates: Rates) -> tuple[float, float, bool]:
     own = seq // context
     if software.attention == "fused":
         unequal = (2 * context - 1) / context if software.context_pieces == "contiguous" else 1.0
-        flop = 4.0 * groups * own * seq * width / 2 * unequal
-        return flop / (_FUSED_SHARE * rates.flop_per_s) + rates.kernel_s, 0.0, True
+        # below the diagonal, and within the window
+        visible = seq / 2 * unequal if kind.visible >= seq else min(seq / 2, kind.visible + _BLOCK)
+        flop = 2.0 * groups * own * visible * (model.query_width + width)
+        peak = peak_flop_per_s(load_spec(case.cluster.device), case.product_dtype)
+        forward_s = flop / (case.constants.attention_share * peak) + rates.kernel_s
+        backward_s = _FUSED_BACKWARD * flop / (case.constants.attention_backward_share * peak) + rates.kernel_s
+        return _AttentionPass(forward_s, backward_s, 0.0, True)
     size = case.width
     products_s = product_s(rates, own, seq, width, batch=groups, itemsize=size)
     products_s += product_s(rates, own, width, seq, batch=groups, itemsize=size)
     is_fused = software.attention == "megatron" and groups % _SOFTMAX_GROUP == 0
-    return products_s, groups * own * seq * size * (4.5 if is_fused else 10.5), is_fused
+    return _AttentionPass(products_s, 2 * products_s, groups * own * seq * size * (4.5 if is_fused else 10.5), is_fused)
 
 
-def _around(case: StepCase, attention_s: float) -> tuple[float, float]:
+def _around(case: StepCase, attention: _AttentionPass) -> tuple[float, float]:
     """Seconds in which context ranks exchange keys and values, forward and backward, as far as attention does not hide them.
 
     Gathered before it, and the sum of their gradients scattered after it, nothing is hidden. In a ring keys and values go round
     beside attention, and backward once more with their gradients, beside twice its work.
     """
     model, layout, tiers, share = case.model, case.layout, case.cluster.tiers, case.constants.link_share
-    num_bytes = layout.micro_batch * model.seq * 2 * model.key_heads * model.head_width * case.width / layout.tensor
+    numbers = (
+        model.key_rank + model.rope_dim if model.key_rank else 2 * model.key_heads * model.head_width / layout.tensor
+    )
+    num_bytes = layout.micro_batch * model.seq * numbers * case.width
     once_s = gather_s(num_bytes, layout.context, tiers, stride=layout.tensor, share=share)
     if case.software.context_exchange == "gathered":
         return once_s, once_s
-    return max(0.0, once_s - attention_s), max(0.0, 2 * once_s - 2 * attention_s)
+    return max(0.0, once_s - attention.forward_s), max(0.0, 2 * once_s - attention.backward_s)
 
 
 def _routed(case: StepCase) -> float:
     """Seconds in which tokens go to their experts and come back, in one direction of the step; the fullest rank gets the most.
 
-    Tensor ranks that divide tokens between their products send their own part each.
+    Tensor ranks that divide tokens between their products send their own part each. Where each token crosses to a node once,
+    whichever of its experts are there, fewer bytes leave the node (DeepSeek-V3, 2024, section 3.2.2).
     """
-    model, layout, cluster, _, constants = case
-    own = float(case.tokens * case.width * model.hidden * model.experts_per_token)
-    own = own * constants.routing_imbalance / (layout.tensor if layout.is_sequence_parallel else 1)
-    stride = layout.tensor * layout.context
-    return 2 * all_to_all_s(own, layout.expert, cluster.tiers, stride=stride, share=constants.link_share)
+    model, layout, cluster, software, constants = case
+    sent = case.tokens * model.experts_per_token * constants.routing_imbalance
+    sent /= layout.tensor if layout.is_sequence_parallel else layout.tensor / layout.expert_ranks
+    own_ranks = layout.expert_ranks == layout.tensor and layout.data % layout.expert == 0
+    stride = layout.tensor * layout.context if own_ranks else layout.expert_ranks
+    crossing = 1.0
+    if software.sends_once:
+        near = max(1, min(layout.expert, cluster.tiers[0].reach // stride))
+        nodes = layout.expert // near
+        reached = min(nodes, model.expert_groups or nodes, model.experts_per_token)
+        crossing = reached / model.experts_per_token if nodes > 1 else 1.0
+    bytes_of = (software.dispatch_bytes or case.width, case.width)
+    return sum(
+        all_to_all_s(
+            sent * model.hidden * each,
+            layout.expert,
+            cluster.tiers,
+            stride=stride,
+            share=constants.link_share,
+            crossing=crossing,
+        )
+        for each in bytes_of
+    )
 
 
 def head(case: StepCase) -> LayerWork:
@@ -294,7 +449,8 @@ def head(case: StepCase) -> LayerWork:
     if software.pads_vocabulary and ranks > 1:
         columns = -(-columns // 128) * 128
     size = case.width
-    reading_s = tokens * columns * (size + 8) / rates.bytes_per_s  # as they are, and in float32 for the loss
+    # as they are, and in what the loss makes of them
+    reading_s = tokens * columns * (size + software.loss_bytes) / rates.bytes_per_s
     weights_s = product_s(rates, columns, model.hidden, tokens, itemsize=size)
     inputs_s = product_s(rates, tokens, model.hidden, columns, itemsize=size)
     started_s = software.end_operators * started_s_of(case)
@@ -319,26 +475,35 @@ def embedding(case: StepCase) -> LayerWork:
 
 
 class Works(NamedTuple):
-    """What a step is made of."""
+    """What a step is made of: layers by their kind, and what predicts a further token, without its layer and output."""
 
-    layer: LayerWork
+    layers: Mapping[LayerKind, LayerWork]
     head: LayerWork
     embedding: LayerWork
+    joining: LayerWork
+
+    def of_layers(self, kinds: Iterable[tuple[LayerKind, int]], pass_kind: str) -> LayerPass:
+        """So many layers of those kinds."""
+        total = NOTHING
+        for kind, number in kinds:
+            total += self.layers[kind].of(pass_kind).times(number)
+        return total
 
 
 def works(case: StepCase) -> Works:
     """Work of one micro-batch; cached, since many layouts have the same, whatever their pipelines are."""
     layout = case.layout
-    sends = is_sent_by_layer(layout) or layout.offload != "none"
-    data = layout.data if sends else layout.expert
+    sends = is_sent_by_layer(layout) or layout.offload != "none" or layout.expert > 1
+    data = layout.data if sends else 1
     alike = structs.replace(
         layout,
-        pipeline=min(layout.pipeline, 2),
+        pipeline=min(layout.pipeline, 2) if not layout.recompute_layers else layout.pipeline,
         data=data,
         global_batch=data * layout.micro_batch,
         shard_ranks=layout.shard_ranks if sends else 0,
-        schedule="1f1b",
-        chunks=1,
+        schedule="1f1b" if not layout.recompute_layers else layout.schedule,
+        chunks=1 if not layout.recompute_layers else layout.chunks,
+        counts_ends=False,
         compression="none",
     )
     return _works(case._replace(layout=alike))
@@ -346,4 +511,16 @@ def works(case: StepCase) -> Works:
 
 @lru_cache(maxsize=1 << 13)
 def _works(case: StepCase) -> Works:
-    return Works(layer(case), head(case), embedding(case))
+    kinds = dict.fromkeys(layer_kinds(case.model))
+    return Works({kind: layer(case, kind) for kind in kinds}, head(case), embedding(case), _joining(case))
+
+
+def _joining(case: StepCase) -> LayerWork:
+    """The product that makes one vector of a token's and of the embedding of the next (multi-token prediction)."""
+    if not case.model.extra_tokens:
+        return LayerWork(NOTHING, NOTHING, NOTHING, NOTHING)
+    hidden, rates = case.model.hidden, rates_of(case, case.software.dtype)
+    once = LayerPass(
+        product_s(rates, case.tokens, hidden, 2 * hidden, itemsize=case.width) / case.layout.tensor, 0.0, 0.0
+    )
+    return LayerWork(once, once.times(2), once, once)

@@ -26,7 +26,9 @@ def _sent_s(
 ) -> float:
     tiers, share, stride = case.cluster.tiers, case.constants.link_share, case.layout.tensor
     return sum(
-        collective(p.numbers * each, max(1, ranks // p.expert), tiers, stride=stride * p.expert, share=share)
+        collective(
+            p.numbers * each, max(1, int(ranks / p.expert)), tiers, stride=max(1, int(stride * p.expert)), share=share
+        )
         for p in parts
     )
 

@@ -1,7 +1,6 @@
 """What a layout takes of each stage's device: weights, gradients, the optimizer's state, activations, logits, buffers.
 
-Activations are counted tensor by tensor, as Korthikanti et al. (Reducing activation recomputation in large transformer models,
-2022, section 4) do; how many micro-batches a stage holds at once is read from the schedule. A micro-batch is held until its
+How many micro-batches a stage holds at once is read from the schedule. A micro-batch is held until its
 backward, or until its gradients of weights, where these are made apart.
 
 Under a pipeline torch keeps a stage's weights gathered and its gradients whole from the first micro-batch to the last, whatever
@@ -13,15 +12,22 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from flatout.core.records.scale import Constants, Layout, ModelShape, ScheduleKind, Software, StageMemory
+from flatout.core.records.scale import Layout, ModelShape, ScheduleKind, Software, StageMemory
 from flatout.machine.cost.schedules import actions_of, chunks_of_stages, layers_of_chunks, schedule_table
+from flatout.scale.activations import IMBALANCE, activation_bytes, again_bytes, layer_share
 from flatout.scale.sizes import (
+    LayerKind,
     WeightPart,
     device_parameters,
+    kinds_between,
+    layer_kinds,
     layer_parameters,
+    layer_spans,
     num_parameters,
     number_bytes,
     sharded_parameters,
+    stage_parameters,
+    usual_kind,
     weight_parts,
 )
 
@@ -34,10 +40,11 @@ _FRAGMENTS: Final = 0.06
 _UNCOUNTED: Final = 0.03
 """Of all tensors, norms and small ones that come and go (two H200s: of 60 layouts none took more above its count, of 30 of models
 of four layers one, by 7 %)."""
-_FULLEST: Final = Constants().routing_imbalance
 
 
-def memory_of(model: ModelShape, layout: Layout, software: Software) -> tuple[StageMemory, ...]:
+def memory_of(
+    model: ModelShape, layout: Layout, software: Software, *, imbalance: float = IMBALANCE
+) -> tuple[StageMemory, ...]:
     """Bytes at the peak on one device of each stage. `slack_bytes` makes it an upper bound for what is counted here.
 
     >>> gpt3 = ModelShape(hidden=12288, layers=96, heads=96, vocab=50257, seq=2048)
@@ -45,24 +52,40 @@ def memory_of(model: ModelShape, layout: Layout, software: Software) -> tuple[St
     >>> round((one.weight_bytes + one.gradient_bytes + one.state_bytes) / 1e12, 1)  # 16 bytes a parameter
     2.8
     """
-    parts = layout.parts_per_stage
-    layers = layers_of_chunks(model.layers, layout.pipeline * parts)
-    stages = chunks_of_stages(layout.schedule, stages=layout.pipeline, parts=parts)
+    spans = layer_spans(model, layout)
+    layers = [last - first for first, last in spans]
+    stages = chunks_of_stages(layout.schedule, stages=layout.pipeline, parts=layout.parts_per_stage)
     flights = _flights(layout, model.layers)
-    of_layer, again = _of_layer(model, layout, software), _again(model, layout, software)
     last = len(layers) - 1
-    return tuple(
-        _of_stage(
-            model,
-            layout,
-            software,
-            _StageShape(sum(layers[c] for c in chunks), 0 in chunks, last in chunks),
-            activations=flight * of_layer,
-            again=again,
-            are_all_in_flight=flight >= layout.num_micro_batches * sum(layers[c] for c in chunks),
+    of_stages = stage_parameters(model, layout)
+    found = []
+    for chunks, flight, (dense, experts) in zip(stages, flights, of_stages, strict=True):
+        kinds = [one for chunk in chunks for one in kinds_between(model, *spans[chunk])]
+        number = sum(count for _, count in kinds)
+        of_kinds = (
+            count * activation_bytes(model, layout, software, kind, imbalance=imbalance) for kind, count in kinds
         )
-        for chunks, flight in zip(stages, flights, strict=True)
-    )
+        saved = sum(of_kinds) / max(1, number)
+        saved *= 1 - (layer_share(model, layout, layout.offload_layers) if layout.offload_layers else 0.0)
+        further = 0.0
+        if last in chunks and model.extra_tokens:  # what predicts further tokens is with the last layer
+            further = model.extra_tokens * activation_bytes(
+                model, layout, software, layer_kinds(model)[-1], imbalance=imbalance
+            )
+        present = [kind for kind, _ in kinds] or [usual_kind(model)]
+        largest = max(present, key=lambda kind: sum(layer_parameters(model, kind)))
+        found.append(
+            _of_stage(
+                model,
+                layout,
+                software,
+                _StageShape(number, 0 in chunks, last in chunks, dense, experts, largest),
+                activations=flight * saved + further,
+                again=max(again_bytes(model, layout, software, kind, imbalance=imbalance) for kind in present),
+                are_all_in_flight=flight >= layout.num_micro_batches * sum(layers[c] for c in chunks),
+            )
+        )
+    return tuple(found)
 
 
 def in_flight(layout: Layout, stage: int) -> int:
@@ -118,9 +141,14 @@ def _live_layers(kind: ScheduleKind, stages: int, micro_batches: int, parts: int
 
 
 class _StageShape(NamedTuple):
+    """So many layers with so many parameters, without experts and of experts; the kind of its largest layer."""
+
     layers: int
     is_first: bool
     is_last: bool
+    dense: int
+    experts: int
+    largest: LayerKind
 
 
 def _of_stage(
@@ -133,11 +161,10 @@ def _of_stage(
     again: float,
     are_all_in_flight: bool,
 ) -> StageMemory:
-    dense, experts = layer_parameters(model)
     of_embedding = num_parameters(model)[1]
     embeddings = int(stage.is_first) + int(stage.is_last and not (stage.is_first and model.is_tied))
-    parts = weight_parts(dense * stage.layers + of_embedding * embeddings, experts * stage.layers, layout)
-    unit = weight_parts(dense, experts, layout)
+    parts = weight_parts(stage.dense + of_embedding * embeddings, stage.experts, layout)
+    unit = weight_parts(*layer_parameters(model, stage.largest), layout)
     ends = device_parameters(weight_parts(of_embedding if embeddings else 0, 0, layout))
     logits = _logits(model, layout, software) if stage.is_last else 0.0
     passing = activations + again + logits
@@ -274,47 +301,6 @@ def _shard_peak(layout: Layout, software: Software, stage: _StageLoad) -> _Peak:
 
 
 # -- activations ----------------------------------------------------------------------------------------------------------
-
-
-def _of_layer(model: ModelShape, layout: Layout, software: Software) -> float:
-    """Bytes that one layer keeps of one micro-batch for its backward."""
-    if layout.recompute == "full":
-        between = layout.tensor if layout.is_sequence_parallel else 1
-        tokens = layout.micro_batch * model.seq // layout.context
-        return tokens * model.hidden * number_bytes(software) / between
-    return _all_of_layer(model, layout, software, scores=layout.recompute == "none")
-
-
-def _all_of_layer(model: ModelShape, layout: Layout, software: Software, *, scores: bool) -> float:
-    """Bytes with nothing recomputed but, without `scores`, attention."""
-    hidden, ranks, width = model.hidden, layout.tensor, number_bytes(software)
-    tokens = layout.micro_batch * model.seq // layout.context
-    keys = model.key_heads * model.head_width
-    between = ranks if layout.is_sequence_parallel else 1
-    # inputs of the two norms, of the first products, two masks of dropout
-    around = tokens * hidden * (4 * width + 2 * software.has_dropout) / between
-    if software.divided_by == "tensors" and ranks > 1:
-        # inputs of the first products are kept as they were gathered, and attention's result is laid out anew
-        around += tokens * hidden * width * (2 * (1 - 1 / between) + 1 / ranks)
-    # keys and values that were gathered are kept whole
-    of_keys = layout.micro_batch * model.seq if software.context_exchange == "gathered" else tokens
-    attention = (tokens * 2 * hidden + of_keys * 2 * keys) * width / ranks
-    of_gate = (3 if software.fuses_gate else 4) if model.is_gated else 2
-    feed = tokens * model.inner * of_gate * width * model.experts_per_token / ranks
-    if layout.expert > 1:  # of the fullest rank, and its tokens as they came
-        feed = _FULLEST * (feed + tokens * hidden * width * model.experts_per_token / between)
-    if not scores or software.attention == "fused":
-        return around + attention + feed
-    # softmax's result, dropout's result, and its mask
-    pairs = layout.micro_batch * model.heads / ranks * (model.seq // layout.context) * model.seq
-    return around + attention + feed + pairs * (2 * width + 1)
-
-
-def _again(model: ModelShape, layout: Layout, software: Software) -> float:
-    """Bytes of the one layer that is computed again during its backward."""
-    if layout.recompute == "none":
-        return 0.0
-    return _all_of_layer(model, layout, software, scores=True)
 
 
 def _logits(model: ModelShape, layout: Layout, software: Software) -> float:

@@ -23,20 +23,23 @@ from flatout.core.records.scale import (
 )
 from flatout.machine.cost.roofline import memory_bytes, peak_flop_per_s
 from flatout.machine.specs.catalog import load_spec
+from flatout.scale.activations import recomputed_share
 from flatout.scale.calibration import Calibrated
 from flatout.scale.candidates import LONG_TOKENS, Space, layouts
+from flatout.scale.case import rate_dtype
+from flatout.scale.intervals import interval_of
 from flatout.scale.memory import memory_of
-from flatout.scale.sizes import num_active, num_parameters
+from flatout.scale.sizes import active_parameters, layer_kinds, num_parameters
 from flatout.scale.step import quick_s, step_time
 
 _MOST_PLAYED: Final = 200
 """Layouts whose schedules are played event by event: the best by their bubble's closed form."""
-_UNSURE: Final = 0.15
-"""Of a step's seconds, where nothing was measured: published planners err by 4 to 15 % (Calculon 2023, vTrain 2024)."""
 _LESS: Final[dict[Recompute, tuple[Recompute, ...]]] = {
     "none": (),
     "selective": ("none",),
-    "full": ("none", "selective"),
+    "operators": ("none", "selective"),
+    "parts": ("none",),
+    "full": ("none", "selective", "operators"),
 }
 """What computes less again: where that fits, it is faster."""
 
@@ -68,11 +71,13 @@ def ranked_layouts(
     most: int = 10,
     calibrated: Calibrated | None = None,
     compressions: tuple[Compression, ...] = (),
+    preset: str = "",
 ) -> Ranking:
     """The layouts of all devices that fit, the fastest first; by constants, or by those that were `calibrated`.
 
-    `compressions` of gradients change results: they are among the layouts only when asked for. Short samples are divided by
-    tokens, and state or weights offloaded, only where nothing fits otherwise; `widened` says so.
+    `preset` names the software, for the intervals. `compressions` of gradients change results: they are among the layouts only
+    when asked for. Short samples are divided by tokens, and state or weights offloaded, only where nothing fits otherwise;
+    `widened` says so.
 
     Raises PlanError when no layout divides the model and the batch, HardwareError when the data sheet lacks a figure.
     """
@@ -95,7 +100,7 @@ def ranked_layouts(
     best = []
     for _, layout, memory in quick[:_MOST_PLAYED]:
         step = step_time(model, layout, cluster, software, constants)
-        best.append(_placed(model, cluster, software, layout, memory, step, calibrated))
+        best.append(_placed(model, cluster, software, layout, memory, step, calibrated, preset))
     best.sort(key=lambda one: one.step.total_s)
     return Ranking(tuple(best[:most]), found.num, found.num - len(found.layouts), found.smallest, widened)
 
@@ -147,12 +152,14 @@ def _placed(
     memory: StageMemory,
     step: StepTime,
     calibrated: Calibrated | None,
+    preset: str,
 ) -> Ranked:
-    low_s, high_s = step.total_s * (1 - _UNSURE), step.total_s * (1 + _UNSURE)
+    interval = interval_of(model, cluster, preset)
+    low_s, high_s = step.total_s / (1 + interval.high), step.total_s / (1 - interval.low)
     if calibrated is not None:
         predicted = calibrated.predict(model, layout)
         step, low_s, high_s = _stretched(step, predicted.seconds), predicted.low_s, predicted.high_s
-    peak = peak_flop_per_s(load_spec(cluster.device), software.dtype) * cluster.num_devices
+    peak = peak_flop_per_s(load_spec(cluster.device), rate_dtype(software.dtype)) * cluster.num_devices
     mfu = model_flop(model, layout.global_batch) / (step.total_s * peak)
     return Ranked(layout=layout, step=step, memory=memory, low_s=low_s, high_s=high_s, mfu=mfu)
 
@@ -163,9 +170,27 @@ def _stretched(step: StepTime, total_s: float) -> StepTime:
     return StepTime(**{name: factor * getattr(step, name) for name in StepTime.__struct_fields__})
 
 
-def model_flop(model: ModelShape, global_batch: int) -> float:
-    """FLOP of one step, nothing computed twice: 6 a parameter that a token meets, and attention's 6 x layers x seq x hidden
-    a token, causal (Chowdhery et al., PaLM, 2022, appendix B)."""
+def model_flop(model: ModelShape, global_batch: int, *, is_causal: bool = True) -> float:
+    """FLOP of one step, nothing computed twice: 6 a parameter that a token meets, and attention's 6 a pair of query and key and
+    number of either's vectors: of causal pairs, or, as PaLM counts (Chowdhery et al., 2022, appendix B), of all."""
     tokens = global_batch * model.seq
-    active = num_active(model) * model.layers + num_parameters(model)[1]
-    return 6.0 * tokens * active + 6.0 * model.layers * tokens * model.seq * model.hidden
+    active = active_parameters(model) + num_parameters(model)[1] * (1 + model.extra_tokens)
+    pairs = sum((kind.visible / 2 if kind.visible == model.seq else kind.visible) for kind in layer_kinds(model))
+    if not is_causal:
+        pairs = model.layers * model.seq
+    return 6.0 * tokens * (active + pairs * model.heads * (model.query_width + model.head_width))
+
+
+def recomputed_flop(model: ModelShape, layout: Layout) -> float:
+    """FLOP of one step that a backward computes again."""
+    if layout.recompute in ("none", "selective", "parts"):
+        again = 0.0
+    else:
+        again = recomputed_share(model, layout) if layout.recompute == "full" else 0.5
+    of_layers = structs.replace(model, vocab=1)
+    products = 2.0 * layout.global_batch * model.seq * active_parameters(model) * again
+    attention = model_flop(of_layers, layout.global_batch) / 3 - 2.0 * layout.global_batch * model.seq * (
+        active_parameters(model) + model.hidden
+    )
+    attends_again = {"none": 0.0, "selective": 1.0, "operators": 0.0, "parts": 0.0, "full": again}[layout.recompute]
+    return products + attention * attends_again

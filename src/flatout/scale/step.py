@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from flatout.core.errors import PlanError
 from flatout.core.records.scale import SPLIT, Cluster, Constants, Layout, ModelShape, ScheduleKind, Software, StepTime
 from flatout.machine.cost.collectives import send_s
-from flatout.machine.cost.schedules import Done, chunks_of_stages, layers_of_chunks, schedule_table, simulated_schedule
+from flatout.machine.cost.schedules import Done, chunks_of_stages, schedule_table, simulated_schedule
 from flatout.machine.cost.spans import table_span_s
 from flatout.machine.cost.waiting import expected_largest
 from flatout.scale.case import StepCase
 from flatout.scale.layers import NOTHING, LayerPass, works
+from flatout.scale.rules import require_possible
+from flatout.scale.sizes import kinds_between, layer_kinds, layer_spans
 from flatout.scale.update import started_once_s, update_time
 
 _BUBBLES: Final[Mapping[ScheduleKind, float]] = {"zero-bubble": 1 / 3, "zbv": 0.1, "dualpipev": 0.25}
@@ -125,17 +126,21 @@ def _taken_s(passes: Sequence[LayerPass]) -> float:
 def _priced(case: StepCase) -> _Priced:
     """The first chunk has the embedding, the last the head. A backward in two parts takes what they take together."""
     model, layout = case.model, case.layout
-    _check(model, layout, case.cluster)
+    require_possible(model, layout, case.cluster.num_devices)
     found = works(case)
     stages = chunks_of_stages(layout.schedule, stages=layout.pipeline, parts=layout.parts_per_stage)
-    layers = layers_of_chunks(model.layers, layout.pipeline * layout.parts_per_stage)
-    last = len(layers) - 1
+    spans = layer_spans(model, layout)
+    kinds_of = [kinds_between(model, first, last) for first, last in spans]
+    last = len(spans) - 1
     of_chunks: dict[tuple[str, int], LayerPass] = {}
     for kind in "FBIW" if layout.schedule in SPLIT else "FB":
-        each, ends = found.layer.of(kind), (found.embedding.of(kind), found.head.of(kind))
-        by_number = {number: each.times(number) for number in set(layers)}
-        for chunk, number in enumerate(layers):
-            own = by_number[number]
+        ends = found.embedding.of(kind), found.head.of(kind)
+        if model.extra_tokens:
+            further = found.layers[layer_kinds(model)[-1]].of(kind) + found.joining.of(kind) + ends[1]
+            ends = ends[0], ends[1] + further.times(model.extra_tokens)
+        by_kinds = {kinds: found.of_layers(kinds, kind) for kinds in set(kinds_of)}
+        for chunk, kinds in enumerate(kinds_of):
+            own = by_kinds[kinds]
             own = own + ends[1] if chunk == last else own
             of_chunks[kind, chunk] = own + ends[0] if chunk == 0 and ends[0] != NOTHING else own
     return _Priced(of_chunks, stages)
@@ -146,19 +151,3 @@ def _hop_s(case: StepCase) -> float:
     num_bytes = case.tokens * case.model.hidden * case.width
     stride = case.layout.tensor * case.layout.context * case.layout.data
     return send_s(num_bytes, case.cluster.tiers, stride=stride, share=case.constants.link_share)
-
-
-def _check(model: ModelShape, layout: Layout, cluster: Cluster) -> None:
-    """Raises PlanError when the layout does not fit the model or the cluster."""
-    if layout.num_devices > cluster.num_devices:
-        raise PlanError(f"the layout takes {layout.num_devices} devices, and there are {cluster.num_devices}")
-    if model.heads % layout.tensor or model.inner % layout.tensor:
-        raise PlanError(f"{model.heads} heads and a width of {model.inner} cannot be divided by tensor={layout.tensor}")
-    if model.layers < layout.pipeline * layout.parts_per_stage:
-        raise PlanError(
-            f"{model.layers} layers are fewer than {layout.pipeline} stages x {layout.parts_per_stage} chunks"
-        )
-    if model.seq % layout.context:
-        raise PlanError(f"a sample of {model.seq} tokens cannot be divided by context={layout.context}")
-    if model.num_experts % layout.expert:
-        raise PlanError(f"{model.num_experts} experts cannot be divided by expert={layout.expert}")

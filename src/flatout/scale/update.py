@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from flatout.core.records.scale import FOLDED, Layout, ModelShape, Software
 from flatout.machine.cost.collectives import all_reduce_s
-from flatout.machine.cost.schedules import chunks_of_stages, layers_of_chunks
+from flatout.machine.cost.schedules import chunks_of_stages
 from flatout.machine.cost.waves import Rates
 from flatout.scale.case import StepCase
 from flatout.scale.layers import rates_of, started_s_of
@@ -15,10 +15,12 @@ from flatout.scale.sizes import (
     WeightPart,
     device_parameters,
     factor_parameters,
-    layer_parameters,
+    layer_spans,
     num_parameters,
     num_weights,
     sharded_parameters,
+    stage_parameters,
+    usual_kind,
     weight_parts,
 )
 
@@ -48,10 +50,11 @@ def update_time(case: StepCase, *, hidden_s: float, span_s: float) -> Update:
     """
     model, layout, _, software, constants = case
     rates, layers = rates_of(case, case.product_dtype), most_layers(model, layout)
-    dense, experts = layer_parameters(model)
+    of_stages = stage_parameters(model, layout)
+    dense, experts = max(of_stages, key=lambda both: device_parameters(weight_parts(both[0], both[1], layout)))
     of_embedding = num_parameters(model)[1]
     embeddings = 1 if model.is_tied or (layout.pipeline > 1 and layout.schedule not in FOLDED) else 2
-    parts = weight_parts(dense * layers + of_embedding * embeddings, experts * layers, layout)
+    parts = weight_parts(dense + of_embedding * embeddings, experts, layout)
     reduce_s = _reduced_s(parts, case) if layout.compression == "none" else _compressed_s(parts, case, layers)
     exposed_s = reduce_s
     if software.has_overlap:
@@ -72,15 +75,15 @@ def started_once_s(case: StepCase) -> float:
     """Seconds of the host for a stage's weights that are gathered and gradients that are reduced once a step, each by itself."""
     if case.software.shards_by != "weight" or is_sent_by_layer(case.layout):
         return 0.0
-    return 2 * most_layers(case.model, case.layout) * num_weights(case.model) * started_s_of(case)
+    each = num_weights(case.model, usual_kind(case.model))
+    return 2 * most_layers(case.model, case.layout) * each * started_s_of(case)
 
 
 def most_layers(model: ModelShape, layout: Layout) -> int:
-    """Layers of the stage that has the most, by even shares."""
-    parts = layout.parts_per_stage
-    layers = layers_of_chunks(model.layers, layout.pipeline * parts)
-    stages = chunks_of_stages(layout.schedule, stages=layout.pipeline, parts=parts)
-    return max(sum(layers[chunk] for chunk in chunks) for chunks in stages)
+    """Layers of the stage that has the most."""
+    spans = layer_spans(model, layout)
+    stages = chunks_of_stages(layout.schedule, stages=layout.pipeline, parts=layout.parts_per_stage)
+    return max(sum(spans[chunk][1] - spans[chunk][0] for chunk in chunks) for chunks in stages)
 
 
 def _reduced_s(parts: tuple[WeightPart, ...], case: StepCase) -> float:
@@ -102,7 +105,7 @@ def _compressed_s(parts: tuple[WeightPart, ...], case: StepCase, layers: int) ->
         return all_reduced_s(parts, min(2, case.software.gradient_bytes), case)
     if layout.compression == "sign":  # gathering n of them is half an all-reduce of n times as much
         return all_reduced_s(parts, layout.context * layout.data / 16, case)
-    dense, experts = factor_parameters(model, layout.tensor, rank=POWER_RANK)
+    dense, experts = factor_parameters(model, layout.tensor, usual_kind(model), rank=POWER_RANK)
     ends = POWER_RANK * (model.vocab + layout.tensor * model.hidden)
     factors = weight_parts(dense * layers + ends, experts * layers, layout)
     return all_reduced_s(factors, _FLOAT, case)

@@ -15,6 +15,7 @@ TINY = "hidden = 32\nlayers = 2\nheads = 4\nvocab = 64\nseq = 16\n"
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_steps_of_every_kind_are_measured_and_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)
     given = ["--model", "tiny.toml", "--out", "runs.json", "--nproc", 2, "--seconds", 6, "--device", "cpu"]

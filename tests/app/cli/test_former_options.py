@@ -37,6 +37,7 @@ def test_options_of_the_script_and_of_other_verbs_stay() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_former_name_after_the_script_is_the_scripts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(9)")
     ended = flatout("tune", "train.py", "--budget", "3", folder=tmp_path)

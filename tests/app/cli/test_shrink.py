@@ -52,6 +52,7 @@ def task(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_model_is_measured_and_the_chosen_one_is_written_with_its_report(task: Path) -> None:
     ended = flatout(
         *(
@@ -80,6 +81,7 @@ def test_a_model_is_measured_and_the_chosen_one_is_written_with_its_report(task:
     assert found(torch.zeros(1, 8)).shape == (1, 4)
 
 
+@pytest.mark.long
 def test_a_model_that_only_a_pickle_holds_is_refused_before_anything_is_measured(task: Path) -> None:
     ended = flatout("shrink", "task_of_mine:coded", "--metric", "task_of_mine:score", "-o", "out", folder=task)
     assert ended.code == 2

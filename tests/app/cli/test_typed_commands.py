@@ -35,6 +35,7 @@ def test_a_command_does_what_is_expected_of_it(case: Case, evidence: bytes) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_commands_are_typed_in_processes_of_their_own_too(evidence: bytes) -> None:
     for words in ("watch early.py", "fit"):
         case = next(case for case in CASES if case.words == words)

@@ -158,6 +158,7 @@ def check(
     return Ran(done.returncode, done.stdout, done.stderr, read_evidence(report.read_bytes()))
 
 
+@pytest.mark.long
 def test_two_ranks_are_one_report_and_compute_what_they_compute_alone(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
@@ -197,6 +198,7 @@ def test_sharded_parameters_are_watched_and_not_disturbed(tmp_path: Path, enviro
     assert any(op.startswith("reduce_scatter") for op in ops)
 
 
+@pytest.mark.long
 def test_longer_sequences_on_one_rank_are_found_under_torchrun(tmp_path: Path, environment: dict[str, str]) -> None:
     ran = check(UNEVEN, tmp_path, environment, nproc=2, launcher=True, options=("--no-trials",))
 

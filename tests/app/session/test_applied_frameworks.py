@@ -131,6 +131,7 @@ def test_applied_before_accelerate_prepares_it_and_before_a_trainer_is_made(tmp_
     assert "steps 16 fused True frozen True anomaly True moved True" in done.stdout
 
 
+@pytest.mark.long
 def test_an_unchanged_script_with_a_trainer_runs_with_a_plan(tmp_path: Path) -> None:
     write(tmp_path, TRAINER.replace("APPLY", ""), DEBUG_OFF, FUSED, FREEZE)
     done = python(tmp_path, "-m", "flatout", "run", "--plan", "plan.toml", "train.py")

@@ -58,6 +58,7 @@ def typed(folder: Path, home: Path, *words: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_script_is_checked(folder: Path, cache_home: Path) -> None:
     report = typed(folder, cache_home, "check", "--no-trials", "--seconds", "2", "train.py")
     assert "observing stopped early" not in report
@@ -65,6 +66,7 @@ def test_a_script_is_checked(folder: Path, cache_home: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_change_is_proved(folder: Path, cache_home: Path) -> None:
     (folder / "fused.py").write_text(SCRIPT.replace("lr=1e-3", "lr=1e-3, fused=True"))
     assert "PROVED: equal" in typed(folder, cache_home, "verify", "--no-speed", "--steps", "2", "train.py", "fused.py")

@@ -58,6 +58,7 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flatout.app.cell_magic.propose_trials", lambda evidence: ())
 
 
+@pytest.mark.long
 def test_the_cell_runs_as_without_the_magic_and_its_report_is_shown(shell: Shell) -> None:
     shell.run_cell("num_steps = 40")
     shell.run_cell(TRAINING.replace("loss.item()", "expected = loss.item(), torch.rand(1).item()"))

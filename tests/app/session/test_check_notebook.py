@@ -48,6 +48,7 @@ def test_a_notebook_is_checked_and_its_cells_are_named(check: Check, tmp_path: P
     assert "cell 2, line 6" in page
 
 
+@pytest.mark.long
 def test_a_notebook_that_fails_names_the_cell(check: Check, tmp_path: Path) -> None:
     written(tmp_path, "x = 1", "\nraise RuntimeError('disk full')")
 

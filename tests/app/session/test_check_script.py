@@ -33,6 +33,7 @@ def plus(text: str) -> str:
     return textwrap.dedent(LOOP) + textwrap.dedent(text)
 
 
+@pytest.mark.long
 def test_a_script_runs_as_under_python_to_the_last_bit(check: Check, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     script = plus("""
@@ -113,6 +114,7 @@ def test_a_script_that_never_trains_says_so(check: Check) -> None:
     assert ran.code == 3
 
 
+@pytest.mark.long
 def test_a_script_that_fails_after_few_steps_fails_as_its_own_with_a_report_of_what_was_seen(check: Check) -> None:
     ran = check(plus("raise RuntimeError('disk full')").replace("range(30)", "range(6)"))
 
@@ -186,6 +188,7 @@ def test_a_loader_with_workers_gives_the_line_inside_the_worker(check: Check) ->
     assert first["text"].endswith("# busy") or first["text"].startswith("for k")
 
 
+@pytest.mark.long
 def test_a_script_whose_steps_run_in_child_processes_says_where_to_look(check: Check) -> None:
     ran = check(
         """

@@ -36,6 +36,7 @@ def checked() -> Checked:
     return flatout.check(make_step(), (torch.randn(8, 16) for _ in range(30)), observe_s=1.0)
 
 
+@pytest.mark.long
 def test_each_call_is_a_step_and_the_result_prints_as_the_report(checked: Checked) -> None:
     assert checked.evidence.steps.kind == "call"
     assert checked.evidence.steps.num_observed == 30

@@ -52,6 +52,7 @@ def flatout(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_no_report_has_it(tmp_path: Path, cache_home: Path) -> None:
     shutil.copytree(cache_home, tmp_path / "cache")  # in which this machine was measured
     outputs = [("--json", "r.json"), ("--html", "r.html"), ("--markdown", "r.md")]
@@ -64,6 +65,7 @@ def test_no_report_has_it(tmp_path: Path, cache_home: Path) -> None:
     assert "<left out>" in (tmp_path / "r.json").read_text()
 
 
+@pytest.mark.long
 def test_a_plan_without_it_runs_the_script_with_it(tmp_path: Path) -> None:
     lever = PlannedLever(id="parallelism.fused-optimizer", guarantee="bounded")
     plan = Plan(script="train.py", arguments=("--api-key", "<left out>"), lever=(lever,))

@@ -130,6 +130,7 @@ def test_the_text_runs_beside_the_script_before_it_is_printed(training: Path) ->
     assert done.out.startswith("--- a/train.py") and "verified: " in done.err
 
 
+@pytest.mark.long
 def test_a_text_that_does_something_else_is_not_printed(training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slower_rate(text: str, parameters: object) -> str:
         return text.replace("lr=0.01", "lr=0.02")
@@ -158,6 +159,7 @@ def test_a_text_that_differs_in_one_run_of_two_is_not_verified(training: Path, m
     assert done.out.startswith("# NOT VERIFIED: one of two runs was not like the script: DIFFERENT: step 1")
 
 
+@pytest.mark.long
 def test_what_could_not_be_verified_says_so_first(folder: Path) -> None:
     """The script takes no step that could be compared."""
     (folder / "plan.toml").write_bytes(to_toml(Plan(script="train.py", lever=(DEBUG_OFF,))))

@@ -107,6 +107,7 @@ def ended_by(
     return code, (folder / "out").read_text(), json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.long
 def test_a_script_is_ended_when_the_report_is_ready_and_prints_nothing_more(check: Check) -> None:
     ran = check(ENDLESS, "--stop", "--no-trials", "--seconds", "0.5")
 
@@ -128,6 +129,7 @@ def test_a_stubborn_script_is_ended_with_all_that_it_has_started(check: Check) -
     assert not is_running(started_by(ran.out))
 
 
+@pytest.mark.long
 def test_a_script_that_is_to_keep_running_runs_to_its_own_end(check: Check) -> None:
     script = textwrap.dedent(ENDLESS).replace("while True:", "while step < 3000:") + "print('the end of', step)\n"
 
@@ -170,6 +172,7 @@ def test_a_script_that_traps_the_signal_leaves_a_report_too(tmp_path: Path, cach
     assert not is_running(started_by(out))
 
 
+@pytest.mark.long
 def test_a_script_that_is_killed_leaves_what_its_close_looks_had_shown(check: Check) -> None:
     script = textwrap.dedent(ENDLESS) + "    if step == 200:\n        import os, signal; os.kill(os.getpid(), 9)\n"
 

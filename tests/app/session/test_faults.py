@@ -112,6 +112,7 @@ def faulty_levers(folder: Path) -> list[Lever]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_each_failure_costs_itself_alone_and_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = EvidenceBuilder(forward=0.04, backward=0.05)
     run.model(run.line("train.py", 13))

@@ -147,6 +147,7 @@ def is_noisy(report: dict[str, Any]) -> bool:
     "framework",
     ["accelerate", *(pytest.param(name, marks=pytest.mark.long) for name in ("fabric", "lightning", "transformers"))],
 )
+@pytest.mark.long
 def test_steps_phases_and_lines_are_the_users(check: Check, framework: str) -> None:
     body = textwrap.indent("torch.manual_seed(0)\n" + FRAMEWORKS[framework], "    ")
     ran = check(f'{CAUSES}\nif __name__ == "__main__":\n{body}', "--seconds", "10")

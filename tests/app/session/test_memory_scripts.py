@@ -47,6 +47,7 @@ SCRIPT = """
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_each_line_that_leaks_is_named(check: Check) -> None:
     ran = check(SCRIPT, "--seconds", "2", "--no-trials")
 

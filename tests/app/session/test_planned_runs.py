@@ -89,6 +89,7 @@ def go_on_here(program: str, command: list[str], environment: dict[str, str]) ->
         sys.exit(planned.main())
 
 
+@pytest.mark.long
 def test_an_unchanged_script_runs_with_the_levers_pulled(folder: Path) -> None:
     write(folder, DEBUG_OFF, FUSED, KEPT)
     plain = started(folder, "run", "--plan", "plan.toml", "train.py", "--", "3", "--lr")
@@ -219,6 +220,7 @@ def test_a_script_that_changed_since_runs_with_a_message(folder: Path, monkeypat
     assert "train.py has changed since the plan was proved" in done.err
 
 
+@pytest.mark.long
 def test_only_the_levers_of_the_plan_are_imported(folder: Path) -> None:
     (folder / "train.py").write_text(
         "import sys\nprint(sorted(m for m in sys.modules if m.startswith('flatout.tune.levers.') and m.count('.') == 4))\n"
@@ -239,6 +241,7 @@ def test_a_plan_is_proved_again(folder: Path) -> None:
     assert (verdict["outcome"], verdict["equality"]["guarantee"]) == ("proved", "bounded")
 
 
+@pytest.mark.long
 def test_a_wrong_edit_is_told_with_its_step_and_tensor(folder: Path) -> None:
     (folder / "after.py").write_text(textwrap.dedent(SCRIPT).replace("lr=1e-2", "lr=1.01e-2"))
     done = flatout("verify", "--no-speed", "--steps", "4", "train.py", "after.py", folder=folder)

@@ -31,6 +31,7 @@ LOOP = """
 """
 
 
+@pytest.mark.long
 def test_one_run_writes_every_format(check: Check, tmp_path: Path) -> None:
     ran = check(LOOP, "--no-trials", "--html", "r.html", "--markdown", "r.md", "--trace", "r.json.gz")
 

@@ -92,6 +92,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 def test_a_slow_script_gets_a_plan_that_is_proved_and_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left after observing is enough to begin a first comparison, whatever that then takes."""
     quick_search(monkeypatch)

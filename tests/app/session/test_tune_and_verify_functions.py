@@ -57,6 +57,7 @@ def test_a_budget_that_is_too_short_still_compares_a_lever_and_leaves_the_folder
     assert len(saved) == 1, "the same call goes on from it"
 
 
+@pytest.mark.long
 def test_it_works_beside_the_main_thread_where_signals_cannot_be_watched(folder: Path) -> None:
     (folder / "short.py").write_text("print('no step at all')\n")
     errors: list[CaptureError] = []
@@ -73,6 +74,7 @@ def test_it_works_beside_the_main_thread_where_signals_cannot_be_watched(folder:
     assert "took no step of training or inference that could be timed" in str(errors[0])
 
 
+@pytest.mark.long
 def test_a_script_that_fails_is_an_error_with_its_last_words(folder: Path) -> None:
     (folder / "broken.py").write_text("import sys\nprint('begun')\nraise RuntimeError('disk full')\n")
 
@@ -105,6 +107,7 @@ def test_a_wrong_argument_of_tune_is_named_before_anything_runs(
         flatout.tune(**{"script": "train.py", **options})
 
 
+@pytest.mark.long
 def test_a_changed_script_is_proved_and_a_different_one_is_not(folder: Path) -> None:
     text = (folder / "train.py").read_text()
     (folder / "fast.py").write_text(text.replace("torch.autograd.set_detect_anomaly(True)\n", ""))

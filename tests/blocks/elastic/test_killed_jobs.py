@@ -14,6 +14,8 @@ from tests.blocks.elastic.supervised import TRAIN, messages_of
 from flatout.blocks.elastic.policy import JobReport
 from flatout.core.records.record import from_json
 
+pytestmark = pytest.mark.long
+
 STEPS = 14
 PHASES = [
     {"phase": "forward", "rank": 1, "step": 3},

@@ -18,6 +18,8 @@ from tests.blocks.elastic.supervised import TRAIN, messages_of
 from flatout.blocks.elastic.node import NodeMemory, host_and_port
 from flatout.core.errors import UsageError
 
+pytestmark = pytest.mark.long
+
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "survive-failures.md"
 STEPS = 12
 

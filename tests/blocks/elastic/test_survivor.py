@@ -20,6 +20,8 @@ from flatout.blocks.elastic.survivor import Survivor
 from flatout.blocks.training import checkpoint_files
 from flatout.core.errors import CheckpointError, UsageError
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def supervised(tmp_path: Path) -> Iterator[RankContext]:

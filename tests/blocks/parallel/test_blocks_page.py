@@ -43,6 +43,7 @@ RANKS = """
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_examples_run_over_two_ranks() -> None:
     texts = [text.replace("flatout.World()", 'flatout.World("cpu")') for text in EXAMPLES[:2]]
     said = lines_of(RANKS, json.dumps(texts))

@@ -299,6 +299,7 @@ SPREAD = """
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_over_ranks_it_is_one_process_with_all_tokens(tmp_path: Path) -> None:
     calls = ('2, lambda: work("ddp", 2)', '4, lambda: work("fsdp", 4)', '4, lambda: work("ddp", 2, 2)')
     said = lines_of(SPREAD + "".join(f"\n    as_ranks({arguments})" for arguments in calls), tmp_path)
@@ -387,5 +388,6 @@ UNEVEN = """
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_ranks_without_tokens_and_experts_without_rows() -> None:
     assert lines_of(UNEVEN) == ["well"] * 2

@@ -87,6 +87,7 @@ NOTHING_LOST = """
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_what_is_applied_and_what_is_kept_is_all_there_was_and_ranks_agree() -> None:
     said = [json.loads(line) for line in lines_of(HEAD + NOTHING_LOST)]
     assert len(said) == 15
@@ -142,6 +143,7 @@ RESUMED = """
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_a_run_goes_on_exactly(tmp_path: Path) -> None:
     assert lines_of(HEAD + RESUMED, tmp_path) == ["resumed"] * 2
 
@@ -167,6 +169,7 @@ NOT_FINITE = """
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_a_gradient_that_is_not_finite_is_told_and_leaves_no_trace() -> None:
     assert lines_of(HEAD + NOT_FINITE) == ["well"] * 2
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.blocks.parallel.forked import lines_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SHARDED = {"data": 4, "global_batch": 4, "shard": 3}
 TENSORS = {"tensor": 2, "data": 2, "global_batch": 4, "shard": 1, "is_sequence_parallel": True}

@@ -136,6 +136,7 @@ def on_four() -> dict[tuple[str, str], tuple[int, str]]:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("name,kind", _cases(ONE))
+@pytest.mark.long
 def test_one_rank_computes_what_a_plain_loop_does(
     name: str, kind: str, on_one: dict[tuple[str, str], tuple[int, str]]
 ) -> None:
@@ -152,6 +153,7 @@ def test_two_ranks_compute_what_one_does(name: str, kind: str, on_two: dict[tupl
 
 @pytest.mark.multi
 @pytest.mark.parametrize("name,kind", _cases(FOUR))
+@pytest.mark.long
 def test_four_ranks_compute_what_one_does(
     name: str, kind: str, on_four: dict[tuple[str, str], tuple[int, str]]
 ) -> None:
@@ -320,5 +322,6 @@ def errors() -> dict[str, str]:
         ("example", "PlanError: tensor and pipeline ranks need an example"),
     ],
 )
+@pytest.mark.long
 def test_what_cannot_be_laid_out_is_report(name: str, part: str, errors: dict[str, str]) -> None:
     assert part in errors[name]

@@ -218,6 +218,7 @@ def changed_since(root: Path, script: str) -> None:
         (root / name).write_text("raise SystemExit('changed since')\n")
 
 
+@pytest.mark.long
 def test_a_run_comes_out_the_same_whatever_became_of_the_code(project: Path) -> None:
     path = ran(project, "mixed.py")
     changed_since(project, "mixed.py")
@@ -227,6 +228,7 @@ def test_a_run_comes_out_the_same_whatever_became_of_the_code(project: Path) -> 
     assert len(worktrees.stdout.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_a_replay_counts_recorded_threads_and_writes_over_nothing_of_the_users(
     project: Path, recorded: Recorded
 ) -> None:
@@ -259,6 +261,7 @@ def test_no_credential_is_kept_and_what_was_left_out_is_named(recorded: Recorded
         ("data/order.txt", "37\n", "111\n", "data order", "of the samples", 0, "2"),
     ],
 )  # fmt: skip
+@pytest.mark.long
 def test_a_changed_line_or_file_is_named_with_the_first_step_that_differs(
     project: Path,
     recorded: Recorded,
@@ -306,6 +309,7 @@ def test_the_commands_say_what_has_changed(project: Path, recorded: Recorded, tm
     assert said.code == 2 and "give the folder of a run" in said.err and "Traceback" not in said.err
 
 
+@pytest.mark.long
 def test_an_unchanged_script_is_watched_and_replayed(project: Path) -> None:
     said = started(project, "-m", "flatout", "watch", "quiet.py")
     assert said.returncode == 0, said.stderr

@@ -56,6 +56,7 @@ SCRIPT = """
 
 
 @pytest.mark.multi
+@pytest.mark.long
 def test_gradients_are_exchanged_once_a_step_and_weights_are_the_same() -> None:
     [line] = lines_of(SCRIPT)
     said = json.loads(line)

@@ -420,6 +420,7 @@ def _after(lines: list[str], what: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.multi
+@pytest.mark.long
 def test_ranks_write_their_shards_and_other_numbers_of_ranks_read_them(tmp_path: Path) -> None:
     told = lines_of(RANKS, tmp_path)
     saved = _after(told, "saved")

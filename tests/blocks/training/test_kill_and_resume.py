@@ -76,6 +76,7 @@ SCRIPT = """
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_killed_at_any_step_and_resumed_the_weights_are_bit_equal(tmp_path: Path) -> None:
     draw = random.Random(0)
     kills = [(number % 3 and (1, 4)[number % 3 - 1], draw.randrange(2 * STEPS)) for number in range(KILLS)]

@@ -88,6 +88,7 @@ def test_a_loop_on_the_host_has_its_steps_phases_and_products(written: Path, nam
 
 @pytest.mark.multi
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_show_their_collectives(tmp_path: Path) -> None:
     lines_of(GLOO, tmp_path)
     found = evidence_in([tmp_path]).distributed

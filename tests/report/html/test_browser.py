@@ -93,6 +93,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.long
 def test_every_part_is_seen_and_fits_the_screen(browser: Browser, drawn: bytes, scheme: str, width: int) -> None:
     page = browser.open(drawn, scheme=scheme, width=width).page
 

@@ -121,6 +121,7 @@ def test_no_text_becomes_markup(full: Evidence, diagnosis: Diagnosis, text: str)
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(factor=st.sampled_from([0.0, 1e-12, 1e-3, 1.0, 1e6, 1e15, -1.0]))
+@pytest.mark.long
 def test_no_number_breaks_the_page(full: Evidence, diagnosis: Diagnosis, factor: float) -> None:
     def scaled(value: Any) -> Any:
         if isinstance(value, float):
@@ -203,6 +204,7 @@ def test_a_huge_run_stays_a_small_page(full: Evidence, diagnosis: Diagnosis) -> 
     assert len(html_report(wide, many)) <= 3 << 20
 
 
+@pytest.mark.long
 def test_writing_a_page_needs_neither_torch_nor_the_users_matplotlib_settings(
     full: Evidence, diagnosis: Diagnosis, tmp_path: Path
 ) -> None:

@@ -260,6 +260,7 @@ def test_a_table_of_parameters_holds_parameters() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_long_chain_of_tuples_is_read_in_a_moment() -> None:
     nodes = [{"kind": "tuple", "items": [i + 1]} for i in range(200_000)] + [{"kind": "value", "value": 1}]
     text, tensors = json.dumps({"nodes": nodes}).encode(), describe_model([])[1]

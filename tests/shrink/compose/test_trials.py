@@ -78,6 +78,7 @@ def test_a_pruned_model_is_smaller_and_training_after_the_given_one_brings_its_m
 
 
 @needs_compiler
+@pytest.mark.long
 def test_native_code_takes_batches_in_pieces_and_nothing_else_runs_it(original: CandidateModel) -> None:
     runner = trial_runner(original)
     found = runner.tried((NATIVE,), allowed_loss=0)

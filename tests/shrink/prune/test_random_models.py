@@ -91,6 +91,7 @@ def built(kinds: list[str]) -> nn.Module:
     seed=st.integers(0, 9),
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.long
 def test_a_random_model_is_pruned_right_or_refused(kinds: list[str], fraction: float, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

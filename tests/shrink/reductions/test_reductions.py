@@ -43,6 +43,7 @@ def test_a_page_tells_the_price(reduction: Reduction) -> None:
 @pytest.mark.slow
 @every_reduction
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+@pytest.mark.long
 def test_what_is_offered_can_be_done_or_is_refused_and_leaves_the_model_alone(reduction: Reduction, name: str) -> None:
     if reduction.kind == "engine":
         pytest.skip("compilers take long: tests/shrink/compose tries them")

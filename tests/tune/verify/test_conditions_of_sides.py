@@ -63,6 +63,7 @@ def test_what_recording_takes_does_not_count_as_the_scripts_peak(wide: Request, 
     assert abs(recorded.peak_bytes - plain.peak_bytes) < NUM_BYTES // 4
 
 
+@pytest.mark.long
 def test_a_script_has_its_own_peak_in_a_later_comparison_too(wide: Request) -> None:
     terms = ProofTerms(num_steps=2, budget_s=0.5, num_processes=1, timeout_s=60.0)
     with ScriptProver(wide, terms) as prover:

@@ -97,6 +97,7 @@ def test_the_same_rollouts_and_updates_are_equal_bit_for_bit(tmp_path: Path) -> 
     assert found.equality.num_tensors >= 4 * (1 + 4 + 4) + 2 * 256
 
 
+@pytest.mark.long
 def test_other_rounding_of_the_policy_is_bounded_though_its_own_rollouts_would_be_others(tmp_path: Path) -> None:
     found = verdict(script(tmp_path / "one"), script(tmp_path / "two", mean="policy(state).mul(3).div(3)"))
     assert (found.outcome, found.equality.guarantee) == ("proved", "bounded")
@@ -112,6 +113,7 @@ def test_another_policy_is_told(tmp_path: Path, change: dict[str, object]) -> No
 UNSEEN = "F.linear(torch.tanh(F.linear(state, *list(policy.parameters())[:2])), *list(policy.parameters())[2:])"
 
 
+@pytest.mark.long
 def test_what_the_policy_does_is_compared_where_nobody_sees_what_its_modules_return(tmp_path: Path) -> None:
     unseen = UNSEEN.replace("F.", "torch.nn.functional.")
     one, two = script(tmp_path / "one"), script(tmp_path / "two", mean=unseen)

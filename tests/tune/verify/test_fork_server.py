@@ -56,6 +56,7 @@ def output(wanted: Request, servers: ForkServers | None) -> str:
         return process.output()
 
 
+@pytest.mark.long
 def test_a_forked_script_sees_what_one_started_from_nothing_sees(tmp_path: Path, servers: ForkServers) -> None:
     wanted = request(tmp_path)
     text = output(wanted, servers)
@@ -63,6 +64,7 @@ def test_a_forked_script_sees_what_one_started_from_nothing_sees(tmp_path: Path,
     assert "argv ['--a', '1'] name __main__" in text and f"first {tmp_path}" in text and "variable 0" in text
 
 
+@pytest.mark.long
 def test_variables_are_there_before_the_process_begins(tmp_path: Path, servers: ForkServers) -> None:
     """Allocators read theirs then, so that a server is started with them."""
     plain = request(tmp_path)

@@ -87,6 +87,7 @@ def test_other_rounding_is_not_exact_but_bounded(folder: Path) -> None:
     assert 0 < found.judging_s < found.seconds and found.racing_s == 0
 
 
+@pytest.mark.long
 def test_a_slower_script_is_told_as_slower(folder: Path) -> None:
     """Twenty milliseconds more a step leave no doubt on any machine."""
     one, two = script(folder, "a.py", steps=5000), script(folder, "b.py", change="time.sleep(0.02)", steps=5000)
@@ -132,6 +133,7 @@ def loading(folder: Path, name: str, *, change: str) -> Request:
     return Request(target=str(path))
 
 
+@pytest.mark.long
 def test_a_side_that_stands_gets_no_batches_ahead(folder: Path) -> None:
     """20 ms less in the loop gain nothing where each batch is waited for: so it is in a whole run, and in the race."""
     one, two = loading(folder, "a.py", change="time.sleep(0.02)"), loading(folder, "b.py", change="pass")
@@ -141,6 +143,7 @@ def test_a_side_that_stands_gets_no_batches_ahead(folder: Path) -> None:
     assert found.speed.ratio < 1.3
 
 
+@pytest.mark.long
 def test_workers_that_stand_die_with_their_side(folder: Path) -> None:
     """Of a side that is killed while it stands, nothing is left behind."""
     request = msgspec.structs.replace(loading(folder, "a.py", change="pass"), num_recorded=2, folder=str(folder))
@@ -168,6 +171,7 @@ def _state(pid: int) -> str:
         return ""
 
 
+@pytest.mark.long
 def test_levers_that_met_nothing_to_change_are_named(folder: Path) -> None:
     before = script(folder, "a.py")
     plan = folder / "plan.toml"
@@ -187,6 +191,7 @@ def test_scripts_too_short_to_race_are_started_again(folder: Path) -> None:
     assert found.speed is not None
 
 
+@pytest.mark.long
 def test_what_a_change_takes_to_start_is_told(folder: Path) -> None:
     before, after = script(folder, "a.py"), script(folder, "b.py", setup="import time; time.sleep(0.5)")
     found = verdict(before, after, is_timed=True, num_processes=1)
@@ -195,6 +200,7 @@ def test_what_a_change_takes_to_start_is_told(folder: Path) -> None:
     assert found.speed.first_after_s > 0.5
 
 
+@pytest.mark.long
 def test_what_only_the_first_process_compiles_is_no_price_of_every_run(folder: Path) -> None:
     """A first start of four seconds, as for a compiler whose cache is empty, is not what later runs pay."""
     cache = folder / "cache"
@@ -239,6 +245,7 @@ def test_a_script_that_fails_before_the_change_is_an_error(folder: Path) -> None
 
 
 @pytest.mark.usefixtures("impatient")
+@pytest.mark.long
 def test_a_changed_script_that_hangs_costs_itself_alone_and_leaves_nothing_behind(folder: Path) -> None:
     """It has started a process that ignores polite signals."""
     ours = folder / "pid"
@@ -315,6 +322,7 @@ def test_a_batch_in_parts_has_losses_that_add_up(folder: Path) -> None:
     assert lost.equality.first is not None and lost.equality.first.what == "loss"
 
 
+@pytest.mark.long
 def test_memory_may_be_what_a_change_is_for(folder: Path) -> None:
     hoard = "kept = torch.ones(64 << 20)"
     one, two = script(folder, "a.py", setup=hoard, steps=5000), script(folder, "b.py", steps=5000)
@@ -326,6 +334,7 @@ def test_memory_may_be_what_a_change_is_for(folder: Path) -> None:
     assert verdict(two, two, **size).outcome == "unknown"
 
 
+@pytest.mark.long
 def test_float64_may_become_float32_where_that_is_what_counts(folder: Path) -> None:
     wide = script(folder, "a.py", setup="net = net.double(); torch.set_default_dtype(torch.float64)")
     narrow = script(folder, "b.py", setup="torch.set_default_dtype(torch.float64)")
@@ -337,6 +346,7 @@ def test_float64_may_become_float32_where_that_is_what_counts(folder: Path) -> N
     assert (found.outcome, found.equality.at) == ("proved", "float32")
 
 
+@pytest.mark.long
 def test_the_peak_is_the_scripts_own_however_large_who_starts_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a server of the proof's own, which this large process starts."""
     monkeypatch.setattr("flatout.tune.verify.base_runs.fork_servers", fork_servers)

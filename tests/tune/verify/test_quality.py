@@ -54,6 +54,7 @@ def terms(metric: Metric, *, num_runs: int = 6) -> ProofTerms:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_fewer_steps_are_proved_or_different_by_the_metric_and_what_it_may_lose(tmp_path: Path) -> None:
     long, short = script(tmp_path, "a.py", steps=100), script(tmp_path, "b.py", steps=3)
     accuracy = Metric(pattern="accuracy ([0-9.]+)", allowed_loss=Allowance.of(0.9))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from flatout.app.cli.command import Command
 from flatout.app.cli.factories import named_function
 from flatout.app.cli.options import require_writable
 from flatout.app.cli.terminal import print_lines, print_written
+
+if TYPE_CHECKING:
+    from flatout.core.records.scale import Software
 
 
 def fit(
@@ -26,9 +29,21 @@ def fit(
         Path | None, typer.Option(metavar="FILE", help="A layout of it, as `flatout scale --out` writes it.")
     ] = None,
     gpus: Annotated[str, typer.Option(help="How many of which device, as 8xh100-sxm.")] = "",
+    device: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A data sheet of your own, a TOML file; then --gpus is the number alone."),
+    ] = None,
+    software_name: Annotated[
+        str,
+        typer.Option(
+            "--software",
+            metavar="NAME|FILE",
+            help="What trains: megatron-core, fsdp1, fsdp2, fsdp2-compiled, flatout, ..., or a TOML file.",
+        ),
+    ] = "",
     optimizer_bytes: Annotated[
-        int, typer.Option(help="State of the optimizer for each parameter; Adam and a copy: 12.")
-    ] = 12,
+        int | None, typer.Option(help="State of the optimizer for each parameter; Adam and a copy: 12.")
+    ] = None,
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write what each stage of the layout holds as one HTML page to this file."),
@@ -40,14 +55,30 @@ def fit(
     from flatout.machine.specs.catalog import load_spec
     from flatout.scale.inputs import cluster_of
 
-    room = memory_bytes(load_spec(cluster_of(gpus).device)) if gpus else None
+    cluster = cluster_of(gpus, device=device) if gpus else None
+    room = memory_bytes(load_spec(cluster.device)) if cluster is not None else None
     if bool(step) == (model is not None):
         raise UsageError("give either module:function or --model FILE")
     if html is not None and model is None:
         raise UsageError("--html is of a layout's stages; give --model and --layout with it")
     require_writable(html=html)
-    if not (_step(step, room) if model is None else _layout(model, layout, room, optimizer_bytes, html)):
+    if model is None:
+        does_fit = _step(step, room)
+    else:
+        software = _software(software_name, optimizer_bytes)
+        does_fit = _layout(model, layout, room, cluster.num_devices if cluster is not None else None, software, html)
+    if not does_fit:
         raise typer.Exit(1)
+
+
+def _software(name: str, optimizer_bytes: int | None) -> Software:
+    from msgspec import structs
+
+    from flatout.core.records.scale import Software
+    from flatout.scale.presets import named_software
+
+    software = named_software(name)[0] if name else Software()
+    return software if optimizer_bytes is None else structs.replace(software, state_bytes=optimizer_bytes)
 
 
 def _step(name: str, room: float | None) -> bool:
@@ -66,20 +97,29 @@ def _step(name: str, room: float | None) -> bool:
     return total <= room
 
 
-def _layout(model: Path, layout: Path | None, room: float | None, optimizer_bytes: int, html: Path | None) -> bool:
+def _layout(
+    model: Path,
+    layout: Path | None,
+    room: float | None,
+    num_devices: int | None,
+    software: Software,
+    html: Path | None,
+) -> bool:
     """Each stage of a layout."""
     from flatout.core.files import STANDARD_OUTPUT, write_whole_file
-    from flatout.core.records.scale import Layout, Software
+    from flatout.core.records.scale import Layout
     from flatout.report.html.scale import fit_page
     from flatout.report.parts.scale import BOUND, accounting_lines, layout_text, memory_lines
     from flatout.scale.inputs import read_layout, read_model
     from flatout.scale.memory import memory_of
+    from flatout.scale.rules import require_possible
 
     takes_stdout = html == STANDARD_OUTPUT
     show = partial(print_lines, stderr=takes_stdout)
     shape, parsed_layout = read_model(model), read_layout(layout) if layout is not None else Layout()
+    require_possible(shape, parsed_layout, num_devices)
     show(f"{model.stem}, {layout_text(parsed_layout)}")
-    stages = memory_of(shape, parsed_layout, Software(state_bytes=optimizer_bytes))
+    stages = memory_of(shape, parsed_layout, software)
     fits = True
     for stage, memory in enumerate(stages):
         verdict = "" if room is None else " fits" if memory.total_bytes <= room else " DOES NOT FIT"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from flatout.app.cli.command import Command
+from flatout.app.cli.command import Command, help_epilog
 from flatout.app.cli.options import require_writable
 from flatout.app.cli.terminal import print_lines, print_unwrapped, print_written
 from flatout.core.files import STANDARD_OUTPUT
@@ -23,17 +23,54 @@ _TRILLION = 1e12
 """Tokens of a run, where nobody said."""
 
 
-def scale(
-    model: Annotated[
-        Path,
-        typer.Option(metavar="FILE", help="Sizes of the model, a TOML file: hidden, layers, heads, vocab, seq, ..."),
-    ],
-    gpus: Annotated[str, typer.Option(help="How many of which device, as 1024xh100-sxm.")],
-    batch: Annotated[str, typer.Option(help="Samples of a step over all devices, as 1024, or tokens, as 4M-tokens.")],
-    node: Annotated[
-        int, typer.Option("--gpus-per-node", metavar="N", help="Devices that are joined by their own links.")
-    ] = 8,
-    fabric: Annotated[float, typer.Option(help="Gbit/s of the network between nodes, for each device.")] = 400.0,
+scale = typer.Typer(
+    invoke_without_command=True,
+    help="Rank the layouts that fit by the predicted seconds of a step; `flatout scale price` prices one.",
+)
+
+ModelFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", metavar="FILE", help="Sizes of the model, a TOML file: hidden, layers, heads, vocab, seq, ..."
+    ),
+]
+Devices = Annotated[str | None, typer.Option("--gpus", help="How many of which device, as 1024xh100-sxm.")]
+SheetFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--device", metavar="FILE", help="A data sheet of your own, a TOML file; then --gpus is the number alone."
+    ),
+]
+NodeSize = Annotated[
+    int | None,
+    typer.Option(
+        "--gpus-per-node", metavar="N", help="Devices that are joined by their own links; 8, or 72 of an NVL72."
+    ),
+]
+Fabric = Annotated[float, typer.Option("--fabric", help="Gbit/s of the network between nodes, for each device.")]
+SoftwareName = Annotated[
+    str,
+    typer.Option(
+        "--software",
+        metavar="NAME|FILE",
+        help="What trains: megatron-core, megatron-2021, deepspeed, fsdp1, fsdp2, fsdp2-compiled, flatout, or a TOML file.",
+    ),
+]
+
+
+@scale.callback()
+def _ranked(
+    context: typer.Context,
+    model: ModelFile = None,
+    gpus: Devices = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(help="Samples of a step over all devices, as 1024, or tokens, as 4M-tokens."),
+    ] = None,
+    device: SheetFile = None,
+    node: NodeSize = None,
+    fabric: Fabric = 400.0,
+    software_name: SoftwareName = "",
     dtype: Annotated[str, typer.Option(help="Of products: bfloat16, float16, float8.")] = "bfloat16",
     top: Annotated[int, typer.Option(help="Layouts to print.")] = 10,
     measured: Annotated[
@@ -67,6 +104,8 @@ def scale(
     disk: Annotated[float, typer.Option(help="GB/s of the disk that each device has, reading or writing.")] = 4.0,
 ) -> None:
     """Rank the layouts that fit by the predicted seconds of a step, and say where they go."""
+    if context.invoked_subcommand is not None:
+        return
     from msgspec import structs
 
     from flatout.core.errors import UsageError
@@ -74,29 +113,53 @@ def scale(
     from flatout.report.parts.scale import memory_lines, ranking_blocks
     from flatout.scale.calibration import Calibrated
     from flatout.scale.executor import EXECUTOR
-    from flatout.scale.inputs import cluster_of, read_model, read_runs, samples_of, tokens_of
+    from flatout.scale.inputs import cluster_of, node_size, read_model, read_runs, samples_of, tokens_of
+    from flatout.scale.presets import named_software
     from flatout.scale.search import ranked_layouts
+    from flatout.scale.usual import usual_constants
 
     require_writable(out=out, html=html)
     takes_stdout = STANDARD_OUTPUT in (out, html)
     show = partial(print_lines, stderr=takes_stdout)
-    if straggler < 0 or node < 1 or fabric <= 0 or disk <= 0 or (price is not None and price < 0):
+    if model is None or gpus is None or batch is None:
+        raise UsageError(
+            "give --model, --gpus and --batch; or `flatout scale price` for one layout, see `flatout scale -h`"
+        )
+    if (
+        straggler < 0
+        or (node is not None and node < 1)
+        or fabric <= 0
+        or disk <= 0
+        or (price is not None and price < 0)
+    ):
         raise UsageError("--straggler and --price are 0 or more, --gpus-per-node, --fabric and --disk are positive")
     shape, kinds = read_model(model), _compressions(compression)
-    host_bytes = None if host_memory is None else host_memory * 2**30 / node
     cluster = cluster_of(
-        gpus, node=node, fabric_bytes_per_s=fabric * 1e9 / 8, disk_bytes_per_s=disk * 1e9, host_bytes=host_bytes
+        gpus, node=node, fabric_bytes_per_s=fabric * 1e9 / 8, disk_bytes_per_s=disk * 1e9, device=device
     )
+    node = node or node_size(cluster)
+    host_bytes = None if host_memory is None else host_memory * 2**30 / node
+    if cluster.host is not None:
+        cluster = structs.replace(cluster, host=structs.replace(cluster.host, memory_bytes=host_bytes))
     samples = samples_of(batch, shape)
     run_tokens = None if tokens is None else tokens_of(tokens)
     run = _RunLength(run_tokens, failures, stall, restart, price, -(-cluster.num_devices // node))
     runs = read_runs(measured) if measured is not None else []
     # what was measured here are steps of our executor
-    software = structs.replace(EXECUTOR, dtype=dtype) if measured is not None else Software(dtype=dtype)
-    constants = Constants(straggler_share=straggler)
+    named = named_software(software_name)[0] if software_name else EXECUTOR if measured is not None else Software()
+    software = structs.replace(named, dtype=dtype)
+    constants = usual_constants(shape, cluster, software, Constants(straggler_share=straggler)).constants
     calibrated = Calibrated(runs, cluster, software, constants) if measured is not None else None
     found = ranked_layouts(
-        shape, cluster, samples, software, constants, most=top, calibrated=calibrated, compressions=kinds
+        shape,
+        cluster,
+        samples,
+        software,
+        constants,
+        most=top,
+        calibrated=calibrated,
+        compressions=kinds,
+        preset=software_name,
     )
     show(
         f"{model.stem} on {cluster.num_devices} x {cluster.device}, {samples} samples of {shape.seq} tokens a step: "
@@ -117,7 +180,9 @@ def scale(
         show(f"it takes {of_node:.0f} GiB of each node's memory; give --host-memory to check that")
     show("memory of the first's fullest device:", *memory_lines(best.memory))
     show(*run.lines(best.step.total_s, samples * shape.seq, cluster.num_devices))
-    how = "predicted from data sheets; nothing was measured here, and intervals are as wide as published planners err"
+    how = (
+        "predicted from data sheets; nothing was measured here, and intervals are as wide as such predictions were off"
+    )
     if calibrated is not None:
         how, constants = (
             f"predicted with constants of {len(runs)} measured steps: {calibrated.constants}",
@@ -130,6 +195,74 @@ def scale(
         _write_page(html, found, model.stem, _Prediction(shape, cluster, samples, software, constants), run, how)
         print_written(html, stderr=takes_stdout)
     show(how)
+
+
+@scale.command(
+    epilog=help_epilog(
+        "flatout scale price --model sizes.toml --layout layout.toml --gpus 64xh100-sxm",
+        "flatout scale price --model sizes.toml --layout layout.toml --gpus 64xh100-sxm --software fsdp2 --json price.json",
+    )
+)
+def price(
+    layout: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The layout, a TOML file, as `flatout scale --out` writes it.")
+    ] = None,
+    model: ModelFile = None,
+    gpus: Devices = None,
+    cluster_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--cluster", metavar="FILE", help="Or the cluster with its links, a TOML file: device, num_devices, tiers."
+        ),
+    ] = None,
+    device: SheetFile = None,
+    node: NodeSize = None,
+    fabric: Fabric = 400.0,
+    software_name: SoftwareName = "",
+    dtype: Annotated[str, typer.Option(help="Of products: bfloat16, float16, float8, mxfp8, nvfp4.")] = "",
+    measured: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measured steps to fit constants on, a JSON file.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the price to this file.")] = None,
+) -> None:
+    """Price one layout: seconds of a step and where they go, memory of each stage by kind, MFU, and what that follows from."""
+    from msgspec import structs
+
+    from flatout.core.errors import UsageError
+    from flatout.core.files import write_whole_file
+    from flatout.core.records.record import to_json
+    from flatout.core.records.scale import Software
+    from flatout.report.parts.price import price_blocks
+    from flatout.scale.calibration import Calibrated
+    from flatout.scale.inputs import cluster_of, read_cluster, read_layout, read_model, read_runs
+    from flatout.scale.presets import named_software
+    from flatout.scale.pricing import price as priced
+    from flatout.scale.usual import usual_constants
+
+    if model is None or layout is None or (gpus is None) == (cluster_file is None):
+        raise UsageError("give --model, --layout, and --gpus or --cluster; see `flatout scale price -h`")
+    if fabric <= 0 or (node is not None and node < 1):
+        raise UsageError("--gpus-per-node and --fabric are positive")
+    require_writable(json=json)
+    shape, placed = read_model(model), read_layout(layout)
+    cluster = (
+        read_cluster(cluster_file)
+        if cluster_file is not None
+        else cluster_of(gpus or "", node=node, fabric_bytes_per_s=fabric * 1e9 / 8, device=device)
+    )
+    software, words = (
+        named_software(software_name) if software_name else (Software(), "Megatron's kind, with fused attention")
+    )
+    software = structs.replace(software, dtype=dtype) if dtype else software
+    constants = None
+    if measured is not None:
+        usual = usual_constants(shape, cluster, software).constants
+        constants = Calibrated(read_runs(measured), cluster, software, usual).constants
+    found = priced(shape, placed, cluster, software, constants, preset=software_name)
+    print_unwrapped(price_blocks(found, name=model.stem, software=words), stderr=json == STANDARD_OUTPUT)
+    if json is not None:
+        write_whole_file(json, to_json(found))
+        print_written(json, stderr=json == STANDARD_OUTPUT)
 
 
 class _Prediction(NamedTuple):

@@ -102,6 +102,20 @@ def _refuse(model: nn.Module, layout: Layout) -> None:
             f"tensor {layout.tensor} with Experts, whose rows have no fixed place; use tensor 1 and divide the experts",
         ),
         (
+            layout.expert > 1 and (layout.expert_ranks != layout.tensor or layout.data % layout.expert != 0),
+            f"expert {layout.expert} with expert_tensor {layout.expert_tensor} on data {layout.data} can be planned and is not "
+            "built; use expert_tensor 0 and a divisor of data",
+        ),
+        (
+            layout.recompute in ("operators", "parts") or bool(layout.recompute_layers),
+            f"recompute '{layout.recompute}' with recompute_layers {layout.recompute_layers} can be planned and is not built; "
+            "use 'none', 'selective' or 'full', and 0",
+        ),
+        (
+            layout.counts_ends and layout.pipeline > 1,
+            "counts_ends can be planned and is not built; use false",
+        ),
+        (
             layout.expert > 1 and layout.pipeline > 1,
             f"expert {layout.expert} with pipeline {layout.pipeline}: stages would exchange rows out of step; use one of them",
         ),

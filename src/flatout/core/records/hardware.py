@@ -37,16 +37,39 @@ class Rate(Record, frozen=True, kw_only=True):
 
 
 class Link(Record, frozen=True, kw_only=True):
-    """A connection of the device to others ('nvlink', 'infinity-fabric', 'pcie'); one direction, all lanes together."""
+    """A connection of the device to others ('nvlink', 'infinity-fabric', 'pcie'); one direction, all lanes together.
+
+    `reach` is how many devices one such network joins at most, 0 as many as a node has.
+    """
 
     name: str
     bytes_per_s: Figure
+    reach: int = 0
+
+
+ReachedBy = Literal["products", "attention", "attention-backward", "memory"]
+"""What reaches a share of a data sheet's rate: large products, fused attention forward and backward, and operators that only read
+and write."""
+
+
+class Reached(Record, frozen=True, kw_only=True):
+    """The share of a data sheet's rate that programs were measured to reach on the product; training, on random numbers.
+
+    `kernels` names the software whose kernels these are, '' any; `head_width` is that of attention's heads, 0 any.
+    """
+
+    what: ReachedBy
+    dtype: str = "bfloat16"
+    kernels: str = ""
+    head_width: int = 0
+    share: Figure
 
 
 class HardwareSpec(Record, frozen=True, kw_only=True):
     """The vendor's data sheet of one product; `device_names` are the exact names that the driver reports.
 
-    `cache_bytes` is the last-level cache, `num_units` streaming multiprocessors, compute units or cores.
+    `cache_bytes` is the last-level cache, `num_units` streaming multiprocessors, compute units or cores. `reached` is what
+    programs make of the rates.
     """
 
     id: str
@@ -61,6 +84,7 @@ class HardwareSpec(Record, frozen=True, kw_only=True):
     power_w: Figure | None = None
     rates: tuple[Rate, ...] = ()
     links: tuple[Link, ...] = ()
+    reached: tuple[Reached, ...] = ()
     unknown: dict[str, str] = {}
 
 

@@ -7,7 +7,14 @@ from typing import Literal
 from flatout.core.errors import PlanError
 from flatout.core.records.record import Record
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "operators", "parts", "full"]
+"""What a backward computes again: nothing; attention; what lies between products, and every other product (torch's selective
+checkpointing of operators, as torchtitan does); parts that are named; or whole layers."""
+RecomputedPart = Literal["attention", "norms", "gates", "latent", "feed-forward", "experts"]
+"""Parts of a layer that can be computed again alone, as Megatron-Core's recompute_modules: attention (core_attn), norms
+(layernorm), the function between a feed-forward's products (moe_act), what makes queries, keys and values of latent vectors
+(mla_up_proj), a dense feed-forward (mlp), and all experts (moe).
+"""
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 """Schedules of torch.distributed.pipelining; zero-bubble is its interleaved one."""
 Offload = Literal["none", "state", "weights"]
@@ -24,8 +31,19 @@ FOLDED = frozenset({"zbv", "dualpipev"})
 class ModelShape(Record, frozen=True, kw_only=True):
     """A decoder-only transformer by its sizes. `ffn` None means 4 x hidden; `kv_heads` None as many as heads.
 
-    `is_gated`: the feed-forward has three matrices (SwiGLU). `num_experts` feed-forwards a layer, of which a token takes
-    `experts_per_token`. `is_tied`: the output layer is the embedding.
+    `is_gated`: the feed-forward has three matrices (SwiGLU). `is_tied`: the output layer is the embedding. `head_dim` of queries
+    and keys is hidden / heads unless given, and that of values as much.
+
+    Latent attention (DeepSeek-V2, 2024, section 2.1) has keys and values of one vector of `key_rank` numbers a token, queries of
+    one of `query_rank` (0: of the token itself), and `rope_dim` further numbers of queries and keys for their positions.
+
+    A layer has `num_experts` feed-forwards of width `expert_ffn` (None: ffn), of which a token takes `experts_per_token`; all
+    take `shared_experts` more. `dense_layers` at the beginning have one of width `ffn` instead. A token goes to experts of
+    `expert_groups` nodes at most (0: of any number).
+
+    Attention sees the last `window` tokens (0: all of them), but for each `full_every`th layer, which sees all (0: none does).
+    `extra_tokens` more are predicted, each by a layer, a product of 2 x hidden with hidden, and the output layer (DeepSeek-V3,
+    2024, section 2.2).
     """
 
     hidden: int
@@ -34,20 +52,48 @@ class ModelShape(Record, frozen=True, kw_only=True):
     vocab: int
     seq: int
     kv_heads: int | None = None
+    head_dim: int | None = None
+    query_rank: int = 0
+    key_rank: int = 0
+    rope_dim: int = 0
     ffn: int | None = None
     is_gated: bool = False
     num_experts: int = 1
     experts_per_token: int = 1
+    expert_ffn: int | None = None
+    shared_experts: int = 0
+    dense_layers: int = 0
+    expert_groups: int = 0
+    window: int = 0
+    full_every: int = 0
+    extra_tokens: int = 0
     is_tied: bool = True
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "vocab", "seq", "num_experts", "experts_per_token"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; give a positive number")
-        if self.hidden % self.heads:
-            raise PlanError(f"hidden {self.hidden} is no multiple of heads {self.heads}")
+        for name in (
+            *("query_rank", "key_rank", "rope_dim", "shared_experts", "dense_layers", "expert_groups"),
+            *("window", "full_every", "extra_tokens"),
+        ):
+            if getattr(self, name) < 0:
+                raise PlanError(f"{name} is {getattr(self, name)}; give 0 or more")
+        for name in ("head_dim", "ffn", "expert_ffn", "kv_heads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise PlanError(f"{name} is {getattr(self, name)}; give a positive number, or leave it out")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise PlanError(f"hidden {self.hidden} is no multiple of heads {self.heads}; give head_dim")
         if self.heads % self.key_heads:
             raise PlanError(f"heads {self.heads} are no multiple of kv_heads {self.kv_heads}")
+        if self.experts_per_token > self.num_experts:
+            raise PlanError(f"a token takes {self.experts_per_token} experts, and there are {self.num_experts}")
+        if self.dense_layers > self.layers:
+            raise PlanError(f"dense_layers {self.dense_layers} are more than layers {self.layers}")
+        if self.num_experts == 1 and (self.shared_experts or self.dense_layers or self.expert_groups):
+            raise PlanError("shared_experts, dense_layers and expert_groups are of models with num_experts")
+        if (self.query_rank or self.rope_dim) and not self.key_rank:
+            raise PlanError("query_rank and rope_dim are of latent attention; give key_rank, too")
 
     @property
     def key_heads(self) -> int:
@@ -56,13 +102,23 @@ class ModelShape(Record, frozen=True, kw_only=True):
 
     @property
     def inner(self) -> int:
-        """Width between the two products of the feed-forward."""
+        """Width between the two products of a feed-forward that is no expert."""
         return self.ffn or 4 * self.hidden
 
     @property
+    def expert_inner(self) -> int:
+        """Width between the two products of an expert."""
+        return self.expert_ffn or self.inner
+
+    @property
     def head_width(self) -> int:
-        """Length of one head's vectors."""
-        return self.hidden // self.heads
+        """Length of one head's vectors of values."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Length of one head's vectors of queries and keys."""
+        return self.head_width + self.rope_dim
 
 
 class Tier(Record, frozen=True, kw_only=True):
@@ -101,11 +157,15 @@ class Layout(Record, frozen=True, kw_only=True):
 
     Ranks of a tensor group are neighbours, then those of context, then those of data, then stages. `micro_batch` samples a
     micro-batch, of which each data rank has `global_batch / (data * micro_batch)` in a step. `shard` is what data (and context)
-    ranks divide among themselves: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too (ZeRO's stages; FSDP is
-    3); groups of `shard_ranks` of the data ranks do so and hold copies of one another (HSDP; 0 is all of them).
+    ranks divide among themselves: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too (ZeRO's stages; FSDP is 3);
+    groups of `shard_ranks` of the data ranks do so and hold copies of one another (HSDP; 0 is all of them).
     `is_sequence_parallel`: tensor ranks divide what lies between their products by tokens. `context` ranks divide each sample by
-    tokens. `expert` of the data ranks divide the experts. `offload` keeps the optimizer's state, or weights too, in the host's
-    memory or on its disk (`offload_to`). `compression` of gradients between data ranks.
+    tokens. `expert` ranks divide the experts, and each expert lies on `expert_tensor` ranks (0: as many as divide tensors):
+    together they divide the ranks of tensor, context and data. `recompute` is of all layers, or of `recompute_layers` of each
+    part of a stage (0: all), or of the parts that `recomputed` names. `counts_ends`: embedding and output layer count as a layer
+    each when stages get their layers. `offload` keeps the optimizer's state, or weights too, in the host's memory or on its disk
+    (`offload_to`). Activations of `offload_layers`
+    layers of each part of a stage wait in the host's memory for their backward. `compression` of gradients between data ranks.
     """
 
     tensor: int = 1
@@ -113,16 +173,21 @@ class Layout(Record, frozen=True, kw_only=True):
     pipeline: int = 1
     data: int = 1
     expert: int = 1
+    expert_tensor: int = 0
     micro_batch: int = 1
     global_batch: int = 1
     schedule: ScheduleKind = "1f1b"
     chunks: int = 1
     recompute: Recompute = "none"
+    recompute_layers: int = 0
+    recomputed: tuple[RecomputedPart, ...] = ()
+    counts_ends: bool = False
     shard: int = 0
     shard_ranks: int = 0
     is_sequence_parallel: bool = False
     offload: Offload = "none"
     offload_to: Literal["host", "disk"] = "host"
+    offload_layers: int = 0
     compression: Compression = "none"
 
     def __post_init__(self) -> None:
@@ -135,8 +200,17 @@ class Layout(Record, frozen=True, kw_only=True):
             raise PlanError(
                 f"shard_ranks {self.shard_ranks} does not divide data {self.data}; give a divisor, or 0 for all"
             )
-        if self.data % self.expert:
-            raise PlanError(f"expert {self.expert} does not divide data {self.data}: experts lie on data ranks")
+        if bool(self.recomputed) != (self.recompute == "parts"):
+            raise PlanError("recomputed names the parts of recompute 'parts': give both, or neither")
+        if self.expert_tensor < 0 or self.recompute_layers < 0 or self.offload_layers < 0:
+            raise PlanError("expert_tensor, recompute_layers and offload_layers are 0 or more")
+        if self.tensor % self.expert_ranks:
+            raise PlanError(f"expert_tensor {self.expert_tensor} does not divide tensor {self.tensor}")
+        if self.tensor * self.context * self.data % (self.expert * self.expert_ranks):
+            raise PlanError(
+                f"expert {self.expert} x {self.expert_ranks} does not divide tensor {self.tensor} x context {self.context} x "
+                f"data {self.data}: experts lie on these ranks"
+            )
         if self.global_batch % (self.data * self.micro_batch):
             raise PlanError(
                 f"a global batch of {self.global_batch} is no multiple of {self.data} ranks x {self.micro_batch} samples"
@@ -155,6 +229,11 @@ class Layout(Record, frozen=True, kw_only=True):
     def num_devices(self) -> int:
         """Number of devices that the layout takes."""
         return self.tensor * self.context * self.pipeline * self.data
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks on which each expert lies."""
+        return self.expert_tensor or self.tensor
 
     @property
     def num_micro_batches(self) -> int:
@@ -190,20 +269,28 @@ class Software(Record, frozen=True, kw_only=True):
 
     `dtype` of products; `attention` 'fused' never writes scores, 'written' does, 'megatron' does with a fused softmax that takes
     groups of four (samples x heads) and falls back to single operators else. Operators are those of one layer as the host starts
-    them. `optimizer_bytes` are read and written for each parameter at an update, `gradient_bytes` reduced.
-    `pads_vocabulary`: to a multiple of 128 a tensor rank, when it is divided. `has_overlap`: gradients are reduced while the
-    backward goes on. `state_bytes` are kept for each parameter by the optimizer, with a float32 copy of the weights if there is
-    one. Context ranks gather all keys and values before attention ('gathered'), or pass them round while it goes on ('ring');
-    their pieces of a sample are 'contiguous', so that under a causal mask the last rank has the most to do, or 'balanced'.
-    Tensor ranks divide a layer by what its code says, or by tensors that know how they are divided (`divided_by`). A layer's
-    sharded weights lie in one 'buffer', or each 'weight' is handled by itself. `recompute_operators` is what computing a region
-    again takes of the host besides its operators, and `end_operators` what embedding, head and loss take in each direction.
-    Dropout (`has_dropout`) keeps masks; a gate that is no one kernel (`fuses_gate`) keeps what its function gives; a loss has
-    `loss_bytes` for each logit at once, besides the logit.
+    them. `optimizer_bytes` are read and written for each parameter at an update, `gradient_bytes` reduced. `pads_vocabulary`: to
+    a multiple of 128 a tensor rank, when it is divided. `has_overlap`: gradients are reduced while the backward goes on.
+    `state_bytes` are kept for each parameter by the optimizer, with a float32 copy of the weights if there is one. Context ranks
+    gather all keys and values before attention ('gathered'), or pass them round while it goes on ('ring'); their pieces of a
+    sample are 'contiguous', so that under a causal mask the last rank has the most to do, or 'balanced'. Tensor ranks divide a
+    layer by what its code says, or by tensors that know how they are divided (`divided_by`). A layer's sharded weights lie in one
+    'buffer', or each 'weight' is handled by itself. `recompute_operators` is what computing a region again takes of the host
+    besides its operators, and `end_operators` what embedding, head and loss take in each direction. Dropout (`has_dropout`) keeps
+    masks; a gate that is no one kernel (`fuses_gate`) keeps what its function gives; a loss has `loss_bytes` for each logit at
+    once, besides the logit. Casts to fewer bits go through memory `cast_passes` times as often as fused ones. `kernels` names
+    those of fused attention, by which the device's data sheet says what they reach ('' for today's). A router takes
+    `routing_operators` of the host, and each expert of a rank `expert_operators` where experts are not started together, and
+    twice as many backward. Of the collectives of tensor ranks a share `tensor_hidden` is hidden behind products, as far as these
+    last (asynchronous tensor parallelism), those of experts behind another micro-batch (`hides_experts`). A token goes once to
+    each node that has experts for it (`sends_once`), in numbers of `dispatch_bytes` (0: as wide as others), and comes back as
+    wide as others. What lies between products reads and writes `traffic` times what it would in fused kernels.
     """
 
     dtype: str = "bfloat16"
     attention: Literal["fused", "written", "megatron"] = "fused"
+    kernels: str = ""
+    traffic: float = 1.0
     forward_operators: int = 20
     backward_operators: int = 30
     unfused_softmax_operators: int = 6
@@ -221,36 +308,42 @@ class Software(Record, frozen=True, kw_only=True):
     has_dropout: bool = True
     fuses_gate: bool = True
     loss_bytes: int = 8
+    cast_passes: float = 1.0
+    routing_operators: int = 20
+    expert_operators: int = 0
+    tensor_hidden: float = 0.0
+    hides_experts: bool = False
+    sends_once: bool = False
+    dispatch_bytes: int = 0
 
 
 class Constants(Record, frozen=True, kw_only=True):
     """What a machine and its software reach, each with a meaning; the defaults are of an A100's size, and `calibrated` fits them.
 
-    `product_share`        of the data sheet's rate, by large products whose tiles fill the device
-    `misaligned_share`     of that, by products whose rows do not begin at multiples of 16 bytes
-    `fill_depth`           depth that a tile's product takes to fill its pipeline, in numbers
-    `memory_share`         of the data sheet's bandwidth, by operators that only read and write
-    `kernel_s`             from the end of one kernel to the start of the next, on a device that is kept busy
-    `operator_s`           of the host, to start one operator
-    `divided_operator_s`   the same on tensors that know how they are divided: DTensor works it out in Python each time
-    `collective_s`         of the host, to start one collective
-    `link_share`           of a link's bandwidth, by large collectives
-    `step_s`               of a step that belongs to nothing else: the loop, the schedule, the loader
-    `contention_share`     of the time in which arithmetic and collectives run side by side, lost by the arithmetic: 18.9 % in
-                           the mean of GPT and LLaMA models on four A100, H100, MI210 or MI250, 40 % at most (Characterizing
-                           Compute-Communication Overlap, arXiv 2507.03114, 2025)
-    `routing_imbalance`    tokens of the fullest expert rank over their mean: what Switch Transformer's capacity factor allows
-                           (Fedus et al., 2022, section 2.2); what is more it drops
-    `host_share`           of the data sheet's bandwidth to the host, by copies of pinned memory: PCIe's packets of 128 or 256
-                           bytes carry 24 to 28 bytes of heads (PCI Express base specification, transaction and link layers)
+    `product_share`        of the data sheet's rate, by large products whose tiles fill the device `misaligned_share`     of that,
+    by products whose rows do not begin at multiples of 16 bytes `fill_depth`           depth that a tile's product takes to fill
+    its pipeline, in numbers `attention_share`      of the data sheet's rate, by fused attention: by FlashAttention-2 on an A100
+    (Dao, 2023, figures 4 to 6) `attention_backward_share`  the same by its backward `memory_share`         of the data sheet's
+    bandwidth, by operators that only read and write `kernel_s`             from the end of one kernel to the start of the next,
+    on a device that is kept busy `operator_s`           of the host, to start one operator `divided_operator_s`   the same on
+    tensors that know how they are divided: DTensor works it out in Python each time `collective_s`         of the host, to start
+    one collective `link_share`           of a link's bandwidth, by large collectives `step_s`               of a step that
+    belongs to nothing else: the loop, the schedule, the loader `contention_share`     of the time in which arithmetic and
+    collectives run side by side, lost by the arithmetic: 18.9 % in the mean of GPT and LLaMA models on four A100, H100, MI210 or
+    MI250, 40 % at most (Characterizing Compute-Communication Overlap, arXiv 2507.03114, 2025) `routing_imbalance`    tokens of
+    the fullest expert rank over their mean: what Switch Transformer's capacity factor allows (Fedus et al., 2022, section 2.2);
+    what is more it drops `host_share`           of the data sheet's bandwidth to the host, by copies of pinned memory: PCIe's
+    packets of 128 or 256 bytes carry 24 to 28 bytes of heads (PCI Express base specification, transaction and link layers)
     `straggler_share`      deviation of a rank's own seconds, over their mean. 0: the other constants come from steps of whole
-                           nodes, which have their waiting inside. GPUs of one kind differ by 8 % in the mean of five clusters
-                           (Sinha et al., Not all GPUs are created equal, SC 2022)
+    nodes, which have their waiting inside. GPUs of one kind differ by 8 % in the mean of five clusters (Sinha et al., Not all
+    GPUs are created equal, SC 2022)
     """
 
     product_share: float = 0.8
     misaligned_share: float = 0.3
     fill_depth: float = 64.0
+    attention_share: float = 0.58
+    attention_backward_share: float = 0.5
     memory_share: float = 0.85
     kernel_s: float = 4e-6
     operator_s: float = 2e-5
@@ -318,6 +411,50 @@ class Ranked(Record, frozen=True, kw_only=True):
     low_s: float
     high_s: float
     mfu: float
+
+
+_LEAST_SLACK = 2**30
+"""What the driver's context and libraries take at least."""
+
+
+class Price(Record, frozen=True, kw_only=True):
+    """What one layout costs: seconds of a step with an interval, each stage's memory, and what that follows from.
+
+    `mfu` counts a token's products with the weights it meets and causal attention once, forward and backward; `mfu_whole` counts
+    attention as if it were not causal, as PaLM does (Chowdhery et al., 2022, appendix B); `hfu` counts what is computed again,
+    too. All are shares of the data sheet's rate for the type of the products.
+    """
+
+    model: ModelShape
+    layout: Layout
+    cluster: Cluster
+    software: Software
+    constants: Constants
+    step: StepTime
+    low_s: float
+    high_s: float
+    tokens_per_s: float
+    mfu: float
+    mfu_whole: float
+    hfu: float
+    stages: tuple[StageMemory, ...]
+    room_bytes: float
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def fullest(self) -> StageMemory:
+        """The stage whose device holds the most."""
+        return max(self.stages, key=lambda stage: stage.total_bytes)
+
+    @property
+    def does_fit(self) -> bool:
+        """Whether each stage's device has the room, with all that allocators and libraries may take besides."""
+        return self.fullest.total_bytes <= self.room_bytes
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether what is counted exceeds the room even where allocators and libraries take least."""
+        return self.fullest.total_bytes - self.fullest.slack_bytes + _LEAST_SLACK > self.room_bytes
 
 
 class StepFootprint(Record, frozen=True, kw_only=True):

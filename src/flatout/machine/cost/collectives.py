@@ -34,14 +34,26 @@ def all_reduce_s(num_bytes: float, ranks: int, tiers: Sequence[Tier], *, stride:
 
 
 def gather_s(num_bytes: float, ranks: int, tiers: Sequence[Tier], *, stride: int = 1, share: float = 1.0) -> float:
-    """Seconds of an all-gather to `num_bytes`, or of a reduce-scatter of them: half an all-reduce."""
-    return all_reduce_s(num_bytes, ranks, tiers, stride=stride, share=share) / 2
+    """Seconds of an all-gather to `num_bytes`, or of a reduce-scatter of them: half an all-reduce, and more messages.
+
+    Libraries gather in one ring through all ranks, which takes as many messages as there are ranks, most of them to neighbours
+    (NCCL before its PAT algorithm of 2.23, which takes part only with one device a node).
+    """
+    half_s = all_reduce_s(num_bytes, ranks, tiers, stride=stride, share=share) / 2
+    inside = max(1, min(ranks, tiers[0].reach // stride))
+    if inside == ranks or len(tiers) == 1:
+        return half_s
+    further = ranks - 1 - (inside - 1) - (-(-ranks // inside) - 1)
+    return half_s + max(0, further) * tiers[0].latency_s
 
 
-def all_to_all_s(num_bytes: float, ranks: int, tiers: Sequence[Tier], *, stride: int = 1, share: float = 1.0) -> float:
+def all_to_all_s(
+    num_bytes: float, ranks: int, tiers: Sequence[Tier], *, stride: int = 1, share: float = 1.0, crossing: float = 1.0
+) -> float:
     """Seconds until each of `ranks` devices has sent an equal part of its `num_bytes` to each other one.
 
-    What stays within the nearest tier and what goes beyond it are sent side by side: the longer counts.
+    What stays within the nearest tier and what goes beyond it are sent side by side: the longer counts. Of what goes beyond, a
+    share `crossing` does so, and is spread there.
 
     >>> nvlink = Tier(name="nvlink", reach=8, bytes_per_s=1e11, latency_s=0.0)
     >>> all_to_all_s(8e8, 4, [nvlink])
@@ -53,7 +65,8 @@ def all_to_all_s(num_bytes: float, ranks: int, tiers: Sequence[Tier], *, stride:
     for tier in tiers:
         reached = ranks if tier is tiers[-1] else max(done, min(ranks, tier.reach // stride))
         if reached > done:
-            slowest = max(slowest, tier.latency_s + (reached - done) * num / (tier.bytes_per_s * share))
+            sent = (reached - done) * num * (crossing if tier is not tiers[0] else 1.0)
+            slowest = max(slowest, tier.latency_s + sent / (tier.bytes_per_s * share))
         done = reached
     return slowest
 

@@ -79,7 +79,7 @@ class Rates(NamedTuple):
     kernel_s: float
 
 
-def product_s(rates: Rates, m: int, n: int, k: int, *, batch: int = 1, itemsize: int = 2) -> float:
+def product_s(rates: Rates, m: int, n: int, k: int, *, batch: int = 1, itemsize: float = 2) -> float:
     """Seconds of `batch` products (M, K) @ (K, N): the best tile's rounds, no faster than memory, and the kernel's start.
 
     A tile of one round takes 2 m n (K + fill_depth) operations of one multiprocessor's share of the rate.

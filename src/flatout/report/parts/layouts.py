@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from flatout.core import units
 from flatout.core.records.scale import Layout, ModelShape, ScheduleKind
-from flatout.machine.cost.schedules import layers_of_chunks
+from flatout.scale.sizes import layer_spans
 
 _SCHEDULES: Final[dict[ScheduleKind, str]] = {
     "gpipe": "GPipe: all forwards, then all backwards",
@@ -26,6 +26,8 @@ _SHARDS: Final = {
 }
 _RECOMPUTE: Final = {
     "none": "Nothing: all activations are kept for the backward.",
+    "parts": "The parts that are named, in the backward.",
+    "operators": "What lies between products and every other product, in the backward.",
     "selective": "Attention, in the backward; all other activations are kept.",
     "full": "Each layer, in the backward; only its input is kept.",
 }
@@ -58,7 +60,7 @@ def layout_words(layout: Layout, model: ModelShape) -> Iterator[Term]:
     if layout.expert > 1:
         yield Term(
             f"expert {layout.expert}",
-            f"The {model.num_experts} experts of a layer lie on {layout.expert} of the copies.",
+            f"The {model.num_experts} experts of a layer lie on {layout.expert} ranks.",
         )
     yield Term("recomputed", _RECOMPUTE[layout.recompute])
     if layout.offload != "none":
@@ -71,7 +73,7 @@ def layout_words(layout: Layout, model: ModelShape) -> Iterator[Term]:
 
 def _stages(layout: Layout, model: ModelShape) -> str:
     parts = layout.parts_per_stage
-    layers = _span(layers_of_chunks(model.layers, layout.pipeline * parts))
+    layers = _span([last - first for first, last in layer_spans(model, layout)])
     of_parts = f"{parts} parts, each of {layers}" if parts > 1 else layers
     return f"The {model.layers} layers lie in {layout.pipeline} stages of {of_parts}; {_SCHEDULES[layout.schedule]}."
 

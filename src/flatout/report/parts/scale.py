@@ -10,7 +10,7 @@ from flatout.core.records.scale import Layout, ModelShape, Ranked, StageMemory, 
 from flatout.report.document import Block, Column, Table, numbers
 from flatout.scale.sizes import num_parameters
 
-_PARTS = (
+STEP_PARTS = (
     ("compute_s", "compute"),
     ("host_s", "host"),
     ("tensor_s", "tensor"),
@@ -21,7 +21,9 @@ _PARTS = (
     ("offload_s", "copies"),
     ("optimizer_s", "update"),
     ("straggler_s", "stragglers"),
+    ("step_s", "the loop"),
 )
+"""Parts of a step's seconds, and what they are called."""
 _SHARDS = {0: "", 1: " (zero-1)", 2: " (zero-2)", 3: " (fsdp)"}
 
 
@@ -30,7 +32,7 @@ def ranking_blocks(ranked: Sequence[Ranked], *, tokens: int, num_devices: int) -
     rows = []
     for place, one in enumerate(ranked, start=1):
         step = one.step
-        shares = [(getattr(step, name) / step.total_s, word) for name, word in _PARTS]
+        shares = [(getattr(step, name) / step.total_s, word) for name, word in STEP_PARTS]
         rows.append(
             [
                 f"{place}",
@@ -118,7 +120,8 @@ def layout_text(layout: Layout) -> str:
     words.append(f"data {layout.data}{shard}")
     words += [f"expert {layout.expert}"] if layout.expert > 1 else []
     words.append(f"{layout.micro_batch} x {layout.num_micro_batches}")
-    words += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
+    again = " and ".join(layout.recomputed) if layout.recomputed else layout.recompute
+    words += [f"recompute {again}"] if layout.recompute != "none" else []
     words += [f"{layout.offload} on the {layout.offload_to}"] if layout.offload != "none" else []
     words += [f"{layout.compression} gradients (changes results)"] if layout.compression != "none" else []
     return ", ".join(words)
@@ -144,8 +147,8 @@ BOUND = (
 
 def accounting_lines(model: ModelShape) -> Iterator[str]:
     """What all devices together hold of weights, gradients and the optimizer's state, counted in the two ways that people do."""
-    of_layer, of_embedding = num_parameters(model)
-    parameters = of_layer * model.layers + of_embedding * (1 if model.is_tied else 2)
+    of_layers, of_embedding = num_parameters(model)
+    parameters = of_layers + of_embedding * (1 if model.is_tied else 2)
     yield (
         f"{parameters / 1e9:.1f} G parameters. Mixed precision with Adam, 16 bytes each (weights 2, gradients 2, float32 "
         f"weights 4, two moments 4 each): {_tb(16 * parameters)}, and activations besides."

@@ -190,6 +190,7 @@ def test_inputs_lie_on_one_device() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.long
 def test_a_compiled_step_says_the_same() -> None:
     model, ids = speaker(), torch.tensor([[3, 1, 4]])
     cache = model.cache(1)

@@ -71,6 +71,7 @@ def inputs(count: int) -> list[Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_carried_steps_are_those_of_eager(engine: aoti.AotiEngine, module: nn.Module) -> None:
     xs = inputs(30)
 

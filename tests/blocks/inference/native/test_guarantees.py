@@ -81,6 +81,7 @@ def test_the_object_calls_nothing_but_copies_of_memory_and_pure_functions(
 @pytest.mark.parametrize(
     ("compiler", "kinds"), [("gcc", ("windowed", "book")), ("clang-14", KINDS)], ids=["gcc", "clang-14"]
 )
+@pytest.mark.long
 def test_compilers_have_nothing_to_say(
     compiler: str, kinds: tuple[str, ...], texts: dict[str, Generated], tmp_path: Path
 ) -> None:
@@ -199,6 +200,7 @@ def test_numbers_too_small_to_be_normal_are_zeros_inside(tmp_path: Path) -> None
     assert np.float32(1.2e-38) * np.float32(0.5) > 0  # and here they are not
 
 
+@pytest.mark.long
 def test_memory_of_inputs_and_outputs_may_begin_anywhere(texts: dict[str, Generated], tmp_path: Path) -> None:
     bare = Bare(texts["mlp"], tmp_path, extra=("-O3",))
     inputs = events("mlp", 1)[0][0].numpy()
@@ -244,6 +246,7 @@ def _own_isas() -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["everything"])
+@pytest.mark.long
 def test_every_set_of_instructions_gives_the_same_bits(kind: str, texts: dict[str, Generated], tmp_path: Path) -> None:
     """NaN is NaN, whatever it carries."""
     arrays, found = _strange(kind, 20), {}

@@ -24,6 +24,7 @@ _KINDS: Final[tuple[Callable[[Tensor], Tensor], ...]] = (lambda x: x, lambda x: 
 """What an operator may take: numbers; where torch refuses those, truth values; then whole numbers."""
 
 
+@pytest.mark.long
 def test_every_operator_equals_eager(tmp_path: Path) -> None:
     """A new file in `operators` is tested here; arguments that its schema does not tell are drawn in BY_HAND."""
     targets = [t for t in operators() if t is not operator.getitem]

@@ -13,6 +13,7 @@ _FIRST, _EACH = 0, 10
 
 
 @pytest.mark.parametrize("batch", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_random_models_are_refused_or_equal_to_eager(batch: int, tmp_path: Path) -> None:
     """Over carried events, from rubbish in the work memory; step_many and step_streams give the bits of step."""
     first = _FIRST + batch * _EACH

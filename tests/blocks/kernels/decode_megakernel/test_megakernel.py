@@ -137,6 +137,7 @@ def run_on_host(monkeypatch: pytest.MonkeyPatch, programs: int, warps: int, each
 
 @pytest.mark.parametrize(("programs", "warps", "each"), [(1, 4, 2), (3, 4, 4), (2, 2, 1)])
 @pytest.mark.parametrize("given", SHAPES, ids=str)
+@pytest.mark.long
 def test_one_launch_says_what_the_steps_say(
     given: dict[str, int], programs: int, warps: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def test_recompiles_up_to_the_limit_have_the_line_whose_check_failed() -> None:
     assert compilation(evidence).before_limit_s is not None
 
 
+@pytest.mark.long
 def test_new_sizes_are_recompiles_in_timed_steps_and_a_phase_of_their_own() -> None:
     sizes = tuple(range(2, 22))
     with torch._dynamo.config.patch(recompile_limit=64):

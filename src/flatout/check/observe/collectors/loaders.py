@@ -112,7 +112,8 @@ class LoaderWatch(Collector):
         self._sites = observation.sites
         self._listener = observation.listener
         self._thread_id = observation.thread_id
-        self._folder = tempfile.TemporaryDirectory(prefix="flatout-workers-")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        """Where workers write, from `install` to `close`."""
         self._constructed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._first_over: dict[int, tuple[weakref.ref[Any], int]] = {}
         """By its identity, each data set and the line that constructed the first loader over it."""
@@ -144,6 +145,7 @@ class LoaderWatch(Collector):
 
         patches.set(DataLoader, "__iter__", __iter__)
         patches.set(DataLoader, "__init__", __init__)
+        self._folder = tempfile.TemporaryDirectory(prefix="flatout-workers-")
         os.environ[ObservedWorker.FOLDER] = self._folder.name
         patches.set(torch_worker, "_worker_loop", ObservedWorker.loop)
 
@@ -162,7 +164,8 @@ class LoaderWatch(Collector):
     def close(self) -> None:
         """Remove what the workers wrote."""
         os.environ.pop(ObservedWorker.FOLDER, None)
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def pause(self) -> None:
         """Loaders of trials are not the script's."""
@@ -209,7 +212,7 @@ class LoaderWatch(Collector):
     def _worker_lines(self) -> Iterator[LineTime]:
         """The lines that were sampled in the workers, all of them together."""
         total: dict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for path in Path(self._folder.name).glob("*.json"):
+        for path in Path(self._folder.name).glob("*.json") if self._folder is not None else ():
             for file, line, function, seconds, count in json.loads(path.read_text()):
                 total[file, line, function][0] += seconds
                 total[file, line, function][1] += count

@@ -1,0 +1,90 @@
+"""Write docs/planner.md: how far the planner is off on published steps, from the newest result of bench/planner.py.
+
+python docs/generate_planner.py            writes the page
+python docs/generate_planner.py --check    writes nothing; exits with 1 when the page is out of date
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[1]
+PAGE: Final = ROOT / "docs" / "planner.md"
+HEAD: Final = """\
+# How far to trust the planner
+
+`flatout scale` and `flatout scale price` predict the seconds of a step and its memory from data sheets, with shares of their
+rates that programs were measured to reach. This page compares predictions with steps that others published. Nothing was
+fitted on them but where a column says so, and fitted rows are left out of all figures.
+
+- **error**: how far predictions are from the measured seconds, in the mean; **bias**: the same with its sign, below zero where
+  predictions are too fast; **worst** of all rows.
+- **held**: rows inside an interval that is made of the errors of all other rows of the same device, software and kind of model.
+  Printed intervals are made in the same way, and where nothing was compared they are wide and say so.
+- **not to fit**: rows that ran, and are said not to fit the memory.
+"""
+FOOT: Final = """
+## What the planner does not know
+
+- A published step is one number: its software's version, the clocks and the network behind it are what the page says, or a guess.
+- Which preset a release of Megatron-Bridge has was chosen with its rows in sight: when experts were started together, and when
+  their exchanges were overlapped.
+- Mixtures of experts depend on how evenly tokens spread and on what is captured in graphs. Where recipes force an even spread,
+  predictions are of an even spread, too.
+- Models with state-space layers (Nemotron-H and like ones) cannot be described.
+- Measure a few steps of your own with `flatout calibrate`, and give them with `--measured`: constants are then fitted on them.
+"""
+
+
+def newest() -> Path:
+    """The newest stored result."""
+    found = sorted((ROOT / "bench" / "results").glob("*/planner.json"))
+    if not found:
+        raise SystemExit(
+            "bench/results has no planner.json; run python bench/planner.py --out bench/results/.../planner.json"
+        )
+    return found[-1]
+
+
+def percent(value: float | None, *, sign: bool = False) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:+.1f} %" if sign else f"{100 * value:.1f} %"
+
+
+def page() -> str:
+    """The page as Markdown."""
+    path = newest()
+    tables: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+    lines = [HEAD, f"From `{path.relative_to(ROOT)}`, written by `python bench/planner.py --out FILE`.", ""]
+    lines += [
+        "| table | rows | fitted | error | bias | worst | held | not to fit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in tables.items():
+        not_fit = f"{found['said not to fit']} of {found['rows'] - found['not priced']}"
+        lines.append(
+            f"| {name} | {found['rows']} | {found['fitted']} | {percent(found['error'])} | {percent(found['bias'], sign=True)} | "
+            f"{percent(found['worst'], sign=True)} | {percent(found['inside'])} | {not_fit} |"
+        )
+    lines += ["", "## The tables", ""]
+    lines += [f"- **{name}**: {found['about']}" for name, found in tables.items()]
+    return "\n".join(lines) + "\n" + FOOT
+
+
+def main() -> int:
+    wanted = page()
+    if "--check" in sys.argv[1:]:
+        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted:
+            sys.stdout.write("docs/planner.md is out of date; run 'make docs' and commit it\n")
+            return 1
+        return 0
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

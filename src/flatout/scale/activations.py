@@ -1,0 +1,124 @@
+"""Bytes that a layer keeps of one micro-batch from its forward to its backward, and what is not kept since it is computed again.
+
+Counted tensor by tensor, as Korthikanti et al. (Reducing activation recomputation in large transformer models, 2022, section 4)
+do.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from flatout.core.records.scale import Constants, Layout, ModelShape, Software
+from flatout.scale.sizes import LayerKind, number_bytes
+
+_OPERATORS_SAVED: Final = 0.55
+"""Of a layer's activations, where every other product and all attention is saved and the rest is made again (torchtitan's
+selective checkpointing of operators)."""
+IMBALANCE: Final = Constants().routing_imbalance
+"""Tokens of the fullest expert rank over their mean, where nobody says otherwise."""
+_EIGHT: Final = ("float8", "mxfp8", "nvfp4")
+"""Types whose products save their inputs in 8 bits or fewer for the gradients of weights."""
+
+
+def layer_share(model: ModelShape, layout: Layout, layers: int) -> float:
+    """Share of the layers of a part of a stage that so many are."""
+    return min(1.0, layers / -(-model.layers // (layout.pipeline * layout.parts_per_stage)))
+
+
+def recomputed_share(model: ModelShape, layout: Layout) -> float:
+    """Share of the layers that a backward computes again, where not all of a stage's parts are."""
+    return layer_share(model, layout, layout.recompute_layers) if layout.recompute_layers else 1.0
+
+
+def activation_bytes(
+    model: ModelShape, layout: Layout, software: Software, kind: LayerKind, *, imbalance: float = IMBALANCE
+) -> float:
+    """Bytes that one layer keeps of one micro-batch for its backward."""
+    has_scores = layout.recompute in ("none", "full") or (
+        layout.recompute == "parts" and "attention" not in layout.recomputed
+    )
+    saved = _all_bytes(model, layout, software, kind, scores=has_scores, imbalance=imbalance)
+    if layout.recompute == "operators":
+        return _OPERATORS_SAVED * saved
+    if layout.recompute != "full":
+        return saved - _bytes_of_parts(model, layout, software, kind)
+    between = layout.tensor if layout.is_sequence_parallel else 1
+    tokens = layout.micro_batch * model.seq // layout.context
+    share = recomputed_share(model, layout)
+    return share * tokens * model.hidden * number_bytes(software) / between + (1 - share) * saved
+
+
+def _bytes_of_parts(model: ModelShape, layout: Layout, software: Software, kind: LayerKind) -> float:
+    """Bytes that are not saved, since the parts that make them are computed again."""
+    width, ranks = number_bytes(software), layout.tensor
+    tokens = layout.micro_batch * model.seq // layout.context
+    between = ranks if layout.is_sequence_parallel else 1
+    routed = tokens * model.experts_per_token * layout.expert_ranks / ranks
+    inner = tokens * model.inner / ranks
+    if kind.is_sparse:
+        inner = (
+            tokens * model.expert_inner * model.shared_experts / ranks
+            + routed * model.expert_inner / layout.expert_ranks
+        )
+    gates = 3 if model.is_gated else 2
+    bytes_of = {
+        "attention": 0.0,
+        "norms": 2 * tokens * model.hidden * width / between,
+        "gates": inner * width,
+        "latent": tokens * model.heads * (2 * model.query_width + model.head_width) * width / ranks
+        if model.key_rank
+        else 0.0,
+        "feed-forward": 0.0 if kind.is_sparse else gates * inner * width,
+        "experts": gates * inner * width if kind.is_sparse else 0.0,
+    }
+    return sum(bytes_of[name] for name in layout.recomputed)
+
+
+def _all_bytes(
+    model: ModelShape, layout: Layout, software: Software, kind: LayerKind, *, scores: bool, imbalance: float
+) -> float:
+    """Bytes with nothing recomputed but, without `scores`, attention."""
+    hidden, ranks, width = model.hidden, layout.tensor, number_bytes(software)
+    tokens = layout.micro_batch * model.seq // layout.context
+    between = ranks if layout.is_sequence_parallel else 1
+    saved = 1 if software.dtype in _EIGHT else width  # of what products take
+    # inputs of the two norms, of the first products, two masks of dropout
+    around = tokens * hidden * (2 * width + 2 * saved + 2 * software.has_dropout) / between
+    if software.divided_by == "tensors" and ranks > 1:
+        # inputs of the first products are kept as they were gathered, and attention's result is laid out anew
+        around += tokens * hidden * width * (2 * (1 - 1 / between) + 1 / ranks)
+    # keys and values that were gathered are kept whole
+    of_keys = layout.micro_batch * model.seq if software.context_exchange == "gathered" else tokens
+    queries = model.heads * (model.query_width + model.head_width)  # and attention's result
+    if model.key_rank:
+        keys = model.heads * (model.query_width + model.head_width)
+        latent = tokens * (model.query_rank + model.key_rank + model.rope_dim) * width
+    else:
+        keys, latent = 2 * model.key_heads * model.head_width, 0
+    attention = (tokens * queries + of_keys * keys) * width / ranks + latent
+    # results of the first products, of a gate's function where that is no one kernel, and what the last product takes
+    of_gate = ((2 if software.fuses_gate else 3) if model.is_gated else 1) * width + saved
+    if not kind.is_sparse:
+        feed = tokens * model.inner * of_gate / ranks
+    else:
+        feed = tokens * model.expert_inner * model.shared_experts * of_gate / ranks
+        fullest = imbalance if layout.expert > 1 else 1.0
+        routed = fullest * tokens * model.experts_per_token * layout.expert_ranks / layout.tensor
+        feed += routed * model.expert_inner * of_gate / layout.expert_ranks
+        if layout.expert > 1:  # of the fullest rank, and its tokens as they came
+            between_experts = between * layout.expert_ranks / ranks if layout.is_sequence_parallel else 1
+            feed += fullest * tokens * hidden * width * model.experts_per_token / max(1.0, between_experts)
+    if not scores or software.attention == "fused":
+        return around + attention + feed
+    # softmax's result, dropout's result, and its mask
+    pairs = layout.micro_batch * model.heads / ranks * (model.seq // layout.context) * kind.visible
+    return around + attention + feed + pairs * (2 * width + 1)
+
+
+def again_bytes(
+    model: ModelShape, layout: Layout, software: Software, kind: LayerKind, *, imbalance: float = IMBALANCE
+) -> float:
+    """Bytes of the one layer that is computed again during its backward."""
+    if layout.recompute == "none":
+        return 0.0
+    return _all_bytes(model, layout, software, kind, scores=True, imbalance=imbalance)
