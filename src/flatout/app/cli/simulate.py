@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 def simulate(
     gpus: Annotated[int, typer.Option(help="Devices.")],
-    rate: Annotated[float, typer.Option(help="Interruptions that 1000 nodes cause in a day.")] = 6.5,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Interruptions that 1000 nodes cause in a day; the middle of published rates unless given."),
+    ] = None,
     mtbf: Annotated[
         float | None, typer.Option(help="Instead of the rate: hours between interruptions of the job.")
     ] = None,
@@ -32,6 +36,10 @@ def simulate(
     interval: Annotated[
         float | None, typer.Option(help="Seconds of work between checkpoints; the best unless given.")
     ] = None,
+    spares: Annotated[int, typer.Option(help="Spare nodes beside the job's, for those that are lost.")] = 16,
+    shape: Annotated[
+        float, typer.Option(help="Of the times between interruptions (Weibull): 1 chance alone, below 1 in clusters.")
+    ] = 1.0,
     html: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the curves over the number of devices as one HTML page to this file."),
@@ -46,6 +54,7 @@ def simulate(
     from flatout.core.records.failure import Failures
     from flatout.report.parts.goodput import curve_table, recovery_table
     from flatout.scale.failures import expected_goodput, interruptions, simulated_goodput
+    from flatout.scale.interruptions import PUBLISHED_RATES, usual_rate
 
     require_writable(html=html)
     takes_stdout = html == STANDARD_OUTPUT
@@ -53,7 +62,9 @@ def simulate(
     if gpus < 1 or node < 1 or (mtbf is not None and not mtbf > 0):
         raise UsageError(f"{gpus} devices, {node} a node, {mtbf} hours between interruptions; give positive numbers")
     nodes = -(-gpus // node)
-    per_thousand = rate if mtbf is None else 24 * 1000 / (mtbf * nodes)
+    is_published = rate is None and mtbf is None
+    per_thousand = usual_rate() if rate is None else rate
+    per_thousand = per_thousand if mtbf is None else 24 * 1000 / (mtbf * nodes)
     failures = Failures(num_nodes=nodes, per_thousand_node_days=per_thousand)
     recoveries = _recoveries(stall, restart, detect, interval)
     found = {name: expected_goodput(failures, recovery) for name, recovery in recoveries.items()}
@@ -67,6 +78,18 @@ def simulate(
     first = next(iter(found.values()))
     show(
         f"the first, played with {40_000:,} interruptions: {by_chance.goodput:.1%} goodput ({first.goodput:.1%} in closed form)"
+    )
+    if is_published:
+        first_recovery = next(iter(recoveries.values()))
+        show("published rates differ by several times; by each of them, as it is:")
+        for published in PUBLISHED_RATES:
+            one = structs.replace(failures, per_thousand_node_days=published.per_thousand_node_days)
+            goodput = expected_goodput(one, first_recovery).goodput
+            show(f"   {published.per_thousand_node_days:5.2f}  {goodput:6.1%}  {published.source}")
+    show(
+        *_played_lines(
+            nodes, per_thousand, days=days, spares=spares, shape=shape, stall=stall, restart=restart, detect=detect
+        )
     )
     sizes = [1 << power for power in range(8, 18)]
     of_size = {size: structs.replace(failures, num_nodes=-(-size // node)) for size in sizes}
@@ -85,6 +108,44 @@ def simulate(
         )
         write_whole_file(html, goodput_page(curves, title=title, found=found))
         print_written(html, stderr=takes_stdout)
+
+
+def _played_lines(
+    nodes: int,
+    per_thousand: float,
+    *,
+    days: float,
+    spares: int,
+    shape: float,
+    stall: float,
+    restart: float,
+    detect: float,
+) -> Iterator[str]:
+    """What several kinds of interruption leave, with a file system alone and with checkpoints in memory, too."""
+    from msgspec import structs
+
+    from flatout.core.records.failure import Failures, Fleet, Recovery
+    from flatout.scale.failures import best_interval_s
+    from flatout.scale.interruptions import played_run, published_kinds, surviving_tiers, usual_tiers
+
+    kinds = [structs.replace(kind, shape=shape) for kind in published_kinds(per_thousand)]
+    interval_s = best_interval_s(
+        Failures(num_nodes=nodes, per_thousand_node_days=per_thousand), Recovery(stall_s=stall, restart_s=restart)
+    )
+    fleet = Fleet(num_nodes=nodes, num_spares=spares, detect_s=detect)
+    ways = {
+        "file system": usual_tiers(stall_s=stall, restart_s=restart, interval_s=interval_s),
+        "memory of nodes, too": surviving_tiers(step_s=5.0, stall_s=stall, restart_s=restart),
+    }
+    for number, (name, tiers) in enumerate(ways.items()):
+        found = played_run(kinds, fleet, tiers, days=days)
+        if not number:
+            counts = ", ".join(f"{count:.0f} {kind}" for kind, count in found.interruptions.items())
+            yield f"by kind, in Llama 3's mix, over {days:g} days with {spares} spare nodes: {counts}"
+        yield (
+            f"   checkpoints in {name}: {found.goodput:.1%} goodput, {found.saving:.1%} saving, {found.lost:.1%} done twice, "
+            f"{found.down:.1%} down, {found.waiting:.1%} waiting for nodes"
+        )
 
 
 def _recoveries(stall: float, restart: float, detect: float, interval: float | None) -> dict[str, Recovery]:

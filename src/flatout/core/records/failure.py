@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from flatout.core.errors import PlanError
 from flatout.core.records.record import Record
 
@@ -55,3 +57,75 @@ class Goodput(Record, frozen=True, kw_only=True):
     down: float
     interval_s: float
     mtbf_s: float
+
+
+Loses = Literal["nothing", "process", "node", "job"]
+"""What an interruption takes with it: nothing, as a planned stop that saves first; the memory of a process; of a whole node; or
+of all nodes, as a failing switch or a power cut does.
+"""
+
+
+class InterruptionKind(Record, frozen=True, kw_only=True):
+    """Interruptions of one kind: `per_thousand_node_days` of the job that 1000 nodes cause in a day.
+
+    Times between them follow a Weibull law of this `shape`: 1 is chance alone, below 1 they come in clusters. After each, another
+    of the same kind follows within `burst_s` with the chance `burst_share`. `repair_s` a lost node is away.
+    """
+
+    name: str
+    per_thousand_node_days: float
+    loses: Loses
+    shape: float = 1.0
+    burst_share: float = 0.0
+    burst_s: float = 3600.0
+    repair_s: float = 86400.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.per_thousand_node_days >= 0 or not self.shape > 0 or not 0 <= self.burst_share < 1:
+            raise PlanError(
+                f"'{self.name}': per_thousand_node_days {self.per_thousand_node_days} is 0 or more, shape {self.shape} positive, "
+                f"and burst_share {self.burst_share} at least 0 and below 1"
+            )
+
+
+class CheckpointTier(Record, frozen=True, kw_only=True):
+    """A place for checkpoints: how often, what each costs, and what it outlasts ('process': memory of the same node; 'node': of
+    another node; 'job': a file system)."""
+
+    name: str
+    interval_s: float
+    stall_s: float
+    write_s: float
+    restart_s: float
+    outlasts: Loses
+
+    def __post_init__(self) -> None:
+        if not self.interval_s > 0 or min(self.stall_s, self.write_s, self.restart_s) < 0:
+            raise PlanError(f"tier '{self.name}': interval_s is positive, stall_s, write_s and restart_s are 0 or more")
+
+
+class Fleet(Record, frozen=True, kw_only=True):
+    """Nodes of a job, spare ones beside it, and the seconds until a failure is noticed and a spare node is in its place."""
+
+    num_nodes: int
+    num_spares: int = 0
+    detect_s: float = 0.0
+    replace_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.num_spares < 0 or min(self.detect_s, self.replace_s) < 0:
+            raise PlanError("num_nodes is positive; num_spares, detect_s and replace_s are 0 or more")
+
+
+class PlayedRun(Record, frozen=True, kw_only=True):
+    """A run that was played: shares of its time, how many interruptions of each kind came, and how long the job waited for
+    nodes.
+    """
+
+    goodput: float
+    saving: float
+    lost: float
+    down: float
+    waiting: float
+    interruptions: dict[str, float]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from msgspec.structs import force_setattr
+
 from flatout.core.errors import PlanError
 from flatout.core.records.record import Record
 
@@ -200,6 +202,7 @@ class Layout(Record, frozen=True, kw_only=True):
             raise PlanError(
                 f"shard_ranks {self.shard_ranks} does not divide data {self.data}; give a divisor, or 0 for all"
             )
+        force_setattr(self, "recomputed", tuple(self.recomputed))  # a list from JSON would not be hashed
         if bool(self.recomputed) != (self.recompute == "parts"):
             raise PlanError("recomputed names the parts of recompute 'parts': give both, or neither")
         if self.expert_tensor < 0 or self.recompute_layers < 0 or self.offload_layers < 0:
