@@ -250,6 +250,8 @@ _BRIDGE_RECOMPUTED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
 """What the recipes recompute (src/megatron/bridge/perf_recipes, of August 2026; earlier releases differ in places)."""
 _BRIDGE_LAYERS: Final = {("llama3-8b", "H100"): 5}
 """Of layers that are recomputed whole, by the same recipes."""
+_LORA_SHARE: Final = 0.006
+"""Of Llama 3 70B's parameters, in adapters of rank 16 of all its products."""
 _BRIDGE_DEVICES: Final = {"H100": "h100-sxm", "B200": "b200", "GB200": "gb200", "B300": "b300", "GB300": "gb300"}
 _BRIDGE_DTYPES: Final = {
     "BF16": "bfloat16",
@@ -273,7 +275,7 @@ def bridge(*, system: str, experts: bool) -> Iterator[Row]:
     """Megatron-Bridge's performance summary, NVIDIA, 2025 and 2026."""
     for line in lines_of("bridge.csv"):
         base = line["model"].partition(" (")[0]
-        if line["system"] != system or line["task"] != "pre-training" or base not in _BRIDGE_MODELS:
+        if line["system"] != system or base not in _BRIDGE_MODELS:
             continue
         sizes: dict[str, object] = {"seq": int(line["seq"])}
         if base == "DeepSeekV3" and "w/o MTP" in line["model"]:
@@ -296,6 +298,7 @@ def bridge(*, system: str, experts: bool) -> Iterator[Row]:
             dtype=_BRIDGE_DTYPES[line["precision"]],
             context_exchange="ring",
             context_pieces="balanced",
+            trained_share=_LORA_SHARE if line["task"] == "lora" else 1.0,
         )
         device = _BRIDGE_DEVICES[system.removeprefix("DGX-")]
         key = _BRIDGE_MODELS[base], system.removeprefix("DGX-")
@@ -325,7 +328,7 @@ def bridge(*, system: str, experts: bool) -> Iterator[Row]:
             print(f"left out: {line['release']} {line['model']} {system}: {e}", file=sys.stderr)
             continue
         yield Row(
-            f"{line['release']} {line['model']} {line['precision']} on {devices} {system}",
+            f"{line['release']} {line['model']} {line['precision']} {line['task']} on {devices} {system}",
             shape,
             layout,
             cluster,

@@ -349,7 +349,8 @@ def _products(case: StepCase, rates: Rates, kind: LayerKind) -> _LayerProducts:
     return _LayerProducts(
         sum(product_s(rates, m, n, k, batch=num, itemsize=size) for n, k, m, num in every),
         sum(product_s(rates, m, k, n, batch=num, itemsize=size) for n, k, m, num in every),
-        sum(product_s(rates, n, k, m, batch=num, itemsize=size) for n, k, m, num in every),
+        case.software.trained_share
+        * sum(product_s(rates, n, k, m, batch=num, itemsize=size) for n, k, m, num in every),
         cast,
         back_cast,
         len(every),
@@ -452,6 +453,7 @@ def head(case: StepCase) -> LayerWork:
     # as they are, and in what the loss makes of them
     reading_s = tokens * columns * (size + software.loss_bytes) / rates.bytes_per_s
     weights_s = product_s(rates, columns, model.hidden, tokens, itemsize=size)
+    weights_s *= software.trained_share
     inputs_s = product_s(rates, tokens, model.hidden, columns, itemsize=size)
     started_s = software.end_operators * started_s_of(case)
     forward = LayerPass(product_s(rates, tokens, columns, model.hidden, itemsize=size) + reading_s, 0.0, started_s)

@@ -219,8 +219,8 @@ def _model_bytes(layout: Layout, software: Software, parts: tuple[WeightPart, ..
     is_whole = layout.pipeline > 1
     return (
         (share if layout.shard == 3 and not is_whole else own) * number_bytes(software),
-        (share if layout.shard >= 2 and not is_whole else own) * software.gradient_bytes,
-        (share if layout.shard else own) * software.state_bytes,
+        (share if layout.shard >= 2 and not is_whole else own) * software.gradient_bytes * software.trained_share,
+        (share if layout.shard else own) * software.state_bytes * software.trained_share,
     )
 
 
@@ -268,7 +268,7 @@ def _shard_peak(layout: Layout, software: Software, stage: _StageLoad) -> _Peak:
     a block lets go of its gathered weights as it gets its gradients, so that the peak is at the beginning of the last backward
     or at its end.
     """
-    half, full = number_bytes(software), software.gradient_bytes
+    half, full = number_bytes(software), software.gradient_bytes * software.trained_share
 
     def share(parts: tuple[WeightPart, ...]) -> float:
         return sharded_parameters(parts, layout) if layout.shard else device_parameters(parts)
@@ -284,7 +284,7 @@ def _shard_peak(layout: Layout, software: Software, stage: _StageLoad) -> _Peak:
     # a block's gradients; as they are reduced, too, with the shards' and the next block's
     reducing = unit * (2 * half + full) + share(stage.unit) * full
     making = gathering + (unit * half if is_whole and num > 1 else reducing)
-    state = share(stage.own) * software.state_bytes
+    state = share(stage.own) * software.state_bytes * software.trained_share
     rest = max(0.0, stage.again + making - stage.logits) + ends * half
     peaks = []
     if num == 1 or stage.are_all_in_flight:

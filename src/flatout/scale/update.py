@@ -56,6 +56,7 @@ def update_time(case: StepCase, *, hidden_s: float, span_s: float) -> Update:
     embeddings = 1 if model.is_tied or (layout.pipeline > 1 and layout.schedule not in FOLDED) else 2
     parts = weight_parts(dense + of_embedding * embeddings, experts, layout)
     reduce_s = _reduced_s(parts, case) if layout.compression == "none" else _compressed_s(parts, case, layers)
+    reduce_s *= software.trained_share
     exposed_s = reduce_s
     if software.has_overlap:
         exposed_s = max(reduce_s - hidden_s, reduce_s / max(1.0, layers))
@@ -63,6 +64,7 @@ def update_time(case: StepCase, *, hidden_s: float, span_s: float) -> Update:
     exposed_s += _compressing_s(layout, software, parts, rates)
     exposed_s += _tied_s(of_embedding, case) if model.is_tied else 0.0
     updated = sharded_parameters(parts, layout) if layout.shard else device_parameters(parts)
+    updated *= software.trained_share
     optimizer_s = updated * software.optimizer_bytes / rates.bytes_per_s
     offload_s = 0.0
     if layout.offload != "none":

@@ -281,13 +281,14 @@ class Software(Record, frozen=True, kw_only=True):
     'buffer', or each 'weight' is handled by itself. `recompute_operators` is what computing a region again takes of the host
     besides its operators, and `end_operators` what embedding, head and loss take in each direction. Dropout (`has_dropout`) keeps
     masks; a gate that is no one kernel (`fuses_gate`) keeps what its function gives; a loss has `loss_bytes` for each logit at
-    once, besides the logit. Casts to fewer bits go through memory `cast_passes` times as often as fused ones. `kernels` names
-    those of fused attention, by which the device's data sheet says what they reach ('' for today's). A router takes
-    `routing_operators` of the host, and each expert of a rank `expert_operators` where experts are not started together, and
-    twice as many backward. Of the collectives of tensor ranks a share `tensor_hidden` is hidden behind products, as far as these
-    last (asynchronous tensor parallelism), those of experts behind another micro-batch (`hides_experts`). A token goes once to
-    each node that has experts for it (`sends_once`), in numbers of `dispatch_bytes` (0: as wide as others), and comes back as
-    wide as others. What lies between products reads and writes `traffic` times what it would in fused kernels.
+    once, besides the logit. Casts to fewer bits go through memory `cast_passes` times as often as fused ones. Gradients and state
+    are of a share `trained_share` of the parameters, as with LoRA. `kernels` names those of fused attention, by which the
+    device's data sheet says what they reach ('' for today's). A router takes `routing_operators` of the host, and each expert of
+    a rank `expert_operators` where experts are not started together, and twice as many backward. Of the collectives of tensor
+    ranks a share `tensor_hidden` is hidden behind products, as far as these last (asynchronous tensor parallelism), those of
+    experts behind another micro-batch (`hides_experts`). A token goes once to each node that has experts for it (`sends_once`),
+    in numbers of `dispatch_bytes` (0: as wide as others), and comes back as wide as others. What lies between products reads and
+    writes `traffic` times what it would in fused kernels.
     """
 
     dtype: str = "bfloat16"
@@ -312,6 +313,7 @@ class Software(Record, frozen=True, kw_only=True):
     fuses_gate: bool = True
     loss_bytes: int = 8
     cast_passes: float = 1.0
+    trained_share: float = 1.0
     routing_operators: int = 20
     expert_operators: int = 0
     tensor_hidden: float = 0.0
