@@ -186,7 +186,7 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     is_one_by_one = software.shards_by == "weight" and is_sent_by_layer(layout)
     one_by_one_s = num_weights(model, kind) * operator_s if is_one_by_one else 0.0
     gathering_s = one_by_one_s if layout.shard == 3 else 0.0
-    waited_s = 0.0 if software.hides_experts else expert_s
+    waited_s = 0.0 if software.hides_experts and layout.pipeline > 1 else expert_s
     forward = LayerPass(
         products.forward_s + attention.forward_s + reading_s,
         tensor_s,
@@ -414,20 +414,21 @@ def _around(case: StepCase, attention: _AttentionPass) -> tuple[float, float]:
 def _routed(case: StepCase) -> float:
     """Seconds in which tokens go to their experts and come back, in one direction of the step; the fullest rank gets the most.
 
-    Tensor ranks that divide tokens between their products send their own part each. Where each token crosses to a node once,
-    whichever of its experts are there, fewer bytes leave the node (DeepSeek-V3, 2024, section 3.2.2).
+    Tensor ranks that divide tokens between their products send their own part each. Where each token goes to a rank and crosses
+    to a node once, whichever of its experts are there, fewer bytes are sent (DeepSeek-V3, 2024, section 3.2.2): to as many places
+    as its experts have in the mean.
     """
     model, layout, cluster, software, constants = case
     sent = case.tokens * model.experts_per_token * constants.routing_imbalance
     sent /= layout.tensor if layout.is_sequence_parallel else layout.tensor / layout.expert_ranks
     own_ranks = layout.expert_ranks == layout.tensor and layout.data % layout.expert == 0
     stride = layout.tensor * layout.context if own_ranks else layout.expert_ranks
-    crossing = 1.0
+    near = crossing = 1.0
     if software.sends_once:
-        near = max(1, min(layout.expert, cluster.tiers[0].reach // stride))
-        nodes = layout.expert // near
-        reached = min(nodes, model.expert_groups or nodes, model.experts_per_token)
-        crossing = reached / model.experts_per_token if nodes > 1 else 1.0
+        takes, inside = model.experts_per_token, max(1, min(layout.expert, cluster.tiers[0].reach // stride))
+        nodes = layout.expert // inside
+        near = _distinct(layout.expert, takes) / takes
+        crossing = min(_distinct(nodes, takes), model.expert_groups or nodes) / takes if nodes > 1 else 1.0
     bytes_of = (software.dispatch_bytes or case.width, case.width)
     return sum(
         all_to_all_s(
@@ -436,10 +437,16 @@ def _routed(case: StepCase) -> float:
             cluster.tiers,
             stride=stride,
             share=constants.link_share,
+            near=near,
             crossing=crossing,
         )
         for each in bytes_of
     )
+
+
+def _distinct(places: int, draws: int) -> float:
+    """Places that so many independent draws meet in the mean."""
+    return places * (1 - (1 - 1 / places) ** draws)
 
 
 def head(case: StepCase) -> LayerWork:

@@ -48,12 +48,19 @@ def gather_s(num_bytes: float, ranks: int, tiers: Sequence[Tier], *, stride: int
 
 
 def all_to_all_s(
-    num_bytes: float, ranks: int, tiers: Sequence[Tier], *, stride: int = 1, share: float = 1.0, crossing: float = 1.0
+    num_bytes: float,
+    ranks: int,
+    tiers: Sequence[Tier],
+    *,
+    stride: int = 1,
+    share: float = 1.0,
+    near: float = 1.0,
+    crossing: float = 1.0,
 ) -> float:
     """Seconds until each of `ranks` devices has sent an equal part of its `num_bytes` to each other one.
 
-    What stays within the nearest tier and what goes beyond it are sent side by side: the longer counts. Of what goes beyond, a
-    share `crossing` does so, and is spread there.
+    What stays within the nearest tier and what goes beyond it are sent side by side: the longer counts. Of what
+    stays a share `near` is sent, of what goes beyond a share `crossing`, which is spread there.
 
     >>> nvlink = Tier(name="nvlink", reach=8, bytes_per_s=1e11, latency_s=0.0)
     >>> all_to_all_s(8e8, 4, [nvlink])
@@ -65,7 +72,7 @@ def all_to_all_s(
     for tier in tiers:
         reached = ranks if tier is tiers[-1] else max(done, min(ranks, tier.reach // stride))
         if reached > done:
-            sent = (reached - done) * num * (crossing if tier is not tiers[0] else 1.0)
+            sent = (reached - done) * num * (crossing if tier is not tiers[0] else near)
             slowest = max(slowest, tier.latency_s + sent / (tier.bytes_per_s * share))
         done = reached
     return slowest
