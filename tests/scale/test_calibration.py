@@ -10,6 +10,7 @@ from msgspec import structs
 from flatout.core.errors import PlanError
 from flatout.core.records.scale import Cluster, Constants, Layout, ModelShape, Software, Tier
 from flatout.scale.calibration import Calibrated, TimedLayout
+from flatout.scale.inputs import cluster_of
 from flatout.scale.step import step_time
 
 pytestmark = pytest.mark.slow
@@ -88,3 +89,20 @@ def test_shares_stay_below_one_and_nothing_measured_is_refused() -> None:
     assert 0 < found.memory_share < 1
     with pytest.raises(PlanError, match="no measured step"):
         Calibrated([], NODE, SOFTWARE)
+
+
+def test_steps_of_one_node_leave_the_network_between_nodes_as_it_was_and_widen_the_interval_there() -> None:
+    shape, cluster, software = model(12, 2048), cluster_of("64xh100-sxm"), Software()
+    slow = Constants(link_share=0.4, product_share=0.5)
+    layouts = [
+        Layout(tensor=t, data=d, micro_batch=m, global_batch=8 * m * d, shard=s, is_sequence_parallel=t > 1)
+        for t, d, m, s in ((1, 8, 1, 3), (2, 4, 2, 1), (4, 2, 1, 1), (8, 1, 2, 0), (2, 4, 1, 3), (1, 8, 2, 2))
+    ]
+    runs = [TimedLayout(shape, one, step_time(shape, one, cluster, software, slow).total_s) for one in layouts]
+    found = Calibrated(runs, cluster, software)
+    assert found.constants.fabric_share == Constants().fabric_share
+    assert found.constants.link_share < 0.6
+    inside = Layout(data=8, global_batch=64, shard=3)
+    beyond = Layout(data=64, global_batch=512, shard=3)
+    near, far = found.predict(shape, inside), found.predict(shape, beyond)
+    assert far.high_s / far.seconds > 1.15 * near.high_s / near.seconds

@@ -24,6 +24,9 @@ _USUAL_SPREAD: Final = 0.7
 """How far constants lie from their defaults: a factor of two; shares as much in their odds."""
 _NOISE: Final = 0.03
 """Of a measured step, and of formulas, as they count when constants are fitted."""
+_BEYOND: Final = 1.2
+"""Times as wide an interval is beyond the tiers that were measured: as far as predictions of many nodes were off where nothing
+was fitted (bench/planner.py, dense models)."""
 _ROUNDS: Final = 12
 _STEP: Final = 1e-4
 _SCALES: Final = (0.25, 0.5, 1.0, 2.0)
@@ -60,6 +63,7 @@ class Calibrated:
         if not runs:
             raise PlanError("there is no measured step; measure some layouts first")
         self._cluster, self._software = cluster, software
+        self._most = max(run.layout.num_devices for run in runs)
         self.constants = _fitted(runs, cluster, software, prior or Constants())
         self._points = [_local_shape(run.model, run.layout) for run in runs]
         left = [log(run.seconds / self._formula_s(run.model, run.layout)) for run in runs]
@@ -70,8 +74,15 @@ class Calibrated:
         """Seconds of a step; raises PlanError where the layout does not fit the model."""
         mean, deviation = self._krige.at(_local_shape(model, layout))
         seconds = self._formula_s(model, layout) * exp(mean)
-        factor = exp(self._wide * deviation)
+        factor = exp(self._wide * deviation) * self._further(layout)
         return Predicted(seconds, seconds / factor, seconds * factor)
+
+    def _further(self, layout: Layout) -> float:
+        """How much wider the interval is of a layout that goes beyond the tiers that measured steps used: their share of the
+        bandwidth is then as usual, not fitted."""
+        reaches = [tier.reach for tier in self._cluster.tiers]
+        used, needed = (sum(reach < devices for reach in reaches) for devices in (self._most, layout.num_devices))
+        return _BEYOND if needed > used else 1.0
 
     def _formula_s(self, model: ModelShape, layout: Layout) -> float:
         return step_time(model, layout, self._cluster, self._software, self.constants).total_s

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
-from flatout.core.records.scale import Cluster, Constants, Layout, ModelShape, Software
+from msgspec import structs
+
+from flatout.core.records.scale import Cluster, Constants, Layout, ModelShape, Software, Tier
 from flatout.scale.sizes import number_bytes
 
 
@@ -16,6 +19,11 @@ class StepCase(NamedTuple):
     cluster: Cluster
     software: Software
     constants: Constants
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The cluster's tiers with the bandwidth that collectives reach of them."""
+        return _reached(self.cluster.tiers, self.constants.link_share, self.constants.fabric_share)
 
     @property
     def width(self) -> int:
@@ -31,6 +39,14 @@ class StepCase(NamedTuple):
     def product_dtype(self) -> str:
         """The type in which products of the head, and of attention, are made: 8 bits are for weights of layers alone."""
         return "bfloat16" if self.software.dtype in ("float8", "mxfp8", "nvfp4") else self.software.dtype
+
+
+@lru_cache(maxsize=1024)
+def _reached(tiers: tuple[Tier, ...], near: float, far: float) -> tuple[Tier, ...]:
+    return tuple(
+        structs.replace(tier, bytes_per_s=tier.bytes_per_s * (far if number else near))
+        for number, tier in enumerate(tiers)
+    )
 
 
 def rate_dtype(dtype: str) -> str:

@@ -148,7 +148,7 @@ def started_s_of(case: StepCase) -> float:
 
 def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     """One layer on one micro-batch; what is computed again is in the backward, and in its inputs' part."""
-    model, layout, cluster, software, constants = case
+    model, layout, _, software, constants = case
     rates, operator_s = rates_of(case, software.dtype), started_s_of(case)
     ranks, width, tokens, hidden = layout.tensor, case.width, case.tokens, model.hidden
     products = _products(case, rates, kind)
@@ -163,7 +163,7 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     ) / rates.bytes_per_s + num_kernels * rates.kernel_s
     back_reading_s = (1.3 * around + 1.4 * attention.score_bytes + products.back_cast_bytes) / rates.bytes_per_s
     back_reading_s += (num_kernels + 2) * rates.kernel_s
-    reduce_s = all_reduce_s(whole_bytes, ranks, cluster.tiers, share=constants.link_share)
+    reduce_s = all_reduce_s(whole_bytes, ranks, case.tiers)
     # tokens stay divided among tensor ranks that hold whole experts
     tensor_s = (1 if kind.is_sparse and layout.expert_ranks < ranks else 2) * reduce_s
     tensor_back_s = tensor_s
@@ -400,12 +400,12 @@ def _around(case: StepCase, attention: _AttentionPass) -> tuple[float, float]:
     Gathered before it, and the sum of their gradients scattered after it, nothing is hidden. In a ring keys and values go round
     beside attention, and backward once more with their gradients, beside twice its work.
     """
-    model, layout, tiers, share = case.model, case.layout, case.cluster.tiers, case.constants.link_share
+    model, layout = case.model, case.layout
     numbers = (
         model.key_rank + model.rope_dim if model.key_rank else 2 * model.key_heads * model.head_width / layout.tensor
     )
     num_bytes = layout.micro_batch * model.seq * numbers * case.width
-    once_s = gather_s(num_bytes, layout.context, tiers, stride=layout.tensor, share=share)
+    once_s = gather_s(num_bytes, layout.context, case.tiers, stride=layout.tensor)
     if case.software.context_exchange == "gathered":
         return once_s, once_s
     return max(0.0, once_s - attention.forward_s), max(0.0, 2 * once_s - attention.backward_s)
@@ -434,9 +434,8 @@ def _routed(case: StepCase) -> float:
         all_to_all_s(
             sent * model.hidden * each,
             layout.expert,
-            cluster.tiers,
+            case.tiers,
             stride=stride,
-            share=constants.link_share,
             near=near,
             crossing=crossing,
         )

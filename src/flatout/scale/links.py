@@ -24,11 +24,9 @@ def all_reduced_s(parts: tuple[WeightPart, ...], each: float, case: StepCase) ->
 def _sent_s(
     collective: Callable[..., float], ranks: int, parts: tuple[WeightPart, ...], each: float, case: StepCase
 ) -> float:
-    tiers, share, stride = case.cluster.tiers, case.constants.link_share, case.layout.tensor
+    tiers, stride = case.tiers, case.layout.tensor
     return sum(
-        collective(
-            p.numbers * each, max(1, int(ranks / p.expert)), tiers, stride=max(1, int(stride * p.expert)), share=share
-        )
+        collective(p.numbers * each, max(1, int(ranks / p.expert)), tiers, stride=max(1, int(stride * p.expert)))
         for p in parts
     )
 
@@ -42,9 +40,7 @@ def scattered_s(parts: tuple[WeightPart, ...], case: StepCase) -> float:
     if groups == 1:
         return scatter_s
     num_bytes, stride = sharded_parameters(parts, layout) * each, layout.tensor * layout.sharing
-    return scatter_s + all_reduce_s(
-        num_bytes, groups, case.cluster.tiers, stride=stride, share=case.constants.link_share
-    )
+    return scatter_s + all_reduce_s(num_bytes, groups, case.tiers, stride=stride)
 
 
 def is_sent_by_layer(layout: Layout) -> bool:

@@ -150,4 +150,4 @@ def _hop_s(case: StepCase) -> float:
     """Seconds of a micro-batch from one stage to the next."""
     num_bytes = case.tokens * case.model.hidden * case.width
     stride = case.layout.tensor * case.layout.context * case.layout.data
-    return send_s(num_bytes, case.cluster.tiers, stride=stride, share=case.constants.link_share)
+    return send_s(num_bytes, case.tiers, stride=stride)

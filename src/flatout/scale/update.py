@@ -129,4 +129,4 @@ def _tied_s(of_embedding: int, case: StepCase) -> float:
         return 0.0
     num_bytes = of_embedding / layout.tensor * case.software.gradient_bytes
     stride = layout.tensor * layout.context * layout.data * (layout.pipeline - 1)
-    return all_reduce_s(num_bytes, 2, case.cluster.tiers, stride=stride, share=case.constants.link_share)
+    return all_reduce_s(num_bytes, 2, case.tiers, stride=stride)

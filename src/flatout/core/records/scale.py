@@ -325,23 +325,30 @@ class Software(Record, frozen=True, kw_only=True):
 class Constants(Record, frozen=True, kw_only=True):
     """What a machine and its software reach, each with a meaning; the defaults are of an A100's size, and `calibrated` fits them.
 
-    `product_share`        of the data sheet's rate, by large products whose tiles fill the device `misaligned_share`     of that,
-    by products whose rows do not begin at multiples of 16 bytes `fill_depth`           depth that a tile's product takes to fill
-    its pipeline, in numbers `attention_share`      of the data sheet's rate, by fused attention: by FlashAttention-2 on an A100
-    (Dao, 2023, figures 4 to 6) `attention_backward_share`  the same by its backward `memory_share`         of the data sheet's
-    bandwidth, by operators that only read and write `kernel_s`             from the end of one kernel to the start of the next,
-    on a device that is kept busy `operator_s`           of the host, to start one operator `divided_operator_s`   the same on
-    tensors that know how they are divided: DTensor works it out in Python each time `collective_s`         of the host, to start
-    one collective `link_share`           of a link's bandwidth, by large collectives `step_s`               of a step that
-    belongs to nothing else: the loop, the schedule, the loader `contention_share`     of the time in which arithmetic and
-    collectives run side by side, lost by the arithmetic: 18.9 % in the mean of GPT and LLaMA models on four A100, H100, MI210 or
-    MI250, 40 % at most (Characterizing Compute-Communication Overlap, arXiv 2507.03114, 2025) `routing_imbalance`    tokens of
-    the fullest expert rank over their mean: what Switch Transformer's capacity factor allows (Fedus et al., 2022, section 2.2);
-    what is more it drops `host_share`           of the data sheet's bandwidth to the host, by copies of pinned memory: PCIe's
-    packets of 128 or 256 bytes carry 24 to 28 bytes of heads (PCI Express base specification, transaction and link layers)
+    `product_share`        of the data sheet's rate, by large products whose tiles fill the device
+    `misaligned_share`     of that, by products whose rows do not begin at multiples of 16 bytes
+    `fill_depth`           depth that a tile's product takes to fill its pipeline, in numbers
+    `attention_share`      of the data sheet's rate, by fused attention: by FlashAttention-2 on an A100 (Dao, 2023, figures 4
+                           to 6)
+    `attention_backward_share`  the same by its backward
+    `memory_share`         of the data sheet's bandwidth, by operators that only read and write
+    `kernel_s`             from the end of one kernel to the start of the next, on a device that is kept busy
+    `operator_s`           of the host, to start one operator
+    `divided_operator_s`   the same on tensors that know how they are divided: DTensor works it out in Python each time
+    `collective_s`         of the host, to start one collective
+    `link_share`           of the nearest links' bandwidth, by large collectives
+    `fabric_share`         of the bandwidth of those beyond: steps of one node say nothing of it
+    `step_s`               of a step that belongs to nothing else: the loop, the schedule, the loader
+    `contention_share`     of the time in which arithmetic and collectives run side by side, lost by the arithmetic: 18.9 % in
+                           the mean of GPT and LLaMA models on four A100, H100, MI210 or MI250, 40 % at most (Characterizing
+                           Compute-Communication Overlap, arXiv 2507.03114, 2025)
+    `routing_imbalance`    tokens of the fullest expert rank over their mean: what Switch Transformer's capacity factor allows
+                           (Fedus et al., 2022, section 2.2); what is more it drops
+    `host_share`           of the data sheet's bandwidth to the host, by copies of pinned memory: PCIe's packets of 128 or 256
+                           bytes carry 24 to 28 bytes of heads (PCI Express base specification, transaction and link layers)
     `straggler_share`      deviation of a rank's own seconds, over their mean. 0: the other constants come from steps of whole
-    nodes, which have their waiting inside. GPUs of one kind differ by 8 % in the mean of five clusters (Sinha et al., Not all
-    GPUs are created equal, SC 2022)
+                           nodes, which have their waiting inside. GPUs of one kind differ by 8 % in the mean of five clusters
+                           (Sinha et al., Not all GPUs are created equal, SC 2022)
     """
 
     product_share: float = 0.8
@@ -355,6 +362,7 @@ class Constants(Record, frozen=True, kw_only=True):
     divided_operator_s: float = 2e-4
     collective_s: float = 5e-5
     link_share: float = 0.7
+    fabric_share: float = 0.7
     step_s: float = 2e-3
     contention_share: float = 0.19
     routing_imbalance: float = 1.25
