@@ -205,6 +205,14 @@ FIND = Section(
             "2026-11-21-h200/memory_accounting.json",
             (Claim("On a GPU they are within {worst} % of an unobserved process on {num} models.", _memory),),
         ),
+        Run(
+            "2026-11-28-epyc-family25-2-cores/callback_cost.json",
+            (
+                Claim("Callbacks, trainings of two minutes with the callback over the same without it:"),
+                Table(("library", "time", "processor time", "its own account"), _callbacks),
+            ),
+            "python bench/callback_cost.py --steps 1400 --pairs 3",
+        ),
     ),
 )
 
