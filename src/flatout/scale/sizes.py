@@ -44,11 +44,13 @@ def _is_windowed(model: ModelShape, number: int) -> bool:
     return bool(model.window) and not (model.full_every and (number + 1) % model.full_every == 0)
 
 
+@lru_cache(maxsize=1 << 14)
 def kinds_between(model: ModelShape, first: int, last: int) -> tuple[tuple[LayerKind, int], ...]:
     """Kinds of layers from one number to before another, and how many there are of each."""
     return tuple(Counter(layer_kinds(model)[first:last]).items())
 
 
+@lru_cache(maxsize=1 << 13)
 def layer_spans(model: ModelShape, layout: Layout) -> tuple[tuple[int, int], ...]:
     """Numbers of the first layer of each part of the stages and of that after its last, by the order in which data pass them.
 
@@ -67,6 +69,7 @@ def layer_spans(model: ModelShape, layout: Layout) -> tuple[tuple[int, int], ...
     return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
 
+@lru_cache(maxsize=1 << 13)
 def stage_parameters(model: ModelShape, layout: Layout) -> tuple[tuple[int, int], ...]:
     """Parameters (without experts, of experts) of the layers of each stage, without embedding and output layer."""
     spans = layer_spans(model, layout)
@@ -84,11 +87,13 @@ def stage_parameters(model: ModelShape, layout: Layout) -> tuple[tuple[int, int]
     return tuple(found)
 
 
+@lru_cache(maxsize=256)
 def usual_kind(model: ModelShape) -> LayerKind:
     """The kind that most layers have."""
     return Counter(layer_kinds(model)).most_common(1)[0][0]
 
 
+@lru_cache(maxsize=256)
 def num_parameters(model: ModelShape) -> tuple[int, int]:
     """Parameters (of all layers, of one embedding), norms and biases left out: they are a thousandth.
 
@@ -99,6 +104,7 @@ def num_parameters(model: ModelShape) -> tuple[int, int]:
     return of_layers + sum(extra_parameters(model)), model.vocab * model.hidden
 
 
+@lru_cache(maxsize=1024)
 def layer_parameters(model: ModelShape, kind: LayerKind) -> tuple[int, int]:
     """Parameters (of one layer without its experts, of its experts): a single feed-forward is no expert, and shared ones are
     none.
@@ -121,6 +127,7 @@ def extra_parameters(model: ModelShape) -> tuple[int, int]:
     return model.extra_tokens * (dense + 2 * model.hidden**2), model.extra_tokens * experts
 
 
+@lru_cache(maxsize=256)
 def active_parameters(model: ModelShape) -> int:
     """Parameters of all layers that a token meets: of experts those that it takes."""
     of_experts = model.experts_per_token / model.num_experts

@@ -110,9 +110,8 @@ def test_every_option_on_the_pages_is_one_that_the_verb_has() -> None:
     assert len(called) > 40
     for page, (_, *words) in called:
         typed = typed_words([word for word in words if word != "..."], COMMANDS)
-        options = {option for taken in parameters_of(COMMANDS[typed.verb]) for option in taken.options} | {
-            "-h",
-            "--help",
-        }
+        within = verbs_within(COMMANDS[typed.verb])
+        parameters = within.get(words[1] if len(words) > 1 else "", parameters_of(COMMANDS[typed.verb]))
+        options = {option for taken in parameters for option in taken.options} | {"-h", "--help"}
         used = {word.partition("=")[0] for word in typed.own if word.startswith("-")}
         assert used <= options | {"--"} and not typed.misplaced, f"{page}: flatout {' '.join(words)}"

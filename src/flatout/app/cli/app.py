@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from flatout.app.cli.command import GROUPS, Command, help_epilog
 from flatout.app.cli.former_options import with_present_options
@@ -29,8 +30,17 @@ _MISTYPED: Final[type[Exception]] = next(c for c in typer.BadParameter.__mro__ i
 """What Typer's parser raises of any kind: Click's class, or Typer's copy of it, which no public name has."""
 _NO_COMMAND: Final = re.compile(r"No such command '(.+?)'")
 
+
+class _OrderedVerbs(TyperGroup):
+    """Verbs in the order of the help: Typer itself puts those that have verbs of their own last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name, _ in commands() if name in self.commands]
+
+
 app = typer.Typer(
     name="flatout",
+    cls=_OrderedVerbs,
     help="Makes PyTorch models run flat out, and proves it.",
     no_args_is_help=True,
     add_completion=False,

@@ -133,11 +133,11 @@ def _played_lines(
         Failures(num_nodes=nodes, per_thousand_node_days=per_thousand), Recovery(stall_s=stall, restart_s=restart)
     )
     fleet = Fleet(num_nodes=nodes, num_spares=spares, detect_s=detect)
-    ways = {
+    alternatives = {
         "file system": usual_tiers(stall_s=stall, restart_s=restart, interval_s=interval_s),
         "memory of nodes, too": surviving_tiers(step_s=5.0, stall_s=stall, restart_s=restart),
     }
-    for number, (name, tiers) in enumerate(ways.items()):
+    for number, (name, tiers) in enumerate(alternatives.items()):
         found = played_run(kinds, fleet, tiers, days=days)
         if not number:
             counts = ", ".join(f"{count:.0f} {kind}" for kind, count in found.interruptions.items())
