@@ -54,6 +54,7 @@ def test_what_does_not_fit_is_told_with_what_fills_it() -> None:
     assert isinstance(CliRunner().invoke(app, ["scale", "--model", str(long), *asked[3:]]).exception, PlanError)
 
 
+@pytest.mark.long
 def test_what_fits_only_offloaded_says_so_and_what_the_host_must_have() -> None:
     asked = ["scale", "--model", str(MODELS / "gpt3-175b.toml"), "--gpus", "8xa100-80gb", "--batch", "64", "--top", "2"]
     result = CliRunner().invoke(app, asked)

@@ -18,6 +18,9 @@ from flatout.core.errors import CheckpointError, NativeError, UsageError
 from flatout.core.records.native import NativeManifest, Port
 
 
+pytestmark = pytest.mark.long
+
+
 class Mixed(nn.Module):
     """A vector, a window whose new value is a strided view, and a lag that is handed on as it is. State stands before inputs."""
 

@@ -378,6 +378,7 @@ def contracted(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @pytest.mark.slow
 @INDUCTORS_OWN
+@pytest.mark.long
 def test_a_fused_multiply_add_that_breaks_an_exact_cancellation_is_reported_with_its_line() -> None:
     """x * x - y * y is 0 for x = y; rounded once it is the rounding error of y * y, and the root of that NaN half of the time."""
 
