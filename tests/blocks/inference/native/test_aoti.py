@@ -17,7 +17,6 @@ from flatout.blocks.inference.native.rollout import input_places, random_events,
 from flatout.core.errors import CheckpointError, NativeError, UsageError
 from flatout.core.records.native import NativeManifest, Port
 
-
 pytestmark = pytest.mark.long
 
 
