@@ -3,10 +3,11 @@
     python bench/planner.py [--table NAME ...] [--rows] [--out FILE] [--write-errors]
 
 Tables are in bench/planner; each row is a step that someone published, with its model, layout, devices and seconds. Rows that
-constants were fitted on are marked and left out of a table's figures. Per table: the mean of the predictions' distance from the
-measured seconds over these, the mean with its sign, how many rows an interval holds that is made without the row itself, and how
-many that ran are said not to fit the memory. `--write-errors` writes src/flatout/scale/errors.toml, from which `flatout scale`
-has its intervals.
+are marked as fitted are left out of a table's figures; docs/planner.md says which other rows were in sight when shares were set.
+
+Per table: the mean of the predictions' distance from the measured seconds over these, the mean with its sign, how many rows an
+interval holds that is made without the row itself, and how many that ran are said not to fit the memory. `--write-errors` writes
+src/flatout/scale/errors.toml, from which `flatout scale` has its intervals.
 """
 
 from __future__ import annotations
@@ -446,9 +447,7 @@ def write_errors(rows: list[Priced]) -> None:
     for one in rows:
         if one.price is not None and not one.row.is_fitted:
             by_key.setdefault(one.key, []).append(one.error)
-    lines = [
-        "# Written by `python bench/planner.py --write-errors`: how far predictions were off on published steps, not fitted."
-    ]
+    lines = ["# Written by `python bench/planner.py --write-errors`: how far predictions were off on published steps."]
     for (device, software, kind), errors in sorted(by_key.items()):
         low, high = interval(errors)
         lines += ["", "[[errors]]", f'device = "{device}"', f'software = "{software}"', f'kind = "{kind}"']

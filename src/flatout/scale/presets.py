@@ -24,7 +24,7 @@ class Preset(NamedTuple):
 
 
 _EAGER_TRAFFIC: Final = 1.4
-"""Norms, activations and residuals as single operators of PyTorch: fitted on the rows of eight A100 of MosaicML's table."""
+"""Norms, activations and residuals as single operators of PyTorch: chosen on all rows of MosaicML's table."""
 
 _PLAIN_TRAFFIC: Final = 2.2
 """The same of Llama's layers, whose norms, rotary positions and gates are several operators each: torchtitan's eager over its
