@@ -51,9 +51,7 @@ def interval_of(model: ModelShape, cluster: Cluster, preset: str = "") -> ErrorI
     same = [row for row in rows if row.device == device and row.software == preset]
     if same:
         one = same[0]
-        text = (
-            f"interval: as far as {one.rows} steps of such models, software and devices were off that were not fitted"
-        )
+        text = f"interval: as far as {one.rows} published steps were off; shares were set with most such steps in sight"
         return ErrorInterval(one.low, one.high, text)
     alike = [row for row in rows if row.device == device or (preset and row.software == preset)]
     if alike:
