@@ -2,12 +2,12 @@
 
     python bench/planner.py [--table NAME ...] [--rows] [--out FILE] [--write-errors]
 
-Tables are in bench/planner; each row is a step that someone published, with its model, layout, devices and seconds. Rows that
-are marked as fitted are left out of a table's figures; docs/planner.md says which other rows were in sight when shares were set.
+Tables are in bench/planner; each row is a step that someone published, with its model, layout, devices and seconds. Rows with
+which shares or presets were set are marked: they are no test of these.
 
-Per table: the mean of the predictions' distance from the measured seconds over these, the mean with its sign, how many rows an
-interval holds that is made without the row itself, and how many that ran are said not to fit the memory. `--write-errors` writes
-src/flatout/scale/errors.toml, from which `flatout scale` has its intervals.
+Per table: the mean of the predictions' distance from the measured seconds, over all rows and over those not in sight, the mean
+with its sign, how many rows an interval holds that is made without the row itself, and how many that ran are said not to fit the
+memory. `--write-errors` writes src/flatout/scale/errors.toml, from which `flatout scale` has its intervals.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODELS: Final[dict[str, Any]] = tomllib.loads((FOLDER / "models.toml").read_text
 
 
 class Row(NamedTuple):
-    """A published step. `is_fitted`: constants follow from it."""
+    """A published step. `in_sight`: shares or presets were set with it in sight."""
 
     name: str
     model: ModelShape
@@ -47,7 +47,7 @@ class Row(NamedTuple):
     preset: str
     seconds: float
     memory_gib: float | None = None
-    is_fitted: bool = False
+    in_sight: bool = False
     is_balanced: bool = False
     """Routers were made to spread tokens evenly."""
 
@@ -126,15 +126,8 @@ def mpt_fsdp() -> Iterator[Row]:
             structs.replace(software, dtype="float8") if line["precision"] == "amp_fp8" else software,
             "fsdp1",
             int(line["global_batch_tokens"]) / float(line["tokens_per_s"]),
-            is_fitted=number["num_devices"] == 8 and line["precision"] != "amp_fp8",
+            in_sight=True,
         )
-
-
-def _shaped_the_preset(line: dict[str, str]) -> bool:
-    """The rows that the presets' traffic, casts and hidden collectives follow from."""
-    if line["report"] == "2024-12 table 1":
-        return line["compiled"] == "0" or line["float8"] == "1"
-    return line["report"] == "2025-06 async TP" and line["model"] == "llama3-70b" and line["float8"] == "0"
 
 
 def torchtitan() -> Iterator[Row]:
@@ -175,7 +168,7 @@ def torchtitan() -> Iterator[Row]:
             name,
             int(line["global_batch"]) * int(line["seq"]) / (float(line["tokens_per_s"]) * devices),
             memory_gib=float(line["memory_gib"]) if line["memory_gib"] else None,
-            is_fitted=_shaped_the_preset(line),
+            in_sight=True,
         )
 
 
@@ -336,7 +329,7 @@ def bridge(*, system: str, experts: bool) -> Iterator[Row]:
             software,
             name,
             int(line["global_batch"]) * shape.seq / (float(line["tokens_per_s"]) * devices),
-            is_fitted=(line["release"], base) in (("25.11", "LLAMA3_8B"), ("26.02", "LLAMA3_70B")),
+            in_sight=line["task"] == "pre-training",
             is_balanced=True,
         )
 
@@ -369,11 +362,11 @@ def priced(row: Row) -> Priced:
         return Priced(row, None, str(e))
 
 
-def held(rows: list[Priced], every: list[Priced]) -> float | None:
+def share_inside(rows: list[Priced], every: list[Priced]) -> float | None:
     """Share of the rows that lie in an interval made of the errors of all others of the same device, software and kind."""
     inside = []
     for one in rows:
-        others = [o.error for o in every if o is not one and o.key == one.key and not o.row.is_fitted]
+        others = [o.error for o in every if o is not one and o.key == one.key]
         if others:
             low, high = interval(others)
             inside.append(-low <= one.error <= high)
@@ -382,8 +375,8 @@ def held(rows: list[Priced], every: list[Priced]) -> float | None:
 
 def summary(rows: list[Priced], every: list[Priced]) -> dict[str, Any]:
     known = [one for one in rows if one.price is not None]
-    new = [one for one in known if not one.row.is_fitted]
-    errors = [one.error for one in new]
+    errors = [one.error for one in known]
+    unseen = [one.error for one in known if not one.row.in_sight]
     memory = [
         one.price.fullest.total_bytes / 2**30 / one.row.memory_gib - 1
         for one in known
@@ -391,12 +384,13 @@ def summary(rows: list[Priced], every: list[Priced]) -> dict[str, Any]:
     ]
     return {
         "rows": len(rows),
-        "fitted": len(known) - len(new),
+        "in sight": len(known) - len(unseen),
         "not priced": len(rows) - len(known),
         "error": mean(map(abs, errors)) if errors else None,
         "bias": mean(errors) if errors else None,
         "worst": max(errors, key=abs) if errors else None,
-        "inside": held(new, [one for one in every if one.price is not None]),
+        "error of unseen rows": mean(map(abs, unseen)) if unseen else None,
+        "inside": share_inside(known, [one for one in every if one.price is not None]),
         "said not to fit": sum(one.price.is_too_large for one in known if one.price is not None),
         "memory error": mean(map(abs, memory)) if memory else None,
     }
@@ -430,7 +424,7 @@ def main() -> int:
             )
             memory = one.price.fullest.total_bytes / 2**30
             print(
-                f"   {one.error:+.3f} {one.row.name}{' (fitted)' if one.row.is_fitted else ''}: {one.row.seconds:.2f} s, "
+                f"   {one.error:+.3f} {one.row.name}{' (in sight)' if one.row.in_sight else ''}: {one.row.seconds:.2f} s, "
                 f"{memory:.0f} GiB ({one.row.memory_gib or '-'}), {parts}"
             )
     if options.write_errors:
@@ -442,10 +436,10 @@ def main() -> int:
 
 
 def write_errors(rows: list[Priced]) -> None:
-    """The errors of rows that were not fitted, by device, software and kind, for the intervals that are printed."""
+    """The errors of all rows, by device, software and kind, for the intervals that are printed."""
     by_key: dict[tuple[str, str, str], list[float]] = {}
     for one in rows:
-        if one.price is not None and not one.row.is_fitted:
+        if one.price is not None:
             by_key.setdefault(one.key, []).append(one.error)
     lines = ["# Written by `python bench/planner.py --write-errors`: how far predictions were off on published steps."]
     for (device, software, kind), errors in sorted(by_key.items()):
@@ -457,7 +451,7 @@ def write_errors(rows: list[Priced]) -> None:
 
 def row_record(one: Priced) -> dict[str, Any]:
     """A row as it is stored."""
-    base = {"name": one.row.name, "seconds": one.row.seconds, "is_fitted": one.row.is_fitted}
+    base = {"name": one.row.name, "seconds": one.row.seconds, "in_sight": one.row.in_sight}
     if one.price is None:
         return {**base, "why": one.why}
     return {**base, "predicted_s": one.price.step.total_s, "low_s": one.price.low_s, "high_s": one.price.high_s,

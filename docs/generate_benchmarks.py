@@ -13,7 +13,7 @@ from textwrap import fill
 from typing import Any, Final
 
 from benchmark_claims import SECTIONS, Claim, Run, Table
-from generate_results import HARDWARE, RESULTS, ROOT, described, script_of
+from generate_results import HARDWARE, RESULTS, ROOT, described, script_of, write_or_check
 
 PAGE: Final = ROOT / "docs" / "benchmarks.md"
 HEAD: Final = """\
@@ -82,16 +82,5 @@ def page() -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def main() -> int:
-    wanted = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted:
-            sys.stdout.write("docs/benchmarks.md is out of date; run 'make docs' and commit it\n")
-            return 1
-        return 0
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

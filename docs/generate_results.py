@@ -118,16 +118,16 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    wanted = page()
+def write_or_check(path: Path, wanted: str) -> int:
+    """Write a page, or with --check say whether it is as wanted; the exit code."""
     if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != wanted:
-            sys.stdout.write("docs/results.md is out of date; run 'make docs' and commit it\n")
+        if not path.exists() or path.read_text(encoding="utf-8") != wanted:
+            sys.stdout.write(f"docs/{path.name} is out of date; run 'make docs' and commit it\n")
             return 1
         return 0
-    PAGE.write_text(wanted, encoding="utf-8")
+    path.write_text(wanted, encoding="utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

@@ -214,7 +214,7 @@ def usual_tiers(*, stall_s: float, restart_s: float, interval_s: float) -> tuple
 
 def surviving_tiers(*, step_s: float, stall_s: float, restart_s: float) -> tuple[CheckpointTier, ...]:
     """Tiers as `flatout survive` has them: memory of the same node and of another each few steps, and a file system in the
-    background. What they cost was measured on two H200 (bench/surviving.py, bench/loop_device.py)."""
+    background. Costs are assumed; a restart from memory took 6 s in the median on two H200 (bench/surviving.py)."""
     memory = CheckpointTier(
         name="memory of the same node", interval_s=10 * step_s, stall_s=0.1 * step_s, write_s=step_s, restart_s=15.0,
         outlasts="process",

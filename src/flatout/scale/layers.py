@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from msgspec import structs
 
 from flatout.core.errors import PlanError
+from flatout.core.records.scale import Layout, Software
 from flatout.machine.cost.collectives import all_reduce_s, all_to_all_s, gather_s
 from flatout.machine.cost.roofline import bandwidth_bytes_per_s, peak_flop_per_s
 from flatout.machine.cost.waves import Rates, product_s
@@ -186,7 +187,7 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     is_one_by_one = software.shards_by == "weight" and is_sent_by_layer(layout)
     one_by_one_s = num_weights(model, kind) * operator_s if is_one_by_one else 0.0
     gathering_s = one_by_one_s if layout.shard == 3 else 0.0
-    waited_s = 0.0 if software.hides_experts and layout.pipeline > 1 else expert_s
+    waited_s = 0.0 if hides_experts(software, layout) else expert_s
     forward = LayerPass(
         products.forward_s + attention.forward_s + reading_s,
         tensor_s,
@@ -219,6 +220,11 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     return _beside(work, parts, case, expert_s=expert_s - waited_s, moved_bytes=moved)
 
 
+def hides_experts(software: Software, layout: Layout) -> bool:
+    """Whether experts' exchanges go on beside another micro-batch: only stages of a pipeline have one at work meanwhile."""
+    return software.hides_experts and layout.pipeline > 1 and layout.expert > 1
+
+
 def _parts_again(case: StepCase, kind: LayerKind, rates: Rates, attention: _AttentionPass) -> float:
     """Seconds of the parts that a backward computes again, by name."""
     model, layout, tokens = case.model, case.layout, case.tokens
@@ -239,18 +245,19 @@ def _parts_again(case: StepCase, kind: LayerKind, rates: Rates, attention: _Atte
         "gates": 3 * _between_products(case, kind) / rates.bytes_per_s,
         "latent": latent,
         "feed-forward": feed_forward,
-        "experts": sum(_expert_products(case, rates)) if kind.is_sparse else 0.0,
+        "experts": sum(product_s(rates, m, n, k, batch=num, itemsize=size) for n, k, m, num in _expert_products(case))
+        if kind.is_sparse
+        else 0.0,
     }
     return sum(seconds[name] for name in layout.recomputed)
 
 
-def _expert_products(case: StepCase, rates: Rates) -> tuple[float, ...]:
-    """Seconds of each of the experts' products, forward."""
+def _expert_products(case: StepCase) -> list[tuple[int, int, int, int]]:
+    """Products of a rank's experts: columns, depth, tokens of each expert, and how many experts."""
     model, layout = case.model, case.layout
     local = max(1, model.num_experts // layout.expert)
     each = max(1, round(routed_tokens(case) / local))
-    matrices = feed_matrices(model, model.expert_inner, layout.expert_ranks)
-    return tuple(product_s(rates, each, n, k, batch=local, itemsize=_itemsize(case)) for n, k in matrices)
+    return [(n, k, each, local) for n, k in feed_matrices(model, model.expert_inner, layout.expert_ranks)]
 
 
 def _itemsize(case: StepCase) -> float:
@@ -334,9 +341,7 @@ def _products(case: StepCase, rates: Rates, kind: LayerKind) -> _LayerProducts:
     # columns, depth, tokens of each, how many of them
     every = [(n, k, tokens, 1) for n, k in attention_matrices(model, layout.tensor)]
     if kind.is_sparse:
-        local = max(1, model.num_experts // layout.expert)
-        each = max(1, round(routed_tokens(case) / local))
-        every += [(n, k, each, local) for n, k in feed_matrices(model, model.expert_inner, layout.expert_ranks)]
+        every += _expert_products(case)
         shared = feed_matrices(model, model.expert_inner * max(1, model.shared_experts), layout.tensor)
         every += [(n, k, tokens, 1) for n, k in shared] if model.shared_experts else []
     else:

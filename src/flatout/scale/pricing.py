@@ -7,6 +7,7 @@ from flatout.machine.cost.roofline import memory_bytes, peak_flop_per_s
 from flatout.machine.specs.catalog import load_spec
 from flatout.scale.case import rate_dtype
 from flatout.scale.intervals import interval_of
+from flatout.scale.layers import hides_experts
 from flatout.scale.memory import memory_of
 from flatout.scale.rules import require_possible
 from flatout.scale.search import model_flop, recomputed_flop
@@ -33,7 +34,7 @@ def price(
     """
     software = software or Software()
     require_possible(model, layout, cluster.num_devices)
-    assumptions: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = (f"constants as they were given, not the data sheet's: {constants}",)
     if constants is None:
         constants, assumptions = usual_constants(model, cluster, software)
     step = step_time(model, layout, cluster, software, constants)
@@ -57,19 +58,19 @@ def price(
         hfu=(flop + recomputed_flop(model, layout)) / rate,
         stages=memory_of(model, layout, software, imbalance=constants.routing_imbalance),
         room_bytes=memory_bytes(spec),
-        assumptions=(*assumptions, *_of_software(software), *_of_network(cluster), interval.text),
+        assumptions=(*assumptions, *_of_software(software, layout), *_of_network(cluster), interval.text),
     )
 
 
-def _of_software(software: Software) -> tuple[str, ...]:
+def _of_software(software: Software, layout: Layout) -> tuple[str, ...]:
     hidden = [
         *(["gradients behind the backward"] if software.has_overlap else []),
         *(
             [f"{software.tensor_hidden:.0%} of tensor ranks' collectives behind products"]
-            if software.tensor_hidden
+            if software.tensor_hidden and layout.tensor > 1
             else []
         ),
-        *(["experts' exchanges behind another micro-batch"] if software.hides_experts else []),
+        *(["experts' exchanges behind another micro-batch"] if hides_experts(software, layout) else []),
     ]
     attention = {
         "fused": "never writes scores",

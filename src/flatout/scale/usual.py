@@ -45,6 +45,8 @@ def usual_constants(
             )
             continue
         found[name] = best.share.value
+        if kernels and best.kernels != kernels:
+            words += f" (of other kernels: the data sheet does not know '{kernels}')"
         assumptions.append(
             f"{words} reach {best.share.value:.0%} of the data sheet's rate ({best.share.condition}; {best.share.source})"
         )
