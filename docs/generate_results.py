@@ -107,7 +107,7 @@ def page() -> str:
     for script, by_folder in sorted(results().items()):
         first, usage = described(script)
         lines += ["", f"## {script}", "", plain(first)]
-        lines += ["", "```sh", usage, "```"] if usage else []
+        lines += ["", "```text", usage, "```"] if usage else []
         lines += ["", "| date | hardware | files |", "|---|---|---|"]
         for folder, paths in sorted(by_folder.items(), reverse=True):
             date, hardware = folder[:10], HARDWARE.get(folder[11:], folder[11:])

@@ -59,6 +59,9 @@ _IMAGE: Final = re.compile(r"!\[[^\]]*\]\((?!https?:)([^)\s]+)\)")
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 
+_IN_CI: Final = ("CI", "BUILD_NUMBER")
+"""pytest does not shorten its lines where these are set."""
+
 _CELLS: Final = r"""
 import json, linecache, os, sys, traceback
 names = {"__name__": "__main__"}
@@ -283,11 +286,12 @@ class Outputs:
         return (json.loads(reply) if reply else f"its process ended with {self._cells.wait()}"), printed
 
     def _environment(self) -> dict[str, str]:
-        """This Python's programs first, one width, and a cache for what is measured of the machine."""
+        """This Python's programs first, one width, a cache for what is measured of the machine, and nothing that only CI sets."""
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
         CACHE.mkdir(parents=True, exist_ok=True)
         own = {"PATH": path, "COLUMNS": str(WIDTH), "XDG_CACHE_HOME": str(CACHE), "NO_COLOR": "1", "MPLBACKEND": "svg"}
-        return {**os.environ, **own, "PYTHONWARNINGS": "ignore"}
+        around = {name: value for name, value in os.environ.items() if name not in _IN_CI}
+        return {**around, **own, "PYTHONWARNINGS": "ignore"}
 
 
 def masked(lines: Sequence[str]) -> str:

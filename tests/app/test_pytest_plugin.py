@@ -76,7 +76,7 @@ def python(*arguments: str, folder: Path) -> tuple[int, str]:
         text=True,
         cwd=folder,
         timeout=100,
-        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "KINETO_LOG_LEVEL": "6", "COLUMNS": "116"},
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "116"},
     )
     return ended.returncode, ended.stdout + ended.stderr
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -16,6 +18,9 @@ from flatout.tune.verify.expect.tape_annotations import BACKWARD, COMPILING, REG
 
 _CHOOSING: Final = "CachingAutotuner."
 """The beginning of the name of Inductor's event around the runs of a kernel that choose its tiles, at its first call."""
+_LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
+_ABOVE_STATE: Final = "6"
+"""The first level of kineto's log without lines of the kind `USDT`, which torch 2.13 writes at each start and stop."""
 _ENGINE: Final = "autograd::engine::evaluate_function"
 _COMPILED: Final = "Torch-Compiled Region: "
 _NOTES: Final = ("[", "flatout.", _COMPILED)
@@ -105,7 +110,8 @@ class Tape:
             activities.append(ProfilerActivity.CUDA)
         config = torch._C._profiler._ExperimentalConfig(capture_overload_names=True)
         self._profile = profile(activities=activities, profile_memory=True, experimental_config=config)
-        self._profile.start()
+        with _quiet_start():
+            self._profile.start()
 
     def stop(self) -> TapeSegment:
         """What was recorded. The host waits for devices here, after the region's end."""
@@ -113,6 +119,22 @@ class Tape:
         running.stop()
         results = running.profiler.kineto_results
         return TapeSegment(_tree(results.experimental_event_tree()), tuple(_device_events(results.events())))
+
+
+@contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Keep the profiler's lines about its own state out of stderr; it reads its level once, at the first start in a process.
+
+    A level that the user has set counts; the variable is gone again afterwards.
+    """
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = _ABOVE_STATE
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]
 
 
 EventsWithSpots = list[tuple[HostEvent, EventSpot]]
