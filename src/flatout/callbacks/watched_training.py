@@ -31,6 +31,7 @@ from flatout.core.records.distributed import Place
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.hardware import Machine
 from flatout.core.registry import rules
+from flatout.core.runtime.garbage_collector import collections_put_off
 from flatout.core.runtime.script import error_line
 from flatout.report.parts.diagnosis import diagnosis_blocks
 from flatout.report.text import terminal_report
@@ -177,7 +178,7 @@ class WatchedTraining:
 
     def _report(self, evidence: Evidence) -> None:
         """Diagnose, print, and write what is read by programs; the page is drawn at the end, since that takes a second."""
-        with self._counted(), _printing_mistakes():
+        with self._counted(), _printing_mistakes(), collections_put_off():
             evidence = self._of_first_rank(evidence)
             self.checked = Checked(evidence=evidence, diagnosis=diagnose_all(evidence))
             self._figures = figures_of(evidence)

@@ -31,6 +31,7 @@ from flatout.core.records.hardware import Machine
 from flatout.core.records.trial import TimeCompiled, Trial, TrialResult
 from flatout.core.records.workload import Source, Workload
 from flatout.core.runtime.cores import usable_cores
+from flatout.core.runtime.garbage_collector import collections_put_off
 from flatout.core.runtime.progress import ProgressFile
 from flatout.core.runtime.script import INTERRUPTED
 from flatout.core.secrets import redacted_text
@@ -143,7 +144,7 @@ class Capture:
         in_looks_s = sum(s.duration_s - self._last.steps.step_s for s in looks)
         between_s = cost.deep_s - sum(s.duration_s for s in looks if s.mode == Mode.DEEP.value)
         light_s = cost.light_fraction * self.observation.times.light_s
-        return self._start_s + light_s + max(0.0, in_looks_s) + max(0.0, between_s) + cost.trials_s + cost.other_s
+        return self._start_s + light_s + max(0.0, in_looks_s) + max(0.0, between_s) + cost.trials_s + self._other_s
 
     def snapshot(self, *, exit: str, exit_code: int | None) -> Evidence:
         """What there is now, for a process that ends at once; nothing is tried or taken away any more."""
@@ -170,13 +171,30 @@ class Capture:
         self.observer.remove()
         self._pause()
         began = perf_counter()
-        evidence = self._evidence()
+        with collections_put_off():
+            evidence = self._evidence()
         for collector in self.observation.collectors:
             collector.close()
         self._other_s += perf_counter() - began
         return evidence
 
     def _pause(self) -> None:
+        """The time for trials, and for a draft of what is known where somebody keeps one.
+
+        Collectors look at live objects here, which may be gone when the script has ended.
+        """
+        if self.observer.schedule.trials_budget_s:
+            self._try()
+        elif self._before_trials is None:
+            began = perf_counter()
+            self._before_trials = self._evidence()
+            self._other_s += perf_counter() - began
+        if self._draft is not None and not self.observer.is_complete:
+            began = perf_counter()
+            self._draft(self._evidence())
+            self._other_s += perf_counter() - began
+
+    def _try(self) -> None:
         """Ask for trials and run those that have not run yet, within what is left of the budget."""
         observation = self.observation
         began = perf_counter()
@@ -186,26 +204,23 @@ class Capture:
         self._other_s += perf_counter() - began
         self._step_s = evidence.steps.step_s
         left = self.observer.schedule.trials_limit_s(self._step_s) - observation.times.trials_s
-        if wanted and left > 0 and not self._is_hurried:
-            began = perf_counter()
-            if self._progress is not None:
-                self._progress.write("trials", num_steps=observation.num_steps)
-            self._is_trying = True
-            try:
-                self._results += run_trials(
-                    wanted,
-                    self._scene(),
-                    budget_s=left,
-                    compile_budget_s=self.observer.schedule.compile_limit_s,
-                    is_hurried=lambda: self._is_hurried,
-                )
-            finally:
-                self._is_trying = False
-            observation.times.trials_s += perf_counter() - began
-        if self._draft is not None and not self.observer.is_complete:
-            began = perf_counter()
-            self._draft(self._evidence())
-            self._other_s += perf_counter() - began
+        if not wanted or left <= 0 or self._is_hurried:
+            return
+        began = perf_counter()
+        if self._progress is not None:
+            self._progress.write("trials", num_steps=observation.num_steps)
+        self._is_trying = True
+        try:
+            self._results += run_trials(
+                wanted,
+                self._scene(),
+                budget_s=left,
+                compile_budget_s=self.observer.schedule.compile_limit_s,
+                is_hurried=lambda: self._is_hurried,
+            )
+        finally:
+            self._is_trying = False
+        observation.times.trials_s += perf_counter() - began
 
     def _trials_budget_s(self) -> float:
         """Seconds that trials were allowed, those for compiling included where that was tried."""

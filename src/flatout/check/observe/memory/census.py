@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from itertools import compress
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -26,14 +27,15 @@ class Census:
         self.tensors: list[Tensor] = []
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
-        for thing in gc.get_objects():
-            kind = type(thing)  # not isinstance: a lazy proxy would run the user's code
-            if issubclass(kind, Tensor):
-                self.tensors.append(thing)
-            elif issubclass(kind, nn.Module):
-                self.modules.append(thing)
-            elif issubclass(kind, Optimizer):
-                self.optimizers.append(thing)
+        lists: tuple[list[Any], ...] = (self.tensors, self.modules, self.optimizers)
+        found = [
+            (_subclasses(base), of_kind) for base, of_kind in zip((Tensor, nn.Module, Optimizer), lists, strict=True)
+        ]
+        wanted = frozenset[int]().union(*(kinds for kinds, _ in found))
+        things = gc.get_objects()
+        # By the identity of types, in loops of C: a lazy proxy's isinstance would run the user's code, and there are a million.
+        for thing in compress(things, map(wanted.__contains__, map(id, map(type, things)))):
+            next(of_kind for kinds, of_kind in found if id(type(thing)) in kinds).append(thing)
 
     def roles(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors whose kind is known, with it; the first kind named for a memory is the right one."""
@@ -61,6 +63,17 @@ class Census:
         nodes = [n for n in map(node_of, self.tensors) if n is not None]
         graph.walk(nodes[:_ROOTS_WALKED])
         return graph
+
+
+def _subclasses(base: type) -> frozenset[int]:
+    """The identities of a class and of all that are derived from it."""
+    found, waiting = {id(base)}, [base]
+    new: list[type]
+    while waiting:
+        new = [kind for kind in type.__subclasses__(waiting.pop()) if id(kind) not in found]
+        found.update(map(id, new))
+        waiting += new
+    return frozenset(found)
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

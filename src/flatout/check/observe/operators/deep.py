@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -17,6 +17,7 @@ from flatout.check.observe.operators.overhead import InterceptionCost, intercept
 from flatout.check.observe.operators.padding import PaddedTensor, padded_rows, signs_of
 from flatout.check.observe.operators.recorder import DeepStep, Example, OperatorKey, OperatorListener, OperatorRecorder
 from flatout.check.observe.steps.optimizers import Optimizing
+from flatout.core.runtime.garbage_collector import collections_put_off
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.source_sites import Sites
 
@@ -53,6 +54,8 @@ class DeepLooks:
         self.graph_flop: dict[OperatorKey, int] = {}
         self._inputs: dict[int, ObservedInput] = {}
         self._patches = Patches()
+        self._open = ExitStack()
+        """What is ended after the last deep step."""
         self.listeners: tuple[OperatorListener, ...] = ()
         """Collectors that look further at every operator of a deep step."""
         self._sites = sites
@@ -70,6 +73,7 @@ class DeepLooks:
                 is_device=is_device,
                 listeners=self.listeners,
             )
+            self._open.enter_context(collections_put_off())
             self.recorder.enter()
             self._watch_graphs(self.recorder)
         self._calls.is_deep = True
@@ -93,6 +97,7 @@ class DeepLooks:
         if self.recorder is not None:
             self._patches.undo()
             self.recorder.leave()
+            self._open.close()
             self.graph_flop = self.recorder.graph_flop
             self.examples = self.recorder.examples
             self.callers = self.recorder.callers
