@@ -67,10 +67,10 @@ class Census:
 
 def _subclasses(base: type) -> frozenset[int]:
     """The identities of a class and of all that are derived from it."""
-    found, waiting = {id(base)}, [base]
-    new: list[type]
+    found = {id(base)}
+    waiting: list[type] = [base]
     while waiting:
-        new = [kind for kind in type.__subclasses__(waiting.pop()) if id(kind) not in found]
+        new: list[type] = [kind for kind in type.__subclasses__(waiting.pop()) if id(kind) not in found]
         found.update(map(id, new))
         waiting += new
     return frozenset(found)
