@@ -1,6 +1,6 @@
 """Runs the code and the commands of pages, and compares or writes their output.
 
-    python docs/run_pages.py [--write] [--jobs N] [PAGE.md ...]
+    python docs/run_pages.py [--write] [--jobs N] [--gpu] [PAGE.md ...]
 
 Each page runs in an empty folder of its own with a link to `examples`. What runs, from top to bottom:
 
@@ -17,6 +17,8 @@ A comment on the line before a fence changes that:
     <!-- run: any-code -->        how the command ends depends on times: its code may be 0 or another, without a traceback
     <!-- run: fails -->           the command ends with another code than 0, the cell with an exception
     <!-- run: no, REASON -->      it is not run; the reason is for readers of the source
+    <!-- run: gpu -->             it runs with `--gpu` alone (`gpu 2`: where there are two); the line after it, or its output,
+                                  says on what GPU it ran, and when
     <!-- run: hidden ... -->      with lines of Python before the `-->`: a cell that the page does not show
 
 Several may stand in one comment: `<!-- run: measured, tail 12 -->`. Output is compared with numbers masked. Pictures that code
@@ -33,8 +35,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
@@ -61,6 +65,9 @@ _NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]?\d+)?")
 
 _IN_CI: Final = ("CI", "BUILD_NUMBER")
 """pytest does not shorten its lines where these are set."""
+
+_RAN: Final = re.compile(r"^\*Ran on .+, torch \S+, \d{4}-\d\d-\d\d\.\*$")
+"""The line behind a fence that only a GPU runs."""
 
 _CELLS: Final = r"""
 import json, linecache, os, sys, traceback
@@ -99,6 +106,14 @@ class Fence(NamedTuple):
     def has(self, word: str) -> str | None:
         """What stands behind a word of its comment; None where the word is not there."""
         return next((w[len(word) :].strip() for w in self.words if w.split(" ")[0] == word), None)
+
+
+class Gpus(NamedTuple):
+    """What fences for GPUs run on."""
+
+    line: str
+    """What the page says of it: devices, torch, date."""
+    num: int
 
 
 class PageError(Exception):
@@ -141,8 +156,10 @@ def _closing(lines: Sequence[str], first: int, is_end: object) -> int:
 class Outputs:
     """Runs the fences of one page in a folder, and collects the lines that take their places."""
 
-    def __init__(self, page: Path, folder: Path) -> None:
+    def __init__(self, page: Path, folder: Path, *, gpus: Gpus | None = None) -> None:
+        """`gpus`: those on which fences for GPUs run; None where these are left out."""
         self.page, self.folder = page, folder
+        self._ran_on, self._num_gpus = (gpus.line, gpus.num) if gpus is not None else ("", 0)
         self.replacements: dict[tuple[int, int], list[str]] = {}
         """New lines for [first, last) of the page."""
         self.differences: list[str] = []
@@ -159,11 +176,39 @@ class Outputs:
                 is_output = after is not None and after.language == "text" and not after.title and not after.words
                 between = lines[fence.last + 1 : after.first] if after is not None else ()
                 output = after if is_output and not any(text.strip() for text in between) else None
-                self._fence(fence, output)
+                is_for_gpu = fence.has("gpu") is not None
+                if is_for_gpu:  # its output is of the run that the stamp names
+                    num_gpus = int(fence.has("gpu") or 1)
+                    self._stamp((output or fence).last + 1, lines, num_gpus=num_gpus)
+                    if self._num_gpus < num_gpus:
+                        continue
+                if self._ran_on and not is_for_gpu:
+                    self._prepare(fence)
+                else:
+                    self._fence(fence, output)
         finally:
             if self._cells is not None:
                 self._cells.kill()
-                self._cells.wait()
+                self._cells.communicate()
+                self._replies.close()
+
+    def _stamp(self, after: int, lines: Sequence[str], *, num_gpus: int) -> None:
+        """Have the line that says on what GPU a fence ran. Raises PageError where no GPU has run it."""
+        found = next((n for n in range(after, len(lines)) if lines[n].strip()), None)
+        is_there = found is not None and _RAN.match(lines[found].strip()) is not None
+        if self._num_gpus >= num_gpus:
+            first = found if is_there and found is not None else after
+            self.replacements[first, first + is_there] = [self._ran_on] if is_there else ["", self._ran_on]
+        elif not is_there:
+            raise PageError(f"line {after}: no line '*Ran on ...*' follows: run the page on a GPU, with --gpu --write")
+
+    def _prepare(self, fence: Fence) -> None:
+        """Write a file, or run a cell for its names, without a judgement; commands may take minutes, and are left out."""
+        text = "\n".join(fence.lines) + "\n"
+        if fence.title:
+            self._fence(fence, None)
+        elif fence.language == "python" and fence.has("no") is None and fence.has("no,") is None:
+            self._ask(text, f"{self.page.stem}.md, line {fence.first + 2}")
 
     def _fence(self, fence: Fence, output: Fence | None) -> None:
         text = "\n".join(fence.lines) + "\n"
@@ -189,7 +234,8 @@ class Outputs:
             self._replace(fence, output.first + 1, output.last, list(output.lines), shown, output.indent)
         elif shown and fence.has("hidden") is None:
             self.differences.append(f"line {fence.first + 1}: prints, and no fence 'text' follows it")
-            self.replacements[fence.last + 1, fence.last + 1] = ["", "```text", *shown, "```"]
+            here = (fence.last + 1, fence.last + 1)
+            self.replacements[here] = ["", "```text", *shown, "```", *self.replacements.get(here, [])]
 
     def _console(self, fence: Fence) -> None:
         new: list[str] = []
@@ -215,7 +261,7 @@ class Outputs:
 
     def _replace(self, fence: Fence, first: int, last: int, before: list[str], after: list[str], indent: str) -> None:
         self.replacements[first, last] = [indent + line if line else line for line in after]
-        if fence.has("measured") is None and masked(before) != masked(after):
+        if fence.has("measured") is None and not self._ran_on and masked(before) != masked(after):
             self.differences.append(
                 f"line {first + 1}: the page has\n" + "\n".join(before) + "\nand it printed\n" + "\n".join(after)
             )
@@ -265,16 +311,17 @@ class Outputs:
         if self._cells is None:
             there, here = os.pipe()
             self._stdout.touch()
-            self._cells = subprocess.Popen(
-                [sys.executable, "-u", "-c", _CELLS, str(here)],
-                cwd=self.folder,
-                env=self._environment(),
-                stdin=subprocess.PIPE,
-                stdout=self._stdout.open("a"),
-                stderr=subprocess.DEVNULL,
-                text=True,
-                pass_fds=(here,),
-            )
+            with self._stdout.open("a") as printed_to:
+                self._cells = subprocess.Popen(
+                    [sys.executable, "-u", "-c", _CELLS, str(here)],
+                    cwd=self.folder,
+                    env=self._environment(),
+                    stdin=subprocess.PIPE,
+                    stdout=printed_to,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    pass_fds=(here,),
+                )
             os.close(here)
             self._replies = os.fdopen(there)
         start = self._stdout.stat().st_size
@@ -299,7 +346,19 @@ def masked(lines: Sequence[str]) -> str:
     return re.sub(r"[\s-]+", " ", _NUMBER.sub("#", "\n".join(lines))).strip()
 
 
-def run_page(page: Path, *, is_written: bool) -> str:
+def gpus_here() -> Gpus:
+    """The GPUs of this machine. Raises PageError where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise PageError("--gpu needs a GPU, and torch finds none here")
+    names = Counter(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
+    devices = " and ".join(f"{num} x {name}" if num > 1 else name for name, num in names.items())
+    line = f"*Ran on {devices}, torch {torch.__version__.partition('+')[0]}, {datetime.now(UTC).date()}.*"
+    return Gpus(line, torch.cuda.device_count())
+
+
+def run_page(page: Path, *, is_written: bool, gpus: Gpus | None = None) -> str:
     """Run one page; a line about it. Raises PageError where it does not do what it says."""
     began = monotonic()
     text = page.read_text()
@@ -308,14 +367,14 @@ def run_page(page: Path, *, is_written: bool) -> str:
         folder = Path(name) / "here"
         folder.mkdir()
         (folder / "examples").symlink_to(ROOT / "examples")
-        outputs = Outputs(page, folder)
+        outputs = Outputs(page, folder, gpus=gpus)
         outputs.run(lines)
         for target in _IMAGE.findall(text):
             drawn, image = folder / Path(target).name, (page.parent / target).resolve()
             if drawn.is_file() and is_written:
                 image.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(drawn, image)
-            elif not image.exists():
+            elif not image.exists() and gpus is None:
                 raise PageError(f"there is no image {target}")
     if is_written:
         for (first, last), new in sorted(outputs.replacements.items(), reverse=True):
@@ -332,13 +391,15 @@ def main() -> int:
     parser.add_argument("pages", type=Path, nargs="*")
     parser.add_argument("--write", action="store_true", help="write the output into the pages")
     parser.add_argument("--jobs", type=int, default=1, help="pages at a time")
+    parser.add_argument("--gpu", action="store_true", help="run what needs a GPU, and nothing else")
     options = parser.parse_args()
+    gpus = gpus_here() if options.gpu else None
     pages = [page.resolve() for page in options.pages] or sorted(p for one in PAGES for p in ROOT.glob(one))
     num_wrong = 0
 
     def outcome(page: Path) -> tuple[str, str]:
         try:
-            return "ok", run_page(page, is_written=options.write)
+            return "ok", run_page(page, is_written=options.write, gpus=gpus)
         except PageError as e:
             return "WRONG", str(e)
 

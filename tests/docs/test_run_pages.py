@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -130,3 +131,72 @@ def test_a_traceback_is_never_right(tmp_path: Path) -> None:
     page.write_text("<!-- run: any-code, measured -->\n```console\n$ python -c 'raise ValueError(3)'\n```\n")
     done = run(page)
     assert done.returncode == 1 and "a traceback" in done.stdout
+
+
+RAN = "*Ran on A GPU, torch 2.11.0, 2026-11-28.*"
+FOR_GPU = """\
+```python
+x = 3
+```
+
+<!-- run: gpu -->
+```python
+print("x is", x)
+```
+
+```text
+x is 4
+```
+
+<!-- run: gpu 2 -->
+```console
+$ echo two
+three
+```
+"""
+
+
+def on_gpus(page: Path, line: str, num: int) -> str:
+    """What the tool says of a page that is run for its fences for GPUs, and written."""
+    spec = importlib.util.spec_from_file_location("run_pages", ROOT / "docs" / "run_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["run_pages"] = module
+    spec.loader.exec_module(module)
+    said: str = module.run_page(page, is_written=True, gpus=module.Gpus(line, num))
+    return said
+
+
+def test_what_needs_a_gpu_must_have_run_on_one_and_is_not_run_here(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(FOR_GPU)
+    done = run(page)
+    assert done.returncode == 1
+    assert "no line '*Ran on ...*' follows" in done.stdout
+
+    page.write_text(FOR_GPU.replace("x is 4\n```\n", f"x is 4\n```\n\n{RAN}\n") + f"\n{RAN}\n")
+    done = run(page)
+    assert done.returncode == 0, done.stdout
+    assert "1 run" in done.stdout
+
+
+def test_on_a_gpu_its_output_and_the_day_are_written_and_what_needs_two_is_left(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(FOR_GPU + f"\n{RAN}\n")
+
+    on_gpus(page, RAN, 1)
+    first = page.read_text()
+    on_gpus(page, later := RAN.replace("28", "29"), 2)
+
+    assert first == FOR_GPU.replace("x is 4\n```\n", f"x is 3\n```\n\n{RAN}\n") + f"\n{RAN}\n"
+    assert page.read_text() == first.replace(RAN, later).replace("three", "two")
+
+
+def test_a_first_run_on_a_gpu_adds_output_and_day(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text('<!-- run: gpu -->\n```python\nprint("x")\n```\n')
+
+    on_gpus(page, RAN, 1)
+
+    assert page.read_text() == f'<!-- run: gpu -->\n```python\nprint("x")\n```\n\n```text\nx\n```\n\n{RAN}\n'

@@ -57,6 +57,8 @@ class ObservedCommand(NamedTuple):
     """The file that says how far it has come, for the terminal."""
     output: IO[bytes] | None = None
     """Where its output goes, if not where ours does."""
+    environment: dict[str, str] | None = None
+    """Its variables, if they are not ours."""
 
 
 class ObservedProcess:
@@ -81,7 +83,7 @@ class ObservedProcess:
         request = self._request
         errors = subprocess.STDOUT if request.output is not None else None
         with adopting_orphans(), _receiving() as received:
-            child = subprocess.Popen(request.command, stdout=request.output, stderr=errors)
+            child = subprocess.Popen(request.command, stdout=request.output, stderr=errors, env=request.environment)
             with StatusLine(request.progress or Path(), sys.stderr, is_wanted=request.progress is not None) as status:
                 return self._ended(child, received, status)
 

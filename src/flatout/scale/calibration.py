@@ -8,12 +8,13 @@ for Machine Learning, 2006, chapter 2), and widens the interval where no like sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import exp, log, sqrt
 from typing import Final, NamedTuple
 
 from msgspec import structs
 
+from flatout.core import units
 from flatout.core.errors import PlanError
 from flatout.core.records.scale import Cluster, Constants, Layout, ModelShape, Software
 from flatout.scale.step import step_time
@@ -28,6 +29,8 @@ _BEYOND: Final = 1.2
 """Times as wide an interval is beyond the tiers that were measured: as far as predictions of many nodes were off where nothing
 was fitted (bench/planner.py, dense models)."""
 _ROUNDS: Final = 12
+_UNMOVED: Final = 0.01
+"""A constant that moved by less is not named among those that were fitted."""
 _STEP: Final = 1e-4
 _SCALES: Final = (0.25, 0.5, 1.0, 2.0)
 _AMPLITUDES: Final = (0.02, 0.05, 0.1, 0.2)
@@ -64,7 +67,10 @@ class Calibrated:
             raise PlanError("there is no measured step; measure some layouts first")
         self._cluster, self._software = cluster, software
         self._most = max(run.layout.num_devices for run in runs)
-        self.constants = _fitted(runs, cluster, software, prior or Constants())
+        prior = prior or Constants()
+        self.constants = _fitted(runs, cluster, software, prior)
+        self.fitted = tuple(_in_words(self.constants, prior))
+        """Each constant that the measured steps moved, in words."""
         self._points = [_local_shape(run.model, run.layout) for run in runs]
         left = [log(run.seconds / self._formula_s(run.model, run.layout)) for run in runs]
         self._krige = _best_krige(self._points, left)
@@ -86,6 +92,21 @@ class Calibrated:
 
     def _formula_s(self, model: ModelShape, layout: Layout) -> float:
         return step_time(model, layout, self._cluster, self._software, self.constants).total_s
+
+
+def _in_words(constants: Constants, prior: Constants) -> Iterator[str]:
+    """Constants that differ from the prior's, under their names."""
+    for field in structs.fields(Constants):
+        value, before = getattr(constants, field.name), getattr(prior, field.name)
+        if abs(value / before - 1) > _UNMOVED if before else value:
+            name, kind = field.name.rsplit("_", 1)
+            words = name.replace("_", " ")
+            if kind == "share":
+                yield f"{words} share {units.percent(value)}"
+            elif kind == "s":
+                yield f"{words} {units.duration(value)}"
+            else:
+                yield f"{words} {kind} {value:.3g}"
 
 
 def _local_shape(model: ModelShape, layout: Layout) -> Row:

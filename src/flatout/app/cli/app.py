@@ -138,12 +138,12 @@ def _root(
     ] = False,
 ) -> None:
     if show_version:
-        from importlib.metadata import version
-
         import torch
 
+        from flatout.core.own_version import own_version
+
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-        print(f"flatout {version('flatout')}, torch {torch.__version__}, {device}")
+        print(f"flatout {own_version()}, torch {torch.__version__}, {device}")
         raise typer.Exit
 
 

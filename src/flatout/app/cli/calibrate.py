@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import typer
 
 from flatout.app.cli.command import Command
 from flatout.app.cli.options import require_writable
+from flatout.app.cli.ranks import launch_environment
 from flatout.app.cli.terminal import print_lines
 from flatout.core.errors import UsageError
 from flatout.core.files import STANDARD_OUTPUT, write_whole_file
@@ -47,7 +49,8 @@ def calibrate(
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
         command += ["-m", "flatout.app.cli.children.calibration_rank"]
         command += [str(model.absolute()), str(file), f"{seconds}", kind]
-        ended = subprocess.run(command, check=False, stdout=2 if is_printed else None)
+        environment = launch_environment(os.environ, number)
+        ended = subprocess.run(command, check=False, stdout=2 if is_printed else None, env=environment)
         if ended.returncode:
             rest = "" if is_printed else f"; what was measured before lies in '{out}'"
             raise UsageError(f"the ranks ended with {ended.returncode}{rest}")

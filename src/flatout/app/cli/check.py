@@ -31,6 +31,7 @@ from flatout.app.cli.ranks import (
     evidence_path,
     gather,
     launch_command,
+    launch_environment,
     launched_rank,
     observing_ranks,
     shared_folder,
@@ -159,6 +160,7 @@ def _run_ranks(observation: Observation, folder: Path, nproc: int, outputs: Outp
             ranks=lambda: observing_ranks(folder, nproc),
             print_now=lambda: _print_now(gather(folder, nproc), outputs),
             output=_for_script(outputs),
+            environment=launch_environment(os.environ, nproc),
         )
     )
     ended = process.wait()

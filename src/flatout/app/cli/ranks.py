@@ -49,6 +49,14 @@ def launch_command(nproc: int, request: Path) -> list[str]:
     return [*launcher, "-m", "flatout.app.cli.children.observe", str(request)]
 
 
+def launch_environment(environment: Mapping[str, str], nproc: int) -> dict[str, str]:
+    """The variables for a launcher of `nproc` ranks: the one thread a rank that torchrun sets where nothing says otherwise, which
+    it then need not announce.
+    """
+    one = {"OMP_NUM_THREADS": "1"} if nproc > 1 else {}
+    return {**one, **environment}
+
+
 def as_rank(observation: Observation, rank: int, world_size: int) -> Observation:
     """The request as rank `rank` follows it: its Evidence goes to a file of its own in the folder that the request names."""
     import msgspec

@@ -184,10 +184,8 @@ def _ranked(
         "predicted from data sheets; nothing was measured here, and intervals are as wide as such predictions were off"
     )
     if calibrated is not None:
-        how, constants = (
-            f"predicted with constants of {len(runs)} measured steps: {calibrated.constants}",
-            calibrated.constants,
-        )
+        constants = calibrated.constants
+        how = f"predicted with constants of {len(runs)} measured steps: {', '.join(calibrated.fitted)}"
     if out is not None:
         _write_layout(out, best, f"{model.stem} on {gpus}")
         print_written(out, stderr=takes_stdout)

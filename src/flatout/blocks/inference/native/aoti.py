@@ -15,7 +15,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from time import perf_counter
@@ -44,6 +43,7 @@ from flatout.blocks.inference.native.rollout import (
 )
 from flatout.core.errors import CheckpointError, NativeError, UsageError
 from flatout.core.files import read_regular_file
+from flatout.core.own_version import own_version
 from flatout.core.records.native import NativeManifest, NativeReport
 from flatout.core.records.record import to_json
 from flatout.core.runtime.cache_folder import require_trusted_library
@@ -237,7 +237,7 @@ def build_aoti_engine(
             weights_bytes=sum(t.numel() * t.element_size() for t in module.state_dict().values()),
             weights_sum=sha256_of((folder / PACKAGE).read_bytes()),
             torch=str(torch.__version__),
-            flatout=version("flatout"),
+            flatout=own_version(),
         )
         engine = AotiEngine(folder / PACKAGE, manifest, start)
         _verify(engine, module, examples, where)

@@ -7,7 +7,6 @@ import ctypes
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from platform import machine
 from time import perf_counter
@@ -26,6 +25,7 @@ from flatout.blocks.inference.native.rollout import input_places, output_tensors
 from flatout.blocks.inference.native.statements import MatrixProduct
 from flatout.blocks.inference.native.values import LANES
 from flatout.core.errors import UsageError
+from flatout.core.own_version import own_version
 from flatout.core.runtime.c_compiler import (
     STRICT_FLAGS,
     CompilerRun,
@@ -82,7 +82,7 @@ def build(
         return aoti.build_aoti_engine(model, examples, state=state, name=name, events=events)
     began = perf_counter()
     program = Program.of(model, examples, state, name)
-    versions = (str(torch.__version__), version("flatout"))
+    versions = (str(torch.__version__), own_version())
     how: dict[str, Any] = {"program": program, "versions": versions, "compiler": compiler, "cache": cache}
     selection = PrecisionSelection({}, {})
     if precision == "int8":

@@ -70,7 +70,8 @@ def _subclasses(base: type) -> frozenset[int]:
     found = {id(base)}
     waiting: list[type] = [base]
     while waiting:
-        new: list[type] = [kind for kind in type.__subclasses__(waiting.pop()) if id(kind) not in found]
+        derived: list[type] = type.__subclasses__(waiting.pop())
+        new = [kind for kind in derived if id(kind) not in found]
         found.update(map(id, new))
         waiting += new
     return frozenset(found)
