@@ -3,11 +3,11 @@
     python bench/callback_cost.py [--libraries transformers lightning accelerate] [--steps 150] [--pairs 12] [--out FILE]
     python bench/callback_cost.py --whole [--steps 1400] [--pairs 3] [--out FILE]
 
-The model is a small transformer on random tokens: a step takes hundredths to tenths of a second on two CPU cores. What a callback
-costs is a fixed time, whatever the length of a training: it watches for ten seconds, looks inside two steps, and reports once. So the
-first form measures that time: trainings of some seconds with and without it in turn, in one process, and the differences of
-neighbours; on a machine that is a few per cent faster or slower from minute to minute, differences of whole long trainings drown in
-that. `--whole` compares these as well: long trainings, each in a process of its own.
+The model is a small transformer on random tokens: a step takes hundredths to tenths of a second on two CPU cores. What a
+callback costs is a fixed time, whatever the length of a training: it watches for ten seconds, looks inside two steps, and
+reports once. So the first form measures that time: trainings of some seconds with and without it in turn, in one process, and
+the differences of neighbours. On a machine that is a few per cent faster or slower from minute to minute, that time drowns in the
+differences of long trainings. `--whole` compares these: each in a process of its own.
 
 Prints the differences' median with its 95 % interval, and the median of what the callback says of itself in the same trainings:
 its own count is right where the two agree. Long trainings give the median of the paired ratios watched / plain, of seconds and of
@@ -27,8 +27,8 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 
-from flatout.machine.measure.probe import cpu_model
 from flatout.core.units import duration
+from flatout.machine.measure.probe import cpu_model
 from flatout.machine.measure.stats import median_estimate, ratio_estimate
 
 LIBRARIES = ("transformers", "lightning", "accelerate")

@@ -122,12 +122,22 @@ def _memory(result: Any) -> Values:
     return {"worst": f"{100 * result['worst']:.0f}", "num": len(result["rows"])}
 
 
+_TRAINERS = (("transformers", "transformers' Trainer"), ("lightning", "Lightning"), ("accelerate", "Accelerate"))
+
+
+def _callback_seconds(result: Any) -> Iterator[Sequence[str]]:
+    for name, words in _TRAINERS:
+        one = result[name]
+        yield (
+            words,
+            f"{one['more_s']:.2f} s ({one['low_s']:.2f} - {one['high_s']:.2f})",
+            f"{one['own_s']:.2f} s",
+            f"{one['first_own_s']:.2f} s",
+        )
+
+
 def _callbacks(result: Any) -> Iterator[Sequence[str]]:
-    for name, words in (
-        ("transformers", "transformers' Trainer"),
-        ("lightning", "Lightning"),
-        ("accelerate", "Accelerate"),
-    ):
+    for name, words in _TRAINERS:
         one = result[name]
         own = [float(says.rpartition(", ")[2].split()[0]) for says in one["says"]]
         yield (
@@ -206,12 +216,25 @@ FIND = Section(
             (Claim("On a GPU they are within {worst} % of an unobserved process on {num} models.", _memory),),
         ),
         Run(
+            "2026-11-28-epyc-family25-2-cores/callback_seconds.json",
+            (
+                Claim(
+                    "What a callback adds to a training of any length, trainings of ten seconds with and without it in turn:"
+                ),
+                Table(("library", "longer by", "by its own count", "of the first in a process"), _callback_seconds),
+            ),
+            "python bench/callback_cost.py",
+        ),
+        Run(
             "2026-11-28-epyc-family25-2-cores/callback_cost.json",
             (
-                Claim("Callbacks, trainings of two minutes with the callback over the same without it:"),
-                Table(("library", "time", "processor time", "its own account"), _callbacks),
+                Claim(
+                    "The same for whole trainings of two minutes, three pairs: times on this shared machine vary by more than "
+                    "that."
+                ),
+                Table(("library", "time over without it", "processor time", "its own count"), _callbacks),
             ),
-            "python bench/callback_cost.py --steps 1400 --pairs 3",
+            "python bench/callback_cost.py --whole",
         ),
     ),
 )

@@ -31,6 +31,7 @@ NAMED: Final = (
     ("beyond*", "bench/beyond_device.py"),
     ("layouts*", "bench/layouts_device.py"),
     ("rows_device*", "bench/feeding_device.py"),
+    ("callback*", "bench/callback_cost.py"),
     ("ranks*", "bench/ranks_device.py"),
     ("native*", "bench/native.py"),
     ("attention_shapes*", "bench/attention_shapes_device.py"),
