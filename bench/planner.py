@@ -1,13 +1,14 @@
 """How far the planner is off on published steps that nobody here measured, table by table.
 
-    python bench/planner.py [--table NAME ...] [--rows] [--out FILE] [--write-errors]
+    python bench/planner.py [--table NAME ...] [--rows] [--left-out] [--out FILE] [--write-errors]
 
 Tables are in bench/planner; each row is a step that someone published, with its model, layout, devices and seconds. Rows with
 which shares or presets were set are marked: they are no test of these.
 
 Per table: the mean of the predictions' distance from the measured seconds, over all rows and over those not in sight, the mean
 with its sign, how many rows an interval holds that is made without the row itself, and how many that ran are said not to fit the
-memory. `--write-errors` writes src/flatout/scale/errors.toml, from which `flatout scale` has its intervals.
+memory. `--left-out` chooses the three numbers of layers with experts anew without the model, the system or the releases that they
+are then tried on. `--write-errors` writes src/flatout/scale/errors.toml, from which `flatout scale` has its intervals.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final, NamedTuple
@@ -27,7 +29,7 @@ from msgspec import convert, structs
 from flatout.core.errors import FlatoutError
 from flatout.core.records.scale import Cluster, Layout, ModelShape, Price, Software
 from flatout.scale.inputs import cluster_of
-from flatout.scale.presets import PRESETS
+from flatout.scale.presets import NO_GRAPHS, PRESETS, WHOLE_GRAPHS
 from flatout.scale.pricing import price
 from flatout.scale.usual import usual_constants
 
@@ -258,6 +260,56 @@ _BRIDGE_DTYPES: Final = {
 }
 
 
+_RECOMPUTED: Final = {"mla_up_proj": "latent", "mlp": "feed-forward", "layernorm": "norms", "moe_act": "gates"}
+"""Megatron's names of what is computed again, and ours."""
+
+
+def _recipes() -> dict[tuple[str, ...], dict[str, str]]:
+    """What the recipe of a release sets, by what a row of the summary is known by."""
+    keys = ("release", "model", "system", "devices", "precision")
+    return {tuple(line[key] for key in keys): line for line in lines_of("bridge_recipes.csv")}
+
+
+class Chosen(NamedTuple):
+    """The three numbers of layers with experts that were chosen on Megatron-Bridge's rows."""
+
+    traffic: float
+    """Of operators around experts that are not fused."""
+    scale: float
+    """Of what the host starts where nothing is captured, over the presets' usual."""
+    each: int
+    """Operators of each expert that is started by itself."""
+
+
+_USUAL: Final = PRESETS["megatron-core"].software
+CHOSEN: Final = Chosen(
+    _USUAL.expert_traffic,
+    NO_GRAPHS["forward_operators"] / _USUAL.forward_operators,
+    PRESETS["megatron-core-2025"].software.expert_operators,
+)
+GRID: Final = tuple(Chosen(*one) for one in product((1.0, 1.5, 2.0, 2.5), (1.0, 2.0, 3.0, 4.5), (3, 7, 10)))
+
+
+def _by_recipe(software: Software, recipe: dict[str, str], chosen: Chosen) -> Software:
+    """The software with what the recipe says of experts' exchange, of what the host starts, and of fused operators."""
+    changes: dict[str, Any] = {}
+    if recipe.get("overlap", "?") != "?":
+        changes["hides_experts"] = recipe["overlap"] == "1"
+    if recipe.get("dispatcher", "?") != "?":
+        changes["sends_once"] = recipe["dispatcher"] != "alltoall"
+    alone = chosen.each if software.expert_operators else 0
+    none = {name: round(chosen.scale * getattr(_USUAL, name)) for name in NO_GRAPHS} | {"expert_operators": alone}
+    of_graphs = {"none": none, "full": dict(WHOLE_GRAPHS)}
+    if recipe.get("graphs", "?") != "?":
+        parts = {name: getattr(_USUAL, name) for name in NO_GRAPHS} | {"expert_operators": alone}
+        changes |= of_graphs.get(recipe["graphs"], parts)
+    elif alone:
+        changes |= none
+    if recipe:
+        changes["expert_traffic"] = 1.0 if recipe["op_fuser"] == "1" else chosen.traffic
+    return structs.replace(software, **changes)
+
+
 def _preset(release: str) -> str:
     """Releases of 2026 started experts together from 26.02.01 on, and overlapped their exchanges from 26.06 on."""
     if release < "26.02.01":
@@ -265,8 +317,9 @@ def _preset(release: str) -> str:
     return "megatron-core-overlapped" if release >= "26.06" else "megatron-core"
 
 
-def bridge(*, system: str, experts: bool) -> Iterator[Row]:
+def bridge(*, system: str, experts: bool, chosen: Chosen = CHOSEN) -> Iterator[Row]:
     """Megatron-Bridge's performance summary, NVIDIA, 2025 and 2026."""
+    recipes = _recipes()
     for line in lines_of("bridge.csv"):
         base = line["model"].partition(" (")[0]
         if line["system"] != system or base not in _BRIDGE_MODELS:
@@ -294,9 +347,13 @@ def bridge(*, system: str, experts: bool) -> Iterator[Row]:
             context_pieces="balanced",
             trained_share=_LORA_SHARE if line["task"] == "lora" else 1.0,
         )
+        recipe = recipes.get((line["release"], line["model"], system, line["devices"], line["precision"]), {})
+        software = _by_recipe(software, recipe, chosen)
         device = _BRIDGE_DEVICES[system.removeprefix("DGX-")]
         key = _BRIDGE_MODELS[base], system.removeprefix("DGX-")
         parts, whole = _BRIDGE_RECOMPUTED.get(key, ()), _BRIDGE_LAYERS.get(key, 0)
+        if recipe.get("recompute", "?") != "?":
+            parts = tuple(_RECOMPUTED[name] for name in recipe["recompute"].split("+") if name in _RECOMPUTED)
         try:
             layout = Layout(
                 tensor=tensor,
@@ -396,12 +453,53 @@ def summary(rows: list[Priced], every: list[Priced]) -> dict[str, Any]:
     }
 
 
+def left_out() -> dict[str, Any]:
+    """Errors of layers with experts where the three numbers were chosen on other rows alone: without the model, without the
+    system, and on releases before 26.04 for those from then on.
+    """
+    systems = [f"DGX-{system}" for system in ("H100", "B200", "GB200", "B300", "GB300")]
+    names: list[tuple[str, str, str]] = []
+    errors: list[list[float]] = []
+    for number, chosen in enumerate(GRID):
+        rows = [
+            (system, priced(row)) for system in systems for row in bridge(system=system, experts=True, chosen=chosen)
+        ]
+        known = [(system, one) for system, one in rows if one.price is not None]
+        errors.append([abs(one.error) for _, one in known])
+        if not number:
+            names = [(one.row.name.split()[1], system, one.row.name.split()[0]) for system, one in known]
+
+    def folds(key: Callable[[tuple[str, str, str]], str]) -> dict[str, Any]:
+        found = {}
+        for value in dict.fromkeys(map(key, names)):
+            if value == "before":
+                continue
+            other = [i for i, name in enumerate(names) if key(name) != value]
+            own = [i for i, name in enumerate(names) if key(name) == value]
+            best = min(range(len(GRID)), key=lambda g, other=other: mean(errors[g][i] for i in other))  # type: ignore[misc]
+            found[value] = {
+                "error": mean(errors[best][i] for i in own),
+                "rows": len(own),
+                "chosen": GRID[best]._asdict(),
+            }
+        return found
+
+    return {
+        "model": folds(lambda name: name[0]),
+        "system": folds(lambda name: name[1]),
+        "release": folds(lambda name: "before" if name[2] < "26.04" else "26.04 and later"),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--rows", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--write-errors", action="store_true")
+    parser.add_argument(
+        "--left-out", action="store_true", help="choose the numbers of experts without what they are tried on"
+    )
     options = parser.parse_args()
     result: dict[str, Any] = {}
     tables = {name: [priced(row) for row in TABLES[name]()] for name in options.table}
@@ -427,6 +525,13 @@ def main() -> int:
                 f"   {one.error:+.3f} {one.row.name}{' (in sight)' if one.row.in_sight else ''}: {one.row.seconds:.2f} s, "
                 f"{memory:.0f} GiB ({one.row.memory_gib or '-'}), {parts}"
             )
+    if options.left_out:
+        result["left out"] = folds = left_out()
+        for kind, of_kind in folds.items():
+            for name, one in of_kind.items():
+                print(
+                    f"without the {kind} {name}: error {one['error']:.3f} of {one['rows']} rows, chosen {one['chosen']}"
+                )
     if options.write_errors:
         write_errors(every)
     if options.out:

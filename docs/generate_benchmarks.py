@@ -46,7 +46,7 @@ def run_lines(run: Run) -> list[str]:
     folder = run.result.partition("/")[0]
     command = run.command or described(script_of(paths[0]))[1]
     hardware = HARDWARE.get(folder[11:], folder[11:])
-    lines = [f"**{hardware}, {folder[:10]}** (`bench/results/{run.result}`)", "", "```sh", command, "```", ""]
+    lines = [f"**{hardware}, {folder[:10]}** (`bench/results/{run.result}`)", "", "```text", command, "```", ""]
     for one in run.says:
         try:
             lines += table_lines(one, result) if isinstance(one, Table) else claim_lines(one, result)

@@ -12,6 +12,7 @@ EXECUTOR: Final = Software(
     optimizer_bytes=28,
     recompute_operators=20,
     end_operators=20,
+    update_operators=1,
     divided_by="tensors",
     shards_by="weight",
     has_dropout=False,
@@ -24,5 +25,7 @@ Plain layers without dropout, and torch's cross-entropy in float32: its log-soft
 at once, as the logits in half precision go when theirs come.
 
 Operators are counted by what a host takes for a step without arithmetic (a profile on a CPU, 70 us an operator): 3.5 ms for a
-layer and micro-batch, 1.6 ms more where attention is recomputed, 1.5 ms for embedding, head and loss.
+layer and micro-batch, 1.6 ms more where attention is recomputed, 1.5 ms for embedding, head and loss. An update takes the host
+about as long for each weight as an operator on tensors that know how they are divided (four H200, 40 layouts:
+bench/results/2026-11-28-h200-x4).
 """

@@ -157,7 +157,7 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     whole_bytes = tokens * hidden * width
     # two norms (read, write), two dropouts with residuals (read two, write one and a mask): each rank has all of them
     around = 12 * whole_bytes / (ranks if layout.is_sequence_parallel else 1) + 3 * _between_products(case, kind)
-    around *= software.traffic
+    around *= software.traffic * (software.expert_traffic if kind.is_sparse else 1.0)
     num_kernels = 10 + _ROUTING_KERNELS * kind.is_sparse
     reading_s = (
         around + attention.score_bytes + products.cast_bytes
@@ -185,7 +185,7 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     started_s += num_collectives * constants.collective_s if num_collectives else 0.0
     # weights that are gathered, and gradients that are reduced, each by itself
     is_one_by_one = software.shards_by == "weight" and is_sent_by_layer(layout)
-    one_by_one_s = num_weights(model, kind) * operator_s if is_one_by_one else 0.0
+    one_by_one_s = num_weights(model, kind) * software.exchange_operators * operator_s if is_one_by_one else 0.0
     gathering_s = one_by_one_s if layout.shard == 3 else 0.0
     waited_s = 0.0 if hides_experts(software, layout) else expert_s
     forward = LayerPass(
@@ -205,13 +205,15 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     )
     again_s = software.recompute_operators * constants.operator_s
     if layout.recompute == "full":
-        backward += (forward + LayerPass(0.0, 0.0, again_s - gathering_s)).times(recomputed_share(model, layout))
+        backward += (forward + LayerPass(0.0, 0.0, again_s)).times(recomputed_share(model, layout))
     elif layout.recompute == "operators":
         backward += LayerPass(0.5 * products.forward_s + reading_s, 0.0, again_s)
     elif layout.recompute == "parts":
         backward += LayerPass(_parts_again(case, kind, rates, attention), 0.0, again_s)
     elif layout.recompute == "selective":
-        backward += LayerPass(attention.forward_s + attention.score_bytes / rates.bytes_per_s, 0.0, again_s)
+        backward += LayerPass(
+            attention.forward_s + attention.score_bytes / rates.bytes_per_s, 0.0, again_s + gathering_s
+        )
     work = LayerWork(forward, backward, _less(backward, weights), weights)
     parts = weight_parts(*layer_parameters(model, kind), layout)
     moved = 0.0

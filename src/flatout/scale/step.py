@@ -60,10 +60,10 @@ def step_time(
     update = update_time(case, hidden_s=hidden_s, span_s=pipeline_s)
     straggler_s = constants.straggler_share * expected_largest(layout.num_devices) * (compute_s + bubble_s)
     host_s = micro * sum(p.own_s - (p.device_s + p.tensor_s + p.context_s + p.expert_s) for p in busiest)
-    if host_s > 0:  # a host that is waited for is behind with this, too
-        once_s = started_once_s(case)
-        host_s += once_s
-        pipeline_s += once_s
+    # what the host starts once a step comes behind all micro-batches, as far as it is not ahead of the device by then
+    once_s = max(0.0, started_once_s(case) - micro * sum(p.total_s - p.host_s for p in busiest))
+    host_s += once_s
+    pipeline_s += once_s
     return StepTime(
         total_s=pipeline_s + update.data_s + update.optimizer_s + update.offload_s + constants.step_s + straggler_s,
         compute_s=compute_s,

@@ -74,11 +74,15 @@ def update_time(case: StepCase, *, hidden_s: float, span_s: float) -> Update:
 
 
 def started_once_s(case: StepCase) -> float:
-    """Seconds of the host for a stage's weights that are gathered and gradients that are reduced once a step, each by itself."""
-    if case.software.shards_by != "weight" or is_sent_by_layer(case.layout):
+    """Seconds of the host, once a step, for a stage's weights that are each handled by itself: they are gathered and their
+    gradients reduced, where that is not done for each micro-batch, and they are updated, as tensors that are divided.
+    """
+    software, layout = case.software, case.layout
+    if software.shards_by != "weight" or layout.data * layout.tensor == 1:
         return 0.0
-    each = num_weights(case.model, usual_kind(case.model))
-    return 2 * most_layers(case.model, case.layout) * each * started_s_of(case)
+    weights = num_weights(case.model, usual_kind(case.model)) * most_layers(case.model, layout)
+    exchanges = 0.0 if is_sent_by_layer(layout) or layout.data == 1 else 2 * software.exchange_operators
+    return weights * (exchanges * started_s_of(case) + software.update_operators * case.constants.divided_operator_s)
 
 
 def most_layers(model: ModelShape, layout: Layout) -> int:
