@@ -453,6 +453,11 @@ def summary(rows: list[Priced], every: list[Priced]) -> dict[str, Any]:
     }
 
 
+def _model_of(row: Row) -> str:
+    """The model's name, as the summary has it."""
+    return next(name for name in _BRIDGE_MODELS if row.name.split(" ", 1)[1].startswith(name))
+
+
 def left_out() -> dict[str, Any]:
     """Errors of layers with experts where the three numbers were chosen on other rows alone: without the model, without the
     system, and on releases before 26.04 for those from then on.
@@ -467,7 +472,7 @@ def left_out() -> dict[str, Any]:
         known = [(system, one) for system, one in rows if one.price is not None]
         errors.append([abs(one.error) for _, one in known])
         if not number:
-            names = [(one.row.name.split()[1], system, one.row.name.split()[0]) for system, one in known]
+            names = [(_model_of(one.row), system, one.row.name.split()[0]) for system, one in known]
 
     def folds(key: Callable[[tuple[str, str, str]], str]) -> dict[str, Any]:
         found = {}
