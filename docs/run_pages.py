@@ -393,7 +393,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="pages at a time")
     parser.add_argument("--gpu", action="store_true", help="run what needs a GPU, and nothing else")
     options = parser.parse_args()
-    gpus = gpus_here() if options.gpu else None
+    try:
+        gpus = gpus_here() if options.gpu else None
+    except PageError as e:
+        parser.error(str(e))
     pages = [page.resolve() for page in options.pages] or sorted(p for one in PAGES for p in ROOT.glob(one))
     num_wrong = 0
 

@@ -185,7 +185,7 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     started_s += num_collectives * constants.collective_s if num_collectives else 0.0
     # weights that are gathered, and gradients that are reduced, each by itself
     is_one_by_one = software.shards_by == "weight" and is_sent_by_layer(layout)
-    one_by_one_s = num_weights(model, kind) * software.exchange_operators * operator_s if is_one_by_one else 0.0
+    one_by_one_s = num_weights(model, kind) * operator_s if is_one_by_one else 0.0
     gathering_s = one_by_one_s if layout.shard == 3 else 0.0
     waited_s = 0.0 if hides_experts(software, layout) else expert_s
     forward = LayerPass(

@@ -81,7 +81,7 @@ def started_once_s(case: StepCase) -> float:
     if software.shards_by != "weight" or layout.data * layout.tensor == 1:
         return 0.0
     weights = num_weights(case.model, usual_kind(case.model)) * most_layers(case.model, layout)
-    exchanges = 0.0 if is_sent_by_layer(layout) or layout.data == 1 else 2 * software.exchange_operators
+    exchanges = 0 if is_sent_by_layer(layout) or layout.data == 1 else 2
     return weights * (exchanges * started_s_of(case) + software.update_operators * case.constants.divided_operator_s)
 
 

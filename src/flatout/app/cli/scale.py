@@ -185,7 +185,7 @@ def _ranked(
     )
     if calibrated is not None:
         constants = calibrated.constants
-        how = f"predicted with constants of {len(runs)} measured steps: {', '.join(calibrated.fitted)}"
+        how = f"predicted with constants of {len(runs)} measured steps: {', '.join(calibrated.fitted) or 'the usual ones'}"
     if out is not None:
         _write_layout(out, best, f"{model.stem} on {gpus}")
         print_written(out, stderr=takes_stdout)

@@ -278,19 +278,18 @@ class Software(Record, frozen=True, kw_only=True):
     gather all keys and values before attention ('gathered'), or pass them round while it goes on ('ring'); their pieces of a
     sample are 'contiguous', so that under a causal mask the last rank has the most to do, or 'balanced'. Tensor ranks divide a
     layer by what its code says, or by tensors that know how they are divided (`divided_by`). A layer's sharded weights lie in
-    one 'buffer', or each 'weight' is handled by itself: gathering one, or reducing its gradient, then takes `exchange_operators`
-    of the host, and updating it `update_operators` on tensors that know how they are divided. `recompute_operators` is what
-    computing a region again takes of the host besides its operators, and `end_operators` what embedding, head and loss take in
-    each direction. Dropout (`has_dropout`) keeps masks; a gate that is no one kernel (`fuses_gate`) keeps what its function
-    gives; a loss has `loss_bytes` for each logit at once, besides the logit. Casts to fewer bits go through memory `cast_passes`
-    times as often as fused ones. Gradients and state are of a share `trained_share` of the parameters, as with LoRA. `kernels`
-    names those of fused attention, by which the device's data sheet says what they reach ('' for today's). A router takes
-    `routing_operators` of the host, and each expert of a rank `expert_operators` where experts are not started together, and
-    twice as many backward. Of the collectives of tensor ranks a share `tensor_hidden` is hidden behind products, as far as these
-    last (asynchronous tensor parallelism), those of experts behind another micro-batch (`hides_experts`). A token goes once to
-    each node that has experts for it (`sends_once`), in numbers of `dispatch_bytes` (0: as wide as others), and comes back as
-    wide as others. What lies between products reads and writes `traffic` times what it would in fused kernels, in layers with
-    experts `expert_traffic` times as much again.
+    one 'buffer', or each 'weight' is handled by itself; updating it takes `update_operators` of the host, on tensors that know
+    how they are divided. `recompute_operators` is what computing a region again takes of the host besides its operators, and
+    `end_operators` what embedding, head and loss take in each direction. Dropout (`has_dropout`) keeps masks; a gate that is no
+    one kernel (`fuses_gate`) keeps what its function gives; a loss has `loss_bytes` for each logit at once, besides the logit.
+    Casts to fewer bits go through memory `cast_passes` times as often as fused ones. Gradients and state are of a share
+    `trained_share` of the parameters, as with LoRA. `kernels` names those of fused attention, by which the device's data sheet
+    says what they reach ('' for today's). A router takes `routing_operators` of the host, and each expert of a rank
+    `expert_operators` where experts are not started together, and twice as many backward. Of the collectives of tensor ranks a
+    share `tensor_hidden` is hidden behind products, as far as these last (asynchronous tensor parallelism), those of experts
+    behind another micro-batch (`hides_experts`). A token goes once to each node that has experts for it (`sends_once`), in
+    numbers of `dispatch_bytes` (0: as wide as others), and comes back as wide as others. What lies between products reads and
+    writes `traffic` times what it would in fused kernels, in layers with experts `expert_traffic` times as much again.
     """
 
     dtype: str = "bfloat16"
@@ -302,7 +301,6 @@ class Software(Record, frozen=True, kw_only=True):
     unfused_softmax_operators: int = 6
     recompute_operators: int = 4
     end_operators: int = 0
-    exchange_operators: float = 1.0
     update_operators: float = 0.0
     gradient_bytes: int = 2
     optimizer_bytes: int = 30
