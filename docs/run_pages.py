@@ -19,6 +19,8 @@ A comment on the line before a fence changes that:
     <!-- run: no, REASON -->      it is not run; the reason is for readers of the source
     <!-- run: gpu -->             it runs with `--gpu` alone (`gpu 2`: where there are two); the line after it, or its output,
                                   says on what GPU it ran, and when
+    <!-- run: clone -->           its commands run in a clone of this repository's last commit, beside the page's folder
+    <!-- run: environment -->     its commands run in an empty environment of Python's
     <!-- run: hidden ... -->      with lines of Python before the `-->`: a cell that the page does not show
 
 Several may stand in one comment: `<!-- run: measured, tail 12 -->`. Output is compared with numbers masked. Pictures that code
@@ -223,7 +225,7 @@ class Outputs:
         elif fence.language == "console":
             self._console(fence)
         elif fence.language == "sh":
-            code, printed = self._shell(text)
+            code, printed = self._shell(text, fence)
             self._judge(fence, code != 0, printed)
 
     def _cell(self, fence: Fence, code: str, output: Fence | None) -> None:
@@ -240,7 +242,7 @@ class Outputs:
     def _console(self, fence: Fence) -> None:
         new: list[str] = []
         for line in self._commands(fence.lines):
-            code, printed = self._shell(line)
+            code, printed = self._shell(line, fence)
             self._judge(fence, code != 0, printed)
             new += [*(("$ " + line).split("\n")), *self._shown(fence, printed)]
         self._replace(fence, fence.first + 1, fence.last, list(fence.lines), new, fence.indent)
@@ -288,12 +290,28 @@ class Outputs:
         text = "\n".join(lines).replace(f"{self.folder}/", "").replace(str(self.folder), ".")
         return text.replace(str(CACHE), "~/.cache").replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
 
-    def _shell(self, command: str) -> tuple[int, str]:
+    def _clone(self) -> Path:
+        """A clone of this repository's last commit, beside the page's folder."""
+        folder = self.folder.parent / ROOT.name
+        if not folder.exists():
+            subprocess.run(["git", "clone", "-q", "--no-hardlinks", str(ROOT), str(folder)], check=True)
+        return folder
+
+    def _empty_environment(self) -> dict[str, str]:
+        """What makes pip and Python mean an environment that has nothing but pip, with torch as this repository pins it."""
+        folder = self.folder.parent / "environment"
+        if not folder.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        around = self._environment()
+        path = os.pathsep.join((str(folder / "bin"), os.environ.get("PATH", "")))
+        return {**around, "PATH": path, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+
+    def _shell(self, command: str, fence: Fence) -> tuple[int, str]:
         try:
             done = subprocess.run(
-                ["bash", "-c", command],
-                cwd=self.folder,
-                env=self._environment(),
+                ["bash", "-e", "-c", command],
+                cwd=self.folder if fence.has("clone") is None else self._clone(),
+                env=self._environment() if fence.has("environment") is None else self._empty_environment(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -250,7 +250,7 @@ def test_ranks_do_not_meet_in_a_folder_that_is_open_to_others(tmp_path: Path, mo
     from flatout.app.cli.ranks import Rank, shared_folder
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    rank, environment = Rank(0, 2, 2, 0), {"MASTER_PORT": "1"}
+    rank, environment = Rank(0, 2, 2), {"MASTER_PORT": "1"}
     folder = shared_folder(environment, rank)
     folder.chmod(0o777)
     with pytest.raises(UsageError, match="yours alone"):

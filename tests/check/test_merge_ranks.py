@@ -75,6 +75,21 @@ def test_missing_ranks_and_failures_are_said() -> None:
     assert any("rank 2 ended with code 7: boom" in n for n in merged.notes)
 
 
+def test_the_report_of_the_first_host_is_merged_with_ranks_of_others() -> None:
+    ranks = [rank(n, exposed_s=(0.01 * (4 - n), 0.05), world_size=4) for n in range(4)]
+    whole = merge(ranks)
+    first_host = merge(ranks[:2])
+    assert any("rank 2, 3 of 4 left no evidence" in n for n in first_host.notes)
+    assert merge([first_host, *ranks[1:]]).distributed == whole.distributed
+    assert merge([first_host, *ranks[1:]]).notes == whole.notes
+
+    without_the_second = merge([first_host, *ranks[2:]])
+    assert without_the_second.distributed is not None
+    assert [r.rank for r in without_the_second.distributed.ranks] == [0, 1, 2, 3]
+    assert without_the_second.distributed.missing_ranks == ()
+    assert without_the_second.notes == whole.notes
+
+
 def test_the_report_has_a_table_of_ranks() -> None:
     merged = merge([rank(0, exposed_s=(0.03, 0.01)), rank(1, exposed_s=(0.01, 0.03))])
     text = plain_text(diagnosis_blocks(merged, diagnose_all(merged)))

@@ -17,11 +17,16 @@ from flatout.machine.cost.waiting import waits
 _ONE_SIDED: Final = ("broadcast", "send", "recv", "isend", "irecv", "scatter", "gather", "reduce", "batch_isend_irecv")
 """Calls that need not end for all ranks at once: nobody's wait can be told from them."""
 
+_NO_EVIDENCE: Final = "left no evidence"
+
 _Place = tuple[str, str, int, str, str]
 
 
 def merge(ranks: Sequence[Evidence], *, notes: Iterable[str] = ()) -> Evidence:
     """One Evidence of several ranks of the same run, in any order; `notes` are added to what could not be seen.
+
+    One of them may be several ranks' itself (the first host's report). Ranks that are in it alone stay as it has them: their
+    waiting is that among the ranks it was made of.
 
     Raises RecordError when one of them is no rank's Evidence, when a rank comes twice, or when they are of different runs.
     """
@@ -31,22 +36,26 @@ def merge(ranks: Sequence[Evidence], *, notes: Iterable[str] = ()) -> Evidence:
     own = known[min(by_rank)]
     waited = _waited(by_rank, known)
     sources = list(base.sources)
-    summaries = tuple(
+    summaries = [
         _summary(by_rank[rank], known[rank], wait_s=sum(waited[rank].values()), sources=sources)
         for rank in sorted(by_rank)
-    )
+    ]
+    summaries += _merged_before(by_rank, known, sources=sources)
     first = min(by_rank)
     collectives = tuple(
         msgspec.structs.replace(c, wait_s=min(c.exposed_s, waited[first].get(_place(c, base), 0.0)))
         for c in own.collectives
     )
-    missing = tuple(r for r in range(own.world_size) if r not in by_rank)
-    distributed = msgspec.structs.replace(own, ranks=summaries, collectives=collectives, missing_ranks=missing)
+    there = {s.rank for s in summaries}
+    missing = tuple(r for r in range(own.world_size) if r not in there)
+    ordered = tuple(sorted(summaries, key=lambda s: s.rank))
+    distributed = msgspec.structs.replace(own, ranks=ordered, collectives=collectives, missing_ranks=missing)
+    known_notes = [n for n in base.notes if _NO_EVIDENCE not in n]
     return msgspec.structs.replace(
         base,
         sources=tuple(sources),
         distributed=distributed,
-        notes=tuple(dict.fromkeys([*base.notes, *notes, *_notes(by_rank, missing, own.world_size)])),
+        notes=tuple(dict.fromkeys([*known_notes, *notes, *_notes(by_rank, missing, own.world_size)])),
     )
 
 
@@ -101,6 +110,29 @@ def _columns(evidence: Evidence, distributed: Distributed) -> dict[_Place, dict[
     }
 
 
+def _merged_before(
+    by_rank: dict[int, Evidence], known: dict[int, Distributed], *, sources: list[Source]
+) -> list[RankSummary]:
+    """Ranks that only an Evidence of several ranks shows."""
+    found: dict[int, RankSummary] = {}
+    for rank, distributed in sorted(known.items()):
+        for other in distributed.ranks:
+            if other.rank not in by_rank and other.rank not in found:
+                lines = _moved(other.lines, by_rank[rank], sources)
+                found[other.rank] = msgspec.structs.replace(other, lines=lines)
+    return list(found.values())
+
+
+def _moved(lines: Sequence[RankLine], evidence: Evidence, sources: list[Source]) -> tuple[RankLine, ...]:
+    """Lines of one Evidence, counted in the merged table of sources, which grows by those it lacks."""
+    places = ((line, evidence.source_of(line.source)) for line in lines)
+    return tuple(
+        RankLine(source=_index(source, sources), phase=line.phase, seconds=line.seconds)
+        for line, source in places
+        if source is not None
+    )
+
+
 def _place(collective: Collective, evidence: Evidence) -> _Place:
     """What is the same collective on all ranks, whose tables of lines differ."""
     source = evidence.source_of(collective.source)
@@ -109,16 +141,10 @@ def _place(collective: Collective, evidence: Evidence) -> _Place:
 
 
 def _summary(evidence: Evidence, distributed: Distributed, *, wait_s: float, sources: list[Source]) -> RankSummary:
-    """The rank's own summary, with its lines counted in the merged table of sources, which grows by those it lacks."""
+    """The rank's own summary, as the merged Evidence has it."""
     own = next(r for r in distributed.ranks if r.rank == distributed.rank)
-    lines = []
-    for line in own.lines:
-        source = evidence.source_of(line.source)
-        if source is not None:
-            lines.append(RankLine(source=_index(source, sources), phase=line.phase, seconds=line.seconds))
-    return msgspec.structs.replace(
-        own, wait_s=wait_s, lines=tuple(lines), exit=evidence.exit, exit_code=evidence.exit_code
-    )
+    lines = _moved(own.lines, evidence, sources)
+    return msgspec.structs.replace(own, wait_s=wait_s, lines=lines, exit=evidence.exit, exit_code=evidence.exit_code)
 
 
 def _index(source: Source, sources: list[Source]) -> int:
@@ -132,7 +158,7 @@ def _index(source: Source, sources: list[Source]) -> int:
 def _notes(by_rank: dict[int, Evidence], missing: tuple[int, ...], world_size: int) -> Iterable[str]:
     if missing:
         names = ", ".join(map(str, missing))
-        yield f"rank {names} of {world_size} left no evidence: what the others waited for cannot be told in full"
+        yield f"rank {names} of {world_size} {_NO_EVIDENCE}: what the others waited for cannot be told in full"
     first = min(by_rank)
     for rank, evidence in sorted(by_rank.items()):
         if rank != first and evidence.exit_code:

@@ -195,11 +195,12 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
         wait_for_others(folder, local)
         code = _report(gather(folder, rank.world_size), outputs, ended)
         shutil.rmtree(folder, ignore_errors=True)
-    elif outputs.json is not None and rank.host_number and own.exists():
+    elif outputs.json is not None and rank.local_world_size < rank.world_size:
         from flatout.core.files import write_whole_file
 
-        # Rank 0 runs on another host and cannot see this file: `flatout report` merges what each host wrote.
-        write_whole_file(outputs.json.with_suffix(f".rank{rank.rank}.json"), own.read_bytes())
+        # No rank sees the files of all hosts: `flatout report` merges them, and waiting needs each rank's own calls.
+        with suppress(FileNotFoundError):  # it left none, or rank 0 has reported it and was done first
+            write_whole_file(outputs.json.with_suffix(f".rank{rank.rank}.json"), own.read_bytes())
     return code
 
 

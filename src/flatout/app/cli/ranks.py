@@ -29,7 +29,6 @@ class Rank(NamedTuple):
     rank: int
     world_size: int
     local_world_size: int
-    host_number: int
 
 
 def launched_rank(environment: Mapping[str, str]) -> Rank | None:
@@ -37,10 +36,9 @@ def launched_rank(environment: Mapping[str, str]) -> Rank | None:
     try:
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local = int(environment.get("LOCAL_WORLD_SIZE", world_size))
-        host = int(environment.get("GROUP_RANK", 0))
     except (KeyError, ValueError):
         return None
-    return Rank(rank, world_size, local, host) if world_size > 1 else None
+    return Rank(rank, world_size, local) if world_size > 1 else None
 
 
 def launch_command(nproc: int, request: Path) -> list[str]:
