@@ -11,6 +11,7 @@ EXECUTOR: Final = Software(
     state_bytes=12,
     optimizer_bytes=28,
     recompute_operators=20,
+    stops_early=True,
     end_operators=20,
     update_operators=1,
     divided_by="tensors",

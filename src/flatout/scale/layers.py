@@ -157,7 +157,8 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     whole_bytes = tokens * hidden * width
     # two norms (read, write), two dropouts with residuals (read two, write one and a mask): each rank has all of them
     around = 12 * whole_bytes / (ranks if layout.is_sequence_parallel else 1) + 3 * _between_products(case, kind)
-    around *= software.traffic * (software.expert_traffic if kind.is_sparse else 1.0)
+    around *= (model.is_gated and software.gated_traffic) or software.traffic
+    around *= software.expert_traffic if kind.is_sparse else 1.0
     num_kernels = 10 + _ROUTING_KERNELS * kind.is_sparse
     reading_s = (
         around + attention.score_bytes + products.cast_bytes
@@ -205,7 +206,10 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     )
     again_s = software.recompute_operators * constants.operator_s
     if layout.recompute == "full":
-        backward += (forward + LayerPass(0.0, 0.0, again_s)).times(recomputed_share(model, layout))
+        again = forward + LayerPass(0.0, 0.0, again_s)
+        if software.stops_early:  # experts' results have been weighted before their last product
+            again = _less(again, LayerPass(products.last_s, tensor_s / 2, 0.0, expert_s=waited_s / 2))
+        backward += again.times(recomputed_share(model, layout))
     elif layout.recompute == "operators":
         backward += LayerPass(0.5 * products.forward_s + reading_s, 0.0, again_s)
     elif layout.recompute == "parts":
@@ -290,7 +294,12 @@ def routed_tokens(case: StepCase) -> float:
 
 
 def _less(whole: LayerPass, part: LayerPass) -> LayerPass:
-    return whole._replace(device_s=whole.device_s - part.device_s, host_s=max(0.0, whole.host_s - part.host_s))
+    return whole._replace(
+        device_s=whole.device_s - part.device_s,
+        tensor_s=whole.tensor_s - part.tensor_s,
+        expert_s=whole.expert_s - part.expert_s,
+        host_s=max(0.0, whole.host_s - part.host_s),
+    )
 
 
 def _beside(
@@ -325,7 +334,9 @@ def _beside(
 
 
 class _LayerProducts(NamedTuple):
-    """Products with one layer's weights: seconds forward and of both kinds of gradients, bytes of casts, their number."""
+    """Products with one layer's weights: seconds forward and of both kinds of gradients, bytes of casts, their number; and
+    seconds of the last ones forward.
+    """
 
     forward_s: float
     inputs_s: float
@@ -333,6 +344,7 @@ class _LayerProducts(NamedTuple):
     cast_bytes: float
     back_cast_bytes: float
     num: int
+    last_s: float
 
 
 def _products(case: StepCase, rates: Rates, kind: LayerKind) -> _LayerProducts:
@@ -346,13 +358,18 @@ def _products(case: StepCase, rates: Rates, kind: LayerKind) -> _LayerProducts:
         every += _expert_products(case)
         shared = feed_matrices(model, model.expert_inner * max(1, model.shared_experts), layout.tensor)
         every += [(n, k, tokens, 1) for n, k in shared] if model.shared_experts else []
+        last = [_expert_products(case)[1], *([(*shared[1], tokens, 1)] if model.shared_experts else [])]
     else:
         every += [(n, k, tokens, 1) for n, k in feed_matrices(model, model.inner, layout.tensor)]
+        last = [(*feed_matrices(model, model.inner, layout.tensor)[1], tokens, 1)]
     cast = back_cast = 0.0
     if case.software.dtype in _BITS:
-        passes = case.software.cast_passes
-        cast = passes * sum(_CAST * num * (m * k + n * k) for n, k, m, num in every)
-        back_cast = passes * sum(num * (_CAST * m * n + _CAST_AGAIN * (m * k + n * k)) for n, k, m, num in every)
+        passes, trained = case.software.cast_passes, case.software.trained_share
+        often = 1 / layout.num_micro_batches if case.software.casts_weights_once else 1.0
+        cast = passes * sum(_CAST * num * (m * k + often * n * k) for n, k, m, num in every)
+        back_cast = passes * sum(
+            num * (_CAST * m * n + _CAST_AGAIN * (trained * m * k + often * n * k)) for n, k, m, num in every
+        )
     return _LayerProducts(
         sum(product_s(rates, m, n, k, batch=num, itemsize=size) for n, k, m, num in every),
         sum(product_s(rates, m, k, n, batch=num, itemsize=size) for n, k, m, num in every),
@@ -361,6 +378,7 @@ def _products(case: StepCase, rates: Rates, kind: LayerKind) -> _LayerProducts:
         cast,
         back_cast,
         len(every),
+        sum(product_s(rates, m, n, k, batch=num, itemsize=size) for n, k, m, num in last),
     )
 
 
@@ -510,11 +528,12 @@ def works(case: StepCase) -> Works:
     layout = case.layout
     sends = is_sent_by_layer(layout) or layout.offload != "none" or layout.expert > 1
     data = layout.data if sends else 1
+    counts = case.software.casts_weights_once and case.software.dtype in _BITS
     alike = structs.replace(
         layout,
         pipeline=min(layout.pipeline, 2) if not layout.recompute_layers else layout.pipeline,
         data=data,
-        global_batch=data * layout.micro_batch,
+        global_batch=data * layout.micro_batch * (layout.num_micro_batches if counts else 1),
         shard_ranks=layout.shard_ranks if sends else 0,
         schedule="1f1b" if not layout.recompute_layers else layout.schedule,
         chunks=1 if not layout.recompute_layers else layout.chunks,

@@ -42,6 +42,8 @@ _CORE: Final = Software(
     state_bytes=12,
     tensor_hidden=0.8,
     expert_traffic=_EXPERT_TRAFFIC,
+    gathers_ahead=True,
+    casts_weights_once=True,
 )
 
 NO_GRAPHS: Final = {"forward_operators": 40, "backward_operators": 60, "routing_operators": 40}
@@ -82,11 +84,12 @@ PRESETS: Final[Mapping[str, Preset]] = {
             fuses_gate=False,
             loss_bytes=2,
             traffic=_EAGER_TRAFFIC,
+            gated_traffic=_PLAIN_TRAFFIC,
         ),
         "torch.distributed.fsdp.FullyShardedDataParallel in eager mode, a buffer a layer, fused attention and loss",
     ),
     "fsdp2": Preset(
-        structs.replace(EXECUTOR, kernels="flash-2", cast_passes=1.5, traffic=_PLAIN_TRAFFIC),
+        structs.replace(EXECUTOR, kernels="flash-2", cast_passes=1.5, traffic=_EAGER_TRAFFIC, gated_traffic=_PLAIN_TRAFFIC),
         "fully_shard and DTensor in eager mode (torchtitan without torch.compile), float32 gradients, plain loss",
     ),
     "fsdp2-compiled": Preset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from flatout.core.records.scale import SPLIT, Cluster, Constants, Layout, ModelShape, ScheduleKind, Software, StepTime
+from flatout.core.records.scale import LOOPED, SPLIT, Cluster, Constants, Layout, ModelShape, ScheduleKind, Software, StepTime
 from flatout.machine.cost.collectives import send_s
 from flatout.machine.cost.schedules import Done, chunks_of_stages, schedule_table, simulated_schedule
 from flatout.machine.cost.spans import table_span_s
@@ -54,10 +54,10 @@ def step_time(
             chunks=layout.parts_per_stage,
             send_s=_hop_s(case),
         )
-    hidden_s = min(sum(p.own_s for p in priced.passes(s, "B")) for s in range(layout.pipeline))
+    hidden_s, ahead_s = _hiding_s(priced, layout)
     compute_s = micro * sum(p.device_s for p in busiest)
     bubble_s = max(0.0, pipeline_s - micro * _taken_s(busiest))
-    update = update_time(case, hidden_s=hidden_s, span_s=pipeline_s)
+    update = update_time(case, hidden_s=hidden_s, ahead_s=ahead_s, span_s=pipeline_s)
     straggler_s = constants.straggler_share * expected_largest(layout.num_devices) * (compute_s + bubble_s)
     host_s = micro * sum(p.own_s - (p.device_s + p.tensor_s + p.context_s + p.expert_s) for p in busiest)
     # what the host starts once a step comes behind all micro-batches, as far as it is not ahead of the device by then
@@ -111,12 +111,28 @@ def quick_s(model: ModelShape, layout: Layout, cluster: Cluster, software: Softw
     case = StepCase(model, layout, cluster, software, constants)
     priced = _priced(case)
     most_s = max(_taken_s(priced.passes(s, "FB")) for s in range(layout.pipeline))
-    hidden_s = min(sum(p.own_s for p in priced.passes(s, "B")) for s in range(layout.pipeline))
+    hidden_s, ahead_s = _hiding_s(priced, layout)
     hop_s = _hop_s(case)
     bubble = (layout.pipeline - 1) / layout.chunks * _BUBBLES.get(layout.schedule, 1.0)
     span_s = (layout.num_micro_batches + bubble) * most_s + 2 * (layout.pipeline - 1) * hop_s
-    update = update_time(case, hidden_s=hidden_s, span_s=span_s)
+    update = update_time(case, hidden_s=hidden_s, ahead_s=ahead_s, span_s=span_s)
     return span_s + update.data_s + update.optimizer_s + update.offload_s + constants.step_s
+
+
+def _hiding_s(priced: _Priced, layout: Layout) -> tuple[float, float]:
+    """Seconds of backwards that go on when gradients of the first chunk are whole, and of forwards before weights of the last are
+    needed, on the stage with the least.
+
+    Without chunks they are those of one micro-batch. A stage with v chunks goes through p micro-batches of each chunk in turn
+    (Narayanan et al., 2021, section 2.2): gradients of a chunk are whole when so many of each other chunk are still to come.
+    """
+    rounds = 1.0
+    if layout.schedule in LOOPED and layout.chunks > 1:
+        each = min(layout.pipeline, layout.num_micro_batches)
+        rounds = max(1.0, each * (layout.chunks - 1) / layout.chunks)
+    return tuple(  # type: ignore[return-value]
+        rounds * min(sum(p.own_s for p in priced.passes(s, kind)) for s in range(layout.pipeline)) for kind in "BF"
+    )
 
 
 def _taken_s(passes: Sequence[LayerPass]) -> float:

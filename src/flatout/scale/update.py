@@ -41,10 +41,9 @@ class Update(NamedTuple):
     offload_s: float
 
 
-def update_time(case: StepCase, *, hidden_s: float, span_s: float) -> Update:
-    """Seconds of the update on the stage with the most layers. What overlaps does so with the last micro-batch's backward,
-    `hidden_s`; the last layer's
-    gradients are always left. What goes out to the host has the next step's forward and backward, `span_s`, to do so.
+def update_time(case: StepCase, *, hidden_s: float, ahead_s: float, span_s: float) -> Update:
+    """Seconds of the update on the stage with the most layers. What overlaps does so with the last backwards, `hidden_s`; the
+    last layer's gradients are always left. Weights that are gathered ahead come beside the first forwards, `ahead_s`. What goes out to the host has the next step's forward and backward, `span_s`, to do so.
 
     Raises PlanError for an offload where the cluster does not say what joins devices and host.
     """
@@ -57,11 +56,17 @@ def update_time(case: StepCase, *, hidden_s: float, span_s: float) -> Update:
     parts = weight_parts(dense + of_embedding * embeddings, experts, layout)
     reduce_s = _reduced_s(parts, case) if layout.compression == "none" else _compressed_s(parts, case, layers)
     reduce_s *= software.trained_share
+    late_s = 0.0
+    if software.gathers_ahead and layout.compression == "none":
+        gather_s = software.trained_share * _gathered_once_s(parts, case)
+        reduce_s -= gather_s
+        late_s = max(gather_s - ahead_s, gather_s / max(1.0, layers))
+        late_s += constants.contention_share * min(gather_s, ahead_s)
     exposed_s = reduce_s
     if software.has_overlap:
         exposed_s = max(reduce_s - hidden_s, reduce_s / max(1.0, layers))
         exposed_s += constants.contention_share * min(reduce_s, hidden_s)
-    exposed_s += _compressing_s(layout, software, parts, rates)
+    exposed_s += late_s + _compressing_s(layout, software, parts, rates)
     exposed_s += _tied_s(of_embedding, case) if model.is_tied else 0.0
     updated = sharded_parameters(parts, layout) if layout.shard else device_parameters(parts)
     updated *= software.trained_share
@@ -99,8 +104,15 @@ def _reduced_s(parts: tuple[WeightPart, ...], case: StepCase) -> float:
         return all_reduced_s(parts, case.software.gradient_bytes, case)
     if layout.shard == 3 and is_sent_by_layer(layout):
         return 0.0
-    weights_s = gathered_s(parts, case.width, case)
-    return weights_s + (0.0 if is_sent_by_layer(layout) else scattered_s(parts, case))
+    return _gathered_once_s(parts, case) + (0.0 if is_sent_by_layer(layout) else scattered_s(parts, case))
+
+
+def _gathered_once_s(parts: tuple[WeightPart, ...], case: StepCase) -> float:
+    """Seconds of what each step gathers of weights that came of sharded states."""
+    layout = case.layout
+    if layout.shard == 0 or (layout.shard == 3 and is_sent_by_layer(layout)):
+        return 0.0
+    return gathered_s(parts, case.width, case)
 
 
 def _compressed_s(parts: tuple[WeightPart, ...], case: StepCase, layers: int) -> float:

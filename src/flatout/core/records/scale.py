@@ -272,7 +272,8 @@ class Software(Record, frozen=True, kw_only=True):
 
     `dtype` of products; `attention` 'fused' never writes scores, 'written' does, 'megatron' does with a fused softmax that takes
     groups of four (samples x heads) and falls back to single operators else. Operators are those of one layer as the host starts
-    them. `optimizer_bytes` are read and written for each parameter at an update, `gradient_bytes` reduced. `pads_vocabulary`: to
+    them. `stops_early`: what is computed again ends before a layer's last product, which no gradient needs (torch.utils.checkpoint
+    without reentrance, since torch 2.1). `optimizer_bytes` are read and written for each parameter at an update, `gradient_bytes` reduced. `pads_vocabulary`: to
     a multiple of 128 a tensor rank, when it is divided. `has_overlap`: gradients are reduced while the backward goes on.
     `state_bytes` are kept for each parameter by the optimizer, with a float32 copy of the weights if there is one. Context ranks
     gather all keys and values before attention ('gathered'), or pass them round while it goes on ('ring'); their pieces of a
@@ -282,24 +283,29 @@ class Software(Record, frozen=True, kw_only=True):
     how they are divided. `recompute_operators` is what computing a region again takes of the host besides its operators, and
     `end_operators` what embedding, head and loss take in each direction. Dropout (`has_dropout`) keeps masks; a gate that is no
     one kernel (`fuses_gate`) keeps what its function gives; a loss has `loss_bytes` for each logit at once, besides the logit.
-    Casts to fewer bits go through memory `cast_passes` times as often as fused ones. Gradients and state are of a share
+    Casts to fewer bits go through memory `cast_passes` times as often as fused ones; weights are cast for each micro-batch, or
+    `casts_weights_once` a step. Gradients and state are of a share
     `trained_share` of the parameters, as with LoRA. `kernels` names those of fused attention, by which the device's data sheet
     says what they reach ('' for today's). A router takes `routing_operators` of the host, and each expert of a rank
     `expert_operators` where experts are not started together, and twice as many backward. Of the collectives of tensor ranks a
     share `tensor_hidden` is hidden behind products, as far as these last (asynchronous tensor parallelism), those of experts
     behind another micro-batch (`hides_experts`). A token goes once to each node that has experts for it (`sends_once`), in
     numbers of `dispatch_bytes` (0: as wide as others), and comes back as wide as others. What lies between products reads and
-    writes `traffic` times what it would in fused kernels, in layers with experts `expert_traffic` times as much again.
+    writes `traffic` times what it would in fused kernels, in layers of gates and RMS norms `gated_traffic` times (0: as often), in
+    layers with experts `expert_traffic` times as much again. Weights that are sharded between steps are gathered beside the first
+    forward (`gathers_ahead`).
     """
 
     dtype: str = "bfloat16"
     attention: Literal["fused", "written", "megatron"] = "fused"
     kernels: str = ""
     traffic: float = 1.0
+    gated_traffic: float = 0.0
     forward_operators: int = 20
     backward_operators: int = 30
     unfused_softmax_operators: int = 6
     recompute_operators: int = 4
+    stops_early: bool = False
     end_operators: int = 0
     update_operators: float = 0.0
     gradient_bytes: int = 2
@@ -307,6 +313,7 @@ class Software(Record, frozen=True, kw_only=True):
     state_bytes: int = 12
     pads_vocabulary: bool = True
     has_overlap: bool = True
+    gathers_ahead: bool = False
     context_exchange: Literal["gathered", "ring"] = "gathered"
     context_pieces: Literal["contiguous", "balanced"] = "contiguous"
     divided_by: Literal["code", "tensors"] = "code"
@@ -315,6 +322,7 @@ class Software(Record, frozen=True, kw_only=True):
     fuses_gate: bool = True
     loss_bytes: int = 8
     cast_passes: float = 1.0
+    casts_weights_once: bool = False
     trained_share: float = 1.0
     routing_operators: int = 20
     expert_operators: int = 0
