@@ -31,6 +31,12 @@ class StepCase(NamedTuple):
         return number_bytes(self.software)
 
     @property
+    def gathered_width(self) -> int:
+        """Bytes of a weight as those that share it send it."""
+        is_small = self.software.gathers_eight and self.software.dtype in ("float8", "mxfp8")
+        return 1 if is_small else self.width
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one context rank."""
         return self.layout.micro_batch * self.model.seq // self.layout.context

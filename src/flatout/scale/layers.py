@@ -317,7 +317,7 @@ def _beside(
     fetch_s = scatter_s = weights_s = gradients_s = 0.0
     if is_sent_by_layer(layout):
         scatter_s = scattered_s(parts, case)
-        fetch_s = gathered_s(parts, case.width, case) if layout.shard == 3 else 0.0
+        fetch_s = gathered_s(parts, case.gathered_width, case) if layout.shard == 3 else 0.0
     if layout.offload == "weights":
         copy_s, whole, share = copies_of(case), device_parameters(parts), sharded_parameters(parts, layout)
         weights_s = copy_s((share if layout.shard == 3 else whole) * case.width)

@@ -43,6 +43,7 @@ _CORE: Final = Software(
     tensor_hidden=0.8,
     expert_traffic=_EXPERT_TRAFFIC,
     gathers_ahead=True,
+    gathers_eight=True,
     casts_weights_once=True,
 )
 

@@ -163,7 +163,9 @@ def _priced(case: StepCase) -> _Priced:
 
 
 def _hop_s(case: StepCase) -> float:
-    """Seconds of a micro-batch from one stage to the next."""
+    """Seconds of a micro-batch from one stage to the next: each tensor rank sends its tokens, where these are divided, or all."""
+    layout = case.layout
     num_bytes = case.tokens * case.model.hidden * case.width
-    stride = case.layout.tensor * case.layout.context * case.layout.data
+    num_bytes /= layout.tensor if layout.is_sequence_parallel else 1
+    stride = layout.tensor * layout.context * layout.data
     return send_s(num_bytes, case.tiers, stride=stride)

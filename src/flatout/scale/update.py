@@ -112,7 +112,7 @@ def _gathered_once_s(parts: tuple[WeightPart, ...], case: StepCase) -> float:
     layout = case.layout
     if layout.shard == 0 or (layout.shard == 3 and is_sent_by_layer(layout)):
         return 0.0
-    return gathered_s(parts, case.width, case)
+    return gathered_s(parts, case.gathered_width, case)
 
 
 def _compressed_s(parts: tuple[WeightPart, ...], case: StepCase, layers: int) -> float:

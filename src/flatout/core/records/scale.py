@@ -293,7 +293,7 @@ class Software(Record, frozen=True, kw_only=True):
     numbers of `dispatch_bytes` (0: as wide as others), and comes back as wide as others. What lies between products reads and
     writes `traffic` times what it would in fused kernels, in layers of gates and RMS norms `gated_traffic` times (0: as often), in
     layers with experts `expert_traffic` times as much again. Weights that are sharded between steps are gathered beside the first
-    forward (`gathers_ahead`).
+    forward (`gathers_ahead`); weights of products in 8 bits are sent in 8 bits (`gathers_eight`).
     """
 
     dtype: str = "bfloat16"
@@ -314,6 +314,7 @@ class Software(Record, frozen=True, kw_only=True):
     pads_vocabulary: bool = True
     has_overlap: bool = True
     gathers_ahead: bool = False
+    gathers_eight: bool = False
     context_exchange: Literal["gathered", "ring"] = "gathered"
     context_pieces: Literal["contiguous", "balanced"] = "contiguous"
     divided_by: Literal["code", "tensors"] = "code"
