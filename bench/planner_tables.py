@@ -488,6 +488,75 @@ def automodel(*, experts: bool) -> Iterator[Row]:
         )
 
 
+def dgxc(*, system: str, experts: bool) -> Iterator[Row]:
+    """NVIDIA's DGX Cloud benchmarks of NeMo 24.12 and 25.05 in 16 and 8 bits, on 8 to 2304 devices (2025)."""
+    for line in lines_of("dgxc.csv"):
+        layers = {"layers": int(line["layers"])} if line["layers"] != "0" else {}
+        shape = model(line["model"], seq=int(line["seq"]), **layers)
+        if line["system"] != system or (shape.num_experts > 1) != experts:
+            continue
+        devices, tensor, pipeline, context, chunks = (
+            int(line[name]) for name in ("devices", "tensor", "pipeline", "context", "chunks")
+        )
+        data = devices // (tensor * pipeline * context)
+        name = "megatron-core-2025"
+        yield Row(
+            f"{line['release']} {line['model']} {line['dtype']} on {devices}, batch {line['global_batch']}",
+            shape,
+            Layout(
+                tensor=tensor,
+                context=context,
+                pipeline=pipeline,
+                data=data,
+                expert=int(line["expert"]),
+                expert_tensor=int(line["expert_tensor"]) if experts else 0,
+                micro_batch=int(line["micro_batch"]),
+                global_batch=int(line["global_batch"]),
+                schedule="interleaved" if chunks > 1 else "1f1b",
+                chunks=chunks,
+                shard=1 if data > 1 else 0,
+                is_sequence_parallel=tensor > 1,
+                counts_ends=shape.layers % (pipeline * chunks) != 0,
+            ),
+            cluster_of(f"{devices}x{system}"),
+            structs.replace(
+                PRESETS[name].software, dtype=line["dtype"], context_exchange="ring", context_pieces="balanced"
+            ),
+            name,
+            float(line["step_s"]),
+            is_balanced=True,
+        )
+
+
+def torchtitan_2024() -> Iterator[Row]:
+    """Llama 2 and 3 with FSDP2 in eager mode on 64 A100 (torchtitan, April and August 2024)."""
+    for line in lines_of("torchtitan_2024.csv"):
+        if line["tokens_per_s"] == "OOM":
+            continue
+        shape, devices, micro = (
+            model(line["model"], seq=int(line["seq"])),
+            int(line["devices"]),
+            int(line["micro_batch"]),
+        )
+        share = float(line["recomputed_share"])
+        yield Row(
+            f"{line['date']} {line['model']} on {devices}, batch {micro}, {line['recompute']} {share:g}",
+            shape,
+            Layout(
+                data=devices,
+                micro_batch=micro,
+                global_batch=devices * micro,
+                shard=3,
+                recompute=line["recompute"],  # type: ignore[arg-type]
+                recompute_layers=round(share * shape.layers) if 0 < share < 1 else 0,
+            ),
+            cluster_of(f"{devices}xa100-80gb", fabric_bytes_per_s=2.5e10),
+            PRESETS["fsdp2"].software,
+            "fsdp2",
+            micro * shape.seq / float(line["tokens_per_s"]),
+        )
+
+
 TABLES: Final[dict[str, Callable[[], Iterator[Row]]]] = {
     "korthikanti": korthikanti,
     "narayanan": narayanan,
@@ -509,5 +578,10 @@ TABLES: Final[dict[str, Callable[[], Iterator[Row]]]] = {
     "fms-fsdp": fms_fsdp,
     "kempner": kempner,
     "automodel-dense": lambda: automodel(experts=False),
+    "torchtitan-2024": torchtitan_2024,
+    "dgxc-h100-dense": lambda: dgxc(system="h100-sxm", experts=False),
+    "dgxc-h100-experts": lambda: dgxc(system="h100-sxm", experts=True),
+    "dgxc-gb200-dense": lambda: dgxc(system="gb200", experts=False),
+    "dgxc-gb200-experts": lambda: dgxc(system="gb200", experts=True),
     "automodel-experts": lambda: automodel(experts=True),
 }
