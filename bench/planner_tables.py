@@ -25,7 +25,8 @@ MODELS: Final[dict[str, Any]] = tomllib.loads((FOLDER / "models.toml").read_text
 
 
 class Row(NamedTuple):
-    """A published step. `in_sight`: shares or presets were set with it in sight."""
+    """A published step; `seconds` None: it ran out of memory. `in_sight`: shares or presets were set with it in sight.
+    `is_mended`: none was, but what the planner counts was mended after its error had been seen."""
 
     name: str
     model: ModelShape
@@ -33,9 +34,10 @@ class Row(NamedTuple):
     cluster: Cluster
     software: Software
     preset: str
-    seconds: float
+    seconds: float | None
     memory_gib: float | None = None
     in_sight: bool = False
+    is_mended: bool = False
     is_balanced: bool = False
     """Routers were made to spread tokens evenly."""
 
@@ -383,6 +385,7 @@ def nemo(*, system: str, experts: bool) -> Iterator[Row]:
             ),
             name,
             int(line["global_batch"]) * shape.seq / (float(line["tokens_per_s"]) * devices),
+            is_mended=True,
             is_balanced=True,
         )
 
@@ -415,6 +418,7 @@ def fms_fsdp() -> Iterator[Row]:
             software,
             name,
             micro * shape.seq / float(line["tokens_per_s"]),
+            is_mended=True,
         )
 
 
@@ -441,6 +445,7 @@ def kempner() -> Iterator[Row]:
             name,
             float(line["step_s"]),
             memory_gib=float(line["memory_gb"]),
+            is_mended=True,
         )
 
 
@@ -484,6 +489,7 @@ def automodel(*, experts: bool) -> Iterator[Row]:
             ),
             "fsdp2",
             float(line["step_s"]) / runs,
+            is_mended=True,
             is_balanced=experts,
         )
 
@@ -524,6 +530,7 @@ def dgxc(*, system: str, experts: bool) -> Iterator[Row]:
             ),
             name,
             float(line["step_s"]),
+            in_sight=system == "gb200" and line["dtype"] == "bfloat16",
             is_balanced=True,
         )
 
@@ -531,8 +538,6 @@ def dgxc(*, system: str, experts: bool) -> Iterator[Row]:
 def torchtitan_2024() -> Iterator[Row]:
     """Llama 2 and 3 with FSDP2 in eager mode on 64 A100 (torchtitan, April and August 2024)."""
     for line in lines_of("torchtitan_2024.csv"):
-        if line["tokens_per_s"] == "OOM":
-            continue
         shape, devices, micro = (
             model(line["model"], seq=int(line["seq"])),
             int(line["devices"]),
@@ -553,7 +558,7 @@ def torchtitan_2024() -> Iterator[Row]:
             cluster_of(f"{devices}xa100-80gb", fabric_bytes_per_s=2.5e10),
             PRESETS["fsdp2"].software,
             "fsdp2",
-            micro * shape.seq / float(line["tokens_per_s"]),
+            micro * shape.seq / float(line["tokens_per_s"]) if line["tokens_per_s"] != "OOM" else None,
         )
 
 

@@ -6,7 +6,7 @@ Each page runs in an empty folder of its own with a link to `examples`. What run
 
 - a fence `python` is a cell: the cells of a page share their names, as in a notebook;
 - a fence `console` has commands behind `$ `, and their output;
-- a fence `sh` is a script for bash whose output is not shown;
+- a fence `sh` is a script for bash whose output is not shown, and that ends where a command fails;
 - any fence with `title="NAME"` is written to the file NAME, and not run;
 - a fence `text` right after a cell is the cell's output.
 
@@ -309,7 +309,7 @@ class Outputs:
     def _shell(self, command: str, fence: Fence) -> tuple[int, str]:
         try:
             done = subprocess.run(
-                ["bash", "-e", "-c", command],
+                ["bash", *(("-e",) if fence.language == "sh" else ()), "-c", command],
                 cwd=self.folder if fence.has("clone") is None else self._clone(),
                 env=self._environment() if fence.has("environment") is None else self._empty_environment(),
                 stdout=subprocess.PIPE,

@@ -39,13 +39,25 @@ def activation_bytes(
     )
     saved = _all_bytes(model, layout, software, kind, scores=has_scores, imbalance=imbalance)
     if layout.recompute == "operators":
-        return _OPERATORS_SAVED * saved
+        return (
+            _OPERATORS_SAVED * saved if kind.is_sparse or model.key_rank else _operators_bytes(model, layout, software)
+        )
     if layout.recompute != "full":
         return saved - _bytes_of_parts(model, layout, software, kind)
     between = layout.tensor if layout.is_sequence_parallel else 1
     tokens = layout.micro_batch * model.seq // layout.context
     share = recomputed_share(model, layout)
     return share * tokens * model.hidden * number_bytes(software) / between + (1 - share) * saved
+
+
+def _operators_bytes(model: ModelShape, layout: Layout, software: Software) -> float:
+    """Bytes where every other product is saved, from the first on: of queries, values, a gate or the first of two, and the last
+    of three; with a layer's input and what attention gives."""
+    tokens, width = layout.micro_batch * model.seq // layout.context, number_bytes(software)
+    between = layout.tensor if layout.is_sequence_parallel else 1
+    around = model.hidden * (2 if model.is_gated else 1) / between
+    divided = (2 * model.heads + model.key_heads) * model.head_width + model.inner
+    return tokens * (around + divided / layout.tensor) * width
 
 
 def _bytes_of_parts(model: ModelShape, layout: Layout, software: Software, kind: LayerKind) -> float:

@@ -15,6 +15,10 @@ _UNKNOWN: Final = 0.4
 fitted, and by 10 to 40 % where they were not (bench/planner.py)."""
 
 
+_WIDER: Final = 1.3
+"""Of an interval where the device was compared, or the software, and never both together."""
+
+
 class ErrorInterval(NamedTuple):
     """A measured step is between `low` less and `high` more than the predicted speed says, in nine of ten cases; and why."""
 
@@ -24,8 +28,8 @@ class ErrorInterval(NamedTuple):
 
 
 class _Errors(NamedTuple):
-    """Of a kind of model ('dense' or 'experts') with some software on a device: how far predictions were off, and in how many
-    rows.
+    """Of a kind of model ('dense' or 'experts') with some software on a device ('': any): how far predictions were off, and in how
+    many rows.
     """
 
     device: str
@@ -53,12 +57,15 @@ def interval_of(model: ModelShape, cluster: Cluster, preset: str = "") -> ErrorI
         one = same[0]
         text = f"interval: as far as {one.rows} published steps were off; shares were set with most such steps in sight"
         return ErrorInterval(one.low, one.high, text)
-    alike = [row for row in rows if row.device == device or (preset and row.software == preset)]
-    if alike:
-        low, high = max(row.low for row in alike), max(row.high for row in alike)
-        what = ", ".join(sorted({f"{row.software} on {row.device}" for row in alike}))
-        text = f"interval: 1.3 times as wide as errors of {what}; this pair was never compared"
-        return ErrorInterval(min(0.9, 1.3 * low), 1.3 * high, text)
+    of_device = next((row for row in rows if (row.device, row.software) == (device, "")), None)
+    of_software = next((row for row in rows if (row.device, row.software) == ("", preset)), None) if preset else None
+    for alike, what in ((of_device, f"on {device}"), (of_software, f"with {preset}")):
+        if alike is not None:
+            text = (
+                f"interval: {_WIDER} times as wide as errors of {alike.rows} published steps {what}; "
+                "this device with this software was never compared"
+            )
+            return ErrorInterval(min(0.9, _WIDER * alike.low), _WIDER * alike.high, text)
     return ErrorInterval(
         _UNKNOWN,
         2 * _UNKNOWN,

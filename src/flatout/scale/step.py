@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from flatout.core.records.scale import LOOPED, SPLIT, Cluster, Constants, Layout, ModelShape, ScheduleKind, Software, StepTime
+from flatout.core.records.scale import (
+    LOOPED,
+    SPLIT,
+    Cluster,
+    Constants,
+    Layout,
+    ModelShape,
+    ScheduleKind,
+    Software,
+    StepTime,
+)
 from flatout.machine.cost.collectives import send_s
 from flatout.machine.cost.schedules import Done, chunks_of_stages, schedule_table, simulated_schedule
 from flatout.machine.cost.spans import table_span_s
@@ -165,7 +175,7 @@ def _priced(case: StepCase) -> _Priced:
 def _hop_s(case: StepCase) -> float:
     """Seconds of a micro-batch from one stage to the next: each tensor rank sends its tokens, where these are divided, or all."""
     layout = case.layout
-    num_bytes = case.tokens * case.model.hidden * case.width
-    num_bytes /= layout.tensor if layout.is_sequence_parallel else 1
+    ranks = layout.tensor if layout.is_sequence_parallel else 1
+    num_bytes = case.tokens * case.model.hidden * case.width / ranks
     stride = layout.tensor * layout.context * layout.data
     return send_s(num_bytes, case.tiers, stride=stride)

@@ -43,7 +43,8 @@ class Update(NamedTuple):
 
 def update_time(case: StepCase, *, hidden_s: float, ahead_s: float, span_s: float) -> Update:
     """Seconds of the update on the stage with the most layers. What overlaps does so with the last backwards, `hidden_s`; the
-    last layer's gradients are always left. Weights that are gathered ahead come beside the first forwards, `ahead_s`. What goes out to the host has the next step's forward and backward, `span_s`, to do so.
+    last layer's gradients are always left. Weights that are gathered ahead come beside the first forwards, `ahead_s`. What goes
+    out to the host has the next step's forward and backward, `span_s`, to do so.
 
     Raises PlanError for an offload where the cluster does not say what joins devices and host.
     """
