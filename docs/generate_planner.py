@@ -135,7 +135,8 @@ def page() -> str:
         ]
     out = [(name, found) for name, found in tables.items() if found.get("ran out of memory")]
     lines += [
-        f"\nOf {found['ran out of memory']} further layouts of {name} that ran out of memory, {found['said to fit']} are said to fit."
+        f"\nOf {found['ran out of memory']} further layouts of {name} that ran out of memory, "
+        f"{found['said to fit']} are said to fit."
         for name, found in out
     ]
     lines += ["", "## The tables", ""]
