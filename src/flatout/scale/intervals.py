@@ -28,8 +28,8 @@ class ErrorInterval(NamedTuple):
 
 
 class _Errors(NamedTuple):
-    """Of a kind of model ('dense' or 'experts') with some software on a device ('': any): how far predictions were off, in how many
-    rows.
+    """Of a kind of model ('dense' or 'experts') with some software on a device ('': any): how far predictions were off, in
+    how many rows.
     """
 
     device: str

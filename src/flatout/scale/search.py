@@ -96,12 +96,14 @@ def ranked_layouts(
         (quick_s(model, layout, cluster, software, constants), layout, memory)
         for layout, memory in _undominated(found.layouts)
     ]
-    quick.sort(key=lambda one: one[0])
-    best = []
-    for _, layout, memory in quick[:_MOST_PLAYED]:
+    quick.sort(key=lambda one: one[0].about_s)
+    best: list[Ranked] = []
+    for estimate, layout, memory in quick[:_MOST_PLAYED]:
+        if len(best) >= most and estimate.least_s > best[most - 1].step.total_s and calibrated is None:
+            continue
         step = step_time(model, layout, cluster, software, constants)
         best.append(_placed(model, cluster, software, layout, memory, step, calibrated, preset))
-    best.sort(key=lambda one: one.step.total_s)
+        best.sort(key=lambda one: one.step.total_s)
     return Ranking(tuple(best[:most]), found.num, found.num - len(found.layouts), found.smallest, widened)
 
 

@@ -16,6 +16,9 @@ from flatout.machine.cost.schedules import (
     simulated_schedule,
 )
 
+_ROUNDS = (8, 10)
+"""Rounds of as many micro-batches as there are stages, after which a table repeats itself."""
+
 Seconds = Mapping[tuple[str, int], float]
 """Seconds of an action, by its kind and chunk."""
 
@@ -37,11 +40,23 @@ def table_span_s(
 ) -> float:
     """What `span_s(simulated_schedule(schedule_table(...)))` gives; a table is ordered once and cached.
 
+    Of many micro-batches the middle repeats itself, every `stages` of them: what comes after the first rounds takes as long as the
+    last of these.
+
     Raises PlanError as `schedule_table` does.
 
     >>> table_span_s("1f1b", {("F", 0): 1.0, ("B", 0): 2.0, ("F", 1): 1.0, ("B", 1): 2.0}, stages=2, micro_batches=3)
     12.0
     """
+    rest = micro_batches % stages
+    first, second = ((rounds * stages + rest) for rounds in _ROUNDS)
+    if micro_batches > second and not (rest and kind in ("interleaved", "zero-bubble")):
+        shorter_s, longer_s = (_span_s(kind, seconds, stages, number, chunks, send_s) for number in (first, second))
+        return longer_s + (micro_batches - second) * (longer_s - shorter_s) / (second - first)
+    return _span_s(kind, seconds, stages, micro_batches, chunks, send_s)
+
+
+def _span_s(kind: ScheduleKind, seconds: Seconds, stages: int, micro_batches: int, chunks: int, send_s: float) -> float:
     steps, num_ends = _ordered(kind, stages, micro_batches, chunks)
     clock, ended = [0.0] * stages, [0.0] * num_ends
     for stage, key, end_index, needed, is_sent, other in steps:
