@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple, get_args
 
-from flatout.core.records.scale import Cluster, Compression, Layout, ModelShape, Offload, Recompute, ScheduleKind
+from flatout.core.records.scale import (
+    FOLDED,
+    Cluster,
+    Compression,
+    Layout,
+    ModelShape,
+    Offload,
+    Recompute,
+    RecomputedPart,
+    ScheduleKind,
+)
 
 LONG_TOKENS: Final = 16384
 """Of a sample, from which it is divided by tokens: below, tensor ranks and recomputing cost less."""
@@ -15,22 +25,38 @@ _PIECE_TOKENS: Final = 4096
 """Of a sample's piece, at least: smaller ones leave attention too little to do beside the exchange of keys and values."""
 _MICRO_BATCHES: Final = (1, 2, 4, 8, 16, 32)
 _CHUNKS: Final = (2, 3, 4, 5)
-_RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")
+_MANY_CHUNKS: Final = (2, 3, 4, 5, 6, 8, 10, 12)
 _SIGN_RANKS: Final = 64
 """From so many on, signs that each rank sends to all are no fewer bytes than whole gradients that are added on their way."""
 _UNEVEN: Final = 4
 """Layers a stage, from which stages may have unequal numbers of them: one more is then at most a quarter."""
 
 
+class Recomputing(NamedTuple):
+    """What a backward computes again: of a share of the layers, or the parts that are named."""
+
+    kind: Recompute
+    parts: tuple[RecomputedPart, ...] = ()
+    share: float = 1.0
+
+
+NOTHING_OR_ALL: Final = (Recomputing("none"), Recomputing("selective"), Recomputing("full"))
+"""What this project's executor can compute again."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """How far to look: whether samples of any length are divided by tokens, what is offloaded and where to, and which ways to
-    compress gradients are among the candidates."""
+    """How far to look: whether samples of any length are divided by tokens, what is offloaded and where to, which ways to
+    compress gradients are among the candidates, what is computed again, which schedules there are (none named: all), and whether
+    embedding and output layer may count as layers where stages get theirs (`counts_ends`, with more chunks a stage)."""
 
     context_of_any_length: bool = False
     offload: Offload = "none"
     offload_to: Literal["host", "disk"] = "host"
     compressions: tuple[Compression, ...] = ()
+    recomputing: tuple[Recomputing, ...] = NOTHING_OR_ALL
+    schedules: tuple[ScheduleKind, ...] = ()
+    counts_ends: bool = False
 
 
 def layouts(model: ModelShape, cluster: Cluster, global_batch: int, space: Space | None = None) -> Iterator[Layout]:
@@ -73,12 +99,12 @@ def _variants(
             continue
         micro_batches = global_batch // (data * samples)
         divisions = product(
-            schedules(model, pipeline, micro_batches),
+            _staged(model, pipeline, micro_batches, space),
             _shards(cluster, shape, space),
             _experts(model, tensor, data),
-            _RECOMPUTE,
+            space.recomputing,
         )
-        for (schedule, chunks), (shard, shard_ranks, compression), (expert, expert_tensor), recompute in divisions:
+        for (schedule, chunks, ends), (shard, shard_ranks, compression), (expert, expert_tensor), again in divisions:
             yield Layout(
                 tensor=tensor,
                 context=context,
@@ -90,7 +116,10 @@ def _variants(
                 global_batch=global_batch,
                 schedule=schedule,
                 chunks=chunks,
-                recompute=recompute,
+                recompute=again.kind,
+                recomputed=again.parts,
+                recompute_layers=_layers_again(model, again, pipeline, schedule, chunks),
+                counts_ends=ends,
                 shard=shard,
                 shard_ranks=shard_ranks,
                 is_sequence_parallel=tensor > 1,
@@ -98,6 +127,31 @@ def _variants(
                 offload_to=space.offload_to,
                 compression=compression,
             )
+
+
+def _layers_again(model: ModelShape, again: Recomputing, stages: int, schedule: ScheduleKind, chunks: int) -> int:
+    """Layers of each part of a stage that are computed again; 0 for all."""
+    if again.share == 1.0:
+        return 0
+    parts = stages * (2 if schedule in FOLDED else chunks)
+    return max(1, round(again.share * -(-model.layers // parts)))
+
+
+def _staged(model: ModelShape, stages: int, micro_batches: int, space: Space) -> list[tuple[ScheduleKind, int, bool]]:
+    """Schedules (kind, chunks), and whether embedding and output layer count as a layer each."""
+    known = space.schedules or get_args(ScheduleKind)
+    found = [(kind, chunks, False) for kind, chunks in schedules(model, stages, micro_batches) if kind in known]
+    if not space.counts_ends or stages == 1 or micro_batches < stages:
+        return found
+    if (model.layers + 2) % stages == 0:
+        found.append(("1f1b", 1, True))
+    if micro_batches % stages == 0 and "interleaved" in known:
+        whole = {chunks for kind, chunks, _ in found if kind == "interleaved"}
+        found += [
+            ("interleaved", v, False) for v in _MANY_CHUNKS if v not in whole and model.layers % (stages * v) == 0
+        ]
+        found += [("interleaved", v, True) for v in _MANY_CHUNKS if (model.layers + 2) % (stages * v) == 0]
+    return found
 
 
 def schedules(model: ModelShape, stages: int, micro_batches: int) -> list[tuple[ScheduleKind, int]]:

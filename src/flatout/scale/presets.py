@@ -44,8 +44,12 @@ _CORE: Final = Software(
     expert_traffic=_EXPERT_TRAFFIC,
     gathers_ahead=True,
     gathers_eight=True,
+    context_exchange="ring",
+    context_pieces="balanced",
     casts_weights_once=True,
 )
+
+_TORCHTITAN: Final = structs.replace(EXECUTOR, kernels="flash-2", cast_passes=1.5, context_pieces="balanced")
 
 NO_GRAPHS: Final = {"forward_operators": 40, "backward_operators": 60, "routing_operators": 40}
 """What the host starts of a Megatron-Core layer with experts where nothing is captured: chosen on the same rows."""
@@ -96,7 +100,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
         "fully_shard and DTensor in eager mode (torchtitan without torch.compile), float32 gradients, plain loss",
     ),
     "fsdp2-compiled": Preset(
-        structs.replace(EXECUTOR, kernels="flash-2", cast_passes=1.5, fuses_gate=True, loss_bytes=8),
+        structs.replace(_TORCHTITAN, fuses_gate=True, loss_bytes=8),
         "the same with torch.compile of each block",
     ),
     "flatout": Preset(EXECUTOR, "this project's own executor"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 from typing import Final, NamedTuple
 
@@ -17,6 +18,7 @@ from flatout.core.records.scale import (
     ModelShape,
     Ranked,
     Recompute,
+    ScheduleKind,
     Software,
     StageMemory,
     StepTime,
@@ -25,21 +27,29 @@ from flatout.machine.cost.roofline import memory_bytes, peak_flop_per_s
 from flatout.machine.specs.catalog import load_spec
 from flatout.scale.activations import recomputed_share
 from flatout.scale.calibration import Calibrated
-from flatout.scale.candidates import LONG_TOKENS, Space, layouts
+from flatout.scale.candidates import LONG_TOKENS, NOTHING_OR_ALL, Recomputing, Space, layouts
 from flatout.scale.case import rate_dtype
 from flatout.scale.intervals import interval_of
 from flatout.scale.memory import memory_of
 from flatout.scale.sizes import active_parameters, layer_kinds, num_parameters
-from flatout.scale.step import quick_s, step_time
+from flatout.scale.step import QuickTime, quick_s, step_time
 
 _MOST_PLAYED: Final = 200
 """Layouts whose schedules are played event by event: the best by their bubble's closed form."""
+_AGAIN: Final = {
+    "torch": (*NOTHING_OR_ALL, Recomputing("operators"), Recomputing("full", share=0.5)),
+    "megatron": (*NOTHING_OR_ALL, Recomputing("parts", ("norms", "gates")), Recomputing("full", share=0.5)),
+}
+"""What other programs can compute again, too: torch's selective checkpointing of operators, Megatron-Core's modules, and half of
+the layers."""
+_SCHEDULES: Final[dict[str, tuple[ScheduleKind, ...]]] = {"torch": (), "megatron": ("1f1b", "interleaved")}
+"""What they run of a pipeline's schedules: all of torch's, or Megatron-Core's two."""
 _LESS: Final[dict[Recompute, tuple[Recompute, ...]]] = {
     "none": (),
     "selective": ("none",),
     "operators": ("none", "selective"),
     "parts": ("none",),
-    "full": ("none", "selective", "operators"),
+    "full": ("none", "selective", "operators", "parts"),
 }
 """What computes less again: where that fits, it is faster."""
 
@@ -81,21 +91,9 @@ def ranked_layouts(
 
     Raises PlanError when no layout divides the model and the batch, HardwareError when the data sheet lacks a figure.
     """
-    found, widened = _Fitting([], 0, None), ""
-    for space, reason in _spaces(model, cluster, compressions):
-        found, widened = _fitting(model, cluster, global_batch, software, space), reason
-        if not found.num:
-            raise PlanError(
-                f"no layout divides {model.heads} heads, {model.layers} layers and a batch of {global_batch} over "
-                f"{cluster.num_devices} devices; give another batch or number"
-            )
-        if found.layouts:
-            break
+    found, widened = _fitting_first(model, cluster, global_batch, software, compressions, preset)
     constants = calibrated.constants if calibrated is not None else constants
-    quick = [
-        (quick_s(model, layout, cluster, software, constants), layout, memory)
-        for layout, memory in _undominated(found.layouts)
-    ]
+    quick = _estimated(model, cluster, software, constants, found)
     quick.sort(key=lambda one: one[0].about_s)
     best: list[Ranked] = []
     for estimate, layout, memory in quick[:_MOST_PLAYED]:
@@ -107,11 +105,85 @@ def ranked_layouts(
     return Ranking(tuple(best[:most]), found.num, found.num - len(found.layouts), found.smallest, widened)
 
 
-def _spaces(model: ModelShape, cluster: Cluster, compressions: tuple[Compression, ...]) -> Iterator[tuple[Space, str]]:
-    """Further and further, each with what it allows."""
-    yield Space(compressions=compressions), ""
+class Estimated(NamedTuple):
+    """A layout that fits, about how long its step takes, and its fullest stage."""
+
+    estimate: QuickTime
+    layout: Layout
+    memory: StageMemory
+
+
+def _estimated(
+    model: ModelShape, cluster: Cluster, software: Software, constants: Constants, found: _Fitting
+) -> list[Estimated]:
+    return [
+        Estimated(quick_s(model, layout, cluster, software, constants), layout, memory)
+        for layout, memory in _undominated(found.layouts)
+    ]
+
+
+def ranked_by_memory(
+    model: ModelShape,
+    cluster: Cluster,
+    global_batch: int,
+    software: Software,
+    constants: Constants,
+    *,
+    preset: str = "",
+) -> tuple[Ranked, ...]:
+    """The layouts that fit and that no other beats both in seconds and in memory, the fastest first; () where none fits.
+
+    Raises PlanError when no layout divides the model and the batch, HardwareError when the data sheet lacks a figure.
+    """
+    found = _fitting_first(model, cluster, global_batch, software, (), preset)[0]
+    quick = _estimated(model, cluster, software, constants, found)
+    quick.sort(key=lambda one: (one.estimate.about_s, one.memory.total_bytes))
+    unbeaten: list[Ranked] = []
+    least = inf
+    for one in quick:
+        if one.memory.total_bytes >= least:
+            continue
+        least = one.memory.total_bytes
+        step = step_time(model, one.layout, cluster, software, constants)
+        unbeaten.append(_placed(model, cluster, software, one.layout, one.memory, step, None, preset))
+    unbeaten.sort(key=lambda one: one.step.total_s)
+    ends = [min((one.memory.total_bytes for one in unbeaten[:n]), default=inf) for n in range(len(unbeaten))]
+    return tuple(one for one, before in zip(unbeaten, ends, strict=True) if one.memory.total_bytes < before)
+
+
+def _fitting_first(
+    model: ModelShape,
+    cluster: Cluster,
+    global_batch: int,
+    software: Software,
+    compressions: tuple[Compression, ...],
+    preset: str,
+) -> tuple[_Fitting, str]:
+    """What fits in the nearest space where anything does, and what was allowed for it."""
+    found, widened = _Fitting([], 0, None), ""
+    for space, reason in _spaces(model, cluster, compressions, software, preset):
+        found, widened = _fitting(model, cluster, global_batch, software, space), reason
+        if not found.num:
+            raise PlanError(
+                f"no layout divides {model.heads} heads, {model.layers} layers and a batch of {global_batch} over "
+                f"{cluster.num_devices} devices; give another batch or number"
+            )
+        if found.layouts:
+            break
+    return found, widened
+
+
+def _spaces(
+    model: ModelShape, cluster: Cluster, compressions: tuple[Compression, ...], software: Software, preset: str
+) -> Iterator[tuple[Space, str]]:
+    """Further and further, each with what it allows; what only other programs can do is for these alone."""
+    first = Space(compressions=compressions)
+    if preset not in ("", "flatout"):
+        kind = "torch" if software.stops_early else "megatron"
+        first = replace(first, recomputing=_AGAIN[kind], schedules=_SCHEDULES[kind], counts_ends=True)
+    yield first, ""
     if model.seq < LONG_TOKENS:
-        yield Space(context_of_any_length=True, compressions=compressions), "samples divided by tokens"
+        yield replace(first, context_of_any_length=True), "samples divided by tokens"
     if cluster.host is None:
         return
     for offload, reason in (
@@ -140,10 +212,23 @@ def _fitting(model: ModelShape, cluster: Cluster, global_batch: int, software: S
 
 def _undominated(fitting: list[tuple[Layout, StageMemory]]) -> Iterator[tuple[Layout, StageMemory]]:
     """Layouts without those that compute more again than they need to fit."""
-    there = {layout for layout, _ in fitting}
+    there: dict[Layout, list[Layout]] = {}
+    for layout, _ in fitting:
+        there.setdefault(_plain(layout), []).append(layout)
     for layout, memory in fitting:
-        if not any(structs.replace(layout, recompute=less) in there for less in _LESS[layout.recompute]):
+        if not any(_is_less(one, layout) for one in there[_plain(layout)]):
             yield layout, memory
+
+
+def _plain(layout: Layout) -> Layout:
+    return structs.replace(layout, recompute="none", recomputed=(), recompute_layers=0)
+
+
+def _is_less(one: Layout, other: Layout) -> bool:
+    """Whether `one` computes less again than another layout that is the same in all else."""
+    if one.recompute == other.recompute:
+        return one.recompute_layers > 0 and other.recompute_layers == 0
+    return one.recompute in _LESS[other.recompute]
 
 
 def _placed(

@@ -112,14 +112,14 @@ def timeline(
     )
 
 
-class Estimate(NamedTuple):
+class QuickTime(NamedTuple):
     """Seconds of a step without playing its schedule: about what they are, and what they are at least."""
 
     about_s: float
     least_s: float
 
 
-def quick_s(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> Estimate:
+def quick_s(model: ModelShape, layout: Layout, cluster: Cluster, software: Software, constants: Constants) -> QuickTime:
     """About what `step_time` says, without playing the schedule: its bubble is (p - 1) / v of a stage's micro-batch, or as much
     less as schedules with split backwards claim. Without any bubble it is less than a step can be.
 
@@ -134,7 +134,7 @@ def quick_s(model: ModelShape, layout: Layout, cluster: Cluster, software: Softw
     span_s = (layout.num_micro_batches + bubble) * most_s + 2 * (layout.pipeline - 1) * hop_s
     update = update_time(case, hidden_s=hidden_s, ahead_s=ahead_s, span_s=span_s)
     once_s = update.data_s + update.optimizer_s + constants.step_s
-    return Estimate(span_s + once_s + update.offload_s, layout.num_micro_batches * most_s + once_s)
+    return QuickTime(span_s + once_s + update.offload_s, layout.num_micro_batches * most_s + once_s)
 
 
 def _hiding_s(priced: _Priced, layout: Layout) -> tuple[float, float]:

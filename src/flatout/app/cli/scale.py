@@ -263,6 +263,68 @@ def price(
         print_written(json, stderr=json == STANDARD_OUTPUT)
 
 
+@scale.command(
+    epilog=help_epilog(
+        "flatout scale pareto --model sizes.toml --gpus 512xh100-sxm --batch 2M-tokens",
+        "flatout scale pareto --model sizes.toml --gpus 512xh100-sxm --batch 1024 --software megatron-core --price 2.5",
+    )
+)
+def pareto(
+    model: ModelFile = None,
+    gpus: Devices = None,
+    batch: Annotated[str | None, typer.Option(help="Samples of a step, as 1024, or tokens, as 4M-tokens.")] = None,
+    device: SheetFile = None,
+    node: NodeSize = None,
+    fabric: Fabric = 400.0,
+    software_name: SoftwareName = "",
+    dtype: Annotated[str, typer.Option(help="Of products: bfloat16, float16, float8, mxfp8, nvfp4.")] = "",
+    tokens: Annotated[str, typer.Option(help="Length of the run, as 300G or 15T.")] = "1T",
+    price: Annotated[float | None, typer.Option(help="Of a GPU-hour, in whatever money.")] = None,
+    top: Annotated[int, typer.Option(help="Layouts to print for each number of devices.")] = 3,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of them to this file.")] = None,
+) -> None:
+    """Compare numbers of devices: layouts that no other beats in seconds, memory and devices, with GPU-hours and energy."""
+    from msgspec import structs
+
+    from flatout.core.errors import UsageError
+    from flatout.core.files import write_whole_file
+    from flatout.core.records.record import to_json
+    from flatout.core.records.scale import ParetoLayouts, Software
+    from flatout.report.parts.scale import pareto_blocks
+    from flatout.scale.pareto_layouts import pareto as layouts_of
+    from flatout.scale.pareto_layouts import usual_numbers
+    from flatout.scale.inputs import cluster_of, read_model, samples_of, tokens_of
+    from flatout.scale.presets import named_software
+
+    if model is None or gpus is None or batch is None:
+        raise UsageError("give --model, --gpus (the most there are) and --batch; see `flatout scale pareto -h`")
+    if fabric <= 0 or (node is not None and node < 1) or top < 1 or (price is not None and price < 0):
+        raise UsageError("--gpus-per-node, --fabric and --top are positive, --price is 0 or more")
+    require_writable(json=json)
+    shape = read_model(model)
+    build = partial(cluster_of, node=node, fabric_bytes_per_s=fabric * 1e9 / 8, device=device)
+    whole = build(gpus)
+    kind = gpus.partition("x")[2]
+    software = named_software(software_name)[0] if software_name else Software()
+    software = structs.replace(software, dtype=dtype) if dtype else software
+    samples = samples_of(batch, shape)
+    rows = layouts_of(
+        shape,
+        lambda number: build(f"{number}x{kind}" if kind else f"{number}"),
+        samples,
+        software,
+        num_devices=usual_numbers(whole.num_devices),
+        preset=software_name,
+    )
+    blocks = pareto_blocks(
+        rows, tokens=samples * shape.seq, run_tokens=tokens_of(tokens), price=price, most=top, name=model.stem
+    )
+    print_unwrapped(blocks, stderr=json == STANDARD_OUTPUT)
+    if json is not None:
+        write_whole_file(json, to_json(ParetoLayouts(model=shape, global_batch=samples, rows=rows)))
+        print_written(json, stderr=json == STANDARD_OUTPUT)
+
+
 class _Prediction(NamedTuple):
     """The model, cluster and constants that a prediction used."""
 

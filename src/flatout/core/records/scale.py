@@ -437,6 +437,25 @@ class Ranked(Record, frozen=True, kw_only=True):
     mfu: float
 
 
+class ParetoLayout(Record, frozen=True, kw_only=True):
+    """A layout on so many devices, and what a step of it costs: seconds of all devices together, and joules at the limit of their
+    power (None where the data sheet has none).
+    """
+
+    num_devices: int
+    ranked: Ranked
+    device_s: float
+    energy_j: float | None = None
+
+
+class ParetoLayouts(Record, frozen=True, kw_only=True):
+    """Layouts of a model on several numbers of devices that no other beats in seconds, memory and devices."""
+
+    model: ModelShape
+    global_batch: int
+    rows: tuple[ParetoLayout, ...]
+
+
 _LEAST_SLACK = 2**30
 """What the driver's context and libraries take at least."""
 

@@ -40,8 +40,8 @@ def table_span_s(
 ) -> float:
     """What `span_s(simulated_schedule(schedule_table(...)))` gives; a table is ordered once and cached.
 
-    Of many micro-batches the middle repeats itself, every `stages` of them: what comes after the first rounds takes as long as the
-    last of these.
+    Of many micro-batches the middle repeats itself, every `stages` of them: what comes after the first rounds takes as long as
+    the last of these.
 
     Raises PlanError as `schedule_table` does.
 

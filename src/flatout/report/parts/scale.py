@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from flatout.core import units
 from flatout.core.records.failure import Goodput
-from flatout.core.records.scale import Layout, ModelShape, Ranked, StageMemory, StepFootprint
+from flatout.core.records.scale import ParetoLayout, Layout, ModelShape, Ranked, StageMemory, StepFootprint
 from flatout.report.document import Block, Column, Table, numbers
 from flatout.scale.sizes import num_parameters
 
@@ -58,6 +59,43 @@ def ranking_blocks(ranked: Sequence[Ranked], *, tokens: int, num_devices: int) -
         yield f"a trillion tokens by the first: {prefixed(hours)} GPU-hours, {days:.1f} days"
 
 
+def pareto_blocks(
+    rows: Sequence[ParetoLayout], *, tokens: int, run_tokens: float, price: float | None, most: int, name: str
+) -> Iterator[Block]:
+    """A row a layout, the most devices first, `most` of each number; `tokens` of a step, `run_tokens` of the run."""
+    steps = run_tokens / tokens
+    shown: Counter[int] = Counter()
+    table = []
+    for row in rows:
+        shown[row.num_devices] += 1
+        if shown[row.num_devices] > most:
+            continue
+        step_s = row.ranked.step.total_s
+        hours = row.device_s * steps / 3600
+        table.append(
+            [
+                f"{row.num_devices}" if shown[row.num_devices] == 1 else "",
+                layout_text(row.ranked.layout),
+                f"{step_s:.3f} s",
+                f"{row.ranked.mfu:.0%}",
+                _gib(row.ranked.memory.total_bytes),
+                _long(step_s * steps),
+                prefixed(hours),
+                "-" if row.energy_j is None else f"{row.energy_j * steps / 3.6e9:,.1f}",
+                *([prefixed(hours * price)] if price is not None else []),
+            ]
+        )
+    figures = numbers("step", "MFU", "memory", "the run", "GPU-hours", "MWh", *(["cost"] if price is not None else []))
+    yield f"{name}, {prefixed(run_tokens)} tokens, {tokens:,} of them a step"
+    yield Table([*numbers("devices"), Column("layout"), *figures], table, inset=0)
+    yield (
+        "no layout here is beaten by another in seconds, memory of the fullest device and number of devices; MWh at the limit of "
+        "power, without hosts, network and cooling"
+    )
+    if left := sum(max(0, number - most) for number in shown.values()):
+        yield f"{units.counted(left, 'more layout')} with less memory: --top, or --json"
+
+
 def run_lines(
     step_s: float,
     *,
@@ -90,9 +128,11 @@ def _hours(step_s: float, tokens: int, num_devices: int, run_tokens: float) -> t
 
 def _long(seconds: float) -> str:
     """
-    >>> _long(177632), _long(1500)
-    ('49.3 hours', '25.0 minutes')
+    >>> _long(864000), _long(177632), _long(1500)
+    ('10.0 days', '49.3 hours', '25.0 minutes')
     """
+    if seconds >= 3 * 86400:
+        return f"{seconds / 86400:.1f} days"
     return f"{seconds / 3600:.1f} hours" if seconds >= 7200 else f"{seconds / 60:.1f} minutes"
 
 
