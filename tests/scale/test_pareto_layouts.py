@@ -14,8 +14,8 @@ from flatout.core.records.scale import Layout, ModelShape, Software
 from flatout.machine.cost.spans import table_span_s
 from flatout.scale import pareto
 from flatout.scale.candidates import Recomputing, Space, layouts
-from flatout.scale.pareto_layouts import usual_numbers
 from flatout.scale.inputs import cluster_of
+from flatout.scale.pareto_layouts import usual_numbers
 from flatout.scale.presets import PRESETS
 from flatout.scale.search import ranked_by_memory, ranked_layouts
 from flatout.scale.usual import usual_constants

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from flatout.core.errors import PlanError
-from flatout.core.records.scale import Cluster, ParetoLayout, ModelShape, Software
+from flatout.core.records.scale import Cluster, ModelShape, ParetoLayout, Software
 from flatout.machine.specs.catalog import load_spec
 from flatout.scale.candidates import divisors
 from flatout.scale.search import ranked_by_memory

@@ -291,9 +291,9 @@ def pareto(
     from flatout.core.records.record import to_json
     from flatout.core.records.scale import ParetoLayouts, Software
     from flatout.report.parts.scale import pareto_blocks
+    from flatout.scale.inputs import cluster_of, read_model, samples_of, tokens_of
     from flatout.scale.pareto_layouts import pareto as layouts_of
     from flatout.scale.pareto_layouts import usual_numbers
-    from flatout.scale.inputs import cluster_of, read_model, samples_of, tokens_of
     from flatout.scale.presets import named_software
 
     if model is None or gpus is None or batch is None:

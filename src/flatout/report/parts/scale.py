@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from flatout.core import units
 from flatout.core.records.failure import Goodput
-from flatout.core.records.scale import ParetoLayout, Layout, ModelShape, Ranked, StageMemory, StepFootprint
+from flatout.core.records.scale import Layout, ModelShape, ParetoLayout, Ranked, StageMemory, StepFootprint
 from flatout.report.document import Block, Column, Table, numbers
 from flatout.scale.sizes import num_parameters
 
