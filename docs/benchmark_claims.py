@@ -738,7 +738,7 @@ MANY = Section(
     "",
     (
         Run(
-            "2026-11-22-a100-published/regret.json",
+            "2026-11-28-a100-published/regret.json",
             (
                 Claim(
                     "{groups} published sweeps of 1 to 8 A100 with {rows} measured steps, {fitted} % of them used to fit "

@@ -23,6 +23,9 @@ _FIXED: Final = frozenset({"straggler_share"})
 """Constants that steps of one cluster cannot separate from the others."""
 _USUAL_SPREAD: Final = 0.7
 """How far constants lie from their defaults: a factor of two; shares as much in their odds."""
+_SPREADS: Final = {"kernel_s": 0.3}
+"""The same of constants that differ less: a kernel's start is a few microseconds on every device. Left to itself it becomes ten
+times as much where the host is slow, and the host's operators too little."""
 _NOISE: Final = 0.03
 """Of a measured step, and of formulas, as they count when constants are fitted."""
 _BEYOND: Final = 1.2
@@ -132,7 +135,9 @@ def _fitted(runs: Sequence[TimedLayout], cluster: Cluster, software: Software, p
             log(step_time(run.model, run.layout, cluster, software, constants_now).total_s / run.seconds) / _NOISE
             for run in runs
         ]
-        return [*map(_robust, residuals), *((a - b) / _USUAL_SPREAD for a, b in zip(places, start, strict=True))]
+        spreads = (_SPREADS.get(name, _USUAL_SPREAD) for name in names)
+        moves = ((a - b) / spread for a, b, spread in zip(places, start, spreads, strict=True))
+        return [*map(_robust, residuals), *moves]
 
     return constants(_least_squares(misses, start))
 
