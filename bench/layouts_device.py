@@ -62,6 +62,8 @@ def judged(steps: list[MeasuredStep], calibrated: Calibrated) -> dict[str, objec
     done = [s for s in steps if s.seconds is not None]
     said = [calibrated.predict(s.model, s.layout) for s in done]
     errors = [abs(p.seconds / s.seconds - 1) for p, s in zip(said, done, strict=True) if s.seconds]
+    at_speed = [calibrated.predict(s.model, s.layout, host_s=s.host_s) for s in done]
+    errors_at_speed = [abs(p.seconds / s.seconds - 1) for p, s in zip(at_speed, done, strict=True) if s.seconds]
     first = min(range(len(done)), key=lambda i: said[i].seconds)
     best = min(s.seconds for s in done if s.seconds)
     inside = [p.low_s <= (s.seconds or 0) <= p.high_s for p, s in zip(said, done, strict=True)]
@@ -78,6 +80,7 @@ def judged(steps: list[MeasuredStep], calibrated: Calibrated) -> dict[str, objec
         "regret": (done[first].seconds or 0) / best - 1,
         "error_mean": sum(errors) / len(errors),
         "error_p95": quantile(errors, 0.95),
+        "error_mean_at_measured_host_speed": sum(errors_at_speed) / len(errors_at_speed),
         "inside": sum(inside) / len(inside),
         "memory_error_median": median([abs(m) for m, _ in memory]) if memory else None,
         "memory_error_worst": max((abs(m) for m, _ in memory), default=None),
@@ -91,7 +94,9 @@ def judged_again(path: Path) -> None:
     result = msgspec.json.decode(path.read_bytes())
     cluster = cluster_of(f"{result['ranks']}x{result.get('device_id', 'h200')}")
     steps = msgspec.convert(result["calibration"], list[MeasuredStep])
-    calibrated = Calibrated([TimedLayout(s.model, s.layout, s.seconds) for s in steps if s.seconds], cluster, SOFTWARE)
+    calibrated = Calibrated(
+        [TimedLayout(s.model, s.layout, s.seconds, s.host_s) for s in steps if s.seconds], cluster, SOFTWARE
+    )
     result["constants"] = msgspec.to_builtins(calibrated.constants)
     for name in MODELS:
         if name in result:
@@ -135,7 +140,7 @@ def main() -> None:
             told = informative_layouts(few, ranks, SOFTWARE, room)
             calibration += measured_steps(few, told, world, limit_s=given.calibration / len(models), mixed=mixed)
         result["calibration_s"] = time.perf_counter() - began
-        runs = [TimedLayout(s.model, s.layout, s.seconds) for s in calibration if s.seconds is not None]
+        runs = [TimedLayout(s.model, s.layout, s.seconds, s.host_s) for s in calibration if s.seconds is not None]
         calibrated = Calibrated(runs, cluster_of(f"{ranks}x{given.device_id}"), SOFTWARE)
         result["constants"] = msgspec.to_builtins(calibrated.constants)
         result["calibration"] = msgspec.to_builtins(calibration)

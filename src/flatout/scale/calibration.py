@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import exp, log, sqrt
+from statistics import median
 from typing import Final, NamedTuple
 
 from msgspec import structs
@@ -31,6 +32,8 @@ _NOISE: Final = 0.03
 _BEYOND: Final = 1.2
 """Times as wide an interval is beyond the tiers that were measured: as far as predictions of many nodes were off where nothing
 was fitted (bench/planner.py, dense models)."""
+_OF_THE_HOST: Final = ("operator_s", "divided_operator_s", "collective_s")
+"""Constants that are the host's work: they are as much longer as it is slower."""
 _ROUNDS: Final = 12
 _UNMOVED: Final = 0.01
 """A constant that moved by less is not named among those that were fitted."""
@@ -44,11 +47,13 @@ Row = Sequence[float]
 
 
 class TimedLayout(NamedTuple):
-    """A step of a layout that was measured."""
+    """A step of a layout that was measured; `host_s` is what the host took to start a small operator then, where that is
+    known."""
 
     model: ModelShape
     layout: Layout
     seconds: float
+    host_s: float | None = None
 
 
 class Predicted(NamedTuple):
@@ -71,18 +76,24 @@ class Calibrated:
         self._cluster, self._software = cluster, software
         self._most = max(run.layout.num_devices for run in runs)
         prior = prior or Constants()
-        self.constants = _fitted(runs, cluster, software, prior)
+        speeds = [run.host_s for run in runs if run.host_s is not None]
+        self._host_s = median(speeds) if speeds else None
+        self.constants = _fitted(runs, cluster, software, prior, self._host_s)
         self.fitted = tuple(_in_words(self.constants, prior))
         """Each constant that the measured steps moved, in words."""
         self._points = [_local_shape(run.model, run.layout) for run in runs]
-        left = [log(run.seconds / self._formula_s(run.model, run.layout)) for run in runs]
+        left = [log(run.seconds / self._formula_s(run.model, run.layout, run.host_s)) for run in runs]
         self._krige = _best_krige(self._points, left)
         self._wide = _width(self._krige)
 
-    def predict(self, model: ModelShape, layout: Layout) -> Predicted:
-        """Seconds of a step; raises PlanError where the layout does not fit the model."""
+    def predict(self, model: ModelShape, layout: Layout, *, host_s: float | None = None) -> Predicted:
+        """Seconds of a step: where `host_s` says how long the host takes to start a small operator, on a host as fast as that;
+        else on one as fast as in the median of the measured steps.
+
+        Raises PlanError where the layout does not fit the model.
+        """
         mean, deviation = self._krige.at(_local_shape(model, layout))
-        seconds = self._formula_s(model, layout) * exp(mean)
+        seconds = self._formula_s(model, layout, host_s) * exp(mean)
         factor = exp(self._wide * deviation) * self._further(layout)
         return Predicted(seconds, seconds / factor, seconds * factor)
 
@@ -93,8 +104,16 @@ class Calibrated:
         used, needed = (sum(reach < devices for reach in reaches) for devices in (self._most, layout.num_devices))
         return _BEYOND if needed > used else 1.0
 
-    def _formula_s(self, model: ModelShape, layout: Layout) -> float:
-        return step_time(model, layout, self._cluster, self._software, self.constants).total_s
+    def _formula_s(self, model: ModelShape, layout: Layout, host_s: float | None) -> float:
+        constants = _on_host(self.constants, host_s, self._host_s)
+        return step_time(model, layout, self._cluster, self._software, constants).total_s
+
+
+def _on_host(constants: Constants, host_s: float | None, usual_s: float | None) -> Constants:
+    """The constants on a host that takes so long to start a small operator, where they are those of one that takes `usual_s`."""
+    if host_s is None or usual_s is None or host_s == usual_s:
+        return constants
+    return structs.replace(constants, **{n: getattr(constants, n) * host_s / usual_s for n in _OF_THE_HOST})
 
 
 def _in_words(constants: Constants, prior: Constants) -> Iterator[str]:
@@ -121,7 +140,9 @@ def _local_shape(model: ModelShape, layout: Layout) -> Row:
 # -- constants ------------------------------------------------------------------------------------------------------------
 
 
-def _fitted(runs: Sequence[TimedLayout], cluster: Cluster, software: Software, prior: Constants) -> Constants:
+def _fitted(
+    runs: Sequence[TimedLayout], cluster: Cluster, software: Software, prior: Constants, usual_s: float | None
+) -> Constants:
     names = _measured_constants(runs, cluster, software, prior)
     start = [_unbounded(name, getattr(prior, name)) for name in names]
 
@@ -131,10 +152,11 @@ def _fitted(runs: Sequence[TimedLayout], cluster: Cluster, software: Software, p
 
     def misses(places: Row) -> list[float]:
         constants_now = constants(places)
-        residuals = [
-            log(step_time(run.model, run.layout, cluster, software, constants_now).total_s / run.seconds) / _NOISE
+        taken_s = (
+            step_time(run.model, run.layout, cluster, software, _on_host(constants_now, run.host_s, usual_s)).total_s
             for run in runs
-        ]
+        )
+        residuals = [log(s / run.seconds) / _NOISE for run, s in zip(runs, taken_s, strict=True)]
         spreads = (_SPREADS.get(name, _USUAL_SPREAD) for name in names)
         moves = ((a - b) / spread for a, b, spread in zip(places, start, spreads, strict=True))
         return [*map(_robust, residuals), *moves]

@@ -23,6 +23,8 @@ from flatout.machine.measure.timer import host_clock_for
 _WARM_UP: Final = 2
 _STEPS: Final = 15
 _FEWEST_STEPS: Final = 3
+_SMALL_OPERATORS: Final = 400
+"""Started between steps, for how fast the host is then: a few milliseconds."""
 _ENOUGH_S: Final = 1.5
 """Of measured steps, after which the fewest are enough: what long ones wait for is rarely the host, which varies most."""
 
@@ -37,7 +39,8 @@ def measured_steps(
 ) -> Iterator[MeasuredStep]:
     """Each layout in turn, until `limit_s` have passed: a model of these sizes, random tokens, AdamW; all ranks call it.
 
-    Seconds are the median of 15 steps (down to 3 of long ones) after 2, of the slowest rank. Bytes are the allocator's peak of
+    Seconds are the median of 15 steps (down to 3 of long ones) after 2, of the slowest rank; between them the host's speed is
+    measured. Bytes are the allocator's peak of
     each rank from the first step on, None on a CPU. A layout that cannot be run here comes with the reason and no seconds. All
     ranks go through the same layouts, and agree on when time is over.
     """
@@ -76,10 +79,14 @@ def _measured(shape: ModelShape, layout: Layout, world: World, mixed: torch.dtyp
         parallel.step(ids, positions, target=ids, loss=token_loss)
         optimizer.step()
 
-    seconds = _median_s(step, world)
+    seconds, host_s = _medians_s(step, world)
     peaks = world.gathered(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
     return MeasuredStep(
-        model=shape, layout=layout, seconds=seconds, peak_bytes=tuple(peaks) if device.type == "cuda" else None
+        model=shape,
+        layout=layout,
+        seconds=seconds,
+        host_s=host_s,
+        peak_bytes=tuple(peaks) if device.type == "cuda" else None,
     )
 
 
@@ -92,9 +99,16 @@ def _construction_device(shape: ModelShape, device: torch.device) -> torch.devic
     return device
 
 
-def _median_s(step: Callable[[], None], world: World) -> float:
+def _medians_s(step: Callable[[], None], world: World) -> tuple[float, float]:
+    """Of a step, and of the host to start a small operator between steps; each of the slowest rank."""
     clock = host_clock_for(world.device)
-    found = []
+    found, of_host = [], []
+    number_1 = torch.zeros(1, device=world.device)
+
+    def small() -> None:
+        for _ in range(_SMALL_OPERATORS):
+            number_1.add_(1)
+
     for number in range(_WARM_UP + _STEPS):
         if world.num_ranks > 1:
             dist.barrier()
@@ -105,11 +119,13 @@ def _median_s(step: Callable[[], None], world: World) -> float:
                 torch.cuda.current_stream(world.device).synchronize()
 
         seconds = max(world.gathered(clock.elapsed_s(whole, 1)))
+        host_s = max(world.gathered(clock.elapsed_s(small, 1))) / _SMALL_OPERATORS
         if number >= _WARM_UP or (number and seconds > _ENOUGH_S / 3):
             found.append(seconds)
+            of_host.append(host_s)
         if len(found) >= _FEWEST_STEPS and sum(found) > _ENOUGH_S:  # the same on all ranks
             break
-    return median(found)
+    return median(found), median(of_host)
 
 
 # B batch, T tokens, C hidden, N heads, H numbers of a head

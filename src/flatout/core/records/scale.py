@@ -257,12 +257,14 @@ class Layout(Record, frozen=True, kw_only=True):
 class MeasuredStep(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A step of a model in a layout that was measured: seconds, and the bytes that each rank's allocator gave out at most.
 
-    Without seconds, why it could not be run.
+    `host_s` is what the slowest rank's host took to start a small operator then, between the steps. Without seconds, why it could
+    not be run.
     """
 
     model: ModelShape
     layout: Layout
     seconds: float | None = None
+    host_s: float | None = None
     peak_bytes: tuple[int, ...] | None = None
     why: str = ""
 
