@@ -24,8 +24,9 @@ rates that programs were measured to reach. This page compares predictions with 
 **Which rows are a test.** Many numbers were set with some of these tables in sight, so each row says what it is a test of:
 
 - **numbers set**: rows with which numbers were set. Those of A100 and H100 in bfloat16 were fitted on mpt-fsdp. Those of products
-  in 8 and 4 bits are the shares at which Megatron-Bridge's dense rows are right in the median. Those of PyTorch without
-  `torch.compile` come from torchtitan, and those of experts from Megatron-Bridge.
+  in 8 and 4 bits are the shares at which Megatron-Bridge's dense rows are right in the median. Blackwell's share in bfloat16 is
+  that in 8 bits, since dgxc's rows on GB200 were seen. Those of PyTorch without `torch.compile` come from torchtitan, and those
+  of experts from Megatron-Bridge.
 - **mended**: rows with which no number was set, but after whose errors the planner was taught to count something more. Among
   that are weights that are cast once a step, gathers beside the forward, and recomputing that stops before the last product.
 - **first look**: the error when a table was predicted for the first time, before anything was changed for it. The rows of dgxc,
@@ -39,8 +40,9 @@ The other columns:
 - **unseen**: error and bias of the rows with which no number was set, and that are not mended.
 - **held**: rows inside an interval that is made of the errors of all other rows of the same device, software and kind of model.
   Where these are fewer than ten, other software on the device counts, too. Printed intervals are made in the same way; where
-  nothing was compared they are wide and say so.
-- **not to fit**: rows that ran, and are said not to fit the memory.
+  nothing was compared they are wide and say so. How far they are widened was set with all tables in sight.
+- **not to fit**: rows that ran, and are said not to fit the memory. That counts may be 5 % too high was set with these rows in
+  sight, too.
 """
 LEFT_OUT: Final = """\
 ## Chosen on other rows
