@@ -230,7 +230,7 @@ def main() -> int:
     every = [one for rows in tables.values() for one in rows]
     for name, rows in tables.items():
         found = summary(rows, every)
-        about = (TABLES[name].__doc__ or bridge.__doc__ or "").strip()
+        about = (getattr(TABLES[name], "func", TABLES[name]).__doc__ or "").strip()
         result[name] = {"about": about, **found, "rows of it": [row_record(one) for one in rows]}
         shown = {key: f"{value:+.3f}" if isinstance(value, float) else value for key, value in found.items()}
         print(f"{name:24}", "  ".join(f"{key} {value}" for key, value in shown.items() if value not in (None, 0)))

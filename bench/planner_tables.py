@@ -9,6 +9,7 @@ import csv
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -568,25 +569,26 @@ TABLES: Final[dict[str, Callable[[], Iterator[Row]]]] = {
     "mpt-fsdp": mpt_fsdp,
     "torchtitan": torchtitan,
     **{
-        f"bridge-{system.lower()}-{'experts' if experts else 'dense'}": lambda s=system, e=experts: bridge(  # type: ignore[misc]
-            system=f"DGX-{s}", experts=e
+        f"bridge-{system.lower()}-{'experts' if experts else 'dense'}": partial(
+            bridge, system=f"DGX-{system}", experts=experts
         )
         for system in ("H100", "B200", "GB200", "B300", "GB300")
         for experts in (False, True)
     },
     **{
-        f"nemo-{system.lower()}-{'experts' if experts else 'dense'}": lambda s=system, e=experts: nemo(  # type: ignore[misc]
-            system=f"DGX-{s}", experts=e
+        f"nemo-{system.lower()}-{'experts' if experts else 'dense'}": partial(
+            nemo, system=f"DGX-{system}", experts=experts
         )
         for system, experts in (*(("H100", False), ("B200", False), ("B200", True), ("GB200", False), ("GB200", True)),)
     },
     "fms-fsdp": fms_fsdp,
     "kempner": kempner,
-    "automodel-dense": lambda: automodel(experts=False),
+    "automodel-dense": partial(automodel, experts=False),
     "torchtitan-2024": torchtitan_2024,
-    "dgxc-h100-dense": lambda: dgxc(system="h100-sxm", experts=False),
-    "dgxc-h100-experts": lambda: dgxc(system="h100-sxm", experts=True),
-    "dgxc-gb200-dense": lambda: dgxc(system="gb200", experts=False),
-    "dgxc-gb200-experts": lambda: dgxc(system="gb200", experts=True),
-    "automodel-experts": lambda: automodel(experts=True),
+    **{
+        f"dgxc-{name}-{'experts' if experts else 'dense'}": partial(dgxc, system=system, experts=experts)
+        for name, system in (("h100", "h100-sxm"), ("gb200", "gb200"))
+        for experts in (False, True)
+    },
+    "automodel-experts": partial(automodel, experts=True),
 }

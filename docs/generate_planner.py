@@ -142,7 +142,13 @@ def page() -> str:
         for name, found in out
     ]
     lines += ["", "## The tables", ""]
-    lines += [f"- **{name}**: {found['about']}" for name, found in tables.items()]
+    by_source: dict[str, list[str]] = {}
+    for name, found in tables.items():
+        by_source.setdefault(found["about"], []).append(name)
+    lines += [
+        f"- **{names[0] if len(names) == 1 else names[0].partition('-')[0] + '-...'}**: {about}"
+        for about, names in by_source.items()
+    ]
     return "\n".join(lines) + "\n" + FOOT
 
 
