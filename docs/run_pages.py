@@ -57,6 +57,7 @@ PAGES: Final = (
     "docs/experiments/*.md",
 )
 LONGEST_S: Final = 600
+LONGEST_INSTALLING_S: Final = 1500
 WIDTH: Final = 100
 _FENCE: Final = re.compile(r"^(\s*)(`{3,})\s*([\w+-]*)(.*)$")
 _RUN: Final = re.compile(r"^\s*<!-- run: (.*?)\s*(-->)?\s*$")
@@ -307,6 +308,7 @@ class Outputs:
         return {**around, "PATH": path, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
 
     def _shell(self, command: str, fence: Fence) -> tuple[int, str]:
+        longest_s = LONGEST_S if fence.has("environment") is None else LONGEST_INSTALLING_S
         try:
             done = subprocess.run(
                 ["bash", *(("-e",) if fence.language == "sh" else ()), "-c", command],
@@ -317,11 +319,11 @@ class Outputs:
                 stdin=subprocess.DEVNULL,
                 text=True,
                 errors="replace",
-                timeout=LONGEST_S,
+                timeout=longest_s,
                 check=False,
             )
         except subprocess.TimeoutExpired as e:
-            raise PageError(f"`{command}` took more than {LONGEST_S} s") from e
+            raise PageError(f"`{command}` took more than {longest_s} s") from e
         return done.returncode, done.stdout
 
     def _ask(self, code: str, name: str) -> tuple[str, str]:
