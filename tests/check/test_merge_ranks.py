@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from tests.evidence_builder import EvidenceBuilder
 
+from flatout.app.cli.ranks import failed_code
 from flatout.app.session import diagnose_all
 from flatout.check.merge_ranks import merge
 from flatout.core.errors import RecordError
@@ -73,6 +74,12 @@ def test_missing_ranks_and_failures_are_said() -> None:
     assert merged.distributed.missing_ranks == (1,)
     assert any("rank 1 of 3 left no evidence" in n for n in merged.notes)
     assert any("rank 2 ended with code 7: boom" in n for n in merged.notes)
+
+
+def test_a_rank_that_failed_by_itself_gives_the_exit_code() -> None:
+    ended = [rank(0, exposed_s=(0.01,), world_size=3), rank(1, exposed_s=(0.01,), world_size=3, code=143)]
+    assert failed_code(merge([*ended, rank(2, exposed_s=(0.01,), world_size=3, code=7)])) == 7
+    assert failed_code(merge([*ended, rank(2, exposed_s=(0.01,), world_size=3)])) == 0
 
 
 def test_the_report_of_the_first_host_is_merged_with_ranks_of_others() -> None:

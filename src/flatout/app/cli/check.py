@@ -29,6 +29,7 @@ from flatout.app.cli.ranks import (
     all_written,
     end_leftovers,
     evidence_path,
+    failed_code,
     gather,
     launch_command,
     launch_environment,
@@ -167,7 +168,8 @@ def _run_ranks(observation: Observation, folder: Path, nproc: int, outputs: Outp
     end_leftovers(folder, nproc)
     if ended.code and not any(folder.glob("rank*.json")) and not any(folder.glob("rank*.draft")):
         return ended.code  # the ranks and their launcher have said why
-    return _report(gather(folder, nproc), outputs, ended)
+    evidence = gather(folder, nproc)
+    return _report(evidence, outputs, ended._replace(code=ended.code or failed_code(evidence)))
 
 
 def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:

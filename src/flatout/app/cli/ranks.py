@@ -23,6 +23,10 @@ _LAST_WORDS_S: Final = 20.0
 """Other ranks end some seconds after this one; torchrun kills what is left after 30."""
 
 
+_BY_SIGNAL: Final = 128
+"""A process that a signal ended has this code and more."""
+
+
 class Rank(NamedTuple):
     """What a launcher says of this process in its environment (torchrun's names, which Accelerate and others share)."""
 
@@ -121,6 +125,14 @@ def gather(folder: Path, world_size: int) -> Evidence:
     if not found:
         raise CaptureError("no rank could write what it saw (killed, or os._exit)")
     return merge(found, notes=notes)
+
+
+def failed_code(evidence: Evidence) -> int:
+    """The exit code of the first rank that failed by itself, not by a signal; 0 where none did. The launcher may have been ended
+    before it could say so, when all ranks had left their Evidence.
+    """
+    ranks = evidence.distributed.ranks if evidence.distributed is not None else ()
+    return next((rank.exit_code for rank in ranks if rank.exit_code and 0 < rank.exit_code < _BY_SIGNAL), 0)
 
 
 def observing_ranks(folder: Path, world_size: int) -> list[int]:
