@@ -145,7 +145,7 @@ def _model_of(row: Row) -> str:
 
 
 def shares() -> dict[str, float]:
-    """Of each device and type, the share of the data sheet's rate at which Megatron-Bridge's dense rows are right in the
+    """The share, for each device and type, of the data sheet's rate at which Megatron-Bridge's dense rows are right in the
     median."""
     rows: dict[tuple[str, str], list[Row]] = {}
     for name, table in TABLES.items():

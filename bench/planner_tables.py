@@ -347,35 +347,41 @@ def bridge(*, system: str, experts: bool, chosen: Chosen = CHOSEN) -> Iterator[R
         )
 
 
+def staged_layout(shape: ModelShape, line: dict[str, str], **changes: Any) -> Layout:
+    """The layout that a line's degrees say; what they leave of the devices are data ranks, which share the optimizer's state."""
+    devices, tensor, pipeline, context, chunks = (
+        int(line[name]) for name in ("devices", "tensor", "pipeline", "context", "chunks")
+    )
+    data = devices // (tensor * pipeline * context)
+    layout = Layout(
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        data=data,
+        expert=int(line["expert"]),
+        expert_tensor=1 if shape.num_experts > 1 else 0,
+        micro_batch=int(line["micro_batch"]),
+        global_batch=int(line["global_batch"]),
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        chunks=chunks,
+        shard=1 if data > 1 else 0,
+        is_sequence_parallel=tensor > 1,
+        counts_ends=shape.layers % (pipeline * chunks) != 0,
+    )
+    return structs.replace(layout, **changes)
+
+
 def nemo(*, system: str, experts: bool) -> Iterator[Row]:
     """NeMo's performance summaries of 24.12, 25.02 and 25.04 in 8 bits (NVIDIA, 2024 and 2025)."""
     for line in lines_of("nemo.csv"):
         shape = model(line["model"], seq=int(line["seq"]))
         if line["system"] != system or (shape.num_experts > 1) != experts:
             continue
-        devices, tensor, pipeline, context, chunks = (
-            int(line[name]) for name in ("devices", "tensor", "pipeline", "context", "chunks")
-        )
-        data = devices // (tensor * pipeline * context)
-        name = "megatron-core-2025"
+        devices, name = int(line["devices"]), "megatron-core-2025"
         yield Row(
             f"{line['release']} {line['model']} {line['task']} on {devices} {system}",
             shape,
-            Layout(
-                tensor=tensor,
-                context=context,
-                pipeline=pipeline,
-                data=data,
-                expert=int(line["expert"]),
-                expert_tensor=1 if experts else 0,
-                micro_batch=int(line["micro_batch"]),
-                global_batch=int(line["global_batch"]),
-                schedule="interleaved" if chunks > 1 else "1f1b",
-                chunks=chunks,
-                shard=3 if line["fsdp"] == "1" else 1 if data > 1 else 0,
-                is_sequence_parallel=tensor > 1,
-                counts_ends=shape.layers % (pipeline * chunks) != 0,
-            ),
+            staged_layout(shape, line, **({"shard": 3} if line["fsdp"] == "1" else {})),
             cluster_of(f"{devices}x{_BRIDGE_DEVICES[system.removeprefix('DGX-')]}"),
             structs.replace(
                 PRESETS[name].software,
@@ -456,28 +462,15 @@ def automodel(*, experts: bool) -> Iterator[Row]:
         shape = model(line["model"], seq=int(line["seq"]))
         if (shape.num_experts > 1) != experts:
             continue
-        devices, tensor, pipeline, context, chunks = (
-            int(line[name]) for name in ("devices", "tensor", "pipeline", "context", "chunks")
-        )
-        data = devices // (tensor * pipeline * context)
-        runs = int(line["global_batch"]) // (data * int(line["local_batch"])) if pipeline > 1 else 1
+        devices, layout = int(line["devices"]), staged_layout(shape, line)
+        runs = layout.global_batch // (layout.data * int(line["local_batch"])) if layout.pipeline > 1 else 1
         yield Row(
             f"{line['model']} {line['task']} on {devices}",
             shape,
-            Layout(
-                tensor=tensor,
-                context=context,
-                pipeline=pipeline,
-                data=data,
-                expert=int(line["expert"]),
-                expert_tensor=1 if experts else 0,
-                micro_batch=int(line["micro_batch"]),
-                global_batch=int(line["global_batch"]) // runs,
-                schedule="interleaved" if chunks > 1 else "1f1b",
-                chunks=chunks,
-                shard=3 if data * context > 1 else 0,
-                is_sequence_parallel=tensor > 1,
-                counts_ends=shape.layers % (pipeline * chunks) != 0,
+            structs.replace(
+                layout,
+                global_batch=layout.global_batch // runs,
+                shard=3 if layout.data * layout.context > 1 else 0,
                 recompute="full" if line["recomputed"] == "1" else "none",
             ),
             cluster_of(f"{devices}xh100-sxm"),
@@ -502,29 +495,11 @@ def dgxc(*, system: str, experts: bool) -> Iterator[Row]:
         shape = model(line["model"], seq=int(line["seq"]), **layers)
         if line["system"] != system or (shape.num_experts > 1) != experts:
             continue
-        devices, tensor, pipeline, context, chunks = (
-            int(line[name]) for name in ("devices", "tensor", "pipeline", "context", "chunks")
-        )
-        data = devices // (tensor * pipeline * context)
-        name = "megatron-core-2025"
+        devices, name = int(line["devices"]), "megatron-core-2025"
         yield Row(
             f"{line['release']} {line['model']} {line['dtype']} on {devices}, batch {line['global_batch']}",
             shape,
-            Layout(
-                tensor=tensor,
-                context=context,
-                pipeline=pipeline,
-                data=data,
-                expert=int(line["expert"]),
-                expert_tensor=int(line["expert_tensor"]) if experts else 0,
-                micro_batch=int(line["micro_batch"]),
-                global_batch=int(line["global_batch"]),
-                schedule="interleaved" if chunks > 1 else "1f1b",
-                chunks=chunks,
-                shard=1 if data > 1 else 0,
-                is_sequence_parallel=tensor > 1,
-                counts_ends=shape.layers % (pipeline * chunks) != 0,
-            ),
+            staged_layout(shape, line, **({"expert_tensor": int(line["expert_tensor"])} if experts else {})),
             cluster_of(f"{devices}x{system}"),
             structs.replace(
                 PRESETS[name].software, dtype=line["dtype"], context_exchange="ring", context_pieces="balanced"

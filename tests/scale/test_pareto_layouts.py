@@ -67,6 +67,12 @@ def test_other_programs_have_their_own_schedules_and_ways_to_recompute() -> None
     found = [one.layout for one in named(CORE, constants, preset="megatron-core").best]
     assert {one.schedule for one in found} <= {"1f1b", "interleaved", "gpipe"}
     assert any(one.counts_ends and one.schedule == "interleaved" for one in found)
+    fsdp1 = PRESETS["fsdp1"].software
+    found = [one.layout for one in named(fsdp1, constants, preset="fsdp1").best]
+    assert any(one.recompute == "operators" for one in found)  # it is torch's, whatever else it is
+    assert not any(one.recompute == "parts" for one in found)
+    old = PRESETS["megatron-2021"].software
+    assert {one.layout.schedule for one in named(old, constants).best} <= {"1f1b", "interleaved", "gpipe"}
     own = [one.layout for one in named(Software(), constants).best]
     assert not any(one.counts_ends or one.recompute_layers or one.recompute in ("parts", "operators") for one in own)
 

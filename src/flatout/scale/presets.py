@@ -35,6 +35,7 @@ _EXPERT_TRAFFIC: Final = 2.5
 on all rows of Megatron-Bridge's summary; `bench/planner.py --left-out` says how far off it is where it was chosen on others."""
 
 _CORE: Final = Software(
+    program="megatron-core",
     gradient_bytes=2,
     optimizer_bytes=28,
     has_dropout=False,
@@ -49,7 +50,13 @@ _CORE: Final = Software(
     casts_weights_once=True,
 )
 
-_TORCHTITAN: Final = structs.replace(EXECUTOR, kernels="flash-2", cast_passes=1.5, context_pieces="balanced")
+_MEGATRON: Final = Software(
+    program="megatron", dtype="float16", attention="megatron", gradient_bytes=2, has_overlap=False
+)
+
+_TORCHTITAN: Final = structs.replace(
+    EXECUTOR, program="torch", kernels="flash-2", cast_passes=1.5, context_pieces="balanced"
+)
 
 NO_GRAPHS: Final = {"forward_operators": 40, "backward_operators": 60, "routing_operators": 40}
 """What the host starts of a Megatron-Core layer with experts where nothing is captured: chosen on the same rows."""
@@ -59,7 +66,7 @@ WHOLE_GRAPHS: Final = {"forward_operators": 0, "backward_operators": 0, "routing
 
 PRESETS: Final[Mapping[str, Preset]] = {
     "megatron-2021": Preset(
-        Software(dtype="float16", attention="megatron", gradient_bytes=2, has_overlap=False),
+        _MEGATRON,
         "Megatron-LM of 2021 (Narayanan et al.): scores written, fused softmax, gradients reduced after the backward",
     ),
     "megatron-core": Preset(
@@ -77,11 +84,12 @@ PRESETS: Final[Mapping[str, Preset]] = {
         "the same of 2025 without graphs, where each expert's products are started by themselves",
     ),
     "deepspeed": Preset(
-        Software(dtype="float16", attention="megatron", gradient_bytes=2, has_overlap=False),
+        _MEGATRON,
         "Megatron-DeepSpeed of 2022: Megatron's layers, ZeRO's stage 1",
     ),
     "fsdp1": Preset(
         Software(
+            program="torch",
             gradient_bytes=2,
             optimizer_bytes=28,
             pads_vocabulary=False,
@@ -94,9 +102,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
         "torch.distributed.fsdp.FullyShardedDataParallel in eager mode, a buffer a layer, fused attention and loss",
     ),
     "fsdp2": Preset(
-        structs.replace(
-            EXECUTOR, kernels="flash-2", cast_passes=1.5, traffic=_EAGER_TRAFFIC, gated_traffic=_PLAIN_TRAFFIC
-        ),
+        structs.replace(_TORCHTITAN, traffic=_EAGER_TRAFFIC, gated_traffic=_PLAIN_TRAFFIC),
         "fully_shard and DTensor in eager mode (torchtitan without torch.compile), float32 gradients, plain loss",
     ),
     "fsdp2-compiled": Preset(

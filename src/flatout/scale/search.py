@@ -18,7 +18,6 @@ from flatout.core.records.scale import (
     ModelShape,
     Ranked,
     Recompute,
-    ScheduleKind,
     Software,
     StageMemory,
     StepTime,
@@ -36,14 +35,19 @@ from flatout.scale.step import QuickTime, quick_s, step_time
 
 _MOST_PLAYED: Final = 200
 """Layouts whose schedules are played event by event: the best by their bubble's closed form."""
-_AGAIN: Final = {
-    "torch": (*NOTHING_OR_ALL, Recomputing("operators"), Recomputing("full", share=0.5)),
-    "megatron": (*NOTHING_OR_ALL, Recomputing("parts", ("norms", "gates")), Recomputing("full", share=0.5)),
+_HALF: Final = Recomputing("full", share=0.5)
+_PROGRAMS: Final = {
+    "": Space(),
+    "torch": Space(recomputing=(*NOTHING_OR_ALL, Recomputing("operators"), _HALF), counts_ends=True),
+    "megatron": Space(recomputing=(*NOTHING_OR_ALL, _HALF), schedules=("1f1b", "interleaved")),
+    "megatron-core": Space(
+        recomputing=(*NOTHING_OR_ALL, Recomputing("parts", ("norms", "gates")), _HALF),
+        schedules=("1f1b", "interleaved"),
+        counts_ends=True,
+    ),
 }
-"""What other programs can compute again, too: torch's selective checkpointing of operators, Megatron-Core's modules, and half of
-the layers."""
-_SCHEDULES: Final[dict[str, tuple[ScheduleKind, ...]]] = {"torch": (), "megatron": ("1f1b", "interleaved")}
-"""What they run of a pipeline's schedules: all of torch's, or Megatron-Core's two."""
+"""What each program can run: torch's selective checkpointing of operators and all of its schedules, Megatron's two, and the
+modules that Megatron-Core computes again; and half of the layers."""
 _LESS: Final[dict[Recompute, tuple[Recompute, ...]]] = {
     "none": (),
     "selective": ("none",),
@@ -91,7 +95,7 @@ def ranked_layouts(
 
     Raises PlanError when no layout divides the model and the batch, HardwareError when the data sheet lacks a figure.
     """
-    found, widened = _fitting_first(model, cluster, global_batch, software, compressions, preset)
+    found, widened = _fitting_first(model, cluster, global_batch, software, compressions)
     constants = calibrated.constants if calibrated is not None else constants
     quick = _estimated(model, cluster, software, constants, found)
     quick.sort(key=lambda one: one[0].about_s)
@@ -135,7 +139,7 @@ def ranked_by_memory(
 
     Raises PlanError when no layout divides the model and the batch, HardwareError when the data sheet lacks a figure.
     """
-    found = _fitting_first(model, cluster, global_batch, software, (), preset)[0]
+    found = _fitting_first(model, cluster, global_batch, software, ())[0]
     quick = _estimated(model, cluster, software, constants, found)
     quick.sort(key=lambda one: (one.estimate.about_s, one.memory.total_bytes))
     unbeaten: list[Ranked] = []
@@ -157,11 +161,10 @@ def _fitting_first(
     global_batch: int,
     software: Software,
     compressions: tuple[Compression, ...],
-    preset: str,
 ) -> tuple[_Fitting, str]:
     """What fits in the nearest space where anything does, and what was allowed for it."""
     found, widened = _Fitting([], 0, None), ""
-    for space, reason in _spaces(model, cluster, compressions, software, preset):
+    for space, reason in _spaces(model, cluster, compressions, software):
         found, widened = _fitting(model, cluster, global_batch, software, space), reason
         if not found.num:
             raise PlanError(
@@ -174,13 +177,10 @@ def _fitting_first(
 
 
 def _spaces(
-    model: ModelShape, cluster: Cluster, compressions: tuple[Compression, ...], software: Software, preset: str
+    model: ModelShape, cluster: Cluster, compressions: tuple[Compression, ...], software: Software
 ) -> Iterator[tuple[Space, str]]:
-    """Further and further, each with what it allows; what only other programs can do is for these alone."""
-    first = Space(compressions=compressions)
-    if preset not in ("", "flatout"):
-        kind = "torch" if software.stops_early else "megatron"
-        first = replace(first, recomputing=_AGAIN[kind], schedules=_SCHEDULES[kind], counts_ends=True)
+    """Further and further, each with what it allows, as far as the program can."""
+    first = replace(_PROGRAMS[software.program], compressions=compressions)
     yield first, ""
     if model.seq < LONG_TOKENS:
         yield replace(first, context_of_any_length=True), "samples divided by tokens"
@@ -192,7 +192,8 @@ def _spaces(
     ):
         for place in ("host", "disk"):
             where = "in the host's memory" if place == "host" else "on its disk"
-            yield Space(offload=offload, offload_to=place), f"{reason} kept {where}"  # type: ignore[arg-type]
+            further = replace(first, compressions=(), offload=offload, offload_to=place)  # type: ignore[arg-type]
+            yield further, f"{reason} kept {where}"
 
 
 def _fitting(model: ModelShape, cluster: Cluster, global_batch: int, software: Software, space: Space) -> _Fitting:

@@ -148,9 +148,10 @@ def _hiding_s(priced: _Priced, layout: Layout) -> tuple[float, float]:
     if layout.schedule in LOOPED and layout.chunks > 1:
         each = min(layout.pipeline, layout.num_micro_batches)
         rounds = max(1.0, each * (layout.chunks - 1) / layout.chunks)
-    return tuple(  # type: ignore[return-value]
+    backward_s, forward_s = (
         rounds * min(sum(p.own_s for p in priced.passes(s, kind)) for s in range(layout.pipeline)) for kind in "BF"
     )
+    return backward_s, forward_s
 
 
 def _taken_s(passes: Sequence[LayerPass]) -> float:

@@ -100,14 +100,14 @@ def _construction_device(shape: ModelShape, device: torch.device) -> torch.devic
 
 
 def _medians_s(step: Callable[[], None], world: World) -> tuple[float, float]:
-    """Of a step, and of the host to start a small operator between steps; each of the slowest rank."""
+    """Medians of the slowest rank: seconds of a step, and of the host to start a small operator between steps."""
     clock = host_clock_for(world.device)
     found, of_host = [], []
-    number_1 = torch.zeros(1, device=world.device)
+    scratch = torch.zeros(1, device=world.device)
 
     def small() -> None:
         for _ in range(_SMALL_OPERATORS):
-            number_1.add_(1)
+            scratch.add_(1)
 
     for number in range(_WARM_UP + _STEPS):
         if world.num_ranks > 1:

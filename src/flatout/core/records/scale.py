@@ -295,8 +295,10 @@ class Software(Record, frozen=True, kw_only=True):
     numbers of `dispatch_bytes` (0: as wide as others), and comes back as wide as others. What lies between products reads and
     writes `traffic` times what it would in fused kernels, in layers of gates and RMS norms `gated_traffic` times (0: as often),
     in layers with experts `expert_traffic` times as much again. Weights that are sharded between steps are gathered beside the
-    first forward (`gathers_ahead`); weights of products in 8 bits are sent in 8 bits (`gathers_eight`)."""
+    first forward (`gathers_ahead`); weights of products in 8 bits are sent in 8 bits (`gathers_eight`). `program` says whose
+    schedules and ways to recompute a search may use: torch's, Megatron's of 2021, Megatron-Core's, or ('') this project's."""
 
+    program: Literal["", "torch", "megatron", "megatron-core"] = ""
     dtype: str = "bfloat16"
     attention: Literal["fused", "written", "megatron"] = "fused"
     kernels: str = ""
