@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node N bench/layouts_device.py OUT [--device-id h200] [--all wide] [--small]
 
-First a minute of calibration on a few layers (what `flatout calibrate` does), on which constants are fitted; then the layouts.
+A minute of calibration on a few layers (what `flatout calibrate` does), on which constants are fitted, and the layouts; all of
+that in `--rounds` rounds, of which the means count, since a host's speed changes within minutes.
 Judged are how much slower than the best measured one the planner's first choice is, the error of predicted seconds, and the
 error of predicted peaks, with "fits" that were false. `--small` runs it on CPUs with a tiny model: the figures then mean nothing.
 
@@ -21,10 +22,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from flatout.blocks.parallel.layout_measurement import measured_steps
+from flatout.blocks.parallel.layout_measurement import averaged, measured_steps
 from flatout.blocks.parallel.world import World
 from flatout.core.files import write_whole_file
-from flatout.core.records.scale import Layout, MeasuredStep, ModelShape
+from flatout.core.records.scale import Cluster, Layout, MeasuredStep, ModelShape
 from flatout.machine.measure.stats import median, quantile
 from flatout.scale.calibration import Calibrated, TimedLayout
 from flatout.scale.candidates import layouts
@@ -117,6 +118,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--calibration", type=float, default=60.0)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for that model; a third for the other")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--judge", action="store_true", help="what is in the file, once more")
     given = parser.parse_args()
     if given.judge:
@@ -134,33 +136,64 @@ def main() -> None:
             "ranks": ranks,
             "torch": str(torch.__version__),
         }
-        calibration: list[MeasuredStep] = []
-        for shape in models.values():
-            few = thin(shape, ranks)
-            told = informative_layouts(few, ranks, SOFTWARE, room)
-            calibration += measured_steps(few, told, world, limit_s=given.calibration / len(models), mixed=mixed)
-        result["calibration_s"] = time.perf_counter() - began
-        runs = [TimedLayout(s.model, s.layout, s.seconds, s.host_s) for s in calibration if s.seconds is not None]
-        calibrated = Calibrated(runs, cluster_of(f"{ranks}x{given.device_id}"), SOFTWARE)
-        result["constants"] = msgspec.to_builtins(calibrated.constants)
-        result["calibration"] = msgspec.to_builtins(calibration)
-        for name in sorted(models, key=lambda n: n != given.all):
-            shape = models[name]
-            found = candidates(shape, ranks, given.device_id, room, batch=4 * ranks)
-            random.Random(0).shuffle(found)  # the same on all ranks: what the limit cuts off is no kind of layout
-            chosen = found if name == given.all else found[: max(8, len(found) // 4)]
-            limit_s = given.limit if name == given.all else given.limit / 3
-            steps = []
-            for step in measured_steps(shape, chosen, world, limit_s=limit_s, mixed=mixed):
-                steps.append(step)
-                if world.is_first:
-                    with given.out.with_suffix(".jsonl").open("ab") as lines:
-                        lines.write(msgspec.json.encode(step) + b"\n")
-            result[name] = judged(steps, calibrated) | {"of": len(found), "steps": msgspec.to_builtins(steps)}
+        calibrated_in: list[list[MeasuredStep]] = []
+        measured_in: dict[str, list[list[MeasuredStep]]] = {name: [] for name in models}
+        names = sorted(models, key=lambda n: n != given.all)
+        for number in range(given.rounds):
+            calibrated_in.append([])
+            for shape in models.values():
+                few = thin(shape, ranks)
+                told = informative_layouts(few, ranks, SOFTWARE, room)
+                calibrated_in[-1] += measured_steps(
+                    few, told, world, limit_s=given.calibration / len(models), mixed=mixed
+                )
+            if not number:
+                result["calibration_s"] = time.perf_counter() - began
+            for name in names:
+                shape = models[name]
+                found = candidates(shape, ranks, given.device_id, room, batch=4 * ranks)
+                random.Random(0).shuffle(found)  # the same on all ranks: what the limit cuts off is no kind of layout
+                chosen = found if name == given.all else found[: max(8, len(found) // 4)]
+                limit_s = given.limit if name == given.all else given.limit / 3
+                measured_in[name].append([])
+                for step in measured_steps(shape, chosen, world, limit_s=limit_s, mixed=mixed):
+                    measured_in[name][-1].append(step)
+                    if world.is_first:
+                        with given.out.with_suffix(".jsonl").open("ab") as lines:
+                            lines.write(msgspec.json.encode(step) + b"\n")
             if world.is_first:
+                result |= result_of(calibrated_in, measured_in, cluster_of(f"{ranks}x{given.device_id}"))
                 write_whole_file(given.out, msgspec.json.format(msgspec.json.encode(result)))
-                told_of = {k: v for k, v in result[name].items() if k not in ("steps", "chosen")}  # type: ignore[attr-defined]
-                print(name, told_of, flush=True)
+                for name in names:
+                    print(name, {k: v for k, v in result[name].items() if k not in ("steps", "chosen")}, flush=True)  # type: ignore[attr-defined]
+
+
+def result_of(
+    calibrated_in: list[list[MeasuredStep]], measured_in: dict[str, list[list[MeasuredStep]]], cluster: Cluster
+) -> dict[str, object]:
+    """Constants fitted to the means of all rounds, and what they say of the means of the layouts."""
+    calibration = averaged(calibrated_in)
+    runs = [TimedLayout(s.model, s.layout, s.seconds, s.host_s) for s in calibration if s.seconds is not None]
+    calibrated = Calibrated(runs, cluster, SOFTWARE)
+    found: dict[str, object] = {
+        "rounds": len(calibrated_in),
+        "constants": msgspec.to_builtins(calibrated.constants),
+        "calibration": msgspec.to_builtins(calibration),
+        "apart": {name: apart(rounds) for name, rounds in measured_in.items()},
+    }
+    for name, rounds in measured_in.items():
+        steps = averaged(rounds)
+        found[name] = judged(steps, calibrated) | {"steps": msgspec.to_builtins(steps)}
+    return found
+
+
+def apart(rounds: list[list[MeasuredStep]]) -> float | None:
+    """How far the last two rounds differ for the same layout, in the mean."""
+    if len(rounds) < 2:
+        return None
+    before = {step.layout: step.seconds for step in rounds[-2] if step.seconds}
+    far = [abs(step.seconds / before[step.layout] - 1) for step in rounds[-1] if step.seconds and step.layout in before]
+    return sum(far) / len(far) if far else None
 
 
 if __name__ == "__main__":

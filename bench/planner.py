@@ -27,6 +27,7 @@ from planner_tables import BRIDGE_MODELS, TABLES, Chosen, Row, bridge
 
 from flatout.core.errors import FlatoutError
 from flatout.core.records.scale import Price
+from flatout.scale.intervals import model_kind
 from flatout.scale.pricing import price
 from flatout.scale.usual import usual_constants
 
@@ -56,7 +57,7 @@ class Priced(NamedTuple):
     @property
     def key(self) -> tuple[str, str, str]:
         """Device, software and kind of model: what an interval is made for."""
-        kind = "experts" if self.row.model.num_experts > 1 else "dense"
+        kind = model_kind(self.row.model)
         return Path(self.row.cluster.device).stem, self.row.preset, kind
 
 
@@ -179,7 +180,7 @@ def left_out() -> dict[str, Any]:
     errors: list[list[float]] = []
     for number, chosen in enumerate(GRID):
         rows = [
-            (system, priced(row)) for system in systems for row in bridge(system=system, experts=True, chosen=chosen)
+            (system, priced(row)) for system in systems for row in bridge(system=system, kind="experts", chosen=chosen)
         ]
         known = [(system, one) for system, one in rows if one.price is not None]
         errors.append([abs(one.error) for _, one in known])

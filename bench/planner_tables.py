@@ -18,6 +18,7 @@ from msgspec import convert, structs
 from flatout.core.errors import FlatoutError
 from flatout.core.records.scale import Cluster, Layout, ModelShape, Software
 from flatout.scale.inputs import cluster_of
+from flatout.scale.intervals import model_kind
 from flatout.scale.presets import NO_GRAPHS, PRESETS, WHOLE_GRAPHS
 from flatout.scale.pricing import price
 
@@ -189,6 +190,11 @@ BRIDGE_MODELS: Final = {
     "DeepSeekV3": "deepseek-v3",
     "Kimi_K2": "kimi-k2",
     "GPT OSS 120B": "gpt-oss-120b",
+    "DeepSeekV4 Flash": "deepseek-v4-flash",
+    "Nemotron_3_Nano": "nemotron-3-nano",
+    "Nemotron_3_5_Lightning": "nemotron-3.5-lightning",
+    "Nemotron_3_Super": "nemotron-3-super",
+    "Nemotron_3_Ultra": "nemotron-3-ultra",
 }
 _BRIDGE_RECOMPUTED: Final[dict[tuple[str, str], tuple[str, ...]]] = {
     ("deepseek-v3", "H100"): ("latent", "feed-forward"),
@@ -205,6 +211,14 @@ _BRIDGE_LAYERS: Final = {("llama3-8b", "H100"): 5}
 """Of layers that are recomputed whole, by the same recipes."""
 _LORA_SHARE: Final = 0.006
 """Of Llama 3 70B's parameters, in adapters of rank 16 of all its products."""
+
+
+def _trained(task: str, adapted: str = "queries") -> dict[str, Any]:
+    """What LoRA changes of the software: Megatron-Bridge's recipes have adapters beside queries, keys and values alone, and
+    NeMo's before them are taken to have the same."""
+    return {"trained_share": _LORA_SHARE, "adapter_rank": 16, "adapted": adapted} if task == "lora" else {}
+
+
 _BRIDGE_DEVICES: Final = {"H100": "h100-sxm", "B200": "b200", "GB200": "gb200", "B300": "b300", "GB300": "gb300"}
 _BRIDGE_DTYPES: Final = {
     "BF16": "bfloat16",
@@ -217,7 +231,14 @@ _BRIDGE_DTYPES: Final = {
 }
 
 
-_RECOMPUTED: Final = {"mla_up_proj": "latent", "mlp": "feed-forward", "layernorm": "norms", "moe_act": "gates"}
+_RECOMPUTED: Final = {
+    "mla_up_proj": "latent",
+    "mlp": "feed-forward",
+    "layernorm": "norms",
+    "moe_act": "gates",
+    "moe": "experts",
+    "core_attn": "attention",
+}
 """Megatron's names of what is computed again, and ours."""
 
 
@@ -273,7 +294,7 @@ def _preset(release: str) -> str:
     return "megatron-core-overlapped" if release >= "26.06" else "megatron-core"
 
 
-def bridge(*, system: str, experts: bool, chosen: Chosen = CHOSEN) -> Iterator[Row]:
+def bridge(*, system: str, kind: str, chosen: Chosen = CHOSEN) -> Iterator[Row]:
     """Megatron-Bridge's performance summary, NVIDIA, 2025 and 2026."""
     recipes = _recipes()
     for line in lines_of("bridge.csv"):
@@ -284,7 +305,7 @@ def bridge(*, system: str, experts: bool, chosen: Chosen = CHOSEN) -> Iterator[R
         if base == "DeepSeekV3" and "w/o MTP" in line["model"]:
             sizes["extra_tokens"] = 0
         shape = model(BRIDGE_MODELS[base], **sizes)
-        if (shape.num_experts > 1) != experts:
+        if model_kind(shape) != kind:
             continue
 
         def number(name: str, line: dict[str, str] = line) -> int:
@@ -294,17 +315,23 @@ def bridge(*, system: str, experts: bool, chosen: Chosen = CHOSEN) -> Iterator[R
         data = devices // (tensor * pipeline * context)
         chunks = number("chunks") if pipeline > 1 else 1
         micro = int(line["micro_batch"])
-        is_sharded = line["fsdp"].isdecimal() and int(line["fsdp"]) > 1
+        recipe = recipes.get((line["release"], line["model"], system, line["devices"], line["precision"]), {})
+        shard_ranks = int(recipe.get("shard_ranks") or 0)
+        is_sharded = (line["fsdp"].isdecimal() and int(line["fsdp"]) > 1) or shard_ranks > 0
         name = _preset(line["release"])
         software = structs.replace(
             PRESETS[name].software,
             dtype=_BRIDGE_DTYPES[line["precision"]],
             context_exchange="ring",
             context_pieces="balanced",
-            trained_share=_LORA_SHARE if line["task"] == "lora" else 1.0,
+            **_trained(line["task"]),
         )
-        recipe = recipes.get((line["release"], line["model"], system, line["devices"], line["precision"]), {})
         software = _by_recipe(software, recipe, chosen)
+        is_new = kind == "hybrid" or base == "DeepSeekV4 Flash"  # they could not be described when numbers were set
+        if (
+            base == "Nemotron_3_Super" and software.dtype == "nvfp4"
+        ):  # te_quant.cfg of its recipes, and their last layers
+            software = structs.replace(software, half_parts=("attention", "latent-experts"), half_layers=14)
         device = _BRIDGE_DEVICES[system.removeprefix("DGX-")]
         key = BRIDGE_MODELS[base], system.removeprefix("DGX-")
         parts, whole = _BRIDGE_RECOMPUTED.get(key, ()), _BRIDGE_LAYERS.get(key, 0)
@@ -323,6 +350,7 @@ def bridge(*, system: str, experts: bool, chosen: Chosen = CHOSEN) -> Iterator[R
                 schedule="interleaved" if chunks > 1 else "1f1b",
                 chunks=chunks,
                 shard=3 if is_sharded else 1 if data > 1 else 0,
+                shard_ranks=shard_ranks,
                 is_sequence_parallel=tensor > 1,
                 counts_ends=shape.layers % (pipeline * chunks) != 0,
                 recompute="parts" if parts else "full" if whole else "none",
@@ -342,7 +370,8 @@ def bridge(*, system: str, experts: bool, chosen: Chosen = CHOSEN) -> Iterator[R
             software,
             name,
             int(line["global_batch"]) * shape.seq / (float(line["tokens_per_s"]) * devices),
-            in_sight=line["task"] == "pre-training",
+            in_sight=line["task"] == "pre-training" and not is_new,
+            is_mended=is_new,
             is_balanced=True,
         )
 
@@ -388,13 +417,19 @@ def nemo(*, system: str, experts: bool) -> Iterator[Row]:
                 dtype="float8",
                 context_exchange="ring",
                 context_pieces="balanced",
-                trained_share=_LORA_SHARE if line["task"] == "lora" else 1.0,
+                **_trained(line["task"]),
             ),
             name,
             int(line["global_batch"]) * shape.seq / (float(line["tokens_per_s"]) * devices),
             is_mended=True,
             is_balanced=True,
         )
+
+
+_FMS_TRAFFIC: Final = 1.5
+"""Over torchtitan's layer, what fms's of February 2024 takes without products and attention in eager mode: its rotary positions
+make four numbers of each, and norms and positions are in single precision (bench/llama_layers_device.py on an H200: 1.47 to
+1.52)."""
 
 
 def fms_fsdp() -> Iterator[Row]:
@@ -405,9 +440,12 @@ def fms_fsdp() -> Iterator[Row]:
         share = 1 / 3 if line["recomputed_share"] == "?" else float(line["recomputed_share"])
         layers, micro = round(share * shape.layers), int(line["micro_batch"])
         name = "fsdp2-compiled" if line["compiled"] == "1" else "fsdp1"
+        plain = (
+            {} if line["compiled"] == "1" else {"gated_traffic": _FMS_TRAFFIC * PRESETS[name].software.gated_traffic}
+        )
         # gradients are reduced in bfloat16 (policies/mixed_precision.py), attention is torch's of then, the loss is plain
         software = structs.replace(
-            PRESETS[name].software, gradient_bytes=2, kernels="flash-2", loss_bytes=8, stops_early=True
+            PRESETS[name].software, gradient_bytes=2, kernels="flash-2", loss_bytes=8, stops_early=True, **plain
         )
         yield Row(
             f"{line['date']} {line['model']} on {devices} {line['device']}{', compiled' * int(line['compiled'])}",
@@ -479,7 +517,7 @@ def automodel(*, experts: bool) -> Iterator[Row]:
                 sends_once=True,
                 gated_traffic=1.4,
                 state_bytes=4,  # weights and moments in bfloat16
-                trained_share=_LORA_SHARE if line["task"] == "lora" else 1.0,
+                **_trained(line["task"], "all"),  # target_modules: "*_proj"
             ),
             "fsdp2",
             float(line["step_s"]) / runs,
@@ -544,11 +582,9 @@ TABLES: Final[dict[str, Callable[[], Iterator[Row]]]] = {
     "mpt-fsdp": mpt_fsdp,
     "torchtitan": torchtitan,
     **{
-        f"bridge-{system.lower()}-{'experts' if experts else 'dense'}": partial(
-            bridge, system=f"DGX-{system}", experts=experts
-        )
+        f"bridge-{system.lower()}-{kind}": partial(bridge, system=f"DGX-{system}", kind=kind)
         for system in ("H100", "B200", "GB200", "B300", "GB300")
-        for experts in (False, True)
+        for kind in ("dense", "experts", "hybrid")
     },
     **{
         f"nemo-{system.lower()}-{'experts' if experts else 'dense'}": partial(

@@ -29,6 +29,8 @@ rates that programs were measured to reach. This page compares predictions with 
   of experts from Megatron-Bridge.
 - **mended**: rows with which no number was set, but after whose errors the planner was taught to count something more. Among
   that are weights that are cast once a step, gathers beside the forward, and recomputing that stops before the last product.
+  Hybrid models (Nemotron 3) and DeepSeek-V4 count as such: they could not be described before. What their recipes keep in half
+  precision was read from these after the first look.
 - **first look**: the error when a table was predicted for the first time, before anything was changed for it. The rows of dgxc,
   torchtitan-2024 and of all *mended* tables were collected on 28 November 2026, when most numbers had been set.
 
@@ -61,11 +63,16 @@ FOOT: Final = """
   overlaps, sends once, captures and computes again is read from the recipe (`bench/planner/bridge_recipes.csv`); for 20 rows no
   recipe has the published layout, and the preset's usual counts.
 - Software of 2024 was slower in 8 bits than that of 2025 and 2026 on which the shares were set: NeMo 24.12 by a tenth on H100.
-- How many operators a layer of plain PyTorch has differs: fms-fsdp's models of February 2024 have more than torchtitan's.
+- How many operators a layer of plain PyTorch has differs: those of fms-fsdp's models of February 2024 take 1.5 times as long as
+  torchtitan's, by their code on an H200 (`bench/llama_layers_device.py`). Yours may differ as much: calibrate.
 - GPT-OSS is predicted 20 to 50 % too fast before its operators were fused, and nobody knows why yet.
 - Mixtures of experts depend on how evenly tokens spread and on what is captured in graphs. Where recipes force an even spread,
   predictions are of an even spread, too.
-- Models with state-space layers (Nemotron-H and like ones) cannot be described.
+- State-space layers are priced by bytes, at the share of the memory's rate that their kernels reach on an H200
+  (`bench/state_space_device.py`). Other devices are taken to reach the same share. With two tensor ranks Nemotron 3 Super takes a
+  fifth longer than predicted, and nobody knows why yet.
+- DeepSeek-V4's layers are predicted a third too fast. The loss of its indexers and norms within attention are not counted.
+- Adapters (LoRA) lie beside queries, keys and values in Megatron-Bridge's recipes. NeMo's before them are taken to have the same.
 - Measure a few steps of your own with `flatout calibrate`, and give them with `--measured`: constants are then fitted on them.
 """
 

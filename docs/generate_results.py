@@ -30,6 +30,8 @@ NAMED: Final = (
     ("generated*", "bench/world/generated.py"),
     ("beyond*", "bench/beyond_device.py"),
     ("layouts*", "bench/layouts_device.py"),
+    ("llama_layers*", "bench/llama_layers_device.py"),
+    ("state_space*", "bench/state_space_device.py"),
     ("rows_device*", "bench/feeding_device.py"),
     ("callback*", "bench/callback_cost.py"),
     ("ranks*", "bench/ranks_device.py"),

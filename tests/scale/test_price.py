@@ -164,7 +164,7 @@ def test_software_is_named_or_a_file_that_changes_some(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="did you mean 'megatron-core'"):
         named_software("megatron-cor")
     path.write_text('base = "fsdp1"\nspeed = 10\n')
-    with pytest.raises(PlanError, match="has 'speed'; software has base, attention"):
+    with pytest.raises(PlanError, match="has 'speed'; software has base, adapted"):
         named_software(str(path))
 
 

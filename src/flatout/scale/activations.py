@@ -40,7 +40,9 @@ def activation_bytes(
     saved = _all_bytes(model, layout, software, kind, scores=has_scores, imbalance=imbalance)
     if layout.recompute == "operators":
         return (
-            _OPERATORS_SAVED * saved if kind.is_sparse or model.key_rank else _operators_bytes(model, layout, software)
+            _OPERATORS_SAVED * saved
+            if kind.is_sparse or kind.blocks < 2 or model.key_rank
+            else _operators_bytes(model, layout, software)
         )
     if layout.recompute != "full":
         return saved - _bytes_of_parts(model, layout, software, kind)
@@ -66,19 +68,16 @@ def _bytes_of_parts(model: ModelShape, layout: Layout, software: Software, kind:
     tokens = layout.micro_batch * model.seq // layout.context
     between = ranks if layout.is_sequence_parallel else 1
     routed = tokens * model.experts_per_token * layout.expert_ranks / ranks
-    inner = tokens * model.inner / ranks
+    inner = tokens * model.inner / ranks if kind.feed == "dense" else 0.0
     if kind.is_sparse:
-        inner = (
-            tokens * model.expert_inner * model.shared_experts / ranks
-            + routed * model.expert_inner / layout.expert_ranks
-        )
+        inner = tokens * model.shared_inner / ranks + routed * model.expert_inner / layout.expert_ranks
     gates = 3 if model.is_gated else 2
     bytes_of = {
         "attention": 0.0,
-        "norms": 2 * tokens * model.hidden * width / between,
+        "norms": kind.blocks * tokens * model.hidden * width / between,
         "gates": inner * width,
         "latent": tokens * model.heads * (2 * model.query_width + model.head_width) * width / ranks
-        if model.key_rank
+        if model.key_rank and kind.mixer == "attention"
         else 0.0,
         "feed-forward": 0.0 if kind.is_sparse else gates * inner * width,
         "experts": gates * inner * width if kind.is_sparse else 0.0,
@@ -94,11 +93,47 @@ def _all_bytes(
     tokens = layout.micro_batch * model.seq // layout.context
     between = ranks if layout.is_sequence_parallel else 1
     saved = 1 if software.dtype in _EIGHT else width  # of what products take
-    # inputs of the two norms, of the first products, two masks of dropout
-    around = tokens * hidden * (2 * width + 2 * saved + 2 * software.has_dropout) / between
+    # inputs of the norms, of the first products, masks of dropout
+    around = kind.blocks * tokens * hidden * (width + saved + software.has_dropout) / between
+    if model.streams > 1:  # the streams themselves instead of a norm's input, and what goes into it
+        around += kind.blocks * tokens * hidden * model.streams * width / between
     if software.divided_by == "tensors" and ranks > 1:
         # inputs of the first products are kept as they were gathered, and attention's result is laid out anew
         around += tokens * hidden * width * (2 * (1 - 1 / between) + 1 / ranks)
+    mixed = _mixed_bytes(model, layout, software, kind, saved=saved)
+    # results of the first products, of a gate's function where that is no one kernel, and what the last product takes
+    of_gate = ((2 if software.fuses_gate else 3) if model.is_gated else 1) * width + saved
+    feed = 0.0
+    if kind.feed == "dense":
+        feed = tokens * model.inner * of_gate / ranks
+    elif kind.feed == "experts":
+        feed = tokens * model.shared_inner * of_gate / ranks
+        fullest = imbalance if layout.expert > 1 else 1.0
+        routed = fullest * tokens * model.experts_per_token * layout.expert_ranks / layout.tensor
+        feed += routed * model.expert_inner * of_gate / layout.expert_ranks
+        if model.expert_hidden:  # each token's shorter vector, and what its experts gave
+            feed += 2 * tokens * model.expert_width * width
+        if layout.expert > 1:  # of the fullest rank, and its tokens as they came
+            between_experts = between * layout.expert_ranks / ranks if layout.is_sequence_parallel else 1
+            feed += fullest * tokens * model.expert_width * width * model.experts_per_token / max(1.0, between_experts)
+    if not scores or software.attention == "fused" or kind.mixer != "attention":
+        return around + mixed + feed
+    # softmax's result, dropout's result, and its mask
+    pairs = layout.micro_batch * model.heads / ranks * (model.seq // layout.context) * kind.visible
+    return around + mixed + feed + pairs * (2 * width + 1)
+
+
+def _mixed_bytes(model: ModelShape, layout: Layout, software: Software, kind: LayerKind, *, saved: int) -> float:
+    """Bytes of queries, keys, values and attention's result; or of what a state-space mixer's first product gives, and its result
+    before and behind its norm: states are made again in the backward (mamba_ssm's fused kernel)."""
+    width, ranks = number_bytes(software), layout.tensor
+    tokens = layout.micro_batch * model.seq // layout.context
+    if kind.mixer == "state" and model.state is not None:
+        state = model.state
+        first = 2 * state.inner + 2 * state.groups * state.size + state.heads
+        return tokens * ((first + state.inner) * width + state.inner * saved) / ranks
+    if kind.mixer == "none":
+        return 0.0
     # keys and values that were gathered are kept whole
     of_keys = layout.micro_batch * model.seq if software.context_exchange == "gathered" else tokens
     queries = model.heads * (model.query_width + model.head_width)  # and attention's result
@@ -106,25 +141,11 @@ def _all_bytes(
         keys = model.heads * (model.query_width + model.head_width)
         latent = tokens * (model.query_rank + model.key_rank + model.rope_dim) * width
     else:
-        keys, latent = 2 * model.key_heads * model.head_width, 0
-    attention = (tokens * queries + of_keys * keys) * width / ranks + latent
-    # results of the first products, of a gate's function where that is no one kernel, and what the last product takes
-    of_gate = ((2 if software.fuses_gate else 3) if model.is_gated else 1) * width + saved
-    if not kind.is_sparse:
-        feed = tokens * model.inner * of_gate / ranks
-    else:
-        feed = tokens * model.expert_inner * model.shared_experts * of_gate / ranks
-        fullest = imbalance if layout.expert > 1 else 1.0
-        routed = fullest * tokens * model.experts_per_token * layout.expert_ranks / layout.tensor
-        feed += routed * model.expert_inner * of_gate / layout.expert_ranks
-        if layout.expert > 1:  # of the fullest rank, and its tokens as they came
-            between_experts = between * layout.expert_ranks / ranks if layout.is_sequence_parallel else 1
-            feed += fullest * tokens * hidden * width * model.experts_per_token / max(1.0, between_experts)
-    if not scores or software.attention == "fused":
-        return around + attention + feed
-    # softmax's result, dropout's result, and its mask
-    pairs = layout.micro_batch * model.heads / ranks * (model.seq // layout.context) * kind.visible
-    return around + attention + feed + pairs * (2 * width + 1)
+        keys = (1 if model.shares_keys else 2) * model.key_heads * model.head_width
+        latent = tokens * (model.query_rank + model.out_rank * model.out_groups) * width
+    if kind.ratio and model.compressed is not None:  # of keys and their weights, before they become one
+        latent += 2 * tokens * model.head_width * width * (2 if kind.ratio in model.compressed.indexed else 1)
+    return (tokens * queries + of_keys * keys) * width / ranks + latent
 
 
 def again_bytes(

@@ -18,22 +18,29 @@ from msgspec import structs
 from flatout.core import units
 from flatout.core.errors import PlanError
 from flatout.core.records.scale import Cluster, Constants, Layout, ModelShape, Software
+from flatout.machine.specs.catalog import load_spec
 from flatout.scale.step import step_time
 
 _FIXED: Final = frozenset({"straggler_share"})
 """Constants that steps of one cluster cannot separate from the others."""
 _USUAL_SPREAD: Final = 0.7
 """How far constants lie from their defaults: a factor of two; shares as much in their odds."""
-_SPREADS: Final = {"kernel_s": 0.3}
+_SPREADS: Final = {"kernel_s": 0.3, "step_s": 0.3}
 """The same of constants that differ less: a kernel's start is a few microseconds on every device. Left to itself it becomes ten
 times as much where the host is slow, and the host's operators too little."""
+_SMALL_OPERATORS: Final = {"operator_s": 7.0, "divided_operator_s": 35.0, "collective_s": 4.8}
+"""Constants of the host over what it takes to start a small operator in a loop, which is measured between steps: as they were
+fitted on two H200, twice (bench/results/2026-11-28-h200-x2, layouts_host_speed_1 and _2)."""
+_SPREAD_OF_SMALL: Final = 0.25
+"""How far they lie from that."""
+_HOST_POWER: Final = 0.45
+"""Steps of host-bound layouts go with that power of the small operator's time: it is measured for a few milliseconds, and a
+step's host does more than that (slope of both logarithms for the same layouts in all four files there; correlation 0.6)."""
 _NOISE: Final = 0.03
 """Of a measured step, and of formulas, as they count when constants are fitted."""
 _BEYOND: Final = 1.2
 """Times as wide an interval is beyond the tiers that were measured: as far as predictions of many nodes were off where nothing
 was fitted (bench/planner.py, dense models)."""
-_OF_THE_HOST: Final = ("operator_s", "divided_operator_s", "collective_s")
-"""Constants that are the host's work: they are as much longer as it is slower."""
 _ROUNDS: Final = 12
 _UNMOVED: Final = 0.01
 """A constant that moved by less is not named among those that were fitted."""
@@ -78,7 +85,9 @@ class Calibrated:
         prior = prior or Constants()
         speeds = [run.host_s for run in runs if run.host_s is not None]
         self._host_s = median(speeds) if speeds else None
-        self.constants = _fitted(runs, cluster, software, prior, self._host_s)
+        is_known = self._host_s is not None and load_spec(cluster.device).kind == "gpu"
+        start = _with_host(prior, self._host_s) if is_known else prior
+        self.constants = _fitted(runs, cluster, software, start, self._host_s, is_host_known=is_known)
         self.fitted = tuple(_in_words(self.constants, prior))
         """Each constant that the measured steps moved, in words."""
         self._points = [_local_shape(run.model, run.layout) for run in runs]
@@ -109,11 +118,19 @@ class Calibrated:
         return step_time(model, layout, self._cluster, self._software, constants).total_s
 
 
+def _with_host(prior: Constants, host_s: float | None) -> Constants:
+    """The prior with the host's constants as they usually are where it takes so long to start a small operator."""
+    if host_s is None:
+        return prior
+    return structs.replace(prior, **{name: times * host_s for name, times in _SMALL_OPERATORS.items()})
+
+
 def _on_host(constants: Constants, host_s: float | None, usual_s: float | None) -> Constants:
     """The constants on a host that takes so long to start a small operator, where they are those of one that takes `usual_s`."""
     if host_s is None or usual_s is None or host_s == usual_s:
         return constants
-    return structs.replace(constants, **{n: getattr(constants, n) * host_s / usual_s for n in _OF_THE_HOST})
+    times = (host_s / usual_s) ** _HOST_POWER
+    return structs.replace(constants, **{name: times * getattr(constants, name) for name in _SMALL_OPERATORS})
 
 
 def _in_words(constants: Constants, prior: Constants) -> Iterator[str]:
@@ -141,8 +158,15 @@ def _local_shape(model: ModelShape, layout: Layout) -> Row:
 
 
 def _fitted(
-    runs: Sequence[TimedLayout], cluster: Cluster, software: Software, prior: Constants, usual_s: float | None
+    runs: Sequence[TimedLayout],
+    cluster: Cluster,
+    software: Software,
+    prior: Constants,
+    usual_s: float | None,
+    *,
+    is_host_known: bool,
 ) -> Constants:
+    spreads_of = _SPREADS | (dict.fromkeys(_SMALL_OPERATORS, _SPREAD_OF_SMALL) if is_host_known else {})
     names = _measured_constants(runs, cluster, software, prior)
     start = [_unbounded(name, getattr(prior, name)) for name in names]
 
@@ -157,7 +181,7 @@ def _fitted(
             for run in runs
         )
         residuals = [log(s / run.seconds) / _NOISE for run, s in zip(runs, taken_s, strict=True)]
-        spreads = (_SPREADS.get(name, _USUAL_SPREAD) for name in names)
+        spreads = (spreads_of.get(name, _USUAL_SPREAD) for name in names)
         moves = ((a - b) / spread for a, b, spread in zip(places, start, spreads, strict=True))
         return [*map(_robust, residuals), *moves]
 

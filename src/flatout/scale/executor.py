@@ -10,10 +10,11 @@ EXECUTOR: Final = Software(
     gradient_bytes=4,
     state_bytes=12,
     optimizer_bytes=28,
+    forward_operators=17,
     recompute_operators=20,
     stops_early=True,
     end_operators=20,
-    update_operators=1,
+    update_operators=0.3,
     divided_by="tensors",
     shards_by="weight",
     has_dropout=False,
@@ -26,7 +27,7 @@ Plain layers without dropout, and torch's cross-entropy in float32: its log-soft
 at once, as the logits in half precision go when theirs come.
 
 Operators are counted by what a host takes for a step without arithmetic (a profile on a CPU, 70 us an operator): 3.5 ms for a
-layer and micro-batch, 1.6 ms more where attention is recomputed, 1.5 ms for embedding, head and loss. An update takes the host
-about as long for each weight as an operator on tensors that know how they are divided (four H200, 40 layouts:
-bench/results/2026-11-28-h200-x4).
+layer and micro-batch, 1.6 ms more where attention is recomputed, 1.5 ms for embedding, head and loss. Operators of a forward, and
+what an update takes for each weight of an operator on tensors that know how they are divided, fit 25 layouts on two H200 best,
+each measured in five visits (bench/results/2026-11-28-h200-x2).
 """

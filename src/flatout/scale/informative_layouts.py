@@ -12,22 +12,30 @@ from flatout.scale.candidates import divisors
 from flatout.scale.memory import memory_of
 
 _LAYERS_A_STAGE: Final = 2
-_ROUNDS: Final[tuple[tuple[int, Recompute, bool], ...]] = (
-    (1, "none", False),
-    (4, "none", True),
-    (4, "selective", False),
-    (1, "full", True),
-    (4, "full", False),
-    (1, "none", True),
-    (8, "none", False),
+_FEWEST_LAYERS: Final = 4
+"""On one device, so that what layers take is told from what a step takes once."""
+_ROUNDS: Final[tuple[tuple[int, int, Recompute, bool], ...]] = (
+    (1, 1, "none", False),
+    (4, 1, "none", True),
+    (4, 1, "selective", False),
+    (1, 1, "full", True),
+    (1, 4, "none", False),
+    (4, 1, "full", False),
+    (1, 4, "selective", False),
+    (1, 1, "none", True),
+    (1, 4, "full", False),
+    (8, 1, "none", False),
 )
-"""(samples of a micro-batch, recompute, whether something is sharded): what tells most comes first, since time may run out."""
+"""(samples of a micro-batch, micro-batches where there are no stages, recompute, whether something is sharded): what tells most
+comes first, since time may run out. Several micro-batches tell what the host does for each from what it does once a step."""
 _SHARE_OF_ROOM: Final = 0.85
 
 
 def thin(model: ModelShape, num_devices: int) -> ModelShape:
-    """The model with as few layers as every pipeline over the devices needs, two a stage: the same layers take the same time."""
-    return structs.replace(model, layers=max(_LAYERS_A_STAGE, min(model.layers, _LAYERS_A_STAGE * num_devices)))
+    """The model with as few layers as every pipeline over the devices needs, two a stage, and four at least: the same layers take
+    the same time."""
+    fewest = min(model.layers, _FEWEST_LAYERS)
+    return structs.replace(model, layers=max(fewest, min(model.layers, _LAYERS_A_STAGE * num_devices)))
 
 
 def informative_layouts(
@@ -48,8 +56,10 @@ def informative_layouts(
         and model.layers % pipeline == 0
     ]
     found = []
-    for size, recompute, is_sharded in _ROUNDS:
+    for size, accumulated, recompute, is_sharded in _ROUNDS:
         for tensor, pipeline, data in kinds:
+            if pipeline > 1 and accumulated > 1:
+                continue  # stages have several anyway
             shard = 0 if not is_sharded else 1 if pipeline > 1 else 3
             if shard and data == 1:
                 continue
@@ -58,7 +68,7 @@ def informative_layouts(
                 pipeline=pipeline,
                 data=data,
                 micro_batch=size,
-                global_batch=size * data * (2 * pipeline if pipeline > 1 else 1),
+                global_batch=size * data * (2 * pipeline if pipeline > 1 else accumulated),
                 recompute=recompute,
                 shard=shard,
                 is_sequence_parallel=tensor > 1,

@@ -28,7 +28,7 @@ class ErrorInterval(NamedTuple):
 
 
 class _Errors(NamedTuple):
-    """Of a kind of model ('dense' or 'experts') with some software on a device ('': any): how far predictions were off, in
+    """Of a kind of model (see `model_kind`) with some software on a device ('': any): how far predictions were off, in
     how many rows.
     """
 
@@ -46,11 +46,18 @@ def _errors() -> tuple[_Errors, ...]:
     return tuple(_Errors(**row) for row in tomllib.loads(text)["errors"])
 
 
+def model_kind(model: ModelShape) -> str:
+    """What models are compared by: 'hybrid' with state-space layers, else 'experts' or 'dense'."""
+    if "M" in model.pattern:
+        return "hybrid"
+    return "experts" if model.num_experts > 1 else "dense"
+
+
 def interval_of(model: ModelShape, cluster: Cluster, preset: str = "") -> ErrorInterval:
     """The interval for a model, a device and software: of the same device, software and kind where these were compared, else of
     what is nearest, wider.
     """
-    kind = "experts" if model.num_experts > 1 else "dense"
+    kind = model_kind(model)
     rows, device = [row for row in _errors() if row.kind == kind], PurePath(cluster.device).stem
     same = [row for row in rows if row.device == device and row.software == preset]
     if same:

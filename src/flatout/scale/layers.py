@@ -8,7 +8,7 @@ operators take on the device and what the host takes to start them (Constants.op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -27,13 +27,18 @@ from flatout.scale.sizes import (
     LayerKind,
     WeightPart,
     attention_matrices,
+    compressed_visible,
     device_parameters,
+    expert_matrices,
+    extra_kinds,
     feed_matrices,
     layer_kinds,
     layer_parameters,
+    mixer_matrices,
     num_parameters,
     num_weights,
     sharded_parameters,
+    shared_matrices,
     weight_parts,
 )
 
@@ -45,6 +50,15 @@ _ORDERED: Final = 4 / 3
 """Tokens are read and written when they are put in their experts' order and back; a third, as bytes here count three times."""
 _ROUTING_KERNELS: Final = 12
 """Kernels of a router: its product, softmax, the largest, counts and offsets, and the order of tokens there and back."""
+_STATE_SHARE: Final = 0.64
+"""Of the memory's rate that programs reach, by the bytes of states as they are counted here: 2.6e12 B/s on an H200, where others
+reach 4.1e12 (bench/results/2026-11-28-h200/state_space.json, four samples of 8192 tokens)."""
+_STATE_BACKWARD: Final = 3.4
+"""Times the forward's seconds (the same: 3.2 to 3.8)."""
+_STATE_KERNELS: Final = 8
+"""Kernels of a forward: the convolution, sums of steps, states of chunks, passing them on, products of pairs, the scan, the
+norm."""
+_FLOAT: Final = 4
 _BLOCK: Final = 128
 """Keys that a kernel of fused attention takes at a time: of a window's ends, half a block on either side is for nothing."""
 _BITS: Final[Mapping[str, int]] = {"float8": 8, "mxfp8": 8, "nvfp4": 4}
@@ -153,35 +167,40 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     rates, operator_s = rates_of(case, software.dtype), started_s_of(case)
     ranks, width, tokens, hidden = layout.tensor, case.width, case.tokens, model.hidden
     products = _products(case, rates, kind)
-    attention = _attention(case, rates_of(case, case.product_dtype), kind)
+    attention = _mixing(case, rates, kind)
     whole_bytes = tokens * hidden * width
-    # two norms (read, write), two dropouts with residuals (read two, write one and a mask): each rank has all of them
-    around = 12 * whole_bytes / (ranks if layout.is_sequence_parallel else 1) + 3 * _between_products(case, kind)
+    # of each block a norm (read, write), a dropout with the residual (read two, write one and a mask): each rank has all of them
+    passes = 6 + (
+        3 * model.streams if model.streams > 1 else 0
+    )  # streams are read for a block, and read and written behind it
+    around = kind.blocks * passes * whole_bytes / (ranks if layout.is_sequence_parallel else 1)
+    around += 3 * _between_products(case, kind)
     around *= (model.is_gated and software.gated_traffic) or software.traffic
     around *= software.expert_traffic if kind.is_sparse else 1.0
-    num_kernels = 10 + _ROUTING_KERNELS * kind.is_sparse
+    num_kernels = 5 * kind.blocks + _ROUTING_KERNELS * kind.is_sparse
     reading_s = (
-        around + attention.score_bytes + products.cast_bytes
+        around + attention.score_bytes + products.cast_bytes + products.adapter_bytes
     ) / rates.bytes_per_s + num_kernels * rates.kernel_s
-    back_reading_s = (1.3 * around + 1.4 * attention.score_bytes + products.back_cast_bytes) / rates.bytes_per_s
-    back_reading_s += (num_kernels + 2) * rates.kernel_s
+    back_bytes = 1.3 * around + 1.4 * attention.score_bytes + products.back_cast_bytes + products.back_adapter_bytes
+    back_reading_s = back_bytes / rates.bytes_per_s
+    back_reading_s += (num_kernels + kind.blocks) * rates.kernel_s
     reduce_s = all_reduce_s(whole_bytes, ranks, case.tiers)
     # tokens stay divided among tensor ranks that hold whole experts
-    tensor_s = (1 if kind.is_sparse and layout.expert_ranks < ranks else 2) * reduce_s
+    tensor_s = (kind.blocks - (kind.is_sparse and layout.expert_ranks < ranks)) * reduce_s
     tensor_back_s = tensor_s
     if software.tensor_hidden and ranks > 1:
         tensor_s, tensor_back_s = (
             tensor_s - min(software.tensor_hidden * tensor_s * (1 - 1 / ranks), beside_s)
             for beside_s in (products.forward_s, products.inputs_s + products.weights_s)
         )
-    around_s, around_back_s = _around(case, attention)
+    around_s, around_back_s = _around(case, attention) if kind.mixer == "attention" else (0.0, 0.0)
     expert_s = _routed(case) if kind.is_sparse else 0.0
     started_s = (0 if attention.is_fused else software.unfused_softmax_operators) * operator_s
     of_experts_s = 0.0
     if kind.is_sparse:
         started_s += software.routing_operators * operator_s
         of_experts_s = software.expert_operators * max(1, model.num_experts // layout.expert) * operator_s
-    num_collectives = 2 * (ranks > 1) + (layout.context > 1) + (layout.shard == 3)
+    num_collectives = kind.blocks * (ranks > 1) + (layout.context > 1) + (layout.shard == 3)
     num_collectives += 2 * (layout.expert > 1 and kind.is_sparse)
     started_s += num_collectives * constants.collective_s if num_collectives else 0.0
     # weights that are gathered, and gradients that are reduced, each by itself
@@ -189,10 +208,11 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     one_by_one_s = num_weights(model, kind) * operator_s if is_one_by_one else 0.0
     gathering_s = one_by_one_s if layout.shard == 3 else 0.0
     waited_s = 0.0 if hides_experts(software, layout) else expert_s
+    whole = kind.blocks / 2  # of a layer of two blocks
     forward = LayerPass(
         products.forward_s + attention.forward_s + reading_s,
         tensor_s,
-        software.forward_operators * operator_s + started_s + of_experts_s + gathering_s,
+        whole * software.forward_operators * operator_s + started_s + of_experts_s + gathering_s,
         around_s,
         waited_s,
     )
@@ -200,21 +220,21 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     backward = LayerPass(
         products.inputs_s + products.weights_s + attention.backward_s + back_reading_s,
         tensor_back_s,
-        software.backward_operators * operator_s + started_s + 2 * of_experts_s + gathering_s + one_by_one_s,
+        whole * software.backward_operators * operator_s + started_s + 2 * of_experts_s + gathering_s + one_by_one_s,
         around_back_s,
         waited_s,
     )
-    again_s = software.recompute_operators * constants.operator_s
+    again_s = whole * software.recompute_operators * constants.operator_s
     if layout.recompute == "full":
         again = forward + LayerPass(0.0, 0.0, again_s)
         if software.stops_early:  # experts' results have been weighted before their last product
-            again = _less(again, LayerPass(products.last_s, tensor_s / 2, 0.0, expert_s=waited_s / 2))
+            again = _less(again, LayerPass(products.last_s, tensor_s / kind.blocks, 0.0, expert_s=waited_s / 2))
         backward += again.times(recomputed_share(model, layout))
     elif layout.recompute == "operators":
         backward += LayerPass(0.5 * products.forward_s + reading_s, 0.0, again_s)
     elif layout.recompute == "parts":
         backward += LayerPass(_parts_again(case, kind, rates, attention), 0.0, again_s)
-    elif layout.recompute == "selective":
+    elif layout.recompute == "selective" and kind.mixer == "attention":
         backward += LayerPass(
             attention.forward_s + attention.score_bytes / rates.bytes_per_s, 0.0, again_s + gathering_s
         )
@@ -237,17 +257,19 @@ def _parts_again(case: StepCase, kind: LayerKind, rates: Rates, attention: _Atte
     size = _itemsize(case)
     between = layout.tensor if layout.is_sequence_parallel else 1
     feed_forward = 0.0
-    if not kind.is_sparse:
+    if kind.feed == "dense":
         matrices = feed_matrices(model, model.inner, layout.tensor)
         feed_forward = sum(product_s(rates, tokens, n, k, itemsize=size) for n, k in matrices)
     latent = 0.0
-    if model.key_rank:
-        ranks = (model.query_rank, model.key_rank)
+    if (model.key_rank or model.query_rank) and kind.mixer == "attention":
+        ranks = tuple(rank for rank in (model.query_rank, model.key_rank) if rank)
         matrices = attention_matrices(model, layout.tensor)
         latent = sum(product_s(rates, tokens, n, k, itemsize=size) for n, k in matrices if k in ranks)
     seconds = {
-        "attention": attention.forward_s + attention.score_bytes / rates.bytes_per_s,
-        "norms": 4 * tokens * model.hidden * case.width / between / rates.bytes_per_s,
+        "attention": attention.forward_s + attention.score_bytes / rates.bytes_per_s
+        if kind.mixer == "attention"
+        else 0.0,
+        "norms": 2 * kind.blocks * tokens * model.hidden * case.width / between / rates.bytes_per_s,
         "gates": 3 * _between_products(case, kind) / rates.bytes_per_s,
         "latent": latent,
         "feed-forward": feed_forward,
@@ -263,7 +285,7 @@ def _expert_products(case: StepCase) -> list[tuple[int, int, int, int]]:
     model, layout = case.model, case.layout
     local = max(1, model.num_experts // layout.expert)
     each = max(1, round(routed_tokens(case) / local))
-    return [(n, k, each, local) for n, k in feed_matrices(model, model.expert_inner, layout.expert_ranks)]
+    return [(n, k, each, local) for n, k in expert_matrices(model, layout.expert_ranks)]
 
 
 def _itemsize(case: StepCase) -> float:
@@ -274,15 +296,18 @@ def _itemsize(case: StepCase) -> float:
 
 def _between_products(case: StepCase, kind: LayerKind) -> float:
     """Bytes of attention's vectors and of what is between the feed-forward's products, on one rank; of tokens as experts get
-    them, with what orders them by experts and back.
+    them, with what orders them by experts and back. What a state-space mixer reads and writes is in `_states`.
     """
     model, layout, tokens = case.model, case.layout, case.tokens
-    vectors = model.heads * (2 * model.query_width + model.head_width) if model.key_rank else 3 * model.hidden
-    inner = model.expert_inner * model.shared_experts if kind.is_sparse else model.inner
+    vectors = 0
+    if kind.mixer == "attention":
+        # queries, keys and values, or attention's result, which is as long; each with what turns them by their positions
+        vectors = model.heads * (2 * model.query_width + model.head_width) if model.key_rank else 3 * model.hidden
+    inner = {"experts": model.shared_inner, "dense": model.inner, "none": 0}[kind.feed]
     divided = tokens * (inner + vectors) / layout.tensor
     if kind.is_sparse:
         routed = routed_tokens(case)
-        divided += routed * (model.expert_inner / layout.expert_ranks + _ORDERED * model.hidden)
+        divided += routed * (model.expert_inner / layout.expert_ranks + _ORDERED * model.expert_width)
     return divided * case.width
 
 
@@ -334,8 +359,8 @@ def _beside(
 
 
 class _LayerProducts(NamedTuple):
-    """Products with one layer's weights: seconds forward and of both kinds of gradients, bytes of casts, their number; and
-    seconds of the last ones forward.
+    """Products with one layer's weights: seconds forward and of both kinds of gradients, bytes of casts, their number; seconds of
+    the last ones forward; and bytes of adapters beside them.
     """
 
     forward_s: float
@@ -345,41 +370,91 @@ class _LayerProducts(NamedTuple):
     back_cast_bytes: float
     num: int
     last_s: float
+    adapter_bytes: float
+    back_adapter_bytes: float
 
 
 def _products(case: StepCase, rates: Rates, kind: LayerKind) -> _LayerProducts:
     """The fullest expert rank's: it has more tokens than the mean, and the others wait for it. Experts' products are one grouped
     product, each with its own tokens."""
     model, layout, tokens = case.model, case.layout, case.tokens
-    size = _itemsize(case)
-    # columns, depth, tokens of each, how many of them
-    every = [(n, k, tokens, 1) for n, k in attention_matrices(model, layout.tensor)]
+    software = case.software
+    has_less = software.dtype in _BITS
+    whole = software.half_layers / model.layers if has_less else 0.0
+    of_attention = 1.0 if "attention" in software.half_parts else whole
+    every = [_LayerProduct(n, k, tokens, 1, of_attention) for n, k in mixer_matrices(model, kind, layout.tensor)]
+    if kind.mixer == "state":
+        every = [one._replace(half=whole) for one in every]
+    last = every[-1:]
     if kind.is_sparse:
-        every += _expert_products(case)
-        shared = feed_matrices(model, model.expert_inner * max(1, model.shared_experts), layout.tensor)
-        every += [(n, k, tokens, 1) for n, k in shared] if model.shared_experts else []
-        last = [_expert_products(case)[1], *([(*shared[1], tokens, 1)] if model.shared_experts else [])]
-    else:
-        every += [(n, k, tokens, 1) for n, k in feed_matrices(model, model.inner, layout.tensor)]
-        last = [(*feed_matrices(model, model.inner, layout.tensor)[1], tokens, 1)]
+        shared = [_LayerProduct(n, k, tokens, 1, whole) for n, k in shared_matrices(model, layout.tensor)]
+        if model.expert_hidden and "latent-experts" in software.half_parts:
+            shared[-2:] = [one._replace(half=1.0) for one in shared[-2:]]
+        experts = [_LayerProduct(*one, whole) for one in _expert_products(case)]
+        every += [*experts, *shared]
+        last = [experts[1], *(shared[1:2] if model.shared_inner else [])]
+    elif kind.feed == "dense":
+        feed = [_LayerProduct(n, k, tokens, 1, whole) for n, k in feed_matrices(model, model.inner, layout.tensor)]
+        every, last = [*every, *feed], feed[1:2]
     cast = back_cast = 0.0
-    if case.software.dtype in _BITS:
-        passes, trained = case.software.cast_passes, case.software.trained_share
-        often = 1 / layout.num_micro_batches if case.software.casts_weights_once else 1.0
-        cast = passes * sum(_CAST * num * (m * k + often * n * k) for n, k, m, num in every)
-        back_cast = passes * sum(
-            num * (_CAST * m * n + _CAST_AGAIN * (trained * m * k + often * n * k)) for n, k, m, num in every
+    if has_less:
+        often = 1 / layout.num_micro_batches if software.casts_weights_once else 1.0
+        cast = software.cast_passes * sum(one.less * _CAST * (one.m * one.k + often * one.n * one.k) for one in every)
+        back_cast = software.cast_passes * sum(
+            one.less * _CAST * one.m * one.n
+            + one.less * _CAST_AGAIN * (software.trained_share * one.m * one.k + often * one.n * one.k)
+            for one in every
         )
+    half_rates, size = rates_of(case, case.product_dtype) if has_less else rates, _itemsize(case)
+
+    def seconds(products: Iterable[_LayerProduct], order: str) -> float:
+        """Of products with rows, columns and depth in that order of m, n and k."""
+        total = 0.0
+        for one in products:
+            rows, columns, depth = (getattr(one, name) for name in order)
+            for share, rates_, itemsize in ((1 - one.half, rates, size), (one.half, half_rates, case.width)):
+                if share:
+                    total += share * product_s(rates_, rows, columns, depth, batch=one.num, itemsize=itemsize)
+        return total
+
     return _LayerProducts(
-        sum(product_s(rates, m, n, k, batch=num, itemsize=size) for n, k, m, num in every),
-        sum(product_s(rates, m, k, n, batch=num, itemsize=size) for n, k, m, num in every),
-        case.software.trained_share
-        * sum(product_s(rates, n, k, m, batch=num, itemsize=size) for n, k, m, num in every),
+        seconds(every, "mnk"),
+        seconds(every, "mkn"),
+        software.trained_share * seconds(every, "nkm"),
         cast,
         back_cast,
         len(every),
-        sum(product_s(rates, m, n, k, batch=num, itemsize=size) for n, k, m, num in last),
+        seconds(last, "mnk"),
+        *_adapter_bytes(case, every if software.adapted == "all" else every[: kind.mixer == "attention"]),
     )
+
+
+def _adapter_bytes(case: StepCase, products: Sequence[_LayerProduct]) -> tuple[float, float]:
+    """Bytes that adapters read and write, forward and backward (LoRA; Hu et al., 2021): what a product takes; what its adapter
+    gives, and the sum of both. Backward gradients of what it gives for both factors, what it takes for one, and the sum of
+    gradients. Their own products are so small that this is what they take."""
+    if not case.software.adapter_rank:
+        return 0.0, 0.0
+    forward = sum(one.num * one.m * (one.k + 4 * one.n) for one in products)
+    backward = sum(one.num * one.m * (2 * one.n + 4 * one.k) for one in products)
+    ranks = sum(6 * one.num * one.m * case.software.adapter_rank for one in products)
+    return (forward + ranks) * case.width, (backward + ranks) * case.width
+
+
+class _LayerProduct(NamedTuple):
+    """`num` products with a weight of `n` columns and depth `k` for `m` tokens, of which a share `half` is made in half
+    precision."""
+
+    n: int
+    k: int
+    m: int
+    num: int
+    half: float
+
+    @property
+    def less(self) -> float:
+        """How many are made in fewer bits."""
+        return self.num * (1 - self.half)
 
 
 class _AttentionPass(NamedTuple):
@@ -391,6 +466,37 @@ class _AttentionPass(NamedTuple):
     backward_s: float
     score_bytes: float
     is_fused: bool
+
+
+def _mixing(case: StepCase, rates: Rates, kind: LayerKind) -> _AttentionPass:
+    """What mixes tokens, without the products with its weights."""
+    if kind.mixer == "attention":
+        return _attention(case, rates_of(case, case.product_dtype), kind)
+    if kind.mixer == "state":
+        return _states(case, rates)
+    return _AttentionPass(0.0, 0.0, 0.0, True)
+
+
+def _states(case: StepCase, rates: Rates) -> _AttentionPass:
+    """A state-space mixer's convolution, its states in chunks, and its norm, by what they read and write (mamba_ssm's kernels of
+    Mamba-2): each chunk's states, what goes from chunk to chunk, products within a chunk, and from states to tokens."""
+    state, width = case.model.state, case.width
+    if state is None:
+        raise PlanError("a state-space mixer needs its sizes")
+    shared = state.groups * state.size
+    of_states = (
+        4 * _FLOAT * state.inner * state.size / state.chunk
+    )  # written, read, written as they are passed on, read
+    of_chunks = 2 * _FLOAT * state.groups * state.chunk  # products of what goes in and out, of all pairs
+    convolved = 2 * (state.inner + 2 * shared) * width
+    read = (3 * state.inner + 4 * shared + 3 * state.inner) * width
+    tokens = case.tokens / case.layout.tensor
+    scanned_s = tokens * (read + of_states + of_chunks) / (_STATE_SHARE * rates.bytes_per_s)
+    convolved_s = tokens * convolved / rates.bytes_per_s
+    kernels_s = _STATE_KERNELS * rates.kernel_s
+    return _AttentionPass(
+        scanned_s + convolved_s + kernels_s, _STATE_BACKWARD * scanned_s + 2 * convolved_s + 2 * kernels_s, 0.0, True
+    )
 
 
 def _attention(case: StepCase, rates: Rates, kind: LayerKind) -> _AttentionPass:
@@ -407,7 +513,8 @@ def _attention(case: StepCase, rates: Rates, kind: LayerKind) -> _AttentionPass:
         unequal = (2 * context - 1) / context if software.context_pieces == "contiguous" else 1.0
         # below the diagonal, and within the window
         visible = seq / 2 * unequal if kind.visible >= seq else min(seq / 2, kind.visible + _BLOCK)
-        flop = 2.0 * groups * own * visible * (model.query_width + width)
+        visible += compressed_visible(model, kind)
+        flop = 2.0 * groups * own * visible * (model.query_width + width) + _index_flop(case, kind)
         peak = peak_flop_per_s(load_spec(case.cluster.device), case.product_dtype)
         forward_s = flop / (case.constants.attention_share * peak) + rates.kernel_s
         backward_s = _FUSED_BACKWARD * flop / (case.constants.attention_backward_share * peak) + rates.kernel_s
@@ -419,6 +526,14 @@ def _attention(case: StepCase, rates: Rates, kind: LayerKind) -> _AttentionPass:
     return _AttentionPass(products_s, 2 * products_s, groups * own * seq * size * (4.5 if is_fused else 10.5), is_fused)
 
 
+def _index_flop(case: StepCase, kind: LayerKind) -> float:
+    """FLOP of the scores by which an indexer chooses compressed keys, forward."""
+    keys = case.model.compressed
+    if keys is None or kind.ratio not in keys.indexed:
+        return 0.0
+    return 2.0 * case.tokens / case.layout.tensor * case.model.seq / kind.ratio / 2 * keys.index_heads * keys.index_dim
+
+
 def _around(case: StepCase, attention: _AttentionPass) -> tuple[float, float]:
     """Seconds in which context ranks exchange keys and values, forward and backward, as far as attention does not hide them.
 
@@ -426,9 +541,8 @@ def _around(case: StepCase, attention: _AttentionPass) -> tuple[float, float]:
     beside attention, and backward once more with their gradients, beside twice its work.
     """
     model, layout = case.model, case.layout
-    numbers = (
-        model.key_rank + model.rope_dim if model.key_rank else 2 * model.key_heads * model.head_width / layout.tensor
-    )
+    keys = (1 if model.shares_keys else 2) * model.key_heads * model.head_width
+    numbers = model.key_rank + model.rope_dim if model.key_rank else keys / layout.tensor
     num_bytes = layout.micro_batch * model.seq * numbers * case.width
     once_s = gather_s(num_bytes, layout.context, case.tiers, stride=layout.tensor)
     if case.software.context_exchange == "gathered":
@@ -457,7 +571,7 @@ def _routed(case: StepCase) -> float:
     bytes_of = (software.dispatch_bytes or case.width, case.width)
     return sum(
         all_to_all_s(
-            sent * model.hidden * each,
+            sent * model.expert_width * each,
             layout.expert,
             case.tiers,
             stride=stride,
@@ -545,7 +659,7 @@ def works(case: StepCase) -> Works:
 
 @lru_cache(maxsize=1 << 13)
 def _works(case: StepCase) -> Works:
-    kinds = dict.fromkeys(layer_kinds(case.model))
+    kinds = dict.fromkeys((*layer_kinds(case.model), *(extra_kinds(case.model) if case.model.extra_tokens else ())))
     return Works({kind: layer(case, kind) for kind in kinds}, head(case), embedding(case), _joining(case))
 
 

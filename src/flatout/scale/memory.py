@@ -19,8 +19,8 @@ from flatout.scale.sizes import (
     LayerKind,
     WeightPart,
     device_parameters,
+    extra_kinds,
     kinds_between,
-    layer_kinds,
     layer_parameters,
     layer_spans,
     num_parameters,
@@ -69,8 +69,8 @@ def memory_of(
         saved *= 1 - (layer_share(model, layout, layout.offload_layers) if layout.offload_layers else 0.0)
         further = 0.0
         if last in chunks and model.extra_tokens:  # what predicts further tokens is with the last layer
-            further = model.extra_tokens * activation_bytes(
-                model, layout, software, layer_kinds(model)[-1], imbalance=imbalance
+            further = model.extra_tokens * sum(
+                activation_bytes(model, layout, software, kind, imbalance=imbalance) for kind in extra_kinds(model)
             )
         present = [kind for kind, _ in kinds] or [usual_kind(model)]
         largest = max(present, key=lambda kind: sum(layer_parameters(model, kind)))

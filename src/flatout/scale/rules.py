@@ -11,6 +11,7 @@ from msgspec import structs
 
 from flatout.core.errors import PlanError
 from flatout.core.records.scale import LOOPED, Layout, ModelShape
+from flatout.scale.sizes import layer_kinds
 
 
 class BrokenRule(NamedTuple):
@@ -29,13 +30,21 @@ def broken_rules(model: ModelShape, layout: Layout, num_devices: int | None = No
         yield BrokenRule("heads", f"{model.heads} heads cannot be divided by tensor={ranks}")
     elif not model.key_rank and model.key_heads % ranks:
         yield BrokenRule("key heads", f"{model.key_heads} heads of keys and values cannot be divided by tensor={ranks}")
-    if (model.num_experts == 1 or model.dense_layers) and model.inner % ranks:
+    has_dense = any(kind.feed == "dense" for kind in layer_kinds(model))
+    if has_dense and model.inner % ranks:
         yield BrokenRule("ffn", f"a width of {model.inner} cannot be divided by tensor={ranks}")
     if model.num_experts > 1 and model.expert_inner % layout.expert_ranks:
         yield BrokenRule(
             "expert ffn",
             f"an expert's width of {model.expert_inner} cannot be divided by expert_tensor={layout.expert_ranks}",
         )
+    if model.state is not None and (model.state.heads % ranks or model.state.groups % ranks):
+        yield BrokenRule(
+            "states",
+            f"{model.state.heads} heads of states in {model.state.groups} groups cannot be divided by tensor={ranks}",
+        )
+    if model.out_groups > 1 and model.out_groups % ranks:
+        yield BrokenRule("out groups", f"{model.out_groups} groups of heads cannot be divided by tensor={ranks}")
     parts = layout.pipeline * layout.parts_per_stage
     if model.layers + 2 * layout.counts_ends < parts:
         yield BrokenRule(

@@ -30,7 +30,7 @@ from flatout.scale.candidates import LONG_TOKENS, NOTHING_OR_ALL, Recomputing, S
 from flatout.scale.case import rate_dtype
 from flatout.scale.intervals import interval_of
 from flatout.scale.memory import memory_of
-from flatout.scale.sizes import active_parameters, layer_kinds, num_parameters
+from flatout.scale.sizes import active_parameters, compressed_visible, layer_kinds, num_parameters
 from flatout.scale.step import QuickTime, quick_s, step_time
 
 _MOST_PLAYED: Final = 200
@@ -263,9 +263,11 @@ def model_flop(model: ModelShape, global_batch: int, *, is_causal: bool = True) 
     number of either's vectors: of causal pairs, or, as PaLM counts (Chowdhery et al., 2022, appendix B), of all."""
     tokens = global_batch * model.seq
     active = active_parameters(model) + num_parameters(model)[1] * (1 + model.extra_tokens)
-    pairs = sum((kind.visible / 2 if kind.visible == model.seq else kind.visible) for kind in layer_kinds(model))
+    kinds = layer_kinds(model)
+    pairs = sum((kind.visible / 2 if kind.visible == model.seq else kind.visible) for kind in kinds)
+    pairs += sum(compressed_visible(model, kind) for kind in kinds)
     if not is_causal:
-        pairs = model.layers * model.seq
+        pairs = sum(kind.mixer == "attention" for kind in kinds) * model.seq
     return 6.0 * tokens * (active + pairs * model.heads * (model.query_width + model.head_width))
 
 

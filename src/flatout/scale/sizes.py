@@ -1,11 +1,11 @@
-"""How many numbers a transformer's layers have, and how many of them a device of a layout has."""
+"""How many numbers a model's layers have, and how many of them a device of a layout has."""
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from flatout.core.records.scale import Layout, ModelShape, Software
 from flatout.machine.cost.schedules import chunks_of_stages, layers_of_chunks
@@ -16,11 +16,35 @@ def number_bytes(software: Software) -> int:
     return 4 if software.dtype in ("float32", "tf32") else 2
 
 
-class LayerKind(NamedTuple):
-    """What layers of one model differ in: whether the feed-forward is of experts, and how many tokens attention sees at most."""
+Mixer = Literal["attention", "state", "none"]
+"""What a layer mixes tokens with."""
+Feed = Literal["dense", "experts", "none"]
+_OF_LETTERS: Final[dict[str, tuple[Mixer, Feed]]] = {
+    "M": ("state", "none"),
+    "*": ("attention", "none"),
+    "-": ("none", "dense"),
+    "E": ("none", "experts"),
+}
 
-    is_sparse: bool
+
+class LayerKind(NamedTuple):
+    """What layers of one model differ in: what mixes tokens, the feed-forward, how many tokens attention sees at most (0 where
+    there is none), and how many keys become one besides (0: none do)."""
+
+    mixer: Mixer
+    feed: Feed
     visible: int
+    ratio: int = 0
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the feed-forward is of experts."""
+        return self.feed == "experts"
+
+    @property
+    def blocks(self) -> int:
+        """What has a norm and is added to the residual: the mixer, the feed-forward."""
+        return (self.mixer != "none") + (self.feed != "none")
 
 
 @lru_cache(maxsize=256)
@@ -29,15 +53,43 @@ def layer_kinds(model: ModelShape) -> tuple[LayerKind, ...]:
 
     >>> shape = ModelShape(hidden=8, layers=3, heads=1, vocab=9, seq=64, num_experts=4, dense_layers=1, window=16, full_every=3)
     >>> [tuple(kind) for kind in layer_kinds(shape)]
-    [(False, 16), (True, 16), (True, 64)]
+    [('attention', 'dense', 16, 0), ('attention', 'experts', 16, 0), ('attention', 'experts', 64, 0)]
     """
+    if model.pattern:
+        return _kinds_of(model, model.pattern)
     return tuple(
         LayerKind(
-            model.num_experts > 1 and number >= model.dense_layers,
-            min(model.seq, model.window) if _is_windowed(model, number) else model.seq,
+            "attention",
+            "experts" if model.num_experts > 1 and number >= model.dense_layers else "dense",
+            _visible(model, number),
+            model.compressed.ratios[number] if model.compressed else 0,
         )
         for number in range(model.layers)
     )
+
+
+@lru_cache(maxsize=256)
+def extra_kinds(model: ModelShape) -> tuple[LayerKind, ...]:
+    """The kinds of the layers that predict one further token."""
+    if model.extra_pattern:
+        return _kinds_of(model, model.extra_pattern)
+    return layer_kinds(model)[-1:]
+
+
+def _kinds_of(model: ModelShape, pattern: str) -> tuple[LayerKind, ...]:
+    return tuple(LayerKind(*_OF_LETTERS[letter], model.seq if letter == "*" else 0) for letter in pattern)
+
+
+def _visible(model: ModelShape, number: int) -> int:
+    return min(model.seq, model.window) if _is_windowed(model, number) else model.seq
+
+
+def compressed_visible(model: ModelShape, kind: LayerKind) -> float:
+    """Compressed keys that a query attends to in the mean, under a causal mask."""
+    if not kind.ratio or model.compressed is None:
+        return 0.0
+    all_of_them = model.seq / kind.ratio / 2
+    return min(model.compressed.selected, all_of_them) if kind.ratio in model.compressed.indexed else all_of_them
 
 
 def _is_windowed(model: ModelShape, number: int) -> bool:
@@ -113,17 +165,17 @@ def layer_parameters(model: ModelShape, kind: LayerKind) -> tuple[int, int]:
     >>> layer_parameters(shape, layer_kinds(shape)[0])
     (288, 2048)
     """
-    attention = _num(attention_matrices(model, 1))
+    mixer = _num(mixer_matrices(model, kind, 1)) + _convolved(model, kind)
     if not kind.is_sparse:
-        return attention + _num(feed_matrices(model, model.inner, 1)), 0
-    one = _num(feed_matrices(model, model.expert_inner, 1))
+        return mixer + (_num(feed_matrices(model, model.inner, 1)) if kind.feed == "dense" else 0), 0
     router = model.hidden * model.num_experts
-    return attention + router + one * model.shared_experts, one * model.num_experts
+    return mixer + router + _num(shared_matrices(model, 1)), model.num_experts * _num(expert_matrices(model, 1))
 
 
 def extra_parameters(model: ModelShape) -> tuple[int, int]:
     """The same of what predicts further tokens; its embedding and output layer are the model's own."""
-    dense, experts = layer_parameters(model, layer_kinds(model)[-1])
+    both = [layer_parameters(model, kind) for kind in extra_kinds(model)]
+    dense, experts = (sum(numbers) for numbers in zip(*both, strict=True))
     return model.extra_tokens * (dense + 2 * model.hidden**2), model.extra_tokens * experts
 
 
@@ -150,34 +202,91 @@ def _num(matrices: Matrices) -> int:
 def attention_matrices(model: ModelShape, ranks: int) -> Matrices:
     """Weights of attention on one of `ranks`; those that make latent vectors are on each."""
     hidden, heads, own = model.hidden, model.heads // ranks, model.head_width
-    out = (hidden, model.heads * own // ranks)
-    if not model.key_rank:
-        keys = model.key_heads * own
-        return ((model.heads * own + 2 * keys) // ranks, hidden), out
+    out: Matrices = ((hidden, model.heads * own // ranks),)
+    if model.out_rank:  # each group's own matrix, as if one below the other
+        numbers = model.out_groups * model.out_rank
+        out = (numbers // ranks, model.heads * own // model.out_groups), (hidden, numbers // ranks)
+    keys = (1 if model.shares_keys else 2) * model.key_heads * own
+    if not model.key_rank and not model.query_rank:
+        return ((model.heads * own + keys) // ranks, hidden), *out
     queries = (
         ((model.query_rank, hidden), (heads * model.query_width, model.query_rank))
         if model.query_rank
         else ((heads * model.query_width, hidden),)
     )
-    return *queries, (model.key_rank + model.rope_dim, hidden), (heads * 2 * own, model.key_rank), out
+    if not model.key_rank:
+        return *queries, (keys // ranks, hidden), *out
+    return *queries, (model.key_rank + model.rope_dim, hidden), (heads * 2 * own, model.key_rank), *out
 
 
-def feed_matrices(model: ModelShape, inner: int, ranks: int) -> Matrices:
-    """Weights of one feed-forward of that width on one of `ranks`."""
-    up = (inner // ranks, model.hidden)
-    return up, (model.hidden, inner // ranks), *((up,) if model.is_gated else ())
+def mixer_matrices(model: ModelShape, kind: LayerKind, ranks: int) -> Matrices:
+    """Weights of what mixes tokens in a layer, on one of `ranks`; those that compress keys are on each.
+
+    A state-space mixer has one matrix for its gate, channels, what goes into states and out of them, and steps, and one behind
+    (Mamba-2, section 6). Keys are compressed by a weighted mean: weights and keys are products, twice as wide where means
+    overlap, as those do that an indexer chooses from (DeepSeek-V4's model.py, Compressor and Indexer)."""
+    if kind.mixer == "none":
+        return ()
+    if kind.mixer == "state":
+        state = model.state
+        assert state is not None
+        numbers = 2 * state.inner + 2 * state.groups * state.size + state.heads
+        return (numbers // ranks, model.hidden), (model.hidden, state.inner // ranks)
+    found = attention_matrices(model, ranks)
+    if not kind.ratio or model.compressed is None:
+        return found
+    keys = model.compressed
+    is_indexed = kind.ratio in keys.indexed
+    widths = [(1 + is_indexed) * model.head_width] * 2
+    if is_indexed:
+        widths += [2 * keys.index_dim] * 2 + [keys.index_heads]
+    index = ((keys.index_heads * keys.index_dim, model.query_rank or model.hidden),) if is_indexed else ()
+    return *found, *((width, model.hidden) for width in widths), *index
+
+
+def _convolved(model: ModelShape, kind: LayerKind) -> int:
+    """Parameters of a state-space mixer's convolution, of each channel by itself."""
+    if kind.mixer != "state" or model.state is None:
+        return 0
+    return model.state.conv * (model.state.inner + 2 * model.state.groups * model.state.size)
+
+
+def feed_matrices(model: ModelShape, inner: int, ranks: int, *, hidden: int = 0) -> Matrices:
+    """Weights of one feed-forward of that width on one of `ranks`, for vectors of `hidden` numbers (0: the model's)."""
+    outer = hidden or model.hidden
+    up = (inner // ranks, outer)
+    return up, (outer, inner // ranks), *((up,) if model.is_gated else ())
+
+
+def expert_matrices(model: ModelShape, ranks: int) -> Matrices:
+    """Weights of one expert on one of `ranks`."""
+    return feed_matrices(model, model.expert_inner, ranks, hidden=model.expert_width)
+
+
+def shared_matrices(model: ModelShape, ranks: int) -> Matrices:
+    """Weights of what all tokens take in a layer of experts: shared experts, and what makes vectors for the others shorter and
+    long again, which is on each rank."""
+    shorter = ((model.expert_width, model.hidden), (model.hidden, model.expert_width)) if model.expert_hidden else ()
+    return *(feed_matrices(model, model.shared_inner, ranks) if model.shared_inner else ()), *shorter
 
 
 def num_weights(model: ModelShape, kind: LayerKind) -> int:
-    """Number of tensors of one layer, where each product has its own: those of q, k and v are apart, and there are two norms.
+    """Number of tensors of one layer, where each product has its own: those of q, k and v are apart, and each block has a norm.
 
     >>> shape = ModelShape(hidden=8, layers=1, heads=1, vocab=9, seq=1)
     >>> num_weights(shape, layer_kinds(shape)[0])
     8
     """
-    feed = len(feed_matrices(model, model.inner, 1))
-    feeds = feed + feed * (model.shared_experts > 0) + 1 if kind.is_sparse else feed
-    return len(attention_matrices(model, 1)) + (0 if model.key_rank else 2) + feeds + 2
+    found = len(mixer_matrices(model, kind, 1)) + kind.blocks
+    if kind.mixer == "attention":
+        found += 0 if model.key_rank or model.query_rank else 2
+    elif kind.mixer == "state":
+        found += 6  # the convolution's and its bias, steps' bias, decay, skip, and the norm behind states
+    if kind.feed == "dense":
+        found += len(feed_matrices(model, model.inner, 1))
+    elif kind.feed == "experts":
+        found += len(expert_matrices(model, 1)) + len(shared_matrices(model, 1)) + 1
+    return found
 
 
 def factor_parameters(model: ModelShape, ranks: int, kind: LayerKind, *, rank: int) -> tuple[int, int]:
@@ -188,11 +297,10 @@ def factor_parameters(model: ModelShape, ranks: int, kind: LayerKind, *, rank: i
     def factors(matrices: Matrices) -> int:
         return rank * ranks * sum(n + k for n, k in matrices)
 
-    attention = factors(attention_matrices(model, ranks))
+    mixer = factors(mixer_matrices(model, kind, ranks))
     if not kind.is_sparse:
-        return attention + factors(feed_matrices(model, model.inner, ranks)), 0
-    one = factors(feed_matrices(model, model.expert_inner, ranks))
-    return attention + one * model.shared_experts, one * model.num_experts
+        return mixer + (factors(feed_matrices(model, model.inner, ranks)) if kind.feed == "dense" else 0), 0
+    return mixer + factors(shared_matrices(model, ranks)), model.num_experts * factors(expert_matrices(model, ranks))
 
 
 class WeightPart(NamedTuple):

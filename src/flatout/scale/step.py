@@ -23,7 +23,7 @@ from flatout.machine.cost.waiting import expected_largest
 from flatout.scale.case import StepCase
 from flatout.scale.layers import NOTHING, LayerPass, works
 from flatout.scale.rules import require_possible
-from flatout.scale.sizes import kinds_between, layer_kinds, layer_spans
+from flatout.scale.sizes import extra_kinds, kinds_between, layer_spans
 from flatout.scale.update import started_once_s, update_time
 
 _BUBBLES: Final[Mapping[ScheduleKind, float]] = {"zero-bubble": 1 / 3, "zbv": 0.1, "dualpipev": 0.25}
@@ -171,7 +171,7 @@ def _priced(case: StepCase) -> _Priced:
     for kind in "FBIW" if layout.schedule in SPLIT else "FB":
         ends = found.embedding.of(kind), found.head.of(kind)
         if model.extra_tokens:
-            further = found.layers[layer_kinds(model)[-1]].of(kind) + found.joining.of(kind) + ends[1]
+            further = found.of_layers(((one, 1) for one in extra_kinds(model)), kind) + found.joining.of(kind) + ends[1]
             ends = ends[0], ends[1] + further.times(model.extra_tokens)
         by_kinds = {kinds: found.of_layers(kinds, kind) for kinds in set(kinds_of)}
         for chunk, kinds in enumerate(kinds_of):

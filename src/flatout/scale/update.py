@@ -15,6 +15,7 @@ from flatout.scale.sizes import (
     WeightPart,
     device_parameters,
     factor_parameters,
+    layer_kinds,
     layer_spans,
     num_parameters,
     num_weights,
@@ -86,7 +87,8 @@ def started_once_s(case: StepCase) -> float:
     software, layout = case.software, case.layout
     if software.shards_by != "weight" or layout.data * layout.tensor == 1:
         return 0.0
-    weights = num_weights(case.model, usual_kind(case.model)) * most_layers(case.model, layout)
+    kinds = layer_kinds(case.model)
+    weights = sum(num_weights(case.model, kind) for kind in kinds) / len(kinds) * most_layers(case.model, layout)
     exchanges = 0 if is_sent_by_layer(layout) or layout.data == 1 else 2
     return weights * (exchanges * started_s_of(case) + software.update_operators * case.constants.divided_operator_s)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from statistics import mean
 from time import monotonic
 from typing import Final
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -55,6 +57,52 @@ def measured_steps(
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def measured_in_rounds(
+    shape: ModelShape,
+    layouts: Sequence[Layout],
+    world: World,
+    *,
+    limit_s: float,
+    rounds: int,
+    mixed: torch.dtype | None = torch.bfloat16,
+) -> Iterator[tuple[MeasuredStep, list[MeasuredStep]]]:
+    """All layouts, and all of them again while there is time, `rounds` times at most: each step, and the means of all that were
+    measured until then. A host's speed changes within minutes, so that one round is of one moment. All ranks call it.
+    """
+    began = monotonic()
+    found: list[list[MeasuredStep]] = []
+    while len(found) < rounds:
+        left_s = limit_s - max(world.gathered(monotonic() - began))
+        if found and left_s <= 0:
+            return
+        found.append([])
+        for step in measured_steps(shape, layouts, world, limit_s=left_s, mixed=mixed):
+            found[-1].append(step)
+            yield step, averaged(found)
+
+
+def averaged(rounds: Sequence[Sequence[MeasuredStep]]) -> list[MeasuredStep]:
+    """Steps of the same layouts that were measured in rounds: means of seconds and of the host's speed, the largest of peaks."""
+    by_layout: dict[tuple[ModelShape, Layout], list[MeasuredStep]] = {}
+    for step in (step for steps in rounds for step in steps):
+        by_layout.setdefault((step.model, step.layout), []).append(step)
+    return [_mean(steps) for steps in by_layout.values()]
+
+
+def _mean(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    done = [step for step in steps if step.seconds is not None]
+    if not done:
+        return steps[0]
+    speeds = [step.host_s for step in done if step.host_s is not None]
+    peaks = [step.peak_bytes for step in done if step.peak_bytes is not None]
+    return structs.replace(
+        done[0],
+        seconds=mean(step.seconds for step in done if step.seconds is not None),
+        host_s=mean(speeds) if speeds else None,
+        peak_bytes=tuple(map(max, zip(*peaks, strict=True))) if peaks else None,
+    )
 
 
 def _measured(shape: ModelShape, layout: Layout, world: World, mixed: torch.dtype | None) -> MeasuredStep:

@@ -17,6 +17,9 @@ RecomputedPart = Literal["attention", "norms", "gates", "latent", "feed-forward"
 (layernorm), the function between a feed-forward's products (moe_act), what makes queries, keys and values of latent vectors
 (mla_up_proj), a dense feed-forward (mlp), and all experts (moe).
 """
+HalfPart = Literal["attention", "latent-experts"]
+"""Parts whose products stay in half precision where others have fewer bits: attention's, and what makes vectors for experts
+shorter and long again."""
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 """Schedules of torch.distributed.pipelining; zero-bubble is its interleaved one."""
 Offload = Literal["none", "state", "weights"]
@@ -30,22 +33,76 @@ FOLDED = frozenset({"zbv", "dualpipev"})
 """Schedules whose stages hold two parts, the second in reverse order: rank 0 has the first and the last."""
 
 
+class StateSpace(Record, frozen=True, kw_only=True):
+    """Sizes of a state-space mixer (Mamba-2; Dao and Gu, 2024): `heads` of `head_dim` channels, each of which has a state of
+    `size` numbers; heads of one of `groups` share what goes in and out of their states. A convolution goes over `conv` tokens,
+    and states are written once in `chunk` tokens."""
+
+    heads: int
+    head_dim: int
+    size: int
+    groups: int = 1
+    conv: int = 4
+    chunk: int = 128
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 1:
+                raise PlanError(f"state.{name} is {getattr(self, name)}; give a positive number")
+        if self.heads % self.groups:
+            raise PlanError(f"state.heads {self.heads} are no multiple of state.groups {self.groups}")
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads together."""
+        return self.heads * self.head_dim
+
+
+class CompressedKeys(Record, frozen=True, kw_only=True):
+    """Attention to keys of which several were made one (DeepSeek-V4, 2026), besides those of a window.
+
+    `ratios` has for each layer how many keys become one (0: none is compressed). Where that is one of `indexed`, a query sees no
+    more than `selected` of them, which `index_heads` of length `index_dim` choose.
+    """
+
+    ratios: tuple[int, ...]
+    indexed: tuple[int, ...] = ()
+    selected: int = 0
+    index_heads: int = 0
+    index_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if any(ratio < 0 for ratio in self.ratios):
+            raise PlanError(f"compressed.ratios has {min(self.ratios)}; give 0 or more for each layer")
+        if unknown := sorted(set(self.indexed) - set(self.ratios)):
+            raise PlanError(f"compressed.indexed has {unknown[0]}, which no layer of compressed.ratios has")
+        if self.indexed and min(self.selected, self.index_heads, self.index_dim) < 1:
+            raise PlanError("compressed.indexed needs selected, index_heads and index_dim: give positive numbers")
+
+
 class ModelShape(Record, frozen=True, kw_only=True):
-    """A decoder-only transformer by its sizes. `ffn` None means 4 x hidden; `kv_heads` None as many as heads.
+    """A decoder-only model by its sizes. `ffn` None means 4 x hidden; `kv_heads` None as many as heads.
 
     `is_gated`: the feed-forward has three matrices (SwiGLU). `is_tied`: the output layer is the embedding. `head_dim` of queries
     and keys is hidden / heads unless given, and that of values as much.
 
     Latent attention (DeepSeek-V2, 2024, section 2.1) has keys and values of one vector of `key_rank` numbers a token, queries of
-    one of `query_rank` (0: of the token itself), and `rope_dim` further numbers of queries and keys for their positions.
+    one of `query_rank` (0: of the token itself), and `rope_dim` further numbers of queries and keys for their positions. With
+    `shares_keys` values are the keys. With `out_rank`, `out_groups` of the heads' results become so many numbers each before the
+    last product.
 
     A layer has `num_experts` feed-forwards of width `expert_ffn` (None: ffn), of which a token takes `experts_per_token`; all
-    take `shared_experts` more. `dense_layers` at the beginning have one of width `ffn` instead. A token goes to experts of
-    `expert_groups` nodes at most (0: of any number).
+    take `shared_experts` more, of width `shared_ffn` (None: as an expert). `dense_layers` at the beginning have one of width
+    `ffn` instead. A token goes to experts of `expert_groups` nodes at most (0: of any number), as a vector of `expert_hidden`
+    numbers (None: hidden; LatentMoE).
 
-    Attention sees the last `window` tokens (0: all of them), but for each `full_every`th layer, which sees all (0: none does).
-    `extra_tokens` more are predicted, each by a layer, a product of 2 x hidden with hidden, and the output layer (DeepSeek-V3,
-    2024, section 2.2).
+    Attention sees the last `window` tokens (0: all of them), but for each `full_every`th layer, which sees all (0: none does),
+    and compressed keys where there are such. `extra_tokens` more are predicted, each by a layer, a product of 2 x hidden with
+    hidden, and the output layer (DeepSeek-V3, 2024, section 2.2). Layers have `streams` of the residual (hyper-connections).
+
+    Hybrid models have a `pattern` instead of layers that are all alike: a letter for each layer, which is M a state-space mixer,
+    * attention, - a feed-forward or E experts (Nemotron-H's hybrid_override_pattern). `extra_pattern` has the same for those that
+    predict a further token ("": the last of the layers).
     """
 
     hidden: int
@@ -64,24 +121,37 @@ class ModelShape(Record, frozen=True, kw_only=True):
     experts_per_token: int = 1
     expert_ffn: int | None = None
     shared_experts: int = 0
+    shared_ffn: int | None = None
+    expert_hidden: int | None = None
     dense_layers: int = 0
     expert_groups: int = 0
     window: int = 0
     full_every: int = 0
     extra_tokens: int = 0
     is_tied: bool = True
+    shares_keys: bool = False
+    out_rank: int = 0
+    out_groups: int = 1
+    streams: int = 1
+    pattern: str = ""
+    extra_pattern: str = ""
+    state: StateSpace | None = None
+    compressed: CompressedKeys | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "vocab", "seq", "num_experts", "experts_per_token"):
+        for name in (
+            *("hidden", "layers", "heads", "vocab", "seq", "num_experts", "experts_per_token"),
+            *("out_groups", "streams"),
+        ):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; give a positive number")
         for name in (
             *("query_rank", "key_rank", "rope_dim", "shared_experts", "dense_layers", "expert_groups"),
-            *("window", "full_every", "extra_tokens"),
+            *("window", "full_every", "extra_tokens", "out_rank"),
         ):
             if getattr(self, name) < 0:
                 raise PlanError(f"{name} is {getattr(self, name)}; give 0 or more")
-        for name in ("head_dim", "ffn", "expert_ffn", "kv_heads"):
+        for name in ("head_dim", "ffn", "expert_ffn", "kv_heads", "shared_ffn", "expert_hidden"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise PlanError(f"{name} is {getattr(self, name)}; give a positive number, or leave it out")
         if self.head_dim is None and self.hidden % self.heads:
@@ -94,8 +164,39 @@ class ModelShape(Record, frozen=True, kw_only=True):
             raise PlanError(f"dense_layers {self.dense_layers} are more than layers {self.layers}")
         if self.num_experts == 1 and (self.shared_experts or self.dense_layers or self.expert_groups):
             raise PlanError("shared_experts, dense_layers and expert_groups are of models with num_experts")
-        if (self.query_rank or self.rope_dim) and not self.key_rank:
-            raise PlanError("query_rank and rope_dim are of latent attention; give key_rank, too")
+        if self.num_experts == 1 and (self.shared_ffn or self.expert_hidden):
+            raise PlanError("shared_ffn and expert_hidden are of models with num_experts")
+        if self.rope_dim and not self.key_rank:
+            raise PlanError("rope_dim is of latent attention; give key_rank, too")
+        if self.heads % self.out_groups:
+            raise PlanError(f"heads {self.heads} are no multiple of out_groups {self.out_groups}")
+        if self.compressed is not None and len(self.compressed.ratios) != self.layers:
+            raise PlanError(
+                f"compressed.ratios has {len(self.compressed.ratios)} numbers; give one for each of {self.layers} layers"
+            )
+        self._check_patterns()
+
+    def _check_patterns(self) -> None:
+        for name in ("pattern", "extra_pattern"):
+            letters = getattr(self, name)
+            if unknown := sorted(set(letters) - set("M*-E")):
+                raise PlanError(
+                    f"{name} has '{unknown[0]}'; letters are M (state space), * (attention), - (feed-forward), E (experts)"
+                )
+            if "M" in letters and self.state is None:
+                raise PlanError(f"{name} has M, a state-space mixer; give its sizes in [state]")
+            if "E" in letters and self.num_experts == 1:
+                raise PlanError(f"{name} has E, experts; give num_experts")
+        if self.pattern and len(self.pattern) != self.layers:
+            raise PlanError(f"pattern has {len(self.pattern)} letters; give one for each of {self.layers} layers")
+        if self.pattern and (self.window or self.dense_layers or self.compressed):
+            raise PlanError(
+                "window, dense_layers and compressed are of layers that are alike; leave pattern out, or those"
+            )
+        if self.state is not None and "M" not in self.pattern + self.extra_pattern:
+            raise PlanError("[state] is of layers M of a pattern, and there is none")
+        if self.extra_pattern and not self.extra_tokens:
+            raise PlanError("extra_pattern is of what predicts further tokens; give extra_tokens, too")
 
     @property
     def key_heads(self) -> int:
@@ -111,6 +212,16 @@ class ModelShape(Record, frozen=True, kw_only=True):
     def expert_inner(self) -> int:
         """Width between the two products of an expert."""
         return self.expert_ffn or self.inner
+
+    @property
+    def shared_inner(self) -> int:
+        """Width of all experts together that every token takes."""
+        return self.shared_experts * (self.shared_ffn or self.expert_inner)
+
+    @property
+    def expert_width(self) -> int:
+        """Length of the vectors that experts take and give."""
+        return self.expert_hidden or self.hidden
 
     @property
     def head_width(self) -> int:
@@ -272,7 +383,8 @@ class MeasuredStep(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Software(Record, frozen=True, kw_only=True):
     """How the program works, by which its operators and bytes are counted.
 
-    `dtype` of products; `attention` 'fused' never writes scores, 'written' does, 'megatron' does with a fused softmax that takes
+    `dtype` of products, but for those of `half_parts` and of `half_layers` of all layers, which stay in half precision where it
+    has fewer bits; `attention` 'fused' never writes scores, 'written' does, 'megatron' does with a fused softmax that takes
     groups of four (samples x heads) and falls back to single operators else. Operators are those of one layer as the host starts
     them. `stops_early`: what is computed again ends before a layer's last product, which no gradient needs
     (torch.utils.checkpoint without reentrance, since torch 2.1). `optimizer_bytes` are read and written for each parameter at an
@@ -287,19 +399,23 @@ class Software(Record, frozen=True, kw_only=True):
     Dropout (`has_dropout`) keeps masks; a gate that is no one kernel (`fuses_gate`) keeps what its function gives; a loss has
     `loss_bytes` for each logit at once, besides the logit. Casts to fewer bits go through memory `cast_passes` times as often as
     fused ones; weights are cast for each micro-batch, or `casts_weights_once` a step. Gradients and state are of a share
-    `trained_share` of the parameters, as with LoRA. `kernels` names those of fused attention, by which the device's data sheet
-    says what they reach ('' for today's). A router takes `routing_operators` of the host, and each expert of a rank
-    `expert_operators` where experts are not started together, and twice as many backward. Of the collectives of tensor ranks a
-    share `tensor_hidden` is hidden behind products, as far as these last (asynchronous tensor parallelism), those of experts
-    behind another micro-batch (`hides_experts`). A token goes once to each node that has experts for it (`sends_once`), in
-    numbers of `dispatch_bytes` (0: as wide as others), and comes back as wide as others. What lies between products reads and
-    writes `traffic` times what it would in fused kernels, in layers of gates and RMS norms `gated_traffic` times (0: as often),
-    in layers with experts `expert_traffic` times as much again. Weights that are sharded between steps are gathered beside the
-    first forward (`gathers_ahead`); weights of products in 8 bits are sent in 8 bits (`gathers_eight`). `program` says whose
-    schedules and ways to recompute a search may use: torch's, Megatron's of 2021, Megatron-Core's, or ('') this project's."""
+    `trained_share` of the parameters, as with LoRA, whose adapters of `adapter_rank` (0: there are none) lie beside each product,
+    or beside that of 'queries', keys and values alone (`adapted`), and read and write what it takes and gives. `kernels` names
+    those of fused attention, by which the device's data sheet says what they reach ('' for today's). A router takes
+    `routing_operators` of the host, and each expert of a rank `expert_operators` where experts are not started together, and
+    twice as many backward. Of the collectives of tensor ranks a share `tensor_hidden` is hidden behind products, as far as these
+    last (asynchronous tensor parallelism), those of experts behind another micro-batch (`hides_experts`). A token goes once to
+    each node that has experts for it (`sends_once`), in numbers of `dispatch_bytes` (0: as wide as others), and comes back as
+    wide as others. What lies between products reads and writes `traffic` times what it would in fused kernels, in layers of gates
+    and RMS norms `gated_traffic` times (0: as often), in layers with experts `expert_traffic` times as much again. Weights that
+    are sharded between steps are gathered beside the first forward (`gathers_ahead`); weights of products in 8 bits are sent in 8
+    bits (`gathers_eight`). `program` says whose schedules and ways to recompute a search may use: torch's, Megatron's of 2021,
+    Megatron-Core's, or ('') this project's."""
 
     program: Literal["", "torch", "megatron", "megatron-core"] = ""
     dtype: str = "bfloat16"
+    half_parts: tuple[HalfPart, ...] = ()
+    half_layers: int = 0
     attention: Literal["fused", "written", "megatron"] = "fused"
     kernels: str = ""
     traffic: float = 1.0
@@ -328,6 +444,8 @@ class Software(Record, frozen=True, kw_only=True):
     cast_passes: float = 1.0
     casts_weights_once: bool = False
     trained_share: float = 1.0
+    adapter_rank: int = 0
+    adapted: Literal["all", "queries"] = "all"
     routing_operators: int = 20
     expert_operators: int = 0
     tensor_hidden: float = 0.0

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Final
 
 import msgspec
+
+_ROUNDS: Final = 2
+"""Of all layouts, where there is time: a host's speed changes within minutes."""
 
 
 def main() -> None:
     """Measure, and write the file anew after each step."""
     import torch
 
-    from flatout.blocks.parallel.layout_measurement import measured_steps
+    from flatout.blocks.parallel.layout_measurement import measured_in_rounds
     from flatout.blocks.parallel.world import World
     from flatout.core.files import write_whole_file
-    from flatout.core.records.scale import MeasuredStep
     from flatout.scale.executor import EXECUTOR
     from flatout.scale.informative_layouts import informative_layouts, thin
     from flatout.scale.inputs import read_model
@@ -29,9 +32,7 @@ def main() -> None:
         room = torch.cuda.get_device_properties(world.device).total_memory if kind == "cuda" else None
         mixed = torch.bfloat16 if kind == "cuda" else None
         layouts = informative_layouts(shape, world.num_ranks, EXECUTOR, room)
-        found: list[MeasuredStep] = []
-        for step in measured_steps(shape, layouts, world, limit_s=seconds, mixed=mixed):
-            found.append(step)
+        for step, found in measured_in_rounds(shape, layouts, world, limit_s=seconds, rounds=_ROUNDS, mixed=mixed):
             if world.is_first:
                 write_whole_file(out, msgspec.json.format(msgspec.json.encode(found)))
                 took = f"{step.seconds * 1e3:.1f} ms" if step.seconds is not None else step.why
