@@ -110,7 +110,10 @@ def main() -> None:
         parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "feed": feed}
         log = (FOLDER / f"log-{world.rank}").open("a", buffering=1)
         with survivor.Survivor(
-            FOLDER / "disk", disk_every=OPTIONS.get("disk_every", 3), buddy=OPTIONS.get("buddy", "nodes")
+            FOLDER / "disk",
+            disk_every=OPTIONS.get("disk_every", 3),
+            buddy=OPTIONS.get("buddy", "nodes"),
+            memory=OPTIONS.get("memory", "/dev/shm"),
         ) as state:
             done = now["step"] = state.resume(**parts)
             while done < STEPS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from flatout.blocks.elastic.launched import LaunchedContext, launched_context
 from flatout.blocks.elastic.memory import (
     MemoryCopies,
     NodeCopies,
@@ -39,6 +41,7 @@ from flatout.core.records.failure import Failures, Recovery
 from flatout.scale.failures import best_interval_s
 
 _PATIENCE: Final = timedelta(minutes=30)
+_SHARED: Final = "/dev/shm"
 
 
 class Survivor:
@@ -46,9 +49,13 @@ class Survivor:
 
     Call `resume(model=model, ...)` at the beginning, `keep(step, model=model, ...)` after each optimizer step.
 
-    Under `flatout survive` each rank's state lies in its node's memory: two copies in turn, whole or not there, `every` so many
-    steps; ranks of several nodes also hold one another's (`buddy`: 'nodes'; 'ranks' also within a node; 'none'). Every
-    `disk_every` steps it goes to the disk, as `Checkpoints` in `folder`. Started otherwise, only the disk is left.
+    Under `flatout survive`, torchrun, or in a job of Slurm each rank's state lies in its node's memory: two copies in turn, whole
+    or not there, `every` so many steps; ranks of several nodes also hold one another's (`buddy`: 'nodes'; 'ranks' also within a
+    node; 'none'). Every `disk_every` steps it goes to the disk, as `Checkpoints` in `folder`. Started otherwise, only the disk is
+    left.
+
+    `memory` is the folder in memory in which copies lie where another launcher than `flatout survive` starts ranks; None keeps
+    none there. Where a node has no room for them, rank 0 warns, and the disk alone is left.
 
     `resume` brings back the newest step that all ranks have, from memory, else from the disk, also for another number of ranks;
     returns it, or 0 when there is none; and proves that what is there is what was saved, tensor by tensor: it raises
@@ -70,6 +77,7 @@ class Survivor:
         keep: int = 2,
         buddy: Literal["nodes", "ranks", "none"] = "nodes",
         disk_failures: int = 3,
+        memory: str | Path | None = _SHARED,
         timeout: timedelta = _PATIENCE,
     ) -> None:
         if disk_failures < 1 or (folder is None and disk_every is not None):
@@ -79,14 +87,60 @@ class Survivor:
         self._every = KeepInterval(every, mtbf_s, "every")
         self._disk_every = KeepInterval(disk_every, mtbf_s, "disk_every")
         self._folder, self._most = folder, disk_failures
-        self._context = rank_context()
         self._ranks = RankAgreement(timeout)
+        self._context = rank_context() or self._launched(memory)
         self._disk = Checkpoints(folder, keep=keep, timeout=timeout) if folder is not None else None
         self._memory = self._copies(buddy, timeout) if self._context is not None else None
+        self._is_sure_of_room = False
         self._in_a_row = self._num_saved = 0
         self._last_s: float | None = None
         self.failed_saves: list[str] = []
         """The message of each save to the disk that failed."""
+
+    def _launched(self, memory: str | Path | None) -> LaunchedContext | None:
+        """The place of this rank in a job of another launcher, under the name that rank 0 has for the job."""
+        context = None
+        if memory == _SHARED and not os.access(_SHARED, os.W_OK):
+            memory = None  # nobody asked for it
+        if memory is not None:
+            training = str(Path(self._folder).absolute()) if self._folder is not None else ""
+            context = self._ranks.on_all_ranks(lambda: launched_context(Path(memory), training, os.environ))
+        names = self._ranks.gathered(context.job if context is not None else "")
+        if context is None or not all(names):
+            return None
+        context.job = names[0]
+        return context
+
+    def _has_room(self, parts: Mapping[str, Any]) -> bool:
+        """Whether all nodes have room for the copies of their ranks, and for those of other nodes that they are to hold."""
+        context = self._context
+        if not isinstance(context, LaunchedContext):
+            return True
+        tensors = split_state(parts, self._ranks.rank).tensors.values()
+        own = sum(part.local.nbytes for part in tensors)
+        mine = (context.node, own, context.written_bytes(), context.room_bytes())
+        all_of_them = self._ranks.gathered(mine, tuple[int, int, int, float])
+        kinds = 2 if len({node for node, *_ in all_of_them}) > 1 else 1
+        for node in {node for node, *_ in all_of_them}:
+            there = [one for one in all_of_them if one[0] == node]
+            needed = 2 * kinds * sum(own for _, own, _, _ in there) - max(written for _, _, written, _ in there)
+            if needed > min(room for *_, room in there):
+                self._warn_of_room(needed, min(room for *_, room in there))
+                return False
+        return True
+
+    def _warn_of_room(self, needed: float, room: float) -> None:
+        if self._folder is None:
+            raise CheckpointError(
+                f"copies of the state need {needed / 2**30:.1f} GiB of a node's memory, which has {room / 2**30:.1f} GiB free, "
+                "and there is no folder on a disk; give one, or keep fewer bytes"
+            )
+        if self._ranks.rank == 0:
+            warnings.warn(
+                f"no copies are kept in memory: they need {needed / 2**30:.1f} GiB of a node, which has "
+                f"{room / 2**30:.1f} GiB free; the disk alone is left",
+                stacklevel=4,
+            )
 
     def _copies(self, buddy: str, timeout: timedelta) -> MemoryCopies:
         assert self._context is not None
@@ -125,6 +179,8 @@ class Survivor:
         finally:
             if self._disk is not None:
                 self._disk.close()
+        if isinstance(self._context, LaunchedContext):
+            self._context.remove_at_end()
 
     # -- keeping -------------------------------------------------------------------------------------------------------------
 
@@ -137,6 +193,10 @@ class Survivor:
         began = perf_counter()
         step_s = began - self._last_s if self._last_s is not None else None
         is_due = self._memory is not None and self._every.is_due(step)
+        if is_due and not self._is_sure_of_room:
+            self._is_sure_of_room = True
+            if not self._has_room(parts):
+                self._memory, is_due = None, False
         if self._context is not None:
             self._context.reach(step)
         if self._memory is not None and is_due:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from flatout.blocks.parallel.own_store import join_ranks
 from flatout.core.errors import PlanError, UsageError
 from flatout.core.records.scale import Layout
 
@@ -40,7 +41,7 @@ class World:
             here = torch.device(kind, local) if kind == "cuda" else None
             if here is not None:
                 torch.cuda.set_device(here)
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=here)
+            join_ranks("nccl" if kind == "cuda" else "gloo", device_id=here)
         self._replicated: list[DistributedDataParallel] = []
         self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
         is_one_of_many = dist.is_initialized()
