@@ -34,12 +34,12 @@ KILLS = [
 ]
 
 
-def torchrun(folder: Path, plan: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+def torchrun(module: str, folder: Path, plan: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
     memory = folder / "memory"
     memory.mkdir(parents=True)
     options = json.dumps({"disk_every": 100, "memory": str(memory)})
     given = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "5", "--monitor-interval", "0.1"]
-    command = [sys.executable, "-m", "torch.distributed.run", *given]
+    command = [sys.executable, "-m", module, *given]
     command += [str(TRAIN), str(folder), f"{STEPS}", json.dumps(plan), options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -48,9 +48,10 @@ def torchrun(folder: Path, plan: list[dict[str, Any]]) -> subprocess.CompletedPr
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.long
-def test_under_torchrun_killed_ranks_go_on_from_memory_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["torch.distributed.run", "flatout.blocks.elastic.torchrun"])
+def test_under_torchrun_killed_ranks_go_on_from_memory_bit_for_bit(tmp_path: Path, module: str) -> None:
     for name, plan in (("whole", []), ("killed", KILLS)):
-        ended = torchrun(tmp_path / name, plan)
+        ended = torchrun(module, tmp_path / name, plan)
         assert ended.returncode == 0, ended.stderr[-3000:]
     for rank in range(2):
         whole, killed = (

@@ -241,8 +241,34 @@ class RankProgress(msgspec.Struct, frozen=True, tag="rank_progress", kw_only=Tru
     first_ago_s: float | None
 
 
-Order = OpenStore | StartRanks | KillRanks | FinishRanks
-Event = NodeReady | StoreOpened | ProcessEnded | NodeIdle | RankProgress
+class ForkScript(msgspec.Struct, frozen=True, tag="fork_script", kw_only=True):
+    """The order to fork a process that runs a script with these variables; its output goes to files where they are named."""
+
+    number: int
+    target: str
+    arguments: tuple[str, ...]
+    is_module: bool
+    environment: dict[str, str]
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class ForkBegun(msgspec.Struct, frozen=True, tag="fork_begun", kw_only=True):
+    """The process id of a script that was to be forked."""
+
+    number: int
+    pid: int
+
+
+class ForkEnded(msgspec.Struct, frozen=True, tag="fork_ended", kw_only=True):
+    """A forked script is gone: its exit code or minus its signal."""
+
+    number: int
+    code: int
+
+
+Order = OpenStore | StartRanks | KillRanks | FinishRanks | ForkScript
+Event = NodeReady | StoreOpened | ProcessEnded | NodeIdle | RankProgress | ForkBegun | ForkEnded
 _MESSAGES: Final = msgspec.json.Decoder(Order | Event)
 
 

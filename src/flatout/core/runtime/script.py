@@ -156,7 +156,7 @@ def _main_module(file: Path, argv: tuple[str, ...], *, search_path: str) -> Scri
     except SyntaxError as e:
         raise ScriptError(f"'{file}' does not compile: {e}; mend it until `python {file}` starts") from e
     module = ModuleType("__main__")
-    module.__file__ = str(file)
+    module.__file__ = str(file.absolute())  # as python has it since 3.9, also after a change of folder
     module.__dict__.update(__builtins__=__builtins__, __cached__=None, __spec__=None, __loader__=None, __package__=None)
     return Script(
         code=code, module=module, argv=argv, search_path=search_path, root=str(file.parent.resolve()), file=str(file)
