@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -65,6 +66,37 @@ def test_under_torchrun_killed_ranks_go_on_from_memory_bit_for_bit(tmp_path: Pat
         done_twice = len(killed) - STEPS
         assert done_twice <= len(KILLS)  # no more than a step is lost each time; the disk has none before the end
     assert not list(tmp_path.glob("*/memory/*"))  # removed by the last rank that ended
+
+
+def two_agents(folder: Path, plan: list[dict[str, Any]]) -> list[set[tuple[str, str]]]:
+    """Two nodes of two ranks on one machine, which share no memory; each rank's steps and losses."""
+    memory = folder / "memory"
+    memory.mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = f"--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id two"
+    command = [sys.executable, "-m", "flatout.blocks.elastic.torchrun", *words.split(), "--max-restarts", "9"]
+    command += ["--monitor-interval", "0.1", str(TRAIN), str(folder), f"{STEPS}", json.dumps(plan)]
+    command += [json.dumps({"disk_every": 100, "memory": str(memory)})]
+    agents = [
+        subprocess.Popen(
+            command, env=os.environ | {"OMP_NUM_THREADS": "1", "FLATOUT_NODE": node}, stderr=subprocess.DEVNULL
+        )
+        for node in "ab"
+    ]
+    assert [agent.wait(250) for agent in agents] == [0, 0]
+    assert not list(memory.iterdir())
+    logs = [(folder / f"log-{rank}").read_text().splitlines() for rank in range(4)]
+    return [{(line.split()[1], line.split()[3]) for line in log} for log in logs]
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_ranks_of_two_nodes_go_on_from_memory_bit_for_bit(tmp_path: Path) -> None:
+    plan = [{"phase": "forward", "rank": 3, "step": 4}, {"phase": "optimizer", "rank": 0, "step": 9}]
+    assert two_agents(tmp_path / "killed", plan) == two_agents(tmp_path / "whole", [])
 
 
 @pytest.fixture
