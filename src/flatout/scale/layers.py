@@ -8,66 +8,40 @@ operators take on the device and what the host takes to start them (Constants.op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 from msgspec import structs
 
-from flatout.core.errors import PlanError
 from flatout.core.records.scale import Layout, Software
-from flatout.machine.cost.collectives import all_reduce_s, all_to_all_s, gather_s
-from flatout.machine.cost.roofline import bandwidth_bytes_per_s, peak_flop_per_s
+from flatout.machine.cost.collectives import all_reduce_s, all_to_all_s
 from flatout.machine.cost.waves import Rates, product_s
-from flatout.machine.specs.catalog import load_spec
 from flatout.scale.activations import activation_bytes, layer_share, recomputed_share
-from flatout.scale.case import StepCase, rate_dtype
+from flatout.scale.case import StepCase
 from flatout.scale.links import copies_of, gathered_s, is_sent_by_layer, scattered_s
+from flatout.scale.mixing import MixingPass, around_s_of, mixing
+from flatout.scale.products import FEWER_BITS, expert_products, layer_products, product_itemsize, routed_tokens
+from flatout.scale.rates import rates_of, started_s_of
 from flatout.scale.sizes import (
     LayerKind,
     WeightPart,
     attention_matrices,
-    compressed_visible,
     device_parameters,
-    expert_matrices,
     extra_kinds,
     feed_matrices,
     layer_kinds,
     layer_parameters,
-    mixer_matrices,
     num_parameters,
     num_weights,
     sharded_parameters,
-    shared_matrices,
     weight_parts,
 )
 
-_SOFTMAX_GROUP: Final = 4
-"""Megatron's fused softmax takes attention whose samples x heads are a multiple of it (fused_kernels, batches_per_block)."""
-_FUSED_BACKWARD: Final = 2.5
-"""Times the forward's work: five products, as scores are made again, where the forward has two (the same, section 3.1)."""
 _ORDERED: Final = 4 / 3
 """Tokens are read and written when they are put in their experts' order and back; a third, as bytes here count three times."""
 _ROUTING_KERNELS: Final = 12
 """Kernels of a router: its product, softmax, the largest, counts and offsets, and the order of tokens there and back."""
-_STATE_SHARE: Final = 0.64
-"""Of the memory's rate that programs reach, by the bytes of states as they are counted here: 2.6e12 B/s on an H200, where others
-reach 4.1e12 (bench/results/2026-11-28-h200/state_space.json, four samples of 8192 tokens)."""
-_STATE_BACKWARD: Final = 3.4
-"""Times the forward's seconds (the same: 3.2 to 3.8)."""
-_STATE_KERNELS: Final = 8
-"""Kernels of a forward: the convolution, sums of steps, states of chunks, passing them on, products of pairs, the scan, the
-norm."""
-_FLOAT: Final = 4
-_BLOCK: Final = 128
-"""Keys that a kernel of fused attention takes at a time: of a window's ends, half a block on either side is for nothing."""
-_BITS: Final[Mapping[str, int]] = {"float8": 8, "mxfp8": 8, "nvfp4": 4}
-"""Of a number, in types whose products need a cast."""
-_CAST: Final = 5
-"""Bytes read and written to make a number of half precision one of 8 bits with a scale of its tensor: read for the largest, read
-again, written."""
-_CAST_AGAIN: Final = 3
-"""The same with the scale known, for the transposed copy that the backward needs."""
 
 
 class LayerPass(NamedTuple):
@@ -137,27 +111,6 @@ class LayerWork(NamedTuple):
         return self["FBIW".index(kind)]
 
 
-def rates_of(case: StepCase, dtype: str) -> Rates:
-    """The rates of the device's data sheet, as far as they are reached."""
-    spec, constants = load_spec(case.cluster.device), case.constants
-    if spec.num_units is None:
-        raise PlanError(f"the data sheet of '{spec.id}' does not say how many multiprocessors it has")
-    return Rates(
-        flop_per_s=peak_flop_per_s(spec, rate_dtype(dtype)) * constants.product_share,
-        bytes_per_s=bandwidth_bytes_per_s(spec) * constants.memory_share,
-        num_units=int(spec.num_units.value),
-        fill_depth=constants.fill_depth,
-        misaligned_share=constants.misaligned_share,
-        kernel_s=constants.kernel_s,
-    )
-
-
-def started_s_of(case: StepCase) -> float:
-    """Seconds of the host to start an operator on what tensor ranks may have divided."""
-    has_divided = case.layout.tensor > 1 and case.software.divided_by == "tensors"
-    return case.constants.divided_operator_s if has_divided else case.constants.operator_s
-
-
 # -- work -----------------------------------------------------------------------------------------------------------------
 
 
@@ -166,8 +119,8 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     model, layout, _, software, constants = case
     rates, operator_s = rates_of(case, software.dtype), started_s_of(case)
     ranks, width, tokens, hidden = layout.tensor, case.width, case.tokens, model.hidden
-    products = _products(case, rates, kind)
-    attention = _mixing(case, rates, kind)
+    products = layer_products(case, rates, kind)
+    attention = mixing(case, rates, kind)
     whole_bytes = tokens * hidden * width
     # of each block a norm (read, write), a dropout with the residual (read two, write one and a mask): each rank has all of them
     passes = 6 + (
@@ -193,7 +146,7 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
             tensor_s - min(software.tensor_hidden * tensor_s * (1 - 1 / ranks), beside_s)
             for beside_s in (products.forward_s, products.inputs_s + products.weights_s)
         )
-    around_s, around_back_s = _around(case, attention) if kind.mixer == "attention" else (0.0, 0.0)
+    around_s, around_back_s = around_s_of(case, attention) if kind.mixer == "attention" else (0.0, 0.0)
     expert_s = _routed(case) if kind.is_sparse else 0.0
     started_s = (0 if attention.is_fused else software.unfused_softmax_operators) * operator_s
     of_experts_s = 0.0
@@ -251,10 +204,10 @@ def hides_experts(software: Software, layout: Layout) -> bool:
     return software.hides_experts and layout.pipeline > 1 and layout.expert > 1
 
 
-def _parts_again(case: StepCase, kind: LayerKind, rates: Rates, attention: _AttentionPass) -> float:
+def _parts_again(case: StepCase, kind: LayerKind, rates: Rates, attention: MixingPass) -> float:
     """Seconds of the parts that a backward computes again, by name."""
     model, layout, tokens = case.model, case.layout, case.tokens
-    size = _itemsize(case)
+    size = product_itemsize(case)
     between = layout.tensor if layout.is_sequence_parallel else 1
     feed_forward = 0.0
     if kind.feed == "dense":
@@ -273,25 +226,11 @@ def _parts_again(case: StepCase, kind: LayerKind, rates: Rates, attention: _Atte
         "gates": 3 * _between_products(case, kind) / rates.bytes_per_s,
         "latent": latent,
         "feed-forward": feed_forward,
-        "experts": sum(product_s(rates, m, n, k, batch=num, itemsize=size) for n, k, m, num in _expert_products(case))
+        "experts": sum(product_s(rates, m, n, k, batch=num, itemsize=size) for n, k, m, num in expert_products(case))
         if kind.is_sparse
         else 0.0,
     }
     return sum(seconds[name] for name in layout.recomputed)
-
-
-def _expert_products(case: StepCase) -> list[tuple[int, int, int, int]]:
-    """Products of a rank's experts: columns, depth, tokens of each expert, and how many experts."""
-    model, layout = case.model, case.layout
-    local = max(1, model.num_experts // layout.expert)
-    each = max(1, round(routed_tokens(case) / local))
-    return [(n, k, each, local) for n, k in expert_matrices(model, layout.expert_ranks)]
-
-
-def _itemsize(case: StepCase) -> float:
-    """Bytes of a number that products take."""
-    bits = _BITS.get(case.software.dtype)
-    return case.width if bits is None else bits / 8
 
 
 def _between_products(case: StepCase, kind: LayerKind) -> float:
@@ -309,13 +248,6 @@ def _between_products(case: StepCase, kind: LayerKind) -> float:
         routed = routed_tokens(case)
         divided += routed * (model.expert_inner / layout.expert_ranks + _ORDERED * model.expert_width)
     return divided * case.width
-
-
-def routed_tokens(case: StepCase) -> float:
-    """Tokens, each as often as an expert takes it, that the fullest rank's experts get of a micro-batch."""
-    layout, model = case.layout, case.model
-    fullest = case.constants.routing_imbalance if layout.expert > 1 else 1.0
-    return case.tokens * model.experts_per_token * fullest * layout.expert_ranks / layout.tensor
 
 
 def _less(whole: LayerPass, part: LayerPass) -> LayerPass:
@@ -356,198 +288,6 @@ def _beside(
     contention = case.constants.contention_share
     pairs = zip(work, sent, copied, strict=True)
     return LayerWork(*(one.besides(sent_s=s, copied_s=c, contention=contention) for one, s, c in pairs))
-
-
-class _LayerProducts(NamedTuple):
-    """Products with one layer's weights: seconds forward and of both kinds of gradients, bytes of casts, their number; seconds of
-    the last ones forward; and bytes of adapters beside them.
-    """
-
-    forward_s: float
-    inputs_s: float
-    weights_s: float
-    cast_bytes: float
-    back_cast_bytes: float
-    num: int
-    last_s: float
-    adapter_bytes: float
-    back_adapter_bytes: float
-
-
-def _products(case: StepCase, rates: Rates, kind: LayerKind) -> _LayerProducts:
-    """The fullest expert rank's: it has more tokens than the mean, and the others wait for it. Experts' products are one grouped
-    product, each with its own tokens."""
-    model, layout, tokens = case.model, case.layout, case.tokens
-    software = case.software
-    has_less = software.dtype in _BITS
-    whole = software.half_layers / model.layers if has_less else 0.0
-    of_attention = 1.0 if "attention" in software.half_parts else whole
-    every = [_LayerProduct(n, k, tokens, 1, of_attention) for n, k in mixer_matrices(model, kind, layout.tensor)]
-    if kind.mixer == "state":
-        every = [one._replace(half=whole) for one in every]
-    last = every[-1:]
-    if kind.is_sparse:
-        shared = [_LayerProduct(n, k, tokens, 1, whole) for n, k in shared_matrices(model, layout.tensor)]
-        if model.expert_hidden and "latent-experts" in software.half_parts:
-            shared[-2:] = [one._replace(half=1.0) for one in shared[-2:]]
-        experts = [_LayerProduct(*one, whole) for one in _expert_products(case)]
-        every += [*experts, *shared]
-        last = [experts[1], *(shared[1:2] if model.shared_inner else [])]
-    elif kind.feed == "dense":
-        feed = [_LayerProduct(n, k, tokens, 1, whole) for n, k in feed_matrices(model, model.inner, layout.tensor)]
-        every, last = [*every, *feed], feed[1:2]
-    cast = back_cast = 0.0
-    if has_less:
-        often = 1 / layout.num_micro_batches if software.casts_weights_once else 1.0
-        cast = software.cast_passes * sum(one.less * _CAST * (one.m * one.k + often * one.n * one.k) for one in every)
-        back_cast = software.cast_passes * sum(
-            one.less * _CAST * one.m * one.n
-            + one.less * _CAST_AGAIN * (software.trained_share * one.m * one.k + often * one.n * one.k)
-            for one in every
-        )
-    half_rates, size = rates_of(case, case.product_dtype) if has_less else rates, _itemsize(case)
-
-    def seconds(products: Iterable[_LayerProduct], order: str) -> float:
-        """Of products with rows, columns and depth in that order of m, n and k."""
-        total = 0.0
-        for one in products:
-            rows, columns, depth = (getattr(one, name) for name in order)
-            for share, rates_, itemsize in ((1 - one.half, rates, size), (one.half, half_rates, case.width)):
-                if share:
-                    total += share * product_s(rates_, rows, columns, depth, batch=one.num, itemsize=itemsize)
-        return total
-
-    return _LayerProducts(
-        seconds(every, "mnk"),
-        seconds(every, "mkn"),
-        software.trained_share * seconds(every, "nkm"),
-        cast,
-        back_cast,
-        len(every),
-        seconds(last, "mnk"),
-        *_adapter_bytes(case, every if software.adapted == "all" else every[: kind.mixer == "attention"]),
-    )
-
-
-def _adapter_bytes(case: StepCase, products: Sequence[_LayerProduct]) -> tuple[float, float]:
-    """Bytes that adapters read and write, forward and backward (LoRA; Hu et al., 2021): what a product takes; what its adapter
-    gives, and the sum of both. Backward gradients of what it gives for both factors, what it takes for one, and the sum of
-    gradients. Their own products are so small that this is what they take."""
-    if not case.software.adapter_rank:
-        return 0.0, 0.0
-    forward = sum(one.num * one.m * (one.k + 4 * one.n) for one in products)
-    backward = sum(one.num * one.m * (2 * one.n + 4 * one.k) for one in products)
-    ranks = sum(6 * one.num * one.m * case.software.adapter_rank for one in products)
-    return (forward + ranks) * case.width, (backward + ranks) * case.width
-
-
-class _LayerProduct(NamedTuple):
-    """`num` products with a weight of `n` columns and depth `k` for `m` tokens, of which a share `half` is made in half
-    precision."""
-
-    n: int
-    k: int
-    m: int
-    num: int
-    half: float
-
-    @property
-    def less(self) -> float:
-        """How many are made in fewer bits."""
-        return self.num * (1 - self.half)
-
-
-class _AttentionPass(NamedTuple):
-    """Seconds of its products in both directions, bytes of scores that are read and written, whether the softmax is one
-    kernel.
-    """
-
-    forward_s: float
-    backward_s: float
-    score_bytes: float
-    is_fused: bool
-
-
-def _mixing(case: StepCase, rates: Rates, kind: LayerKind) -> _AttentionPass:
-    """What mixes tokens, without the products with its weights."""
-    if kind.mixer == "attention":
-        return _attention(case, rates_of(case, case.product_dtype), kind)
-    if kind.mixer == "state":
-        return _states(case, rates)
-    return _AttentionPass(0.0, 0.0, 0.0, True)
-
-
-def _states(case: StepCase, rates: Rates) -> _AttentionPass:
-    """A state-space mixer's convolution, its states in chunks, and its norm, by what they read and write (mamba_ssm's kernels of
-    Mamba-2): each chunk's states, what goes from chunk to chunk, products within a chunk, and from states to tokens."""
-    state, width = case.model.state, case.width
-    if state is None:
-        raise PlanError("a state-space mixer needs its sizes")
-    shared = state.groups * state.size
-    of_states = (
-        4 * _FLOAT * state.inner * state.size / state.chunk
-    )  # written, read, written as they are passed on, read
-    of_chunks = 2 * _FLOAT * state.groups * state.chunk  # products of what goes in and out, of all pairs
-    convolved = 2 * (state.inner + 2 * shared) * width
-    read = (3 * state.inner + 4 * shared + 3 * state.inner) * width
-    tokens = case.tokens / case.layout.tensor
-    scanned_s = tokens * (read + of_states + of_chunks) / (_STATE_SHARE * rates.bytes_per_s)
-    convolved_s = tokens * convolved / rates.bytes_per_s
-    kernels_s = _STATE_KERNELS * rates.kernel_s
-    return _AttentionPass(
-        scanned_s + convolved_s + kernels_s, _STATE_BACKWARD * scanned_s + 2 * convolved_s + 2 * kernels_s, 0.0, True
-    )
-
-
-def _attention(case: StepCase, rates: Rates, kind: LayerKind) -> _AttentionPass:
-    """What attention takes of one layer.
-
-    Of contiguous pieces under a causal mask the last rank has the whole rows above its triangle: c - 1/2 squares of a piece's
-    length where the mean is c/2, so (2c - 1) / c as much. Scores that are written are written whole, masked or not.
-    """
-    model, layout, software = case.model, case.layout, case.software
-    groups = layout.micro_batch * model.heads // layout.tensor
-    width, seq, context = model.head_width, model.seq, layout.context
-    own = seq // context
-    if software.attention == "fused":
-        unequal = (2 * context - 1) / context if software.context_pieces == "contiguous" else 1.0
-        # below the diagonal, and within the window
-        visible = seq / 2 * unequal if kind.visible >= seq else min(seq / 2, kind.visible + _BLOCK)
-        visible += compressed_visible(model, kind)
-        flop = 2.0 * groups * own * visible * (model.query_width + width) + _index_flop(case, kind)
-        peak = peak_flop_per_s(load_spec(case.cluster.device), case.product_dtype)
-        forward_s = flop / (case.constants.attention_share * peak) + rates.kernel_s
-        backward_s = _FUSED_BACKWARD * flop / (case.constants.attention_backward_share * peak) + rates.kernel_s
-        return _AttentionPass(forward_s, backward_s, 0.0, True)
-    size = case.width
-    products_s = product_s(rates, own, seq, width, batch=groups, itemsize=size)
-    products_s += product_s(rates, own, width, seq, batch=groups, itemsize=size)
-    is_fused = software.attention == "megatron" and groups % _SOFTMAX_GROUP == 0
-    return _AttentionPass(products_s, 2 * products_s, groups * own * seq * size * (4.5 if is_fused else 10.5), is_fused)
-
-
-def _index_flop(case: StepCase, kind: LayerKind) -> float:
-    """FLOP of the scores by which an indexer chooses compressed keys, forward."""
-    keys = case.model.compressed
-    if keys is None or kind.ratio not in keys.indexed:
-        return 0.0
-    return 2.0 * case.tokens / case.layout.tensor * case.model.seq / kind.ratio / 2 * keys.index_heads * keys.index_dim
-
-
-def _around(case: StepCase, attention: _AttentionPass) -> tuple[float, float]:
-    """Seconds in which context ranks exchange keys and values, forward and backward, as far as attention does not hide them.
-
-    Gathered before it, and the sum of their gradients scattered after it, nothing is hidden. In a ring keys and values go round
-    beside attention, and backward once more with their gradients, beside twice its work.
-    """
-    model, layout = case.model, case.layout
-    keys = (1 if model.shares_keys else 2) * model.key_heads * model.head_width
-    numbers = model.key_rank + model.rope_dim if model.key_rank else keys / layout.tensor
-    num_bytes = layout.micro_batch * model.seq * numbers * case.width
-    once_s = gather_s(num_bytes, layout.context, case.tiers, stride=layout.tensor)
-    if case.software.context_exchange == "gathered":
-        return once_s, once_s
-    return max(0.0, once_s - attention.forward_s), max(0.0, 2 * once_s - attention.backward_s)
 
 
 def _routed(case: StepCase) -> float:
@@ -642,7 +382,7 @@ def works(case: StepCase) -> Works:
     layout = case.layout
     sends = is_sent_by_layer(layout) or layout.offload != "none" or layout.expert > 1
     data = layout.data if sends else 1
-    counts = case.software.casts_weights_once and case.software.dtype in _BITS
+    counts = case.software.casts_weights_once and case.software.dtype in FEWER_BITS
     alike = structs.replace(
         layout,
         pipeline=min(layout.pipeline, 2) if not layout.recompute_layers else layout.pipeline,

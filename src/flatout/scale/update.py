@@ -9,8 +9,8 @@ from flatout.machine.cost.collectives import all_reduce_s
 from flatout.machine.cost.schedules import chunks_of_stages
 from flatout.machine.cost.waves import Rates
 from flatout.scale.case import StepCase
-from flatout.scale.layers import rates_of, started_s_of
 from flatout.scale.links import all_reduced_s, copies_of, gathered_s, is_sent_by_layer, scattered_s
+from flatout.scale.rates import rates_of, started_s_of
 from flatout.scale.sizes import (
     WeightPart,
     device_parameters,
