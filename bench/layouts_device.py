@@ -179,7 +179,7 @@ def result_of(
         "rounds": len(calibrated_in),
         "constants": msgspec.to_builtins(calibrated.constants),
         "calibration": msgspec.to_builtins(calibration),
-        "apart": {name: apart(rounds) for name, rounds in measured_in.items()},
+        "rounds_differ": {name: rounds_differ(rounds) for name, rounds in measured_in.items()},
     }
     for name, rounds in measured_in.items():
         steps = averaged(rounds)
@@ -187,7 +187,7 @@ def result_of(
     return found
 
 
-def apart(rounds: list[list[MeasuredStep]]) -> float | None:
+def rounds_differ(rounds: list[list[MeasuredStep]]) -> float | None:
     """How far the last two rounds differ for the same layout, in the mean."""
     if len(rounds) < 2:
         return None

@@ -13,7 +13,7 @@ from flatout.scale.memory import memory_of
 
 _LAYERS_A_STAGE: Final = 2
 _FEWEST_LAYERS: Final = 4
-"""On one device, so that what layers take is told from what a step takes once."""
+"""Layers on one device, so that what they take is told from what a step takes once."""
 _ROUNDS: Final[tuple[tuple[int, int, Recompute, bool], ...]] = (
     (1, 1, "none", False),
     (4, 1, "none", True),

@@ -18,8 +18,8 @@ _SOFTMAX_GROUP: Final = 4
 _FUSED_BACKWARD: Final = 2.5
 """Times the forward's work: five products, as scores are made again, where the forward has two (the same, section 3.1)."""
 _STATE_SHARE: Final = 0.64
-"""Of the memory's rate that programs reach, by the bytes of states as they are counted here: 2.6e12 B/s on an H200, where others
-reach 4.1e12 (bench/results/2026-11-28-h200/state_space.json, four samples of 8192 tokens)."""
+"""Share of the memory's rate that programs reach, by the bytes of states as they are counted here: 2.6e12 B/s on an H200, where
+others reach 4.1e12 (bench/results/2026-11-28-h200/state_space.json, four samples of 8192 tokens)."""
 _STATE_BACKWARD: Final = 3.4
 """Times the forward's seconds (the same: 3.2 to 3.8)."""
 _STATE_KERNELS: Final = 8

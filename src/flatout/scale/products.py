@@ -69,7 +69,7 @@ def layer_products(case: StepCase, rates: Rates, kind: LayerKind) -> LayerProduc
     half_rates, size = rates_of(case, case.product_dtype) if has_less else rates, product_itemsize(case)
 
     def seconds(products: Iterable[_LayerProduct], order: str) -> float:
-        """Of products with rows, columns and depth in that order of m, n and k."""
+        """Seconds of products with rows, columns and depth in that order of m, n and k."""
         total = 0.0
         for one in products:
             rows, columns, depth = (getattr(one, name) for name in order)

@@ -125,11 +125,11 @@ class Survivor:
             there = [one for one in all_of_them if one[0] == node]
             needed = 2 * kinds * sum(own for _, own, _, _ in there) - max(written for _, _, written, _ in there)
             if needed > min(room for *_, room in there):
-                self._warn_of_room(needed, min(room for *_, room in there))
+                self._go_without_memory(needed, min(room for *_, room in there))
                 return False
         return True
 
-    def _warn_of_room(self, needed: float, room: float) -> None:
+    def _go_without_memory(self, needed: float, room: float) -> None:
         if self._folder is None:
             raise CheckpointError(
                 f"copies of the state need {needed / 2**30:.1f} GiB of a node's memory, which has {room / 2**30:.1f} GiB free, "

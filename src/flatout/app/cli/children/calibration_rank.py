@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 _ROUNDS: Final = 2
-"""Of all layouts, where there is time: a host's speed changes within minutes."""
+"""Rounds of all layouts, where there is time: a host's speed changes within minutes."""
 
 
 def main() -> None:
