@@ -294,6 +294,12 @@ def _preset(release: str) -> str:
     return "megatron-core-overlapped" if release >= "26.06" else "megatron-core"
 
 
+_HIDES_TENSOR: Final = {
+    name for name in BRIDGE_MODELS if name.startswith(("LLAMA3", "Qwen3", "GPT OSS", "Nemotron_3_Nano"))
+}
+"""Models whose recipes set tp_comm_overlap (src/megatron/bridge/perf_recipes at v0.6.0); those of others do not."""
+
+
 def bridge(*, system: str, kind: str, chosen: Chosen = CHOSEN) -> Iterator[Row]:
     """Megatron-Bridge's performance summary, NVIDIA, 2025 and 2026."""
     recipes = _recipes()
@@ -327,6 +333,8 @@ def bridge(*, system: str, kind: str, chosen: Chosen = CHOSEN) -> Iterator[Row]:
             **_trained(line["task"]),
         )
         software = _by_recipe(software, recipe, chosen)
+        if base not in _HIDES_TENSOR:
+            software = structs.replace(software, tensor_hidden=0.0)
         is_new = kind == "hybrid" or base == "DeepSeekV4 Flash"  # they could not be described when numbers were set
         if (
             base == "Nemotron_3_Super" and software.dtype == "nvfp4"
@@ -545,6 +553,7 @@ def dgxc(*, system: str, experts: bool) -> Iterator[Row]:
             name,
             float(line["step_s"]),
             in_sight=system == "gb200" and line["dtype"] == "bfloat16",
+            is_mended=system == "h100-sxm" and line["dtype"] == "float8",
             is_balanced=True,
         )
 

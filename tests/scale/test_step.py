@@ -106,11 +106,11 @@ def test_layouts_that_do_not_fit_are_refused() -> None:
 
 
 GOLDEN = (
-    ({"micro_batch": 8, "global_batch": 32}, 1.5843742939344458, 58538600693),
-    ({"tensor": 2, "pipeline": 2, "data": 2, "global_batch": 16, "recompute": "full"}, 0.25261683524760425, 7686358302),
+    ({"micro_batch": 8, "global_batch": 32}, 1.5840693577621383, 58538600693),
+    ({"tensor": 2, "pipeline": 2, "data": 2, "global_batch": 16, "recompute": "full"}, 0.2525571660783736, 7686358302),
     (
         {"tensor": 4, "data": 2, "global_batch": 16, "micro_batch": 2, "shard": 1, "is_sequence_parallel": True},
-        0.17874245944874073,
+        0.17870372891335606,
         7135085199,
     ),
     (
@@ -122,11 +122,12 @@ GOLDEN = (
             "chunks": 2,
             "recompute": "selective",
         },
-        0.3468668974610818,
+        0.34677458341800493,
         10749497835,
     ),
 )
-"""(layout, seconds, bytes) as they were before context, experts, offload and compression were in the model."""
+"""(layout, seconds, bytes) as they were before context, experts, offload and compression were in the model; seconds 0.02 % less
+since a tile's fill is in seconds."""
 
 
 @pytest.mark.parametrize(("given", "seconds", "num_bytes"), GOLDEN)

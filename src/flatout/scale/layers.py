@@ -138,8 +138,9 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     back_reading_s = back_bytes / rates.bytes_per_s
     back_reading_s += (num_kernels + kind.blocks) * rates.kernel_s
     reduce_s = all_reduce_s(whole_bytes, ranks, case.tiers)
-    # tokens stay divided among tensor ranks that hold whole experts
-    tensor_s = (kind.blocks - (kind.is_sparse and layout.expert_ranks < ranks)) * reduce_s
+    # tokens stay divided among tensor ranks that hold whole experts, but not those of shared experts, which are divided
+    has_whole = kind.is_sparse and layout.expert_ranks < ranks and not model.shared_inner
+    tensor_s = (kind.blocks - has_whole) * reduce_s
     tensor_back_s = tensor_s
     if software.tensor_hidden and ranks > 1:
         tensor_s, tensor_back_s = (
@@ -212,12 +213,14 @@ def _parts_again(case: StepCase, kind: LayerKind, rates: Rates, attention: Mixin
     feed_forward = 0.0
     if kind.feed == "dense":
         matrices = feed_matrices(model, model.inner, layout.tensor)
-        feed_forward = sum(product_s(rates, tokens, n, k, itemsize=size) for n, k in matrices)
+        feed_forward = sum(product_s(rates, tokens, n, k, itemsize=size, result_bytes=case.width) for n, k in matrices)
     latent = 0.0
     if (model.key_rank or model.query_rank) and kind.mixer == "attention":
         ranks = tuple(rank for rank in (model.query_rank, model.key_rank) if rank)
         matrices = attention_matrices(model, layout.tensor)
-        latent = sum(product_s(rates, tokens, n, k, itemsize=size) for n, k in matrices if k in ranks)
+        latent = sum(
+            product_s(rates, tokens, n, k, itemsize=size, result_bytes=case.width) for n, k in matrices if k in ranks
+        )
     seconds = {
         "attention": attention.forward_s + attention.score_bytes / rates.bytes_per_s
         if kind.mixer == "attention"
@@ -226,7 +229,10 @@ def _parts_again(case: StepCase, kind: LayerKind, rates: Rates, attention: Mixin
         "gates": 3 * _between_products(case, kind) / rates.bytes_per_s,
         "latent": latent,
         "feed-forward": feed_forward,
-        "experts": sum(product_s(rates, m, n, k, batch=num, itemsize=size) for n, k, m, num in expert_products(case))
+        "experts": sum(
+            product_s(rates, m, n, k, batch=num, itemsize=size, result_bytes=case.width)
+            for n, k, m, num in expert_products(case)
+        )
         if kind.is_sparse
         else 0.0,
     }
@@ -387,7 +393,7 @@ def works(case: StepCase) -> Works:
         layout,
         pipeline=min(layout.pipeline, 2) if not layout.recompute_layers else layout.pipeline,
         data=data,
-        global_batch=data * layout.micro_batch * (layout.num_micro_batches if counts else 1),
+        global_batch=data * layout.micro_batch * (layout.num_micro_batches if counts else min(2, layout.num_micro_batches)),
         shard_ranks=layout.shard_ranks if sends else 0,
         schedule="1f1b" if not layout.recompute_layers else layout.schedule,
         chunks=1 if not layout.recompute_layers else layout.chunks,

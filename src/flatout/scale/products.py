@@ -67,25 +67,29 @@ def layer_products(case: StepCase, rates: Rates, kind: LayerKind) -> LayerProduc
             for one in every
         )
     half_rates, size = rates_of(case, case.product_dtype) if has_less else rates, product_itemsize(case)
+    # gradients of weights are added to those of the micro-batches before
+    added_bytes = software.gradient_bytes * (2 if layout.num_micro_batches > 1 else 1)
 
-    def seconds(products: Iterable[_LayerProduct], order: str) -> float:
+    def seconds(products: Iterable[_LayerProduct], order: str, result_bytes: float) -> float:
         """Seconds of products with rows, columns and depth in that order of m, n and k."""
         total = 0.0
         for one in products:
             rows, columns, depth = (getattr(one, name) for name in order)
             for share, rates_, itemsize in ((1 - one.half, rates, size), (one.half, half_rates, case.width)):
                 if share:
-                    total += share * product_s(rates_, rows, columns, depth, batch=one.num, itemsize=itemsize)
+                    total += share * product_s(
+                        rates_, rows, columns, depth, batch=one.num, itemsize=itemsize, result_bytes=result_bytes
+                    )
         return total
 
     return LayerProducts(
-        seconds(every, "mnk"),
-        seconds(every, "mkn"),
-        software.trained_share * seconds(every, "nkm"),
+        seconds(every, "mnk", case.width),
+        seconds(every, "mkn", case.width),
+        software.trained_share * seconds(every, "nkm", added_bytes),
         cast,
         back_cast,
         len(every),
-        seconds(last, "mnk"),
+        seconds(last, "mnk", case.width),
         *_adapter_bytes(case, every if software.adapted == "all" else every[: kind.mixer == "attention"]),
     )
 

@@ -18,7 +18,7 @@ def rates_of(case: StepCase, dtype: str) -> Rates:
         flop_per_s=peak_flop_per_s(spec, rate_dtype(dtype)) * constants.product_share,
         bytes_per_s=bandwidth_bytes_per_s(spec) * constants.memory_share,
         num_units=int(spec.num_units.value),
-        fill_depth=constants.fill_depth,
+        fill_s=constants.fill_s,
         misaligned_share=constants.misaligned_share,
         kernel_s=constants.kernel_s,
     )

@@ -31,7 +31,7 @@ def test_nothing_to_run_is_refused() -> None:
         resident_blocks(block_threads=0, registers=1, shared_bytes=0, **H200)
 
 
-RATES = Rates(flop_per_s=3e14, bytes_per_s=1.5e12, num_units=108, fill_depth=64.0, misaligned_share=0.25, kernel_s=4e-6)
+RATES = Rates(flop_per_s=3e14, bytes_per_s=1.5e12, num_units=108, fill_s=1.5e-6, misaligned_share=0.25, kernel_s=4e-6)
 sizes = st.integers(1, 4096).map(lambda n: 8 * n)
 
 
@@ -54,3 +54,20 @@ def test_rows_that_begin_anywhere_are_slow() -> None:
 
 def test_a_batch_fills_the_device_as_one_large_product_does() -> None:
     assert product_s(RATES, 128, 128, 64, batch=108) < 4 * product_s(RATES, 128, 128, 64)
+
+
+def test_arithmetic_of_twice_the_rate_does_not_fill_a_tile_sooner() -> None:
+    fast_memory = RATES._replace(bytes_per_s=1e15, kernel_s=0.0)
+    twice = fast_memory._replace(flop_per_s=2 * RATES.flop_per_s)
+    shape = (256 * 108, 128, 2048)
+    arithmetic_s = 2.0 * shape[0] * shape[1] * shape[2] / RATES.flop_per_s
+    assert product_s(fast_memory, *shape) == pytest.approx(arithmetic_s + RATES.fill_s)
+    assert product_s(twice, *shape) == pytest.approx(arithmetic_s / 2 + RATES.fill_s)
+
+
+def test_wider_results_take_more_of_memory() -> None:
+    slow_memory = RATES._replace(bytes_per_s=1e10, kernel_s=0.0)
+    more_s = product_s(slow_memory, 1024, 1024, 64, itemsize=1, result_bytes=4) - product_s(
+        slow_memory, 1024, 1024, 64, itemsize=1
+    )
+    assert more_s == pytest.approx(3 * 1024 * 1024 / 1e10)

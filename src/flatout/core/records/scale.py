@@ -460,7 +460,8 @@ class Constants(Record, frozen=True, kw_only=True):
 
     `product_share`        of the data sheet's rate, by large products whose tiles fill the device
     `misaligned_share`     of that, by products whose rows do not begin at multiples of 16 bytes
-    `fill_depth`           depth that a tile's product takes to fill its pipeline, in numbers
+    `fill_s`               a tile's product of 256 x 128 numbers, before its first operands have come and after its last: 64
+                           numbers' depth at an A100's rate, and the same on faster devices, as memory answers no sooner there
     `attention_share`      of the data sheet's rate, by fused attention: by FlashAttention-2 on an A100 (Dao, 2023, figures 4
                            to 6)
     `attention_backward_share`  the same by its backward
@@ -486,7 +487,7 @@ class Constants(Record, frozen=True, kw_only=True):
 
     product_share: float = 0.8
     misaligned_share: float = 0.3
-    fill_depth: float = 64.0
+    fill_s: float = 1.8e-6
     attention_share: float = 0.58
     attention_backward_share: float = 0.5
     memory_share: float = 0.85

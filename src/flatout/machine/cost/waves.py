@@ -12,6 +12,7 @@ from flatout.core.errors import UsageError
 TILES: Final = ((256, 128, 1.0), (128, 128, 0.9), (128, 64, 0.7), (64, 64, 0.5))
 """Rows and columns of the tiles that libraries have, and what share of the largest one's rate each reaches: a tile of m x n reads
 (m + n) numbers of each operand for 2 m n operations, and half as large tiles wait twice as often for shared memory."""
+_LARGEST: Final = TILES[0][0] * TILES[0][1]
 _ALIGNED: Final = 8
 """Numbers of two bytes in the 16 bytes at which rows must begin for the widest loads."""
 _REGISTER_UNIT: Final = 256
@@ -74,15 +75,19 @@ class Rates(NamedTuple):
     flop_per_s: float
     bytes_per_s: float
     num_units: int
-    fill_depth: float
+    fill_s: float
     misaligned_share: float
     kernel_s: float
 
 
-def product_s(rates: Rates, m: int, n: int, k: int, *, batch: int = 1, itemsize: float = 2) -> float:
+def product_s(
+    rates: Rates, m: int, n: int, k: int, *, batch: int = 1, itemsize: float = 2, result_bytes: float | None = None
+) -> float:
     """Seconds of `batch` products (M, K) @ (K, N): the best tile's rounds, no faster than memory, and the kernel's start.
 
-    A tile of one round takes 2 m n (K + fill_depth) operations of one multiprocessor's share of the rate.
+    A tile of one round takes 2 m n K operations of one multiprocessor's share of the rate, and `fill_s` besides, or as much less
+    as it is smaller than the largest: until its first numbers have come and its last are written, whatever the rate of
+    arithmetic is. Each number of the result takes `result_bytes` of traffic, `itemsize` where that is None.
 
     >>> rates = Rates(3e14, 1.5e12, 108, 0.0, 1.0, 0.0)
     >>> round(product_s(rates, 256, 128 * 108, 1024) * 3e14 / (2 * 256 * 128 * 108 * 1024), 6)
@@ -91,10 +96,14 @@ def product_s(rates: Rates, m: int, n: int, k: int, *, batch: int = 1, itemsize:
     unit_flop_per_s = rates.flop_per_s / rates.num_units
     best = min(
         ceil(batch * ceil(m / rows) * ceil(n / columns) / rates.num_units)
-        * (2.0 * rows * columns * (k + rates.fill_depth) / (unit_flop_per_s * share))
+        * rows
+        * columns
+        * (2.0 * k / unit_flop_per_s + rates.fill_s / _LARGEST)
+        / share
         for rows, columns, share in TILES
     )
     if n % _ALIGNED or k % _ALIGNED:
         best /= rates.misaligned_share
-    memory_s = batch * itemsize * (m * k + k * n + m * n) / rates.bytes_per_s
+    result = itemsize if result_bytes is None else result_bytes
+    memory_s = batch * (itemsize * (m * k + k * n) + result * m * n) / rates.bytes_per_s
     return max(best, memory_s) + rates.kernel_s
