@@ -393,7 +393,9 @@ def works(case: StepCase) -> Works:
         layout,
         pipeline=min(layout.pipeline, 2) if not layout.recompute_layers else layout.pipeline,
         data=data,
-        global_batch=data * layout.micro_batch * (layout.num_micro_batches if counts else min(2, layout.num_micro_batches)),
+        global_batch=data
+        * layout.micro_batch
+        * (layout.num_micro_batches if counts else min(2, layout.num_micro_batches)),
         shard_ranks=layout.shard_ranks if sends else 0,
         schedule="1f1b" if not layout.recompute_layers else layout.schedule,
         chunks=1 if not layout.recompute_layers else layout.chunks,

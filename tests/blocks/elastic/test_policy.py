@@ -152,9 +152,7 @@ def test_recovered_is_when_the_last_rank_has_done_a_step() -> None:
     assert restart.recovered_s == 3.75
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"nproc": 0}, {"spares": -1}, {"nnodes": 0}, {"hang_s": 0}, {"least_ranks": 3}, {"least_ranks": 0}]
-)
+@pytest.mark.parametrize("wrong", [{"nproc": 0}, {"spares": -1}, {"hang_s": 0}, {"least_ranks": 3}, {"least_ranks": 0}])
 def test_numbers_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Job(**{"target": "train.py", "nproc": 2, **wrong})

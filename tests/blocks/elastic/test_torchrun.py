@@ -22,9 +22,10 @@ import json, os, sys
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME"
 names += " TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE OMP_NUM_THREADS"
 seen = {name: os.environ.get(name) for name in names.split()}
-import __main__, helper
+import __main__, helper, torch
 seen |= {"argv": sys.argv, "name": __name__, "main": __main__.__dict__ is globals(), "file": __file__, "helper": helper.HERE}
 seen |= {"folder": os.getcwd(), "stdin": sys.stdin.read(), "error file": "TORCHELASTIC_ERROR_FILE" in os.environ}
+seen["threads"] = torch.get_num_threads()
 print(json.dumps(seen))
 print("to err", file=sys.stderr)
 """
@@ -38,6 +39,14 @@ if how == "raise" and rank == 1:
     raise ValueError("no such thing")
 if how == "server" and start == 0 and rank == 0:
     os.kill(os.getppid(), signal.SIGKILL)
+if how == "joins":
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    if start < 2 and rank == start:
+        os.kill(os.getpid(), signal.SIGKILL)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"total {int(total)}", flush=True)
 if how == "sleep" or (how in ("exit", "raise") and rank == 0) or (how == "server" and start == 0):
     time.sleep(60)
 print(f"start {start} rank {rank} done", flush=True)
@@ -100,6 +109,8 @@ def test_a_script_sees_what_it_sees_under_torchrun(folder: Path, script: list[st
         assert len(logs) == 2
         assert [path.read_text() for path in sorted((folder / module).rglob("stderr.log"))] == ["to err\n"] * 2
         found.append([json.loads(path.read_text()) for path in logs])
+    stores = [[one.pop("TORCHELASTIC_USE_AGENT_STORE") for one in of_launcher] for of_launcher in found]
+    assert stores == [["True", "True"], ["False", "False"]], "ours makes a store for each start of the ranks"
     assert found[0] == found[1]
     assert found[0][1]["argv"][1:] == ["--epochs", "3"]
 
@@ -121,6 +132,14 @@ def test_when_the_process_that_forks_is_killed_another_one_forks(folder: Path) -
     ended = launched(OURS, "--max-restarts", "2", "fails.py", "server", folder=folder)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert sorted(ended.stdout.split("\n")[:2]) == ["start 1 rank 0 done", "start 1 rank 1 done"]
+
+
+@pytest.mark.slow
+@pytest.mark.multi
+def test_ranks_that_join_by_themselves_find_nothing_of_the_start_before(folder: Path) -> None:
+    ended = launched(OURS, "--max-restarts", "2", "fails.py", "joins", folder=folder)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert ended.stdout.count("total 2") == 2
 
 
 @pytest.mark.slow

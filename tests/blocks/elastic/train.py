@@ -1,7 +1,8 @@
 """A training that dies where its plan says: `train.py FOLDER STEPS PLAN`, under `flatout survive` or torchrun.
 
 PLAN is a JSON list of {"phase", "rank", "step" or "restart", "how"}; each is done once, in all lives of the job together, unless
-it has "always". Each rank appends "restart step time loss" to FOLDER/log-RANK.
+it has "always". Each rank appends "restart step time loss" to FOLDER/log-RANK, and when it begins, its time and process to
+FOLDER/begun-RANK. OPTIONS may have `pace_s`, seconds to sleep in each step, and a folder of `memory`, with {node} for NODE.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -109,16 +110,19 @@ def main() -> None:
         torch.manual_seed(world.rank)
         parts = {"model": model, "optimizer": optimizer, "schedule": schedule, "feed": feed}
         log = (FOLDER / f"log-{world.rank}").open("a", buffering=1)
+        with (FOLDER / f"begun-{world.rank}").open("a") as begun:
+            begun.write(f"{monotonic()} {os.getpid()}\n")
         with survivor.Survivor(
             FOLDER / "disk",
             disk_every=OPTIONS.get("disk_every", 3),
             buddy=OPTIONS.get("buddy", "nodes"),
-            memory=OPTIONS.get("memory", "/dev/shm"),
+            memory=OPTIONS.get("memory", "/dev/shm").format(node=os.environ.get("NODE", "")),
         ) as state:
             done = now["step"] = state.resume(**parts)
             while done < STEPS:
                 for batch in feed:
                     come_to("forward")
+                    sleep(OPTIONS.get("pace_s", 0.0))
                     loss = model(batch.values).square().mean()
                     come_to("backward")
                     loss.backward()

@@ -18,7 +18,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Final
@@ -75,7 +74,7 @@ class ForkServer:
         gc.collect()
         gc.freeze()  # so that a collection in a fork copies no pages of ours
         job = self._work.job
-        self._link.send(NodeReady(node=self._work.node, num_wanted=job.nproc, num_device_slots=job.num_device_slots))
+        self._link.send(NodeReady(num_wanted=job.nproc, num_device_slots=job.num_device_slots))
         while self._link.is_open:
             children = self._children.by_pid.values()
             opening = [c.report for c in children if c.rank < 0 and c.row < 0]
@@ -99,7 +98,7 @@ class ForkServer:
     def _follow(self, order: object) -> None:
         match order:
             case OpenStore():
-                self._fork(-1, order.restart, -1, partial(_run_store, order.host))
+                self._fork(-1, order.restart, -1, _run_store)
             case StartRanks():
                 for placement in order.placements:
                     self._start(order, placement)
@@ -117,13 +116,13 @@ class ForkServer:
         environment = {
             "RANK": f"{placement.rank}",
             "LOCAL_RANK": f"{placement.local_rank}",
-            "WORLD_SIZE": f"{order.num_ranks}",
+            "WORLD_SIZE": f"{len(order.placements)}",
             "LOCAL_WORLD_SIZE": f"{len(order.placements)}",
-            "GROUP_RANK": f"{order.node_number}",
-            "GROUP_WORLD_SIZE": f"{order.num_nodes}",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
             "ROLE_RANK": f"{placement.rank}",
-            "ROLE_WORLD_SIZE": f"{order.num_ranks}",
-            "MASTER_ADDR": order.host,
+            "ROLE_WORLD_SIZE": f"{len(order.placements)}",
+            "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": f"{order.port}",
             "TORCHELASTIC_RUN_ID": order.job,
             "TORCHELASTIC_RESTART_COUNT": f"{order.restart}",
@@ -141,7 +140,7 @@ class ForkServer:
             context = RankContext(
                 job=order.job,
                 restart=order.restart,
-                node=work.node,
+                node=0,
                 row=row,
                 memory=Path(work.memory),
                 heartbeats=self._heartbeats,
@@ -231,10 +230,10 @@ class ForkServer:
         )
 
 
-def _run_store(host: str, report: int) -> int:
+def _run_store(report: int) -> int:
     from flatout.blocks.elastic.rank import become_store
 
-    become_store(host, report)
+    become_store(report)
 
 
 def _signal(pid: int, number: int) -> None:
@@ -251,9 +250,13 @@ def server_command(descriptor: int, work: NodeWork) -> list[str]:
 
 
 def environment_for(work: NodeWork, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a fork server: one thread per rank where there are several, as with torchrun; CUDA is not asked yet."""
+    """The variables of a fork server: one thread per rank where there are several, as with torchrun; CUDA is not asked yet.
+
+    All ranks are here: so gloo and NCCL listen where no other machine reaches them.
+    """
     one = {"OMP_NUM_THREADS": "1"} if work.job.nproc > 1 else {}
-    return {**one, **environment, CHECK_CUDA_BY_NVML: "1"}
+    here = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return {**one, **here, **environment, CHECK_CUDA_BY_NVML: "1"}
 
 
 def main(arguments: list[str]) -> None:

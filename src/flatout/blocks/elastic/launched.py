@@ -25,7 +25,7 @@ from typing import Final
 from flatout.blocks.elastic.messages import HeartbeatPage, RankContext
 from flatout.core.errors import UsageError
 
-_PREFIX: Final = "flatout-job-"
+PREFIX: Final = "flatout-job-"
 _LOCK: Final = "lock"
 _LEFT_S: Final = 3600.0
 """Seconds after which a folder is left, that no living rank has: a scheduler may take minutes to start a job again."""
@@ -90,7 +90,7 @@ def launched_context(memory: Path, training: str, environment: Mapping[str, str]
         raise UsageError(f"'{memory}' is no folder to write to; give one in memory (such as /dev/shm), or memory=None")
     node = _node_of(environment, memory)
     name = _digest(f"{os.getuid()} {job} {node} {training}")
-    folder = memory / f"{_PREFIX}{name}"
+    folder = memory / f"{PREFIX}{name}"
     _remove_left(memory, besides=folder)
     lock = _opened(folder)
     local, number = int(environment.get("LOCAL_RANK", "0")), int(environment.get("LOCAL_WORLD_SIZE", "1"))
@@ -128,12 +128,14 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 
 
 def _node_of(environment: Mapping[str, str], memory: Path) -> str:
-    """What this machine, or container, is known by: those that share no memory differ. FLATOUT_NODE says otherwise."""
+    """What this machine, container or node of Slurm is known by: those that share no memory differ. FLATOUT_NODE says
+    otherwise."""
     if environment.get("FLATOUT_NODE"):
         return environment["FLATOUT_NODE"]
+    node = environment.get("SLURMD_NODENAME", "")
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     there = memory.stat()
-    return f"{socket.gethostname()} {boot} {there.st_dev} {there.st_ino}"
+    return f"{socket.gethostname()} {node} {boot} {there.st_dev} {there.st_ino}"
 
 
 def _digest(text: str) -> str:
@@ -175,7 +177,7 @@ def _alone(folder: Path, rank: int) -> int:
 
 def _remove_left(memory: Path, *, besides: Path) -> None:
     """Remove folders of this user's jobs that no rank lives in, and that were not written for long."""
-    for folder in memory.glob(f"{_PREFIX}*"):
+    for folder in memory.glob(f"{PREFIX}*"):
         with suppress(OSError):
             there = folder.lstat()
             is_ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.getuid()

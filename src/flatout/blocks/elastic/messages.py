@@ -108,38 +108,28 @@ _MOST_UNREAD: Final = 8 << 20
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A script to be supervised, and how.
 
-    A rank hangs after `hang_s` seconds without a sign of life, or `start_s` before its first; nodes have `join_s` to join.
-    `least_ranks` to go on with, None for all. Raises UsageError for numbers that make no sense.
-    """
+    A rank hangs after `hang_s` seconds without a sign of life, or `start_s` before its first. `least_ranks` to go on with, None
+    for all. Raises UsageError for numbers that make no sense."""
 
     target: str
     arguments: tuple[str, ...] = ()
     is_module: bool = False
     nproc: int = 1
     spares: int = 0
-    nnodes: int = 1
     hang_s: float = 300.0
     start_s: float = 1800.0
-    join_s: float = 60.0
     least_ranks: int | None = None
     max_restarts: int | None = None
     memory: str = "/dev/shm"
     preload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.nproc < 1 or self.spares < 0 or self.nnodes < 1:
-            raise UsageError(
-                f"nproc {self.nproc}, spares {self.spares}, nnodes {self.nnodes}; give 1 or more, 0 or more, 1 or more"
-            )
+        if self.nproc < 1 or self.spares < 0:
+            raise UsageError(f"nproc {self.nproc}, spares {self.spares}; give 1 or more, and 0 or more")
         if not (self.hang_s > 0 and self.start_s > 0):
             raise UsageError(f"hang_s {self.hang_s} and start_s {self.start_s}; give positive seconds")
-        if self.least_ranks is not None and not 1 <= self.least_ranks <= self.num_ranks:
-            raise UsageError(f"least_ranks is {self.least_ranks} of {self.num_ranks} ranks; give 1 to all of them")
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks when none is lost."""
-        return self.nproc * self.nnodes
+        if self.least_ranks is not None and not 1 <= self.least_ranks <= self.nproc:
+            raise UsageError(f"least_ranks is {self.least_ranks} of {self.nproc} ranks; give 1 to all of them")
 
     @property
     def num_device_slots(self) -> int:
@@ -151,17 +141,15 @@ class NodeWork(msgspec.Struct, frozen=True, kw_only=True):
     """What a node runs, and the folder of its memory copies."""
 
     job: Job
-    node: int
     memory: str
     visible: str | None = None
     """The value of CUDA_VISIBLE_DEVICES on the node."""
 
 
 class OpenStore(msgspec.Struct, frozen=True, tag="open_store", kw_only=True):
-    """The order to open a store for the rendezvous of one restart, reachable at `host`."""
+    """The order to open a store for the rendezvous of one restart, on this machine's own address."""
 
     restart: int
-    host: str
 
 
 class RankPlacement(msgspec.Struct, frozen=True, array_like=True):
@@ -178,11 +166,6 @@ class StartRanks(msgspec.Struct, frozen=True, tag="start_ranks", kw_only=True):
     job: str
     restart: int
     placements: tuple[RankPlacement, ...]
-    num_ranks: int
-    node_number: int
-    """This node's number among those that take part in the restart."""
-    num_nodes: int
-    host: str
     port: int
     restart_s: float | None
 
@@ -200,9 +183,8 @@ class FinishRanks(msgspec.Struct, frozen=True, tag="finish_ranks", kw_only=True)
 
 
 class NodeReady(msgspec.Struct, frozen=True, tag="node_ready", kw_only=True):
-    """A node has imported what it needs, and has so many device slots, of which `num_wanted` are to be used."""
+    """The process that forks has imported what it needs, and has so many device slots, of which `num_wanted` are to be used."""
 
-    node: int
     num_wanted: int
     num_device_slots: int
 

@@ -8,26 +8,23 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import monotonic, sleep
 from types import TracebackType
 from typing import Final
 
 import msgspec
 
 from flatout.blocks.elastic.fork_server import environment_for, server_command
-from flatout.blocks.elastic.messages import Job, NodeWork
+from flatout.blocks.elastic.messages import NodeWork
 from flatout.core.errors import UsageError
 
 _PREFIX: Final = "flatout-survive-"
 _LOCK: Final = "lock"
 _PATIENCE_S: Final = 20.0
-_TRY_S: Final = 0.2
 
 
 class NodeMemory:
@@ -72,7 +69,7 @@ def _tidy(within: Path) -> None:
 
 
 class Node:
-    """Starts this node's fork server, again where it has died; the connection is what `start` returns or `attach` is passed."""
+    """Starts this node's fork server, again where it has died, with a connection of which `start` returns this side's end."""
 
     def __init__(self, work: NodeWork, environment: Mapping[str, str]) -> None:
         self.work = msgspec.structs.replace(work, visible=environment.get("CUDA_VISIBLE_DEVICES"))
@@ -96,10 +93,6 @@ class Node:
             pass_fds=(connection.fileno(),),
         )
 
-    def wait(self) -> int:
-        """Wait until the fork server has ended; its exit code, or minus its signal."""
-        return self._process.wait() if self._process is not None else 0
-
     def end(self) -> None:
         """Have the fork server end, with its ranks, and remove the memory copies."""
         if self._process is not None:
@@ -119,52 +112,6 @@ class Node:
     def _close_input(self, process: subprocess.Popen[bytes]) -> None:
         if process.stdin is not None:
             process.stdin.close()
-
-
-# -- a node other than the supervisor's: it connects, and connects again when its fork server has died ----------------------
-
-
-def host_and_port(text: str) -> tuple[str, int]:
-    """The host and the port in 'host:port'.
-
-    >>> host_and_port("node0:29400")
-    ('node0', 29400)
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise UsageError(f"'{text}' is no HOST:PORT")
-    return host, int(port)
-
-
-def serve_node(job: Job, node: int, coordinator: tuple[str, int], environment: Mapping[str, str]) -> int:
-    """Serve the supervisor at that address as node `node` until it lets go; the exit code.
-
-    SIGTERM and SIGINT end this node, with its ranks; the supervisor then counts it as lost.
-    Raises UsageError when there is none within the job's `join_s`.
-    """
-    with NodeMemory(Path(job.memory)) as memory, ending_signals(lambda number: sys.exit(128 + number)):
-        here = Node(NodeWork(job=job, node=node, memory=str(memory.path)), environment)
-        try:
-            while True:
-                with _connected(coordinator, job.join_s) as connection:
-                    here.attach(connection)
-                if here.wait() == 0:
-                    return 0
-        finally:
-            here.end()
-
-
-def _connected(address: tuple[str, int], patience_s: float) -> socket.socket:
-    deadline = monotonic() + patience_s
-    while True:
-        try:
-            return socket.create_connection(address, timeout=None)
-        except OSError as e:
-            if monotonic() > deadline:
-                raise UsageError(
-                    f"no supervisor at {address[0]}:{address[1]} within {patience_s:g} s ({e}); start node 0 there"
-                ) from e
-            sleep(_TRY_S)
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from statistics import median
 from typing import Final, Literal, NamedTuple
 
 from flatout.blocks.elastic.messages import ProcessEnded, RankProgress
+from flatout.blocks.elastic.preemption import EXIT_CODE
 from flatout.core.errors import UsageError
 from flatout.core.records.record import Record
 
-FailureKind = Literal["signal", "exception", "hang", "node", "store"]
+FailureKind = Literal["signal", "exception", "hang", "node", "store", "left"]
 
 
 class Failure(Record, frozen=True, kw_only=True):
@@ -179,6 +180,8 @@ class Policy:
 
 _LOST: Final = re.compile(r"Connection (closed|reset|refused)|connectFullMesh|Broken pipe|DistNetworkError|NCCL error")
 """The errors that ranks raise because another one is gone (gloo, the store, NCCL)."""
+_LEAVING_S: Final = 60.0
+"""How long ranks have to write their state when one has already left."""
 _ROOT_S: Final = 1.0
 """How long such an error waits for the one that caused it: a rank that raises closes its groups before it can report."""
 
@@ -229,10 +232,17 @@ class Restart:
         elif event.code == 0:
             self._done.add(event.rank)
             self._first_s.setdefault(event.rank, at_s)
+        elif event.code == EXIT_CODE:
+            self._causes.append(FailureCause(event.rank, "left", "it was asked to end, and its state is saved", at_s))
         elif event.code < 0:
             self._causes.append(FailureCause(event.rank, "signal", f"rank {event.rank} {how}", at_s))
         else:
             self._causes.append(FailureCause(event.rank, "exception", event.text or how, at_s))
+
+    @property
+    def has_left(self) -> bool:
+        """Whether a rank was asked to end, has saved its state, and has left."""
+        return any(c.kind == "left" for c in self._causes)
 
     def record_lost_node(self, node: int, now_s: float) -> None:
         """Record that a node is gone, with its ranks."""
@@ -246,6 +256,8 @@ class Restart:
                 rank = self._slowest(late)
                 after = max(late.values())
                 self._hang = FailureCause(rank, "hang", f"no progress of rank {min(late)} for {after:.0f} s", now_s)
+        if self.has_left and self.num_left:
+            return now_s - min(c.at_s for c in self._causes if c.kind == "left") > _LEAVING_S
         if self._causes and self._hang is None and self.num_left and all(c.is_consequence for c in self._causes):
             return now_s - min(cause.at_s for cause in self._causes) > _ROOT_S
         return bool(self._hang or self._causes)
@@ -253,7 +265,7 @@ class Restart:
     @property
     def cause(self) -> FailureCause:
         """The cause of the failure, once all ranks are gone. One that was killed comes before those that could not reach it."""
-        order = ("node", "store", "signal", "exception", "hang")
+        order = ("left", "node", "store", "signal", "exception", "hang")
         found = [*self._causes, *([self._hang] if self._hang is not None else [])]
         return min(found, key=lambda cause: (order.index(cause.kind), cause.is_consequence, cause.at_s))
 

@@ -35,6 +35,15 @@ _POLL_S: Final = 0.02
 _PATIENCE_S: Final = 180.0
 _TRIES: Final = 3
 _KILLED: Final = -int(signal.SIGKILL)
+_AGENTS: Final = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+"""Signals that a scheduler may send to all processes of a job, of which the agent makes what is to become of the ranks."""
 
 
 class PreloadedProcess:
@@ -63,16 +72,18 @@ class PreloadedProcess:
 class PreloadedServer:
     """The server's owner: starts it, again where it has died, and has it fork. To be used in a `with`."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], connection: socket.socket | None = None) -> None:
+        """With a `connection` the first server is there already, at its other end (`serve_forks`)."""
         self._environment = {**environment, CHECK_CUDA_BY_NVML: "1"}
         self._process: subprocess.Popen[bytes] | None = None
-        self._link: NodeLink | None = None
+        self._link = NodeLink(connection) if connection is not None else None
         self._codes: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._number = 0
 
     def __enter__(self) -> PreloadedServer:
-        self._start()
+        if self._link is None:
+            self._start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -160,21 +171,21 @@ class PreloadedServer:
 
 
 class _ScriptForker:
-    def __init__(self, link: NodeLink) -> None:
-        self._link = link
+    def __init__(self, link: NodeLink, pipes: Sequence[int]) -> None:
+        self._link, self._pipes = link, pipes
         self._children: ForkedChildren[int] = ForkedChildren()
 
     def serve(self) -> None:
-        """Fork what is asked for until the other end is gone."""
-        for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        """Fork what is asked for until the other end is gone, or one of the pipes has ended."""
+        for ignored in _AGENTS:
             signal.signal(ignored, signal.SIG_IGN)  # the agent tells the ranks itself
         self._children.watch()
         gc.collect()
         gc.freeze()  # so that a collection in a fork copies no pages of ours
         while self._link.is_open:
-            watched: list[NodeLink | ForkedChildren[int] | int] = [self._link, self._children, _PARENT_PIPE]
+            watched: list[NodeLink | ForkedChildren[int] | int] = [self._link, self._children, *self._pipes]
             ready, _, _ = select.select(watched, [], [])
-            if _PARENT_PIPE in ready:
+            if any(pipe in ready for pipe in self._pipes):
                 return
             for _, number, code in self._children.reap():
                 self._link.send(ForkEnded(number=number, code=code))
@@ -192,9 +203,8 @@ class _ScriptForker:
 def _run(order: ForkScript) -> int:
     """Become the script: its exit code."""
     os.setpgid(0, 0)
-    for ignored in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(ignored, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for ignored in _AGENTS:
+        signal.signal(ignored, signal.SIG_DFL if ignored != signal.SIGINT else signal.default_int_handler)
     for descriptor, path in ((1, order.stdout), (2, order.stderr)):
         if path is not None:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -205,6 +215,7 @@ def _run(order: ForkScript) -> int:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()  # as in a process of its own; forks would all draw the same
+    _set_threads(order.environment.get("OMP_NUM_THREADS", ""))
     try:
         outcome = run_script((load_module if order.is_module else load_script)(order.target, order.arguments))
         code = outcome.exit_code
@@ -220,16 +231,36 @@ def _run(order: ForkScript) -> int:
     return code
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Import what ranks need, and serve."""
-    connection = socket.socket(fileno=int(arguments[0]))
+def _set_threads(number: str) -> None:
+    """Have torch use as many threads as it would had it been imported with that number in OMP_NUM_THREADS."""
+    import torch
+
+    if number.isdecimal() and int(number) != torch.get_num_threads():
+        torch.set_num_threads(max(1, int(number)))
+
+
+def import_for_ranks() -> None:
+    """Import what ranks need, and the modules that FLATOUT_PRELOAD names."""
     from flatout.blocks.elastic.rank import warm_up
 
     warm_up()
     for name in filter(None, os.environ.get(PRELOAD, "").split(",")):
         importlib.import_module(name)
-    sys.path.pop(0)  # python -m put our start folder there; the script's own goes first later
-    _ScriptForker(NodeLink(connection)).serve()
+
+
+def serve_forks(connection: socket.socket, pipes: Sequence[int] = ()) -> None:
+    """Fork scripts on request in a process that has imported what they need, until the other end of the connection is gone, or
+    one of the pipes has ended."""
+    os.environ[CHECK_CUDA_BY_NVML] = "1"
+    sys.path.pop(0)  # python put the program's own folder there; the script's goes first later
+    _ScriptForker(NodeLink(connection), pipes).serve()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Import what ranks need, and serve."""
+    connection = socket.socket(fileno=int(arguments[0]))
+    import_for_ranks()
+    serve_forks(connection, (_PARENT_PIPE,))
 
 
 if __name__ == "__main__":

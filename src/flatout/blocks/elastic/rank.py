@@ -54,10 +54,12 @@ def become_rank(work: NodeWork, context: RankContext, environment: Mapping[str, 
     return code
 
 
-def become_store(host: str, report: int) -> NoReturn:
-    """Serve the store of one restart until killed, on a free port that is written to the descriptor `report`."""
-    everywhere = host not in ("127.0.0.1", "localhost")
-    listener = socket.create_server(("0.0.0.0" if everywhere else "127.0.0.1", 0), backlog=4096)
+def become_store(report: int) -> NoReturn:
+    """Serve the store of one restart until killed, on a free port of this machine's own address, which no other machine reaches.
+
+    The port is written to the descriptor `report`.
+    """
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     port = listener.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

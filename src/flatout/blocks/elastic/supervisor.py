@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import sys
 import uuid
 from collections.abc import Callable, Mapping
@@ -44,17 +43,17 @@ _DYING_S: Final = 60.0
 _READY_S: Final = 180.0
 """Seconds that a node has to import torch."""
 _STARTS: Final = 3
-_HERE: Final = "127.0.0.1"
+_NODE: Final = 0
+"""The number of this machine among those of a job."""
+LEFT: Final = "a rank was asked to end; the state is saved"
+"""Why a job has stopped that its scheduler wanted to end."""
 Outcome = Literal["finished", "gave up", "stopped"]
 
 
 class Supervisor:
-    """Runs a script on several ranks, and starts it again when any of them fails.
+    """Runs a script on several ranks of this machine, and starts it again when any of them fails.
 
-    For example `Supervisor(Job(target="train.py", nproc=4)).run()`.
-
-    With several nodes, this is the first one's, and the others reach it at `listen`, a socket that listens already; `host` is
-    its name for them.
+    For example `Supervisor(Job(target="train.py", nproc=4)).run()`. Of several machines, `flatout-torchrun` runs one node each.
     """
 
     def __init__(
@@ -62,26 +61,20 @@ class Supervisor:
         job: Job,
         *,
         environment: Mapping[str, str] | None = None,
-        listen: socket.socket | None = None,
-        host: str = _HERE,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
         if sys.platform != "linux":
             raise UsageError(f"ranks are forked and die with their parent, which needs Linux; this is {sys.platform}")
-        if (job.nnodes > 1) != (listen is not None):
-            raise UsageError(f"{job.nnodes} nodes: give a socket to listen at where there are several, else none")
-        self._job, self._host, self._on_progress = job, host, on_progress or (lambda _: None)
+        self._job, self._on_progress = job, on_progress or (lambda _: None)
         self._environment = os.environ if environment is None else environment
-        self._listen = listen
         self._name = uuid.uuid4().hex
-        self._policy = Policy(least_ranks=job.least_ranks or job.num_ranks, max_restarts=job.max_restarts)
-        self._links: dict[int, NodeLink] = {}
-        self._unknown: list[NodeLink] = []
+        self._policy = Policy(least_ranks=job.least_ranks or job.nproc, max_restarts=job.max_restarts)
+        self._link: NodeLink | None = None
         self._failures: list[Failure] = []
         self._recovered: set[int] = set()
-        self._idle: set[int] = set()
+        self._is_idle = False
         self._port: int | None = None
-        self._number, self._num_ranks, self._began_s = 0, job.num_ranks, 0.0
+        self._number, self._num_ranks, self._began_s = 0, job.nproc, 0.0
         self._start_s: float | None = None
         self._is_stopping = False
 
@@ -93,12 +86,12 @@ class Supervisor:
         """Run until the job is finished, abandoned or stopped. Nothing of it is left then but what the script wrote."""
         self._began_s = monotonic()
         with NodeMemory(Path(self._job.memory)) as memory, ending_signals(lambda _: self.stop()):
-            self._node = Node(NodeWork(job=self._job, node=0, memory=str(memory.path)), self._environment)
+            self._node = Node(NodeWork(job=self._job, memory=str(memory.path)), self._environment)
             try:
                 outcome, why = self._run_restarts()
             finally:
-                for link in (*self._links.values(), *self._unknown):
-                    link.close()
+                if self._link is not None:
+                    self._link.close()
                 self._node.end()
         return JobReport(
             outcome=outcome,
@@ -131,26 +124,24 @@ class Supervisor:
                     return "finished", ""
                 if self._is_stopping:
                     return "stopped", "on request"
+                if restart.has_left:
+                    return "stopped", LEFT
                 self._note_failure(restart)
         except JobAbandoned as e:
             return "gave up", str(e)
 
     def _gather(self) -> None:
-        """Wait until all nodes are ready; or, after some patience, enough of them. Raises JobAbandoned when they are not."""
+        """Wait until the process that forks the ranks is ready. Raises JobAbandoned when it is not."""
         began_s, num_starts = monotonic(), 0
         while not self._is_stopping:
-            if 0 not in self._links:
+            if self._link is None:
                 num_starts += 1
                 if num_starts > _STARTS:
                     raise JobAbandoned(f"the process that forks the ranks ended {_STARTS} times; see what it printed")
-                self._links[0] = NodeLink(self._node.start())
-            if len(self._policy.nodes) == self._job.nnodes:
+                self._link = NodeLink(self._node.start())
+            if self._policy.nodes:
                 return
-            waited_s = monotonic() - began_s
-            is_here = 0 in self._policy.nodes
-            if is_here and waited_s > self._job.join_s and len(self._policy.places) > 0:
-                return
-            if not is_here and waited_s > _READY_S:
+            if monotonic() - began_s > _READY_S:
                 raise JobAbandoned(f"the process that forks the ranks was not ready after {_READY_S:.0f} s")
             self._pump(None)
 
@@ -161,48 +152,44 @@ class Supervisor:
         restart = Restart(self._number, places, began_s=monotonic(), hang_s=self._job.hang_s, start_s=self._job.start_s)
         self._number += 1
         self._port = None
-        self._links[0].send(OpenStore(restart=restart.number, host=self._host))
+        self._send(OpenStore(restart=restart.number))
         while self._port is None and not restart.has_failed(monotonic()) and not self._is_stopping:
             self._pump(restart)
-        nodes = sorted({place.node for place in places})
-        if self._port is None or any(node not in self._links for node in nodes):
+        if self._port is None:
             return restart
         back = [f.recovery_s for f in self._failures if f.recovery_s is not None]
-        for number, node in enumerate(nodes):
-            mine = [(rank, place.device_slot) for rank, place in enumerate(places) if place.node == node]
-            placements = (RankPlacement(rank, local, device_slot) for local, (rank, device_slot) in enumerate(mine))
-            start = StartRanks(
+        placements = (RankPlacement(rank, rank, place.device_slot) for rank, place in enumerate(places))
+        self._send(
+            StartRanks(
                 job=self._name,
                 restart=restart.number,
                 placements=tuple(placements),
-                num_ranks=len(places),
-                node_number=number,
-                num_nodes=len(nodes),
-                host=self._host,
                 port=self._port,
                 restart_s=median(back) if back else self._start_s,
             )
-            self._links[node].send(start)
+        )
         return restart
+
+    def _send(self, order: Order) -> None:
+        if self._link is not None:
+            self._link.send(order)
 
     def _finish(self, restart: Restart) -> None:
         """Ask the ranks to end, and wait for that a while."""
-        for link in self._links.values():
-            link.send(FinishRanks(grace_s=_GRACE_S))
+        self._send(FinishRanks(grace_s=_GRACE_S))
         deadline_s = monotonic() + _GRACE_S
         while restart.num_left and monotonic() < deadline_s:
             self._pump(restart)
 
     def _clear(self, restart: Restart) -> None:
-        """Kill what is left, on all nodes, and wait until it is gone. A node that does not answer is counted as lost."""
-        self._idle = set()
-        for link in self._links.values():
-            link.send(KillRanks(restart=restart.number))
+        """Kill what is left, and wait until it is gone. Where that is not said in time, the process that forks is killed, too."""
+        self._is_idle = False
+        self._send(KillRanks(restart=restart.number))
         deadline_s = monotonic() + _DYING_S
-        while self._links.keys() - self._idle and monotonic() < deadline_s:
+        while self._link is not None and not self._is_idle and monotonic() < deadline_s:
             self._pump(restart)
-        for node in self._links.keys() - self._idle:
-            self._lose(node, restart)
+        if not self._is_idle:
+            self._lose(restart)
 
     # -- what happened -------------------------------------------------------------------------------------------------------
 
@@ -239,41 +226,24 @@ class Supervisor:
         self._on_progress(f"{cause.text}; reached step {restart.reached}")
         self._policy.failed(failure, progress=restart.progress)
 
-    # -- among nodes ---------------------------------------------------------------------------------------------------------
+    # -- the process that forks ----------------------------------------------------------------------------------------------
 
     def _pump(self, restart: Restart | None) -> None:
-        """Wait a little for messages of nodes, and handle them."""
-        everyone: list[NodeLink | socket.socket] = [*self._links.values(), *self._unknown]
-        if self._listen is not None:
-            everyone.append(self._listen)
-        ready, _, _ = select.select(everyone, [], [], _POLL_S)
-        for node, link in list(self._links.items()):
-            for event in link.received() if link in ready else ():
-                self._handle(node, event, restart)
-            if not link.is_open:
-                self._lose(node, restart)
-        for link in [link for link in self._unknown if link in ready]:
-            self._welcome(link)
-        if self._listen is not None and self._listen in ready:
-            self._unknown.append(NodeLink(self._listen.accept()[0]))
-
-    def _welcome(self, link: NodeLink) -> None:
-        """Handle the first message of a node. One whose number is taken or not foreseen is sent away."""
-        self._unknown.remove(link)
-        events = link.received()
-        first = events[0] if events else None
-        if not isinstance(first, NodeReady) or first.node in self._links or not 0 < first.node < self._job.nnodes:
-            link.close()
+        """Wait a little for messages of the process that forks, and handle them."""
+        link = self._link
+        if link is None:
             return
-        self._links[first.node] = link
-        for event in events:
-            self._handle(first.node, event, None)
+        ready, _, _ = select.select([link], [], [], _POLL_S)
+        for event in link.received() if ready else ():
+            self._handle(event, restart)
+        if not link.is_open:
+            self._lose(restart)
 
-    def _handle(self, node: int, event: Order | Event, restart: Restart | None) -> None:
+    def _handle(self, event: Order | Event, restart: Restart | None) -> None:
         now_s = monotonic()
         match event:
             case NodeReady():
-                self._policy.join(node, num_wanted=event.num_wanted, num_device_slots=event.num_device_slots)
+                self._policy.join(_NODE, num_wanted=event.num_wanted, num_device_slots=event.num_device_slots)
             case StoreOpened() if restart is not None and event.restart == restart.number:
                 self._port = event.port
             case RankProgress() if restart is not None and event.restart == restart.number:
@@ -281,14 +251,15 @@ class Supervisor:
             case ProcessEnded() if restart is not None and event.restart == restart.number:
                 restart.record_end(event, now_s)
             case NodeIdle() if restart is not None and event.restart == restart.number:
-                self._idle.add(node)
+                self._is_idle = True
             case _:
                 pass  # of a restart that is over
 
-    def _lose(self, node: int, restart: Restart | None) -> None:
-        self._links.pop(node).close()
-        self._policy.leave(node)
+    def _lose(self, restart: Restart | None) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = None
+        self._policy.leave(_NODE)
         if restart is not None:
-            restart.record_lost_node(node, monotonic())
-        if node == 0:
-            self._node.kill()
+            restart.record_lost_node(_NODE, monotonic())
+        self._node.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
@@ -33,11 +34,13 @@ from flatout.blocks.elastic.memory import (
 )
 from flatout.blocks.elastic.memory_slots import first_difference, index_of, saved_sums, sums_of
 from flatout.blocks.elastic.messages import rank_context
+from flatout.blocks.elastic.preemption import EXIT_CODE, Preempted, PreemptionNotice, usual_signals
 from flatout.blocks.training.checkpoint_files import CheckpointIndex, Chunk, read_index
 from flatout.blocks.training.checkpoint_parts import RANDOM, LoadedState, check_saved, read_state, split_state
 from flatout.blocks.training.checkpoints import Checkpoints, RankAgreement
 from flatout.core.errors import CheckpointError, UsageError
 from flatout.core.records.failure import Failures, Recovery
+from flatout.core.runtime.script import print_to_stderr
 from flatout.scale.failures import best_interval_s
 
 _PATIENCE: Final = timedelta(minutes=30)
@@ -62,6 +65,10 @@ class Survivor:
     CheckpointError with the name of the first that differs. Parts are those of `Checkpoints`. Give the model as it is called:
     DistributedDataParallel gets its final buckets, so that a step adds up as it would have without a restart.
 
+    A rank that gets one of the signals `preemption` asks for the end: all ranks save their state after the same step, also where
+    none was due, and `keep` raises `Preempted`, with which the program ends with exit code 75. 'usual' is SIGUSR1, and SIGTERM
+    where no agent of torchrun sends it to ranks whose peers have failed; () none. `ask_to_end` does what a signal does.
+
     Either interval may be 'measured': after eight steps it is the best for the stall, the step and the restart as they were
     measured, and for `mtbf_s` seconds between failures. A save to the disk that fails warns on rank 0; when `disk_failures` have
     failed in a row, all ranks raise CheckpointError. A copy to memory that fails is an error at once.
@@ -79,6 +86,7 @@ class Survivor:
         disk_failures: int = 3,
         memory: str | Path | None = _SHARED,
         timeout: timedelta = _PATIENCE,
+        preemption: Literal["usual"] | tuple[signal.Signals, ...] = "usual",
     ) -> None:
         if disk_failures < 1 or (folder is None and disk_every is not None):
             raise UsageError(
@@ -91,6 +99,8 @@ class Survivor:
         self._context = rank_context() or self._launched(memory)
         self._disk = Checkpoints(folder, keep=keep, timeout=timeout) if folder is not None else None
         self._memory = self._copies(buddy, timeout) if self._context is not None else None
+        signals = usual_signals(os.environ, is_supervised=rank_context() is not None)
+        self._notice = PreemptionNotice(signals if preemption == "usual" else preemption, timeout)
         self._is_sure_of_room = False
         self._in_a_row = self._num_saved = 0
         self._last_s: float | None = None
@@ -168,12 +178,15 @@ class Survivor:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is None:
             self.close()
-        elif self._disk is not None:
+            return
+        self._notice.restore()
+        if self._disk is not None:
             self._disk.__exit__(kind, error, tb)
 
     def close(self) -> None:
         """Finish the saves that are being written. Raises CheckpointError when the last save to the disk has failed."""
         try:
+            self._notice.close()
             if self._memory is not None:
                 self._memory.close()
         finally:
@@ -187,7 +200,7 @@ class Survivor:
     def keep(self, step: int, /, **parts: Any) -> None:
         """Keep the state after `step` optimizer steps, where that is due. All ranks call it together.
 
-        Raises UsageError for what cannot be kept, CheckpointError as described above.
+        Raises UsageError for what cannot be kept, CheckpointError and Preempted as described above.
         """
         check_saved(step, parts)
         began = perf_counter()
@@ -211,6 +224,31 @@ class Survivor:
             self._save(self._disk, step, parts)
             self._measure(self._disk_every, perf_counter() - before, step_s)
         self._last_s = perf_counter()
+        if self._notice.is_due():
+            self._end(step, parts, is_in_memory=is_due)
+
+    def ask_to_end(self) -> None:
+        """Have all ranks save their state after one of the next steps, and end; one rank is enough."""
+        self._notice.ask()
+
+    def _end(self, step: int, parts: Mapping[str, Any], *, is_in_memory: bool) -> None:
+        """Save the state wherever it can be, and raise Preempted."""
+        where = []
+        if self._memory is not None:
+            if not is_in_memory:
+                self._memory.write(step, parts, None)
+            self._memory.close()
+            where.append("memory")
+        if self._disk is not None:
+            if step not in self._ranks.gathered(self._disk.steps)[0]:
+                self._disk.save(step, **parts)
+            self._disk.close()
+            where.append(f"'{self._folder}'")
+        self._notice.close()
+        ended = Preempted(step, " and ".join(where) or "no place at all")
+        if self._ranks.rank == 0:
+            print_to_stderr(f"flatout: {ended}; exit code {EXIT_CODE}")
+        raise ended
 
     def alive(self) -> None:
         """Show the supervisor that something goes on that takes long and is no step, such as an evaluation."""

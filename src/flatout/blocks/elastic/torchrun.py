@@ -10,15 +10,26 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import socket
 import sys
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from time import monotonic, sleep
+from typing import Any, Final, NamedTuple
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import local_elastic_agent
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from flatout.blocks.elastic.preloaded import PreloadedProcess, PreloadedServer
+from flatout.blocks.elastic.agents import known_agent, watch_agent
+from flatout.blocks.elastic.preemption import AGENT, EXIT_CODE, catches
+from flatout.blocks.elastic.preloaded import PreloadedProcess, PreloadedServer, import_for_ranks, serve_forks
+from flatout.core.runtime.script import print_to_stderr
+
+_GRACE_S: Final = 30.0
+_POLL_S: Final = 0.05
 
 
 class RankScript(NamedTuple):
@@ -52,17 +63,62 @@ class _ForkedRank:
         self.proc, self.local_rank_id = proc, local_rank
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the rank and what it has started."""
+        """Signal the rank and what it has started.
+
+        A rank that handles SIGUSR1 keeps its state: where the agent was asked to end, it gets that signal, and saves; where its
+        peers have failed, it is killed, since a notice to end would have it wait for them."""
+        number = death_sig or signal.SIGTERM
+        if number == signal.SIGTERM and catches(self.proc.pid, signal.SIGUSR1):
+            if was_asked_to_end():
+                with suppress(ProcessLookupError):
+                    os.kill(self.proc.pid, signal.SIGUSR1)
+                return
+            number = signal.SIGKILL
         for send in (os.killpg, os.kill):
             try:
-                send(self.proc.pid, death_sig or signal.SIGTERM)
+                send(self.proc.pid, number)
                 return
             except ProcessLookupError:
                 continue
 
 
+def was_asked_to_end() -> bool:
+    """Whether the agent is handling a signal that asked it to end."""
+    return isinstance(sys.exc_info()[1], SignalException)
+
+
 class ForkedContext(SubprocessContext):
-    """What torch has for a node's processes, of forks."""
+    """What torch has for a node's processes, of forks.
+
+    Ranks that have saved their state and left (exit code 75) have not failed: the agent waits for the others, and leaves as well.
+    """
+
+    def _poll(self) -> RunProcsResult | None:
+        if EXIT_CODE in self._codes():
+            deadline_s = monotonic() + _grace_s()
+            while (
+                any(one.proc.poll() is None for one in self.subprocess_handlers.values()) and monotonic() < deadline_s
+            ):
+                sleep(_POLL_S)
+            if self._have_left():
+                raise SystemExit(EXIT_CODE)
+        return super()._poll()
+
+    def _codes(self) -> set[int | None]:
+        return {one.proc.poll() for one in self.subprocess_handlers.values()}
+
+    def _have_left(self) -> bool:
+        """Whether ranks have left, and none has failed at that."""
+        return EXIT_CODE in self._codes() and self._codes() <= {EXIT_CODE, 0}
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        if not was_asked_to_end():
+            super()._close(death_sig, timeout)
+            return
+        with _once_asked():
+            super()._close(death_sig, max(timeout, int(_grace_s())))
+        if self._have_left():
+            raise SystemExit(EXIT_CODE)
 
     def __init__(self, server: PreloadedServer, **options: Any) -> None:
         super().__init__(**options)
@@ -76,15 +132,63 @@ class ForkedContext(SubprocessContext):
                 script.target,
                 script.arguments,
                 is_module=script.is_module,
-                environment={**os.environ, **self.envs[local_rank]},
+                environment={**os.environ, **self.envs[local_rank], AGENT: "1"},
                 stdout=self.stdouts[local_rank] or None,
                 stderr=self.stderrs[local_rank] or None,
             )
             self.subprocess_handlers[local_rank] = _ForkedRank(proc, local_rank)  # type: ignore[assignment]
 
 
+@contextmanager
+def _once_asked() -> Iterator[None]:
+    """Ignore further signals that ask for the end: a scheduler sends them to launcher and agent, and the launcher on to the
+    agent."""
+    asking = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in asking}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _grace_s() -> float:
+    """Seconds that ranks have to save their state when they are asked to end."""
+    text = os.environ.get("FLATOUT_GRACE_S", "")
+    return float(text) if text.replace(".", "", 1).isdecimal() else _GRACE_S
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """What torchrun does with these arguments. Its function that starts processes is another one meanwhile."""
+    """What torchrun does with these arguments; `--agent-restarts` is an option of ours."""
+    parser = torchrun.get_args_parser()
+    parser.add_argument(
+        "--agent-restarts",
+        type=int,
+        default=int(os.environ.get("PET_AGENT_RESTARTS", "0")),
+        help="How often this node's agent starts again after it was killed, or has lost its rendezvous.",
+    )
+    options = parser.parse_args(arguments)
+    # each start of the ranks has a store of its own: in a shared one they find what the start before has left
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if options.agent_restarts < 1:
+        run_agent(options)
+        return
+    import_for_ranks()
+    code = watch_agent(
+        lambda connection: run_agent(options, connection),
+        serve_forks,
+        restarts=options.agent_restarts,
+        on_restart=lambda text: print_to_stderr(f"flatout-torchrun: {text}"),
+    )
+    raise SystemExit(code)
+
+
+@record
+def run_agent(options: Namespace, connection: socket.socket | None = None) -> None:
+    """Be the agent, as torchrun with these options. Its function that starts processes is another one meanwhile.
+
+    The server that forks is at the other end of the connection; without one, or where it is killed, one is started.
+    """
     agent: Any = local_elastic_agent
     before = agent.start_processes
     names = set(inspect.signature(SubprocessContext).parameters)
@@ -101,10 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         return context
 
-    with PreloadedServer(os.environ) as server:
+    with PreloadedServer(os.environ, connection) as server, known_agent(options.rdzv_id, options.local_addr):
         agent.start_processes = start_processes
         try:
-            torchrun.main(list(arguments) if arguments is not None else None)
+            torchrun.run(options)
         finally:
             agent.start_processes = before
 

@@ -1,4 +1,4 @@
-"""Several nodes, the end of a supervisor, and what the command line does: nothing is lost but a step, and nothing is left."""
+"""The end of a supervisor, and what the command line does: nothing is lost but a step, and nothing is left."""
 
 from __future__ import annotations
 
@@ -15,42 +15,20 @@ from typing import Any
 import pytest
 from tests.blocks.elastic.supervised import TRAIN, messages_of
 
-from flatout.blocks.elastic.node import NodeMemory, host_and_port
+from flatout.blocks.elastic.node import NodeMemory
 from flatout.core.errors import UsageError
 
 pytestmark = pytest.mark.long
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "survive-failures.md"
-STEPS = 12
 
 SCRIPT = """
     import threading
-    folder, train, steps = Path(sys.argv[2]), sys.argv[3], sys.argv[4]
+    folder, train = Path(sys.argv[2]), sys.argv[3]
 
     def begin(name):
         (folder / name).mkdir()
         return str(folder / name)
-
-    # the same job on one node and on two, the second of which loses its fork server and its memory
-    account = supervised(train, begin("whole"), steps, "[]", nproc=4)
-    report(json.dumps(["whole", json.loads(to_json(account))]))
-    listen = socket.create_server(("127.0.0.1", 0))
-    address = listen.getsockname()[:2]
-    plan = json.dumps([{"phase": "forward", "rank": 3, "step": 5, "how": "fork server"}])
-    where = begin("nodes")
-    own = (where, steps, plan, json.dumps({"disk_every": None}))
-
-    def job(memory):
-        Path(memory).mkdir(exist_ok=True)
-        return Job(target=train, arguments=own, memory=memory, nproc=2, nnodes=2)
-
-    other = os.fork()
-    if not other:
-        listen.close()
-        os._exit(node.serve_node(job(MEMORY + "/1"), 1, address, {}))
-    account = Supervisor(job(MEMORY + "/0"), environment={}, listen=listen, host="127.0.0.1").run()
-    code = os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
-    report(json.dumps(["nodes", json.loads(to_json(account)), code, os.listdir(MEMORY + "/0"), os.listdir(MEMORY + "/1")]))
 
     # a supervisor that is told to end, and one that is killed
     for name, number in (("stopped", signal.SIGTERM), ("killed", signal.SIGKILL)):
@@ -76,25 +54,8 @@ SCRIPT = """
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("nodes")
-    messages = messages_of(SCRIPT, folder / "memory", folder, TRAIN, f"{STEPS}")
+    messages = messages_of(SCRIPT, folder / "memory", folder, TRAIN)
     return {"folder": folder, **{one[0]: one[1:] for one in messages}}
-
-
-def _losses(folder: Path) -> set[tuple[str, str]]:
-    lines = [line.split() for path in folder.glob("log-*") for line in path.read_text().splitlines()]
-    return {(step, loss) for _, step, _, loss in lines}
-
-
-@pytest.mark.slow
-@pytest.mark.multi
-def test_a_node_that_loses_its_memory_gets_its_state_from_the_other(reports: dict[str, Any]) -> None:
-    account, code, *left = reports["nodes"]
-    assert account["outcome"] == "finished", account
-    (failure,) = account["failures"]
-    assert failure["kind"] == "node" and failure["text"] == "node 1 is gone"
-    assert failure["reached"] - failure["resumed"] in (0, 1), "there is no disk"
-    assert (code, left) == (0, [[], []])
-    assert _losses(reports["folder"] / "nodes") == _losses(reports["folder"] / "whole")
 
 
 @pytest.mark.slow
@@ -160,9 +121,3 @@ def test_what_a_killed_owner_has_left_in_memory_is_removed_by_the_next(tmp_path:
 def test_memory_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no folder to write to"):
         NodeMemory(tmp_path / "none")
-
-
-@pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:x", "host:0", "host:70000"])
-def test_an_address_without_host_or_port_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="HOST:PORT"):
-        host_and_port(text)

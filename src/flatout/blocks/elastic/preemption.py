@@ -1,0 +1,128 @@
+"""A scheduler's notice that a job is to end soon: all ranks of a training learn of it at the same step.
+
+Signals reach ranks at different moments, and some ranks not at all. So each rank's notice goes into an all-reduce beside the
+step, and all of them see its result one step later."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+EXIT_CODE: Final = 75
+"""Exit code of a training that has ended on request, with its state saved: sysexits.h, EX_TEMPFAIL, try again later."""
+AGENT: Final = "FLATOUT_AGENT"
+"""Set for ranks whose agent kills those whose peers have failed, and sends SIGTERM only where the job is to end."""
+_RANKS_A_STEP: Final = 64
+"""An all-reduce of gloo takes about 50 us a rank (a ring); with more ranks than this it is made once in several steps."""
+_SIGNALS: Final = "SigCgt:"
+
+
+class Preempted(SystemExit):  # as SystemExit it ends a program, and is no error
+    """The training was asked to end, and its state is saved: ends the program with exit code 75 where nobody handles it."""
+
+    def __init__(self, step: int, where: str) -> None:
+        super().__init__(EXIT_CODE)
+        self.step, self.where = step, where
+
+    def __str__(self) -> str:
+        return f"asked to end: the state after step {self.step} is in {self.where}"
+
+
+class PreemptionNotice:
+    """Whether any rank was asked to end. All ranks make it, call `is_due` after each step, and `close` it, together.
+
+    `signals` are those that ask for it; each is handled where it would end the process otherwise, in the main thread alone.
+    """
+
+    def __init__(self, signals: tuple[signal.Signals, ...], timeout: timedelta) -> None:
+        has_peers = dist.is_initialized() and dist.get_world_size() > 1
+        self._every = -(-dist.get_world_size() // _RANKS_A_STEP) if has_peers else 1
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if has_peers else None
+        self._asked = threading.Event()
+        self._work: Any = None
+        self._number: torch.Tensor = torch.zeros(1)
+        self._calls = 0
+        self._before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in signals:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._asked.set()
+
+    def ask(self) -> None:
+        """Ask for the end, as a signal does. One rank is enough."""
+        self._asked.set()
+
+    def is_due(self) -> bool:
+        """Whether the end was asked for, by a rank, before its step before this one; the same on all ranks."""
+        if self._group is None:
+            return self._asked.is_set()
+        self._calls += 1
+        if self._calls % self._every:
+            return False
+        is_due = self._result()
+        self._number = torch.tensor([float(self._asked.is_set())])
+        self._work = dist.all_reduce(self._number, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return is_due
+
+    def _result(self) -> bool:
+        work, self._work = self._work, None
+        if work is None:
+            return False
+        work.wait()
+        return bool(self._number.item())
+
+    def restore(self) -> None:
+        """Have signals handled as they were before."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, handler)
+        self._before.clear()
+
+    def close(self) -> None:
+        """Handle signals as before, and let go of the group. Not after an error: other ranks may be gone."""
+        self.restore()
+        with suppress(RuntimeError):
+            self._result()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def usual_signals(environment: Mapping[str, str], *, is_supervised: bool = False) -> tuple[signal.Signals, ...]:
+    """Signals that ask a rank to end: SIGUSR1, which `flatout-torchrun` sends.
+
+    SIGTERM too, which schedulers send, but not under torchrun itself: it sends that to ranks whose peers have failed, and these
+    have to end at once. `flatout-torchrun` kills them, and so does `flatout survive` (`is_supervised`).
+
+    >>> [one.name for one in usual_signals({"SLURM_JOB_ID": "7"})]
+    ['SIGUSR1', 'SIGTERM']
+    >>> [one.name for one in usual_signals({"TORCHELASTIC_RUN_ID": "big"})]
+    ['SIGUSR1']
+    """
+    is_torchruns = "TORCHELASTIC_RUN_ID" in environment and AGENT not in environment and not is_supervised
+    return (signal.SIGUSR1,) if is_torchruns else (signal.SIGUSR1, signal.SIGTERM)
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process handles a signal by itself (proc(5), status).
+
+    >>> catches(os.getpid(), signal.SIGKILL)
+    False
+    """
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        mask = int(next(line for line in lines if line.startswith(_SIGNALS)).split()[1], 16)
+        return bool(mask & 1 << (number - 1))
+    return False

@@ -1,0 +1,174 @@
+"""Jobs written by `flatout job slurm` on a real Slurm of two nodes: what is killed, preempted and queued again goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+from tests.slurm_cluster import SlurmCluster, missing_programs
+
+TRAIN = Path(__file__).parents[1] / "blocks" / "elastic" / "train.py"
+STEPS, RANKS = 160, 4
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.slow,
+    pytest.mark.multi,
+    pytest.mark.long,
+    pytest.mark.skipif(bool(missing_programs()), reason=f"these programs of Slurm are not here: {missing_programs()}"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with SlurmCluster(tmp_path_factory.mktemp("slurm")) as found:
+        yield found
+
+
+class Training:
+    """A job of two nodes with two ranks each that trains in a folder."""
+
+    def __init__(
+        self, cluster: SlurmCluster, folder: Path, *, pace_s: float = 0.05, grace_s: int = 30, steps: int = STEPS
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.cluster, self.folder = cluster, folder
+        given = {"disk_every": 10_000, "pace_s": pace_s}
+        words = [sys.executable, "-m", "flatout.app.cli", "job", "slurm", "--nodes", "2", "--nproc", "2", "--cpus", "4"]
+        words += [
+            "--partition",
+            "low",
+            "--grace",
+            f"{grace_s}",
+            "--setup",
+            f"export PATH={Path(sys.executable).parent}:$PATH",
+        ]
+        words += ["--setup", "export OMP_NUM_THREADS=1", "--out", str(folder / "job.sbatch"), str(TRAIN), "--"]
+        words += [str(folder), f"{steps}", "[]", json.dumps(given)]
+        subprocess.run(words, check=True)
+        self.job = cluster.submitted(f"--output={folder}/out", str(folder / "job.sbatch"))
+
+    def steps(self) -> list[list[int]]:
+        """Each rank's steps, in the order in which they were done."""
+        logs = [self.folder / f"log-{rank}" for rank in range(RANKS)]
+        return [[int(line.split()[1]) for line in log.read_text().splitlines()] if log.exists() else [] for log in logs]
+
+    def times(self, rank: int) -> list[float]:
+        """When a rank's steps were done, on the machine's monotonic clock."""
+        return [float(line.split()[2]) for line in (self.folder / f"log-{rank}").read_text().splitlines()]
+
+    def losses(self) -> list[set[tuple[str, str]]]:
+        """Each rank's steps and losses."""
+        logs = [(self.folder / f"log-{rank}").read_text().splitlines() for rank in range(RANKS)]
+        return [{(step, loss) for _, step, _, loss in map(str.split, log)} for log in logs]
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until all ranks are so far."""
+        deadline = monotonic() + 120
+        while min(max(of_rank, default=0) for of_rank in self.steps()) < step:
+            assert monotonic() < deadline, self.said()
+            sleep(0.05)
+
+    def finish(self) -> None:
+        """Wait for its end, which has to be in order."""
+        assert self.cluster.wait_for(self.job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT") == "COMPLETED", (
+            self.said()
+        )
+
+    def said(self) -> str:
+        """What it printed."""
+        out = self.folder / "out"
+        return out.read_text()[-4000:] if out.exists() else ""
+
+    def processes(self, node: str) -> list[int]:
+        """Those of its launcher on a node."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                there = path.read_bytes()
+                if f"SLURM_JOB_ID={self.job}\0".encode() in there and f"SLURMD_NODENAME={node}\0".encode() in there:
+                    found.append(int(path.parent.name))
+        return [pid for pid in found if b"flatout-torchrun" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.fixture(scope="module")
+def whole(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> list[set[tuple[str, str]]]:
+    training = Training(cluster, tmp_path_factory.mktemp("whole"), pace_s=0.0)
+    training.finish()
+    return training.losses()
+
+
+def test_a_preempted_job_saves_its_state_and_goes_on_from_there(
+    cluster: SlurmCluster, tmp_path: Path, whole: list[set[tuple[str, str]]]
+) -> None:
+    training = Training(cluster, tmp_path / "job")
+    training.wait_for_step(10)
+    other = cluster.submitted(
+        "--partition=high", "--nodes=2", "--ntasks-per-node=1", "--exclusive", "--wrap", "srun sleep 2"
+    )
+    cluster.wait_for(other, "COMPLETED")
+    training.finish()
+    assert training.losses() == whole
+    assert all(len(of_rank) == len(set(of_rank)) for of_rank in training.steps()), "no step was done twice"
+    assert "asked to end: the state after step" in training.said()
+    assert int(cluster.field(training.job, "Restarts")) >= 1
+
+
+def test_a_job_that_is_queued_again_goes_on(
+    cluster: SlurmCluster, tmp_path: Path, whole: list[set[tuple[str, str]]]
+) -> None:
+    training = Training(cluster, tmp_path / "job")
+    training.wait_for_step(10)
+    ended = cluster.call("scontrol", "requeue", training.job)
+    assert ended.returncode == 0, ended.stderr
+    training.finish()
+    assert training.losses() == whole
+    assert max(len(of_rank) - len(set(of_rank)) for of_rank in training.steps()) <= 1
+
+
+def test_a_notice_before_the_time_is_over_puts_the_job_into_the_queue_again(
+    cluster: SlurmCluster, tmp_path: Path, whole: list[set[tuple[str, str]]]
+) -> None:
+    training = Training(cluster, tmp_path / "job")
+    training.wait_for_step(10)
+    assert cluster.call("scancel", "--signal=TERM", training.job).returncode == 0
+    training.finish()
+    assert training.losses() == whole
+    assert "the job goes into the queue again" in training.said()
+
+
+def test_a_launcher_that_is_killed_starts_again_within_the_job(
+    cluster: SlurmCluster, tmp_path: Path, whole: list[set[tuple[str, str]]]
+) -> None:
+    training = Training(cluster, tmp_path / "job")
+    training.wait_for_step(10)
+    for pid in training.processes("n1"):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    training.finish()
+    assert training.losses() == whole
+    assert "the step starts again" in training.said()
+
+
+def test_a_script_that_fails_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("raise ValueError('no such thing')")
+    words = [sys.executable, "-m", "flatout.app.cli", "job", "slurm", "--nodes", "2", "--max-restarts", "1"]
+    words += [
+        "--setup",
+        f"export PATH={Path(sys.executable).parent}:$PATH",
+        "--out",
+        str(tmp_path / "job"),
+        str(tmp_path / "wrong.py"),
+    ]
+    subprocess.run(words, check=True)
+    job = cluster.submitted(f"--output={tmp_path}/out", str(tmp_path / "job"))
+    assert cluster.wait_for(job, "COMPLETED", "FAILED") == "FAILED"
+    assert "no such thing" in (tmp_path / "out").read_text()
