@@ -32,8 +32,10 @@ rates that programs were measured to reach. This page compares predictions with 
   Hybrid models (Nemotron 3) and DeepSeek-V4 count as such: they could not be described before. What their recipes keep in half
   precision was read from these after the first look. That look already had what recipes recompute, capture and divide. Without
   any recipe errors were 20.4 % (H100), 52.7 % (B200), 30.3 % (GB200), 21.9 % (B300) and 20.3 % (GB300).
-- **mended, too**: dgxc's rows in 8 bits on H100. After their errors the time to fill a tile was made one of memory, not of arithmetic.
-  Its rows on GB200 were not looked at for that. Their error fell from 8.1 to 6.2 %, with shares set anew on Megatron-Bridge's rows.
+- **mended, too**: dgxc's rows in 8 bits on H100. After their errors the time to fill a tile was made one of memory, not of
+arithmetic.
+  Its rows on GB200 were not looked at for that. Their error fell from 8.1 to 6.2 %, with shares set anew on Megatron-Bridge's
+  rows.
 - **first look**: the error when a table was predicted for the first time, before anything was changed for it. The rows of dgxc,
   torchtitan-2024 and of all *mended* tables were collected on 28 November 2026, when most numbers had been set.
 

@@ -563,14 +563,16 @@ class EvidenceBuilder:
             ),
         )
 
-    def rank(self, *, work_s: Sequence[float], elements: Sequence[int], lines: tuple[RankLine, ...] = ()) -> int:
+    def rank(
+        self, *, work_s: Sequence[float], elements: Sequence[int], lines: tuple[RankLine, ...] = (), host: str = "host"
+    ) -> int:
         """The next rank's own work and batches, step by step."""
         number = len(self.ranks)
         return _add(
             self.ranks,
             RankSummary(
                 rank=number,
-                host="host",
+                host=host,
                 step_s=self.steps.step_s,
                 work_s=sum(work_s) / len(work_s),
                 step_numbers=tuple(range(4, 4 + len(work_s))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -172,3 +173,61 @@ def test_a_script_that_fails_ends_the_job(cluster: SlurmCluster, tmp_path: Path)
     job = cluster.submitted(f"--output={tmp_path}/out", str(tmp_path / "job"))
     assert cluster.wait_for(job, "COMPLETED", "FAILED") == "FAILED"
     assert "no such thing" in (tmp_path / "out").read_text()
+
+
+# -- check on several nodes --------------------------------------------------------------------------------------------------
+
+PLANTED = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+rank, world, what = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=rank, world_size=world)
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+sizes = torch.Generator().manual_seed(rank)
+for _ in range(5000):
+    rows = int(torch.randint(32, 1024 if rank == 1 else 128, (1,), generator=sizes)) if what == "shard" else 64
+    inputs, targets = torch.randn(rows, 256), torch.randint(10, (rows,))
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    if what == "node" and os.environ["SLURMD_NODENAME"] == "n1":
+        time.sleep(0.02)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if what == "sync":
+        dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("planted", "rule", "says"),
+    [
+        ("node", "communication.straggler", "each rank of node n1 works longer than every other rank"),
+        ("shard", "communication.uneven-batches", "the largest batch of a step is"),
+        ("sync", "communication.barrier-in-loop", "A barrier in every step"),
+    ],
+)
+def test_check_under_srun_reports_all_nodes_and_names_what_was_planted(
+    cluster: SlurmCluster, tmp_path: Path, planted: str, rule: str, says: str
+) -> None:
+    (tmp_path / "train.py").write_text(PLANTED)
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    flatout = [sys.executable, "-m", "flatout.app.cli", "check", "--no-trials", "--seconds", "3"]
+    flatout += ["--json", str(tmp_path / "report.json"), str(tmp_path / "train.py"), "--", f"{port}", planted]
+    ended = cluster.call("srun", "-N2", "--ntasks-per-node=2", "--cpus-per-task=2", *flatout)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    ranks = report["evidence"]["distributed"]["ranks"]
+    assert [(one["rank"], one["host"]) for one in ranks] == [(0, "n0"), (1, "n0"), (2, "n1"), (3, "n1")]
+    first = report["diagnosis"]["findings"][0]
+    assert first["rule"] == rule, ended.stdout[-4000:]
+    text = " ".join(ended.stdout.split())
+    assert says in text and "observing" in text
+    assert not list(tmp_path.glob("report.rank*")) and not list(cluster.folder.glob(".flatout-*"))

@@ -94,7 +94,7 @@ def test_pickles_depth_and_lines_without_an_end_close_the_link(data: bytes) -> N
     theirs.setblocking(False)
     rest = memoryview(data)
     with theirs:
-        while link.is_open and len(rest):
+        while link.is_open and rest:
             rest = rest[theirs.send(rest[: 1 << 16]) :]
             assert link.received() == []
     assert not link.is_open

@@ -21,15 +21,19 @@ from flatout.app.cli.options import (
     ReportMarkdown,
     Script,
     StepTrace,
+    require_folder_to_write,
     require_writable,
     target_of,
 )
 from flatout.app.cli.ranks import (
     Rank,
     all_written,
+    bring,
     end_leftovers,
     evidence_path,
+    exchange_of,
     failed_code,
+    fetch,
     gather,
     launch_command,
     launch_environment,
@@ -78,15 +82,22 @@ def check(
             "--nproc", metavar="N", help="Start the script as this many ranks on this machine, like torchrun."
         ),
     ] = None,
+    gather_in: Annotated[
+        Path | None,
+        typer.Option(
+            "--gather",
+            metavar="DIR",
+            help="A folder that all hosts of a job see, through which rank 0 gets what others saw.",
+        ),
+    ] = None,
 ) -> None:
     """Run SCRIPT unchanged, observe its steps, and report what makes them slow: line, cost, gain, edit.
 
     The script runs as under python and prints what it prints. When enough has been observed it is ended with all that it has
     started, and the report is the last thing printed; `--keep-running` lets it go on undisturbed. Ctrl-C is the script's; a
-    second one, SIGTERM and SIGHUP end it with a report of what there is.
-    A notebook (.ipynb) runs as a script, cell by cell; what is no Python in it is left out, and named.
-    Several ranks: `--nproc 2`, or your own launcher: `torchrun ... -m flatout.app.cli check SCRIPT`; rank 0 reports them all.
-    """
+    second one, SIGTERM and SIGHUP end it with a report of what there is. A notebook (.ipynb) runs as a script, cell by cell; what
+    is no Python in it is left out, and named. Several ranks: `--nproc 2`, or your own launcher: `torchrun ... -m flatout.app.cli
+    check SCRIPT`, or srun; rank 0 reports them all."""
     example = "`flatout check train.py -- --its --arguments` or `flatout check -m package.module`"
     wanted = target_of(target, module, arguments, example=example)
     outputs = Outputs(json=json, html=html, markdown=markdown, trace=trace)
@@ -105,7 +116,7 @@ def check(
     if launched is not None:
         if nproc is not None:
             raise UsageError(f"--nproc {nproc} inside rank {launched.rank} of a launcher; give one of the two")
-        raise typer.Exit(_run_as_rank(observation, launched, outputs))
+        raise typer.Exit(_run_as_rank(observation, launched, outputs, gather_in))
     with tempfile.TemporaryDirectory(prefix="flatout-") as folder:
         if nproc is not None and nproc > 1:
             raise typer.Exit(_run_ranks(observation, Path(folder), nproc, outputs))
@@ -172,8 +183,11 @@ def _run_ranks(observation: Observation, folder: Path, nproc: int, outputs: Outp
     return _report(evidence, outputs, ended._replace(code=ended.code or failed_code(evidence)))
 
 
-def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
-    """Observe the one rank that a launcher made this process; rank 0 reports all ranks of its host, the others are silent."""
+def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs, gather_in: Path | None) -> int:
+    """Observe the one rank that a launcher made this process; rank 0 reports all ranks, the others are silent."""
+    if gather_in is not None:
+        require_folder_to_write("--gather", gather_in)
+        gather_in.mkdir(exist_ok=True)
     folder = shared_folder(os.environ, rank)
     request = folder / f"observation{rank.rank}.json"
     command = write_request(observation, request, evidence_path=folder, world_size=rank.world_size)
@@ -193,14 +207,20 @@ def _run_as_rank(observation: Observation, rank: Rank, outputs: Outputs) -> int:
     code = ended.code
     if code == REFUSED and not own.exists():
         return REFUSED_INPUT
+    exchange = exchange_of(os.environ, rank, gather_in)
     if rank.rank == 0:
         wait_for_others(folder, local)
+        if exchange is not None:
+            fetch(exchange, folder, (other for other in range(rank.world_size) if other not in local))
+            exchange.close()
         code = _report(gather(folder, rank.world_size), outputs, ended)
         shutil.rmtree(folder, ignore_errors=True)
+    elif exchange is not None and (0 in local or bring(exchange, folder, rank.rank)):
+        pass  # rank 0 has it
     elif outputs.json is not None and rank.local_world_size < rank.world_size:
         from flatout.core.files import write_whole_file
 
-        # No rank sees the files of all hosts: `flatout report` merges them, and waiting needs each rank's own calls.
+        # Rank 0 does not get what this host saw: `flatout report` merges the files, and waiting needs each rank's own calls.
         with suppress(FileNotFoundError):  # it left none, or rank 0 has reported it and was done first
             write_whole_file(outputs.json.with_suffix(f".rank{rank.rank}.json"), own.read_bytes())
     return code

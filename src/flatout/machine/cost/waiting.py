@@ -56,6 +56,16 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> FittedLine:
     return FittedLine(mean_y - slope * mean_x, slope, common * common / (spread_x * spread_y))
 
 
+class SlowGroup(NamedTuple):
+    """A group of ranks that are slower than all others: in which share of the steps one of them is last, and by how many seconds
+    in the median."""
+
+    name: str
+    ranks: tuple[int, ...]
+    share: float
+    extra_s: float
+
+
 class Balance(NamedTuple):
     """Work and elements of the steps that all ranks know: `work_s[i]` holds those of step `steps[i]`, in the order of `ranks`.
 
@@ -91,6 +101,24 @@ class Balance(NamedTuple):
         """Median over steps of this rank's work beyond the next slowest's, less what the sizes explain."""
         index = self.ranks.index(rank)
         return median(row[index] - max(w for i, w in enumerate(row) if i != index) for row in self._beyond())
+
+    def slowest_group(self, group_of: Mapping[int, str]) -> SlowGroup | None:
+        """The group of several ranks, such as those of a node, each of which works longer than each rank of all other groups, in
+        the median over steps and beyond what its batch explains. None where there is none."""
+        beyond = self._beyond()
+        medians = {rank: median(row[index] for row in beyond) for index, rank in enumerate(self.ranks)}
+        for group in dict.fromkeys(group_of[rank] for rank in self.ranks):
+            inside = [index for index, rank in enumerate(self.ranks) if group_of[rank] == group]
+            outside = [index for index, rank in enumerate(self.ranks) if group_of[rank] != group]
+            if len(inside) < 2 or not outside:
+                continue
+            slower = min(medians[self.ranks[i]] for i in inside) > max(medians[self.ranks[i]] for i in outside)
+            if not slower:
+                continue
+            ahead_s = [max(row[i] for i in inside) - max(row[i] for i in outside) for row in beyond]
+            share = sum(s > 0 for s in ahead_s) / len(ahead_s)
+            return SlowGroup(group, tuple(self.ranks[i] for i in inside), share, median(ahead_s))
+        return None
 
     def _beyond(self) -> list[list[float]]:
         """Work less what its size adds to that of a mean batch."""

@@ -40,9 +40,11 @@ def _title(distributed: Distributed) -> str:
 def _table(distributed: Distributed) -> Table:
     shown = sorted(distributed.ranks, key=lambda r: -r.work_s)[:_MOST]
     unit = units.time_unit(max(r.step_s for r in shown))
+    has_nodes = len({rank.host for rank in distributed.ranks}) > 1
     rows = [
         [
             str(rank.rank),
+            *([rank.host] if has_nodes else []),
             unit.show(rank.step_s),
             unit.show(rank.work_s),
             unit.show(max(0.0, rank.step_s - rank.work_s)),
@@ -53,7 +55,9 @@ def _table(distributed: Distributed) -> Table:
         for rank in sorted(shown, key=lambda r: r.rank)
     ]
     times = ("own work", "in collectives", "waiting for others")
-    return Table([*numbers("rank", f"step {unit.name}", *times, "batch, elements"), Column("end")], rows)
+    node = [Column("node")] if has_nodes else []
+    figures = numbers(f"step {unit.name}", *times, "batch, elements")
+    return Table([*numbers("rank"), *node, *figures, Column("end")], rows)
 
 
 def _batch(rank: RankSummary) -> str:

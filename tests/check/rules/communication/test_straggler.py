@@ -36,3 +36,35 @@ def test_a_rank_with_larger_batches_is_another_cause() -> None:
         sizes = [scale * (200 + 10 * (i % 5)) for i in range(20)]
         run.rank(work_s=[1e-4 * n for n in sizes], elements=sizes)
     assert list(RULE.check(run.build())) == []
+
+
+def four_ranks(works: tuple[float, float, float, float]) -> EvidenceBuilder:
+    """Two ranks on each of two nodes, whose works differ a little from step to step, on equal batches."""
+    run = EvidenceBuilder()
+    for rank, work_s in enumerate(works):
+        run.rank(
+            work_s=[work_s + 1e-3 * ((i + rank) % 2) for i in range(20)], elements=[4096] * 20, host=f"n{rank // 2}"
+        )
+    return run
+
+
+def test_a_node_whose_ranks_are_all_slow_is_named() -> None:
+    finding = only_finding(RULE, four_ranks((0.05, 0.052, 0.080, 0.080)).build())
+    assert finding.where is None
+    assert "each rank of node n1" in finding.because and "rank 0 on n0 50." in finding.because
+    assert "node n1" in finding.edit
+    assert finding.saved_s[1] == pytest.approx(0.028, abs=2e-3)
+
+
+def test_one_slow_rank_of_a_node_is_named_with_its_node() -> None:
+    finding = only_finding(RULE, four_ranks((0.05, 0.051, 0.050, 0.090)).build())
+    assert finding.because.startswith("rank 3 on n1 works")
+
+
+def test_nodes_that_take_turns_are_no_stragglers() -> None:
+    run = EvidenceBuilder()
+    for rank in range(4):
+        run.rank(
+            work_s=[0.09 if i % 2 == rank // 2 else 0.05 for i in range(20)], elements=[64] * 20, host=f"n{rank // 2}"
+        )
+    assert list(RULE.check(run.build())) == []

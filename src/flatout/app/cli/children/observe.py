@@ -11,7 +11,7 @@ def main() -> int:
     """Run the requested script under observation; its exit code."""
     from flatout.app.cli.check import REFUSED
     from flatout.app.cli.children import load_target
-    from flatout.app.cli.ranks import as_rank
+    from flatout.app.cli.ranks import as_rank, launched_rank
     from flatout.app.observation import measured_machine
     from flatout.app.session import Observation, observe_script
     from flatout.core.errors import FlatoutError
@@ -20,7 +20,8 @@ def main() -> int:
 
     observation = from_json(Path(sys.argv[1]).read_bytes(), Observation)
     if observation.world_size > 1:
-        observation = as_rank(observation, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        rank = launched_rank(os.environ)
+        observation = as_rank(observation, rank.rank, rank.world_size) if rank is not None else observation
     try:
         script = load_target(observation.kind, observation.target, observation.arguments)
         machine = measured_machine(Path(observation.machine_path)) if observation.rank == 0 else None

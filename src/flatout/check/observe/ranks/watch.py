@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
 from collections import Counter, defaultdict, deque
@@ -164,7 +165,7 @@ class RankWatch(Collector, StepListener, BatchListener, BackwardListener, Commun
             ranks=(
                 RankSummary(
                     rank=self.place.rank,
-                    host=socket.gethostname(),
+                    host=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
                     step_s=step_s,
                     work_s=statistics.median(work) if work else step_s,
                     phases=phases,
