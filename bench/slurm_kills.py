@@ -3,7 +3,7 @@
     python bench/slurm_kills.py [--kills 10] [--out FILE]
 
 Needs Debian's slurm-wlm and munge: a controller and two nodes of two ranks each are started on this machine. Seconds are from the
-notice until all ranks are gone with their state saved, and from Slurm's next start of the job to a step of all ranks.
+notice until the last step of a rank, and from there to a step of all ranks in the next run, Slurm's own waiting included.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from flatout.core.files import write_whole_file
 
 def interrupted(cluster: SlurmCluster, training: Training, what: str) -> tuple[float, float]:
     """Seconds to save, and to go on."""
-    before = [max(of_rank) for of_rank in training.steps()]
-    asked_s = monotonic()
+    asked_s, started = monotonic(), [len(training.begins(rank)) for rank in range(RANKS)]
     if what == "preemption":
         words = ("--partition=high", "--nodes=2", "--ntasks-per-node=1", "--exclusive", "--wrap", "srun sleep 1")
         cluster.submitted(*words)
     else:
         cluster.call("scontrol", "requeue", training.job)
-    while cluster.state(training.job) == "RUNNING":
-        sleep(0.05)
-    last_s = max(at_s for rank in range(RANKS) for at_s in training.times(rank))
-    cluster.wait_for(training.job, "RUNNING")
-    running_s = monotonic()
-    training.wait_for_step(max(before) + 5)
-    firsts = [min(at_s for at_s in training.times(rank) if at_s > running_s - 1) for rank in range(RANKS)]
-    return last_s - asked_s, max(firsts) - running_s
+    while any(len(training.begins(rank)) == number for rank, number in enumerate(started)):
+        assert monotonic() < asked_s + 120, training.said()
+        sleep(0.1)
+    begun = [training.begins(rank)[number] for rank, number in enumerate(started)]
+    while any(max(training.times(rank)) < begun[rank] for rank in range(RANKS)):
+        assert monotonic() < asked_s + 180, training.said()
+        sleep(0.1)
+    last_s = max(at_s for rank in range(RANKS) for at_s in training.times(rank) if at_s < begun[rank])
+    firsts = [min(at_s for at_s in training.times(rank) if at_s > begun[rank]) for rank in range(RANKS)]
+    return last_s - asked_s, max(firsts) - last_s
 
 
 def main() -> None:
@@ -68,7 +69,7 @@ def main() -> None:
             found[what] = {
                 "interruptions": len(seconds),
                 "seconds_to_the_last_step_median": median(s for s, _ in seconds),
-                "seconds_to_go_on_median": median(s for _, s in seconds),
+                "seconds_without_a_step_median": median(s for _, s in seconds),
             }
         training.finish()
         twice = max(len(of_rank) - len(set(of_rank)) for of_rank in training.steps())

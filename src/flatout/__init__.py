@@ -137,7 +137,14 @@ _VERBS = ("check", "shrink", "tune")
 """Public names that are those of rooms, too: Python binds the package to the name, and calling the package calls the verb."""
 
 
-class _Verb(ModuleType):
+class _ByName(ModuleType):
+    """A module that is pickled by its name: Ray, Dask and others pickle functions together with the modules that they use."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return import_module, (self.__name__,)
+
+
+class _Verb(_ByName):
     """A room named after a verb."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -150,7 +157,7 @@ class _Verb(ModuleType):
         return signature(_at_home(self.__name__.rpartition(".")[2]))  # type: ignore[arg-type]
 
 
-class _Root(ModuleType):
+class _Root(_ByName):
     def __setattr__(self, name: str, value: object) -> None:
         if name in _VERBS and isinstance(value, ModuleType):
             value.__class__ = _Verb

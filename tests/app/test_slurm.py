@@ -62,6 +62,11 @@ class Training:
         logs = [self.folder / f"log-{rank}" for rank in range(RANKS)]
         return [[int(line.split()[1]) for line in log.read_text().splitlines()] if log.exists() else [] for log in logs]
 
+    def begins(self, rank: int) -> list[float]:
+        """When processes of a rank began."""
+        path = self.folder / f"begun-{rank}"
+        return [float(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
+
     def times(self, rank: int) -> list[float]:
         """When a rank's steps were done, on the machine's monotonic clock."""
         return [float(line.split()[2]) for line in (self.folder / f"log-{rank}").read_text().splitlines()]
@@ -140,7 +145,8 @@ def test_a_notice_before_the_time_is_over_puts_the_job_into_the_queue_again(
 ) -> None:
     training = Training(cluster, tmp_path / "job")
     training.wait_for_step(10)
-    assert cluster.call("scancel", "--signal=TERM", training.job).returncode == 0
+    # as #SBATCH --signal=TERM@120 does, which tells the step and not the batch script
+    assert cluster.call("scancel", "--signal=TERM", f"{training.job}.0").returncode == 0
     training.finish()
     assert training.losses() == whole
     assert "the job goes into the queue again" in training.said()

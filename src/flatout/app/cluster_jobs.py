@@ -101,8 +101,8 @@ def slurm_script(job: ClusterJob, options: SlurmOptions) -> str:
     """A batch script for sbatch. Raises UsageError for what Slurm would not take.
 
     Before the time is over, and when the job is preempted, Slurm sends SIGTERM to the step. Its ranks save their state and end
-    with code 75; the job puts itself in the queue again then. So it does when it is killed and the node is lost (--requeue). A
-    step whose launcher was killed on a node is started again within the job."""
+    with code 75. When the time is over the job puts itself into the queue again then; after preemption and lost nodes Slurm does
+    so (--requeue). A step whose launcher was killed on a node is started again within the job."""
     job.check()
     if options.time and not _TIME.fullmatch(options.time):
         raise UsageError(f"time '{options.time}' is none of Slurm's; give [days-]hours:minutes:seconds, or minutes")
@@ -142,7 +142,7 @@ def slurm_script(job: ClusterJob, options: SlurmOptions) -> str:
             "port=$((20000 + SLURM_JOB_ID % 30000))",
             f"export FLATOUT_GRACE_S={job.grace_s - _SPARE_S}",
             "",
-            "# the step gets SIGTERM as well, and saves its state",
+            "# Slurm ends the job: the step gets SIGTERM as well, and saves its state; preempted jobs are queued again by Slurm",
             "asked=",
             "trap 'asked=1' TERM",
             f"for start in $(seq 0 {job.max_restarts}); do",
@@ -158,7 +158,8 @@ def slurm_script(job: ClusterJob, options: SlurmOptions) -> str:
             '    if [ -n "$asked" ] || [ "$code" -lt 128 ]; then break; fi',
             '    echo "a launcher was killed (exit code $code); the step starts again"',
             "done",
-            f'if [ "$code" -eq {LEFT} ]; then',
+            "# asked to end by a notice before the time is over, which this script does not get",
+            f'if [ "$code" -eq {LEFT} ] && [ -z "$asked" ]; then',
             '    echo "the training was asked to end, and its state is saved; the job goes into the queue again"',
             '    scontrol requeue "$SLURM_JOB_ID"',
             "fi",

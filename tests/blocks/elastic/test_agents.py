@@ -166,6 +166,32 @@ def _seconds(number: float) -> object:
     return timedelta(seconds=number)
 
 
+@pytest.mark.slow
+def test_an_agent_that_has_the_number_of_a_dead_one_is_not_forgotten(tmp_path: Path) -> None:
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous as torchs
+
+    run_id = f"reused {os.getpid()}"
+    killed = _died(run_id, "os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    node = torchs._NodeDesc("here", killed, 0)
+    settings = torchs.RendezvousSettings(run_id, 1, 9, torchs.RendezvousTimeout(), _seconds(5), 3)  # type: ignore[arg-type]
+    holder = torchs._BackendRendezvousStateHolder(None, settings)  # type: ignore[arg-type]
+    with known_agent(run_id, "here"):
+        (mine,) = Path("/dev/shm").glob(f"flatout-agent-*-{os.getpid()}")
+        another = mine.with_name(mine.name.replace(f"-{os.getpid()}", f"-{killed}"))
+        try:
+            # what an agent with that number writes; it has to live, so this process stands for it
+            identity = json.loads(mine.read_text())
+            for is_there in (True, False):
+                another.write_text(json.dumps(identity)) if is_there else another.unlink()
+                holder._state.last_heartbeats = {node: datetime.now(UTC)}
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr("flatout.blocks.elastic.agents._identity", lambda pid: identity)
+                    holder._sanitize()
+                assert (node in holder._state.last_heartbeats) is is_there
+        finally:
+            another.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "[null, 2, 3, 4]", json.dumps([1, 2, 3])])
 def test_a_file_that_is_no_agents_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
     from flatout.blocks.elastic import agents

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.blocks.elastic.supervised import TRAIN, messages_of
+from tests.blocks.elastic.two_nodes import addresses_listened_at, tree
 
 from flatout.blocks.elastic.node import NodeMemory
 from flatout.core.errors import UsageError
@@ -82,10 +83,12 @@ def test_the_example_of_the_page_survives_a_kill_on_the_command_line(tmp_path: P
         text=True,
     ) as process:
         rank = _rank_of(process, tmp_path)
+        listening = addresses_listened_at([process.pid, *tree(process.pid)])
         os.kill(rank, signal.SIGKILL)
         messages, wrong = process.communicate(timeout=100)
     assert process.returncode == 0, wrong[-2000:]
     assert "killed by signal 9 (SIGKILL)" in wrong and "finished on 2 ranks" in wrong
+    assert listening and all(address.startswith("127.") for address in listening), "no other machine reaches any of it"
     (failure,) = json.loads((tmp_path / "account.json").read_text())["failures"]
     assert failure["resumed"] > 0
     assert f"from step {failure['resumed']}" in messages

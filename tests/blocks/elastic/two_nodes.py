@@ -215,18 +215,28 @@ def _environment(pid: int) -> bytes:
 
 def _listens(pid: int, port: int) -> bool:
     """Whether a process has the socket that listens on that port."""
-    inodes = set()
+    return any(address.endswith(f":{port}") for address in addresses_listened_at([pid]))
+
+
+def addresses_listened_at(pids: Sequence[int]) -> list[str]:
+    """Addresses with ports at which sockets of these processes listen; of IPv6 those that IPv4 reaches, too, and :: (proc(5))."""
+    found = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-    with suppress(OSError):
-        for one in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(OSError):
-                if os.readlink(one) in inodes:
-                    return True
-    return False
+            if fields[3] == "0A":
+                address, _, port = fields[1].rpartition(":")
+                last = bytes.fromhex(address)[-4:][::-1]
+                is_any = len(address) > 8 and set(address) == {"0"}
+                shown = "::" if is_any else ".".join(map(str, last))
+                found[f"socket:[{fields[9]}]"] = f"{shown}:{int(port, 16)}"
+    listened = []
+    for pid in pids:
+        with suppress(OSError):
+            for one in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):
+                    listened += [found[name] for name in [os.readlink(one)] if name in found]
+    return listened
 
 
 def _free_port() -> int:

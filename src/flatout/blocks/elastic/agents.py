@@ -140,7 +140,7 @@ def known_agent(run_id: str, address: str | None) -> Iterator[None]:
     mine = folder / f"{prefix}{os.getpid()}"
     with suppress(OSError):
         mine.write_text(json.dumps(_identity(os.getpid())))
-    with _without(dead, address or socket.getfqdn()):
+    with _without(dead, address or socket.getfqdn(), folder / prefix):
         yield
     mine.unlink(missing_ok=True)  # not after an error or a signal: it may be started again
 
@@ -156,7 +156,8 @@ def _dead_agents(folder: Path, prefix: str, *, after_s: float = 0.0) -> set[int]
             found = json.loads(path.read_text())
             if found[1:3] == _identity(os.getpid())[1:3] and found != _identity(found[0]):
                 dead.add(int(found[0]))
-                path.unlink()
+                if json.loads(path.read_text()) == found:  # no other agent with that process's number has begun
+                    path.unlink()
     return dead - {os.getpid()}
 
 
@@ -171,15 +172,24 @@ def _identity(pid: int) -> list[Any]:
     return [pid, boot, os.readlink("/proc/self/ns/pid"), began]
 
 
+def _is_agent(pid: int, files: Path) -> bool:
+    """Whether an agent with that process's number lives: numbers of dead ones are given again."""
+    try:
+        return bool(json.loads(Path(f"{files}{pid}").read_text()) == _identity(pid))
+    except (OSError, ValueError):
+        return False
+
+
 @contextmanager
-def _without(dead: set[int], address: str) -> Iterator[None]:
+def _without(dead: set[int], address: str, files: Path) -> Iterator[None]:
     """Have torch's rendezvous take the last heartbeats of these agents as long ago, so that it removes them."""
     holder: Any = dynamic_rendezvous._BackendRendezvousStateHolder
     before = holder._sanitize
 
     def sanitize(self: Any) -> None:
         last = self._state.last_heartbeats
-        last.update({node: _LONG_AGO for node in last if node.addr == address and node.pid in dead})
+        gone = [n for n in last if n.addr == address and n.pid in dead and not _is_agent(n.pid, files)]
+        last.update(dict.fromkeys(gone, _LONG_AGO))
         before(self)
 
     holder._sanitize = sanitize

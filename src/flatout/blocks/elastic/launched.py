@@ -108,13 +108,17 @@ def launched_context(memory: Path, training: str, environment: Mapping[str, str]
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:
-    """The name of the job by which a launcher starts ranks again: torchrun's run, else Slurm's job; None where there is none.
+    """The name of the job by which a launcher starts ranks again: what FLATOUT_JOB says, torchrun's run, else Slurm's job.
+
+    None where there is none.
 
     A run without a name has that of the process that starts its ranks.
 
     >>> job_of({"TORCHELASTIC_RUN_ID": "big"}), job_of({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}), job_of({})
     ('torchrun big', 'slurm 7', None)
     """
+    if environment.get("FLATOUT_JOB"):
+        return f"job {environment['FLATOUT_JOB']}"
     run, slurm = environment.get("TORCHELASTIC_RUN_ID"), environment.get("SLURM_JOB_ID")
     if run and run != "none":
         return f"torchrun {run}"
