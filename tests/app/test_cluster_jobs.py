@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ JOB = ClusterJob(words=("train.py", "--name", "it's; rm -rf $HOME"), name="train
 def test_arguments_reach_the_script_as_they_are(tmp_path: Path) -> None:
     script = slurm_script(JOB, SlurmOptions())
     line = next(line for line in script.splitlines() if "flatout-torchrun" in line)
-    shown = line.partition("flatout-torchrun")[2].removesuffix(" &")
+    inner = shlex.split(line.strip().removesuffix(" &"))[-1].removeprefix("exec flatout-torchrun ")
     ended = subprocess.run(
-        ["bash", "-c", f"head=n0; port=1; SLURM_JOB_ID=7; printf '%s\\n' {shown}"],
+        ["bash", "-c", f"head=n0; port=1; SLURM_JOB_ID=7; SLURM_NODEID=0; printf '%s\\n' {inner}"],
         capture_output=True,
         text=True,
         check=True,
@@ -38,6 +39,7 @@ def test_arguments_reach_the_script_as_they_are(tmp_path: Path) -> None:
     words = ended.stdout.splitlines()
     assert words[-3:] == list(JOB.words)
     assert words[words.index("--rdzv-endpoint") + 1] == "n0:1" and words[words.index("--rdzv-id") + 1] == "slurm-7"
+    assert words[words.index("--rdzv-conf") + 1] == "is_host=1"
 
 
 def test_a_batch_script_is_one_for_bash_and_says_what_was_asked() -> None:

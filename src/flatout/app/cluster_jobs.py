@@ -64,14 +64,15 @@ def job_name(target: str) -> str:
     return words if words[:1].isalpha() else f"job-{words}".strip("-")
 
 
-def _launched(job: ClusterJob, *, endpoint: str, run_id: str) -> str:
-    """What is started on each node, in the shell's words; `endpoint` and `run_id` are expanded there."""
+def _launched(job: ClusterJob, *, endpoint: str, run_id: str, is_first: str) -> str:
+    """What is started on each node, in the shell's words: `endpoint` and `run_id` are expanded there, and `is_first` is a command
+    that succeeds on the node that has the rendezvous. Torch would guess which it is by the names of machines."""
     fixed = ["flatout-torchrun", "--nnodes", job.nodes, "--nproc-per-node", job.nproc, "--rdzv-backend", "c10d"]
     restarts = ["--max-restarts", job.max_restarts, "--agent-restarts", job.max_restarts]
     return " ".join(
         [
             *map(str, fixed),
-            f'--rdzv-endpoint "{endpoint}" --rdzv-id "{run_id}"',
+            f'--rdzv-endpoint "{endpoint}" --rdzv-id "{run_id}" --rdzv-conf "is_host=$({is_first} && echo 1 || echo 0)"',
             *map(str, restarts),
             shlex.join(job.words),
         ]
@@ -128,7 +129,8 @@ def slurm_script(job: ClusterJob, options: SlurmOptions) -> str:
             raise UsageError(f"{name} '{value}' has a space or a sign that a line #SBATCH cannot have")
     head = [f"#SBATCH --{name}={value}" for name, value in asked.items() if value]
     head += ["#SBATCH --requeue", *(f"#SBATCH {one}" for one in options.further)]
-    step = _launched(job, endpoint="$head:$port", run_id="slurm-$SLURM_JOB_ID")
+    first = '[ "$SLURM_NODEID" = 0 ]'
+    step = _launched(job, endpoint="$head:$port", run_id="slurm-$SLURM_JOB_ID", is_first=first)
     return "\n".join(
         [
             "#!/bin/bash",
@@ -140,13 +142,14 @@ def slurm_script(job: ClusterJob, options: SlurmOptions) -> str:
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "head=$(scontrol show node \"$first\" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p' | head -n 1)",
             "port=$((20000 + SLURM_JOB_ID % 30000))",
+            "export head port",
             f"export FLATOUT_GRACE_S={job.grace_s - _SPARE_S}",
             "",
             "# Slurm ends the job: the step gets SIGTERM as well, and saves its state; preempted jobs are queued again by Slurm",
             "asked=",
             "trap 'asked=1' TERM",
             f"for start in $(seq 0 {job.max_restarts}); do",
-            f"    srun --kill-on-bad-exit=1 {step} &",
+            f"    srun --kill-on-bad-exit=1 bash -c {shlex.quote(f'exec {step}')} &",
             "    step=$!",
             '    wait "$step"',
             "    code=$?",
@@ -240,7 +243,8 @@ def kubernetes_manifests(job: ClusterJob, options: KubernetesOptions) -> tuple[d
         "metadata": {**metadata, "labels": {"trainer.kubeflow.org/framework": "torch"}},
         "spec": {"mlPolicy": {"numNodes": job.nodes, "torch": {}}, "template": {"spec": {"replicatedJobs": [node]}}},
     }
-    started = _launched(job, endpoint="$PET_MASTER_ADDR:$PET_MASTER_PORT", run_id=job.name)
+    first = '[ "$PET_NODE_RANK" = 0 ]'
+    started = _launched(job, endpoint="$PET_MASTER_ADDR:$PET_MASTER_PORT", run_id=job.name, is_first=first)
     variables = {"FLATOUT_GRACE_S": f"{job.grace_s - _SPARE_S}", **options.environment}
     trainer: dict[str, Any] = {
         "image": options.image,

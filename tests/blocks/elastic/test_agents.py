@@ -36,6 +36,9 @@ def run(connection):
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "fails":
         raise SystemExit(3)
+    if how == "ends slowly":
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(75)))
+        time.sleep(60)
     if how == "waits":
         signal.signal(signal.SIGUSR1, lambda *_: sys.exit(41))
         time.sleep(60)
@@ -84,6 +87,19 @@ def test_signals_go_on_to_the_agent_which_is_not_started_again(tmp_path: Path, n
     process.communicate(timeout=60)
     assert process.returncode == code
     assert len((tmp_path / "agents").read_text().split()) == 1
+
+
+@pytest.mark.slow
+def test_a_signal_that_comes_twice_does_not_end_the_launcher_before_its_agent(tmp_path: Path) -> None:
+    process = watched(tmp_path, "ends slowly")
+    while not (tmp_path / "agents").exists():
+        sleep(0.05)
+    sleep(0.3)
+    for _ in range(5):
+        process.send_signal(signal.SIGTERM)
+        sleep(0.1)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
 
 
 @pytest.mark.slow

@@ -75,6 +75,8 @@ def watch_agent(run: Run, serve: Run, *, restarts: int, on_restart: Callable[[st
             why = f"was killed by signal {-code}" if code < 0 else "has lost its rendezvous"
             on_restart(f"the agent {why}; another one starts")
     finally:
+        for number in _FORWARDED if is_stopping else ():  # what came twice would end this process instead
+            signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, handled)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -13,14 +13,20 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from time import monotonic, sleep
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import local_elastic_agent
-from torch.distributed.elastic.multiprocessing.api import RunProcsResult, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import (
+    RunProcsResult,
+    SignalException,
+    SubprocessContext,
+    _terminate_process_handler,
+)
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from flatout.blocks.elastic.agents import known_agent, watch_agent
@@ -93,6 +99,12 @@ class ForkedContext(SubprocessContext):
     Ranks that have saved their state and left (exit code 75) have not failed: the agent waits for the others, and leaves as well.
     """
 
+    def start(self) -> None:
+        """Start the processes, and handle signals to end as torch does, SIGTERM once."""
+        super().start()
+        if signal.getsignal(signal.SIGTERM) is _terminate_process_handler:
+            signal.signal(signal.SIGTERM, _raise_once)
+
     def _poll(self) -> RunProcsResult | None:
         if EXIT_CODE in self._codes():
             deadline_s = monotonic() + _grace_s()
@@ -115,8 +127,7 @@ class ForkedContext(SubprocessContext):
         if not was_asked_to_end():
             super()._close(death_sig, timeout)
             return
-        with _once_asked():
-            super()._close(death_sig, max(timeout, int(_grace_s())))
+        super()._close(death_sig, max(timeout, int(_grace_s())))
         if self._have_left():
             raise SystemExit(EXIT_CODE)
 
@@ -139,17 +150,14 @@ class ForkedContext(SubprocessContext):
             self.subprocess_handlers[local_rank] = _ForkedRank(proc, local_rank)  # type: ignore[assignment]
 
 
-@contextmanager
-def _once_asked() -> Iterator[None]:
-    """Ignore further signals that ask for the end: a scheduler sends them to launcher and agent, and the launcher on to the
-    agent."""
-    asking = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in asking}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _raise_once(number: int, frame: FrameType | None) -> None:
+    """Handle a signal to end as torch does, and SIGTERM once only.
+
+    A scheduler sends it to launcher and agent, and the launcher on to the agent.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    name = signal.Signals(number)
+    raise SignalException(f"Process {os.getpid()} got signal: {name}", sigval=name)
 
 
 def _grace_s() -> float:
