@@ -184,9 +184,11 @@ def _is_agent(pid: int, files: Path) -> bool:
 
 @contextmanager
 def _without(dead: set[int], address: str, files: Path) -> Iterator[None]:
-    """Have torch's rendezvous take the last heartbeats of these agents as long ago, so that it removes them."""
+    """Have torch's rendezvous take the last heartbeats of these agents as long ago, so that it removes them; and not be closed
+    by an agent that has lost it."""
     holder: Any = dynamic_rendezvous._BackendRendezvousStateHolder
-    before = holder._sanitize
+    handler: Any = dynamic_rendezvous.DynamicRendezvousHandler
+    before, shutdown_before = holder._sanitize, handler.shutdown
 
     def sanitize(self: Any) -> None:
         last = self._state.last_heartbeats
@@ -194,8 +196,12 @@ def _without(dead: set[int], address: str, files: Path) -> Iterator[None]:
         last.update(dict.fromkeys(gone, _LONG_AGO))
         before(self)
 
-    holder._sanitize = sanitize
+    def shutdown(self: Any) -> bool:
+        # an agent that has lost the rendezvous would close it for all others when it finds it again, and for itself
+        return False if isinstance(sys.exc_info()[1], LOST) else bool(shutdown_before(self))
+
+    holder._sanitize, handler.shutdown = sanitize, shutdown
     try:
         yield
     finally:
-        holder._sanitize = before
+        holder._sanitize, handler.shutdown = before, shutdown_before

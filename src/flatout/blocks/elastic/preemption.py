@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from time import perf_counter
 from types import FrameType
 from typing import Any, Final
 
@@ -23,6 +24,9 @@ AGENT: Final = "FLATOUT_AGENT"
 """Set for ranks whose agent kills those whose peers have failed, and sends SIGTERM only where the job is to end."""
 _RANKS_A_STEP: Final = 64
 """An all-reduce of gloo takes about 50 us a rank (a ring); with more ranks than this it is made once in several steps."""
+_OFTEN_S: Final = 0.02
+"""Seconds between two all-reduces, at least: beside steps of 2 ms each would take a tenth of a step on a CPU that trains."""
+_MOST_STEPS: Final = 100
 _SIGNALS: Final = "SigCgt:"
 
 
@@ -45,12 +49,12 @@ class PreemptionNotice:
 
     def __init__(self, signals: tuple[signal.Signals, ...], timeout: timedelta) -> None:
         has_peers = dist.is_initialized() and dist.get_world_size() > 1
-        self._every = -(-dist.get_world_size() // _RANKS_A_STEP) if has_peers else 1
+        self._every = self._least = -(-dist.get_world_size() // _RANKS_A_STEP) if has_peers else 1
         self._group = dist.new_group(backend="gloo", timeout=timeout) if has_peers else None
         self._asked = threading.Event()
         self._work: Any = None
-        self._number: torch.Tensor = torch.zeros(1)
-        self._calls = 0
+        self._numbers = torch.zeros(2)
+        self._calls, self._since_s = 0, perf_counter()
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in signals:
@@ -65,15 +69,21 @@ class PreemptionNotice:
         self._asked.set()
 
     def is_due(self) -> bool:
-        """Whether the end was asked for, by a rank, before its step before this one; the same on all ranks."""
+        """Whether the end was asked for, by a rank, before its step before this one; the same on all ranks.
+
+        Where steps are short, it is found out once in several of them, by the seconds of the slowest rank's.
+        """
         if self._group is None:
             return self._asked.is_set()
         self._calls += 1
-        if self._calls % self._every:
+        if self._calls < self._every:
             return False
+        now_s = perf_counter()
+        step_s = (now_s - self._since_s) / self._calls
+        self._calls, self._since_s = 0, now_s
         is_due = self._result()
-        self._number = torch.tensor([float(self._asked.is_set())])
-        self._work = dist.all_reduce(self._number, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._numbers = torch.tensor([float(self._asked.is_set()), step_s], dtype=torch.float64)
+        self._work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return is_due
 
     def _result(self) -> bool:
@@ -81,7 +91,9 @@ class PreemptionNotice:
         if work is None:
             return False
         work.wait()
-        return bool(self._number.item())
+        is_asked, step_s = self._numbers.tolist()  # the same on all ranks, and so is what follows
+        self._every = max(self._least, min(_MOST_STEPS, int(_OFTEN_S / step_s))) if step_s > 0 else self._least
+        return bool(is_asked)
 
     def restore(self) -> None:
         """Have signals handled as they were before."""
