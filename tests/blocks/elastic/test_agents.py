@@ -38,9 +38,11 @@ def run(connection):
         raise SystemExit(3)
     if how == "ends slowly":
         signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(75)))
+        open(f"{folder}/ready", "w")
         time.sleep(60)
     if how == "waits":
         signal.signal(signal.SIGUSR1, lambda *_: sys.exit(41))
+        open(f"{folder}/ready", "w")
         time.sleep(60)
 
 def serve(connection):
@@ -80,9 +82,8 @@ def test_an_agent_starts_again_when_it_was_killed_or_has_lost_its_rendezvous(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + 15), (signal.SIGUSR1, 41)])
 def test_signals_go_on_to_the_agent_which_is_not_started_again(tmp_path: Path, number: int, code: int) -> None:
     process = watched(tmp_path, "waits")
-    while not (tmp_path / "agents").exists():
+    while not (tmp_path / "ready").exists():
         sleep(0.05)
-    sleep(0.3)
     process.send_signal(number)
     process.communicate(timeout=60)
     assert process.returncode == code
@@ -92,9 +93,8 @@ def test_signals_go_on_to_the_agent_which_is_not_started_again(tmp_path: Path, n
 @pytest.mark.slow
 def test_a_signal_that_comes_twice_does_not_end_the_launcher_before_its_agent(tmp_path: Path) -> None:
     process = watched(tmp_path, "ends slowly")
-    while not (tmp_path / "agents").exists():
+    while not (tmp_path / "ready").exists():
         sleep(0.05)
-    sleep(0.3)
     for _ in range(5):
         process.send_signal(signal.SIGTERM)
         sleep(0.1)
