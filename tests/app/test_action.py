@@ -310,7 +310,7 @@ def recorded(temporary: Path, repository: Repository) -> Recorded:
 
 
 def test_what_is_slower_twice_is_red(recorded: Recorded) -> None:
-    ran = recorded.run(0.1, 0.2, 0.1, 0.21)
+    ran = recorded.run(0.1, 0.2, 0.21, 0.1)
 
     assert ran.code == 1 and ran.steps[-1].name == "Decide"
     assert ran.outputs["result"] == "slower"
@@ -387,8 +387,8 @@ def test_each_version_is_prepared_once(recorded: Recorded) -> None:
     ran = recorded.run(
         0.1,
         0.2,
-        0.1,
         0.2,
+        0.1,
         inputs={"prepare": f"cat train.py >> {recorded.folder}/prepared; echo >> {recorded.folder}/prepared"},
     )
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from flatout.core.errors import UsageError
+from flatout.core.exit_codes import ENDED_ON_REQUEST
 
-LEFT: Final = 75
-"""Exit code of a training that was asked to end and has saved its state (sysexits.h, EX_TEMPFAIL)."""
 _SPARE_S: Final = 10
 """Seconds of a grace that are left to launchers after the ranks had theirs."""
 _NAME: Final = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")
@@ -162,7 +161,7 @@ def slurm_script(job: ClusterJob, options: SlurmOptions) -> str:
             '    echo "a launcher was killed (exit code $code); the step starts again"',
             "done",
             "# asked to end by a notice before the time is over, which this script does not get",
-            f'if [ "$code" -eq {LEFT} ] && [ -z "$asked" ]; then',
+            f'if [ "$code" -eq {ENDED_ON_REQUEST} ] && [ -z "$asked" ]; then',
             '    echo "the training was asked to end, and its state is saved; the job goes into the queue again"',
             '    scontrol requeue "$SLURM_JOB_ID"',
             "fi",

@@ -14,3 +14,5 @@ UNDECIDED: Final = 3
 """It did what it could, and there is no answer: neither yes nor no."""
 PARTLY_DONE: Final = 4
 """It did a part of what was asked, and names the rest."""
+ENDED_ON_REQUEST: Final = 75
+"""It was asked to end, and its state is saved: start it again (sysexits.h, EX_TEMPFAIL)."""

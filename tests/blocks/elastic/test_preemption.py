@@ -144,7 +144,7 @@ def notice() -> Iterator[PreemptionNotice]:
 
 def test_a_signal_is_noted_and_handled_as_before_afterwards(notice: PreemptionNotice) -> None:
     assert catches(os.getpid(), signal.SIGUSR1) and not notice.is_due()
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
     assert notice.is_due()
     notice.close()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not catches(os.getpid(), signal.SIGUSR1)
@@ -155,7 +155,7 @@ def test_a_handler_of_the_programs_own_stays() -> None:
     signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
     try:
         notice = PreemptionNotice((signal.SIGUSR1,), timedelta(seconds=10))
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert got == [1] and not notice.is_due()
         notice.close()
         assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
@@ -170,7 +170,7 @@ def test_a_training_of_one_process_ends_with_its_state_on_the_disk(tmp_path: Pat
         for step in range(1, 4):
             nn.init.constant_(model.weight, step)
             if step == 3:
-                state.ask_to_end() if ends else os.kill(os.getpid(), signal.SIGTERM)
+                state.ask_to_end() if ends else signal.raise_signal(signal.SIGTERM)
             state.keep(step, model=model)
     assert (caught.value.code, caught.value.step) == (EXIT_CODE, 3)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -18,8 +18,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-EXIT_CODE: Final = 75
-"""Exit code of a training that has ended on request, with its state saved: sysexits.h, EX_TEMPFAIL, try again later."""
+from flatout.core.exit_codes import ENDED_ON_REQUEST
+
+EXIT_CODE: Final = ENDED_ON_REQUEST
 AGENT: Final = "FLATOUT_AGENT"
 """Set for ranks whose agent kills those whose peers have failed, and sends SIGTERM only where the job is to end."""
 _RANKS_A_STEP: Final = 64
