@@ -198,7 +198,7 @@ model = DistributedDataParallel(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 sizes = torch.Generator().manual_seed(rank)
 for _ in range(5000):
-    rows = int(torch.randint(32, 1024 if rank == 1 else 128, (1,), generator=sizes)) if what == "shard" else 64
+    rows = int(torch.randint(64, 6144 if rank == 1 else 1024, (1,), generator=sizes)) if what == "shard" else 64
     inputs, targets = torch.randn(rows, 256), torch.randint(10, (rows,))
     loss = nn.functional.cross_entropy(model(inputs), targets)
     if what == "node" and os.environ["SLURMD_NODENAME"] == "n1":
