@@ -135,8 +135,17 @@ def test_a_launcher_that_is_told_to_end_hands_it_on(
 # -- one process -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def nobody_handles_them() -> Iterator[None]:
+    """Signals as a program of its own has them: a test before may have left a handler."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
-def notice() -> Iterator[PreemptionNotice]:
+def notice(nobody_handles_them: None) -> Iterator[PreemptionNotice]:
     found = PreemptionNotice((signal.SIGUSR1,), timedelta(seconds=10))
     yield found
     found.close()
