@@ -159,6 +159,17 @@ def test_a_signal_is_noted_and_handled_as_before_afterwards(notice: PreemptionNo
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not catches(os.getpid(), signal.SIGUSR1)
 
 
+def test_two_trainings_of_a_process_are_both_told(notice: PreemptionNotice) -> None:
+    second = PreemptionNotice((signal.SIGUSR1,), timedelta(seconds=10))
+    signal.raise_signal(signal.SIGUSR1)
+    assert notice.is_due() and second.is_due()
+    second.close()
+    third = PreemptionNotice((signal.SIGUSR1,), timedelta(seconds=10))
+    signal.raise_signal(signal.SIGUSR1)
+    assert third.is_due()
+    third.close()
+
+
 def test_a_handler_of_the_programs_own_stays() -> None:
     got = []
     signal.signal(signal.SIGUSR1, lambda *_: got.append(1))

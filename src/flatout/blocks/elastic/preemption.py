@@ -59,11 +59,15 @@ class PreemptionNotice:
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in signals:
-                if signal.getsignal(number) is signal.SIG_DFL:
+                handler = signal.getsignal(number)
+                if handler is signal.SIG_DFL or _is_of_a_notice(handler):
                     self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._asked.set()
+        handler = self._before.get(signal.Signals(number))
+        if _is_of_a_notice(handler):  # another training of this process, or one that was not closed
+            handler(number, frame)
 
     def ask(self) -> None:
         """Ask for the end, as a signal does. One rank is enough."""
@@ -111,6 +115,10 @@ class PreemptionNotice:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
+
+
+def _is_of_a_notice(handler: object) -> bool:
+    return isinstance(getattr(handler, "__self__", None), PreemptionNotice)
 
 
 def usual_signals(environment: Mapping[str, str], *, is_supervised: bool = False) -> tuple[signal.Signals, ...]:
