@@ -66,9 +66,8 @@ class PreemptionNotice:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._asked.set()
         handler = self._before.get(signal.Signals(number))
-        if handler is not None and _is_of_a_notice(
-            handler
-        ):  # another training of this process, or one that was not closed
+        # of another training of this process, or of one that was not closed
+        if handler is not None and _is_of_a_notice(handler):
             handler(number, frame)
 
     def ask(self) -> None:
