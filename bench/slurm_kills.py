@@ -37,11 +37,11 @@ def interrupted(cluster: SlurmCluster, training: Training, what: str) -> tuple[f
     else:
         cluster.call("scontrol", "requeue", training.job)
     while any(len(training.begins(rank)) == number for rank, number in enumerate(started)):
-        assert monotonic() < asked_s + 120, training.said()
+        assert monotonic() < asked_s + 120, training.output()
         sleep(0.1)
     begun = [training.begins(rank)[number] for rank, number in enumerate(started)]
     while any(max(training.times(rank)) < begun[rank] for rank in range(RANKS)):
-        assert monotonic() < asked_s + 180, training.said()
+        assert monotonic() < asked_s + 180, training.output()
         sleep(0.1)
     last_s = max(at_s for rank in range(RANKS) for at_s in training.times(rank) if at_s < begun[rank])
     firsts = [min(at_s for at_s in training.times(rank) if at_s > begun[rank]) for rank in range(RANKS)]

@@ -80,16 +80,16 @@ class Training:
         """Wait until all ranks are so far."""
         deadline = monotonic() + 120
         while min(max(of_rank, default=0) for of_rank in self.steps()) < step:
-            assert monotonic() < deadline, self.said()
+            assert monotonic() < deadline, self.output()
             sleep(0.05)
 
     def finish(self) -> None:
         """Wait for its end, which has to be in order."""
         assert self.cluster.wait_for(self.job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT") == "COMPLETED", (
-            self.said()
+            self.output()
         )
 
-    def said(self) -> str:
+    def output(self) -> str:
         """What it printed."""
         out = self.folder / "out"
         return out.read_text()[-4000:] if out.exists() else ""
@@ -124,7 +124,7 @@ def test_a_preempted_job_saves_its_state_and_goes_on_from_there(
     training.finish()
     assert training.losses() == whole
     assert all(len(of_rank) == len(set(of_rank)) for of_rank in training.steps()), "no step was done twice"
-    assert "asked to end: the state after step" in training.said()
+    assert "asked to end: the state after step" in training.output()
     assert int(cluster.field(training.job, "Restarts")) >= 1
 
 
@@ -149,7 +149,7 @@ def test_a_notice_before_the_time_is_over_puts_the_job_into_the_queue_again(
     assert cluster.call("scancel", "--signal=TERM", f"{training.job}.0").returncode == 0
     training.finish()
     assert training.losses() == whole
-    assert "the job goes into the queue again" in training.said()
+    assert "the job goes into the queue again" in training.output()
 
 
 def test_a_launcher_that_is_killed_starts_again_within_the_job(
@@ -162,7 +162,7 @@ def test_a_launcher_that_is_killed_starts_again_within_the_job(
             os.kill(pid, signal.SIGKILL)
     training.finish()
     assert training.losses() == whole
-    assert "the step starts again" in training.said()
+    assert "the step starts again" in training.output()
 
 
 def test_a_script_that_fails_ends_the_job(cluster: SlurmCluster, tmp_path: Path) -> None:

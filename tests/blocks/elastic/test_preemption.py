@@ -21,6 +21,7 @@ from flatout.app.cli.job import job
 from flatout.blocks.elastic.alive import Life
 from flatout.blocks.elastic.preemption import EXIT_CODE, Preempted, PreemptionNotice, catches
 from flatout.blocks.elastic.survivor import Survivor
+from flatout.core.errors import UsageError
 
 TRAIN = """
 import os, signal, sys, time
@@ -198,6 +199,13 @@ def test_a_training_of_one_process_ends_with_its_state_on_the_disk(tmp_path: Pat
     with Survivor(tmp_path) as state:
         assert state.resume(model=model) == 3
     assert torch.equal(model.weight, torch.full((2, 2), 3.0))
+
+
+def test_a_state_that_has_no_place_ends_no_training_as_if_it_were_saved() -> None:
+    with Survivor(None) as state:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        with pytest.raises(UsageError, match="no place for the state"):
+            state.ask_to_end()
 
 
 def test_signals_are_left_alone_where_none_is_wanted(tmp_path: Path) -> None:

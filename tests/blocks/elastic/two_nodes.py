@@ -145,7 +145,7 @@ class TwoNodes:
         return forks[0] if self._module == FORKED and len(below) > 1 and forks else root
 
     def _ranks(self, node: int, agent: int) -> list[int]:
-        return [pid for pid in tree(self.nodes[node].pid) if pid != agent and b"RANK=" in _environment(pid)]
+        return [pid for pid in tree(self.nodes[node].pid) if pid != agent and not children_of(pid)]
 
     def killed(self, what: What, chance: random.Random, patience_s: float = 240.0) -> Recovery:
         """Kill that part once all ranks train, and wait until they do again. Raises NotRecovered."""
@@ -203,14 +203,6 @@ def tree(pid: int) -> list[int]:
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _environment(pid: int) -> bytes:
-    # a fork's own is not in /proc; what it runs says so
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes() + (b"RANK=" if not children_of(pid) else b"")
-    except OSError:
-        return b""
 
 
 def _listens(pid: int, port: int) -> bool:

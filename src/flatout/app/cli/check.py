@@ -95,9 +95,11 @@ def check(
 
     The script runs as under python and prints what it prints. When enough has been observed it is ended with all that it has
     started, and the report is the last thing printed; `--keep-running` lets it go on undisturbed. Ctrl-C is the script's; a
-    second one, SIGTERM and SIGHUP end it with a report of what there is. A notebook (.ipynb) runs as a script, cell by cell; what
-    is no Python in it is left out, and named. Several ranks: `--nproc 2`, or your own launcher: `torchrun ... -m flatout.app.cli
-    check SCRIPT`, or srun; rank 0 reports them all."""
+    second one, SIGTERM and SIGHUP end it with a report of what there is.
+    A notebook (.ipynb) runs as a script, cell by cell; what is no Python in it is left out, and named.
+    Several ranks: `--nproc 2`, or your own launcher: `torchrun ... -m flatout.app.cli check SCRIPT`, or srun.
+    Rank 0 reports them all.
+    """
     example = "`flatout check train.py -- --its --arguments` or `flatout check -m package.module`"
     wanted = target_of(target, module, arguments, example=example)
     outputs = Outputs(json=json, html=html, markdown=markdown, trace=trace)

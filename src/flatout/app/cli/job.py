@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flatout.app.cli.command import Command, help_epilog
 from flatout.app.cli.options import Arguments, ModuleName, require_writable, target_of
 from flatout.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from flatout.app.cluster_jobs import ClusterJob
 
 job = typer.Typer(help="A training for a cluster's scheduler: `flatout job slurm`, `flatout job kubernetes`.")
 
@@ -78,7 +81,7 @@ def slurm(
         setup=tuple(setup or ()),
         further=tuple(sbatch or ()),
     )
-    _give(slurm_script(wanted, options), out)  # type: ignore[arg-type]
+    _give(slurm_script(wanted, options), out)
 
 
 @job.command(
@@ -130,7 +133,7 @@ def kubernetes(
         environment={name: value for name, _, value in pairs},
         claim=volume,
     )
-    _give(as_yaml(kubernetes_manifests(wanted, options)), out)  # type: ignore[arg-type]
+    _give(as_yaml(kubernetes_manifests(wanted, options)), out)
 
 
 @job.command(epilog=help_epilog("flatout job alive --within 900", "flatout job alive --within 300 --start 600"))
@@ -163,7 +166,7 @@ def _cluster_job(
     name: str,
     max_restarts: int,
     grace: int,
-) -> object:
+) -> ClusterJob:
     from flatout.app.cluster_jobs import ClusterJob, job_name
 
     target = target_of(script, module, arguments, example="`flatout job slurm --nodes 2 --gpus 8 train.py`")

@@ -6,11 +6,11 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from flatout.blocks.elastic.launched import PREFIX
 
-_FIRST: int = 1
+_FIRST: Final = 1
 """The process that a container was started with."""
 
 

@@ -114,6 +114,8 @@ def job_of(environment: Mapping[str, str]) -> str | None:
 
     A run without a name has that of the process that starts its ranks.
 
+    >>> job_of({"FLATOUT_JOB": "mine", "SLURM_JOB_ID": "7"})
+    'job mine'
     >>> job_of({"TORCHELASTIC_RUN_ID": "big"}), job_of({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}), job_of({})
     ('torchrun big', 'slurm 7', None)
     """

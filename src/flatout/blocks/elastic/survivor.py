@@ -100,7 +100,9 @@ class Survivor:
         self._disk = Checkpoints(folder, keep=keep, timeout=timeout) if folder is not None else None
         self._memory = self._copies(buddy, timeout) if self._context is not None else None
         signals = usual_signals(os.environ, is_supervised=rank_context() is not None)
-        self._notice = PreemptionNotice(signals if preemption == "usual" else preemption, timeout)
+        self._has_place = self._context is not None or folder is not None
+        signals = (signals if preemption == "usual" else preemption) if self._has_place else ()
+        self._notice = PreemptionNotice(signals, timeout)
         self._is_sure_of_room = False
         self._in_a_row = self._num_saved = 0
         self._last_s: float | None = None
@@ -228,7 +230,14 @@ class Survivor:
             self._end(step, parts, is_in_memory=is_due)
 
     def ask_to_end(self) -> None:
-        """Have all ranks save their state after one of the next steps, and end; one rank is enough."""
+        """Have all ranks save their state after one of the next steps, and end; one rank is enough.
+
+        Raises UsageError where there is no place for the state: no folder, and nobody who starts ranks again.
+        """
+        if not self._has_place:
+            raise UsageError(
+                "there is no place for the state: give a folder, or start the script with flatout-torchrun"
+            )
         self._notice.ask()
 
     def _end(self, step: int, parts: Mapping[str, Any], *, is_in_memory: bool) -> None:
@@ -245,7 +254,7 @@ class Survivor:
             self._disk.close()
             where.append(f"'{self._folder}'")
         self._notice.close()
-        ended = Preempted(step, " and ".join(where) or "no place at all")
+        ended = Preempted(step, " and ".join(where))
         if self._ranks.rank == 0:
             print_to_stderr(f"flatout: {ended}; exit code {EXIT_CODE}")
         raise ended

@@ -107,7 +107,7 @@ class ForkedContext(SubprocessContext):
 
     def _poll(self) -> RunProcsResult | None:
         if EXIT_CODE in self._codes():
-            deadline_s = monotonic() + _grace_s()
+            deadline_s = monotonic() + (_grace_s() or _GRACE_S)
             while (
                 any(one.proc.poll() is None for one in self.subprocess_handlers.values()) and monotonic() < deadline_s
             ):
@@ -127,7 +127,7 @@ class ForkedContext(SubprocessContext):
         if not was_asked_to_end():
             super()._close(death_sig, timeout)
             return
-        super()._close(death_sig, max(timeout, int(_grace_s())))
+        super()._close(death_sig, max(timeout, int(_grace_s() or _GRACE_S)))
         if self._have_left():
             raise SystemExit(EXIT_CODE)
 
@@ -160,10 +160,10 @@ def _raise_once(number: int, frame: FrameType | None) -> None:
     raise SignalException(f"Process {os.getpid()} got signal: {name}", sigval=name)
 
 
-def _grace_s() -> float:
-    """Seconds that ranks have to save their state when they are asked to end."""
-    text = os.environ.get("FLATOUT_GRACE_S", "")
-    return float(text) if text.replace(".", "", 1).isdecimal() else _GRACE_S
+def _grace_s() -> float | None:
+    """Seconds that ranks have to save their state when they are asked to end; None where what FLATOUT_GRACE_S says is none."""
+    text = os.environ.get("FLATOUT_GRACE_S", f"{_GRACE_S}")
+    return float(text) if text.replace(".", "", 1).isdecimal() else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -172,10 +172,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--agent-restarts",
         type=int,
-        default=int(os.environ.get("PET_AGENT_RESTARTS", "0")),
+        default=os.environ.get("PET_AGENT_RESTARTS", "0"),
         help="How often this node's agent starts again after it was killed, or has lost its rendezvous.",
     )
     options = parser.parse_args(arguments)
+    if _grace_s() is None:
+        parser.error(f"FLATOUT_GRACE_S is '{os.environ['FLATOUT_GRACE_S']}'; give seconds, such as 110")
     # each start of the ranks has a store of its own: in a shared one they find what the start before has left
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if options.agent_restarts < 1:
