@@ -10,8 +10,11 @@ EXTRA_OF: Final[dict[str, str]] = {
     "markupsafe": "html",
     "matplotlib": "html",
     "optuna": "search",
+    "prometheus_client": "fleet",
+    "pyarrow": "fleet",
     "pygments": "html",
     "torchao": "quantise",
+    "waitress": "fleet",
 }
 """Top-level modules, and the extra of flatout that brings each (pyproject.toml)."""
 

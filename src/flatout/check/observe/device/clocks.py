@@ -9,14 +9,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-_REASONS: Final = {
-    0x4: "power limit",
-    0x8: "hardware slowdown",
-    0x20: "temperature (software)",
-    0x40: "temperature (hardware)",
-    0x80: "power brake",
-}
-"""Bits of nvmlClocksEventReasons that slow a working device; idle, application clocks and sync boost are no fault (nvml.h)."""
+from flatout.machine.measure.gpu_sensors import throttled_because
+
 _TIMEOUT_S: Final = 5.0
 
 
@@ -37,15 +31,6 @@ def read_clocks(device: int) -> Clocks:
     return found if found is not None else _by_command(uuid)
 
 
-def reasons_of(bits: int) -> tuple[str, ...]:
-    """What slows the device, from the driver's bits.
-
-    >>> reasons_of(0x5)
-    ('power limit',)
-    """
-    return tuple(name for bit, name in _REASONS.items() if bits & bit)
-
-
 def clocks_of(line: str) -> Clocks:
     """The clocks in a line of `nvidia-smi --query-gpu=clocks.sm,clocks.max.sm,clocks_throttle_reasons.active`, without units.
 
@@ -57,7 +42,7 @@ def clocks_of(line: str) -> Clocks:
         now, most, bits = float(parts[0]), float(parts[1]), int(parts[2], 16)
     except (IndexError, ValueError):
         return Clocks()
-    return Clocks(min(1.0, now / most) if most else None, reasons_of(bits))
+    return Clocks(min(1.0, now / most) if most else None, throttled_because(bits))
 
 
 def _by_nvml(uuid: str) -> Clocks | None:
@@ -77,7 +62,7 @@ def _by_nvml(uuid: str) -> Clocks | None:
             nvml.nvmlShutdown()
     except (nvml.NVMLError, AttributeError):
         return None
-    return Clocks(min(1.0, now / most) if most else None, reasons_of(bits))
+    return Clocks(min(1.0, now / most) if most else None, throttled_because(bits))
 
 
 def _by_command(uuid: str) -> Clocks:

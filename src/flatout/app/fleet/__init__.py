@@ -1,0 +1,1 @@
+"""Every training job of a fleet: watched, stored, looked at together."""
