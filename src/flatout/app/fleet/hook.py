@@ -61,19 +61,19 @@ class _FirstSteps:
     def __init__(self) -> None:
         self._num_steps = 0
         self._pid = os.getpid()
-        self._handle: Any = None
+        self._step_listener: Any = None
 
     def install(self) -> None:
         """Count the steps of all optimizers of this process."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from flatout.core.runtime.optimizer_steps import OptimizerStepListener
 
-        self._handle = register_optimizer_step_post_hook(self._count)
+        self._step_listener = OptimizerStepListener(after=self._count)
 
     def _count(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._num_steps += 1
         if self._num_steps < FEWEST_STEPS:
             return
-        self._handle.remove()
+        self._step_listener.remove()
         if os.getpid() != self._pid:  # a forked child
             return
         from flatout.app.fleet.watcher import begin_to_watch

@@ -25,10 +25,10 @@ _METHODS: Final = ("GET", "HEAD")
 _HEADERS: Final = (
     ("Cache-Control", "no-store"),
     (
-        "Content-Security-FleetPolicy",
+        "Content-Security-Policy",
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'",
     ),
-    ("Referrer-FleetPolicy", "no-referrer"),
+    ("Referrer-Policy", "no-referrer"),
     ("X-Content-Type-Options", "nosniff"),
 )
 

@@ -19,7 +19,7 @@ from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from flatout.app.fleet.identity import JobPlace, job_here, place_here, with_parameters
 from flatout.app.fleet.node_watch import NodeWatch
@@ -29,6 +29,7 @@ from flatout.blocks.recording.job_store.store import JobStore
 from flatout.core import units
 from flatout.core.errors import FlatoutError
 from flatout.core.records.job import JobOutcome, JobRecord
+from flatout.core.runtime.optimizer_steps import OptimizerStepListener
 from flatout.core.runtime.script import error_line
 from flatout.machine.measure.stats import median_estimate
 
@@ -56,8 +57,8 @@ def begin_to_watch(optimizer: Optimizer, *, num_before: int) -> None:
         if place.local_rank:
             return
         path = Path(os.environ.get("FLATOUT_STORE") or default_store())
-        policy = policy_of(path)
-        watcher = JobWatcher(open_store(path), policy, place, optimizer, num_before=num_before)
+        store = open_store(path)  # before the policy, for the better message where the path is wrong
+        watcher = JobWatcher(store, policy_of(path), place, optimizer, num_before=num_before)
         watcher.start(perf_counter() - began)
     except FlatoutError as e:
         sys.stderr.write(f"flatout: this job is not watched: {e}\n")
@@ -91,7 +92,7 @@ class JobWatcher:
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._spent_s = self._thread_s = 0.0
-        self._handle: Any = None
+        self._step_listener: OptimizerStepListener | None = None
         self._look: JobLook | None = None
         self._is_look_wanted = policy.watch.looks and place.rank == 0
         self._is_look_due = False
@@ -101,7 +102,7 @@ class JobWatcher:
     def start(self, spent_s: float) -> None:
         """Begin to watch; `spent_s` is what it has taken of the training until now."""
         began = perf_counter()
-        self._handle = register_optimizer_step_post_hook(self._on_step)
+        self._step_listener = OptimizerStepListener(after=self._on_step)
         atexit.register(self._end)
         thread = threading.Thread(target=self._run, name="flatout-watch", daemon=True)
         thread.start()
@@ -247,7 +248,8 @@ class JobWatcher:
         if os.getpid() != self._pid:
             return
         self._is_over.set()
-        self._handle.remove()
+        if self._step_listener is not None:
+            self._step_listener.remove()
         error = getattr(sys, "last_value", None)
         with suppress(Exception):
             if self._look is not None:

@@ -8,13 +8,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from flatout.core.records.run import StepDigests
+from flatout.core.runtime.optimizer_steps import OptimizerStepListener
 from flatout.core.runtime.patches import Patches
 from flatout.core.tensors.checksum import checksum
 from flatout.core.tensors.nests import tensors_in
@@ -40,7 +37,7 @@ class Fingerprint:
         self._names: dict[int, str] = {}
         self._patches = Patches()
         self._is_watching = False
-        self._hooks: list[Any] = []
+        self._step_listener: OptimizerStepListener | None = None
         self._clear()
 
     def install(self) -> None:
@@ -50,16 +47,13 @@ class Fingerprint:
         self._is_watching = True
         self._patches.set(nn.Module, "__call__", self._watching(nn.Module.__call__))
         self._patches.set(torch.autograd, "backward", self._watching_backward(torch.autograd.backward))
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._step_listener = OptimizerStepListener(before=self._before, after=self._after)
 
     def remove(self) -> None:
         """Remove the hooks that compute checksums."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self._step_listener is not None:
+            self._step_listener.remove()
+            self._step_listener = None
         self._watch_no_calls()
 
     def _watch_no_calls(self) -> None:

@@ -212,31 +212,23 @@ def who_text(job: FleetJob) -> str:
 
 
 def jobs_table(summary: FleetSummary, *, top: int) -> Table:
-    """The jobs that waste most."""
-    has_money = summary.wasted_cost is not None
+    """The jobs that waste most, with who runs them, why and where."""
     columns = [
         Column("", is_number=True),
         Column("wasted", is_number=True),
-        *([Column("cost", is_number=True, from_width=100)] if has_money else []),
         Column("job", is_whole=True),
-        Column("who", from_width=80),
         Column("why"),
-        Column("where", from_width=80),
-        Column("id", is_whole=True, from_width=100),
+        Column("id", is_whole=True),
     ]
     rows: list[list[Cell]] = []
     for number, job in enumerate(summary.jobs[:top], start=1):
-        cost: list[Cell] = [money_range(job.wasted_cost, summary.currency)] if has_money else []
         place = place_text(worst_waste(job))
         rows.append(
             [
                 str(number),
-                wasted_of(job),
-                *cost,
-                Words(job.name),
-                Words(who_text(job)),
-                Words(why_text(job)),
-                Path(_short(place)) if place else "",
+                [*filter(None, (wasted_of(job), money_range(job.wasted_cost, summary.currency)))],
+                [Words(job.name), Words(who_text(job))],
+                [Words(why_text(job)), *([Path(_short(place))] if place else [])],
                 job.job[:8],
             ]
         )

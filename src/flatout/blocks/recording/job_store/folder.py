@@ -1,8 +1,8 @@
 """A store that many machines share: a folder with rows in files of their own, gathered into Parquet files.
 
 Writers replace one small file each; nothing is locked, since locks of network file systems cannot be relied on. Gathering moves
-ended jobs into a Parquet file: each row is taken by renaming, stored, and then deleted, so that whoever is killed at any moment
-leaves each row in at least one place. Rows that are in two are counted once, by their ids.
+ended jobs into a Parquet file, and deletes their files once that is on the disk, so that whoever is killed at any moment leaves
+each row in at least one place. Rows that are in two are counted once, by their ids.
 """
 
 from __future__ import annotations
@@ -58,9 +58,10 @@ class FolderStore:
         notes: list[str] = []
         taken: list[IncomingRow] = []
         for row in self._incoming.rows(notes):
-            if not row.record.is_running or row.record.written_s < now_s - GONE_S:
-                claimed = self._incoming.claim(row)
-                taken += [claimed] if claimed is not None else []
+            if not row.record.is_running:
+                taken.append(row)
+            elif row.record.written_s < now_s - GONE_S and (claimed := self._incoming.claim(row)) is not None:
+                taken.append(claimed)
         files = self._files()
         is_many = len(files) >= _MOST_FILES
         has_old = [

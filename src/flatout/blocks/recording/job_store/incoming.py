@@ -54,17 +54,28 @@ class Incoming:
             raise RecordError(f"cannot write a job to '{self.folder}': {e.strerror or e}") from e
 
     def rows(self, notes: list[str]) -> Iterator[IncomingRow]:
-        """All rows that wait, those that somebody gathers now included; what cannot be read is named in `notes`."""
-        for path in self._paths():
-            try:
-                yield IncomingRow(path, decoded_row(_read(path)))
-            except FileNotFoundError:
-                continue  # it has been gathered meanwhile, or written anew: then the next listing has it
-            except (OSError, RecordError) as e:
-                notes.append(f"'{path}' cannot be read: {e}")
+        """All rows that wait, those that somebody gathers now included; what cannot be read is named in `notes`.
+
+        A row that is not here is where its gatherer has put it: only then its file goes.
+        """
+        done: set[Path] = set()
+        is_whole = False
+        while not is_whole:
+            is_whole = True
+            for path in [path for path in self._paths() if path not in done]:
+                done.add(path)
+                try:
+                    yield IncomingRow(path, decoded_row(_read(path)))
+                except FileNotFoundError:
+                    is_whole = False  # gathered meanwhile, or claimed: then the next listing has it under another name
+                except (OSError, RecordError) as e:
+                    notes.append(f"'{path}' cannot be read: {e}")
 
     def claim(self, row: IncomingRow) -> IncomingRow | None:
-        """Take a row away from its writer, which begins a new file if it writes again; None where another was quicker."""
+        """Take a row away from its writer, which begins a new file if it writes again; None where another was quicker.
+
+        Only for rows whose writers may come back: those of ended jobs are written no more, and stay until they are removed.
+        """
         if row.path.suffix == _CLAIMED:
             return row
         claimed = row.path.with_name(f".{row.path.stem}.{secrets.token_hex(4)}{_CLAIMED}")
@@ -77,7 +88,7 @@ class Incoming:
             raise RecordError(f"cannot gather '{row.path}': {e.strerror or e}") from e
 
     def remove(self, row: IncomingRow) -> None:
-        """Delete a claimed row, once it is stored elsewhere."""
+        """Delete the file of a row, once that is stored elsewhere."""
         row.path.unlink(missing_ok=True)
 
     def _paths(self) -> list[Path]:

@@ -13,9 +13,9 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import Optimizer
 
+from flatout.core.runtime.optimizer_steps import OptimizerStepListener
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.source_sites import Sites
 
@@ -94,7 +94,7 @@ class Optimizing:
         self._constructed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._leader: OptimizerWatched | None = None
         self._recent: deque[int] = deque(maxlen=_LONGEST_CYCLE)
-        self._handles: list[RemovableHandle] = []
+        self._step_listener: OptimizerStepListener | None = None
         self._sites = sites
         self._listener = listener
         self._thread_id = get_ident()
@@ -118,10 +118,7 @@ class Optimizing:
 
     def install(self, patches: Patches) -> None:
         """Register torch's global step hooks and note where optimizers are constructed."""
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._step_listener = OptimizerStepListener(before=self._before, after=self._after)
         original: Callable[..., None] = Optimizer.__init__
         watch = self
 
@@ -133,9 +130,9 @@ class Optimizing:
 
     def remove(self) -> None:
         """Take torch's global hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._step_listener is not None:
+            self._step_listener.remove()
+            self._step_listener = None
 
     def restart(self) -> None:
         """Count the optimizers' steps from here."""
@@ -157,7 +154,7 @@ class Optimizing:
             return None
         watched = self.watched.get(id(optimizer))
         if watched is None or watched.optimizer() is not optimizer:
-            frame = sys._getframe(2)
+            frame = sys._getframe(3)  # above the listener, torch's hook and torch's step
             site = self._sites.of_frame(frame)
             self.callers[site] = self._sites.chain(frame)[1:]
             watched = OptimizerWatched(optimizer, site, self._constructed.get(optimizer, -1))
