@@ -7,7 +7,7 @@ import torch
 from torch.optim import optimizer as torchs
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from flatout.core.runtime.optimizer_steps import OptimizerStepListener
+from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def step() -> Iterator[Callable[[], object]]:
 def test_listeners_are_called_around_a_step_in_their_order(step: Callable[[], object]) -> None:
     calls: list[str] = []
     listeners = [
-        OptimizerStepListener(
+        OptimizerStepHooks(
             before=lambda *_, n=n: calls.append(f"before {n}"), after=lambda *_, n=n: calls.append(f"after {n}")
         )
         for n in "ab"
@@ -45,15 +45,15 @@ def test_a_listener_may_come_and_go_within_a_step_although_other_hooks_follow(
     step: Callable[[], object], side: str
 ) -> None:
     calls: list[str] = []
-    others: list[OptimizerStepListener] = []
+    others: list[OptimizerStepHooks] = []
     register = {"before": register_optimizer_step_pre_hook, "after": register_optimizer_step_post_hook}[side]
 
     def once(*_: object) -> None:
         calls.append("first")
         first.remove()
-        others.append(OptimizerStepListener(**{side: lambda *_: calls.append("next")}))
+        others.append(OptimizerStepHooks(**{side: lambda *_: calls.append("next")}))
 
-    first = OptimizerStepListener(**{side: once})
+    first = OptimizerStepHooks(**{side: once})
     last = register(lambda *_: calls.append("theirs"))
 
     step()
@@ -67,7 +67,7 @@ def test_a_listener_may_come_and_go_within_a_step_although_other_hooks_follow(
 
 
 def test_the_last_listener_may_leave_within_a_step_before_another_hook(step: Callable[[], object]) -> None:
-    listener = OptimizerStepListener(after=lambda *_: listener.remove())
+    listener = OptimizerStepHooks(after=lambda *_: listener.remove())
     register_optimizer_step_post_hook(lambda *_: None)
 
     step()  # would raise "OrderedDict mutated during iteration"
@@ -77,10 +77,10 @@ def test_the_last_listener_may_leave_within_a_step_before_another_hook(step: Cal
 def test_a_listener_may_change_the_arguments_of_a_step(step: Callable[..., object]) -> None:
     found: list[object] = []
     listeners = (
-        OptimizerStepListener(
+        OptimizerStepHooks(
             before=lambda optimizer, args, kwargs: (args, {**kwargs, "closure": lambda: found.append(1)})
         ),
-        OptimizerStepListener(before=lambda optimizer, args, kwargs: found.append(sorted(kwargs))),
+        OptimizerStepHooks(before=lambda optimizer, args, kwargs: found.append(sorted(kwargs))),
     )
 
     step()

@@ -65,9 +65,9 @@ class _FirstSteps:
 
     def install(self) -> None:
         """Count the steps of all optimizers of this process."""
-        from flatout.core.runtime.optimizer_steps import OptimizerStepListener
+        from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 
-        self._step_listener = OptimizerStepListener(after=self._count)
+        self._step_listener = OptimizerStepHooks(after=self._count)
 
     def _count(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._num_steps += 1

@@ -29,7 +29,7 @@ from flatout.blocks.recording.job_store.store import JobStore
 from flatout.core import units
 from flatout.core.errors import FlatoutError
 from flatout.core.records.job import JobOutcome, JobRecord
-from flatout.core.runtime.optimizer_steps import OptimizerStepListener
+from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 from flatout.core.runtime.script import error_line
 from flatout.machine.measure.stats import median_estimate
 
@@ -92,7 +92,7 @@ class JobWatcher:
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._spent_s = self._thread_s = 0.0
-        self._step_listener: OptimizerStepListener | None = None
+        self._step_listener: OptimizerStepHooks | None = None
         self._look: JobLook | None = None
         self._is_look_wanted = policy.watch.looks and place.rank == 0
         self._is_look_due = False
@@ -102,7 +102,7 @@ class JobWatcher:
     def start(self, spent_s: float) -> None:
         """Begin to watch; `spent_s` is what it has taken of the training until now."""
         began = perf_counter()
-        self._step_listener = OptimizerStepListener(after=self._on_step)
+        self._step_listener = OptimizerStepHooks(after=self._on_step)
         atexit.register(self._end)
         thread = threading.Thread(target=self._run, name="flatout-watch", daemon=True)
         thread.start()

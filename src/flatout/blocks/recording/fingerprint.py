@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from flatout.core.records.run import StepDigests
-from flatout.core.runtime.optimizer_steps import OptimizerStepListener
+from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 from flatout.core.runtime.patches import Patches
 from flatout.core.tensors.checksum import checksum
 from flatout.core.tensors.nests import tensors_in
@@ -37,7 +37,7 @@ class Fingerprint:
         self._names: dict[int, str] = {}
         self._patches = Patches()
         self._is_watching = False
-        self._step_listener: OptimizerStepListener | None = None
+        self._step_listener: OptimizerStepHooks | None = None
         self._clear()
 
     def install(self) -> None:
@@ -47,7 +47,7 @@ class Fingerprint:
         self._is_watching = True
         self._patches.set(nn.Module, "__call__", self._watching(nn.Module.__call__))
         self._patches.set(torch.autograd, "backward", self._watching_backward(torch.autograd.backward))
-        self._step_listener = OptimizerStepListener(before=self._before, after=self._after)
+        self._step_listener = OptimizerStepHooks(before=self._before, after=self._after)
 
     def remove(self) -> None:
         """Remove the hooks that compute checksums."""

@@ -26,7 +26,7 @@ from flatout.core.errors import RecordError, UsageError
 from flatout.core.files import read_regular_file, write_whole_file
 from flatout.core.records.record import from_json, to_json
 from flatout.core.records.run import FileLeftOut, RunRecord, RunSpeed, StepDigests
-from flatout.core.runtime.optimizer_steps import OptimizerStepListener
+from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 from flatout.core.runtime.script import end_script
 from flatout.core.secrets import is_secret_text, redacted_text, without_secret_values, without_secrets
 from flatout.machine.measure.stats import median_estimate
@@ -76,7 +76,7 @@ class Run:
         self._sinks = Sinks(resolve_sinks(sinks))
         self._fingerprint = Fingerprint(fingerprint_steps, self._write_digests)
         self._ticks = ticks
-        self._tick_hook: OptimizerStepListener | None = None
+        self._tick_hook: OptimizerStepHooks | None = None
         self._outer: Run | None = None
         self._is_writing = False
         self._failure = ""
@@ -108,7 +108,7 @@ class Run:
             self._fingerprint.install()
         Run._active = self
         if self._ticks == "optimizer":
-            self._tick_hook = OptimizerStepListener(after=lambda *_: self.tick())
+            self._tick_hook = OptimizerStepHooks(after=lambda *_: self.tick())
         return self
 
     def _begin(self, replay: dict[str, Any] | None) -> None:

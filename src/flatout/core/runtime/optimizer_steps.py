@@ -18,7 +18,7 @@ BeforeStep = Callable[[Optimizer, Any, Any], Arguments | None]
 AfterStep = Callable[[Optimizer, Any, Any], None]
 
 
-class OptimizerStepListener:
+class OptimizerStepHooks:
     """What is called before and after each step of each optimizer of this process, until `remove`."""
 
     def __init__(self, *, before: BeforeStep | None = None, after: AfterStep | None = None) -> None:

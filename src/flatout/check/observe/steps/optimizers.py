@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from flatout.core.runtime.optimizer_steps import OptimizerStepListener
+from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.source_sites import Sites
 
@@ -94,7 +94,7 @@ class Optimizing:
         self._constructed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._leader: OptimizerWatched | None = None
         self._recent: deque[int] = deque(maxlen=_LONGEST_CYCLE)
-        self._step_listener: OptimizerStepListener | None = None
+        self._step_listener: OptimizerStepHooks | None = None
         self._sites = sites
         self._listener = listener
         self._thread_id = get_ident()
@@ -118,7 +118,7 @@ class Optimizing:
 
     def install(self, patches: Patches) -> None:
         """Register torch's global step hooks and note where optimizers are constructed."""
-        self._step_listener = OptimizerStepListener(before=self._before, after=self._after)
+        self._step_listener = OptimizerStepHooks(before=self._before, after=self._after)
         original: Callable[..., None] = Optimizer.__init__
         watch = self
 
