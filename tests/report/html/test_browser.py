@@ -6,20 +6,30 @@ import os
 import re
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import pytest
+from tests.fleet_jobs import NOW_S, WEEK_S, finding, fleet, job
 from tests.page_reader import spoiled
 from tests.report.html.test_scale import whole_page
 from tests.report.scale_builder import FOUND, GIB, STAGES
 from tests.report.test_ladder import TUNED
 
+from flatout.blocks.recording.job_store.opening import open_store
+from flatout.check.fleet.prices import PriceList
+from flatout.check.fleet.summary import summary_of
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.failure import Goodput
 from flatout.core.records.finding import Diagnosis
+from flatout.core.records.fleet import FleetSummary
+from flatout.core.records.job import JobRecord, NodeHealth
 from flatout.report.html import html_report, ladder_html
+from flatout.report.html.fleet import fleet_page
 from flatout.report.html.goodput import goodput_page
 from flatout.report.parts.ladder import ladder_rows
 
@@ -260,6 +270,100 @@ def test_a_plan_is_seen_and_fits_the_screen(browser: Browser, scheme: str, width
     assert (limit["x"] - track["x"]) / track["width"] == pytest.approx(80 * GIB / STAGES[0].total_bytes, rel=0.02)
     box = page.locator("svg.pipeline").bounding_box()
     assert box is not None and box["width"] > 300 and box["height"] > 90
+
+
+WORST = job(10**7, name="worst.py", seconds=72_000.0, findings=(finding((3.0, 4.0), line=77),), saved_fraction=0.75)
+
+
+def whole_fleet(records: list[JobRecord] | None = None) -> FleetSummary:
+    """A summary with every section: slower workloads and a hot node, too."""
+    hot = NodeHealth(num_samples=9, throttled_fraction=0.5, throttled_because="temperature (hardware)")
+    slower = [
+        job(10**6, workload="w", began_s=NOW_S - 1.5 * WEEK_S),
+        job(10**6 + 1, workload="w", step_s=0.2, health=hot),
+    ]
+    return summary_of(
+        [*fleet(300), WORST, *slower] if records is None else records,
+        since_s=NOW_S - WEEK_S,
+        until_s=NOW_S,
+        prices=PriceList(2.5),
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_fleet_is_seen_and_fits_the_screen(browser: Browser, scheme: str, width: int) -> None:
+    summary = whole_fleet()
+    page = browser.open(fleet_page(summary), scheme=scheme, width=width).page
+
+    for part in ("headline", "jobs", "causes", "regressions", "nodes", "by-team", "by-model", "by-node", "method"):
+        assert page.locator(f"#{part}").is_visible(), part
+    first = page.locator("details.job").first
+    assert first.locator("summary").inner_text().startswith("worst.py")
+    assert "data.py:77" in first.inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert all_within(page, ".data td, .data tbody th, .job-facts dd", width)
+    ground = brightness(page, "#jobs", "background-color")
+    for selector in ("details.job summary", ".job-facts dt", ".job-facts dd", ".tiles dd"):
+        assert contrast(brightness(page, selector, "color"), ground) >= 4.5, selector
+
+
+def test_each_job_of_a_fleet_opens_by_the_keyboard(browser: Browser) -> None:
+    page = browser.open(fleet_page(whole_fleet())).page
+
+    second = page.locator("details.job").nth(1)
+    assert not second.locator(".job-facts").is_visible()
+    second.locator("summary").focus()
+    page.keyboard.press("Enter")
+    assert second.locator(".job-facts").is_visible()
+    page.locator("nav a", has_text="Sick nodes").click()
+    assert page.url.endswith("#nodes")
+
+
+def test_hostile_text_of_jobs_does_nothing(browser: Browser) -> None:
+    text = "</title></style></details><img src=http://127.0.0.1:9/x onerror=alert(1)><script>alert(1)</script>'\""
+
+    summary = whole_fleet()
+    groups = {by: spoiled(group, text) for by, group in summary.groups.items()}
+    page = browser.open(fleet_page(msgspec.structs.replace(spoiled(summary, text), groups=groups))).page
+
+    assert page.locator("script, img, iframe, object, embed, link").count() == 0
+    assert text in page.locator("details.job summary").first.text_content()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+
+
+def test_a_fleet_of_ten_thousand_jobs_and_one_without_any_are_pages(browser: Browser) -> None:
+    large = browser.open(fleet_page(whole_fleet([*fleet(10_000), WORST]))).page
+    empty = browser.open(fleet_page(whole_fleet([]))).page
+
+    assert large.locator("details.job").first.locator("summary").inner_text().startswith("worst.py")
+    assert large.locator("details.job").count() == 50
+    assert empty.locator("#headline").inner_text() == "No job ran in this time"
+
+
+def test_the_served_fleet_opens_by_the_address_that_is_printed(browser: Browser, tmp_path: Path) -> None:
+    open_store(tmp_path / "fleet").write(WORST)
+    command = [sys.executable, "-m", "flatout.app.cli", "fleet", "serve", "--store", tmp_path / "fleet", "--port", "0"]
+    process = subprocess.Popen([*command, "--days", "3660"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        found = re.search(r"http://\S+", process.stderr.readline())
+        assert found is not None
+        page = browser.context.new_page()
+        messages: list[str] = []
+        page.on("console", lambda message: messages.append(message.text))
+        page.goto(found[0])
+
+        assert "token" not in page.url
+        assert page.locator("details.job").first.locator("summary").inner_text().startswith("worst.py")
+        page.reload()
+        assert page.locator("#headline").is_visible()
+        assert [m for m in messages if "favicon" not in m and "401" not in m and "404" not in m] == []
+    finally:
+        process.terminate()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def assert_in_proportion(page: Any, selector: str, sizes: list[float]) -> None:
