@@ -357,6 +357,7 @@ class Outputs:
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
         CACHE.mkdir(parents=True, exist_ok=True)
         own = {"PATH": path, "COLUMNS": str(WIDTH), "XDG_CACHE_HOME": str(CACHE), "NO_COLOR": "1", "MPLBACKEND": "svg"}
+        own |= {"XDG_DATA_HOME": str(self.folder.parent / "data")}  # watched jobs go into no store of the user's
         around = {name: value for name, value in os.environ.items() if name not in _IN_CI}
         return {**around, **own, "PYTHONWARNINGS": "ignore"}
 

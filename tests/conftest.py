@@ -55,6 +55,12 @@ def restore(torch: ModuleType, state: TorchState) -> None:
     torch.set_grad_enabled(state.is_grad_enabled)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def data_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Jobs that tests watch go into no store of the user's."""
+    os.environ["XDG_DATA_HOME"] = str(tmp_path_factory.mktemp("data"))
+
+
 @pytest.fixture(autouse=True)
 def torch_state_is_left_clean() -> Iterator[None]:
     """Fail a test that leaves torch's global state changed, and put it back for the next one.

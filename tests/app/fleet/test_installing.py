@@ -77,8 +77,28 @@ def test_a_command_and_a_script_are_watched_without_a_hook(tmp_path: Path) -> No
         outputs.append(done.stdout)
 
     assert len(set(outputs)) == 1
-    assert [job.command for job in open_store(store).read().jobs] == ["train.py 40"] * 2
+    jobs = open_store(store).read().jobs
+    assert [(job.command, job.outcome) for job in jobs] == [("train.py 40", "finished")] * 2
     assert len(list((tmp_path / "runs").iterdir())) == 1  # the command leaves no folder
+
+
+@pytest.mark.slow
+def test_a_watched_script_that_fails_is_a_failed_job_and_its_cost_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"{TRAIN}\nraise ValueError('bad batch')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout.app.cli", "watch", "--store", tmp_path / "fleet", "train.py"],
+        cwd=tmp_path,
+        env={k: v for k, v in hooked(tmp_path).items() if not k.startswith(("FLATOUT", "PYTHONPATH"))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+    assert done.returncode == 1
+    assert "flatout: watching took" in done.stderr
+    (job,) = open_store(tmp_path / "fleet").read().jobs
+    assert (job.outcome, job.error) == ("failed", "ValueError: bad batch")
 
 
 def test_a_command_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from flatout.app.cli.command import Command
 from flatout.app.cli.options import Arguments, ModuleName, Script, target_of
+from flatout.app.cli.terminal import print_lines
 from flatout.core.errors import UsageError
 
 
@@ -56,13 +57,23 @@ def watch(
     target = target_of(script, module, arguments, example="`flatout watch train.py -- --its --arguments`")
     loaded = (load_module if target.is_module else load_script)(target.name, target.arguments)
     os.environ.update(FLATOUT_STORE=str(path.absolute()))
-    await_training({"FLATOUT_WATCH": "1"})
+    stop_waiting = await_training({"FLATOUT_WATCH": "1"})
     with Run(folder, name=Path(target.name).stem, ticks="optimizer") as run:
         outcome = run_script(loaded)
-        if outcome.exit not in ("finished", "stopped"):
+        has_failed = outcome.exit not in ("finished", "stopped")
+        if has_failed:
             run.fail(outcome.exit)
+    stop_waiting()
     sys.stdout.flush()
+    _end_watch(outcome.exit if has_failed else "")
     raise typer.Exit(outcome.exit_code)
+
+
+def _end_watch(error: str) -> None:
+    """Write the job's last record, and print what watching took; nothing where no training was watched."""
+    watcher = sys.modules.get("flatout.app.fleet.watcher")
+    if watcher is not None and (text := watcher.end_watch(error)):
+        print_lines(f"flatout: {text}", stderr=True)
 
 
 def _run_command(name: str | None, arguments: list[str] | None, module: str | None, store: Path) -> NoReturn:

@@ -18,7 +18,7 @@ _MOST: Final = 5
 
 
 def with_diagnosis(record: JobRecord, evidence: Evidence, diagnosis: Diagnosis, *, has_tf32: bool) -> JobRecord:
-    """The record with what the look found: causes, phases, model and FLOP. `has_tf32`: float32 products may use TF32."""
+    """The record with what the look found: causes, phases, model, FLOP, the step. `has_tf32`: float32 products may use TF32."""
     steps, model = evidence.steps, max(evidence.models, key=lambda m: m.call_s, default=None)
     flop = sum(o.flop * o.num_calls for o in evidence.operators)
     findings = tuple(
@@ -41,6 +41,9 @@ def with_diagnosis(record: JobRecord, evidence: Evidence, diagnosis: Diagnosis, 
     device_fraction = steps.device_s / steps.step_s if steps.device_s is not None and steps.step_s > 0 else None
     return msgspec.structs.replace(
         record,
+        step_s=steps.step_s,
+        low_s=steps.low_s,
+        high_s=steps.high_s,
         findings=findings[:_MOST],
         saved_fraction=min(1.0, diagnosis.explained_s / diagnosis.step_s) if diagnosis.step_s > 0 else None,
         phases={name: s / whole_s for name, s in steps.phases_of_whole.items()} if whole_s > 0 else {},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
@@ -17,18 +17,27 @@ FEWEST_STEPS: Final = 10
 """Optimizer steps before a process counts as a training job: tests of libraries and notebooks make a few."""
 
 
-def await_training(environment: Mapping[str, str]) -> None:
-    """Watch the training that this process may become, where FLATOUT_WATCH is set to something else than 0."""
-    if environment.get("FLATOUT_WATCH", "0") in ("", "0"):
-        return
+def await_training(environment: Mapping[str, str]) -> Callable[[], None]:
+    """Watch the training that this process may become, where FLATOUT_WATCH is set to something else than 0.
+
+    Returns:
+        What ends the waiting, if no training has begun.
+    """
+    if environment.get("FLATOUT_WATCH", "0") in ("", "0") or any(isinstance(f, _ImportWatch) for f in sys.meta_path):
+        return lambda: None
+    steps = _FirstSteps()
     if _OPTIMIZERS in sys.modules:
-        _FirstSteps().install()
-    elif not any(isinstance(finder, _ImportWatch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _ImportWatch())
+        steps.install()
+    else:
+        sys.meta_path.insert(0, _ImportWatch(steps))
+    return steps.remove
 
 
 class _ImportWatch:
     """Finds no module itself; when torch's optimizers have been imported, their steps are counted."""
+
+    def __init__(self, steps: _FirstSteps) -> None:
+        self._steps = steps
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -49,7 +58,7 @@ class _ImportWatch:
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             run(module)
-            _FirstSteps().install()
+            self._steps.install()
 
         loader.exec_module = exec_module
         return spec
@@ -68,6 +77,12 @@ class _FirstSteps:
         from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 
         self._step_listener = OptimizerStepHooks(after=self._count)
+
+    def remove(self) -> None:
+        """Count no more, whether torch has been imported or not."""
+        sys.meta_path[:] = [f for f in sys.meta_path if not (isinstance(f, _ImportWatch) and f._steps is self)]
+        if self._step_listener is not None:
+            self._step_listener.remove()
 
     def _count(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._num_steps += 1

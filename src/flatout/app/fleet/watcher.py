@@ -49,6 +49,23 @@ _OTHERS: Final = 24
 """Steps of other optimizers in a row, after which the one whose steps are counted is taken to be gone."""
 
 
+_current: list[JobWatcher] = []
+"""The watcher of this process; at most one."""
+
+
+def end_watch(error: str) -> str:
+    """The training is over, though not the interpreter: write how it ended, '' for well; a sentence on what watching took.
+
+    Returns '' where nothing is watched.
+    """
+    if not _current:
+        return ""
+    watcher = _current[0]
+    is_interrupted = error.startswith(KeyboardInterrupt.__name__)
+    watcher.end("ended" if is_interrupted else "failed" if error else "finished", error)
+    return watcher.cost_text()
+
+
 def begin_to_watch(optimizer: Optimizer, *, num_before: int) -> None:
     """Watch the job of this process from now on; `num_before` steps have been made. What goes wrong is printed, never raised."""
     began = perf_counter()
@@ -60,6 +77,7 @@ def begin_to_watch(optimizer: Optimizer, *, num_before: int) -> None:
         store = open_store(path)  # before the policy, for the better message where the path is wrong
         watcher = JobWatcher(store, policy_of(path), place, optimizer, num_before=num_before)
         watcher.start(perf_counter() - began)
+        _current.append(watcher)
     except FlatoutError as e:
         sys.stderr.write(f"flatout: this job is not watched: {e}\n")
     except Exception as e:  # noqa: BLE001  # ours; no job fails because it is not watched
@@ -103,7 +121,7 @@ class JobWatcher:
         """Begin to watch; `spent_s` is what it has taken of the training until now."""
         began = perf_counter()
         self._step_listener = OptimizerStepHooks(after=self._on_step)
-        atexit.register(self._end)
+        atexit.register(self._end_at_exit)
         thread = threading.Thread(target=self._run, name="flatout-watch", daemon=True)
         thread.start()
         self._last = perf_counter()
@@ -243,21 +261,35 @@ class JobWatcher:
             f"{units.long_duration(self._elapsed_s())}"
         )
 
-    def _end(self) -> None:
-        """The interpreter ends: write how."""
-        if os.getpid() != self._pid:
+    def end(self, outcome: JobOutcome, error: str) -> None:
+        """Write how the training ended, and watch no more; nothing happens the second time, nor in a forked child."""
+        if os.getpid() != self._pid or self._is_over.is_set():
             return
         self._is_over.set()
+        atexit.unregister(self._end_at_exit)
         if self._step_listener is not None:
             self._step_listener.remove()
-        error = getattr(sys, "last_value", None)
         with suppress(Exception):
             if self._look is not None:
                 self._look.finish()
+        self._write(outcome, error)
+        _current.clear()
+
+    def cost_text(self) -> str:
+        """A sentence on what watching took."""
+        cost_s, elapsed_s = self._cost_s(), self._elapsed_s()
+        return (
+            f"watching took {units.duration(cost_s)} of the {units.long_duration(elapsed_s)} of this job, "
+            f"{units.percent(cost_s / elapsed_s if elapsed_s else 0.0)}"
+        )
+
+    def _end_at_exit(self) -> None:
+        """The interpreter ends, and knows how."""
+        error = getattr(sys, "last_value", None)
         if isinstance(error, KeyboardInterrupt):
-            self._write("ended", "KeyboardInterrupt")
+            self.end("ended", "KeyboardInterrupt")
         else:
-            self._write("finished" if error is None else "failed", error_line(error) if error is not None else "")
+            self.end("finished" if error is None else "failed", error_line(error) if error is not None else "")
 
 
 def _now_s() -> float:
