@@ -55,6 +55,7 @@ class World:
         self.crashing = set(crashing)
         self.error = error
         self.num_compared = 0
+        self.expected: list[list[tuple[str, ...]]] = []
         self.most = most
 
     def step_s(self, levers: Sequence[PlannedLever]) -> float:
@@ -78,6 +79,9 @@ class World:
 
     def has_time_for_each(self, efforts: Sequence[float]) -> bool:
         return self.num_compared + len(efforts) <= self.most
+
+    def expect(self, pairs: Sequence[tuple[Sequence[PlannedLever], Sequence[PlannedLever]]]) -> None:
+        self.expected.append([tuple(p.id for p in after) for _, after in pairs])
 
     def is_late(self) -> bool:
         return self.num_compared >= self.latest

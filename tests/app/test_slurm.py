@@ -8,13 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
+from tests.app.test_tune_workers import SCRIPT
 from tests.slurm_cluster import SlurmCluster, missing_programs
+
+from flatout.blocks.recording.job_store.opening import open_store
+from flatout.check.fleet.summary import summary_of
+from flatout.core.records.plan import Tuned
+from flatout.core.records.record import from_json
 
 TRAIN = Path(__file__).parents[1] / "blocks" / "elastic" / "train.py"
 STEPS, RANKS = 160, 4
@@ -237,3 +244,49 @@ def test_check_under_srun_reports_all_nodes_and_names_what_was_planted(
     text = " ".join(ended.stdout.split())
     assert says in text and "observing" in text
     assert not list(tmp_path.glob("report.rank*")) and not list(cluster.folder.glob(".flatout-*"))
+
+
+# -- all jobs of a cluster ---------------------------------------------------------------------------------------------------
+
+
+def test_a_task_prolog_has_the_job_of_each_node_watched(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLANTED.replace("range(5000)", "range(60)"))
+    store = tmp_path / "fleet"
+    words = [sys.executable, "-m", "flatout.app.cli", "fleet", "prolog", "--store", str(store), "--out"]
+    subprocess.run([*words, str(tmp_path / "prolog.sh")], check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+
+    ended = cluster.call(
+        *("srun", "-N2", "--ntasks-per-node=2", "--cpus-per-task=2", f"--task-prolog={tmp_path / 'prolog.sh'}"),
+        *(sys.executable, str(tmp_path / "train.py"), f"{port}", "nothing"),
+    )
+
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    records = sorted(open_store(store).read().jobs, key=lambda r: r.node)
+    assert [(r.node, r.rank, r.world_size, r.local_world_size) for r in records] == [("n0", 0, 4, 2), ("n1", 2, 4, 2)]
+    assert len({r.job for r in records}) == 1
+    assert {(r.outcome, r.num_steps, r.partition) for r in records} == {("finished", 60, "low")}
+    (job,) = summary_of(records, since_s=0.0, until_s=records[0].written_s + 1.0).jobs
+    assert job.nodes == ("n0", "n1")
+
+
+def test_a_search_has_comparisons_made_by_a_job_array(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    words = ["tune", "--time-budget", "100s", "--workers", "slurm:2", "--worker-option=--partition=high"]
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout.app.cli", *words, "--json", "found.json", "train.py"],
+        cwd=tmp_path,
+        env={**cluster.environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+
+    assert done.returncode == 0, done.stderr
+    tuned = from_json((tmp_path / "found.json").read_bytes(), Tuned)
+    assert "graph.debug-off" in [planned.id for planned in tuned.plan.lever]
+    assert cluster.call("squeue", "--noheader", "--name=flatout-tune").stdout == ""
+    jobs = cluster.call("scontrol", "show", "job").stdout
+    assert "JobName=flatout-tune" in jobs

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from flatout.app.option_values import (
 )
 from flatout.app.results import ReportedResult
 from flatout.app.targets import ScriptTarget
+from flatout.app.tune_workers import workers_of
 from flatout.core.errors import CaptureError, UsageError
 from flatout.core.files import write_whole_file
 from flatout.core.records.allowance import Allowance
@@ -69,6 +71,8 @@ class TuneOptions(NamedTuple):
     memory_limit: str = ""
     run_steps: int = 0
     timeout: float = 300.0
+    workers: str = ""
+    worker_options: tuple[str, ...] = ()
 
 
 class Search(NamedTuple):
@@ -76,11 +80,13 @@ class Search(NamedTuple):
 
     tuned: Tuned
     log_path: Path
+    worker_folder: Path
 
     def forget_log(self) -> None:
-        """Delete the file of what was tried, where everything was; call it once the plan is written."""
+        """Delete the file of what was tried, and those of workers, where everything was; call it once the plan is written."""
         if self.tuned.is_complete:
             self.log_path.unlink(missing_ok=True)
+            shutil.rmtree(self.worker_folder, ignore_errors=True)
 
 
 class ScriptEnded(CaptureError):
@@ -145,6 +151,8 @@ def tune(
     memory_limit: str = "",
     run_steps: int = 0,
     timeout: float = 300.0,
+    workers: str = "",
+    worker_options: Sequence[str] = (),
     out: str | Path | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> TunedScript:
@@ -168,6 +176,8 @@ def tune(
         memory_limit: What a step may hold at most, of the device or else the process, such as '20GiB'; '' for no limit.
         run_steps: Steps of the runs that the plan is for; 0: as many as the script has, where it comes to its end.
         timeout: Seconds one process may take for its start or its first steps.
+        workers: Who makes comparisons ahead of the search: 'slurm:4' (tasks of a job array), 'ray:4', or '' for nobody.
+        worker_options: Options of sbatch, such as '--gres=gpu:1', or resources of a Ray task, such as 'num_gpus=1'.
         out: Where the plan is written, if anywhere.
         on_progress: Called with a line whenever something else is done.
 
@@ -189,6 +199,8 @@ def tune(
         memory_limit=memory_limit,
         run_steps=run_steps,
         timeout=timeout,
+        workers=workers,
+        worker_options=tuple(worker_options),
     )
     path = Path(out) if out is not None else None
     if path is not None:
@@ -246,6 +258,8 @@ def search_plan(
         *(options.allow, options.objective, options.memory_limit, options.metric, str(options.accuracy_loss)),
         *(str(options.less_is_better), str(options.run_steps)),
     )
+    worker_folder = log_beside.with_name(f".{log_beside.stem}.workers")
+    workers = workers_of(options.workers, worker_folder, options=options.worker_options)
     began_s = monotonic()
     with one_stop():
         on_progress("observing the script")
@@ -267,10 +281,11 @@ def search_plan(
                 objective=aim,
                 num_steps=options.run_steps,
                 most_bytes=most_bytes,
+                workers=workers,
             ),
             on_progress=on_progress,
         )
-    return Search(msgspec.structs.replace(tuned, observing_s=observing_s), log_path)
+    return Search(msgspec.structs.replace(tuned, observing_s=observing_s), log_path, worker_folder)
 
 
 def _log_place(target: ScriptTarget) -> Path:

@@ -111,8 +111,11 @@ def _shown(
 )
 def show(
     job: Annotated[
-        str, typer.Argument(metavar="JOB", help="The beginning of the job's id, as `flatout fleet` lists it.")
-    ],
+        str,
+        typer.Argument(
+            metavar="[JOB]", help="The beginning of the job's id, as `flatout fleet` lists it. [default: the worst]"
+        ),
+    ] = "",
     store: Store = None,
     days: Days = 7.0,
     price: Price = None,

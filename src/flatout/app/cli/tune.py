@@ -74,6 +74,21 @@ def tune(
     timeout: Annotated[
         float, typer.Option(help="Seconds one process may take for its start or its first steps.")
     ] = 300.0,
+    workers: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND:N",
+            help="Have what is tried compared ahead, on so many machines like this one: slurm:4 (a job array), ray:4.",
+        ),
+    ] = "",
+    worker_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--worker-option",
+            metavar="OPTION",
+            help="An option of sbatch, as --worker-option=--gres=gpu:1, or for Ray num_gpus=1; may be given again.",
+        ),
+    ] = None,
 ) -> None:
     """Observe SCRIPT, try what may make it faster, each in processes of its own, and write the plan that could be proved.
 
@@ -95,6 +110,8 @@ def tune(
         memory_limit=memory,
         run_steps=run_steps,
         timeout=timeout,
+        workers=workers,
+        worker_options=tuple(worker_options or ()),
     )
     console = open_console(stderr=True)
     with console.status("starting") as status:
@@ -191,5 +208,6 @@ COMMAND = Command(
     examples=(
         "flatout tune --time-budget 5m train.py",
         "flatout tune --out plan.toml -m package.train -- --epochs 100",
+        "flatout tune --workers slurm:8 --worker-option=--gres=gpu:1 train.py",
     ),
 )

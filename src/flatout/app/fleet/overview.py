@@ -123,7 +123,9 @@ def summarise(query: FleetQuery, window: TimeSpan) -> FleetSummary:
 
 
 def job_named(summary: FleetSummary, name: str) -> FleetJob:
-    """The job whose id begins so. Raises UsageError when none or several do."""
+    """The job whose id begins so, the worst for ''. Raises UsageError when none or several do."""
+    if not name and summary.jobs:
+        return summary.jobs[0]
     found = [job for job in summary.jobs if job.job.startswith(name)]
     if len(found) == 1:
         return found[0]

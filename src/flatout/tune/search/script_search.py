@@ -13,14 +13,14 @@ from typing import Final
 
 import msgspec
 
-from flatout.core.files import write_whole_file
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Rule
 from flatout.core.records.lever import Lever, Parameters, PlannedLever
-from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, digest_of_text, to_toml
+from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, digest_of_text
 from flatout.core.records.verdict import Guarantee, Verdict
 from flatout.core.secrets import redacted_arguments
 from flatout.machine.cost.accounting import main_model
+from flatout.tune.search.comparisons import ComparisonsAhead, LeverComparison, Workers, request_with
 from flatout.tune.search.goal import Objective, SearchGoal
 from flatout.tune.search.pace import SHORT_RACE, Pace, guessed_start_s
 from flatout.tune.search.proposals import judged_by_losses, lever_proposals
@@ -76,6 +76,8 @@ class ScriptBench:
         effort_of: Callable[[Lever, Parameters], float],
         on_progress: Callable[[str], None],
         losses_of_a_step: int = 1,
+        workers: Workers | None = None,
+        device: str = "",
     ) -> None:
         self._effort_of = effort_of
         self._script = script
@@ -93,14 +95,48 @@ class ScriptBench:
         self._num_compared = 0
         self._doing = ""
         self._num_plans = 0
+        self._ahead = None
+        if workers is not None:
+            self._ahead = ComparisonsAhead(workers, device=device, on_progress=self._with_time_left)
 
     def __enter__(self) -> ScriptBench:
         self._prover.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._ahead is not None:
+            self._ahead.end()
         self._prover.__exit__(kind, error, tb)
         self._folder.cleanup()
+
+    def expect(self, pairs: Sequence[tuple[Sequence[PlannedLever], Sequence[PlannedLever]]]) -> None:
+        """Have workers begin with these comparisons for time, if there are workers."""
+        if self._ahead is not None:
+            self._ahead.expect([self._comparison(before, after, "time") for before, after in pairs])
+
+    def _comparison(
+        self, before: Sequence[PlannedLever], after: Sequence[PlannedLever], objective: Objective
+    ) -> LeverComparison:
+        return LeverComparison.of(
+            self._script,
+            self._plan,
+            (before, after),
+            usual_terms=self._terms,
+            terms=self._terms_of(after, objective=objective, is_final=False),
+        )
+
+    def _terms_of(self, after: Sequence[PlannedLever], *, objective: Objective, is_final: bool) -> ProofTerms:
+        """What is to be proved of these levers, whoever does it."""
+        terms = msgspec.structs.replace(
+            self._terms,
+            objective=objective,
+            at=precision_of(after, self._levers) or self._terms.at,
+            warm_up_steps=max((planned.warm_up_steps for planned in after), default=0),
+        )
+        if not any(planned.guarantee == "quality" for planned in after):
+            return terms
+        num_seeds = terms.num_seeds if is_final else 1
+        return msgspec.structs.replace(terms, guarantee="quality", num_losses=self._num_losses, num_seeds=num_seeds)
 
     def compare(
         self,
@@ -114,16 +150,11 @@ class ScriptBench:
         """A Verdict on two lists of levers, as the protocol `LeverBench` has it."""
         began, judged_s, raced_s = monotonic(), self._prover.recording_s, self._prover.racing_s
         self._num_compared += 1
-        terms = msgspec.structs.replace(
-            self._terms,
-            objective=objective,
-            at=precision_of(after, self._levers) or self._terms.at,
-            warm_up_steps=max((planned.warm_up_steps for planned in after), default=0),
-        )
-        if any(planned.guarantee == "quality" for planned in after):
-            terms = msgspec.structs.replace(
-                terms, guarantee="quality", num_losses=self._num_losses, num_seeds=terms.num_seeds if is_final else 1
-            )
+        if self._ahead is not None and not is_final and not is_longer:
+            found = self._ahead.take(self._comparison(before, after, objective), timeout_s=max(0.0, self._left_s))
+            if found is not None:
+                return found
+        terms = self._terms_of(after, objective=objective, is_final=is_final)
         if is_final:
             num_processes = _FINAL_PROCESSES if self._terms.num_processes > 1 else _FINAL_PROCESSES_ON_DEVICE
             if self._pace.needed_s(0.0) > self._left_s:
@@ -200,17 +231,9 @@ class ScriptBench:
         self._with_time_left("starting")
 
     def _request(self, levers: Sequence[PlannedLever]) -> Request:
-        if not levers:
-            return self._script
         self._num_plans += 1
         path = Path(self._folder.name) / f"plan{self._num_plans}.toml"
-        plan = msgspec.structs.replace(self._plan, lever=tuple(levers))
-        write_whole_file(path, to_toml(plan))
-        environment: dict[str, str] = {}
-        for planned in levers:
-            variables = self._levers[planned.id].environment
-            environment |= variables(planned.parameters) if variables is not None else {}
-        return msgspec.structs.replace(self._script, plan=str(path), environment=environment)
+        return request_with(self._script, self._plan, levers, self._levers, path)
 
 
 def precision_of(levers: Iterable[PlannedLever], known: Mapping[str, Lever]) -> str:
@@ -236,6 +259,8 @@ class SearchSettings:
     """Steps of the runs that the plan is for; 0: as many as the script has, if it came to its end."""
     most_bytes: int = 0
     """What a step may hold at its peak: of the device's memory where there is one, else of the process; 0: no limit."""
+    workers: Workers | None = None
+    """Who makes comparisons ahead of the search, on machines like this one; None: it makes them all itself."""
 
 
 def search_script(
@@ -292,6 +317,8 @@ def search_script(
         effort_of=goal.effort_of,
         on_progress=on_progress,
         losses_of_a_step=_losses_of_a_step(evidence),
+        workers=settings.workers,
+        device=evidence.workload.device,
     ) as bench:
         goal = goal._replace(peak_bytes=bench.peak_bytes() if settings.most_bytes else 0)
         found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)

@@ -82,6 +82,9 @@ class LeverBench(Protocol):
     def is_late(self) -> bool:
         """Whether a final comparison would end after the budget."""
 
+    def expect(self, pairs: Sequence[tuple[Sequence[PlannedLever], Sequence[PlannedLever]]]) -> None:
+        """Comparisons for time that come next as long as they adopt nothing, soonest first: whoever can begins with them."""
+
 
 def search_levers(
     candidates: Sequence[Candidate],
@@ -341,6 +344,7 @@ class _LeverSearch:
                 self._leave_out(candidate.lever, why, self._so_far.most_gain(candidate))
                 continue
             plan = self._so_far.levers
+            self._bench.expect(self._upcoming([candidate, *candidates[number + 1 :]]))
             verdict = self._add(candidate, "time")
             if verdict is None and self._so_far.effort_of(candidate.lever, candidate.parameters) > 1:
                 self._leave_out_unreached([candidate])  # there may be time for a shorter one
@@ -353,6 +357,21 @@ class _LeverSearch:
             if verdict.outcome == "unknown" and verdict.speed is not None and verdict.speed.ratio > 1:
                 doubtful.append((candidate, plan, verdict.speed))
         return doubtful
+
+    def _upcoming(
+        self, candidates: Sequence[Candidate]
+    ) -> list[tuple[tuple[PlannedLever, ...], tuple[PlannedLever, ...]]]:
+        """The comparisons of these candidates on top of the plan as it is, without those that are known or will not be made."""
+        plan = self._so_far.levers
+        pairs = [
+            (plan, (*plan, self._so_far.planned(c)))
+            for c in candidates
+            if not self._so_far.displaced(c)
+            and not self._so_far.is_planned(c)
+            and not any(c is one for one in self._blamed)
+            and not self._so_far.why_not(c)
+        ]
+        return [(before, after) for before, after in pairs if self._log.find("add", before, after) is None]
 
     def _put_first(self, candidates: list[Candidate], number: int) -> None:
         """Exchange the next candidate for another way to pull its lever that is the better one for steps as short as they are."""
