@@ -24,6 +24,11 @@ from flatout.report.sanitise import Path, Words
 GROUPINGS: Final[tuple[Grouping, ...]] = ("team", "model", "node", "user")
 
 
+_KINDS: Final = {"gpu": "GPU", "core": "core"}
+_SHORT_H: Final = 0.1
+"""Below that, hours are shown as minutes."""
+
+
 def moment(at_s: float) -> str:
     """A Unix time as text, in UTC.
 
@@ -34,26 +39,28 @@ def moment(at_s: float) -> str:
 
 
 def hours_text(hours: Hours) -> str:
-    """Hours of GPUs and of cores as text.
+    """Hours of GPUs and of cores as text; where there are few, in minutes.
 
-    >>> hours_text(Hours(gpu=12.345)), hours_text(Hours(gpu=12345.6, core=0.5)), hours_text(Hours())
-    ('12.3 GPU-h', '12,346 GPU-h and 0.500 core-h', '0')
+    >>> hours_text(Hours(gpu=12.345)), hours_text(Hours(gpu=12345.6, core=0.01)), hours_text(Hours())
+    ('12.3 GPU-h', '12,346 GPU-h and 0.600 core-min', '0')
     """
-    parts = [f"{_number(value)} {unit}" for value, unit in ((hours.gpu, "GPU-h"), (hours.core, "core-h")) if value > 0]
-    return " and ".join(parts) or "0"
+    return hours_range(hours, hours)
 
 
-def hours_range(low: Hours, high: Hours) -> str:
-    """A range of hours as text.
+def hours_range(low: Hours, high: Hours, of: Hours | None = None) -> str:
+    """A range of hours as text, or of those of a whole, whose unit then serves both.
 
-    >>> hours_range(Hours(gpu=1.0), Hours(gpu=2.5)), hours_range(Hours(gpu=3.0), Hours(gpu=3.0))
-    ('1.00 - 2.50 GPU-h', '3.00 GPU-h')
+    >>> hours_range(Hours(gpu=1.0), Hours(gpu=2.5)), hours_range(Hours(gpu=1.0), Hours(gpu=2.5), Hours(gpu=8.0))
+    ('1.00 - 2.50 GPU-h', '1.00 - 2.50 of 8.00 GPU-h')
     """
-    parts = [
-        f"{_range(getattr(low, of), getattr(high, of))} {unit}"
-        for of, unit in (("gpu", "GPU-h"), ("core", "core-h"))
-        if getattr(high, of) > 0
-    ]
+    parts = []
+    for kind, name in _KINDS.items():
+        whole = getattr(of or high, kind)
+        if whole > 0:
+            factor, unit = (1.0, "h") if whole >= _SHORT_H else (60.0, "min")
+            text = _range(factor * getattr(low, kind), factor * getattr(high, kind))
+            text += f" of {_number(factor * whole)}" if of is not None else ""
+            parts.append(f"{text} {name}-{unit}")
     return " and ".join(parts) or "0"
 
 
@@ -340,9 +347,8 @@ def _waste_facts(waste: Waste) -> Iterator[tuple[str, Inline]]:
 
 
 def wasted_of(job: FleetJob) -> str:
-    """What a job wastes of its hours, with the unit once where it is one."""
-    wasted, unit = hours_range(job.low, job.high), "GPU-h" if job.hours.gpu else "core-h"
-    return f"{wasted.removesuffix(f' {unit}')} of {hours_text(job.hours)}"
+    """What a job wastes of its hours."""
+    return hours_range(job.low, job.high, job.hours)
 
 
 def _share(summary: FleetSummary) -> str:
@@ -356,7 +362,9 @@ def _fraction(value: float | None) -> str:
 
 
 def _number(value: float) -> str:
-    if 0 < value < 0.01:
+    if value <= 0:
+        return "0"
+    if value < 0.01:
         return "<0.01"
     return f"{value:,.0f}" if value >= 1000 else units.number(value)
 
