@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.check.observe.steps.optimizers import OptimizerWatched
+from flatout.check.observe.steps.optimizers import OptimizerWatched, Optimizing
+from flatout.core.runtime.patches import Patches
+from flatout.core.runtime.source_sites import Sites
 
 
 @pytest.mark.parametrize("is_sparse", [True, False])
@@ -19,3 +21,64 @@ def test_fused_kernels_take_no_sparse_gradients(is_sparse: bool) -> None:
         with pytest.raises(RuntimeError, match="sparse"):
             fused = torch.optim.SGD(table.parameters(), lr=0.1, fused=True)
             fused.step()
+
+
+class Borders:
+    """Notes how steps ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[bool, bool]] = []
+
+    def on_optimizer_end(self, optimizer: int, *, is_border: bool, leader_changed: bool) -> None:
+        self.ends.append((is_border, leader_changed))
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *args, **kwargs: None
+
+
+@pytest.fixture
+def parameter() -> torch.Tensor:
+    parameter = torch.zeros(1, requires_grad=True)
+    parameter.grad = torch.ones(1)
+    return parameter
+
+
+def test_optimizers_that_come_and_go_with_the_ids_of_others_disturb_no_step(parameter: torch.Tensor) -> None:
+    patches, borders = Patches(), Borders()
+    optimizing = Optimizing(Sites(), borders)
+    optimizing.install(patches)
+    optimizing.is_active = True
+    try:
+        for fold in range(60):
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            for _ in range(1 + fold % 4):
+                optimizer.step()
+            if fold % 3 == 0:
+                other = torch.optim.SGD([parameter], lr=0.1)
+                other.step()
+                del other
+            del optimizer
+    finally:
+        optimizing.remove()
+        patches.undo()
+
+    assert len(borders.ends) == sum(1 + fold % 4 + (fold % 3 == 0) for fold in range(60))
+
+
+def test_an_optimizer_in_place_of_one_that_is_gone_goes_on_with_its_steps(parameter: torch.Tensor) -> None:
+    patches, borders = Patches(), Borders()
+    optimizing = Optimizing(Sites(), borders)
+    optimizing.install(patches)
+    optimizing.is_active = True
+    try:
+        for _ in range(3):
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            for _ in range(5):
+                optimizer.step()
+            del optimizer
+    finally:
+        optimizing.remove()
+        patches.undo()
+
+    assert all(is_border for is_border, _ in borders.ends)
+    assert not any(has_changed for _, has_changed in borders.ends[1:])

@@ -93,7 +93,8 @@ class Optimizing:
         self.callers: dict[int, tuple[int, ...]] = {}
         self._constructed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._leader: OptimizerWatched | None = None
-        self._recent: deque[int] = deque(maxlen=_LONGEST_CYCLE)
+        self._recent: deque[OptimizerWatched] = deque(maxlen=_LONGEST_CYCLE)
+        """The optimizers of the last steps; not their ids, which those of later optimizers may have again."""
         self._step_listener: OptimizerStepHooks | None = None
         self._sites = sites
         self._listener = listener
@@ -197,7 +198,7 @@ class Optimizing:
                 self._note_other(optimizer)
                 return
             self._others.clear()
-            self._recent.append(id(self._leader))
+            self._recent.append(self._leader)
             ends_s.append(perf_counter())
             if self.has_news or len(ends_s) == self.num_unwatched:
                 self.has_news = False
@@ -210,7 +211,7 @@ class Optimizing:
             return
         watched.num_in_step += 1
         watched.step_s.append(perf_counter() - watched.started_s - watched.closure_s)
-        self._recent.append(id(watched))
+        self._recent.append(watched)
         is_successor = self._is_replaced or self._takes_over()
         self._is_replaced = False
         leader = watched if is_successor else self._find_leader()
@@ -221,7 +222,7 @@ class Optimizing:
         """Another optimizer than the leader stepped while steps go by unwatched."""
         self._others.append(id(optimizer))
         if (watched := self.watched.get(id(optimizer))) is not None:
-            self._recent.append(id(watched))
+            self._recent.append(watched)
         is_replaced = len(self._others) >= _TAKES_OVER and len(set(self._others)) == 1
         if is_replaced or len(self._others) > _LONGEST_CYCLE:
             self._others.clear()
@@ -230,21 +231,22 @@ class Optimizing:
             self._listener.on_leader_lost(is_replaced=is_replaced)
 
     def _takes_over(self) -> bool:
-        """Whether the optimizer that stepped last steps in place of the leader, which did so alone and has not come back."""
-        *before, now = (key for key, _ in groupby(self._recent))
+        """Whether the last optimizer steps in place of the leader, which stepped alone, and is gone or does not come back."""
+        *before, now = (watched for watched, _ in groupby(self._recent))
+        before = [w for w in before if w is self._leader or w.optimizer() is not None]
         if self._leader is None or not before or now in before or len(before) > 1:
             return False
-        is_leading = id(self._leader) == now
-        return is_leading or sum(key == before[0] for key in self._recent) >= _TAKES_OVER
+        is_over = before[0] is self._leader and self._leader.optimizer() is None
+        return is_over or self._leader is now or sum(w is before[0] for w in self._recent) >= _TAKES_OVER
 
     def _find_leader(self) -> OptimizerWatched:
-        counts = Counter(self._recent)
+        present = set(self.watched.values())  # not those whose optimizers are gone and whose ids others have now
+        recent = [watched for watched in self._recent if watched in present]
+        counts = Counter(recent)
         fewest = min(counts.values())
-        leader = self._leader
-        if leader is not None and counts.get(id(leader), -1) == fewest:
-            return leader
-        latest = next(key for key in reversed(self._recent) if counts[key] == fewest)
-        return next(w for w in self.watched.values() if id(w) == latest)
+        if self._leader is not None and counts.get(self._leader, -1) == fewest:
+            return self._leader
+        return next(watched for watched in reversed(recent) if counts[watched] == fewest)
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
