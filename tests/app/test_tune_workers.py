@@ -99,6 +99,7 @@ def real(*levers: PlannedLever) -> LeverComparison:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_tasks_of_an_array_compare_and_their_verdicts_come_back(project: Path, slurm: Path) -> None:
     workers = SlurmWorkers(2, project / "work", ["--gres=gpu:0"])
 

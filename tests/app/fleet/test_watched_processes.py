@@ -120,6 +120,7 @@ def test_of_the_ranks_of_a_node_the_first_leaves_the_row(watched: Watched) -> No
     assert job.job != job.id  # it is the same when torchrun starts its ranks again
 
 
+@pytest.mark.long
 def test_a_look_names_the_line_of_a_planted_cause(watched: Watched) -> None:
     found = watched(
         """

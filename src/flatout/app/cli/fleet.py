@@ -26,7 +26,7 @@ fleet = typer.Typer(
 Store = Annotated[
     Path | None,
     typer.Option(
-        metavar="PATH",
+        metavar="DIR",
         help="The store: a folder, or a file called .sqlite. [default: FLATOUT_STORE, else the user's own]",
     ),
 ]
@@ -245,7 +245,7 @@ def hook(
 @fleet.command(
     epilog=help_epilog(
         "flatout fleet prolog --store /shared/fleet --out /etc/slurm/task_prolog.sh",
-        'eval "$(flatout fleet prolog --store /shared/fleet | sh)"',
+        "flatout fleet prolog --store /shared/fleet",
     )
 )
 def prolog(
@@ -306,7 +306,7 @@ def _token(path: Path | None) -> str:
 
 COMMAND = Command(
     fleet,
-    order=40,
+    order=28,
     group="find",
     examples=("flatout fleet --store /shared/fleet --price 2.5", "flatout fleet --where team=vision --html fleet.html"),
 )

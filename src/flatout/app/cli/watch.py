@@ -25,7 +25,7 @@ def watch(
     store: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH",
+            metavar="DIR",
             help="Where `flatout fleet` finds the job: a folder, or a file called .sqlite. [default: FLATOUT_STORE, else the "
             "user's own]",
         ),
@@ -93,5 +93,8 @@ COMMAND = Command(
     order=190,
     group="prove",
     takes_script=True,
-    examples=("flatout watch train.py -- --epochs 1", "flatout watch --command torchrun --nproc-per-node 2 train.py"),
+    examples=(
+        "flatout watch train.py -- --epochs 1",
+        "flatout watch --command torchrun -- --nproc-per-node 2 train.py",
+    ),
 )

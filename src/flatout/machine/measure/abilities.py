@@ -29,6 +29,7 @@ _FOR: Final = {
     "loops": "loops compiled by numba",
     "quantise": "float8 and fewer bits",
     "search": "searching architectures",
+    "fleet": "the fleet's shared store, page and metrics",
 }
 
 
