@@ -538,6 +538,44 @@ def _read_messages(folder: Path) -> None:
             link.received()
 
 
+def _write_jobs(folder: Path) -> None:
+    """A store in a folder and one in an SQLite file, with a policy."""
+    import msgspec
+    from tests.fleet_jobs import fleet
+
+    from flatout.blocks.recording.job_store.folder import FolderStore
+    from flatout.blocks.recording.job_store.sqlite import SqliteStore
+
+    jobs, store = fleet(6), FolderStore(folder)
+    for job in jobs[:3]:
+        store.write(job)
+    store.tidy(now_s=2e9)
+    store.write(msgspec.structs.replace(jobs[3], outcome="running"))
+    database = SqliteStore(folder / "jobs.sqlite")
+    for job in jobs[4:]:
+        database.write(job)
+    (folder / "fleet.toml").write_text('[prices]\ngpu_hour = 2.5\n[redact]\nusers = true\n[teams]\nvision = ["ada"]\n')
+
+
+def _read_jobs(folder: Path) -> None:
+    """All that `flatout fleet` does with both."""
+    from flatout.app.fleet.overview import FleetQuery, TimeSpan, summarise
+    from flatout.report.html.fleet import fleet_page
+    from flatout.report.markdown import markdown_report
+    from flatout.report.parts.fleet import fleet_blocks
+    from flatout.report.prometheus import prometheus_text
+    from flatout.report.text import plain_text
+
+    def show(path: Path) -> None:
+        summary = summarise(FleetQuery(path), TimeSpan(0.0, 2e9))
+        plain_text(fleet_blocks(summary, top=5), width=100)
+        markdown_report(fleet_blocks(summary, top=5))
+        fleet_page(summary)
+        prometheus_text(summary)
+
+    _each(lambda: show(folder), lambda: show(folder / "jobs.sqlite"))
+
+
 def _each(*readings: Callable[[], object]) -> None:
     """All readings, whichever of them refuse; the first refusal at the end."""
     refused: list[FlatoutError] = []
@@ -570,6 +608,7 @@ KINDS: Final[dict[str, Kind]] = {
     "engine": Kind(_write_engine, _read_engine, _reseal_engine),
     "machine": Kind(_write_machine, _read_machine),
     "messages": Kind(_write_messages, _read_messages),
+    "jobs": Kind(_write_jobs, _read_jobs),
 }
 
 

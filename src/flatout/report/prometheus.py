@@ -86,8 +86,12 @@ def _group_gauges(by: str, groups: Iterable[GroupUse]) -> Iterator[Metric]:
     )
     for name, meaning, values in named:
         yield _gauge(f"flatout_{by}_{name}", f"{meaning}, by {by}", values, (by,))
-    wasted = [((g.name, bound), hours.gpu) for g in groups for bound, hours in (("low", g.low), ("high", g.high))]
-    yield _gauge(f"flatout_{by}_wasted_gpu_hours", f"GPU-hours that need not be spent, by {by}", wasted, (by, "bound"))
+    bounds = [((g.name, bound), hours) for g in groups for bound, hours in (("low", g.low), ("high", g.high))]
+    for kind, name in (("gpu", "GPU-hours"), ("core", "Core-hours")):
+        wasted = [(labels, getattr(hours, kind)) for labels, hours in bounds]
+        yield _gauge(
+            f"flatout_{by}_wasted_{kind}_hours", f"{name} that need not be spent, by {by}", wasted, (by, "bound")
+        )
 
 
 def _job_gauges(jobs: Iterable[FleetJob]) -> Iterator[Metric]:

@@ -130,6 +130,7 @@ def test_another_time_can_be_asked_for(client: Client) -> None:
         return from_json(client.get("/fleet.json", query=query, authorization=BEARER)[2], FleetSummary).num_jobs
 
     assert num_jobs("days=14") > num_jobs("")
+    assert client.get("/", query="&".join(f"a{i}=1" for i in range(20)), authorization=BEARER)[0] == 400
     for query in ("days=0", "days=-1", "days=x", "days=1e9", "days=nan"):
         assert client.get("/", query=query, authorization=BEARER)[0] == 400, query
 

@@ -96,6 +96,15 @@ def test_money_decides_the_order_where_prices_differ() -> None:
     assert [j.device for j in week([cheap, dear], prices).jobs] == ["new", "old"]
 
 
+def test_where_some_prices_are_unknown_hours_decide_the_order() -> None:
+    cause = {"findings": (finding((2.0, 2.0)),), "saved_fraction": 0.5}
+    gpu = job(1, **cause)
+    cores = job(2, num_gpus=0, num_cores=64, device="cpu", seconds=36_000.0, **cause)
+
+    assert [j.device for j in week([gpu, cores], PriceList(1000.0)).jobs] == ["cpu", "NVIDIA H200"]
+    assert [j.device for j in week([gpu, cores], PriceList(1000.0, 0.01)).jobs] == ["NVIDIA H200", "cpu"]
+
+
 def test_a_cause_over_all_jobs_counts_once_a_job() -> None:
     twice = (finding((1.2, 1.3)), finding((1.2, 1.3), line=99))
     found = week([job(i, findings=twice, saved_fraction=0.3) for i in range(3)])

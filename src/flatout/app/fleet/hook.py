@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
@@ -60,7 +61,8 @@ class _ImportWatch:
             run(module)
             self._steps.install()
 
-        loader.exec_module = exec_module
+        with suppress(AttributeError):  # a loader that takes no attributes: then nothing is watched
+            loader.exec_module = exec_module
         return spec
 
 

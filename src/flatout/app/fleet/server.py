@@ -21,6 +21,7 @@ _COOKIE: Final = "flatout_fleet"
 _FRESH_S: Final = 15.0
 """How long a summary is shown before the store is read again: pages and scrapes of a minute cost one reading."""
 _MOST_DAYS: Final = 366.0
+_MOST_FIELDS: Final = 10
 _METHODS: Final = ("GET", "HEAD")
 _HEADERS: Final = (
     ("Cache-Control", "no-store"),
@@ -72,7 +73,10 @@ class FleetApplication:
         path = str(environ.get("PATH_INFO", "/"))
         if path == "/healthz":
             return Answer(HTTPStatus.OK, b"ok\n")
-        query = parse_qs(str(environ.get("QUERY_STRING", "")), max_num_fields=10)
+        try:
+            query = parse_qs(str(environ.get("QUERY_STRING", "")), max_num_fields=_MOST_FIELDS)
+        except ValueError:
+            return Answer(HTTPStatus.BAD_REQUEST, b"too many fields\n")
         if (asked := query.pop("token", None)) is not None:
             return self._with_cookie(asked[0], path, query)
         if not self._is_known(environ):

@@ -108,6 +108,8 @@ class JobWatcher:
         self._num_steps, self._num_timed, self._last = num_before, 0, perf_counter()
         self._node = NodeWatch(self._record, place)
         self._lock = threading.Lock()
+        """Held while the record is written, which may take seconds: never taken by a step."""
+        self._revision = 0
         self._is_over = threading.Event()
         self._spent_s = self._thread_s = 0.0
         self._step_listener: OptimizerStepHooks | None = None
@@ -146,6 +148,8 @@ class JobWatcher:
 
     def _begin_look(self, optimizer: Optimizer) -> None:
         self._is_look_due = False
+        if os.getpid() != self._pid:  # a forked child
+            return
         began = perf_counter()
         try:
             from flatout.app.fleet.look import JobLook
@@ -170,6 +174,12 @@ class JobWatcher:
     # -- the watching thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._beat()
+        except Exception as e:  # noqa: BLE001  # ours; the training goes on, and its end is still written
+            sys.stderr.write(f"flatout: this job is watched no more: {error_line(e)}\n")
+
+    def _beat(self) -> None:
         heartbeat_s = self._policy.watch.heartbeat_s
         wait_s = min(1.0, heartbeat_s)
         written_s = perf_counter() - heartbeat_s
@@ -219,7 +229,7 @@ class JobWatcher:
             record = self._with_numbers(outcome, error)
             try:
                 self._store.write(redacted(record, self._policy.redact))
-                self._record = msgspec.structs.replace(self._record, revision=record.revision)
+                self._revision = record.revision
                 self._is_failing = False
             except FlatoutError as e:
                 if not self._is_failing:
@@ -233,7 +243,7 @@ class JobWatcher:
         before = self._record
         return msgspec.structs.replace(
             before,
-            revision=before.revision + 1,
+            revision=self._revision + 1,
             written_s=_now_s(),
             outcome=outcome,
             error=error,

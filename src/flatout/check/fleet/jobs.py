@@ -30,11 +30,14 @@ def jobs_of(records: Iterable[JobRecord], *, now_s: float, prices: PriceList) ->
     return sorted(jobs, key=lambda job: (job.began_s, job.job))
 
 
-def badness(job: FleetJob) -> float:
-    """What jobs are ordered by: the middle of what they waste, in money where that is known of them, else in GPU-hours."""
-    if job.wasted_cost is not None:
-        return sum(job.wasted_cost) / 2
-    return (job.low.as_gpu_hours + job.high.as_gpu_hours) / 2
+def worst_first(jobs: Iterable[FleetJob]) -> list[FleetJob]:
+    """The jobs by the middle of what they waste: in money where that is known of all of them, else in GPU-hours."""
+    jobs = list(jobs)
+    costs = [job.wasted_cost for job in jobs]
+    wasted = [cost for cost in costs if cost is not None]
+    if len(wasted) < len(jobs):
+        wasted = [(job.low.as_gpu_hours, job.high.as_gpu_hours) for job in jobs]
+    return [job for _, job in sorted(zip(wasted, jobs, strict=True), key=lambda pair: -sum(pair[0]))]
 
 
 def hours_of(record: JobRecord) -> Hours:
@@ -127,8 +130,8 @@ def _wastes(
         yield Waste(
             kind="stalled",
             title="It makes no steps" if outcome == "running" else "It made no steps at its end",
-            because=f"no step for {units.long_duration(idle_s)} while it held its devices",
-            low=idle,
+            because=f"no step for {units.long_duration(idle_s)} while it held its devices: a hang, or a long evaluation",
+            low=Hours(),
             high=idle,
         )
     if leader.start_s > max(_LONG_START_S, _LONG_START_FRACTION * leader.seconds):
@@ -177,9 +180,8 @@ def _together(wastes: Sequence[Waste], hours: Hours, leader: JobRecord) -> tuple
     together = hours.times(_stepping_fraction(leader) * (leader.saved_fraction or 0.0))
     if together.as_gpu_hours > high.as_gpu_hours:
         high = together
-    stalled = sum_of_hours(w.low for w in wastes if w.kind == "stalled")
-    start = sum_of_hours(w.high for w in wastes if w.kind == "start")
-    return _at_most(low + stalled, hours), _at_most(high + stalled + start, hours)
+    others = sum_of_hours(w.high for w in wastes if w.kind in ("stalled", "start"))
+    return _at_most(low, hours), _at_most(high + others, hours)
 
 
 def _at_most(part: Hours, whole: Hours) -> Hours:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from flatout.check.fleet.jobs import badness, hours_of, jobs_of
+from flatout.check.fleet.jobs import hours_of, jobs_of, worst_first
 from flatout.check.fleet.nodes import sick_nodes_of
 from flatout.check.fleet.prices import NO_PRICES, PriceList, sum_of_hours, summed, summed_range, weighted_mean
 from flatout.check.fleet.regressions import regressions_of
@@ -31,7 +31,7 @@ def summary_of(
     """What the jobs that were alive between two Unix times say together; older ones tell who has become slower since."""
     known = [r for r in records if r.began_s < until_s]
     present = [r for r in known if r.written_s >= since_s]
-    jobs = sorted(jobs_of(present, now_s=until_s, prices=prices), key=lambda job: -badness(job))
+    jobs = worst_first(jobs_of(present, now_s=until_s, prices=prices))
     observed = weighted_mean((r.observing_s / r.seconds if r.seconds > 0 else None, r.seconds) for r in present)
     return FleetSummary(
         since_s=since_s,

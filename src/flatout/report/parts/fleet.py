@@ -128,7 +128,7 @@ def fleet_blocks(summary: FleetSummary, *, top: int) -> Iterator[Block]:
                 yield ""
                 yield groups_table(by, groups, summary.currency, top=top)
     yield ""
-    yield Listing(list(_remarks(summary)))
+    yield Listing([(label, Words(text)) for label, text in _remarks(summary)])
 
 
 def digest_blocks(summary: FleetSummary, *, title: str, top: int) -> Iterator[Block]:
@@ -145,7 +145,7 @@ def digest_blocks(summary: FleetSummary, *, title: str, top: int) -> Iterator[Bl
         for table in tables:
             yield Heading(table.title)
             yield table
-    yield Listing(list(_remarks(summary)))
+    yield Listing([(label, Words(text)) for label, text in _remarks(summary)])
 
 
 def job_blocks(job: FleetJob, currency: str) -> Iterator[Block]:
@@ -236,7 +236,7 @@ def jobs_table(summary: FleetSummary, *, top: int) -> Table:
                 [*filter(None, (wasted_of(job), money_range(job.wasted_cost, summary.currency)))],
                 [Words(job.name), Words(who_text(job))],
                 [Words(why_text(job)), *([Path(_short(place))] if place else [])],
-                job.job[:8],
+                Words(job.job[:8]),
             ]
         )
     rest = len(summary.jobs) - top
@@ -259,7 +259,7 @@ def causes_table(causes: Sequence[CauseUse], currency: str, *, top: int) -> Tabl
             *([money_range(cause.wasted_cost, currency)] if has_money else []),
             f"{cause.num_jobs:,}",
             Words(cause.title),
-            cause.rule,
+            Words(cause.rule),
         ]
         for cause in causes[:top]
     ]
@@ -343,7 +343,7 @@ def _waste_facts(waste: Waste) -> Iterator[tuple[str, Inline]]:
     if waste.edit:
         yield "edit", Words(waste.edit)
     if waste.rule:
-        yield "rule", waste.rule
+        yield "rule", Words(waste.rule)
 
 
 def wasted_of(job: FleetJob) -> str:

@@ -280,6 +280,9 @@ def test_a_path_of_the_other_kind_is_refused(tmp_path: Path) -> None:
 def test_the_usual_store_is_the_users_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert default_store() == tmp_path / "flatout" / "fleet.sqlite"
+    monkeypatch.setattr(opening, "_file_system", lambda path: "nfs")
+    assert default_store() == tmp_path / "flatout" / "fleet"
+    monkeypatch.setattr(opening, "_file_system", lambda path: "ext4")
     monkeypatch.setenv("XDG_DATA_HOME", "relative")
     assert default_store() == Path.home() / ".local" / "share" / "flatout" / "fleet.sqlite"
 

@@ -18,6 +18,8 @@ from flatout.core.records.job import JobRecord
 _ROW: Final = ".json"
 _CLAIMED: Final = ".claimed"
 _PART: Final = ".part"
+_MOST_BYTES: Final = 4 << 20
+"""A record has some kilobytes; a file may be anybody's."""
 _ID: Final = re.compile(r"[\w-]{1,100}")
 
 
@@ -103,6 +105,8 @@ class Incoming:
 
 def _read(path: Path) -> bytes:
     """The content of a file; on a network file system it may be replaced while it is opened, and is then opened again."""
+    if path.stat().st_size > _MOST_BYTES:
+        raise RecordError(f"it has more than {_MOST_BYTES >> 20} MiB")
     for _ in range(3):
         try:
             return read_regular_file(path)

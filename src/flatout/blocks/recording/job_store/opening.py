@@ -19,9 +19,13 @@ _NETWORK: Final = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "beegfs", "
 
 
 def default_store() -> Path:
-    """The store of one user on one machine, `$XDG_DATA_HOME/flatout/fleet.sqlite` or below `~/.local/share`."""
+    """The user's own store, `$XDG_DATA_HOME/flatout/fleet.sqlite` or below `~/.local/share`.
+
+    On a file system of several machines it is the folder `fleet` there.
+    """
     base = os.environ.get("XDG_DATA_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share") / "flatout" / "fleet.sqlite"
+    folder = (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share") / "flatout"
+    return folder / ("fleet" if _file_system(folder) in _NETWORK else "fleet.sqlite")
 
 
 def open_store(path: Path) -> JobStore:

@@ -12,6 +12,9 @@ from flatout.core.errors import RecordError
 from flatout.core.records.job import JobRecord
 
 _VERSION: Final = b"flatout.jobs.version"
+_MOST_BYTES: Final = 3 << 30
+_MOST_PACKED: Final = 200
+"""Limits of what a file may unpack to, which somebody else may have written: in all, and as a multiple of its size."""
 
 
 def write_parquet(path: Path, records: Sequence[JobRecord]) -> None:
@@ -60,6 +63,9 @@ def read_parquet(path: Path, since_s: float, schema: Schema = JOBS) -> list[JobR
             version = int((file.schema_arrow.metadata or {}).get(_VERSION, b"0"))
             if not version:
                 raise RecordError("it holds no jobs of flatout")
+            unpacked = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
+            if unpacked > min(_MOST_BYTES, _MOST_PACKED * path.stat().st_size + (1 << 20)):
+                raise RecordError(f"it would unpack to {unpacked >> 20} MiB")
             rows = file.read()
     except FileNotFoundError:
         raise
