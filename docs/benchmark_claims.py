@@ -148,6 +148,25 @@ def _callbacks(result: Any) -> Iterator[Sequence[str]]:
         )
 
 
+def _look(result: Any) -> Values:
+    value, low, high = result["look_adds_s"]
+    return {
+        "adds": f"{value:.2f} s ({low:.2f} - {high:.2f})",
+        "own": f"{result['look_says_s']:.2f} s",
+        "step": f"{1e3 * result['step_s']:.0f} ms",
+        "hook": f"{1e6 * result['hook_s']:.1f} us",
+    }
+
+
+def _store(result: Any) -> Iterator[Sequence[str]]:
+    names = (("sqlite", "an SQLite file"), ("files", "a file for each row"), ("parquet", "Parquet, after tidying"))
+    for name, words in names:
+        value, low, high = result[f"{name}_open_s"]
+        write_s = result.get(f"{name}_write_s")
+        written = f"{1e3 * write_s:.2f} ms" if write_s is not None else "-"
+        yield words, f"{value:.2f} s ({low:.2f} - {high:.2f})", written
+
+
 FIND = Section(
     "Finding causes",
     "The project's own examples: slow scripts with one planted cause each, their repaired twins, and clean controls. How\n"
@@ -235,6 +254,25 @@ FIND = Section(
                 Table(("library", "time over without it", "processor time", "its own count"), _callbacks),
             ),
             "python bench/callback_cost.py --whole",
+        ),
+        Run(
+            "2026-11-28-epyc-family26-2-cores/watch_look.json",
+            (
+                Claim(
+                    "What `flatout fleet`'s watching takes of a job, steps of {step} with and without a look in turn: the look "
+                    "adds {adds}, {own} by its own count. The hook takes {hook} of each step.",
+                    _look,
+                ),
+            ),
+            "python bench/watch_cost.py --look",
+        ),
+        Run(
+            "2026-11-28-epyc-family26-2-cores/fleet_store.json",
+            (
+                Claim("The whole command `flatout fleet` on 10,000 jobs, and writing one record:"),
+                Table(("store", "opened in", "a record written in"), _store),
+            ),
+            "python bench/fleet_store.py",
         ),
     ),
 )

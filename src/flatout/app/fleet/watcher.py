@@ -43,8 +43,11 @@ _STEP_COST_S: Final = 0.5e-6
 """What the hook takes of each step (bench/watch_cost.py: 0.3 to 0.5 us on an EPYC)."""
 _LOOK_S: Final = 1.0
 _LOOK_STEPS: Final = 12.0
-"""What a look is expected to take: so many seconds, and so many steps' time; what it took is counted."""
-_IMPORTS_S: Final = 1.5
+"""What a look is expected to take: so many seconds, and so many steps' time (bench/watch_cost.py --look: half a second with steps
+of 15 ms). What it took is counted."""
+_IMPORTS_S: Final = 0.5
+_PROFILER_S: Final = 3.0
+"""Opening the profiler of a GPU's kernels, about."""
 _OTHERS: Final = 24
 """Steps of other optimizers in a row, after which the one whose steps are counted is taken to be gone."""
 
@@ -206,7 +209,8 @@ class JobWatcher:
 
     def _expected_s(self) -> float:
         step_s = sorted(self._durations)[len(self._durations) // 2] if self._durations else 0.0
-        return _IMPORTS_S + _LOOK_S + _LOOK_STEPS * step_s
+        device_s = _PROFILER_S if self._record.num_gpus else 0.0
+        return _IMPORTS_S + _LOOK_S + device_s + _LOOK_STEPS * step_s
 
     def _import_for_look(self) -> None:
         """Import what a look needs here, so that the training does not wait for the disk."""
