@@ -80,13 +80,11 @@ class Search(NamedTuple):
 
     tuned: Tuned
     log_path: Path
-    worker_folder: Path
 
     def forget_log(self) -> None:
-        """Delete the file of what was tried, and those of workers, where everything was; call it once the plan is written."""
+        """Delete the file of what was tried, where everything was; call it once the plan is written."""
         if self.tuned.is_complete:
             self.log_path.unlink(missing_ok=True)
-            shutil.rmtree(self.worker_folder, ignore_errors=True)
 
 
 class ScriptEnded(CaptureError):
@@ -285,7 +283,8 @@ def search_plan(
             ),
             on_progress=on_progress,
         )
-    return Search(msgspec.structs.replace(tuned, observing_s=observing_s), log_path, worker_folder)
+    shutil.rmtree(worker_folder, ignore_errors=True)
+    return Search(msgspec.structs.replace(tuned, observing_s=observing_s), log_path)
 
 
 def _log_place(target: ScriptTarget) -> Path:

@@ -208,7 +208,8 @@ class JobWatcher:
         return self._cost_s() + self._expected_s() <= self._policy.watch.cost_fraction * self._elapsed_s()
 
     def _expected_s(self) -> float:
-        step_s = sorted(self._durations)[len(self._durations) // 2] if self._durations else 0.0
+        durations = sorted(self._durations.copy())  # the training goes on adding
+        step_s = durations[len(durations) // 2] if durations else 0.0
         device_s = _PROFILER_S if self._record.num_gpus else 0.0
         return _IMPORTS_S + _LOOK_S + device_s + _LOOK_STEPS * step_s
 
@@ -241,7 +242,7 @@ class JobWatcher:
                 self._is_failing = True
 
     def _with_numbers(self, outcome: JobOutcome, error: str) -> JobRecord:
-        durations = list(self._durations)
+        durations = list(self._durations.copy())
         found = median_estimate(durations) if len(durations) >= _FEWEST_TIMED else None
         readings = self._node.readings()
         before = self._record

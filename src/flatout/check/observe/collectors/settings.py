@@ -28,8 +28,11 @@ ENVIRONMENT: Final = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
     "LOCAL_WORLD_SIZE",
+    *("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NET", "NCCL_NET_GDR_LEVEL"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS", "NCCL_DEBUG"),
+    *("TORCH_NCCL_BLOCKING_WAIT", "TORCH_DISTRIBUTED_DEBUG"),
 )
-"""Environment variables that slow torch down or change its threads."""
+"""Environment variables that slow torch down, change its threads, or how its ranks talk."""
 
 
 class GlobalSettings(Collector):
