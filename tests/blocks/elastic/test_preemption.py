@@ -240,3 +240,27 @@ def test_the_probe_finds_the_last_step_of_this_users_trainings(tmp_path: Path) -
     assert found.exit_code == 0 and found.output.startswith("alive: the last step 0 s ago")
     os.utime(folder, (1e9, 1e9))
     assert CliRunner().invoke(job, words).exit_code == 1
+
+
+STORM = """
+import os, signal, subprocess, sys
+from datetime import timedelta
+from time import monotonic
+from flatout.blocks.elastic.preemption import PreemptionNotice
+notice = PreemptionNotice((signal.SIGUSR1,), timedelta(seconds=10))
+storm = f"import os, signal\\nfor _ in range(400_000): os.kill({os.getpid()}, signal.SIGUSR1)"
+process = subprocess.Popen([sys.executable, "-c", storm])
+end = monotonic() + 3
+while monotonic() < end:
+    notice.is_due()
+process.wait()
+print("due", notice.is_due())
+"""
+
+
+@pytest.mark.slow
+def test_a_notice_that_comes_while_another_is_noted_hangs_nothing() -> None:
+    """Slurm and the agent both send SIGTERM, in the same millisecond: a lock taken by the handler would wait for itself."""
+    done = subprocess.run([sys.executable, "-c", STORM], capture_output=True, text=True, check=True, timeout=40)
+
+    assert done.stdout == "due True\n"

@@ -52,7 +52,7 @@ class PreemptionNotice:
         has_peers = dist.is_initialized() and dist.get_world_size() > 1
         self._every = self._least = -(-dist.get_world_size() // _RANKS_A_STEP) if has_peers else 1
         self._group = dist.new_group(backend="gloo", timeout=timeout) if has_peers else None
-        self._asked = threading.Event()
+        self._is_asked = False  # no Event: a second signal within its lock would wait for itself
         self._work: Any = None
         self._numbers = torch.zeros(2)
         self._calls, self._since_s = 0, perf_counter()
@@ -64,7 +64,7 @@ class PreemptionNotice:
                     self._before[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked.set()
+        self._is_asked = True
         handler = self._before.get(signal.Signals(number))
         # of another training of this process, or of one that was not closed
         if handler is not None and _is_of_a_notice(handler):
@@ -72,7 +72,7 @@ class PreemptionNotice:
 
     def ask(self) -> None:
         """Ask for the end, as a signal does. One rank is enough."""
-        self._asked.set()
+        self._is_asked = True
 
     def is_due(self) -> bool:
         """Whether the end was asked for, by a rank, before its step before this one; the same on all ranks.
@@ -80,7 +80,7 @@ class PreemptionNotice:
         Where steps are short, it is found out once in several of them, by the seconds of the slowest rank's.
         """
         if self._group is None:
-            return self._asked.is_set()
+            return self._is_asked
         self._calls += 1
         if self._calls < self._every:
             return False
@@ -88,7 +88,7 @@ class PreemptionNotice:
         step_s = (now_s - self._since_s) / self._calls
         self._calls, self._since_s = 0, now_s
         is_due = self._result()
-        self._numbers = torch.tensor([float(self._asked.is_set()), step_s], dtype=torch.float64)
+        self._numbers = torch.tensor([float(self._is_asked), step_s], dtype=torch.float64)
         self._work = dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return is_due
 
