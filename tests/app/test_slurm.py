@@ -131,7 +131,7 @@ def test_a_preempted_job_saves_its_state_and_goes_on_from_there(
     training.finish()
     assert training.losses() == whole
     assert all(len(of_rank) == len(set(of_rank)) for of_rank in training.steps()), "no step was done twice"
-    assert "asked to end: the state after step" in training.output()
+    assert "asked to end: the state after step" in (training.folder / "out").read_text()
     assert int(cluster.field(training.job, "Restarts")) >= 1
 
 
