@@ -22,6 +22,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.job import JobRecord
 from flatout.core.registry import rules
 from flatout.core.runtime.garbage_collector import collections_put_off
+from flatout.core.runtime.script import error_line
 
 _SCHEDULE: Final = Schedule(
     observe_s=8.0, num_light_on_device=10, num_deep=2, deep_budget_s=20.0, trials_budget_s=0.0, compile_budget_s=0.0
@@ -58,7 +59,11 @@ class JobLook:
         """Begin with the next step; why not, where that cannot be."""
         if is_observed():
             return "its steps are observed already"
-        self._capture.start([optimizer])
+        try:
+            self._capture.start([optimizer])
+        except BaseException:
+            self._capture.abandon()  # nothing of ours stays on the training
+            raise
         return ""
 
     def finish(self) -> None:
@@ -79,6 +84,8 @@ class JobLook:
                     diagnosis = diagnose_all(evidence)
                 has_tf32 = torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest"
                 self.record = with_diagnosis(self.record, evidence, diagnosis, has_tf32=has_tf32)
+        except Exception as e:  # noqa: BLE001  # ours; the record says so
+            self.failure = f"its diagnosis failed: {error_line(e)}"
         finally:
             self.spent_s = self._capture.added_s() + perf_counter() - began
             self._on_end(self)

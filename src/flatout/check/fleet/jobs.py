@@ -15,7 +15,7 @@ LOST_S: Final = 15 * 60.0
 """A running job that has written nothing for so long has been killed without a word: heartbeats come every minute or so."""
 _STALLED_S: Final = 10 * 60.0
 _STALLED_STEPS: Final = 50.0
-"""Without a step for so long, and for so many steps' time, a job counts as stalled; saving and evaluation are shorter."""
+"""A job without a step for so long, and for so many steps' time, counts as stalled; saving and evaluation are shorter."""
 _LONG_START_S: Final = 120.0
 _LONG_START_FRACTION: Final = 0.1
 """A start that takes so long, and so much of a job, is named."""

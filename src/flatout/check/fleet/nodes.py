@@ -68,7 +68,7 @@ def _complaints(
 
 
 def _ratios(rows: Sequence[JobRecord]) -> dict[str, list[float]]:
-    """For each node, its jobs' steps over the median of the same workload on other nodes.
+    """Steps of each node's jobs over the median of the same workload on other nodes.
 
     Jobs on one node alone count: of several, all wait for the slowest.
     """

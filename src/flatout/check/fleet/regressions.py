@@ -11,7 +11,7 @@ from flatout.core.records.fleet import Hours, Regression
 from flatout.core.records.job import JobRecord
 
 LEAST_RATIO: Final = 1.05
-"""From here on a step counts as longer; `flatout compare --fail-if-slower` has the same usual value."""
+"""A step that takes so many times as long counts as longer; `flatout compare --fail-if-slower` has the same usual value."""
 _COMPARED: Final = (
     ("code_revision", "code"),
     ("torch", "torch"),

@@ -113,7 +113,7 @@ class JobRecord(Record, frozen=True, kw_only=True):
     model: str = ""
     num_parameters: int = 0
     flop_per_step: float | None = None
-    """Of one rank."""
+    """FLOP of one rank's step; None where nobody has looked."""
     mfu: float | None = None
     """Model FLOP a second over the data sheet's rate in the dtype of most of them; None where there is no data sheet."""
     phases: dict[str, float] = {}

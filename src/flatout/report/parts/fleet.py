@@ -26,7 +26,7 @@ GROUPINGS: Final[tuple[Grouping, ...]] = ("team", "model", "node", "user")
 
 _KINDS: Final = {"gpu": "GPU", "core": "core"}
 _SHORT_H: Final = 0.1
-"""Below that, hours are shown as minutes."""
+"""Hours below that are shown as minutes."""
 
 
 def moment(at_s: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -43,42 +45,42 @@ def parameter() -> torch.Tensor:
     return parameter
 
 
-def test_optimizers_that_come_and_go_with_the_ids_of_others_disturb_no_step(parameter: torch.Tensor) -> None:
+@pytest.fixture
+def borders() -> Iterator[Borders]:
+    """The borders of the steps of all optimizers, as they are observed."""
     patches, borders = Patches(), Borders()
     optimizing = Optimizing(Sites(), borders)
     optimizing.install(patches)
     optimizing.is_active = True
-    try:
-        for fold in range(60):
-            optimizer = torch.optim.SGD([parameter], lr=0.1)
-            for _ in range(1 + fold % 4):
-                optimizer.step()
-            if fold % 3 == 0:
-                other = torch.optim.SGD([parameter], lr=0.1)
-                other.step()
-                del other
-            del optimizer
-    finally:
-        optimizing.remove()
-        patches.undo()
+    yield borders
+    optimizing.remove()
+    patches.undo()
+
+
+def test_optimizers_that_come_and_go_with_the_ids_of_others_disturb_no_step(
+    parameter: torch.Tensor, borders: Borders
+) -> None:
+    for fold in range(60):
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        for _ in range(1 + fold % 4):
+            optimizer.step()
+        if fold % 3 == 0:
+            other = torch.optim.SGD([parameter], lr=0.1)
+            other.step()
+            del other
+        del optimizer
 
     assert len(borders.ends) == sum(1 + fold % 4 + (fold % 3 == 0) for fold in range(60))
 
 
-def test_an_optimizer_in_place_of_one_that_is_gone_goes_on_with_its_steps(parameter: torch.Tensor) -> None:
-    patches, borders = Patches(), Borders()
-    optimizing = Optimizing(Sites(), borders)
-    optimizing.install(patches)
-    optimizing.is_active = True
-    try:
-        for _ in range(3):
-            optimizer = torch.optim.SGD([parameter], lr=0.1)
-            for _ in range(5):
-                optimizer.step()
-            del optimizer
-    finally:
-        optimizing.remove()
-        patches.undo()
+def test_an_optimizer_in_place_of_one_that_is_gone_goes_on_with_its_steps(
+    parameter: torch.Tensor, borders: Borders
+) -> None:
+    for _ in range(3):
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        for _ in range(5):
+            optimizer.step()
+        del optimizer
 
     assert all(is_border for is_border, _ in borders.ends)
     assert not any(has_changed for _, has_changed in borders.ends[1:])

@@ -22,7 +22,7 @@ class Redact(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is left out of records, besides credentials, which always are."""
 
     arguments: bool = False
-    """Of commands, all but the script."""
+    """All of commands but the script."""
     paths: bool = False
     """Folders in commands, errors and causes; the files' names stay."""
     users: bool = False
