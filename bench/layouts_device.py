@@ -30,7 +30,7 @@ from flatout.machine.measure.stats import median, quantile
 from flatout.scale.calibration import Calibrated, TimedLayout
 from flatout.scale.candidates import layouts
 from flatout.scale.executor import EXECUTOR
-from flatout.scale.informative_layouts import informative_layouts, thin
+from flatout.scale.informative_layouts import calibration_steps
 from flatout.scale.inputs import cluster_of
 from flatout.scale.memory import memory_of, with_libraries
 
@@ -63,7 +63,7 @@ def judged(steps: list[MeasuredStep], calibrated: Calibrated) -> dict[str, objec
     done = [s for s in steps if s.seconds is not None]
     said = [calibrated.predict(s.model, s.layout) for s in done]
     errors = [abs(p.seconds / s.seconds - 1) for p, s in zip(said, done, strict=True) if s.seconds]
-    at_speed = [calibrated.predict(s.model, s.layout, host_s=s.host_s) for s in done]
+    at_speed = [calibrated.predict(s.model, s.layout, host_layer_s=s.host_layer_s) for s in done]
     errors_at_speed = [abs(p.seconds / s.seconds - 1) for p, s in zip(at_speed, done, strict=True) if s.seconds]
     first = min(range(len(done)), key=lambda i: said[i].seconds)
     best = min(s.seconds for s in done if s.seconds)
@@ -96,7 +96,7 @@ def judged_again(path: Path) -> None:
     cluster = cluster_of(f"{result['ranks']}x{result.get('device_id', 'h200')}")
     steps = msgspec.convert(result["calibration"], list[MeasuredStep])
     calibrated = Calibrated(
-        [TimedLayout(s.model, s.layout, s.seconds, s.host_s) for s in steps if s.seconds], cluster, SOFTWARE
+        [TimedLayout(s.model, s.layout, s.seconds, s.host_layer_s) for s in steps if s.seconds], cluster, SOFTWARE
     )
     result["constants"] = msgspec.to_builtins(calibrated.constants)
     for name in MODELS:
@@ -142,11 +142,9 @@ def main() -> None:
         for number in range(given.rounds):
             calibrated_in.append([])
             for shape in models.values():
-                few = thin(shape, ranks)
-                told = informative_layouts(few, ranks, SOFTWARE, room)
-                calibrated_in[-1] += measured_steps(
-                    few, told, world, limit_s=given.calibration / len(models), mixed=mixed
-                )
+                told = calibration_steps(shape, ranks, SOFTWARE, room)
+                limit_s = given.calibration / len(models)
+                calibrated_in[-1] += measured_steps(told, world, limit_s=limit_s, mixed=mixed)
             if not number:
                 result["calibration_s"] = time.perf_counter() - began
             for name in names:
@@ -156,7 +154,8 @@ def main() -> None:
                 chosen = found if name == given.all else found[: max(8, len(found) // 4)]
                 limit_s = given.limit if name == given.all else given.limit / 3
                 measured_in[name].append([])
-                for step in measured_steps(shape, chosen, world, limit_s=limit_s, mixed=mixed):
+                steps = [(shape, layout) for layout in chosen]
+                for step in measured_steps(steps, world, limit_s=limit_s, mixed=mixed):
                     measured_in[name][-1].append(step)
                     if world.is_first:
                         with given.out.with_suffix(".jsonl").open("ab") as lines:
@@ -173,7 +172,7 @@ def result_of(
 ) -> dict[str, object]:
     """Constants fitted to the means of all rounds, and what they say of the means of the layouts."""
     calibration = averaged(calibrated_in)
-    runs = [TimedLayout(s.model, s.layout, s.seconds, s.host_s) for s in calibration if s.seconds is not None]
+    runs = [TimedLayout(s.model, s.layout, s.seconds, s.host_layer_s) for s in calibration if s.seconds is not None]
     calibrated = Calibrated(runs, cluster, SOFTWARE)
     found: dict[str, object] = {
         "rounds": len(calibrated_in),

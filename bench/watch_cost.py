@@ -139,7 +139,8 @@ def one_job(device: str, steps: int, *, is_watched: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {k: v for k, v in os.environ.items() if k != "FLATOUT_WATCH"}
         if is_watched:
-            environment |= {"FLATOUT_WATCH": "1", "FLATOUT_STORE": folder, "PYTHONPATH": str(STARTUP)}
+            path = os.pathsep.join(filter(None, (str(STARTUP), environment.get("PYTHONPATH"))))
+            environment |= {"FLATOUT_WATCH": "1", "FLATOUT_STORE": folder, "PYTHONPATH": path}
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         began = perf_counter()
         command = [sys.executable, __file__, "--device", device, "--train", str(steps)]

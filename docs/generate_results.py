@@ -37,6 +37,7 @@ NAMED: Final = (
     ("watch_cost*", "bench/watch_cost.py"),
     ("watch_look*", "bench/watch_cost.py"),
     ("fleet_store*", "bench/fleet_store.py"),
+    ("watched_job*", BY_HAND),
     ("ranks*", "bench/ranks_device.py"),
     ("native*", "bench/native.py"),
     ("attention_shapes*", "bench/attention_shapes_device.py"),

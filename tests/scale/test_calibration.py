@@ -10,6 +10,8 @@ from msgspec import structs
 from flatout.core.errors import PlanError
 from flatout.core.records.scale import Cluster, Constants, Layout, ModelShape, Software, Tier
 from flatout.scale.calibration import Calibrated, TimedLayout
+from flatout.scale.executor import EXECUTOR
+from flatout.scale.informative_layouts import calibration_steps
 from flatout.scale.inputs import cluster_of
 from flatout.scale.step import step_time
 
@@ -109,8 +111,8 @@ def test_steps_of_one_node_leave_the_network_between_nodes_as_it_was_and_widen_t
 
 
 def test_steps_of_a_host_that_was_slower_then_do_not_mislead() -> None:
-    """A step is predicted on a host as fast as is said, and the constants are those of the median speed. A loop over one small
-    operator slows down more than a step's host does."""
+    """A step is predicted on a host as fast as is said, and the constants are those of the median speed. What is
+    measured of the host varies more than a step does."""
     shape = ModelShape(hidden=256, layers=24, heads=4, vocab=1024, seq=128)  # so small that the host is all that counts
     cluster, software = cluster_of("8xa100-80gb"), Software()
     layouts = [Layout(tensor=t, data=8 // t, micro_batch=m, global_batch=64) for t in (1, 2, 4) for m in (1, 2, 4)]
@@ -122,16 +124,35 @@ def test_steps_of_a_host_that_was_slower_then_do_not_mislead() -> None:
         return step_time(shape, layout, cluster, software, slow).total_s
 
     def probe_s(slower: float) -> float:
-        return 5e-6 * slower ** (1 / 0.45)
+        return 1e-3 * slower ** (1 / 0.6)
 
     speeds = [(1.0, 1.0, 2.0)[n % 3] for n in range(len(layouts))]
     runs = [
-        TimedLayout(shape, one, taken(one, slower), host_s=probe_s(slower))
+        TimedLayout(shape, one, taken(one, slower), host_layer_s=probe_s(slower))
         for one, slower in zip(layouts, speeds, strict=True)
     ]
     calibrated = Calibrated(runs, cluster, software)
     other = Layout(tensor=2, data=4, micro_batch=8, global_batch=64)
     assert calibrated.predict(shape, other).seconds == pytest.approx(taken(other, 1.0), rel=0.05)
-    assert calibrated.predict(shape, other, host_s=probe_s(2.0)).seconds == pytest.approx(taken(other, 2.0), rel=0.05)
-    blind = Calibrated([run._replace(host_s=None) for run in runs], cluster, software)
+    assert calibrated.predict(shape, other, host_layer_s=probe_s(2.0)).seconds == pytest.approx(
+        taken(other, 2.0), rel=0.05
+    )
+    known, unknown = calibrated.predict(shape, other, host_layer_s=probe_s(1.0)), calibrated.predict(shape, other)
+    assert unknown.high_s / unknown.seconds > 1.2 * known.high_s / known.seconds  # the host was up to twice as slow
+    blind = Calibrated([run._replace(host_layer_s=None) for run in runs], cluster, software)
     assert blind.predict(shape, other).seconds > 1.1 * taken(other, 1.0)
+
+
+def test_steps_of_few_layers_predict_those_of_many_where_the_host_is_all_that_counts() -> None:
+    shape, cluster = ModelShape(hidden=256, layers=24, heads=4, vocab=1024, seq=128), cluster_of("2xh200")
+    true, rng = Constants(operator_s=6e-5, divided_operator_s=5e-4, step_s=2e-3), Random(0)
+
+    def timed(one: ModelShape, layout: Layout) -> TimedLayout:
+        seconds = step_time(one, layout, cluster, EXECUTOR, true).total_s
+        return TimedLayout(one, layout, seconds * exp(rng.gauss(0, 0.03)))
+
+    steps = calibration_steps(shape, 2, EXECUTOR, None)
+    calibrated = Calibrated([timed(*step) for step in steps], cluster, EXECUTOR)
+    judged = [timed(shape, layout) for one, layout in steps if one.layers == 4]
+    errors = [abs(calibrated.predict(run.model, run.layout).seconds / run.seconds - 1) for run in judged]
+    assert sum(errors) / len(errors) < 0.05

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import exp, log, sqrt
-from statistics import median
+from statistics import median, stdev
 from typing import Final, NamedTuple
 
 from msgspec import structs
@@ -25,17 +25,18 @@ _FIXED: Final = frozenset({"straggler_share"})
 """Constants that steps of one cluster cannot separate from the others."""
 _USUAL_SPREAD: Final = 0.7
 """How far constants lie from their defaults: a factor of two; shares as much in their odds."""
-_SPREADS: Final = {"kernel_s": 0.3, "step_s": 0.3}
-"""The same of constants that differ less: a kernel's start is a few microseconds on every device. Left to itself it becomes ten
-times as much where the host is slow, and the host's operators too little."""
-_SMALL_OPERATORS: Final = {"operator_s": 7.0, "divided_operator_s": 35.0, "collective_s": 4.8}
-"""Constants of the host over what it takes to start a small operator in a loop, which is measured between steps: as they were
-fitted on two H200, twice (bench/results/2026-11-28-h200-x2, layouts_host_speed_1 and _2)."""
-_SPREAD_OF_SMALL: Final = 0.25
+_SPREADS: Final = {"kernel_s": 0.3, "step_s": 0.1}
+"""The same of constants that differ less: a kernel's start is a few microseconds on every device, and what a step takes once,
+besides what it takes for each layer, a millisecond or two. Left to themselves they become several times as much where the host is
+slow, and the host's operators too little: then predictions of more layers than were measured are too fast."""
+_OF_TINY_LAYER: Final = {"operator_s": 1 / 43, "divided_operator_s": 1 / 8.6, "collective_s": 1 / 63}
+"""Constants of the host over what it takes for the forward and backward of a tiny layer, which is measured between steps: as they
+were fitted on two H200 (bench/results/2026-11-29-h200-x2, layouts_few_layers)."""
+_SPREAD_OF_TINY: Final = 0.25
 """How far they lie from that."""
-_HOST_POWER: Final = 0.45
-"""Steps of host-bound layouts go with that power of the small operator's time: it is measured for a few milliseconds, and a
-step's host does more than that (slope of both logarithms for the same layouts in all four files there; correlation 0.6)."""
+_HOST_POWER: Final = 0.6
+"""Steps of host-bound layouts go with that power of the tiny layer's time, which is measured for a few milliseconds. In that file
+the logarithms of both between two rounds of 16 layouts correlate with 0.7, of a loop over one small operator with 0.5."""
 _NOISE: Final = 0.03
 """Of a measured step, and of formulas, as they count when constants are fitted."""
 _BEYOND: Final = 1.2
@@ -49,18 +50,20 @@ _SCALES: Final = (0.25, 0.5, 1.0, 2.0)
 _AMPLITUDES: Final = (0.02, 0.05, 0.1, 0.2)
 _REST: Final = (0.005, 0.01, 0.02, 0.04)
 _COVERED: Final = 0.95
+_WIDE: Final = 1.65
+"""Deviations of a normal law on either side that hold nine of ten."""
 
 Row = Sequence[float]
 
 
 class TimedLayout(NamedTuple):
-    """A step of a layout that was measured; `host_s` is what the host took to start a small operator then, where that is
+    """A step of a layout that was measured; `host_layer_s` is what the host took for a tiny layer then, where that is
     known."""
 
     model: ModelShape
     layout: Layout
     seconds: float
-    host_s: float | None = None
+    host_layer_s: float | None = None
 
 
 class Predicted(NamedTuple):
@@ -83,27 +86,31 @@ class Calibrated:
         self._cluster, self._software = cluster, software
         self._most = max(run.layout.num_devices for run in runs)
         prior = prior or Constants()
-        speeds = [run.host_s for run in runs if run.host_s is not None]
-        self._host_s = median(speeds) if speeds else None
-        is_known = self._host_s is not None and load_spec(cluster.device).kind == "gpu"
-        start = _with_host(prior, self._host_s) if is_known else prior
-        self.constants = _fitted(runs, cluster, software, start, self._host_s, is_host_known=is_known)
+        speeds = [run.host_layer_s for run in runs if run.host_layer_s is not None]
+        self._host_layer_s = median(speeds) if speeds else None
+        self._slow_host_s = (self._host_layer_s or 0.0) * exp(_WIDE * _deviation([log(s) for s in speeds]))
+        is_known = self._host_layer_s is not None and load_spec(cluster.device).kind == "gpu"
+        start = _with_host(prior, self._host_layer_s) if is_known else prior
+        self.constants = _fitted(runs, cluster, software, start, self._host_layer_s, is_host_known=is_known)
         self.fitted = tuple(_in_words(self.constants, prior))
         """Each constant that the measured steps moved, in words."""
         self._points = [_local_shape(run.model, run.layout) for run in runs]
-        left = [log(run.seconds / self._formula_s(run.model, run.layout, run.host_s)) for run in runs]
+        left = [log(run.seconds / self._formula_s(run.model, run.layout, run.host_layer_s)) for run in runs]
         self._krige = _best_krige(self._points, left)
         self._wide = _width(self._krige)
 
-    def predict(self, model: ModelShape, layout: Layout, *, host_s: float | None = None) -> Predicted:
-        """Seconds of a step: where `host_s` says how long the host takes to start a small operator, on a host as fast as that;
+    def predict(self, model: ModelShape, layout: Layout, *, host_layer_s: float | None = None) -> Predicted:
+        """Seconds of a step: where `host_layer_s` says what the host takes for a tiny layer, on a host as fast as that;
         else on one as fast as in the median of the measured steps.
 
         Raises PlanError where the layout does not fit the model.
         """
         mean, deviation = self._krige.at(_local_shape(model, layout))
-        seconds = self._formula_s(model, layout, host_s) * exp(mean)
+        seconds = self._formula_s(model, layout, host_layer_s) * exp(mean)
         factor = exp(self._wide * deviation) * self._further(layout)
+        if host_layer_s is None and self._host_layer_s is not None:  # it may be as fast, or as slow, as it was at times
+            now_s = self._formula_s(model, layout, self._host_layer_s)
+            factor *= self._formula_s(model, layout, self._slow_host_s) / now_s
         return Predicted(seconds, seconds / factor, seconds * factor)
 
     def _further(self, layout: Layout) -> float:
@@ -113,24 +120,29 @@ class Calibrated:
         used, needed = (sum(reach < devices for reach in reaches) for devices in (self._most, layout.num_devices))
         return _BEYOND if needed > used else 1.0
 
-    def _formula_s(self, model: ModelShape, layout: Layout, host_s: float | None) -> float:
-        constants = _on_host(self.constants, host_s, self._host_s)
+    def _formula_s(self, model: ModelShape, layout: Layout, host_layer_s: float | None) -> float:
+        constants = _on_host(self.constants, host_layer_s, self._host_layer_s)
         return step_time(model, layout, self._cluster, self._software, constants).total_s
 
 
-def _with_host(prior: Constants, host_s: float | None) -> Constants:
-    """The prior with the host's constants as they usually are where it takes so long to start a small operator."""
-    if host_s is None:
+def _deviation(values: Sequence[float]) -> float:
+    """Their standard deviation; 0 of fewer than two."""
+    return stdev(values) if len(values) > 1 else 0.0
+
+
+def _with_host(prior: Constants, host_layer_s: float | None) -> Constants:
+    """The prior with the host's constants as they usually are where it takes so long for a tiny layer."""
+    if host_layer_s is None:
         return prior
-    return structs.replace(prior, **{name: times * host_s for name, times in _SMALL_OPERATORS.items()})
+    return structs.replace(prior, **{name: times * host_layer_s for name, times in _OF_TINY_LAYER.items()})
 
 
-def _on_host(constants: Constants, host_s: float | None, usual_s: float | None) -> Constants:
-    """The constants on a host that takes so long to start a small operator, where they are those of one that takes `usual_s`."""
-    if host_s is None or usual_s is None or host_s == usual_s:
+def _on_host(constants: Constants, host_layer_s: float | None, usual_s: float | None) -> Constants:
+    """The constants on a host that takes so long for a tiny layer, where they are those of one that takes `usual_s`."""
+    if host_layer_s is None or usual_s is None or host_layer_s == usual_s:
         return constants
-    times = (host_s / usual_s) ** _HOST_POWER
-    return structs.replace(constants, **{name: times * getattr(constants, name) for name in _SMALL_OPERATORS})
+    times = (host_layer_s / usual_s) ** _HOST_POWER
+    return structs.replace(constants, **{name: times * getattr(constants, name) for name in _OF_TINY_LAYER})
 
 
 def _in_words(constants: Constants, prior: Constants) -> Iterator[str]:
@@ -166,7 +178,7 @@ def _fitted(
     *,
     is_host_known: bool,
 ) -> Constants:
-    spreads_of = _SPREADS | (dict.fromkeys(_SMALL_OPERATORS, _SPREAD_OF_SMALL) if is_host_known else {})
+    spreads_of = _SPREADS | (dict.fromkeys(_OF_TINY_LAYER, _SPREAD_OF_TINY) if is_host_known else {})
     names = _measured_constants(runs, cluster, software, prior)
     start = [_unbounded(name, getattr(prior, name)) for name in names]
 
@@ -177,7 +189,9 @@ def _fitted(
     def misses(places: Row) -> list[float]:
         constants_now = constants(places)
         taken_s = (
-            step_time(run.model, run.layout, cluster, software, _on_host(constants_now, run.host_s, usual_s)).total_s
+            step_time(
+                run.model, run.layout, cluster, software, _on_host(constants_now, run.host_layer_s, usual_s)
+            ).total_s
             for run in runs
         )
         residuals = [log(s / run.seconds) / _NOISE for run, s in zip(runs, taken_s, strict=True)]
@@ -295,7 +309,7 @@ def _best_krige(points: Sequence[Row], values: Row) -> _Krige:
 def _width(krige: _Krige) -> float:
     """Deviations that hold as many of the points that were left out as intervals are to hold; a normal law's at least."""
     found = sorted(krige.left_out())
-    return max(1.65, found[min(len(found) - 1, int(_COVERED * len(found)))])
+    return max(_WIDE, found[min(len(found) - 1, int(_COVERED * len(found)))])
 
 
 def _cholesky(matrix: Sequence[Row]) -> list[list[float]]:

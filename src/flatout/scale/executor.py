@@ -15,6 +15,7 @@ EXECUTOR: Final = Software(
     stops_early=True,
     end_operators=20,
     update_operators=0.3,
+    reduce_operators=2.0,
     divided_by="tensors",
     shards_by="weight",
     has_dropout=False,
@@ -29,5 +30,7 @@ at once, as the logits in half precision go when theirs come.
 Operators are counted by what a host takes for a step without arithmetic (a profile on a CPU, 70 us an operator): 3.5 ms for a
 layer and micro-batch, 1.6 ms more where attention is recomputed, 1.5 ms for embedding, head and loss. Operators of a forward, and
 what an update takes for each weight of an operator on tensors that know how they are divided, fit 25 layouts on two H200 best,
-each measured in five visits (bench/results/2026-11-28-h200-x2).
+each measured in five visits (bench/results/2026-11-28-h200-x2). What reducing a weight's gradient takes of the host
+(cast, copied into the buffer that is sent, the send itself, copied out) fits the means of two rounds in five visits best, from 16
+to 25 layouts each (two of that folder, three of 2026-11-29-h200-x2).
 """

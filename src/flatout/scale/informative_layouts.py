@@ -1,7 +1,8 @@
-"""The layouts whose steps tell most of a machine's constants in a minute: few layers, and every kind of division."""
+"""The steps that tell most of a machine's constants in a minute: few layers, and every kind of division."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Final
 
@@ -14,6 +15,9 @@ from flatout.scale.memory import memory_of
 _LAYERS_A_STAGE: Final = 2
 _FEWEST_LAYERS: Final = 4
 """Layers on one device, so that what they take is told from what a step takes once."""
+_TIMES_MORE: Final = 3
+_ROUNDS_OF_MORE: Final = 2
+"""Of the rounds below, those that are measured with more layers, too."""
 _ROUNDS: Final[tuple[tuple[int, int, Recompute, bool], ...]] = (
     (1, 1, "none", False),
     (4, 1, "none", True),
@@ -31,22 +35,38 @@ comes first, since time may run out. Several micro-batches tell what the host do
 _SHARE_OF_ROOM: Final = 0.85
 
 
-def thin(model: ModelShape, num_devices: int) -> ModelShape:
-    """The model with as few layers as every pipeline over the devices needs, two a stage, and four at least: the same layers take
-    the same time."""
-    fewest = min(model.layers, _FEWEST_LAYERS)
-    return structs.replace(model, layers=max(fewest, min(model.layers, _LAYERS_A_STAGE * num_devices)))
-
-
-def informative_layouts(
+def calibration_steps(
     model: ModelShape, num_devices: int, software: Software, room_bytes: int | None
-) -> list[Layout]:
-    """Layouts of all devices at hand that fit them: each kind of division once before sizes and recomputing change.
+) -> list[tuple[ModelShape, Layout]]:
+    """What to measure on all devices at hand, the most telling first: each kind of division of a few layers; the same of three
+    times as many, which tell what a step takes once from what it takes for each layer; then sizes and recomputing.
 
-    >>> small = ModelShape(hidden=64, layers=4, heads=4, vocab=128, seq=64)
-    >>> [(x.tensor, x.pipeline, x.data, x.shard) for x in informative_layouts(small, 2, Software(), None)[:3]]
-    [(1, 1, 2, 0), (1, 2, 1, 0), (2, 1, 1, 0)]
+    >>> small = ModelShape(hidden=64, layers=24, heads=4, vocab=128, seq=64)
+    >>> steps = calibration_steps(small, 2, Software(), None)
+    >>> [(m.layers, x.tensor, x.pipeline, x.data, x.shard) for m, x in steps[:3]]
+    [(4, 1, 1, 2, 0), (4, 1, 2, 1, 0), (4, 2, 1, 1, 0)]
+    >>> sorted({m.layers for m, _ in steps})
+    [4, 12]
     """
+    few, more = _with_layers(model, num_devices)
+    found = _layouts(few, num_devices, _ROUNDS[:_ROUNDS_OF_MORE])
+    if more.layers > few.layers:
+        found += _layouts(more, num_devices, _ROUNDS[:_ROUNDS_OF_MORE])
+    found += _layouts(few, num_devices, _ROUNDS[_ROUNDS_OF_MORE:])
+    return [one for one in found if room_bytes is None or _fits(*one, software, room_bytes)]
+
+
+def _with_layers(model: ModelShape, num_devices: int) -> tuple[ModelShape, ModelShape]:
+    """The model with as few layers as every pipeline over the devices needs, two a stage, and four at least; and with up to three
+    times as many."""
+    fewest = min(model.layers, max(_FEWEST_LAYERS, _LAYERS_A_STAGE * num_devices))
+    more = fewest * min(_TIMES_MORE, model.layers // fewest)
+    return structs.replace(model, layers=fewest), structs.replace(model, layers=more)
+
+
+def _layouts(
+    model: ModelShape, num_devices: int, rounds: Sequence[tuple[int, int, Recompute, bool]]
+) -> list[tuple[ModelShape, Layout]]:
     kinds = [
         (tensor, pipeline, num_devices // tensor // pipeline)
         for tensor, pipeline in product(divisors(num_devices), divisors(num_devices))
@@ -56,7 +76,7 @@ def informative_layouts(
         and model.layers % pipeline == 0
     ]
     found = []
-    for size, accumulated, recompute, is_sharded in _ROUNDS:
+    for size, accumulated, recompute, is_sharded in rounds:
         for tensor, pipeline, data in kinds:
             if pipeline > 1 and accumulated > 1:
                 continue  # stages have several anyway
@@ -73,8 +93,7 @@ def informative_layouts(
                 shard=shard,
                 is_sequence_parallel=tensor > 1,
             )
-            if room_bytes is None or _fits(model, layout, software, room_bytes):
-                found.append(layout)
+            found.append((model, layout))
     return found
 
 

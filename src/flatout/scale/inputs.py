@@ -77,7 +77,9 @@ def read_runs(path: Path) -> list[TimedLayout]:
     for run in runs:
         if run.seconds is not None and not run.seconds > 0:
             raise PlanError(f"'{path}' has a step of {run.seconds} s; give positive seconds")
-    return [TimedLayout(run.model, run.layout, run.seconds, run.host_s) for run in runs if run.seconds is not None]
+    return [
+        TimedLayout(run.model, run.layout, run.seconds, run.host_layer_s) for run in runs if run.seconds is not None
+    ]
 
 
 def layout_toml(layout: Layout, *, comment: str) -> bytes:

@@ -161,6 +161,7 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     is_one_by_one = software.shards_by == "weight" and is_sent_by_layer(layout)
     one_by_one_s = num_weights(model, kind) * operator_s if is_one_by_one else 0.0
     gathering_s = one_by_one_s if layout.shard == 3 else 0.0
+    reducing_s = software.reduce_operators * one_by_one_s
     waited_s = 0.0 if hides_experts(software, layout) else expert_s
     whole = kind.blocks / 2  # of a layer of two blocks
     forward = LayerPass(
@@ -174,7 +175,7 @@ def layer(case: StepCase, kind: LayerKind) -> LayerWork:
     backward = LayerPass(
         products.inputs_s + products.weights_s + attention.backward_s + back_reading_s,
         tensor_back_s,
-        whole * software.backward_operators * operator_s + started_s + 2 * of_experts_s + gathering_s + one_by_one_s,
+        whole * software.backward_operators * operator_s + started_s + 2 * of_experts_s + gathering_s + reducing_s,
         around_back_s,
         waited_s,
     )

@@ -12,9 +12,11 @@ SHAPE = ModelShape(hidden=16, layers=1, heads=2, vocab=32, seq=8)
 PLAIN, AGAIN, TOO_MANY = Layout(), Layout(recompute="full"), Layout(tensor=2)
 
 
-def step(layout: Layout, seconds: float | None, host_s: float | None = None, peak: int | None = None) -> MeasuredStep:
+def step(
+    layout: Layout, seconds: float | None, host_layer_s: float | None = None, peak: int | None = None
+) -> MeasuredStep:
     peaks = None if peak is None else (peak,)
-    return MeasuredStep(model=SHAPE, layout=layout, seconds=seconds, host_s=host_s, peak_bytes=peaks)
+    return MeasuredStep(model=SHAPE, layout=layout, seconds=seconds, host_layer_s=host_layer_s, peak_bytes=peaks)
 
 
 def test_rounds_are_averaged_by_layout() -> None:
@@ -23,7 +25,7 @@ def test_rounds_are_averaged_by_layout() -> None:
     second = [step(PLAIN, 3.0, 3e-5, 120)]  # the second round was cut off by the limit
     found = averaged([first, second])
     assert [one.layout for one in found] == [PLAIN, AGAIN, TOO_MANY]
-    assert (found[0].seconds, found[0].host_s, found[0].peak_bytes) == (2.0, pytest.approx(2e-5), (120,))
+    assert (found[0].seconds, found[0].host_layer_s, found[0].peak_bytes) == (2.0, pytest.approx(2e-5), (120,))
     assert found[1] == first[1]
     assert found[2].why == "two ranks are needed"
 
@@ -35,8 +37,9 @@ def test_a_layout_that_ran_once_has_the_seconds_of_that_round() -> None:
 
 def test_all_layouts_are_measured_again_while_there_is_time() -> None:
     with World("cpu") as world:
-        found = list(measured_in_rounds(SHAPE, [PLAIN, AGAIN], world, limit_s=60.0, rounds=2, mixed=None))
+        found = list(measured_in_rounds([(SHAPE, PLAIN), (SHAPE, AGAIN)], world, limit_s=60.0, rounds=2, mixed=None))
     assert [one.layout for one, _ in found] == [PLAIN, AGAIN, PLAIN, AGAIN]
+    assert all(one.host_layer_s for one, _ in found)
     last = found[-1][1]
     assert len(last) == 2
     of_plain = [one.seconds for one, _ in found if one.layout == PLAIN]
@@ -45,5 +48,5 @@ def test_all_layouts_are_measured_again_while_there_is_time() -> None:
 
 def test_a_round_that_began_late_is_not_begun() -> None:
     with World("cpu") as world:
-        found = list(measured_in_rounds(SHAPE, [PLAIN], world, limit_s=1e-9, rounds=3, mixed=None))
+        found = list(measured_in_rounds([(SHAPE, PLAIN)], world, limit_s=1e-9, rounds=3, mixed=None))
     assert len(found) <= 1

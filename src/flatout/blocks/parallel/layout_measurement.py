@@ -25,29 +25,27 @@ from flatout.machine.measure.timer import host_clock_for
 _WARM_UP: Final = 2
 _STEPS: Final = 15
 _FEWEST_STEPS: Final = 3
-_SMALL_OPERATORS: Final = 400
-"""Started between steps, for how fast the host is then: a few milliseconds."""
+_PROBE_LAYERS: Final = 2
+"""Of a tiny model whose forward and backward run between steps, for how fast the host is then: a few milliseconds."""
 _ENOUGH_S: Final = 1.5
 """Of measured steps, after which the fewest are enough: what long ones wait for is rarely the host, which varies most."""
 
 
 def measured_steps(
-    shape: ModelShape,
-    layouts: Sequence[Layout],
+    steps: Sequence[tuple[ModelShape, Layout]],
     world: World,
     *,
     limit_s: float,
     mixed: torch.dtype | None = torch.bfloat16,
 ) -> Iterator[MeasuredStep]:
-    """Each layout in turn, until `limit_s` have passed: a model of these sizes, random tokens, AdamW; all ranks call it.
+    """Each model in its layout in turn, until `limit_s` have passed: random tokens, AdamW; all ranks call it.
 
     Seconds are the median of 15 steps (down to 3 of long ones) after 2, of the slowest rank; between them the host's speed is
-    measured. Bytes are the allocator's peak of
-    each rank from the first step on, None on a CPU. A layout that cannot be run here comes with the reason and no seconds. All
-    ranks go through the same layouts, and agree on when time is over.
+    measured. Bytes are the allocator's peak of each rank from the first step on, None on a CPU. A layout that cannot be run here
+    comes with the reason and no seconds. All ranks go through the same layouts, and agree on when time is over.
     """
     began = monotonic()
-    for layout in layouts:
+    for shape, layout in steps:
         if max(world.gathered(monotonic() - began)) > limit_s:
             return
         try:
@@ -60,8 +58,7 @@ def measured_steps(
 
 
 def measured_in_rounds(
-    shape: ModelShape,
-    layouts: Sequence[Layout],
+    steps: Sequence[tuple[ModelShape, Layout]],
     world: World,
     *,
     limit_s: float,
@@ -78,7 +75,7 @@ def measured_in_rounds(
         if found and left_s <= 0:
             return
         found.append([])
-        for step in measured_steps(shape, layouts, world, limit_s=left_s, mixed=mixed):
+        for step in measured_steps(steps, world, limit_s=left_s, mixed=mixed):
             found[-1].append(step)
             yield step, averaged(found)
 
@@ -95,12 +92,12 @@ def _mean(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     done = [step for step in steps if step.seconds is not None]
     if not done:
         return steps[0]
-    speeds = [step.host_s for step in done if step.host_s is not None]
+    speeds = [step.host_layer_s for step in done if step.host_layer_s is not None]
     peaks = [step.peak_bytes for step in done if step.peak_bytes is not None]
     return structs.replace(
         done[0],
         seconds=mean(step.seconds for step in done if step.seconds is not None),
-        host_s=mean(speeds) if speeds else None,
+        host_layer_s=mean(speeds) if speeds else None,
         peak_bytes=tuple(map(max, zip(*peaks, strict=True))) if peaks else None,
     )
 
@@ -127,13 +124,13 @@ def _measured(shape: ModelShape, layout: Layout, world: World, mixed: torch.dtyp
         parallel.step(ids, positions, target=ids, loss=token_loss)
         optimizer.step()
 
-    seconds, host_s = _medians_s(step, world)
+    seconds, host_layer_s = _medians_s(step, world)
     peaks = world.gathered(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0)
     return MeasuredStep(
         model=shape,
         layout=layout,
         seconds=seconds,
-        host_s=host_s,
+        host_layer_s=host_layer_s,
         peak_bytes=tuple(peaks) if device.type == "cuda" else None,
     )
 
@@ -148,14 +145,10 @@ def _construction_device(shape: ModelShape, device: torch.device) -> torch.devic
 
 
 def _medians_s(step: Callable[[], None], world: World) -> tuple[float, float]:
-    """Medians of the slowest rank: seconds of a step, and of the host to start a small operator between steps."""
+    """Medians of the slowest rank: seconds of a step, and of the host for a tiny layer between steps."""
     clock = host_clock_for(world.device)
     found, of_host = [], []
-    scratch = torch.zeros(1, device=world.device)
-
-    def small() -> None:
-        for _ in range(_SMALL_OPERATORS):
-            scratch.add_(1)
+    tiny_layers = _tiny_layers(world.device)
 
     for number in range(_WARM_UP + _STEPS):
         if world.num_ranks > 1:
@@ -167,13 +160,27 @@ def _medians_s(step: Callable[[], None], world: World) -> tuple[float, float]:
                 torch.cuda.current_stream(world.device).synchronize()
 
         seconds = max(world.gathered(clock.elapsed_s(whole, 1)))
-        host_s = max(world.gathered(clock.elapsed_s(small, 1))) / _SMALL_OPERATORS
+        host_layer_s = max(world.gathered(clock.elapsed_s(tiny_layers, 1))) / _PROBE_LAYERS
         if number >= _WARM_UP or (number and seconds > _ENOUGH_S / 3):
             found.append(seconds)
-            of_host.append(host_s)
+            of_host.append(host_layer_s)
         if len(found) >= _FEWEST_STEPS and sum(found) > _ENOUGH_S:  # the same on all ranks
             break
     return median(found), median(of_host)
+
+
+def _tiny_layers(device: torch.device) -> Callable[[], None]:
+    """The forward and backward of a model so small that they take what its operators take of the host."""
+    shape = ModelShape(hidden=32, layers=_PROBE_LAYERS, heads=2, vocab=32, seq=8)
+    model = ReferenceTransformer(shape).to(device)
+    ids = torch.zeros(1, shape.seq, dtype=torch.int64, device=device)
+    positions = torch.arange(shape.seq, device=device)[None]
+
+    def run() -> None:
+        model.zero_grad()
+        token_loss(model(ids, positions), ids).backward()
+
+    return run
 
 
 # B batch, T tokens, C hidden, N heads, H numbers of a head

@@ -368,14 +368,16 @@ class Layout(Record, frozen=True, kw_only=True):
 class MeasuredStep(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A step of a model in a layout that was measured: seconds, and the bytes that each rank's allocator gave out at most.
 
-    `host_s` is what the slowest rank's host took to start a small operator then, between the steps. Without seconds, why it could
-    not be run.
+    `host_layer_s` is what the slowest rank's host took then, between the steps, for the forward and backward of one layer of a
+    tiny model. Without seconds, why it could not be run. `host_s`, a loop over one small operator, is of earlier files and not
+    used: neighbours that fill the processor's caches slow a step's host down, and such a loop hardly.
     """
 
     model: ModelShape
     layout: Layout
     seconds: float | None = None
     host_s: float | None = None
+    host_layer_s: float | None = None
     peak_bytes: tuple[int, ...] | None = None
     why: str = ""
 
@@ -394,7 +396,8 @@ class Software(Record, frozen=True, kw_only=True):
     round while it goes on ('ring'); their pieces of a sample are 'contiguous', so that under a causal mask the last rank has the
     most to do, or 'balanced'. Tensor ranks divide a layer by what its code says, or by tensors that know how they are divided
     (`divided_by`). A layer's sharded weights lie in one 'buffer', or each 'weight' is handled by itself; updating it takes
-    `update_operators` of the host, on tensors that know how they are divided. `recompute_operators` is what computing a region
+    `update_operators` of the host, on tensors that know how they are divided, and reducing its gradient by itself
+    `reduce_operators`. `recompute_operators` is what computing a region
     again takes of the host besides its operators, and `end_operators` what embedding, head and loss take in each direction.
     Dropout (`has_dropout`) keeps masks; a gate that is no one kernel (`fuses_gate`) keeps what its function gives; a loss has
     `loss_bytes` for each logit at once, besides the logit. Casts to fewer bits go through memory `cast_passes` times as often as
@@ -427,6 +430,7 @@ class Software(Record, frozen=True, kw_only=True):
     stops_early: bool = False
     end_operators: int = 0
     update_operators: float = 0.0
+    reduce_operators: float = 1.0
     gradient_bytes: int = 2
     optimizer_bytes: int = 30
     state_bytes: int = 12

@@ -23,16 +23,15 @@ def main() -> None:
     from flatout.blocks.parallel.world import World
     from flatout.core.files import write_whole_file
     from flatout.scale.executor import EXECUTOR
-    from flatout.scale.informative_layouts import informative_layouts, thin
+    from flatout.scale.informative_layouts import calibration_steps
     from flatout.scale.inputs import read_model
 
     model, out, seconds, kind = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
     with World(kind) as world:
-        shape = thin(read_model(model), world.num_ranks)
         room = torch.cuda.get_device_properties(world.device).total_memory if kind == "cuda" else None
         mixed = torch.bfloat16 if kind == "cuda" else None
-        layouts = informative_layouts(shape, world.num_ranks, EXECUTOR, room)
-        for step, found in measured_in_rounds(shape, layouts, world, limit_s=seconds, rounds=_ROUNDS, mixed=mixed):
+        steps = calibration_steps(read_model(model), world.num_ranks, EXECUTOR, room)
+        for step, found in measured_in_rounds(steps, world, limit_s=seconds, rounds=_ROUNDS, mixed=mixed):
             if world.is_first:
                 write_whole_file(out, msgspec.json.format(msgspec.json.encode(found)))
                 took = f"{step.seconds * 1e3:.1f} ms" if step.seconds is not None else step.why
