@@ -814,8 +814,8 @@ MANY = Section(
             (
                 Claim(
                     "{num} layouts of a GPT of 24 thin layers, whose steps wait for the host: the first choice is {regret} % "
-                    "slower than the best. Seconds are {error} % off in the mean, {at_host} % at the speed that the host had then, "
-                    "peaks of memory {memory} % in the median; {low} layouts were said to fit and did not.",
+                    "slower than the best. Seconds are {error} % off in the mean, {at_host} % at the speed that the host had "
+                    "then, peaks of memory {memory} % in the median; {low} layouts were said to fit and did not.",
                     lambda r: _layouts(r, "deep"),
                 ),
             ),
