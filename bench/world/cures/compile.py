@@ -1,5 +1,6 @@
-"""Every outermost module compiled at its first call."""
+"""Every outermost module compiled at its first call, in the mode of WORLD_COMPILE_MODE."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ def cure() -> None:
     def compiled(module, call, args, kwargs):
         if id(module) not in done:
             done.add(id(module))
-            module.compile()
+            module.compile(mode=os.environ.get("WORLD_COMPILE_MODE"))
         return call(*args, **kwargs)
 
     around_outermost(compiled)
