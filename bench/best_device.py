@@ -20,6 +20,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,84 +37,177 @@ LOSS_STEPS = 500
 SEEDS = (11, 12, 13)
 
 
-class Row(NamedTuple):
-    """A workload: the plain script, what a step of it is in `unit`, and the peer's script with its settings.
+class Peer(NamedTuple):
+    """A public way to train the same: its script, its settings, and how many samples a step has with each."""
 
-    `samples` are of one step of the plain script; a setting has its own where it takes another batch.
+    script: Path
+    settings: dict[str, tuple[tuple[str, ...], float]]
+    goal: float
+
+
+class Row(NamedTuple):
+    """A workload: the plain script, how many samples in `unit` a step of it has, and its peers by name.
+
+    `cycle` optimizer steps belong together, as those of an iteration of PPO do: stretches are whole cycles. `needs` is a variable
+    that names a checkout, or a package.
     """
 
     title: str
-    goal: float
     script: Path
     arguments: tuple[str, ...]
     unit: str
-    samples: int
-    peer: Path
-    settings: dict[str, tuple[tuple[str, ...], int]]
+    samples: float
+    peers: dict[str, Peer]
+    allow: str = "bounded"
+    cycle: int = 1
     needs: str = ""
 
 
-def _llama(documents: bool) -> dict[str, tuple[tuple[str, ...], int]]:
-    own: tuple[str, ...] = ("--documents",) if documents else ()
-    kernels = ("flex", "varlen") if documents else ("sdpa", "cudnn")
+def _llama(kernels: tuple[str, ...], *own: str) -> dict[str, tuple[tuple[str, ...], float]]:
     found = {}
     for kernel in kernels:
         for loss in ("plain", "liger"):
-            found[f"{kernel}, {loss} loss"] = ((*own, "--attention", kernel, "--loss", loss), 4 * 4096)
+            found[f"{kernel}, {loss} loss"] = ((*own, "--attention", kernel, "--loss", loss), 4.0 * 4096)
     return found
 
 
-def _gpt2() -> dict[str, tuple[tuple[str, ...], int]]:
-    batches = {"batch 16": ("--batch", "16"), "batch 32": ("--batch", "32"), "batch 64": ("--batch", "64")}
-    found = {name: (options, int(options[1]) * 1024) for name, options in batches.items()}
-    found["12 x 4 accumulated"] = (("--batch", "12", "--accumulate", "4"), 48 * 1024)
-    return found
+def _batches(*sizes: int) -> dict[str, tuple[tuple[str, ...], float]]:
+    return {f"batch {size}": (("--batch", str(size)), size * 1024.0) for size in sizes}
 
 
+_ACCUMULATED = {"12 x 4 accumulated": (("--batch", "12", "--accumulate", "4"), 48 * 1024.0)}
+_RESNET = ("--bottleneck", "--batch", "256")
+_PPO = 64 * 32 / (10 * 32)
+"""Environment steps for each optimizer step."""
 ROWS = {
     "gpt2": Row(
         "GPT-2 124M, 1024 tokens",
-        1.12,
         GPU / "gpt2_naive.py",
         ("--batch", "16"),
         "tokens",
         16 * 1024,
-        BEST / "gpt2.py",
-        _gpt2(),
+        {"nanoGPT": Peer(BEST / "gpt2.py", _batches(16, 32, 64) | _ACCUMULATED, 1.12)},
         needs="NANOGPT",
     ),
     "llama": Row(
         "Llama-like 1B, 4096 tokens",
-        1.10,
         GPU / "llama_naive.py",
         (),
         "tokens",
         4 * 4096,
-        BEST / "llama.py",
-        _llama(documents=False),
+        {"torchtitan's recipe, Liger": Peer(BEST / "llama.py", _llama(("sdpa", "cudnn")), 1.10)},
+        needs="liger_kernel",
     ),
     "llama-documents": Row(
         "the same, documents packed",
-        1.25,
         GPU / "llama_naive.py",
         ("--documents",),
         "tokens",
         4 * 4096,
-        BEST / "llama.py",
-        _llama(documents=True),
+        {"FlexAttention, varlen": Peer(BEST / "llama.py", _llama(("flex", "varlen"), "--documents"), 1.25)},
+        needs="liger_kernel",
+    ),
+    "llama-float8": Row(
+        "Llama-like 1B in float8",
+        GPU / "llama_naive.py",
+        (),
+        "tokens",
+        4 * 4096,
+        {
+            "torchao": Peer(
+                BEST / "llama.py",
+                {
+                    recipe: (("--attention", "cudnn", "--float8", recipe), 4.0 * 4096)
+                    for recipe in ("tensorwise", "rowwise")
+                },
+                1.05,
+            )
+        },
+        allow="quality",
+        needs="torchao",
     ),
     "resnet50": Row(
         "ResNet-50, 224 pixels",
-        1.10,
         GPU / "resnet_images.py",
-        ("--bottleneck", "--batch", "256"),
+        _RESNET,
         "images",
         256,
-        BEST / "resnet.py",
         {
-            mode: (("--bottleneck", "--batch", "256", "--compile", mode), 256)
-            for mode in ("default", "reduce-overhead", "max-autotune")
+            "channels last, compiled": Peer(
+                BEST / "resnet.py",
+                {
+                    mode: ((*_RESNET, "--compile", mode), 256.0)
+                    for mode in ("default", "reduce-overhead", "max-autotune")
+                },
+                1.10,
+            )
         },
+    ),
+    "bert": Row(
+        "BERT-base on ragged text",
+        GPU / "bert_ragged.py",
+        (),
+        "passages",
+        32,
+        {
+            "group_by_length, compiled": Peer(BEST / "bert.py", {"groups": (("--way", "groups"), 32.0)}, 1.5),
+            "packed, FlashAttention varlen": Peer(BEST / "bert.py", {"varlen": (("--way", "varlen"), 32.0)}, 1.1),
+        },
+    ),
+    "lora": Row(
+        "LoRA on a Llama-like 1B",
+        GPU / "lora_naive.py",
+        (),
+        "tokens",
+        4 * 4096,
+        {
+            "PEFT, Liger": Peer(
+                BEST / "lora.py",
+                {
+                    "compiled": ((), 4.0 * 4096),
+                    "compiled layers": (("--compile", "layers"), 4.0 * 4096),
+                    "Liger": (("--compile", "none", "--liger"), 4.0 * 4096),
+                    "Liger, compiled layers": (("--compile", "layers", "--liger"), 4.0 * 4096),
+                },
+                1.2,
+            )
+        },
+        needs="peft",
+    ),
+    "ppo": Row(
+        "PPO, nets of width 64, 64 pendulums",
+        GPU / "ppo_naive.py",
+        (),
+        "environment steps",
+        _PPO,
+        {
+            "as LeanRL": Peer(
+                BEST / "ppo.py", {graphs: (("--graphs", graphs), _PPO) for graphs in ("own", "inductor", "none")}, 1.2
+            )
+        },
+        cycle=320,
+    ),
+    "unet": Row(
+        "diffusion U-Net, 128 pixels",
+        GPU / "unet_diffusion.py",
+        (),
+        "images",
+        32,
+        {
+            "channels last, compiled": Peer(
+                BEST / "unet.py",
+                {
+                    name: (options, 32.0)
+                    for name, options in {
+                        "default": (),
+                        "flash": ("--flash",),
+                        "reduce-overhead": ("--compile", "reduce-overhead"),
+                    }.items()
+                },
+                1.15,
+            )
+        },
+        needs="denoising_diffusion_pytorch",
     ),
 }
 
@@ -133,8 +227,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.only:
         row = ROWS[name]
-        if row.needs and row.needs not in os.environ:
-            print(f"{name}: left out, {row.needs} names no checkout", flush=True)
+        if row.needs and row.needs not in os.environ and find_spec(row.needs) is None:
+            print(f"{name}: left out, it needs {row.needs}", flush=True)
             continue
         found = judged(name, small(row) if options.small else row, options)
         (options.out / f"best_{name}.json").write_text(json.dumps(found, indent=1).replace(f"{ROOT}/", "") + "\n")
@@ -149,25 +243,29 @@ def small(row: Row) -> Row:
         at = arguments.index("--batch") if "--batch" in arguments else None
         return arguments if at is None else arguments[:at] + arguments[at + 2 :]
 
-    settings = {name: (without_sizes(arguments), 1) for name, (arguments, _) in row.settings.items()}
-    return row._replace(arguments=without_sizes(row.arguments), samples=1, settings=settings)
+    peers = {
+        name: peer._replace(settings={label: (without_sizes(a), 1.0) for label, (a, _) in peer.settings.items()})
+        for name, peer in row.peers.items()
+    }
+    return row._replace(arguments=without_sizes(row.arguments), samples=1, peers=peers)
 
 
 def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """The plan, its race against the peer's settings, then against the best of them alone."""
+    """The plan, its race against all settings of the peers, then against the best of each peer alone."""
     plan = plan_of(name, row, options)
     own = Request(
         target=str(row.script), arguments=row.arguments, plan=str(plan), environment=environment_of(read_plan(plan))
     )
-    peers = {
-        setting: Request(target=str(row.peer), arguments=arguments) for setting, (arguments, _) in row.settings.items()
+    settings = {(peer, label): one for peer, p in row.peers.items() for label, one in p.settings.items()}
+    requests = {
+        f"{peer}: {label}": Request(target=str(row.peers[peer].script), arguments=arguments)
+        for (peer, label), (arguments, _) in settings.items()
     }
-    samples = {setting: number for setting, (_, number) in row.settings.items()} | {"flatout": row.samples}
-    first, failed = raced({"flatout": own} | peers)
+    samples = {f"{peer}: {label}": number for (peer, label), (_, number) in settings.items()} | {"flatout": row.samples}
+    first, failed = raced({"flatout": own} | requests, cycle=row.cycle)
     rates = {side: samples[side] / median_estimate(taken).value for side, taken in first.items()}
     found: dict[str, Any] = {
         "title": row.title,
-        "goal": row.goal,
         "plan": [p.id for p in read_plan(plan).lever],
         "unit": row.unit,
         "a_second_of_all": rates,
@@ -176,21 +274,28 @@ def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-    settings = [setting for setting in row.settings if setting in first]
-    if "flatout" not in first or not settings:
+    best = {
+        peer: max(sides, key=lambda side: rates[side])
+        for peer in row.peers
+        if (sides := [side for side in requests if side.startswith(f"{peer}: ") and side in rates])
+    }
+    if "flatout" not in first or not best:
         return found
-    best = max(settings, key=lambda setting: rates[setting])
-    second, failed = raced({"flatout": own, best: peers[best]})
-    found |= {"peer": best, "failed_again": failed}
-    if len(second) == 2:
-        a_sample = {side: [s / samples[side] for s in taken] for side, taken in second.items()}
-        found["a_second"] = {side: 1 / median_estimate(taken).value for side, taken in a_sample.items()}
-        found["over_peer"] = estimate(a_sample[best], a_sample["flatout"])
+    second, found["failed_again"] = raced(
+        {"flatout": own} | {side: requests[side] for side in best.values()}, cycle=row.cycle
+    )
+    a_sample = {side: [s / samples[side] for s in taken] for side, taken in second.items()}
+    found["a_second"] = {side: 1 / median_estimate(taken).value for side, taken in a_sample.items()}
+    found["over_peers"] = {
+        peer: {"setting": side, "goal": row.peers[peer].goal, "ratio": estimate(a_sample[side], a_sample["flatout"])}
+        for peer, side in best.items()
+        if side in a_sample and "flatout" in a_sample
+    }
     if options.losses:
         plain = Request(target=str(row.script), arguments=row.arguments)
         found["losses"] = {
             side: [last_loss(request, seed) for seed in SEEDS]
-            for side, request in {"untouched": plain, "flatout": own, best: peers[best]}.items()
+            for side, request in {"untouched": plain, "flatout": own, **{s: requests[s] for s in best.values()}}.items()
         }
     return found
 
@@ -204,6 +309,7 @@ def plan_of(name: str, row: Row, options: argparse.Namespace) -> Path:
     if options.plans is not None:
         return Path(options.plans) / f"best_{name}.toml"
     command = [*FLATOUT, "tune", "--time-budget", options.budget, "--run-steps", LONG, "--out", str(plan)]
+    command += ["--allow", row.allow]
     ended = subprocess.run(
         [*command, str(row.script), "--", *row.arguments], capture_output=True, text=True, check=False, cwd=ROOT
     )

@@ -134,8 +134,8 @@ def toml_of(levers: list[tuple[str, dict[str, Any]]]) -> str:
     return "\n".join(parts)
 
 
-def raced(sides: dict[str, Request]) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds a step of each side, stretch by stretch in turn, and why some sides failed."""
+def raced(sides: dict[str, Request], *, cycle: int = 1) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds a step of each side, stretch by stretch of whole cycles of steps in turn, and why some sides failed."""
     import msgspec
 
     failed: dict[str, str] = {}
@@ -153,7 +153,7 @@ def raced(sides: dict[str, Request]) -> tuple[dict[str, list[float]], dict[str, 
                 failed[side] = str(e)[:500]
                 del standing[side]
         seconds: dict[str, list[float]] = {side: [] for side in standing}
-        sizes = dict.fromkeys(standing, 5)
+        sizes = dict.fromkeys(standing, max(5, cycle))
         for number in range(NUM_STRETCHES + 3):
             for side in list(standing):
                 try:
@@ -165,7 +165,7 @@ def raced(sides: dict[str, Request]) -> tuple[dict[str, list[float]], dict[str, 
                     continue
                 if number >= 3:
                     seconds[side].append(taken)
-                sizes[side] = max(1, min(500, round(STRETCH_S / taken)))
+                sizes[side] = cycle * max(1, min(500, round(STRETCH_S / taken / cycle)))
     return {side: taken for side, taken in seconds.items() if taken}, failed
 
 

@@ -1,12 +1,12 @@
 """The Llama-like model of examples/gpu/llama_naive.py as people train it who know how: bfloat16, torch.compile, fused attention.
 
-    python bench/best/llama.py [--compile model|layers] [--attention sdpa|cudnn|flex|varlen] [--loss plain|liger] [--autotune]
+    python bench/best/llama.py [--compile model|layers] [--attention sdpa|cudnn|flex|varlen] [--loss plain|liger] [--float8 ...]
 
 The other options are the example's. The recipe is torchtitan's for one GPU: weights in float32, products in bfloat16, AdamW in
 one kernel, each layer (or the model) compiled. `--loss liger` takes the head and its loss from Liger kernels
-(`LigerFusedLinearCrossEntropyLoss`). With `--documents`, 'flex' is FlexAttention with `create_block_mask`, and 'varlen'
-FlashAttention over sequences of different lengths (torch's `varlen_attn`), with the same documents in the same rows. Weights and
-draws are those of the example.
+(`LigerFusedLinearCrossEntropyLoss`). `--float8` has torchao take the layers' products in 8 bits. With `--documents`, 'flex' is
+FlexAttention with `create_block_mask`, and 'varlen' FlashAttention over sequences of different lengths (torch's `varlen_attn`),
+with the same documents in the same rows. Weights and draws are those of the example.
 """
 
 from __future__ import annotations
@@ -107,6 +107,9 @@ def main() -> None:
     parser.add_argument("--compile", choices=("model", "layers", "none"), default="model")
     parser.add_argument("--attention", choices=("sdpa", "cudnn", "flex", "varlen"), default="sdpa")
     parser.add_argument("--loss", choices=("plain", "liger"), default="plain")
+    parser.add_argument(
+        "--float8", choices=("", "tensorwise", "rowwise"), default="", help="products of layers by torchao"
+    )
     parser.add_argument("--autotune", action="store_true", help="torch.compile's max-autotune-no-cudagraphs")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -122,6 +125,11 @@ def main() -> None:
         context.__enter__()
     for block in plain.blocks:
         block.attention = Attention(block.attention, args.attention)
+    if args.float8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        recipe = Float8LinearConfig.from_recipe_name(args.float8)
+        convert_to_float8_training(plain, config=recipe, module_filter_fn=lambda _, name: not name.endswith("head"))
     loss_of = None
     if args.loss == "liger":
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss

@@ -211,3 +211,22 @@ def test_flatouts_own_reports_are_read_as_before(tmp_path: Path) -> None:
 )
 def test_files_of_libraries_are_not_the_users(file: str, is_users: bool) -> None:
     assert is_user_file(file) is is_users
+
+
+def test_kernels_that_inductor_wrote_have_rows_with_all_that_they_read_and_write(tmp_path: Path) -> None:
+    kineto = Kineto()
+    gelu, rows = "triton_poi_fused_gelu_0", "triton_poi_fused_add_embedding_1"
+    both = {"Input Dims": [[1024, 768], [1024, 768], [], []], "Input type": ["c10::BFloat16", "float", "Scalar", ""]}
+    for i in range(3):
+        t = 1000.0 * i
+        kineto.step(i, t, 999)
+        kineto.host("Torch-Compiled Region: 0/0", t + 5, 60)
+        for name, at in ((gelu, 10), (rows, 30)):
+            kineto.kernel(kineto.launch(t + at, op=name, **both), t + 10 * at, 150, name=name)
+    evidence = observed(kineto, tmp_path)
+    found = {o.op: o for o in evidence.operators}
+    assert set(found) == {f"inductor.{gelu}", f"inductor.{rows}"}
+    assert (found[f"inductor.{gelu}"].bytes, found[f"inductor.{rows}"].bytes) == (1024 * 768 * (2 + 4), 0)
+    assert found[f"inductor.{gelu}"].op_s == pytest.approx(150e-6)
+    text = plain_text(diagnosis_blocks(evidence, diagnose(evidence, rules())))
+    assert "compiled kernels" in text

@@ -32,6 +32,8 @@ _NO_OPERATORS: Final = (
     "torch::autograd::",
     "Optimizer.",
 )
+_COMPILED: Final = re.compile(r"triton_[a-z]+_\w+$")
+"""Kernels that Inductor wrote, as it names them where it launches them: triton_poi_fused_add_0."""
 _FRAME: Final = re.compile(r"^(?P<file>.+)\((?P<line>\d+)\): (?P<function>.+)$")
 _LIBRARY_NAMES: Final = """
 torch numpy triton torchvision torchaudio torchtext transformers accelerate datasets tokenizers peft trl diffusers lightning
@@ -295,8 +297,17 @@ def phase_seconds(step: HostStep, clock: Callable[[int], int]) -> dict[str, floa
 
 
 def is_operator(name: str) -> bool:
-    """Whether an event is an operator, and no frame of autograd, a collective or an optimizer around operators."""
-    return "::" in name and not name.startswith(_NO_OPERATORS)
+    """Whether an event is an operator or a compiled kernel, and no frame of autograd, a collective or an optimizer around some."""
+    return ("::" in name and not name.startswith(_NO_OPERATORS)) or is_compiled(name)
+
+
+def is_compiled(name: str) -> bool:
+    """Whether an event is the launch of a kernel that Inductor wrote; its arguments are all that the kernel reads and writes.
+
+    >>> is_compiled("triton_poi_fused_gelu_3"), is_compiled("aten::gelu"), is_compiled("triton")
+    (True, False, False)
+    """
+    return _COMPILED.match(name) is not None
 
 
 def operator_name(name: str) -> str:
@@ -304,7 +315,11 @@ def operator_name(name: str) -> str:
 
     >>> operator_name("aten::mm"), operator_name("autograd::engine::evaluate_function: MulBackward0")
     ('aten.mm', '')
+    >>> operator_name("triton_poi_fused_gelu_3")
+    'inductor.triton_poi_fused_gelu_3'
     """
+    if is_compiled(name):
+        return f"inductor.{name}"
     return name.replace("::", ".") if is_operator(name) else ""
 
 

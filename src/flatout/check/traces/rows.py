@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from math import prod
 from typing import Final, NamedTuple, cast
@@ -16,6 +17,9 @@ from flatout.machine.cost.flops import operator_flop
 _READS: Final = ("aten::_local_scalar_dense",)
 _WHOLE: Final = ("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution_backward")
 """Known work whose FLOP the trace does not show (it has no shapes of results): one row all the same, with what they call."""
+
+_PARTS: Final = re.compile(r"^inductor\..*_(?:embedding|gather|index|scatter|select|slice|split)(?:_|$)")
+"""Compiled kernels that may read or write parts of their arguments alone: their bytes are not known."""
 
 
 class _Key(NamedTuple):
@@ -54,7 +58,9 @@ class OperatorRows:
                 op_s=op_ns * 1e-9,
                 python_s=host_ns * 1e-9,
                 flop=round(flop / num),
-                bytes=sum(prod(s) * ELEMENT_BYTES.get(d, 1) for s, d in zip(key.shapes, key.dtypes, strict=False) if d),
+                bytes=0
+                if _PARTS.search(key.op)
+                else sum(prod(s) * ELEMENT_BYTES.get(d, 1) for s, d in zip(key.shapes, key.dtypes, strict=False) if d),
                 bound=bound,  # type: ignore[arg-type]
             )
             for key, (num, op_ns, host_ns, flop) in sorted(self._sums.items(), key=lambda i: -i[1][1] - i[1][2])

@@ -68,11 +68,13 @@ def family_of(op: str) -> str:
 
     >>> family_of("aten.addmm"), family_of("aten.mul_"), family_of("aten.native_layer_norm_backward")
     ('matrix products', 'pointwise operators', 'normalisation')
-    >>> family_of("mine.thing"), family_of("inductor.graph")
-    ('other operators', 'compiled graphs')
+    >>> family_of("mine.thing"), family_of("inductor.graph"), family_of("inductor.triton_poi_fused_gelu_3")
+    ('other operators', 'compiled graphs', 'compiled kernels')
     """
     if op == "inductor.graph":
         return "compiled graphs"
+    if op.startswith("inductor."):
+        return "compiled kernels"
     short = short_name(op)
     if short.removesuffix("_") in _POINTWISE:
         return "pointwise operators"

@@ -1,0 +1,156 @@
+"""Where a step of a script goes, kernel by kernel, against what the device could do: `account.py OUT SCRIPT [ARGUMENTS]`.
+
+The script runs unchanged; after WARM optimizer steps three are profiled with the shapes of operators, and the median one stands
+for all. OUT.json has a row for each operator and compiled kernel with its seconds, FLOP and bytes, and sums by family. The floor
+of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, and its bytes at the rate of a copy
+of 4 GB, both measured here after the script, on random numbers. Rows whose FLOP or bytes are not known count their own time. What
+is no kernel is idle. On a CPU, where it can be tried, rates are those of the same operations in float32, and small.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from flatout.check.traces.ranks import evidence_of_files
+from flatout.core.records.evidence import Evidence
+from flatout.machine.cost.families import family_of
+from flatout.machine.measure.timer import time_call
+
+WARM, STEPS = 30, 3
+ON_GPU = torch.cuda.is_available()
+
+
+class Enough(Exception):
+    """The steps have been profiled."""
+
+
+class StepsProfiled:
+    """Profiles the steps after the first WARM, each from the end of an optimizer step to the next, and ends the script then."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace, self._num = trace, 0
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._span: Any = None
+
+    def __call__(self, *_: Any) -> None:
+        self._num += 1
+        if self._num < WARM:
+            return
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
+        if self._num == WARM:
+            _wait()
+            self._profile.start()
+        if self._num == WARM + STEPS:
+            _wait()
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(self._trace))
+            raise Enough
+        self._span = record_function(f"ProfilerStep#{self._num}")
+        self._span.__enter__()
+
+
+def _wait() -> None:
+    if ON_GPU:
+        torch.cuda.current_stream().synchronize()
+
+
+def rates() -> tuple[float, float]:
+    """FLOP a second of a large product, bytes a second of a large copy."""
+    size, number = (8192, 2**30) if ON_GPU else (1024, 2**24)
+    device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    source = torch.randn(number, device=device)
+    target = torch.empty_like(source)
+
+    def seconds(call: Callable[[], object]) -> float:
+        return time_call(call, device=device, min_time_s=0.5).call_s.value
+
+    return 2 * size**3 / seconds(lambda: torch.mm(a, b)), 8 * number / seconds(lambda: target.copy_(source))
+
+
+def accounted(evidence: Evidence, flop_per_s: float, bytes_per_s: float) -> dict[str, Any]:
+    """Rows, sums by family, and what is no kernel."""
+    rows: list[dict[str, Any]] = []
+    for operator in evidence.operators:
+        known = bool(operator.flop or operator.bytes)
+        floor_s = operator.num_calls * max((operator.flop or 0) / flop_per_s, operator.bytes / bytes_per_s)
+        rows.append(
+            {
+                "op": operator.op,
+                "family": family_of(operator.op),
+                "phase": operator.phase,
+                "calls": operator.num_calls,
+                "s": operator.op_s,
+                "floor_s": floor_s if known else operator.op_s,
+                "is_known": known,
+                "inputs": [list(tensor.shape) for tensor in operator.inputs[:3]],
+            }
+        )
+    families: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for row in rows:
+        sums = families[row["family"]]
+        sums[0] += row["s"]
+        sums[1] += min(row["s"], row["floor_s"])
+        sums[2] += 0.0 if row["is_known"] else row["s"]
+    step = evidence.device_step
+    busy_s = step.busy_s if step is not None else sum(row["s"] for row in rows)
+    return {
+        "device": torch.cuda.get_device_name() if ON_GPU else "cpu",
+        "torch": str(torch.__version__),
+        "flop_per_s": flop_per_s,
+        "bytes_per_s": bytes_per_s,
+        "step_s": evidence.steps.step_s,
+        "busy_s": busy_s,
+        "idle_s": evidence.steps.step_s - busy_s,
+        "in_rows_s": sum(row["s"] for row in rows),
+        "families": {
+            name: {"s": s, "floor_s": floor, "unknown_s": unknown}
+            for name, (s, floor, unknown) in sorted(families.items(), key=lambda item: -item[1][0])
+        },
+        "rows": sorted(rows, key=lambda row: row["floor_s"] - row["s"])[:60],
+    }
+
+
+def main() -> int:
+    out, script, *arguments = sys.argv[1:]
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        handle = register_optimizer_step_post_hook(StepsProfiled(trace))
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except Enough:
+            pass
+        finally:
+            handle.remove()
+        evidence = evidence_of_files([trace])
+    found = accounted(evidence, *rates())
+    Path(out).write_text(json.dumps(found, indent=1))
+    print(
+        f"step {1e3 * found['step_s']:.3f} ms, busy {1e3 * found['busy_s']:.3f}, in rows {1e3 * found['in_rows_s']:.3f}"
+    )
+    for name, sums in found["families"].items():
+        print(
+            f"{name:32} {1e3 * sums['s']:9.3f} ms  floor {1e3 * sums['floor_s']:9.3f}  unknown {1e3 * sums['unknown_s']:8.3f}"
+        )
+    for row in found["rows"][:25]:
+        print(f"  {1e6 * (row['s'] - row['floor_s']):9.0f} us over: {row['op'][:70]} x {row['calls']}, {row['inputs']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
