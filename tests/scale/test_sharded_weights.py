@@ -1,4 +1,4 @@
-"""What flatout's executor takes, against what it took: steps measured on two H200s."""
+"""What flatout's executor takes, against what it took: steps measured on one and on two H200s."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ from flatout.scale.inputs import cluster_of
 from flatout.scale.memory import memory_of, with_libraries
 from flatout.scale.step import step_time
 
-FILE = Path(__file__).parents[2] / "bench/results/2026-11-22-h200-x2/layouts.json"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 LLAMA = ModelShape(hidden=4096, layers=8, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq=2048, is_gated=True)
 
 
 @pytest.mark.parametrize("name", ["wide", "deep"])
-def test_peaks_are_those_that_were_measured_and_none_is_falsely_said_to_fit(name: str) -> None:
-    steps = msgspec.convert(json.loads(FILE.read_text())[name]["steps"], list[MeasuredStep])
+@pytest.mark.parametrize(
+    ("file", "fewest"),
+    [("2026-11-22-h200-x2/layouts", 12), ("2026-11-29-h200-x2/layouts", 9), ("2026-11-28-h200/layouts_rounds", 8)],
+)
+def test_peaks_are_those_that_were_measured_and_none_is_falsely_said_to_fit(file: str, fewest: int, name: str) -> None:
+    found = json.loads((RESULTS / f"{file}.json").read_text())
+    steps = msgspec.convert(found[name]["steps"], list[MeasuredStep])
     errors = []
     for step in steps:
         assert step.peak_bytes is not None
         stages, peak = memory_of(step.model, step.layout, EXECUTOR), max(step.peak_bytes)
         errors.append(max(s.total_bytes - s.slack_bytes for s in stages) / peak - 1)
         assert max(s.total_bytes for s in stages) >= with_libraries(peak), step.layout
-    assert len(errors) >= 12
+    assert len(errors) >= fewest
     assert sum(map(abs, errors)) / len(errors) < 0.03
     assert max(map(abs, errors)) < 0.1
 

@@ -100,6 +100,10 @@ def _all_bytes(
     if software.divided_by == "tensors" and ranks > 1:
         # inputs of the first products are kept as they were gathered, and attention's result is laid out anew
         around += tokens * hidden * width * (2 * (1 - 1 / between) + 1 / ranks)
+    if software.autocast_alone and layout.num_devices == 1:
+        # float32 between layers, and a cast for each product: of queries, keys and values, of a gate and what it lets through
+        copies = (2 if kind.mixer == "attention" else 0) + (model.is_gated and kind.feed == "dense")
+        around += tokens * hidden * (kind.blocks * (4 - width) + copies * width)
     mixed = _mixed_bytes(model, layout, software, kind, saved=saved)
     # results of the first products, of a gate's function where that is no one kernel, and what the last product takes
     of_gate = ((2 if software.fuses_gate else 3) if model.is_gated else 1) * width + saved

@@ -20,6 +20,7 @@ EXECUTOR: Final = Software(
     shards_by="weight",
     has_dropout=False,
     fuses_gate=False,
+    autocast_alone=True,
     loss_bytes=10,
 )
 """FSDP2 and DTensor, gradients and weights in float32, AdamW in one kernel (reads weight, gradient, two moments; writes three).

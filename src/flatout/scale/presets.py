@@ -55,7 +55,12 @@ _MEGATRON: Final = Software(
 )
 
 _TORCHTITAN: Final = structs.replace(
-    EXECUTOR, program="torch", kernels="flash-2", cast_passes=1.5, context_pieces="balanced"
+    EXECUTOR,
+    program="torch",
+    kernels="flash-2",
+    cast_passes=1.5,
+    context_pieces="balanced",
+    autocast_alone=False,
 )
 
 NO_GRAPHS: Final = {"forward_operators": 40, "backward_operators": 60, "routing_operators": 40}

@@ -297,7 +297,7 @@ def phase_seconds(step: HostStep, clock: Callable[[int], int]) -> dict[str, floa
 
 
 def is_operator(name: str) -> bool:
-    """Whether an event is an operator or a compiled kernel, and no frame of autograd, a collective or an optimizer around some."""
+    """Whether an event is an operator or a compiled kernel, no frame of autograd, collective or optimizer around some."""
     return ("::" in name and not name.startswith(_NO_OPERATORS)) or is_compiled(name)
 
 

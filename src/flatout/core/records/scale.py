@@ -399,6 +399,7 @@ class Software(Record, frozen=True, kw_only=True):
     `update_operators` of the host, on tensors that know how they are divided, and reducing its gradient by itself
     `reduce_operators`. `recompute_operators` is what computing a region
     again takes of the host besides its operators, and `end_operators` what embedding, head and loss take in each direction.
+    On one device alone products are cast by autocast, and what flows between layers is in float32 (`autocast_alone`).
     Dropout (`has_dropout`) keeps masks; a gate that is no one kernel (`fuses_gate`) keeps what its function gives; a loss has
     `loss_bytes` for each logit at once, besides the logit. Casts to fewer bits go through memory `cast_passes` times as often as
     fused ones; weights are cast for each micro-batch, or `casts_weights_once` a step. Gradients and state are of a share
@@ -444,6 +445,7 @@ class Software(Record, frozen=True, kw_only=True):
     shards_by: Literal["buffer", "weight"] = "buffer"
     has_dropout: bool = True
     fuses_gate: bool = True
+    autocast_alone: bool = False
     loss_bytes: int = 8
     cast_passes: float = 1.0
     casts_weights_once: bool = False
