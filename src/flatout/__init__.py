@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from flatout.blocks.training.vectorised_draws import vectorise_draws as vectorise_draws
     from flatout.core.errors import ExpectationFailed as ExpectationFailed
     from flatout.core.errors import FlatoutError as FlatoutError
+    from flatout.core.errors import NotFiniteError as NotFiniteError
     from flatout.core.errors import NotFused as NotFused
     from flatout.core.errors import UsageError as UsageError
     from flatout.core.records.evidence import Evidence as Evidence
@@ -84,6 +85,7 @@ _HOMES = {
     "FlatoutError": "flatout.core.errors:FlatoutError",
     "Layout": "flatout.core.records.scale:Layout",
     "NanWatch": "flatout.blocks.training.nan_watch:NanWatch",
+    "NotFiniteError": "flatout.core.errors:NotFiniteError",
     "NotFused": "flatout.core.errors:NotFused",
     "Precision": "flatout.blocks.training.precision:Precision",
     "Prefetch": "flatout.blocks.data.prefetch:Prefetch",

@@ -8,7 +8,7 @@ for x, y in loader:  # the length of a batch differs from step to step
 # After
 import os
 
-os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 import torch
 
 model = Model().cuda()

@@ -19,7 +19,7 @@ from flatout.machine.cost.accounting import group_by, idle_seconds, is_steady
 
 _CALLS: Final = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree")
 _EDIT: Final = (
-    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; else fewer different sizes, or less memory at the peak"
+    "set PYTORCH_ALLOC_CONF=expandable_segments:True; else fewer different sizes, or less memory at the peak"
 )
 
 

@@ -38,7 +38,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
 
 def environment(parameters: Parameters) -> Mapping[str, str]:
     """The variable with the allocator's settings: those of this process, and this one."""
-    name = next((name for name in _NAMES if os.environ.get(name)), _NAMES[-1])
+    name = next((name for name in _NAMES if os.environ.get(name)), _NAMES[0])
     others = [one for one in os.environ.get(name, "").split(",") if one and one.partition(":")[0].strip() != _SETTING]
     return {name: ",".join((*others, _VALUE))}
 
