@@ -18,9 +18,7 @@ from flatout.core.records.finding import Finding, Note
 from flatout.machine.cost.accounting import group_by, idle_seconds, is_steady
 
 _CALLS: Final = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree")
-_EDIT: Final = (
-    "set PYTORCH_ALLOC_CONF=expandable_segments:True; else fewer different sizes, or less memory at the peak"
-)
+_EDIT: Final = "set PYTORCH_ALLOC_CONF=expandable_segments:True; else fewer different sizes, or less memory at the peak"
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
