@@ -12,7 +12,7 @@ _MEASURE = """
 import msgspec
 from flatout.core.runtime.cache_folder import default_cache_folder
 from flatout.machine.measure import cache, probe
-cache.write_machine(default_cache_folder(), msgspec.structs.replace(probe.quick_probe(), processor_share=1.0))
+cache.write_machine(default_cache_folder(), msgspec.structs.replace(probe.quick_probe(), processor_share=1.0, spread={}))
 """
 
 
@@ -35,5 +35,7 @@ def cache_of_this_process(cache_home: Path) -> Path:
 
     from flatout.machine.measure import cache, probe
 
-    cache.write_machine(cache_home / "flatout", msgspec.structs.replace(probe.quick_probe(), processor_share=1.0))
+    cache.write_machine(
+        cache_home / "flatout", msgspec.structs.replace(probe.quick_probe(), processor_share=1.0, spread={})
+    )
     return cache_home

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from flatout.app.targets import ScriptTarget
 from flatout.core.runtime.cache_folder import default_cache_folder
@@ -13,9 +13,6 @@ from flatout.core.secrets import redacted_arguments
 if TYPE_CHECKING:
     from flatout.app.session import Observation
     from flatout.core.records.hardware import Machine
-
-_UNDISTURBED: Final = 0.9
-"""The share of the processor that a measurement had, from which on it is not repeated."""
 
 
 def observation_of(
@@ -60,12 +57,13 @@ def write_request(observation: Observation, request: Path, *, evidence_path: Pat
 def measured_machine(folder: Path) -> Machine:
     """The machine as it was measured before and saved in `folder`, or is measured in two seconds now.
 
-    One that was measured while others used the cores is measured again.
+    One that was measured while others used the cores is measured again; where they still do, the faster figures count.
     """
     from flatout.machine.measure import cache, probe
 
     machine = cache.read_or_measure(folder, probe.identify(), probe.quick_probe).machine
-    if machine.processor_share is not None and machine.processor_share < _UNDISTURBED:
-        machine = probe.quick_probe()
+    if cache.is_disturbed(machine):
+        again = probe.quick_probe()
+        machine = cache.faster_of(machine, again) if cache.is_disturbed(again) else again
         cache.write_machine(folder, machine)
     return machine

@@ -88,3 +88,44 @@ def test_the_file_name_is_plain_and_holds_no_host_name() -> None:
     name = cache.machine_path(Path("folder"), identity).name
     assert name.startswith("machine-nvidia-h200-")
     assert name.removesuffix(".json").replace("-", "").isalnum()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_disturbed"),
+    [
+        ({}, False),
+        ({"processor_share": 0.95, "spread": {"matmul_flop_per_s.float32": 0.1, "dispatch_s": 2.0}}, False),
+        ({"processor_share": 0.85}, True),
+        ({"processor_share": 0.95, "spread": {"matmul_flop_per_s.float32": 1.96}}, True),
+        ({"spread": {"copy_bytes_per_s": 2.36}}, True),
+    ],
+)
+def test_a_probe_that_others_disturbed_shows_by_its_share_or_its_samples(
+    change: dict[str, object], is_disturbed: bool
+) -> None:
+    assert cache.is_disturbed(msgspec.structs.replace(MACHINE, **change)) == is_disturbed
+
+
+def test_of_two_disturbed_measurements_each_figure_counts_as_it_came_out_faster() -> None:
+    first = msgspec.structs.replace(
+        MACHINE,
+        matmul_flop_per_s={"float32": 2e11, "bfloat16": 3e10},
+        spread={"matmul_flop_per_s.float32": 0.1, "matmul_flop_per_s.bfloat16": 0.9},
+        conditions={"matmul_flop_per_s.bfloat16": "n = 512"},
+        processor_share=0.7,
+    )
+    second = msgspec.structs.replace(
+        first,
+        matmul_flop_per_s={"float32": 1e11, "bfloat16": 7e11},
+        spread={"matmul_flop_per_s.float32": 0.6},
+        conditions={"matmul_flop_per_s.bfloat16": "n = 1024"},
+        dispatch_s=5e-7,
+        copy_bytes_per_s=5e9,
+        processor_share=0.8,
+    )
+    found = cache.faster_of(first, second)
+    assert found.matmul_flop_per_s == {"float32": 2e11, "bfloat16": 7e11}
+    assert (found.dispatch_s, found.dispatch_grad_s, found.copy_bytes_per_s) == (5e-7, 3e-6, 1e10)
+    assert found.spread == {"matmul_flop_per_s.float32": 0.1}
+    assert found.conditions == {"matmul_flop_per_s.bfloat16": "n = 1024"}
+    assert found.processor_share == 0.8
