@@ -94,7 +94,7 @@ def is_disturbed(machine: Machine) -> bool:
 
 
 def faster_of(first: Machine, second: Machine) -> Machine:
-    """Of two disturbed measurements of a machine, each figure as it came out faster: what else runs only slows it down."""
+    """Each figure of two disturbed measurements as it came out faster, since what else runs only slows it down."""
     products = dict(first.matmul_flop_per_s)
     spread, conditions = dict(first.spread), dict(first.conditions)
     changed: dict[str, object] = {}
