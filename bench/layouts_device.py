@@ -28,9 +28,9 @@ from flatout.core.files import write_whole_file
 from flatout.core.records.scale import Cluster, Layout, MeasuredStep, ModelShape
 from flatout.machine.measure.stats import median, quantile
 from flatout.scale.calibration import Calibrated, TimedLayout
+from flatout.scale.calibration_steps import calibration_steps
 from flatout.scale.candidates import layouts
 from flatout.scale.executor import EXECUTOR
-from flatout.scale.informative_layouts import calibration_steps
 from flatout.scale.inputs import cluster_of
 from flatout.scale.memory import memory_of, with_libraries
 

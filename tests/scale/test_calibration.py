@@ -10,8 +10,8 @@ from msgspec import structs
 from flatout.core.errors import PlanError
 from flatout.core.records.scale import Cluster, Constants, Layout, ModelShape, Software, Tier
 from flatout.scale.calibration import Calibrated, TimedLayout
+from flatout.scale.calibration_steps import calibration_steps
 from flatout.scale.executor import EXECUTOR
-from flatout.scale.informative_layouts import calibration_steps
 from flatout.scale.inputs import cluster_of
 from flatout.scale.step import step_time
 

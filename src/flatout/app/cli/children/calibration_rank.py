@@ -22,8 +22,8 @@ def main() -> None:
     from flatout.blocks.parallel.layout_measurement import measured_in_rounds
     from flatout.blocks.parallel.world import World
     from flatout.core.files import write_whole_file
+    from flatout.scale.calibration_steps import calibration_steps
     from flatout.scale.executor import EXECUTOR
-    from flatout.scale.informative_layouts import calibration_steps
     from flatout.scale.inputs import read_model
 
     model, out, seconds, kind = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4]

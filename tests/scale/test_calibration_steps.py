@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.core.records.scale import ModelShape, Software
-from flatout.scale.informative_layouts import calibration_steps
+from flatout.scale.calibration_steps import calibration_steps
 from flatout.scale.memory import memory_of
 
 
