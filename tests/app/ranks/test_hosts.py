@@ -15,6 +15,7 @@ from flatout.core.errors import UsageError
 from flatout.report.json_report import read_evidence
 
 TRAIN = """
+import gc
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -27,6 +28,8 @@ for _ in range(4000):
     model(torch.randn(16, 64)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+del model, optimizer  # torch 2.13 aborts now and then where a thread of gloo still holds Python objects at the end
+gc.collect()
 dist.destroy_process_group()
 """
 
