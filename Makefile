@@ -108,6 +108,7 @@ pages: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_results.py --check
 	@$(BIN)/python docs/generate_benchmarks.py --check
 	@$(BIN)/python docs/generate_planner.py --check
+	@$(BIN)/python docs/generate_best.py --check
 	@$(BIN)/python docs/generate_architecture.py --check
 	@$(BIN)/zensical build --config-file mkdocs.yml --strict >build/site.log 2>&1 || { cat build/site.log; exit 1; }
 
@@ -158,6 +159,7 @@ docs: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_results.py
 	@$(BIN)/python docs/generate_benchmarks.py
 	@$(BIN)/python docs/generate_planner.py
+	@$(BIN)/python docs/generate_best.py
 	@$(BIN)/python docs/generate_architecture.py
 	@$(BIN)/zensical build --config-file mkdocs.yml --strict >build/site.log 2>&1 || { cat build/site.log; exit 1; }
 	@echo "the site is in site/index.html"

@@ -28,6 +28,8 @@ NAMED: Final = (
     ("cures*", "bench/world/measure.py"),
     ("world*", "bench/world/run.py"),
     ("generated*", "bench/world/generated.py"),
+    ("best_*", "bench/best_device.py"),
+    ("account_*", "bench/best/account.py"),
     ("beyond*", "bench/beyond_device.py"),
     ("layouts*", "bench/layouts_device.py"),
     ("llama_layers*", "bench/llama_layers_device.py"),
@@ -60,6 +62,7 @@ HARDWARE: Final = {
     "published": "many devices, as published by others",
     "epyc-2-cores": "AMD EPYC, 2 cores",
     "epyc-family25-2-cores": "AMD EPYC (family 25), 2 cores",
+    "epyc-family26-2-cores": "AMD EPYC (family 26), 2 cores",
     "xeon-2-cores": "Intel Xeon, 2 cores",
     "xeon-family6-2-cores": "Intel Xeon (family 6), 2 cores",
 }

@@ -259,6 +259,37 @@ def test_a_kernel_that_no_operator_launched_is_told_by_its_own_name() -> None:
     assert part(found, "kernel my_scan").seconds == pytest.approx(0.02)
 
 
+def compiled(*rows: tuple[str, float, int]) -> Evidence:
+    """One compiled graph that keeps the device busy for 60 ms, and what it launched: names, seconds, bytes."""
+    mine = DeviceKernel(name="triton_poi_fused_0", source=-1, phase="forward", num_launches=1, seconds=0.02)
+    run = on_device(kernels=(mine,))
+    run.operator("inductor.graph", run.line("model.py", 3), op_s=0.06)
+    inside = EvidenceBuilder(step_s=STEP_S, device_s=0.06)
+    for op, seconds, _ in rows:
+        inside.operator(op, op_s=seconds)
+    operators = (change(o, bytes=b, flop=0) for o, (_, _, b) in zip(inside.build().operators, rows, strict=True))
+    return change(run.build(), device_step=run.device_step, kernel_operators=tuple(operators))
+
+
+def test_a_compiled_graph_is_divided_into_what_it_launched() -> None:
+    evidence = compiled(
+        ("aten.mm", 0.04, 100), ("inductor.triton_poi_fused_0", 0.015, 100), ("kernel.my_scan<4>", 0.005, 0)
+    )
+    found = break_down(evidence, [0.03, 0.006, 0.0])
+
+    products, fused = part(found, "matrix products"), part(found, "compiled kernels")
+    assert (products.seconds, products.floor_s) == (pytest.approx(0.04), pytest.approx(0.03))
+    assert (fused.seconds, fused.floor_s) == (pytest.approx(0.015), pytest.approx(0.006))
+    assert part(found, "kernel my_scan<4>").floor_s is None
+    assert "compiled graphs" not in named(found) and "kernel triton_poi_fused_0" not in named(found)
+
+
+def test_a_compiled_kernel_whose_bytes_are_not_known_counts_with_its_own_time() -> None:
+    evidence = compiled(("inductor.triton_poi_fused_0", 0.04, 100), ("inductor.triton_poi_fused_embedding_1", 0.02, 0))
+    fused = part(break_down(evidence, [0.03, 0.0]), "compiled kernels")
+    assert (fused.seconds, fused.floor_s) == (pytest.approx(0.06), pytest.approx(0.03 + 0.02))
+
+
 # ----------------------------------------------------------------------------------------------------- any evidence
 
 SECONDS = st.floats(0, 2 * STEP_S, allow_nan=False)

@@ -489,6 +489,29 @@ def test_the_devices_own_time_is_saved_though_it_never_idles() -> None:
     assert finding.gain[1] == pytest.approx(STEP_S / (STEP_S - 0.06))
 
 
+def test_a_devices_operators_are_told_by_how_far_they_are_above_their_floor() -> None:
+    run = EvidenceBuilder(step_s=STEP_S, device_s=0.09)
+    inside = EvidenceBuilder(step_s=STEP_S, device_s=0.09)
+    bandwidth = MACHINE.copy_bytes_per_s
+    rows = (
+        ("aten.add", 0.02, 0.019),
+        ("inductor.triton_red_fused_0", 0.03, 0.01),
+        ("inductor.triton_poi_fused_1", 0.04, 0.0),
+    )
+    for op, seconds, _ in rows:
+        inside.operator(op, op_s=seconds)
+    operators = tuple(
+        msgspec.structs.replace(o, bytes=round(floor_s * bandwidth), flop=0)
+        for o, (_, _, floor_s) in zip(inside.build().operators, rows, strict=True)
+    )
+    kernels = diagnose(msgspec.structs.replace(run.build(), kernel_operators=operators), []).kernels
+
+    assert [k.op for k in kernels] == ["inductor.triton_red_fused_0", "aten.add", "inductor.triton_poi_fused_1"]
+    assert [k.above_floor_s for k in kernels] == pytest.approx([0.02, 0.001, 0.0], rel=0.01)
+    assert kernels[-1].floor_s is None, "nothing is known of what it reads and writes"
+    assert not diagnose(beside(None), []).kernels, "on a CPU lines say the same"
+
+
 # ---------------------------------------------------------------------------------------------------------- any findings
 
 SECONDS = st.floats(0, 3 * STEP_S, allow_nan=False)

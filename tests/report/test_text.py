@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flatout.core.records.evidence import Evidence, Observing, Steps
-from flatout.core.records.finding import Diagnosis, HotLine, Note, RankedFinding
+from flatout.core.records.finding import Diagnosis, HotLine, KernelTime, Note, RankedFinding
 from flatout.core.records.memory import Memory, MemoryPart
 from flatout.core.records.workload import LibraryFrame, Source
 from flatout.report.parts.breakdown import shown_parts
@@ -344,3 +344,22 @@ def test_colour_is_an_ornament_only(evidence: Evidence, diagnosis: Diagnosis) ->
         texts.append(Text.from_ansi(capture.get()).plain)
 
     assert texts[0].split() == texts[1].split()
+
+
+def test_kernels_far_above_their_floor_are_told_one_by_one(
+    evidence: Evidence, diagnosis: Diagnosis, render: Render
+) -> None:
+    def kernel(op: str, seconds: float, floor_s: float | None) -> KernelTime:
+        return KernelTime(op=op, shapes=((64, 768), ()), num_calls=12.0, seconds=seconds, floor_s=floor_s)
+
+    known = (kernel("aten.mm", 0.012, 0.003), kernel("inductor.triton_red_fused_native_layer_norm_4", 0.002, None))
+    near = kernel("aten.bmm", 0.012, 0.01199)
+    text = render(diagnosis_blocks(evidence, change(diagnosis, kernels=(*known, near))))
+    table = text.partition("The floor, kernel by kernel")[2].partition("\n\n")[0]
+    assert "mm" in table and "4.00x" in table and "64x768, 1" in table and "9.00" in table
+    assert "triton_red_fused_native_layer_norm_4" in table and "not known" in table
+    assert "bmm" not in table, "what is within a hundredth of the step is as fast as it can be"
+    assert "kernel by kernel" not in render(diagnosis_blocks(evidence, diagnosis))
+    assert "\x1b]0" not in render(
+        diagnosis_blocks(evidence, change(diagnosis, kernels=(kernel(HOSTILE, 0.02, 0.001),)))
+    )

@@ -39,6 +39,8 @@ _MOST_STRETCH: Final = 1.5
 """Samples that cover less of the step than this allows leave a hole that is not theirs to fill."""
 _FEWEST_ACCOUNTED: Final = 0.75
 """A quartile of the steps of one script on a busy machine is 4 to 27 % shorter than their median (16 of 20 scripts, measured)."""
+_BARE: Final = "kernel."
+"""Begins the names of kernels that no operator launched."""
 _DISPATCH: Final = "dispatch"
 _ENGINE: Final = "autograd engine"
 _REST: Final = "forward and other"
@@ -76,12 +78,17 @@ class _Row(NamedTuple):
         )
 
 
+def timed_operators(evidence: Evidence) -> tuple[Operator, ...]:
+    """The operators whose times the parts of a step are made of: of compiled code those of the profiled step."""
+    return evidence.kernel_operators or evidence.operators
+
+
 def break_down(evidence: Evidence, floors_s: Sequence[float | None], *, explained_s: float = 0.0) -> Breakdown:
     """Divide the observed step into parts that do not overlap.
 
     Args:
         evidence: what was observed.
-        floors_s: the roofline's seconds of each of its operators, all calls of a step together; None where there is none.
+        floors_s: the roofline's seconds of each of its `timed_operators`, all calls of a step together; None where there is none.
         explained_s: what findings account for. Where that is more than all parts, the difference is a part of its own.
     """
     whole_s = evidence.steps.whole_s
@@ -247,14 +254,26 @@ def _operators(evidence: Evidence, rows: list[_Row]) -> Iterator[PartOfStep]:
 def _family(operator: Operator) -> str:
     if operator.phase == "optimizer":
         return "optimizer's kernels"
+    if operator.op.startswith(_BARE):
+        return f"kernel {operator.op.removeprefix(_BARE)}"
     family = family_of(operator.op)
     return f"operator {operator.op.removeprefix('aten.')}" if family == OTHER_FAMILY else family
 
 
 def _floor(rows: Iterable[_Row]) -> float | None:
-    """The floor of a family's kernels, none of them above its time; None where it is not known of the most of them."""
+    """The floor of a family's kernels, none of them above its time; None where it is not known of any of them.
+
+    Where a compiled kernel's FLOP and bytes are not known, it counts with its own time.
+    """
     known = [r for r in rows if r.floor_s is not None and r.kernel_s > 0]
-    return sum(min(r.floor_s or 0.0, r.kernel_s) for r in known) if known else None
+    if not any(is_priced(r.operator) for r in known):
+        return None
+    return sum(min(r.floor_s or 0.0, r.kernel_s) if is_priced(r.operator) else r.kernel_s for r in known)
+
+
+def is_priced(operator: Operator) -> bool:
+    """Whether an operator's floor means something: of compiled kernels that read parts of their arguments it does not."""
+    return bool(operator.flop or operator.bytes) or not operator.op.startswith(("inductor.", _BARE))
 
 
 def _engine(evidence: Evidence, rows: list[_Row]) -> PartOfStep | None:
@@ -391,10 +410,11 @@ def _on_device(evidence: Evidence, floors_s: Sequence[float | None]) -> Iterator
     """Busy by operators, idle by what the device waited for, and what comes between steps by its phase."""
     steps = evidence.steps
     busy_s = min(steps.device_s or 0.0, steps.step_s)
-    rows = [_Row(o, o.op_s, 0.0, 0.0, f) for o, f in zip(evidence.operators, floors_s, strict=True)]
+    rows = [_Row(o, o.op_s, 0.0, 0.0, f) for o, f in zip(timed_operators(evidence), floors_s, strict=True)]
     kernels = _scaled_to([*_operators(evidence, [r for r in rows if r.kernel_s > 0])], busy_s)
     yield from kernels
-    yield from _scaled_to([*_unowned_kernels(evidence)], busy_s - sum(p.seconds for p in kernels))
+    if not evidence.kernel_operators:
+        yield from _scaled_to([*_unowned_kernels(evidence)], busy_s - sum(p.seconds for p in kernels))
     yield from _scaled_to([*_idle(evidence)], steps.step_s - busy_s)
     between = {
         "evaluation": steps.evaluation_s,

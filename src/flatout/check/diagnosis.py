@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
 import msgspec
 
-from flatout.check.breakdown import break_down
+from flatout.check.breakdown import break_down, is_priced, timed_operators
 from flatout.check.gather import gathered, gathered_notes
 from flatout.check.laws import lawful_costs, lawful_floor, lawful_floors
 from flatout.check.libraries.table import with_settings
@@ -21,7 +22,7 @@ from flatout.check.timed_step import in_timed_step
 from flatout.core import units
 from flatout.core.errors import HardwareError
 from flatout.core.records.evidence import Evidence, Operator
-from flatout.core.records.finding import BrokenLaw, Diagnosis, Finding, HotLine, Note, RankedFinding, Rule
+from flatout.core.records.finding import BrokenLaw, Diagnosis, Finding, HotLine, KernelTime, Note, RankedFinding, Rule
 from flatout.core.records.hardware import Machine
 from flatout.core.records.memory import Memory
 from flatout.core.records.trial import Trial
@@ -58,6 +59,7 @@ _BETTER_FOUNDED: Final = 1.15
 _CAUSE_FIRST: Final = 0.25
 """A cause with this share of a symptom's saving comes before the symptom: it is what a person can mend at a line."""
 _NUM_HOT_LINES: Final = 40
+_NUM_KERNELS: Final = 60
 _PRODUCTS: Final = re.compile("conv|mm$|linear$|matmul$")
 """Operators whose FLOP are all computed: attention may leave out what a mask hides."""
 _LONG_ENOUGH: Final = 0.01
@@ -116,6 +118,7 @@ def diagnose(evidence: Evidence, rules: Iterable[Rule]) -> Diagnosis:
         refused=tuple(dict.fromkeys(_refusals(evidence, rules))),
         broken=broken,
         parts=breakdown.parts,
+        kernels=_kernels_above_floor(evidence),
     )
 
 
@@ -365,14 +368,14 @@ def _notes(evidence: Evidence, rules: Iterable[Rule], findings: tuple[RankedFind
 
 def _floor(evidence: Evidence) -> tuple[float | None, tuple[HotLine, ...], tuple[BrokenLaw, ...]]:
     """The roofline's time for the step's operators, the lines that take longest beside their own floor, and what cannot be so."""
-    machine = evidence.machine
-    if machine is None or not evidence.operators:
+    machine, known = evidence.machine, evidence.operators or evidence.kernel_operators
+    if machine is None or not known:
         return None, (), ()
     machine = _with_rates_reached(machine, evidence)
     rows = []
     elsewhere_s = 0.0
     line_of = line_finder(evidence)
-    for at, operators in group_by(evidence.operators, lambda o: line_of(o.source)).items():
+    for at, operators in group_by(known, lambda o: line_of(o.source)).items():
         floors = [_floor_of(machine, o, evidence) for o in operators]
         floor_s = sum(f for f, _ in floors)
         seconds = sum(o.total_s for o in operators)
@@ -401,7 +404,29 @@ def _operator_floors(evidence: Evidence) -> list[float | None]:
     if evidence.machine is None:
         return [None] * len(evidence.operators)
     machine = _with_rates_reached(evidence.machine, evidence)
-    return [_floor_of(machine, operator, evidence)[0] for operator in evidence.operators]
+    return [_floor_of(machine, operator, evidence)[0] for operator in timed_operators(evidence)]
+
+
+def _kernels_above_floor(evidence: Evidence) -> tuple[KernelTime, ...]:
+    """Operators on a device that take longer than their floor, or whose floor is not known; those with most above it first."""
+    if evidence.steps.device_s is None or evidence.machine is None:
+        return ()
+    sums: dict[tuple[str, tuple[tuple[int, ...], ...]], list[tuple[Operator, float]]] = defaultdict(list)
+    for operator, floor_s in zip(timed_operators(evidence), _operator_floors(evidence), strict=True):
+        if operator.op_s > 0:
+            sums[operator.op, tuple(t.shape for t in operator.inputs)].append((operator, floor_s or 0.0))
+    found = [
+        KernelTime(
+            op=op,
+            shapes=shapes,
+            num_calls=sum(o.num_calls for o, _ in members),
+            seconds=sum(o.op_s for o, _ in members),
+            floor_s=sum(min(f, o.op_s) for o, f in members) if is_priced(members[0][0]) else None,
+        )
+        for (op, shapes), members in sums.items()
+    ]
+    found.sort(key=lambda k: (-k.above_floor_s, -k.seconds))
+    return tuple(found[:_NUM_KERNELS])
 
 
 def _with_rates_reached(machine: Machine, evidence: Evidence) -> Machine:
@@ -410,7 +435,7 @@ def _with_rates_reached(machine: Machine, evidence: Evidence) -> Machine:
     oneDNN's convolutions reach twice the rate of a square product on an AMD EPYC with AVX-512.
     """
     rates = dict(machine.matmul_flop_per_s)
-    for operator in evidence.operators:
+    for operator in timed_operators(evidence):
         if _PRODUCTS.search(operator.op) and operator.op_s > _LONG_ENOUGH * evidence.steps.step_s:
             dtype = _dtype_of(machine, operator, evidence)
             rates[dtype] = max(rates.get(dtype, 0.0), operator.flop * operator.num_calls / operator.op_s)

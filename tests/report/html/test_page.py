@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.page_reader import Page, check_harmless, spoiled
 
 from flatout.core.records.evidence import Evidence, Steps
-from flatout.core.records.finding import BrokenLaw, Diagnosis
+from flatout.core.records.finding import BrokenLaw, Diagnosis, KernelTime
 from flatout.report.html import html_report
 from flatout.report.json_report import json_report
 
@@ -178,6 +178,18 @@ def test_a_cause_that_takes_memory_says_how_much(full: Evidence, diagnosis: Diag
     assert "grows 2.00 MiB a step: memory is full after 41 000 more steps" in text
     assert "saves 300 MiB of 1.15 GiB at the peak" in text
     assert "faster" not in text.partition("The floor, line by line")[0].partition("The cause")[2]
+
+
+def test_kernels_far_above_their_floor_are_in_a_table(full: Evidence, diagnosis: Diagnosis) -> None:
+    name = "inductor.triton_<b>red</b>_0"
+    kernels = tuple(
+        KernelTime(op=op, shapes=((64, 768),), num_calls=12.0, seconds=0.012, floor_s=floor_s)
+        for op, floor_s in (("aten.mm", 0.003), (name, None))
+    )
+    text = Page(html_report(full, change(diagnosis, kernels=kernels))).text
+    table = text.partition("The floor, kernel by kernel")[2].partition("Memory over a step")[0]
+    assert "9.00 ms" in table and "64x768" in table and "triton_<b>red</b>_0" in table and "not known" in table
+    assert "kernel by kernel" not in Page(html_report(full, diagnosis)).text
 
 
 @pytest.mark.long

@@ -139,7 +139,9 @@ class HostStep:
         annotations: Iterable[HostOp],
         functions: Iterable[HostOp],
         lines: Lines,
+        phases: Sequence[tuple[int, int, str]] | None = None,
     ) -> None:
+        """`phases` are disjoint intervals in order, where they are known from elsewhere; else the events tell."""
         self.start_ns, self.end_ns = interval
         self.thread = thread
         self.lines = lines
@@ -149,7 +151,7 @@ class HostStep:
         self._functions = _by_thread(f for f in mine if lines.index(f.name) >= 0)
         self._modules = _by_thread(f for f in mine if f.name.startswith("nn.Module: "))
         self._forward = self._forward_places()
-        self.phases = self._phases()
+        self.phases = self._phases() if phases is None else list(phases)
         self._phase_starts = [start for start, _, _ in self.phases]
 
     def phase_at(self, moment_ns: int) -> str:

@@ -330,6 +330,9 @@ class Evidence(Record, frozen=True, kw_only=True):
     float64_sources: tuple[int, ...] = ()
     """Lines outside the steps that brought float64 arrays in from NumPy which a step reads."""
     operators: tuple[Operator, ...] = ()
+    kernel_operators: tuple[Operator, ...] = ()
+    """Of compiled code on a device: the operators and compiled kernels of one profiled step, with the device's seconds of each
+    (`op_s`). The profiler knows no lines. Of the same time, `operators` has at most one row for each compiled graph."""
     trace: Trace = Trace()
     lines: tuple[LineTime, ...] = ()
     host_reads: tuple[HostRead, ...] = ()

@@ -178,6 +178,24 @@ class PartOfStep(Record, frozen=True, kw_only=True):
         return self.floor_s / self.seconds if self.floor_s is not None and self.seconds > 0 else None
 
 
+class KernelTime(Record, frozen=True, kw_only=True):
+    """All calls of an operator or compiled kernel on tensors of the same shapes in a step, beside their floor on the device.
+
+    `floor_s` is the roofline's time of all calls; None where neither their FLOP nor their bytes are known.
+    """
+
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    num_calls: float
+    seconds: float
+    floor_s: float | None
+
+    @property
+    def above_floor_s(self) -> float:
+        """Seconds that better kernels could save at most; 0 where the floor is not known."""
+        return max(0.0, self.seconds - self.floor_s) if self.floor_s is not None else 0.0
+
+
 class BrokenLaw(Record, frozen=True, kw_only=True):
     """A claim that was left out because it contradicts what was measured."""
 
@@ -209,6 +227,8 @@ class Diagnosis(Record, frozen=True, kw_only=True):
     """Claims that are not made because they contradict the measured step."""
     parts: tuple[PartOfStep, ...] = ()
     """Where the step goes, the longest part first."""
+    kernels: tuple[KernelTime, ...] = ()
+    """On a device: the operators and compiled kernels that are furthest above their floor, the furthest first."""
 
     @property
     def is_near_floor(self) -> bool:

@@ -24,6 +24,7 @@ from flatout.report.html.template import rendered_page
 from flatout.report.html.timeline import timeline_svg
 from flatout.report.parts import diagnosis as words
 from flatout.report.parts.breakdown import of_floor, part_name, share_of_step
+from flatout.report.parts.floor import WITHOUT_FLOOR, kernel_name, kernel_shapes, shown_kernels
 from flatout.report.parts.load import load_message
 from flatout.report.places import chain_of, innermost_place
 from flatout.report.sanitise import place_of
@@ -65,6 +66,8 @@ def html_report(evidence: Evidence, diagnosis: Diagnosis) -> bytes:
         timeline=timeline_svg(evidence, diagnosis.findings),
         roofline=roofline_svg(evidence, lines),
         hot_lines=lines,
+        kernels=shown_kernels(diagnosis),
+        without_floor=WITHOUT_FLOOR,
         memory=[
             (m, bytes_by_kind(m.at_peak), memory_svg(m, name=f"memory{i}")) for i, m in enumerate(evidence.memory[:8])
         ],
@@ -129,4 +132,6 @@ _FILTERS: Final[dict[str, Callable[..., object]]] = {
     "manual": manual,
     "part_name": part_name,
     "of_floor": of_floor,
+    "kernel_name": kernel_name,
+    "kernel_shapes": kernel_shapes,
 }

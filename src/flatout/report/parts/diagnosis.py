@@ -11,7 +11,7 @@ from flatout.core.records.evidence import Evidence, StepKind
 from flatout.core.records.finding import Diagnosis, RankedFinding
 from flatout.report.document import Block, Cause, Fold, Heading, Inline, Listing, Phases
 from flatout.report.parts.breakdown import parts_in_words, step_parts
-from flatout.report.parts.floor import hot_lines
+from flatout.report.parts.floor import hot_lines, kernels_above_floor
 from flatout.report.parts.load import load_message
 from flatout.report.parts.memory import memory_cost, memory_gain, memory_line
 from flatout.report.parts.ranks import ranks
@@ -45,6 +45,8 @@ def diagnosis_blocks(evidence: Evidence, diagnosis: Diagnosis) -> list[Block]:
     blocks += ranks(evidence)
     if diagnosis.hot_lines:
         blocks += ["", Heading("The floor, line by line"), hot_lines(evidence, diagnosis)]
+    if (table := kernels_above_floor(diagnosis)) is not None:
+        blocks += ["", Heading("The floor, kernel by kernel"), table]
     checked = [("checked", Words(_checked(diagnosis.checked), "dim"))] if diagnosis.checked else []
     return [*blocks, "", Listing([*_remarks(evidence, diagnosis), *checked, *_observing(evidence)])]
 

@@ -37,6 +37,8 @@ class FakeDevice(TorchDispatchMode):
         self.launches: list[tuple[int, int, str]] = []
         self.anchors: list[int] = []
         self.names_threads = True
+        self.has_operators = False
+        """Whether the profile has operators, too; tanh is then what a compiled kernel did, and a kernel of its own comes last."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         self.launches.append((perf_counter_ns(), get_native_id(), func._schema.name))
@@ -61,14 +63,21 @@ class FakeDevice(TorchDispatchMode):
             work = {"name": f"kernel_of_{name}", "tid": 7, "ts": start / 1000, "dur": KERNEL_NS / 1000}
             events.append({"ph": "X", "cat": "cuda_runtime", "args": {"correlation": number}, **call})
             events.append({"ph": "X", "cat": "kernel", "args": {"correlation": number, "stream": 7}, **work})
+            if self.has_operators and name != "aten::ones_like":
+                names = {"aten::tanh": "triton_poi_fused_tanh_0"}
+                args = {"Input Dims": [[4]], "Input type": ["float"]}
+                times = {"ts": (at + wall) / 1000 - 1, "dur": 3}
+                events.append(
+                    {"ph": "X", "cat": "cpu_op", "name": names.get(name, name), "tid": tid, "args": args, **times}
+                )
         return json.dumps({"baseTimeNanoseconds": BASE_NS, "traceEvents": events})
 
 
 class FakeProfile:
     device: FakeDevice
 
-    def __init__(self, activities: object, *, acc_events: bool) -> None:
-        pass
+    def __init__(self, activities: Sequence[object], *, record_shapes: bool, acc_events: bool) -> None:
+        self.device.has_operators = record_shapes and torch.profiler.ProfilerActivity.CPU in activities
 
     def start(self) -> None:
         self.device.launches.clear()
@@ -102,18 +111,22 @@ def step(x: torch.Tensor) -> list[int]:
     return lines
 
 
-def watched(device: FakeDevice, sites: Sites, *, steps: int = 3, has_log: bool = True) -> KernelTimes:
+def watched(
+    device: FakeDevice, sites: Sites, *, steps: int = 3, has_log: bool = True, is_compiled: bool = False
+) -> KernelTimes:
     def log() -> LaunchLog | None:
         created = LaunchLog(sites, phase=lambda: "forward", module=lambda: "")
         return created if has_log else None
 
-    times = KernelTimes(log)
+    times = KernelTimes(log, is_compiled=lambda: is_compiled)
     x = torch.ones(4)
     with device:
         for _ in range(steps):
             times.begin()
             phase_starts = [PhaseStart("forward", perf_counter(), None)]
             step(x)
+            if is_compiled:
+                torch.ones_like(x)  # launched by no operator, as the made-up profile has it
             times.end(phase_starts)
     return times
 
@@ -145,6 +158,23 @@ def test_without_a_log_kernels_have_phases_and_no_lines(device: FakeDevice) -> N
     found = watched(device, Sites(), has_log=False).device_step
     assert found is not None
     assert {(k.source, k.phase) for k in found.kernels} == {(-1, "forward")}
+
+
+@pytest.mark.parametrize("has_log", [True, False])
+def test_of_compiled_code_the_third_step_has_operators_and_compiled_kernels(device: FakeDevice, has_log: bool) -> None:
+    times = watched(device, Sites(), has_log=has_log, is_compiled=True)
+    rows = {o.op: (o.phase, o.num_calls, o.bytes, o.python_s) for o in times.operators}
+    assert rows == {
+        "aten.exp": ("forward", 1, 16, 0.0),
+        "inductor.triton_poi_fused_tanh_0": ("forward", 1, 16, 0.0),
+        "kernel.kernel_of_aten::ones_like": ("forward", 1, 0, 0.0),
+    }
+    assert [o.op_s for o in times.operators] == pytest.approx([KERNEL_NS * 1e-9] * 3)
+    assert times.busy_s == pytest.approx(3 * KERNEL_NS * 1e-9)
+
+
+def test_without_compiled_code_no_operators_are_profiled(device: FakeDevice) -> None:
+    assert watched(device, Sites()).operators == ()
 
 
 def test_a_script_that_ends_after_the_undisturbed_step_has_it_all_the_same(device: FakeDevice) -> None:

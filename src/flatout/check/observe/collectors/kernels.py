@@ -21,7 +21,7 @@ class KernelProfiling(Collector):
     """Profiles the device in the KERNELS steps."""
 
     def __init__(self, observation: ObservationState) -> None:
-        self.times = KernelTimes(self._launch_log)
+        self.times = KernelTimes(self._launch_log, is_compiled=lambda: observation.is_compiled)
         self._observation = observation
 
     def begin(self, mode: Mode) -> None:
@@ -43,7 +43,7 @@ class KernelProfiling(Collector):
         self.times.abort()
 
     def fill(self, evidence: Evidence) -> Evidence:
-        """Add `device_step`, and to the timeline the spans on the device."""
+        """Add `device_step`, of compiled code the operators of a step, and to the timeline the spans on the device."""
         times, timeline = self.times, evidence.timeline
         if timeline is not None and times.spans:
             timeline = msgspec.structs.replace(
@@ -53,7 +53,10 @@ class KernelProfiling(Collector):
             )
         step = times.device_step
         return msgspec.structs.replace(
-            evidence, timeline=timeline, device_step=step and _in_honest_time(step, evidence.steps)
+            evidence,
+            timeline=timeline,
+            device_step=step and _in_honest_time(step, evidence.steps),
+            kernel_operators=times.operators,
         )
 
     def notes(self) -> Iterator[str]:

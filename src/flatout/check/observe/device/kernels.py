@@ -1,7 +1,8 @@
 """What the device did in a step, from the profiler's records of its kernels and copies and of the calls that launched them.
 
 Three steps in a row are watched. The first opens the profiler and lets the device come to its usual rhythm; the second is the one
-that counts, profiled and otherwise undisturbed; the third is profiled with a log of the operators, which lends its lines.
+that counts, profiled and otherwise undisturbed; the third is profiled with a log of the operators, which lends its lines. Where
+code is compiled, the third profile also has the operators and their shapes: a log sees a compiled graph as one call.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from flatout.check.traces.activity import Activity, device_spans, device_window
 from flatout.check.traces.events import CallPlace, DeviceFacts, DeviceWork, HostCall
 from flatout.check.traces.intervals import Interval
 from flatout.check.traces.kineto import TraceFile, read_trace
+from flatout.check.traces.step_operators import operators_of_step
 from flatout.core.errors import RecordError
 from flatout.core.records.device import DeviceStep
 from flatout.core.records.distributed import Collective
+from flatout.core.records.evidence import Operator
 from flatout.core.records.span import Span
 
 _NUM_ANCHORS: Final = 3
@@ -38,8 +41,10 @@ _FAR_NS: Final = 1_000_000_000
 class Recording:
     """One stretch of profiling: starts the profiler and ties its clock to ours."""
 
-    def __init__(self) -> None:
-        self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+    def __init__(self, *, with_operators: bool) -> None:
+        """`with_operators` records what launched the kernels, too, and the shapes of its tensors; the host is slower then."""
+        activities = [ProfilerActivity.CUDA, *([ProfilerActivity.CPU] if with_operators else [])]
+        self._profile = profile(activities=activities, record_shapes=with_operators, acc_events=True)
         self._profile.start()
         self._wall_offset_ns = time_ns() - perf_counter_ns()
         self._anchors = record_anchors()
@@ -71,19 +76,25 @@ class Recording:
 class KernelTimes:
     """Profiles the device between `begin` and `end` of three steps; see above.
 
-    `device_step`, `collectives` and `spans` are filled after the second step without lines, after the third with them.
-    `busy_s` is the device's busy time of the second step. All stay empty when the driver does not let this process profile.
+    `device_step`, `collectives` and `spans` are filled after the second step without lines, after the third with them;
+    `operators` after the third, where code is compiled. `busy_s` is the device's busy time of the second step. All stay empty
+    when the driver does not let this process profile.
     """
 
-    def __init__(self, log: Callable[[], LaunchLog | None]) -> None:
-        """`log` makes the log for the third step; None when operators must not be intercepted."""
+    def __init__(self, log: Callable[[], LaunchLog | None], *, is_compiled: Callable[[], bool]) -> None:
+        """`log` makes the log for the third step; None when operators must not be intercepted.
+
+        `is_compiled` says by then whether the script runs compiled code.
+        """
         self.busy_s: float | None = None
         self.device_step: DeviceStep | None = None
         self.collectives: tuple[Collective, ...] = ()
+        self.operators: tuple[Operator, ...] = ()
         self.spans: tuple[Span, ...] = ()
         self.num_spans_left_out = 0
         self.failure = ""
         self._make_log = log
+        self._is_compiled = is_compiled
         self._num = 0
         self._recording: Recording | None = None
         self._log: LaunchLog | None = None
@@ -109,7 +120,7 @@ class KernelTimes:
         if self._num == 1 and self._recording is not None:
             self._conclude_timed(borders, starts)
         elif self._num == 2 and self._recording is not None:
-            self._conclude_logged(borders)
+            self._conclude_logged(borders, starts)
         self._num += 1
 
     def abort(self) -> None:
@@ -122,7 +133,7 @@ class KernelTimes:
 
     def _start(self) -> None:
         try:
-            self._recording = Recording()
+            self._recording = Recording(with_operators=self._num == 2 and self._is_compiled())
         except (AssertionError, RuntimeError) as e:  # the driver does not let this process profile: all stays unknown
             self.failure = f"the device could not be profiled: {str(e)[:120]}"
 
@@ -142,18 +153,22 @@ class KernelTimes:
             self._timed = _TimedStep(trace, borders, starts, offset_ns)
             self._publish({})
 
-    def _conclude_logged(self, borders: Interval) -> None:
+    def _conclude_logged(self, borders: Interval, starts: Sequence[PhaseStart]) -> None:
         log, self._log = self._log, None
         if log is not None:
             log.leave()
         stopped = self._stop()
-        if stopped is None or log is None or self._timed is None:
+        if stopped is None or self._timed is None:
             return
         trace, offset_ns = stopped
         start, end = (at + offset_ns for at in borders)
         calls = [c for c in trace.calls if start <= c.start_ns < end]
-        places = PlaceLog(log.entries, calls, offset_ns=offset_ns)
-        self._publish(carried_over(self._timed.named, named_calls(calls, trace.work), places.place_of))
+        if trace.has_shapes:
+            step = _TimedStep(trace, borders, starts, offset_ns)
+            self.operators = operators_of_step(trace, step.work, step.calls, (start, end), step.phases)
+        if log is not None:
+            places = PlaceLog(log.entries, calls, offset_ns=offset_ns)
+            self._publish(carried_over(self._timed.named, named_calls(calls, trace.work), places.place_of))
 
     def _publish(self, lent: dict[HostCall, CallPlace]) -> None:
         timed = self._timed
@@ -186,8 +201,8 @@ class _TimedStep:
         self.facts = trace.devices.get(device, DeviceFacts())
         before = [w for moment, w in at if moment < self.start_ns and w.device == device]
         self.window = device_window(before, self.work, self.start_ns)
-        self._phases = [(round(m.host_s * 1e9) + offset_ns, m.phase) for m in starts]
-        self._phase_starts = [start for start, _ in self._phases]
+        self.phases = [(round(m.host_s * 1e9) + offset_ns, m.phase) for m in starts]
+        self._phase_starts = [start for start, _ in self.phases]
 
     def activity(self, lent: dict[HostCall, CallPlace]) -> Activity:
         """The step's activity with the places that another step lends."""
@@ -195,7 +210,7 @@ class _TimedStep:
         def place_of(call: HostCall) -> CallPlace:
             place = lent.get(call, CallPlace())
             found = bisect_right(self._phase_starts, call.start_ns) - 1
-            return place._replace(phase=self._phases[found][1]) if found >= 0 else place
+            return place._replace(phase=self.phases[found][1]) if found >= 0 else place
 
         start_ns, end_ns = self.window
         return Activity(self.work, self.calls, place_of=place_of, start_ns=start_ns, end_ns=end_ns)

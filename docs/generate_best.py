@@ -1,0 +1,211 @@
+"""Write docs/against-the-best.md: plans of `flatout tune` beside the best public ways to train the same, from the newest results.
+
+python docs/generate_best.py            writes the page
+python docs/generate_best.py --check    writes nothing; exits with 1 when the page is out of date
+
+Results are those of bench/best_device.py (`best_ROW.json`), bench/best/account.py (`account_ROW_SIDE.json`) and bench/best_cpu.py
+(`best_cpu.json`); which scripts of the manifest a lever was proved on comes from all results of bench/world/tune.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, Final
+
+from generate_results import HARDWARE, RESULTS, ROOT, write_or_check
+
+for folder in ("bench", "bench/world"):
+    sys.path.insert(0, str(ROOT / folder))
+ROWS = import_module("best_device").ROWS
+_cpu = import_module("best_cpu")
+PAGE: Final = ROOT / "docs" / "against-the-best.md"
+_NONE: Final = "-"
+_MOST_FAMILIES: Final = 9
+HEAD: Final = """\
+# Against the best
+
+Naive scripts are easy to beat. Here `flatout tune` takes a plain script, as a person would write it first. Its plan is raced
+against the best public way to train the same that we know: compiled, in bfloat16, fused, at the setting that was fastest here.
+"""
+GPU_HEAD: Final = """\
+## On a GPU
+
+`python bench/best_device.py OUT` tunes the plain script, races the plan and all settings of the peer, and then races the plan and
+the fastest setting again in new processes. Ratios are medians of paired stretches with 95 % intervals, of samples a second: above
+1 the plan is faster. Peers, their versions and settings are in `bench/best`.
+"""
+CPU_HEAD: Final = """\
+## On two CPU cores
+
+`python bench/best_cpu.py CHECKOUTS OUT` runs ten public scripts, unchanged: as they come, with the plan, and with `torch.compile`
+of each outermost module (its default, max-autotune, and bfloat16). The mode that was fastest in a first round is raced again.
+A run is a whole process with empty caches, so compiling counts. Ratios are of whole runs, the rounds after the first.
+"""
+LEVERS_HEAD: Final = """\
+## The same levers elsewhere
+
+Nothing in these plans was made for one script. Of the scripts of other people in `bench/world`, each lever was proved on so many:
+equal results within its guarantee, and faster, as `flatout tune` judged it there.
+"""
+
+
+def newest(pattern: str) -> dict[str, Path]:
+    """Of results with these file names, the newest by name."""
+    return {path.name: path for path in sorted(RESULTS.glob(f"*/{pattern}"))}
+
+
+def gpu_rows() -> dict[str, tuple[dict[str, Any], Path]]:
+    """The newest result of each row that was raced on a GPU."""
+    found = {path.stem.removeprefix("best_"): path for path in newest("best_*.json").values()}
+    return {name: (json.loads(found[name].read_text(encoding="utf-8")), found[name]) for name in ROWS if name in found}
+
+
+def _gpu(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
+    yield from GPU_HEAD.splitlines()
+    if not results:
+        yield from ("", "No row has been raced on a GPU yet. These are the workloads, and the goal of each:")
+    yield from ("", "| workload | peer | goal | plan over peer | peer, a second | plan |", "|---|---|---|---|---|---|")
+    for name, row in ROWS.items():
+        found = results[name][0] if name in results else {}
+        for peer, wanted in row.peers.items():
+            raced = found.get("over_peers", {}).get(peer)
+            setting, ratio, rate = peer, "not raced yet", _NONE
+            if raced is not None:
+                setting = raced["setting"]
+                ratio = _ratio(raced["ratio"])
+                rate = f"{found['a_second'][setting]:,.0f} {found['unit']}"
+            levers = ", ".join(f"`{lever}`" for lever in found.get("plan", ())) or _NONE
+            yield f"| {row.title} | {setting} | {wanted.goal:.2f}x | {ratio} | {rate} | {levers} |"
+    for name, (found, path) in results.items():
+        if "losses" in found:
+            yield from _losses(name, found["losses"])
+        yield from (
+            "",
+            f"Source of {ROWS[name].title}: `{path.relative_to(ROOT)}`, {found['device']}, torch {found['torch']}.",
+        )
+    yield from _accounts()
+
+
+def _losses(name: str, losses: dict[str, list[float | None]]) -> Iterator[str]:
+    yield from (
+        "",
+        f"Losses of {ROWS[name].title} after 500 steps, on three seeds:",
+        "",
+        "| side | losses |",
+        "|---|---|",
+    )
+    for side, values in losses.items():
+        yield f"| {side} | {', '.join(_NONE if v is None else f'{v:.4f}' for v in values)} |"
+
+
+def _accounts() -> Iterator[str]:
+    """Where steps go, family by family, beside their floor."""
+    for path in newest("account_*.json").values():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        name, _, side = path.stem.removeprefix("account_").rpartition("_")
+        title = ROWS[name].title if name in ROWS else name
+        step_us = 1e6 * found["step_s"]
+        yield from ("", f"### Where a step of {title} goes: {side}", "")
+        yield f"{found['device']}, torch {found['torch']}; a step takes {step_us:,.0f} us. The floor is the longer of a kernel's"
+        yield f"FLOP at {found['flop_per_s'] / 1e12:.0f} TFLOP/s and its bytes at {found['bytes_per_s'] / 1e9:.0f} GB/s, both"
+        yield "measured after the script. Kernels whose bytes are not known count with their own time."
+        yield from ("", "| kernels | us | floor, us | above |", "|---|---|---|---|")
+        families = list(found["families"].items())
+        for family, sums in families[:_MOST_FAMILIES]:
+            s, floor_s = 1e6 * sums["s"], 1e6 * sums["floor_s"]
+            yield f"| {family} | {s:,.0f} | {floor_s:,.0f} | {s - floor_s:,.0f} |"
+        others = 1e6 * sum(sums["s"] for _, sums in families[_MOST_FAMILIES:])
+        others_floor = 1e6 * sum(sums["floor_s"] for _, sums in families[_MOST_FAMILIES:])
+        if others:
+            yield f"| other kernels | {others:,.0f} | {others_floor:,.0f} | {others - others_floor:,.0f} |"
+        unnamed = 1e6 * (found["busy_s"] - found["in_rows_s"])
+        yield f"| busy without an operator | {unnamed:,.0f} | {_NONE} | {_NONE} |"
+        yield f"| no kernel runs | {1e6 * found['idle_s']:,.0f} | 0 | {1e6 * found['idle_s']:,.0f} |"
+
+
+def _cpu_part() -> Iterator[str]:
+    """The ten scripts on a CPU."""
+    paths = sorted(RESULTS.glob("*/best_cpu.json"))
+    if not paths:
+        return
+    result = json.loads(paths[-1].read_text(encoding="utf-8"))
+    summary, machine = result["summary"], result["machine"]
+    low, high = summary["interval"]
+    yield from ("", *CPU_HEAD.splitlines(), "")
+    yield f"{machine['cpu_model']}, {result['date']}, torch {machine['torch_version']}, about {result['run_seconds']:.0f} s a run:"
+    yield f"the geometric mean of {summary['scripts']} scripts is **{summary['sooner_than_best_compile']:.2f}x** of the best compile"
+    yield f"({low:.2f} - {high:.2f}), and {summary['sooner_than_untouched']:.2f}x of the untouched scripts."
+    longer = summary.get(f"sooner_than_best_compile_{_cpu.LONG_S:.0f}_s")
+    if longer:
+        yield f"Runs of {_cpu.LONG_S:.0f} s untouched, worked out from the later steps, would end {longer:.2f}x as soon."
+    yield from ("", f"Source: `{paths[-1].relative_to(ROOT)}`.", "")
+    yield "| script | best compile | plan over it | later steps | plan over untouched | plan |"
+    yield "|---|---|---|---|---|---|"
+    for row in result["rows"]:
+        if not row.get("peer"):
+            yield f"| {row['name']} | {_NONE} | {row.get('error', 'not raced')[:60]} | {_NONE} | {_NONE} | {_NONE} |"
+            continue
+        over_peer, over_plain = (geometric_mean(_cpu.ratios(row, than)) for than in (row["peer"], "untouched"))
+        later = _cpu.later_ratio(row, row["peer"])
+        levers = ", ".join(f"`{lever}`" for lever in row["levers"]) or "empty"
+        shown = f"{later:.2f}x" if later else _NONE
+        yield f"| {row['name']} | {row['peer']} | {over_peer:.2f}x | {shown} | {over_plain:.2f}x | {levers} |"
+
+
+def proofs() -> dict[str, dict[str, set[str]]]:
+    """By lever and kind of machine, the manifest's scripts on which it was proved."""
+    found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for path in sorted(RESULTS.glob("*/world_tune*.json")):
+        machine = "GPU" if "h200" in path.parent.name else "CPU"
+        for script in json.loads(path.read_text(encoding="utf-8"))["scripts"]:
+            for tried in script.get("tried") or ():
+                if tried["outcome"] == "proved":
+                    found[tried["lever"]][machine].add(script["name"])
+    return found
+
+
+def _levers(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
+    """The levers of the plans above, with the scripts of the manifest on which each was proved."""
+    used: dict[str, list[str]] = defaultdict(list)
+    for name, (found, _) in results.items():
+        for lever in found["plan"]:
+            used[lever].append(ROWS[name].title)
+    paths = sorted(RESULTS.glob("*/best_cpu.json"))
+    for row in json.loads(paths[-1].read_text(encoding="utf-8"))["rows"] if paths else ():
+        for lever in row["levers"]:
+            used[lever].append(row["name"])
+    if not used:
+        return
+    elsewhere = proofs()
+    yield from (
+        "",
+        *LEVERS_HEAD.splitlines(),
+        "",
+        "| lever | in plans here | proved on, CPU | proved on, GPU |",
+        "|---|---|---|---|",
+    )
+    for lever in sorted(used, key=lambda name: (-len(set().union(*elsewhere[name].values())), name)):
+        cpu, gpu = (len(elsewhere[lever][kind]) for kind in ("CPU", "GPU"))
+        yield f"| [`{lever}`](levers/{lever}.md) | {len(used[lever])} | {cpu} scripts | {gpu} scripts |"
+
+
+def _ratio(estimate: list[float]) -> str:
+    value, low, high = estimate
+    return f"{value:.2f}x ({low:.2f} - {high:.2f})"
+
+
+def page() -> str:
+    """The page as Markdown."""
+    results = gpu_rows()
+    lines = [*HEAD.splitlines(), "", *_gpu(results), *_cpu_part(), *_levers(results)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(write_or_check(PAGE, page()))
