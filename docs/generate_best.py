@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, Final
 
-from generate_results import HARDWARE, RESULTS, ROOT, write_or_check
+from generate_results import RESULTS, ROOT, write_or_check
 
 for folder in ("bench", "bench/world"):
     sys.path.insert(0, str(ROOT / folder))
@@ -138,9 +138,9 @@ def _cpu_part() -> Iterator[str]:
     summary, machine = result["summary"], result["machine"]
     low, high = summary["interval"]
     yield from ("", *CPU_HEAD.splitlines(), "")
-    yield f"{machine['cpu_model']}, {result['date']}, torch {machine['torch_version']}, about {result['run_seconds']:.0f} s a run:"
-    yield f"the geometric mean of {summary['scripts']} scripts is **{summary['sooner_than_best_compile']:.2f}x** of the best compile"
-    yield f"({low:.2f} - {high:.2f}), and {summary['sooner_than_untouched']:.2f}x of the untouched scripts."
+    yield f"{machine['cpu_model']}, {result['date']}, torch {machine['torch_version']}, {result['run_seconds']:.0f} s a run:"
+    yield f"the geometric mean of {summary['scripts']} scripts is **{summary['sooner_than_best_compile']:.2f}x** of the"
+    yield f"best compile ({low:.2f} - {high:.2f}), and {summary['sooner_than_untouched']:.2f}x of the untouched scripts."
     longer = summary.get(f"sooner_than_best_compile_{_cpu.LONG_S:.0f}_s")
     if longer:
         yield f"Runs of {_cpu.LONG_S:.0f} s untouched, worked out from the later steps, would end {longer:.2f}x as soon."

@@ -254,6 +254,26 @@ def test_a_script_that_retains_graphs_can_go_backward_twice(tmp_path: Path) -> N
         config.donated_buffer = before
 
 
+def test_switches_of_inductor_are_passed_on_and_wrong_ones_refused() -> None:
+    net = nn.Linear(8, 8)
+    with pulled(LEVER, mode="default", inductor=("coordinate_descent_tuning",)):
+        net(torch.ones(2, 8))
+        assert net._compiled_call_impl is not None
+    made, rest = "net = make()\n", "optimizer = SGD(net.parameters())\nnet(x).sum().backward()\n"
+    new = edit(made + rest, {"mode": "default", "inductor": ("coordinate_descent_tuning",)})
+    assert new == made + "net.compile(options={'coordinate_descent_tuning': True})\n" + rest
+    for wrong in ("coordinate_descending", "cpp.threads"):
+        with pytest.raises(PlanError, match=f"'{wrong}' is no switch"), pulled(LEVER, inductor=(wrong,)):
+            pass
+    with (
+        pytest.raises(PlanError, match="exclude one another"),
+        pulled(LEVER, mode="reduce-overhead", inductor=("debug",)),
+    ):
+        pass
+    with pytest.raises(PlanError, match="must be a list"), pulled(LEVER, inductor="debug"):
+        pass
+
+
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(PlanError, match="fastest"), pulled(LEVER, mode="fastest"):
         pass

@@ -1,7 +1,8 @@
 """The model compiled: its operators fused into few kernels, Python out of the way.
 
 What        `model.compile(...)` at its first call, in place; or each of its repeated blocks alone, which compiles one block for
-            all (`regions`: the paths of the containers that hold them). `mode` and `dynamic` are those of torch.compile.
+            all (`regions`: the paths of the containers that hold them). `mode` and `dynamic` are those of torch.compile;
+            `inductor` names switches of Inductor that are turned on instead of a mode (`coordinate_descent_tuning`).
             Shapes that come first after many calls and rarely, as an epoch's smaller last batch, are computed as before (the text
             of `flatout edit` leaves them to torch.compile, which compiles once more), and so are evaluations of a model in
             training (`plain_evaluation`), until they have been many. Where the script retains graphs, buffers of compiled
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from flatout.core.errors import EditError, LeverRefused, PlanError
@@ -142,11 +145,14 @@ def _effort(parameters: Parameters) -> float:
 def apply(hooks: Hooks, parameters: Parameters) -> None:
     """Compile each root module, or its blocks, at its first call."""
     options: dict[str, Any] = {k: v for k, v in parameters.items() if k in _OPTIONS}
-    mode = options.get("mode")
+    mode, switches = options.get("mode"), _switches(parameters)
     if mode is not None and mode not in _MODES:
         raise PlanError(f"mode {mode!r} is none of {', '.join(_MODES)}; see torch.compile")
     if mode == "default" or "backend" in options:
         options.pop("mode", None)
+    if switches:
+        _check_switches(switches)
+        options["options"] = switches
     if parameters.get("fallback_random"):
         hooks.at_start(draw_as_eager)
     if parameters.get("retained_graphs"):
@@ -175,6 +181,33 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         return undo
 
     hooks.at_first_call(compile_it)
+
+
+def _switches(parameters: Parameters) -> dict[str, bool]:
+    """Inductor's switches that are turned on; PlanError where they cannot be."""
+    names = parameters.get("inductor", ())
+    if isinstance(names, str) or not isinstance(names, tuple):
+        raise PlanError(
+            f"parameter 'inductor' is {names!r} and must be a list of names, as ['coordinate_descent_tuning']"
+        )
+    if names and parameters.get("mode", "default") != "default":
+        raise PlanError(
+            f"mode {parameters['mode']!r} and 'inductor' exclude one another: torch.compile takes one of them"
+        )
+    return dict.fromkeys(map(str, names), True)
+
+
+def _check_switches(names: Iterable[str]) -> None:
+    """Raise PlanError for a name that is no switch of Inductor."""
+    from torch._inductor import list_options
+
+    known = list_options()
+    config = import_module("torch._inductor.config")
+    for name in names:
+        if name not in known or not isinstance(attrgetter(name)(config), bool):
+            raise PlanError(
+                f"'{name}' is no switch of torch._inductor.config; give the names of such that are True or False"
+            )
 
 
 def _keep_buffers() -> Callable[[], None]:
@@ -214,7 +247,9 @@ def edit(text: str, parameters: Parameters) -> str:
     if parameters.get("retained_graphs"):
         module = with_import(parsed(text), "torch._functorch.config")
         text = with_start(module, "torch._functorch.config.donated_buffer = False\n").code
-    options = {k: v for k, v in parameters.items() if k in _OPTIONS and v != "default"}
+    options: dict[str, Any] = {k: v for k, v in parameters.items() if k in _OPTIONS and v != "default"}
+    if switches := _switches(parameters):
+        options["options"] = switches
     arguments = ", ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in options.items())
     if parameters.get("plain_evaluation"):
         text = with_plain_evaluations(parsed(text)).code
