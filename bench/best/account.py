@@ -1,16 +1,19 @@
-"""Where a step of a script goes, kernel by kernel, against what the device could do: `account.py OUT SCRIPT [ARGUMENTS]`.
+"""Where a step of a script goes, kernel by kernel, against what the device could do.
 
-The script runs unchanged; after WARM optimizer steps three are profiled with the shapes of operators, and the median one stands
-for all. OUT.json has a row for each operator and compiled kernel with its seconds, FLOP and bytes, and sums by family. The floor
-of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, and its bytes at the rate of a copy
-of 4 GB, both measured here after the script, on random numbers. Rows whose FLOP or bytes are not known count their own time. What
-is no kernel is idle. On a CPU, where it can be tried, rates are those of the same operations in float32, and small.
+    python bench/best/account.py [--plan PLAN] OUT SCRIPT [ARGUMENTS]
+
+The script runs unchanged, or with a plan; after WARM optimizer steps three are profiled with the shapes of operators, and the
+median one stands for all. OUT has a row for each operator and compiled kernel (seconds, FLOP, bytes), and sums by family.
+
+The floor of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, and its bytes at the rate
+of a copy of 4 GB, both measured here after the script, on random numbers. Rows whose FLOP or bytes are not known count their own
+time. What is no kernel is idle. On a CPU, where it can be tried, rates are those of the same operations in float32, and small.
 """
 
 from __future__ import annotations
 
 import json
-import runpy
+import os
 import sys
 import tempfile
 from collections import defaultdict
@@ -22,8 +25,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from flatout.app.plans import environment_of, read_plan, run_planned
 from flatout.check.traces.ranks import evidence_of_files
 from flatout.core.records.evidence import Evidence
+from flatout.core.runtime.script import end_script, load_script, run_script
 from flatout.machine.cost.families import family_of
 from flatout.machine.measure.timer import time_call
 
@@ -31,15 +36,11 @@ WARM, STEPS = 30, 3
 ON_GPU = torch.cuda.is_available()
 
 
-class Enough(Exception):
-    """The steps have been profiled."""
-
-
 class StepsProfiled:
     """Profiles the steps after the first WARM, each from the end of an optimizer step to the next, and ends the script then."""
 
     def __init__(self, trace: Path) -> None:
-        self._trace, self._num = trace, 0
+        self._trace, self._num, self.is_done = trace, 0, False
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
         self._profile = profile(activities=activities, record_shapes=True)
         self._span: Any = None
@@ -57,7 +58,8 @@ class StepsProfiled:
             _wait()
             self._profile.stop()
             self._profile.export_chrome_trace(str(self._trace))
-            raise Enough
+            self.is_done = True
+            end_script()
         self._span = record_function(f"ProfilerStep#{self._num}")
         self._span.__enter__()
 
@@ -125,18 +127,24 @@ def accounted(evidence: Evidence, flop_per_s: float, bytes_per_s: float) -> dict
 
 
 def main() -> int:
-    out, script, *arguments = sys.argv[1:]
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    words = sys.argv[1:]
+    plan = read_plan(Path(words[1])) if words[0] == "--plan" else None
+    out, script, *arguments = words[2:] if plan is not None else words
+    wanted = environment_of(plan) if plan is not None else {}
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+    loaded = load_script(script, tuple(arguments))
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
-        handle = register_optimizer_step_post_hook(StepsProfiled(trace))
+        steps = StepsProfiled(trace)
+        handle = register_optimizer_step_post_hook(steps)
         try:
-            runpy.run_path(script, run_name="__main__")
-        except Enough:
-            pass
+            code = run_script(loaded).exit_code if plan is None else run_planned(plan, loaded, on_progress=print)
         finally:
             handle.remove()
+        if not steps.is_done:
+            print(f"no {WARM + STEPS} optimizer steps were made, the exit code is {code}", file=sys.stderr)
+            return code or 1
         evidence = evidence_of_files([trace])
     found = accounted(evidence, *rates())
     Path(out).write_text(json.dumps(found, indent=1))
