@@ -10,7 +10,8 @@ Each script makes so many steps as it takes untouched in `--run-seconds`. In the
 with each peer; in the rounds after that untouched, with the plan, and with the peer that was fastest in the first, in turn, so
 that the peer is not the luckiest of several. A run is a process, from its start to the end of its last step, with empty caches of
 compiled code on every side. Peers compile each outermost module at its first call. (Of torch.compile's modes, reduce-overhead
-records CUDA graphs and is the default on a CPU.)
+records CUDA graphs and is the default on a CPU.) Compiling in bfloat16 is left out where products in bfloat16 are no faster than
+in float32: on CPUs without units for it they take several times as long.
 
 Rows that OUT has already are not run again. A longer run is worked out from the same processes: its later steps take what they
 took in the second half.
@@ -24,6 +25,7 @@ import math
 import random
 import shutil
 import statistics
+import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,11 +48,24 @@ SCRIPTS = (
     "yunjey-feedforward",
     "pyg-gcn",
 )
+BFLOAT16 = "compile, bfloat16"
 PEERS: dict[str, dict[str, Any]] = {
     "compile": {"cure": {"apply": "compile"}},
     "compile, max-autotune": {"cure": {"apply": "compile"}, "extra": {"WORLD_COMPILE_MODE": "max-autotune"}},
-    "compile, bfloat16": {"cure": {"apply": "bfloat16_compile"}},
+    BFLOAT16: {"cure": {"apply": "bfloat16_compile"}},
 }
+_PRODUCTS = """
+import time, torch
+def seconds(dtype):
+    a, b = (torch.randn(1024, 1024).to(dtype) for _ in range(2))
+    found = []
+    for _ in range(12):
+        start = time.perf_counter()
+        a @ b
+        found.append(time.perf_counter() - start)
+    return sorted(found)[6]
+print(seconds(torch.bfloat16) / seconds(torch.float32))
+"""
 LONG_S = 600.0
 """Seconds of the longer run, untouched."""
 
@@ -71,12 +86,12 @@ class Race(Tuning):
         if found["plan"] is None:
             return found
         plan: dict[str, Any] = {"plan": {"plan": self._plan}} if found["levers"] else {}
-        sides = {"untouched": {}} | plan | PEERS
+        sides = {"untouched": {}} | plan | peers_of(options)
         taken: dict[str, list[float]] = {name: [] for name in sides}
         later: dict[str, list[float | None]] = {name: [] for name in sides}
         for number in range(options.rounds):
             if number == 1:
-                found["peer"] = min(PEERS, key=lambda name: taken[name][0])
+                found["peer"] = min((name for name in sides if name in PEERS), key=lambda name: taken[name][0])
                 sides = {name: how for name, how in sides.items() if name not in PEERS or name == found["peer"]}
             for name, how in sides.items():
                 taken[name].append(self._cold_run(num_steps, how))
@@ -89,6 +104,16 @@ class Race(Tuning):
         shutil.rmtree(cache, ignore_errors=True)
         extra = how.get("extra", {}) | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
         return self._whole_run(num_steps, **(how | {"extra": extra}))
+
+
+def peers_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The peers that may be the fastest here."""
+    return {name: how for name, how in PEERS.items() if name != BFLOAT16 or options.bfloat16_over_float32 < 1}
+
+
+def bfloat16_over_float32(python: str) -> float:
+    """How long a product in bfloat16 takes, one in float32 taken as 1."""
+    return float(subprocess.run([python, "-c", _PRODUCTS], check=True, capture_output=True, text=True).stdout)
 
 
 def ratios(row: dict[str, Any], than: str) -> list[float]:
@@ -173,6 +198,7 @@ def main() -> int:
     rows = {row["name"]: row for row in json.loads(options.out.read_text())["rows"]} if options.out.exists() else {}
     options.plans.mkdir(parents=True, exist_ok=True)
     (cores,) = shares_of(1)
+    options.bfloat16_over_float32 = bfloat16_over_float32(options.python)
     scripts: dict[str, Script] = {script.name: script for script in read_manifest(options.only, options.manifest)}
     for name in options.only:
         if name in rows:
@@ -188,6 +214,7 @@ def main() -> int:
             "machine": machine_of(options.python, cores),
             "budget": options.budget,
             "run_seconds": options.run_seconds,
+            "bfloat16_over_float32": round(options.bfloat16_over_float32, 2),
             "summary": summarise(list(rows.values())),
             "rows": list(rows.values()),
         }
