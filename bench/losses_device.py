@@ -446,41 +446,51 @@ def memory_rate(bench: Bench) -> float | None:
 # ---------------------------------------------------------------------------------------------------------------- tuning
 
 
-def bench_tuning(bench: Bench, rate: float | None) -> None:
-    from flatout.blocks.kernels.linear_cross_entropy.triton import launch_row_losses
-    from flatout.blocks.kernels.norm import triton_norms as fused
+_ROWS_TUNED = (
+    *({"block": b, "num_warps": w} for b, w in ((2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (8192, 32))),
+    *({"block": b, "num_warps": w} for b, w in ((16384, 16), (16384, 32), (32768, 32))),
+    # so few rows at once that the cache holds them until they are read again
+    *(
+        {"block": b, "num_warps": w, "rows_at_once": rows, "is_reread": is_reread}
+        for b, w in ((2048, 8), (4096, 16), (8192, 16), (8192, 32))
+        for rows in (132, 264, 396)
+        for is_reread in (False, True)
+    ),
+    {"is_reread": True},
+)
 
-    tokens, vocabulary = 4096, 128256
+
+def _tune_rows(bench: Bench, rate: float | None, *, tokens: int, vocabulary: int) -> None:
+    """Losses and gradients of a chunk of tokens, with programs of several sizes and numbers."""
+    from flatout.blocks.kernels.linear_cross_entropy.triton import launch_row_losses
+
     logits = torch.randn(tokens, vocabulary, device=bench.device).to(bench.dtype)
     targets = torch.randint(vocabulary, (tokens,), device=bench.device)
     scales = torch.full((tokens,), 1 / tokens, device=bench.device)
     losses = torch.empty_like(scales)
     ways: dict[str, Callable[[], object]] = {}
     record: Record = {}
-    for block, warps in (
-        (4096, 8),
-        (4096, 16),
-        (8192, 8),
-        (8192, 16),
-        (8192, 32),
-        (16384, 16),
-        (16384, 32),
-        (32768, 32),
-    ):
-        name = f"block {block}, {warps} warps"
+    for options in _ROWS_TUNED:
+        name = ", ".join(f"{key} {value}" for key, value in options.items())
         record[name] = {}
 
-        def way(block: int = block, warps: int = warps) -> None:
-            launch_row_losses(logits, targets, scales, losses, -100, 0.0, 0.0, 0.0, True, block=block, num_warps=warps)
+        def way(options: dict[str, Any] = options) -> None:
+            launch_row_losses(logits, targets, scales, losses, -100, 0.0, 0.0, 0.0, True, **options)
 
         with said(record[name]):
             way()
             ways[name] = way
-    for name, timing in compare_times(ways, device=bench.device, min_time_s=1.0).items():
+    for name, timing in compare_times(ways, device=bench.device, min_time_s=0.5).items():
         moved = 3 * logits.numel() * logits.element_size()
         record[name] = timing_of(timing) | {"share_of_memory_rate": moved / timing.call_s.value / (rate or 1)}
-    bench.write("tuning", "row_losses", record)
-    ways.clear()
+    bench.write("tuning", f"row_losses, {tokens} x {vocabulary}", record)
+
+
+def bench_tuning(bench: Bench, rate: float | None) -> None:
+    from flatout.blocks.kernels.norm import triton_norms as fused
+
+    _tune_rows(bench, rate, tokens=4096, vocabulary=128256)
+    _tune_rows(bench, rate, tokens=16384, vocabulary=50304)
     usual = fused._BACKWARD_PER_WARP, fused._THREADS
     for width in WIDTHS:
         x, weight = bench.drawn(ROWS, width), bench.drawn(width)

@@ -45,8 +45,8 @@ def diagnosis_blocks(evidence: Evidence, diagnosis: Diagnosis) -> list[Block]:
     blocks += ranks(evidence)
     if diagnosis.hot_lines:
         blocks += ["", Heading("The floor, line by line"), hot_lines(evidence, diagnosis)]
-    if (table := kernels_above_floor(diagnosis)) is not None:
-        blocks += ["", Heading("The floor, kernel by kernel"), table]
+    if (kernels := kernels_above_floor(diagnosis)) is not None:
+        blocks += ["", Heading("The floor, kernel by kernel"), kernels]
     checked = [("checked", Words(_checked(diagnosis.checked), "dim"))] if diagnosis.checked else []
     return [*blocks, "", Listing([*_remarks(evidence, diagnosis), *checked, *_observing(evidence)])]
 

@@ -80,10 +80,13 @@ def launch_row_losses(
     block: int = _BLOCK,
     group: int = _GROUP,
     num_warps: int = _NUM_WARPS,
+    rows_at_once: int = 0,
+    is_reread: bool = False,
 ) -> None:
     """Fills the losses, and the logsumexps where `norms_C` is for them (not those of tokens that are ignored).
 
-    When asked for, writes the gradient over the logits, and zeros between their rows.
+    When asked for, writes the gradient over the logits, and zeros between their rows. At most `rows_at_once` programs run (0: one
+    a row); with `is_reread` the cache is asked to hold a row until it has been read again for the gradient.
     """
     num_tokens, vocabulary = logits_CV.shape
     if num_tokens == 0 or vocabulary == 0:
@@ -91,8 +94,9 @@ def launch_row_losses(
         return
     source: Any = import_module(_SOURCE)
     block = min(block, 1 << (vocabulary - 1).bit_length())
-    source.row_losses[(num_tokens,)](
+    source.row_losses[(min(num_tokens, rows_at_once or num_tokens),)](
         *(logits_CV, targets_C, scales_C, losses_C, losses_C if norms_C is None else norms_C),
+        num_tokens,
         logits_CV.stride(0),
         vocabulary,
         *(ignore_index, label_smoothing, z_loss, softcap),
@@ -102,6 +106,8 @@ def launch_row_losses(
         HAS_NORMS=norms_C is not None,
         BLOCK=block,
         GROUP=min(group, block),
+        FIRST_READ="evict_last" if is_reread and has_gradient else "",
+        LAST_READ="evict_first" if is_reread and has_gradient else "",
         num_warps=max(1, min(num_warps, block // 256)),
     )
 
