@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flatout.app.tune_script import tune as tune
     from flatout.app.verify_script import verify as verify
     from flatout.blocks.data.batches import Batches as Batches
+    from flatout.blocks.data.by_length import call_by_length as call_by_length
     from flatout.blocks.data.feed import Feed as Feed
     from flatout.blocks.data.in_worker import InWorker as InWorker
     from flatout.blocks.data.prefetch import Prefetch as Prefetch
@@ -98,6 +99,7 @@ _HOMES = {
     "apply": "flatout.app.plans:apply",
     "as_arrays": "flatout.blocks.training.host_arrays:as_arrays",
     "attention": "flatout.blocks.kernels.attention.api:attention",
+    "call_by_length": "flatout.blocks.data.by_length:call_by_length",
     "captured": "flatout.blocks.training.captured_calls:captured",
     "captured_update": "flatout.blocks.training.captured_updates:captured_update",
     "check": "flatout.app.session:check",

@@ -170,7 +170,7 @@ def _wrapped_calls(model: nn.Module, levers: Sequence[LiveHooks]) -> Callable[[]
 
     The wrapper is where `nn.Module.compile` puts its own: it is looked up at every call, and copies and pickles leave it out.
     """
-    levers = [hooks for hooks in levers if hooks.contexts or hooks.inputs or hooks.outputs]
+    levers = [hooks for hooks in levers if hooks.contexts or hooks.inputs or hooks.outputs or hooks.calls]
     if not levers:
         return lambda: None
     before = model._compiled_call_impl

@@ -37,6 +37,7 @@ class CallHooks:
         self.contexts: list[Callable[[nn.Module], AbstractContextManager[object] | None]] = []
         self.inputs: list[Callable[[nn.Module, Any], Any]] = []
         self.outputs: list[Callable[[nn.Module, Any], Any]] = []
+        self.calls: list[Callable[[nn.Module, Callable[..., Any], Any, Any], Any]] = []
         self.has_replaced = False
         self._patches = Patches()
         self._undo: list[Undo] = []
@@ -48,6 +49,10 @@ class CallHooks:
     def on_inputs(self, change: Callable[[nn.Module, Any], Any]) -> None:
         """Pass (args, kwargs) of every call of a root module with parameters through `change`."""
         self.inputs.append(change)
+
+    def in_place_of_calls(self, call: Callable[[nn.Module, Callable[..., Any], Any, Any], Any]) -> None:
+        """Have `call(module, original, args, kwargs)` compute what a call of a root module with parameters returns."""
+        self.calls.append(call)
 
     def on_outputs(self, change: Callable[[nn.Module, Any], Any]) -> None:
         """Pass what every call of a root module with parameters returns through `change`."""
@@ -140,7 +145,7 @@ class ScriptHooks(CallHooks):
             self._patches.set(kind, "__init__", _observed_constructor(kind, changes))
         if self._sources:
             self._patches.set(SourceFileLoader, "get_code", self._importing(SourceFileLoader.get_code))
-        if self._first_calls or self.contexts or self.inputs or self.outputs:
+        if self._first_calls or self.contexts or self.inputs or self.outputs or self.calls:
             self._patches.set(nn.Module, "__call__", self._calling(nn.Module.__call__))
 
     def _importing(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +197,9 @@ def call_through(
     *,
     inside: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Any:
-    """Call a module through the changes of inputs, the contexts (`inside` around them) and the changes of outputs of levers."""
+    """Call a module through the changes of inputs, the contexts (`inside` around them), what computes the call in its place, and
+    the changes of outputs of levers.
+    """
     for change in chain.from_iterable(hooks.inputs for hooks in levers):
         args, kwargs = change(module, (args, kwargs))
     with inside(), ExitStack() as stack:
@@ -200,10 +207,18 @@ def call_through(
             context = around(module)
             if context is not None:
                 stack.enter_context(context)
+        for replacement in chain.from_iterable(hooks.calls for hooks in levers):
+            call = partial(_replaced, replacement, module, call)
         output = call(*args, **kwargs)
     for change in chain.from_iterable(hooks.outputs for hooks in levers):
         output = change(module, output)
     return output
+
+
+def _replaced(
+    replacement: Callable[..., Any], module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return replacement(module, original, args, kwargs)
 
 
 def _observed_constructor(kind: type, changes: Iterable[ConstructorChange]) -> Callable[..., None]:

@@ -87,6 +87,9 @@ class Hooks(Protocol):
     def on_inputs(self, change: Callable[[Any, Any], Any]) -> None:
         """Pass (args, kwargs) of every call of a root module that has parameters through `change`."""
 
+    def in_place_of_calls(self, call: Callable[[Any, Callable[..., Any], Any, Any], Any]) -> None:
+        """Have `call(module, original, args, kwargs)` compute what a call of a root module with parameters returns."""
+
     def on_outputs(self, change: Callable[[Any, Any], Any]) -> None:
         """Pass what every call of a root module that has parameters returns through `change`."""
 
