@@ -47,6 +47,7 @@ if how == "joins":
     total = torch.ones(1)
     dist.all_reduce(total)
     print(f"total {int(total)}", flush=True)
+    dist.destroy_process_group()
 if how == "sleep" or (how in ("exit", "raise") and rank == 0) or (how == "server" and start == 0):
     time.sleep(60)
 print(f"start {start} rank {rank} done", flush=True)
