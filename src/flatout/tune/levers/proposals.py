@@ -21,7 +21,17 @@ _SMALL_PART: Final = 0.1
 _MOSTLY_IDLE: Final = 0.25
 """A device that is busy for less of a step waits for its host even when the model is compiled."""
 
+_OVER_POSITIONS: Final = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "aten.convolution")
+"""Operators whose results at the last words change with what stands behind them."""
+_PACKS: Final = "aten._pack_padded_sequence"
+
 Propose = Callable[[Evidence, Sequence[Finding]], Iterator[Candidate]]
+
+
+def reads_padding(evidence: Evidence) -> bool:
+    """Whether layers go over positions one after the other, or over their neighbours, without being told where rows end."""
+    names = [o.op for o in evidence.operators if o.phase == "forward"]
+    return _PACKS not in names and any(part in name for name in names for part in _OVER_POSITIONS)
 
 
 def as_found(else_because: str, *, parameters: Parameters | None = None, edit: Edit | None = None) -> Propose:

@@ -5,7 +5,7 @@ Evidence     Trailing constants in the batch's tensors, with something that says
              a mask, lengths). Trial: the model's forward and backward on the same batch, cropped to its longest row and to its
              mean length, rounded up, and in turn to the next shorter and longer length: batches differ, and kernels and
              memory for one shape do not serve another.
-Levers       communication.trim-padding, communication.bucket-lengths, communication.pack
+Levers       communication.trim-padding, communication.bucket-lengths
 False alarm  Batches that are packed before the arithmetic (pack_padded_sequence). Images with black borders, tokens that repeat:
              without a sign of padding, or where the model refuses shorter input or gets no faster, nothing is said. Batches
              that each have a length of their own: oneDNN builds its kernels anew for each, so the edit rounds lengths up.

@@ -23,6 +23,7 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
 from flatout.machine.cost.accounting import model_seconds
 from flatout.machine.cost.compiling import draws_in_model
+from flatout.tune.levers.proposals import reads_padding
 from flatout.tune.rewrite.enclosing_blocks import enclosing_loops, parents_of
 from flatout.tune.rewrite.imports import with_import
 from flatout.tune.rewrite.models import names_of_models
@@ -61,6 +62,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
             parameters={"pad": int(padding.pad_value), "groups": groups, "multiple": _multiple(width)},
             saved_s=(_LOW * (1 - remaining) * busy_s, (1 - remaining) * busy_s),
             guarantee="distribution" if draws_in_model(evidence) else None,
+            is_risky=reads_padding(evidence),
             because=f"the mean row of '{padding.name}' has {padding.mean_length:.0f} positions, the longest of a batch "
             f"{padding.longest:.0f} of {width}; in {groups} groups of like length {remaining:.0%} of the positions remain",
         )

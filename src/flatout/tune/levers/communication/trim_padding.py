@@ -22,6 +22,7 @@ from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
+from flatout.tune.levers.proposals import reads_padding
 from flatout.tune.rewrite.enclosing_blocks import assignment, levels, parents_of
 from flatout.tune.rewrite.imports import below_imports, call_name, with_torch
 from flatout.tune.rewrite.source import (
@@ -48,9 +49,6 @@ has a price: cuDNN builds a plan for its attention (the default on Hopper from P
 a block; with hundreds of widths it outweighed what was cut."""
 _FEWEST_ALIGNED: Final = 8
 """Tensor cores load 16 bytes at a time: 8 numbers of half precision (NVIDIA, Matrix Multiplication Background User's Guide)."""
-_OVER_POSITIONS: Final = ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "aten.convolution")
-"""Operators whose results at the last words change with what stands behind them."""
-_PACKS: Final = "aten._pack_padded_sequence"
 _CUTTING: Final = '''
 def {name}(batch):
     """The batch without the positions that are padding in all its rows."""
@@ -87,15 +85,9 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         | readable_place(evidence, where),
         saved_s=(0.5 * low, high),
         where=where,
-        is_risky=_reads_padding(evidence),
+        is_risky=reads_padding(evidence),
         because=f"the longest row of a batch fills {padding.longest_fraction:.0%} of '{padding.name}', {padding.shape[1]} wide",
     )
-
-
-def _reads_padding(evidence: Evidence) -> bool:
-    """Whether layers go over positions one after the other, or over their neighbours, without being told where rows end."""
-    names = [o.op for o in evidence.operators if o.phase == "forward"]
-    return _PACKS not in names and any(part in name for name in names for part in _OVER_POSITIONS)
 
 
 def _multiple(evidence: Evidence, width: int) -> int:
