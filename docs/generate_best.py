@@ -187,12 +187,12 @@ def _levers(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
         "",
         *LEVERS_HEAD.splitlines(),
         "",
-        "| lever | in plans here | proved on, CPU | proved on, GPU |",
+        "| lever | plans here | scripts on a CPU | on a GPU |",
         "|---|---|---|---|",
     )
     for lever in sorted(used, key=lambda name: (-len(set().union(*elsewhere[name].values())), name)):
         cpu, gpu = (len(elsewhere[lever][kind]) for kind in ("CPU", "GPU"))
-        yield f"| [`{lever}`](levers/{lever}.md) | {len(used[lever])} | {cpu} scripts | {gpu} scripts |"
+        yield f"| [`{lever}`](levers/{lever}.md) | {len(used[lever])} | {cpu} | {gpu} |"
 
 
 def _ratio(estimate: list[float]) -> str:
