@@ -11,6 +11,7 @@ with the same documents in the same rows. Weights and draws are those of the exa
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Attention(nn.Module):
             starts, longest = mask
             k, v = (part.repeat_interleave(own.heads // own.kv_heads, dim=2) for part in (k, v))
             q, k, v = (part.reshape(B * T, own.heads, own.size) for part in (q, k, v))
-            y = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
+            y = varlen_attn(q, k, v, starts, starts, longest, longest, **causal(varlen_attn))
             return own.wo(y.reshape(B, T, C))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if self.kind == "flex":
@@ -58,6 +59,12 @@ class Attention(nn.Module):
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return own.wo(y.transpose(1, 2).reshape(B, T, C))
+
+
+def causal(varlen_attn: Any) -> dict[str, Any]:
+    """How this version of torch is told to attend to what came before: torch 2.10 has `is_causal`, later ones a window."""
+    has_window = "window_size" in inspect.signature(varlen_attn).parameters
+    return {"window_size": (-1, 0)} if has_window else {"is_causal": True}
 
 
 class WithLoss(nn.Module):
