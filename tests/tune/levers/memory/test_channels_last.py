@@ -35,7 +35,7 @@ def test_a_model_that_convolves_images_is_offered_and_others_refused() -> None:
 @pytest.mark.parametrize(
     ("op", "shape", "guarantee"),
     [
-        ("aten.randn_like", (8, 3, 32, 32), "distribution"),
+        ("aten.randn_like", (8, 3, 32, 32), None),  # told to draw in order
         ("aten.native_dropout", (8, 16, 30, 30), "distribution"),
         ("aten.native_dropout", (8, 4, 64, 64), None),  # attention's weights are no images
         ("aten.randn", (8, 3, 32, 32), None),  # drawn in order, whatever is made of it
@@ -52,6 +52,36 @@ def test_random_numbers_in_the_order_of_memory_weaken_what_it_promises(
     assert isinstance(candidate, Candidate)
     assert candidate.guarantee == guarantee
     assert ("draws other random numbers" in candidate.because) == (guarantee is not None)
+    assert candidate.parameters == ({"ordered_draws": True} if op == "aten.randn_like" else {})
+
+
+def test_noise_of_the_shape_of_an_image_is_the_noise_from_before() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            normal, uniform = torch.randn_like(images), torch.rand_like(self.convolution(images))
+            wide = torch.randn_like(images, memory_format=torch.contiguous_format, dtype=torch.float64)
+            return normal, uniform, wide
+
+    net, images = Noisy(), torch.ones(2, 3, 8, 8)
+
+    def drawn() -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        found: tuple[torch.Tensor, ...] = net(images)
+        return found
+
+    expected, before = drawn(), (torch.randn_like, torch.rand_like)
+    with pulled(LEVER, ordered_draws=True):
+        found = drawn()
+        assert [t.is_contiguous(memory_format=torch.channels_last) for t in found] == [True, True, False]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    assert (torch.randn_like, torch.rand_like) == before
+    with pulled(LEVER):
+        assert not torch.equal(drawn()[0], expected[0])
 
 
 def test_weights_and_images_are_converted_and_afterwards_as_before() -> None:

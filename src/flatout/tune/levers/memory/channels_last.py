@@ -1,7 +1,9 @@
 """Images and convolution weights with the channels innermost, as the fast kernels want them.
 
-What        `model.to(memory_format=torch.channels_last)` at its first call; four-dimensional inputs are converted at each.
-Guarantee   BOUNDED: the same convolutions, summed in another order.
+What        `model.to(memory_format=torch.channels_last)` at its first call; four-dimensional inputs are converted at each. With
+            `ordered_draws`, `torch.randn_like` and `torch.rand_like` draw for such images what they drew before.
+Guarantee   BOUNDED: the same convolutions, summed in another order. DISTRIBUTION where random masks (dropout) are drawn for
+            images: they are drawn in the order of memory.
 Refuses     Models without two-dimensional convolutions.
 """
 
@@ -39,8 +41,10 @@ if TYPE_CHECKING:
 
 _MAY_COST: Final = 0.2
 """Small convolutions were that much slower on a CPU (bench/results, tune_examples)."""
+_LIKE: Final = ("randn_like", "rand_like")
+"""Functions that can be told the order in which they draw."""
 _DRAWS: Final = frozenset(
-    {"aten.randn_like", "aten.rand_like", "aten.native_dropout", "aten.bernoulli", "aten.bernoulli_", "aten.normal_"}
+    {*(f"aten.{name}" for name in _LIKE), "aten.native_dropout", "aten.bernoulli", "aten.bernoulli_", "aten.normal_"}
 )
 _CONVOLUTIONS: Final = {"Conv2d", "ConvTranspose2d"}
 
@@ -52,25 +56,25 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         raise LeverRefused("no two-dimensional convolution was observed")
     savings = [f.saved_s for f in findings]
     draws = _draws_of_images(evidence)
+    masks = next((name for name in draws if name not in _LIKE), "")
     busy_s = sum(o.total_s for o in evidence.operators if "convolution" in o.op)
     least_s = -_MAY_COST * busy_s if evidence.workload.device == "cpu" else 0.0
     yield Candidate(
+        parameters={"ordered_draws": True} if draws and not masks else {},
         saved_s=max(savings, default=(least_s, 0.4 * busy_s)),
         where=findings[0].where if findings else evidence.source_of(convolutions[0].source),
-        guarantee="distribution" if draws else None,
+        guarantee="distribution" if masks else None,
         because=(findings[0].because if findings else f"convolutions take {busy_s * 1e3:.2f} ms of a step")
-        + (f"; {draws} draws other random numbers in another order of memory" if draws else ""),
+        + (f"; {masks} draws other random numbers in another order of memory" if masks else ""),
     )
 
 
-def _draws_of_images(evidence: Evidence) -> str:
-    """An operator that draws random numbers for each element of what is convolved, '' where none does: it draws them in the
-    order of memory.
-    """
+def _draws_of_images(evidence: Evidence) -> list[str]:
+    """Operators that draw random numbers for each element of what is convolved: they draw them in the order of memory."""
     convolutions = [o for o in evidence.operators if "convolution" in o.op]
     images = {spec.shape for o in convolutions for spec in (*o.inputs[:1], *o.outputs[:1]) if len(spec.shape) == 4}
     drawing = (o.op for o in evidence.operators if o.op in _DRAWS and any(spec.shape in images for spec in o.outputs))
-    return next(drawing, "").removeprefix("aten.")
+    return [op.removeprefix("aten.") for op in dict.fromkeys(drawing)]
 
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
@@ -102,8 +106,22 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         is_image = isinstance(value, Tensor) and value.dim() == 4 and value.is_floating_point()
         return value.contiguous(memory_format=torch.channels_last) if is_image else value
 
+    def ordered(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def drawing_in_order(like: Tensor, **options: Any) -> Tensor:
+            is_plain = options.get("memory_format", torch.preserve_format) == torch.preserve_format
+            is_turned = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
+            if not is_turned or like.is_contiguous() or not is_plain:
+                return draw(like, **options)
+            drawn = draw(like, **(options | {"memory_format": torch.contiguous_format}))
+            return drawn.contiguous(memory_format=torch.channels_last)
+
+        return drawing_in_order
+
     hooks.at_first_call(convert)
     hooks.on_inputs(inputs)
+    if parameters.get("ordered_draws"):
+        for name in _LIKE:
+            hooks.replace(torch, name, ordered(getattr(torch, name)))
 
 
 def edit(text: str, parameters: Parameters) -> str:
