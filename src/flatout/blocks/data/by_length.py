@@ -68,8 +68,8 @@ def call_by_length(
     parts = []
     for start, end, own in zip([0, *ends], ends, widths, strict=False):
         rows = order[start:end]
-        chosen = [_cut(_rows_of(leaf, num_rows, rows), (end - start, width), own) for leaf in leaves]
-        args, named = tree_unflatten(chosen, shape)
+        taken = [_cut(_rows_of(leaf, num_rows, rows), (end - start, width), own) for leaf in leaves]
+        args, named = tree_unflatten(taken, shape)
         parts.append(model(*args, **named))
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     return _joined(parts, sizes, widths, width, order.argsort())

@@ -109,8 +109,8 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
     def ordered(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def drawing_in_order(like: Tensor, **options: Any) -> Tensor:
             is_plain = options.get("memory_format", torch.preserve_format) == torch.preserve_format
-            is_turned = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
-            if not is_turned or like.is_contiguous() or not is_plain:
+            is_channels_last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
+            if not is_channels_last or like.is_contiguous() or not is_plain:
                 return draw(like, **options)
             drawn = draw(like, **(options | {"memory_format": torch.contiguous_format}))
             return drawn.contiguous(memory_format=torch.channels_last)
