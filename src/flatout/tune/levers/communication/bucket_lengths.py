@@ -130,8 +130,8 @@ def edit(text: str, parameters: Parameters) -> str:
             changes[call] = cst.parse_expression(f"flatout.call_by_length({written})")
     if not changes:
         raise EditError("no loop of the file calls a model that is made in it")
-    for call, new in changes.items():
-        module = with_expression(module, call, new)
+    for old, new in changes.items():
+        module = with_expression(module, old, new)
     return with_import(module, "flatout").code
 
 
