@@ -1,11 +1,12 @@
 """Plain scripts of examples/gpu with the plan of `flatout tune`, against the best public ways to train the same, side by side.
 
-    python bench/best_device.py OUT_FOLDER [--only ROW ...] [--plans FOLDER] [--budget 300s] [--losses] [--small]
+    python bench/best_device.py OUT_FOLDER [--only ROW ...] [--plans FOLDER] [--budget 300s] [--losses] [--accounts] [--small]
 
 Of each row: `flatout tune` of the plain script (or a plan that is there already); then the plan and all of the peer's settings
 stand in processes of their own and take stretches of steps in turn; then the plan and the fastest of these settings alone, in new
 processes, so that the peer is not the luckiest of several. Ratios are medians of paired stretches with 95 % intervals, of samples
 a second. `--losses` runs 500 steps of both and of the untouched script, on three seeds each, and compares the last losses.
+`--accounts` says where a step of the plan and of the fastest peer goes, kernel by kernel (bench/best/account.py).
 `--small` tries it all on a CPU, where the examples are toys; its figures mean nothing.
 
 Peers are in bench/best; nanoGPT's model comes from a checkout that the variable NANOGPT names.
@@ -35,6 +36,7 @@ from flatout.tune.verify.side_process import Failed, Request, SideProcess
 GPU, BEST = ROOT / "examples" / "gpu", ROOT / "bench" / "best"
 LOSS_STEPS = 500
 SEEDS = (11, 12, 13)
+ACCOUNT_S = 240.0
 
 
 class Peer(NamedTuple):
@@ -225,6 +227,7 @@ def main() -> int:
         "--levers", type=Path, help="a JSON file of levers by row, [[id, parameters], ...], to race instead"
     )
     parser.add_argument("--losses", action="store_true")
+    parser.add_argument("--accounts", action="store_true")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -294,6 +297,10 @@ def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
         for peer, side in best.items()
         if side in a_sample and "flatout" in a_sample
     }
+    if options.accounts:
+        fastest = max(best.values(), key=lambda side: rates[side])
+        account(options.out / f"account_{name}_plan.json", own)
+        account(options.out / f"account_{name}_peer.json", requests[fastest])
     if options.losses:
         plain = Request(target=str(row.script), arguments=row.arguments)
         found["losses"] = {
@@ -301,6 +308,18 @@ def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
             for side, request in {"untouched": plain, "flatout": own, **{s: requests[s] for s in best.values()}}.items()
         }
     return found
+
+
+def account(out: Path, request: Request) -> None:
+    """Where a step of this side goes, by a run of its own."""
+    plan = ("--plan", request.plan) if request.plan else ()
+    command = [sys.executable, str(BEST / "account.py"), *plan, str(out), request.target, *request.arguments]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=ACCOUNT_S)
+    except subprocess.TimeoutExpired:  # steps inside a CUDA graph call no optimizer
+        print(f"{out.stem}: no steps were met within {ACCOUNT_S:.0f} s", flush=True)
+        return
+    print(f"{out.stem}: {(ended.stdout if out.exists() else ended.stderr)[-3000:]}", flush=True)
 
 
 def plan_of(name: str, row: Row, options: argparse.Namespace) -> Path:
