@@ -142,4 +142,5 @@ LEVER = lever(
     edit=edit,
     title="Rows computed in groups of like length",
     conflicts=("communication.trim-padding",),
+    errors=("not one result a row",),
 )
