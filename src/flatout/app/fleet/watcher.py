@@ -231,6 +231,8 @@ class JobWatcher:
 
     def _write(self, outcome: JobOutcome, error: str = "") -> None:
         with self._lock:
+            if outcome == "running" and self._is_over.is_set():
+                return  # the end has been written, or will be: nothing comes after it
             record = self._with_numbers(outcome, error)
             try:
                 self._store.write(redacted(record, self._policy.redact))
