@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from flatout.core.records.evidence import Evidence, LineTime, Operator
 from flatout.core.records.finding import PartKind, PartLine, PartOfStep
 from flatout.core.records.workload import Source, short_place
-from flatout.machine.cost.families import OTHER_FAMILY, family_of
+from flatout.machine.cost.families import BARE_KERNEL, OTHER_FAMILY, family_of
 
 WHOLE_PHASES: Final = {
     "data": "waiting for data",
@@ -39,8 +39,6 @@ _MOST_STRETCH: Final = 1.5
 """Samples that cover less of the step than this allows leave a hole that is not theirs to fill."""
 _FEWEST_ACCOUNTED: Final = 0.75
 """A quartile of the steps of one script on a busy machine is 4 to 27 % shorter than their median (16 of 20 scripts, measured)."""
-_BARE: Final = "kernel."
-"""Begins the names of kernels that no operator launched."""
 _DISPATCH: Final = "dispatch"
 _ENGINE: Final = "autograd engine"
 _REST: Final = "forward and other"
@@ -254,8 +252,8 @@ def _operators(evidence: Evidence, rows: list[_Row]) -> Iterator[PartOfStep]:
 def _family(operator: Operator) -> str:
     if operator.phase == "optimizer":
         return "optimizer's kernels"
-    if operator.op.startswith(_BARE):
-        return f"kernel {operator.op.removeprefix(_BARE)}"
+    if operator.op.startswith(BARE_KERNEL):
+        return f"kernel {operator.op.removeprefix(BARE_KERNEL)}"
     family = family_of(operator.op)
     return f"operator {operator.op.removeprefix('aten.')}" if family == OTHER_FAMILY else family
 
@@ -272,8 +270,8 @@ def _floor(rows: Iterable[_Row]) -> float | None:
 
 
 def is_priced(operator: Operator) -> bool:
-    """Whether an operator's floor means something: of compiled kernels that read parts of their arguments it does not."""
-    return bool(operator.flop or operator.bytes) or not operator.op.startswith(("inductor.", _BARE))
+    """Whether an operator's FLOP or bytes are known: without them it has no floor."""
+    return bool(operator.flop or operator.bytes)
 
 
 def _engine(evidence: Evidence, rows: list[_Row]) -> PartOfStep | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import cast
 
 import msgspec
 
@@ -16,9 +16,7 @@ from flatout.check.traces.kernel_names import short_kernel_name
 from flatout.check.traces.kineto import TraceFile
 from flatout.check.traces.rows import OperatorRows
 from flatout.core.records.evidence import Operator, Phase
-
-BARE_KERNEL: Final = "kernel."
-"""Begins the names of rows whose kernels no operator launched: those of CUDA graphs, and of code that launches its own."""
+from flatout.machine.cost.families import BARE_KERNEL
 
 
 def operators_of_step(

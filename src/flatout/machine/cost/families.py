@@ -8,6 +8,8 @@ from typing import Final
 from flatout.machine.cost.flops import short_name
 
 OTHER_FAMILY: Final = "other operators"
+BARE_KERNEL: Final = "kernel."
+"""Begins the names of rows whose kernels no operator launched: those of CUDA graphs, and of code that launches its own."""
 _PATTERNS: Final = (
     ("optimizer's multi-tensor kernels", r"_foreach_|_fused_(?!dropout|moving|sdp|rms|layer)"),
     ("attention", r"scaled_dot_product|_flash_attention|_efficient_attention|flex_attention|_cudnn_attention"),
