@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flatout.blocks.parallel import layout_measurement
 from flatout.blocks.parallel.layout_measurement import averaged, measured_in_rounds
 from flatout.blocks.parallel.world import World
 from flatout.core.records.scale import Layout, MeasuredStep, ModelShape
@@ -50,3 +51,29 @@ def test_a_round_that_began_late_is_not_begun() -> None:
     with World("cpu") as world:
         found = list(measured_in_rounds([(SHAPE, PLAIN)], world, limit_s=1e-9, rounds=3, mixed=None))
     assert len(found) <= 1
+
+
+@pytest.mark.parametrize(
+    ("speeds", "kept"),
+    [
+        ([4.0, 4.1, 3.9, 7.0, 4.0, 4.2], [4.0, 4.1, 3.9, 4.0, 4.2]),  # disturbed once: measured again
+        ([4.0, 4.1, 3.9, 7.0, 6.0, 6.5, 4.2], [4.0, 4.1, 3.9, 6.0, 4.2]),  # three times: the least disturbed counts
+        ([7.0, 4.0, 4.1, 4.0, 4.2], [7.0, 4.0, 4.1, 4.0, 4.2]),  # what is usual is not known yet
+        ([4.0, 4.1, 3.9, 4.6, 3.0], [4.0, 4.1, 3.9, 4.6, 3.0]),  # within what hosts vary
+    ],
+)
+def test_a_step_beside_which_the_host_was_disturbed_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch, speeds: list[float], kept: list[float]
+) -> None:
+    taken = iter(speeds)
+
+    def measured(_shape: ModelShape, layout: Layout, *_: object) -> MeasuredStep:
+        host_layer_s = next(taken)
+        return step(layout, 10 * host_layer_s, host_layer_s)
+
+    monkeypatch.setattr(layout_measurement, "_measured", measured)
+    with World("cpu") as world:
+        found = list(layout_measurement.measured_steps([(SHAPE, PLAIN)] * len(kept), world, limit_s=60.0))
+    assert [one.host_layer_s for one in found] == kept
+    assert [one.seconds for one in found] == [10 * host_layer_s for host_layer_s in kept]
+    assert next(taken, None) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from statistics import mean
 from time import monotonic
 from typing import Final
@@ -29,6 +30,10 @@ _PROBE_LAYERS: Final = 2
 """Of a tiny model whose forward and backward run between steps, for how fast the host is then: a few milliseconds."""
 _ENOUGH_S: Final = 1.5
 """Of measured steps, after which the fewest are enough: what long ones wait for is rarely the host, which varies most."""
+_DISTURBED: Final = 1.25
+"""Times what the host usually takes for a tiny layer: beside a step where it took longer, others had the host's caches."""
+_FEWEST_SPEEDS: Final = 3
+_MOST_TIMES: Final = 3
 
 
 def measured_steps(
@@ -41,17 +46,43 @@ def measured_steps(
     """Each model in its layout in turn, until `limit_s` have passed: random tokens, AdamW; all ranks call it.
 
     Seconds are the median of 15 steps (down to 3 of long ones) after 2, of the slowest rank; between them the host's speed is
-    measured. Bytes are the allocator's peak of each rank from the first step on, None on a CPU. A layout that cannot be run here
-    comes with the reason and no seconds. All ranks go through the same layouts, and agree on when time is over.
+    measured. A step beside which the host was a quarter slower than it usually was is measured again, twice at most: others
+    disturbed it, and the time with the fastest host counts. Bytes are the allocator's peak of each rank from the first step on,
+    None on a CPU. A layout that cannot be run here comes with the reason and no seconds. All ranks go through the same layouts,
+    and agree on when time is over.
     """
     began = monotonic()
+    speeds: list[float] = []
+
+    def is_over() -> bool:
+        return max(world.gathered(monotonic() - began)) > limit_s
+
     for shape, layout in steps:
-        if max(world.gathered(monotonic() - began)) > limit_s:
+        found: list[MeasuredStep] = []
+        while not is_over():
+            found.append(_measured_or_refused(shape, layout, world, mixed))
+            if len(found) == _MOST_TIMES or not _is_disturbed(found, speeds):
+                break
+        if not found:
             return
-        try:
-            yield _measured(shape, layout, world, mixed)
-        except PlanError as e:
-            yield MeasuredStep(model=shape, layout=layout, why=str(e))
+        step = min(found, key=lambda step: inf if step.host_layer_s is None else step.host_layer_s)
+        if step.host_layer_s is not None:
+            speeds.append(step.host_layer_s)
+        yield step
+
+
+def _is_disturbed(found: Sequence[MeasuredStep], speeds: Sequence[float]) -> bool:
+    """Whether the host was slower beside each measurement of a step than it usually was beside others (`speeds`, seconds)."""
+    own = [step.host_layer_s for step in found if step.host_layer_s is not None]
+    return bool(own) and len(speeds) >= _FEWEST_SPEEDS and min(own) > _DISTURBED * median(speeds)
+
+
+def _measured_or_refused(shape: ModelShape, layout: Layout, world: World, mixed: torch.dtype | None) -> MeasuredStep:
+    try:
+        return _measured(shape, layout, world, mixed)
+    except PlanError as e:
+        return MeasuredStep(model=shape, layout=layout, why=str(e))
+    finally:
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
