@@ -99,6 +99,26 @@ def test_dropout_and_other_numbers_of_keys_are_left_to_torch(called: list[str]) 
     assert not called
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # dynamo reads it of a frame's inputs
+def test_compiled_models_skip_what_is_hidden_too(called: list[str]) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(2 * q, k, v, attn_mask=mask[None, None]).square()
+
+    inputs = operands()
+    expected = torch.autograd.grad(model(*inputs, DENSE["documents"]).sum(), inputs)
+    with pulled(LEVER) as hooks:
+        compiled = torch.compile(model)
+        for _ in range(2):
+            found = torch.autograd.grad(compiled(*inputs, DENSE["documents"]).sum(), inputs)
+        assert hooks.done == [LEVER.id]
+    assert len(called) == 2
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_under_autocast_it_is_of_autocasts_type() -> None:
     q, k, v = operands(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

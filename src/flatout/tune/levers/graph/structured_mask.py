@@ -2,7 +2,8 @@
 
 What        `scaled_dot_product_attention(..., attn_mask=mask)`, where the values of the mask are a structure (nothing hidden,
             causal, a window, documents) or let only few pairs through: `is_causal=True`, no mask, or `flatout.attention` with the
-            structure. Each mask is looked at once, and again after it has changed.
+            structure. Each mask is looked at once, and again after it has changed. Compiled graphs end before such a call, and go
+            on after it.
 Guarantee   BOUNDED: the same sums over the pairs that are seen, in another order.
 Refuses     Biases, padding, masks in which a query sees nothing; dropout.
 """
@@ -79,10 +80,16 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
     known = _Known()
 
     def with_structure(call: AttentionCall) -> Tensor:
+        is_plain = call.query.dim() == 4 and not call.dropout_p and not call.is_causal
+        if not is_plain or call.attn_mask is None:
+            return call.run(original)
+        # between compiled graphs: a structure is read from the mask's values, which a graph has not got
+        return outside_graphs(call) if torch.compiler.is_compiling() else with_mask(call)
+
+    def with_mask(call: AttentionCall) -> Tensor:
         query, key, value = call.query, call.key, call.value
-        is_plain = query.dim() == 4 and not call.dropout_p and not call.is_causal and not torch.compiler.is_compiling()
-        pairs = (query.size(-2), key.size(-2))
-        found = known.look_at(call.attn_mask, pairs) if is_plain and call.attn_mask is not None else None
+        assert call.attn_mask is not None
+        found = known.look_at(call.attn_mask, (query.size(-2), key.size(-2)))
         if found is None or found.mask is None:
             return call.run(original)
         if found.kind in _FLAGS:
@@ -95,6 +102,7 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         hooks.note(LEVER.id)
         return out
 
+    outside_graphs = torch.compiler.disable(with_mask)
     hooks.replace(F, "scaled_dot_product_attention", attention_function(with_structure))
 
 
