@@ -69,7 +69,7 @@ def kernels_above_floor(diagnosis: Diagnosis) -> Table | None:
 def _kernel_cells(kernel: KernelTime, unit: units.TimeUnit) -> Iterator[Cell]:
     floor_s = kernel.floor_s
     yield kernel_name(kernel)
-    yield units.number(kernel.num_calls)
+    yield units.number(kernel.num_calls) if kernel.num_calls % 1 else str(int(kernel.num_calls))
     yield unit.show(kernel.seconds)
     yield unit.show(floor_s) if floor_s is not None else units.UNKNOWN
     yield unit.show(kernel.above_floor_s) if floor_s is not None else units.UNKNOWN

@@ -112,7 +112,7 @@ def step(x: torch.Tensor) -> list[int]:
 
 
 def watched(
-    device: FakeDevice, sites: Sites, *, steps: int = 3, has_log: bool = True, is_compiled: bool = False
+    device: FakeDevice, sites: Sites, *, steps: int = 4, has_log: bool = True, is_compiled: bool = False
 ) -> KernelTimes:
     def log() -> LaunchLog | None:
         created = LaunchLog(sites, phase=lambda: "forward", module=lambda: "")
@@ -161,7 +161,8 @@ def test_without_a_log_kernels_have_phases_and_no_lines(device: FakeDevice) -> N
 
 
 @pytest.mark.parametrize("has_log", [True, False])
-def test_of_compiled_code_the_third_step_has_operators_and_compiled_kernels(device: FakeDevice, has_log: bool) -> None:
+def test_of_compiled_code_the_fourth_step_has_operators_and_compiled_kernels(device: FakeDevice, has_log: bool) -> None:
+    assert watched(device, Sites(), has_log=has_log, is_compiled=True, steps=3).operators == ()
     times = watched(device, Sites(), has_log=has_log, is_compiled=True)
     rows = {o.op: (o.phase, o.num_calls, o.bytes, o.python_s) for o in times.operators}
     assert rows == {
@@ -171,6 +172,26 @@ def test_of_compiled_code_the_third_step_has_operators_and_compiled_kernels(devi
     }
     assert [o.op_s for o in times.operators] == pytest.approx([KERNEL_NS * 1e-9] * 3)
     assert times.busy_s == pytest.approx(3 * KERNEL_NS * 1e-9)
+
+
+def test_no_log_is_kept_while_operators_of_compiled_code_are_profiled(device: FakeDevice) -> None:
+    """Under a log, which is a mode of dispatch, torch runs compiled code as it was before."""
+    logged: list[bool] = []
+
+    class Log(LaunchLog):
+        def __torch_dispatch__(self, *args: Any, **kwargs: Any) -> Any:
+            logged.append(device.has_operators)
+            return super().__torch_dispatch__(*args, **kwargs)
+
+    times = KernelTimes(lambda: Log(Sites(), phase=lambda: "forward", module=lambda: ""), is_compiled=lambda: True)
+    with device:
+        for _ in range(4):
+            times.begin()
+            phase_starts = [PhaseStart("forward", perf_counter(), None)]
+            step(torch.ones(4))
+            times.end(phase_starts)
+    assert times.operators
+    assert set(logged) == {False}
 
 
 def test_without_compiled_code_no_operators_are_profiled(device: FakeDevice) -> None:

@@ -1,4 +1,4 @@
-"""Kernels and copies of the device, by a profiler in three steps of their own."""
+"""Kernels and copies of the device, by a profiler in four steps of their own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """What the device did in a step, from the profiler's records of its kernels and copies and of the calls that launched them.
 
-Three steps in a row are watched. The first opens the profiler and lets the device come to its usual rhythm; the second is the one
-that counts, profiled and otherwise undisturbed; the third is profiled with a log of the operators, which lends its lines. Where
-code is compiled, the third profile also has the operators and their shapes: a log sees a compiled graph as one call.
+Four steps in a row are watched. The first opens the profiler and lets the device come to its usual rhythm; the second is the one
+that counts, profiled and otherwise undisturbed; the third is profiled with a log of the operators, which lends its lines. Under
+such a log torch runs compiled code as it was before. So where code is compiled, the fourth profile has the operators and their
+shapes, without a log; else the fourth step is left alone.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ class Recording:
 
 
 class KernelTimes:
-    """Profiles the device between `begin` and `end` of three steps; see above.
+    """Profiles the device between `begin` and `end` of four steps; see above.
 
     `device_step`, `collectives` and `spans` are filled after the second step without lines, after the third with them;
-    `operators` after the third, where code is compiled. `busy_s` is the device's busy time of the second step. All stay empty
+    `operators` after the fourth, where code is compiled. `busy_s` is the device's busy time of the second step. All stay empty
     when the driver does not let this process profile.
     """
 
@@ -107,7 +108,9 @@ class KernelTimes:
         if self._num == 0:
             self._clocks = read_clocks(torch.cuda.current_device())
         if self._num in (0, 2):
-            self._start()
+            self._start(with_operators=False)
+        elif self._num == 3 and self._is_compiled():
+            self._start(with_operators=True)
         if self._num == 2 and self._recording is not None:
             self._log = self._make_log()
             if self._log is not None:
@@ -120,7 +123,9 @@ class KernelTimes:
         if self._num == 1 and self._recording is not None:
             self._conclude_timed(borders, starts)
         elif self._num == 2 and self._recording is not None:
-            self._conclude_logged(borders, starts)
+            self._conclude_logged(borders)
+        elif self._num == 3 and self._recording is not None:
+            self._conclude_compiled(borders, starts)
         self._num += 1
 
     def abort(self) -> None:
@@ -131,9 +136,9 @@ class KernelTimes:
         self._stop()
         self._num = 0
 
-    def _start(self) -> None:
+    def _start(self, *, with_operators: bool) -> None:
         try:
-            self._recording = Recording(with_operators=self._num == 2 and self._is_compiled())
+            self._recording = Recording(with_operators=with_operators)
         except (AssertionError, RuntimeError) as e:  # the driver does not let this process profile: all stays unknown
             self.failure = f"the device could not be profiled: {str(e)[:120]}"
 
@@ -153,22 +158,27 @@ class KernelTimes:
             self._timed = _TimedStep(trace, borders, starts, offset_ns)
             self._publish({})
 
-    def _conclude_logged(self, borders: Interval, starts: Sequence[PhaseStart]) -> None:
+    def _conclude_logged(self, borders: Interval) -> None:
         log, self._log = self._log, None
         if log is not None:
             log.leave()
         stopped = self._stop()
-        if stopped is None or self._timed is None:
+        if stopped is None or self._timed is None or log is None:
             return
         trace, offset_ns = stopped
         start, end = (at + offset_ns for at in borders)
         calls = [c for c in trace.calls if start <= c.start_ns < end]
-        if trace.has_shapes:
-            step = _TimedStep(trace, borders, starts, offset_ns)
-            self.operators = operators_of_step(trace, step.work, step.calls, (start, end), step.phases)
-        if log is not None:
-            places = PlaceLog(log.entries, calls, offset_ns=offset_ns)
-            self._publish(carried_over(self._timed.named, named_calls(calls, trace.work), places.place_of))
+        places = PlaceLog(log.entries, calls, offset_ns=offset_ns)
+        self._publish(carried_over(self._timed.named, named_calls(calls, trace.work), places.place_of))
+
+    def _conclude_compiled(self, borders: Interval, starts: Sequence[PhaseStart]) -> None:
+        stopped = self._stop()
+        if stopped is None or not stopped[0].has_shapes:
+            return
+        trace, offset_ns = stopped
+        start, end = (at + offset_ns for at in borders)
+        step = _TimedStep(trace, borders, starts, offset_ns)
+        self.operators = operators_of_step(trace, step.work, step.calls, (start, end), step.phases)
 
     def _publish(self, lent: dict[HostCall, CallPlace]) -> None:
         timed = self._timed

@@ -84,7 +84,7 @@ class OperatorTable:
         """The phase of what ran in evaluation mode or without gradients in the steps that are in the table."""
         steps = ordinary[1:] or ordinary or observation.deep.steps
         if steps:
-            nearby = _nearby(observation.timeline.steps, num_deep=len(observation.deep.steps))
+            nearby = nearby_steps(observation.timeline.steps, num_deep=len(observation.deep.steps))
             for clock in observation.listening(CommunicationClock):
                 nearby = _less_communication(nearby, clock)
             self._fill(observation, steps, nearby)
@@ -206,10 +206,15 @@ def _to_samples(rows: list[OperatorRow], observation: ObservationState, num_step
     return [r.scaled(scale[r.key.site]) if phase_group(r.key.phase) == "rest" else r for r in rows]
 
 
-def _nearby(steps: list[TimedStep], *, num_deep: int) -> Nearby:
-    """Medians of the ordinary light steps closest to the last `num_deep` deep ones: a step may grow while the script runs."""
+def nearby_steps(steps: list[TimedStep], *, num_deep: int) -> Nearby:
+    """Medians of the ordinary light steps closest to the last `num_deep` deep ones: a step may grow while the script runs.
+
+    On a device they are those before its profiler was first opened, which slows launches down from then on.
+    """
     deep = [i for i, s in enumerate(steps) if s.mode == Mode.DEEP.value][-num_deep:]
+    profiled = next((i for i, s in enumerate(steps) if s.mode == Mode.KERNELS.value), len(steps))
     light = [(i, s) for i, s in enumerate(steps) if s.mode == Mode.LIGHT.value]
+    light = [(i, s) for i, s in light if i < profiled] or light
     if not deep or not light:
         return Nearby(0.0, {})
     usual = usual_root_calls([s for _, s in light])

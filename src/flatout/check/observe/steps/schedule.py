@@ -49,8 +49,8 @@ class Schedule(Record, frozen=True, kw_only=True):
     num_light_on_device: int = 20
     """More on a device: the profiler of its kernels slows launches down from then on, so honest timing must come before it."""
     num_reads: int = 1
-    num_kernels: int = 3
-    """On a device: one to open its profiler, one that counts, one that lends its lines."""
+    num_kernels: int = 4
+    """On a device: one to open its profiler, one that counts, one that lends its lines, one for compiled code's operators."""
     num_memory: int = 1
     num_deep: int = 3
     num_settle: int = 0
