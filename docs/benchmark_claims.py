@@ -810,7 +810,7 @@ MANY = Section(
             ),
         ),
         Run(
-            "2026-11-29-h200-x2/layouts.json",
+            "2026-11-29-h200-x2/layouts_held_out.json",
             (
                 Claim(
                     "{num} layouts of a GPT of 24 thin layers, whose steps wait for the host: the first choice is {regret} % "
