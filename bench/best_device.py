@@ -224,7 +224,9 @@ def main() -> int:
     parser.add_argument("--budget", default="300s")
     parser.add_argument("--plans", type=Path, help="a folder with plans to race instead of tuning")
     parser.add_argument(
-        "--levers", type=Path, help="a JSON file of levers by row, [[id, parameters], ...], to race instead"
+        "--levers",
+        type=Path,
+        help="a JSON file of levers by row, chosen by hand, [[id, parameters], ...], to race instead",
     )
     parser.add_argument("--losses", action="store_true")
     parser.add_argument("--accounts", action="store_true")
@@ -273,6 +275,7 @@ def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {
         "title": row.title,
         "plan": [p.id for p in read_plan(plan).lever],
+        "planned_by": "hand" if options.levers is not None else "tune",
         "unit": row.unit,
         "a_second_of_all": rates,
         "failed": failed,

@@ -38,7 +38,8 @@ GPU_HEAD: Final = """\
 
 `python bench/best_device.py OUT` tunes the plain script, races the plan and all settings of the peer, and then races the plan and
 the fastest setting again in new processes. Ratios are medians of paired stretches with 95 % intervals, of samples a second: above
-1 the plan is faster. Peers, their versions and settings are in `bench/best`.
+1 the plan is faster. Peers, their versions and settings are in `bench/best`. Levers of a plan "by hand" were chosen by us, to see
+what they gain, and not found by `flatout tune`.
 """
 CPU_HEAD: Final = """\
 ## On two CPU cores
@@ -81,6 +82,7 @@ def _gpu(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
                 ratio = _ratio(raced["ratio"])
                 rate = f"{found['a_second'][setting]:,.0f} {found['unit']}"
             levers = ", ".join(f"`{lever}`" for lever in found.get("plan", ())) or _NONE
+            levers = f"by hand: {levers}" if found.get("planned_by") == "hand" else levers
             yield f"| {row.title} | {setting} | {wanted.goal:.2f}x | {ratio} | {rate} | {levers} |"
     for name, (found, path) in results.items():
         if "losses" in found:

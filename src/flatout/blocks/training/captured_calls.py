@@ -13,8 +13,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, cast, overload
+from functools import partial, wraps
+from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +51,9 @@ SCALARS: Final = (bool, int, float, str, type(None))
 @overload
 def captured(what: M) -> M: ...
 @overload
-def captured(what: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]: ...
+def captured(what: Callable[P, R]) -> Callable[P, R]: ...
 def captured(what: Any) -> Any:
-    """Replay the calls of a module's method from CUDA graphs, by decorating it: `@captured`; or those of one module.
+    """Replay the calls of a function or method from CUDA graphs, by decorating it: `@captured`; or those of one module.
 
     `captured(net)` changes the calls of this module in place and returns it; copies of it are plain, as those of a compiled
     module are. Calls run as they are until the fourth of a kind, which is captured, and always where the module or an argument
@@ -61,10 +61,13 @@ def captured(what: Any) -> Any:
     and where tensors from elsewhere are read. Of those that differ in a way that no call shows (a global variable) nothing can
     be known: a method that reads one is not for this.
 
+    A plain function reads its arguments alone. A method of another object (an environment on the device) may read the tensors
+    among its attributes, and put others in their place; the object's other attributes stay as they are.
+
     Raises:
         UsageError: The module is compiled. On a call, when `backward` runs twice through one replay.
     """
-    return _captured_module(what) if isinstance(what, nn.Module) else _captured_method(what)
+    return _captured_module(what) if isinstance(what, nn.Module) else _captured_function(what)
 
 
 def _captured_module(module: M) -> M:
@@ -83,15 +86,23 @@ def _captured_module(module: M) -> M:
     return module
 
 
-def _captured_method(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    of_module: weakref.WeakKeyDictionary[nn.Module, CapturedCalls] = weakref.WeakKeyDictionary()
+def _captured_function(function: Callable[P, R]) -> Callable[P, R]:
+    from flatout.blocks.training.captured_state import StateCalls
 
-    @wraps(method)
-    def call(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        calls = of_module.get(self)
-        if calls is None:
-            calls = of_module[self] = CapturedCalls(self)
-        return cast(R, calls.run(lambda *a, **k: method(self, *a, **k), args, kwargs))
+    of_module: weakref.WeakKeyDictionary[nn.Module, CapturedCalls] = weakref.WeakKeyDictionary()
+    others = StateCalls(function.__qualname__)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        owner, *rest = args or (None,)
+        if isinstance(owner, nn.Module):
+            calls = of_module.get(owner)
+            if calls is None:
+                calls = of_module[owner] = CapturedCalls(owner)
+            return cast(R, calls.run(partial(function, owner), tuple(rest), kwargs))
+        if getattr(type(owner), function.__name__, None) is call:
+            return others.of_method(function, owner, tuple(rest), kwargs)
+        return others.of_function(function, args, kwargs)
 
     return call
 
@@ -100,8 +111,15 @@ class CapturedCalls:
     """The graphs of one function of a module."""
 
     def __init__(
-        self, module: nn.Module, capture: CaptureCall | None = None, on_captured: Callable[[], None] = lambda: None
+        self,
+        module: nn.Module,
+        capture: CaptureCall | None = None,
+        on_captured: Callable[[], None] = lambda: None,
+        *,
+        name: str = "",
     ) -> None:
+        """`capture` stands in for the device's, `name` is what warnings call the calls; the module's class without it."""
+        self._name = name or type(module).__name__
         self._module = weakref.ref(module)
         self._capture = capture or capture_on_device
         self._needs_device = capture is None
@@ -169,18 +187,18 @@ class CapturedCalls:
         assert module is not None
         if self._needs_device and not all(holder[name].is_cuda for holder, name in self._tensors):
             return None
-        with own_calls(), _saved_state(module), without_autocast_cache(), without_host_waits():
+        with own_calls(), _saved_state(module, leaves), without_autocast_cache(), without_host_waits():
             try:
                 graph = _Replay(_CapturedFunction(module, function, leaves, form), self._capture)
-            except (_NotCapturable, RuntimeError) as e:
+            except (NotCapturable, RuntimeError) as e:
                 reason = str(e).strip().partition("\n")[0]
-                warnings.warn(f"calls of {type(module).__name__} are not captured: {reason}", stacklevel=2)
+                warnings.warn(f"calls of {self._name} are not captured: {reason}", stacklevel=2)
                 return None
         self._on_captured()
         return graph
 
 
-class _NotCapturable(Exception):
+class NotCapturable(Exception):
     """A call that no graph can stand for."""
 
 
@@ -220,22 +238,22 @@ class _CapturedFunction:
                 holder[name] = parameter
 
     def check(self) -> None:
-        """Run once and look at what is done. Raises _NotCapturable."""
+        """Run once and look at what is done. Raises NotCapturable."""
         if any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in self._module.modules()):
-            raise _NotCapturable("hooks of its layers would run once, and never again")
+            raise NotCapturable("hooks of its layers would run once, and never again")
         own = [*self.inputs, *self.shadows, *self._module.buffers()]
         watch = _ForeignTensors(own)
         before, versions = self._surroundings(), [t._version for t in self.inputs]
         with torch.no_grad(), watch:
             results = self()
         if [t._version for t in self.inputs] != versions:
-            raise _NotCapturable("they change their arguments in place")
+            raise NotCapturable("they change their arguments in place")
         if self._surroundings() != before:
-            raise _NotCapturable("they draw random numbers in Python or change what the module holds")
+            raise NotCapturable("they draw random numbers in Python or change what the module holds")
         if watch.num_foreign:
-            raise _NotCapturable("they read tensors that are no argument, parameter or buffer")
+            raise NotCapturable("they read tensors that are no argument, parameter or buffer")
         if any(not isinstance(leaf, Tensor) or leaf.device != self.device for leaf in tree_iter(results)):
-            raise _NotCapturable("they return something other than tensors on the module's device")
+            raise NotCapturable("they return something other than tensors on the module's device")
 
     def _surroundings(self) -> list[Any]:
         numpy = sys.modules.get("numpy")
@@ -376,7 +394,7 @@ class _Replayed(torch.autograd.Function):
 
 
 def _require_leaves(results: list[Tensor], leaves: list[Tensor]) -> None:
-    """Raises _NotCapturable where results depend on other leaves than these: their gradients would be lost."""
+    """Raises NotCapturable where results depend on other leaves than these: their gradients would be lost."""
     known, todo, visited = {id(t) for t in leaves}, [r.grad_fn for r in results], set()
     while todo:
         node = todo.pop()
@@ -385,7 +403,7 @@ def _require_leaves(results: list[Tensor], leaves: list[Tensor]) -> None:
         visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in known:
-            raise _NotCapturable("they train tensors that are no parameter of the module")
+            raise NotCapturable("they train tensors that are no parameter of the module")
         todo.extend(next_node for next_node, _ in node.next_functions)
 
 
@@ -437,11 +455,12 @@ def _warm_up(call: Callable[[], None], device: torch.device) -> None:
 
 
 @contextmanager
-def _saved_state(module: nn.Module) -> Iterator[None]:
+def _saved_state(module: nn.Module, leaves: Sequence[Any]) -> Iterator[None]:
     """Buffers (running statistics), attributes and random numbers as they were: capturing runs the call a few times."""
     buffers = [(b, b.clone()) for b in module.buffers()]
     attributes = [(vars(m), dict(vars(m))) for m in module.modules()]
-    devices = [p.device for p in module.parameters() if p.device.type == "cuda"][:1]
+    tensors = (*module.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+    devices = [t.device for t in tensors if t.device.type == "cuda"][:1]
     python = random.getstate()
     with torch.random.fork_rng(devices):
         yield

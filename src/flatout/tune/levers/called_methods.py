@@ -4,6 +4,8 @@ a decorator before one needs.
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
 from typing import Final, NamedTuple
 
 import libcst as cst
@@ -15,13 +17,31 @@ from flatout.core.records.lever import Parameters
 from flatout.core.records.workload import Source
 from flatout.machine.cost.accounting import milliseconds
 from flatout.tune.rewrite.imports import call_name
-from flatout.tune.rewrite.source import code_of, function_at, nodes_of, place_parameters, with_changes
+from flatout.tune.rewrite.source import (
+    assigned_in,
+    bare_names,
+    code_of,
+    function_at,
+    names_in,
+    nodes_of,
+    place_parameters,
+    with_changes,
+)
 
 _SMALL_PART: Final = 0.1
 _SLOW_DEVICE: Final = 1e12
 """FLOP/s that any GPU reaches in small products: a call that takes ten times as long as that waits for its host."""
 _READS: Final = ("backward", "step", "item", "tolist", "numpy", "cpu")
 """What makes a graph end, or changes more than it returns."""
+
+
+CAPTURED: Final = "captured"
+"""The decorator of flatout that replays calls from CUDA graphs."""
+REPLAY_S: Final = 0.25e-3
+"""What a replayed call leaves: copying arguments and results, one launch and one node of the autograd graph; some 0.1 to 0.2 ms
+(H200, torch 2.11)."""
+_IN_PYTHON: Final = ("random.", "numpy.", "np.", "time.")
+"""Calls that give something else each time, and that no graph holds."""
 
 
 class CalledMethod(NamedTuple):
@@ -82,10 +102,48 @@ def plain_method(module: cst.Module, name: str) -> cst.FunctionDef:
 
     Raises EditError where it is something else.
     """
-    method = function_at(module, name)
-    holder = next((c for c in nodes_of(cst.ClassDef, module) if c.name.value == name.split(".")[-2:][0]), None)
+    holder = _holder(module, name)
     if holder is None or not _is_module(module, holder):
         raise EditError(f"'{name}' is no method of a module")
+    return _plain(module, name)
+
+
+def plain_function(module: cst.Module, name: str) -> cst.FunctionDef:
+    """A function, or a method of a class of no modules, that returns tensors and reads none, as far as its text shows.
+
+    Raises EditError where it is something else.
+    """
+    holder = _holder(module, name)
+    if holder is not None and _is_module(module, holder):
+        raise EditError(f"'{name}' is a method of a module")
+    if name.count(".") > (holder is not None) or name.rpartition(".")[2].startswith("__"):
+        raise EditError(f"'{name}' is inside of another function, or called by Python itself")
+    function = _plain(module, name)
+    if not (function.params.params or function.params.posonly_params):
+        raise EditError(f"'{name}' takes no tensors")
+    return function
+
+
+def check_graph_holds(text: str, module: cst.Module, name: str, function: cst.FunctionDef) -> None:
+    """Raise EditError where a function is captured already, or calls or reads what no CUDA graph holds."""
+    if any(CAPTURED in code_of(d.decorator) for d in function.decorators):
+        raise EditError(f"'{name}' is captured already")
+    for call in nodes_of(cst.Call, function.body):
+        called = call_name(module, call.func)
+        if called.startswith(_IN_PYTHON) or called in ("print", "input"):
+            raise EditError(f"'{name}' calls {called}, which no graph holds")
+    own = assigned_in(function.body) | names_in(function.params)
+    if changing := sorted(({n.value for n in bare_names(function.body)} - own) & _changing_globals(text)):
+        raise EditError(f"'{name}' reads '{changing[0]}', a global variable that changes")
+
+
+def _holder(module: cst.Module, name: str) -> cst.ClassDef | None:
+    """The class whose method it is."""
+    return next((c for c in nodes_of(cst.ClassDef, module) if c.name.value == name.split(".")[-2:][0]), None)
+
+
+def _plain(module: cst.Module, name: str) -> cst.FunctionDef:
+    method = function_at(module, name)
     decorators = {code_of(d.decorator) for d in method.decorators}
     if decorators & {"property", "staticmethod", "classmethod"} or method.asynchronous is not None:
         raise EditError(f"'{name}' is no plain method")
@@ -95,6 +153,23 @@ def plain_method(module: cst.Module, name: str) -> cst.FunctionDef:
     if m.findall(method.body, m.Yield()):
         raise EditError(f"'{name}' is a generator")
     return method
+
+
+def _changing_globals(text: str) -> set[str]:
+    """Names of the module that are bound more than once, in a loop, or by a function that declares them global."""
+    bound: Counter[str] = Counter()
+    todo: list[tuple[ast.AST, int]] = [(ast.parse(text), 1)]
+    while todo:
+        node, times = todo.pop()
+        if isinstance(node, ast.Global):
+            bound.update(dict.fromkeys(node.names, 2))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound[node.id] += times
+        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda))
+        again = 2 if isinstance(node, (ast.For, ast.While, ast.AugAssign)) else times
+        # Inside a function names are its own, but for those that it declares global.
+        todo.extend((child, 0 if is_function else again * bool(times)) for child in ast.iter_child_nodes(node))
+    return {name for name, times in bound.items() if times > 1}
 
 
 def with_decorator(module: cst.Module, name: str, decorator: str) -> cst.Module:

@@ -10,8 +10,6 @@ Refuses     Processes without a CUDA device; scripts that compile; models that k
 
 from __future__ import annotations
 
-import ast
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -23,17 +21,18 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
 from flatout.machine.cost.accounting import milliseconds
-from flatout.tune.levers.called_methods import plain_method, slowest_method, with_decorator
-from flatout.tune.rewrite.imports import call_name, with_import
-from flatout.tune.rewrite.source import assigned_in, bare_names, code_of, names_in, nodes_of, parsed, pull, text_at
+from flatout.tune.levers.called_methods import (
+    CAPTURED,
+    REPLAY_S,
+    check_graph_holds,
+    plain_method,
+    slowest_method,
+    with_decorator,
+)
+from flatout.tune.rewrite.imports import with_import
+from flatout.tune.rewrite.source import code_of, nodes_of, parsed, pull, text_at
 
-_BLOCK: Final = "captured"
-_REPLAY_S: Final = 0.25e-3
-"""What a replayed call leaves: copying arguments and results, one launch and one node of the autograd graph; some 0.1 to 0.2 ms
-(H200, torch 2.11)."""
 _LEAST_SAVED: Final = 0.4
-_IN_PYTHON: Final = ("random.", "numpy.", "np.", "time.")
-"""Calls that give something else each time, and that no graph holds."""
 _EFFORT: Final = 1.0
 """A capture takes a fraction of a second."""
 
@@ -49,7 +48,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         edit(text_at(evidence, method.parameters), method.parameters)
     except EditError as e:
         raise LeverRefused(str(e)) from e
-    most_s = max(0.0, method.seconds - method.num_calls * _REPLAY_S)
+    most_s = max(0.0, method.seconds - method.num_calls * REPLAY_S)
     yield Candidate(
         parameters=method.parameters,
         saved_s=(_LEAST_SAVED * most_s, most_s),
@@ -71,37 +70,12 @@ def edit(text: str, parameters: Parameters) -> str:
     """
     module, name = parsed(text), string(parameters, "function")
     method = plain_method(module, name)
-    if any(_BLOCK in code_of(d.decorator) for d in method.decorators):
-        raise EditError(f"'{name}' is captured already")
-    for call in nodes_of(cst.Call, method.body):
-        function = call_name(module, call.func)
-        if function.startswith(_IN_PYTHON) or function in ("print", "input"):
-            raise EditError(f"'{name}' calls {function}, which no graph holds")
+    check_graph_holds(text, module, name, method)
     stored = [code_of(t.target) for t in nodes_of(cst.AssignTarget, method.body)]
     stored += [code_of(t.target) for t in nodes_of(cst.AugAssign, method.body)]
     if changed := [target for target in stored if target.startswith("self.")]:
         raise EditError(f"'{name}' changes {changed[0]}")
-    own = assigned_in(method.body) | names_in(method.params)
-    if changing := sorted(({n.value for n in bare_names(method.body)} - own) & _changing_globals(text)):
-        raise EditError(f"'{name}' reads '{changing[0]}', a global variable that changes")
-    return with_decorator(with_import(module, "flatout", _BLOCK), name, _BLOCK).code
-
-
-def _changing_globals(text: str) -> set[str]:
-    """Names of the module that are bound more than once, in a loop, or by a function that declares them global."""
-    bound: Counter[str] = Counter()
-    todo: list[tuple[ast.AST, int]] = [(ast.parse(text), 1)]
-    while todo:
-        node, times = todo.pop()
-        if isinstance(node, ast.Global):
-            bound.update(dict.fromkeys(node.names, 2))
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            bound[node.id] += times
-        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda))
-        again = 2 if isinstance(node, (ast.For, ast.While, ast.AugAssign)) else times
-        # Inside a function names are its own, but for those that it declares global.
-        todo.extend((child, 0 if is_function else again * bool(times)) for child in ast.iter_child_nodes(node))
-    return {name for name, times in bound.items() if times > 1}
+    return with_decorator(with_import(module, "flatout", CAPTURED), name, CAPTURED).code
 
 
 LEVER = lever(
