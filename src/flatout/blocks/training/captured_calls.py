@@ -99,7 +99,7 @@ def _captured_function(function: Callable[P, R]) -> Callable[P, R]:
             calls = of_module.get(owner)
             if calls is None:
                 calls = of_module[owner] = CapturedCalls(owner)
-            return cast(R, calls.run(partial(function, owner), tuple(rest), kwargs))
+            return cast(R, calls.run(partial(cast(Callable[..., R], function), owner), tuple(rest), kwargs))
         if getattr(type(owner), function.__name__, None) is call:
             return others.of_method(function, owner, tuple(rest), kwargs)
         return others.of_function(function, args, kwargs)
