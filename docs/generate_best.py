@@ -91,7 +91,7 @@ def _gpu(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
             "",
             f"Source of {ROWS[name].title}: `{path.relative_to(ROOT)}`, {found['device']}, torch {found['torch']}.",
         )
-    yield from _accounts()
+    yield from _accounts(results)
 
 
 def _losses(name: str, losses: dict[str, list[float | None]]) -> Iterator[str]:
@@ -106,15 +106,29 @@ def _losses(name: str, losses: dict[str, list[float | None]]) -> Iterator[str]:
         yield f"| {side} | {', '.join(_NONE if v is None else f'{v:.4f}' for v in values)} |"
 
 
-def _accounts() -> Iterator[str]:
+def _raced_us(results: dict[str, tuple[dict[str, Any], Path]], name: str, side: str) -> float | None:
+    """Microseconds of a step in the race, where nothing was profiled."""
+    rates = results[name][0].get("a_second", {}) if name in results else {}
+    samples = {"flatout": ROWS[name].samples} if side == "plan" and name in ROWS else {}
+    for peer, one in ROWS[name].peers.items() if side == "peer" and name in ROWS else ():
+        samples |= {f"{peer}: {label}": number for label, (_, number) in one.settings.items()}
+    raced = {label: rates[label] / number for label, number in samples.items() if label in rates}
+    return 1e6 / max(raced.values()) if raced else None
+
+
+def _accounts(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
     """Where steps go, family by family, beside their floor."""
     for path in newest("account_*.json").values():
         found = json.loads(path.read_text(encoding="utf-8"))
         name, _, side = path.stem.removeprefix("account_").rpartition("_")
         title = ROWS[name].title if name in ROWS else name
-        step_us = 1e6 * found["step_s"]
+        raced_us = _raced_us(results, name, side)
+        step_us = raced_us or 1e6 * found["step_s"]
+        idle_us = max(0.0, step_us - 1e6 * found["busy_s"])
+        where = "in the race" if raced_us else "while it is profiled"
         yield from ("", f"### Where a step of {title} goes: {side}", "")
-        yield f"{found['device']}, torch {found['torch']}; a step takes {step_us:,.0f} us. The floor is the longer of a kernel's"
+        yield f"{found['device']}, torch {found['torch']}; a step takes {step_us:,.0f} us {where}."
+        yield "The floor is the longer of a kernel's"
         yield f"FLOP at {found['flop_per_s'] / 1e12:.0f} TFLOP/s and its bytes at {found['bytes_per_s'] / 1e9:.0f} GB/s, both"
         yield "measured after the script. Kernels whose bytes are not known count with their own time."
         yield from ("", "| kernels | us | floor, us | above |", "|---|---|---|---|")
@@ -128,7 +142,7 @@ def _accounts() -> Iterator[str]:
             yield f"| other kernels | {others:,.0f} | {others_floor:,.0f} | {others - others_floor:,.0f} |"
         unnamed = 1e6 * (found["busy_s"] - found["in_rows_s"])
         yield f"| busy without an operator | {unnamed:,.0f} | {_NONE} | {_NONE} |"
-        yield f"| no kernel runs | {1e6 * found['idle_s']:,.0f} | 0 | {1e6 * found['idle_s']:,.0f} |"
+        yield f"| no kernel runs | {idle_us:,.0f} | 0 | {idle_us:,.0f} |"
 
 
 def _cpu_part() -> Iterator[str]:

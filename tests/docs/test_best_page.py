@@ -91,6 +91,15 @@ def test_a_step_is_accounted_for_to_its_end(best: Any, tmp_path: Path) -> None:
     assert rows[0] == ["| family 12", "12,000", "6,000", "6,000 |"]
     assert sum(float(row[1].replace(",", "")) for row in rows[:12]) == pytest.approx(100_000)
     assert [row[0] for row in rows[-3:]] == ["| other kernels", "| busy without an operator", "| no kernel runs"]
+    assert any("a step takes 100,000 us while it is profiled." in line for line in lines)
+
+    write(
+        tmp_path / "2026-11-02-h200", "best_gpt2.json", RACED
+    )  # there it was not profiled, and waited for its host less
+    step_us = 1e6 * 64 * 1024 / 575_000
+    lines = best.page().splitlines()
+    assert any(f"a step takes {step_us:,.0f} us in the race." in line for line in lines)
+    assert f"| no kernel runs | {step_us - 90_000:,.0f} | 0 | {step_us - 90_000:,.0f} |" in lines
 
 
 def test_the_scripts_on_a_cpu_have_their_ratios(best: Any, tmp_path: Path) -> None:

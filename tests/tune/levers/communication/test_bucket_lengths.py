@@ -138,6 +138,7 @@ def test_four_groups_are_tried_before_two() -> None:
         (EvidenceBuilder(), "no padded tokens"),
         (ragged(rows=7), "7 rows, too few"),
         (ragged(mean=390.0), "of nearly one length"),
+        (ragged(device_s=0.02), "the device waits for its host"),
     ],
 )
 def test_where_groups_gain_nothing_it_says_why(run: EvidenceBuilder, because: str) -> None:

@@ -5,8 +5,9 @@ What        Each call of a root module becomes `flatout.call_by_length`: rows so
             order of the rows. Batches, their order and their losses stay the same.
 Guarantee   BOUNDED: padding that a model masks adds zeros; sums come in another order. DISTRIBUTION where the model draws
             random masks (dropout): the same distribution, other numbers.
-Refuses     Batches whose rows are nearly as long as the longest; batches of few rows; models with batch norm, whose statistics
-            are those of a whole batch. Models that return a loss, or to which padding is not nothing, are told by the proof.
+Refuses     Batches whose rows are nearly as long as the longest; batches of few rows; devices that wait for their host; models
+            with batch norm, whose statistics are those of a whole batch. Models that return a loss, or to which padding is not
+            nothing, are told by the proof.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         raise LeverRefused("what is computed for padding takes too little of a step")
     if any(part in o.op for o in evidence.operators for part in _WHOLE_BATCH):
         raise LeverRefused("batch norm takes its statistics from a whole batch")
+    if evidence.steps.device_s is not None and not evidence.steps.is_device_bound:
+        raise LeverRefused("the device waits for its host, and each group has launches of its own")
     rows, width = padding.shape[:2]
     busy_s = model_seconds(evidence)
     for groups in _GROUPS:
