@@ -3,9 +3,10 @@
     python bench/best_device.py OUT_FOLDER [--only ROW ...] [--plans FOLDER] [--budget 300s] [--losses] [--accounts] [--small]
 
 Of each row: `flatout tune` of the plain script (or a plan that is there already); then the plan and all of the peer's settings
-stand in processes of their own and take stretches of steps in turn; then the plan and the fastest of these settings alone, in new
-processes, so that the peer is not the luckiest of several. Ratios are medians of paired stretches with 95 % intervals, of samples
-a second. `--losses` runs 500 steps of both and of the untouched script, on three seeds each, and compares the last losses.
+stand in processes of their own and take stretches of steps in turn; then the plan and the fastest of these settings alone take
+new stretches, so that the peer is not the luckiest of several. Ratios are medians of paired stretches with 95 % intervals, of
+samples a second. `--losses` runs 500 steps of both and of the untouched script, on three seeds each, and compares the last
+losses.
 `--accounts` says where a step of the plan and of the fastest peer goes, kernel by kernel (bench/best/account.py).
 `--small` tries it all on a CPU, where the examples are toys; its figures mean nothing.
 
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tune_device import FLATOUT, LONG, ROOT, estimate, neutral, raced, toml_of
+from tune_device import FLATOUT, LONG, ROOT, Race, estimate, neutral, toml_of
 
 from flatout.app.plans import environment_of, read_plan
 from flatout.machine.measure.stats import median_estimate
@@ -259,7 +260,7 @@ def small(row: Row) -> Row:
 
 
 def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """The plan, its race against all settings of the peers, then against the best of each peer alone."""
+    """The plan, its race against all settings of the peers, and then against the best of each peer alone."""
     plan = plan_of(name, row, options)
     own = Request(
         target=str(row.script), arguments=row.arguments, plan=str(plan), environment=environment_of(read_plan(plan))
@@ -270,29 +271,28 @@ def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
         for (peer, label), (arguments, _) in settings.items()
     }
     samples = {f"{peer}: {label}": number for (peer, label), (_, number) in settings.items()} | {"flatout": row.samples}
-    first, failed = raced({"flatout": own} | requests, cycle=row.cycle)
-    rates = {side: samples[side] / median_estimate(taken).value for side, taken in first.items()}
+    with Race({"flatout": own} | requests, cycle=row.cycle) as race:
+        rates = {side: samples[side] / median_estimate(taken).value for side, taken in race.seconds().items()}
+        best = {
+            peer: max(sides, key=lambda side: rates[side])
+            for peer in row.peers
+            if (sides := [side for side in requests if side.startswith(f"{peer}: ") and side in rates])
+        }
+        is_complete = "flatout" in rates and bool(best)
+        second = race.seconds({"flatout", *best.values()}) if is_complete else {}
     found: dict[str, Any] = {
         "title": row.title,
         "plan": [p.id for p in read_plan(plan).lever],
         "planned_by": "hand" if options.levers is not None else "tune",
         "unit": row.unit,
         "a_second_of_all": rates,
-        "failed": failed,
+        "failed": race.failed,
         "device": circumstances().device,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-    best = {
-        peer: max(sides, key=lambda side: rates[side])
-        for peer in row.peers
-        if (sides := [side for side in requests if side.startswith(f"{peer}: ") and side in rates])
-    }
-    if "flatout" not in first or not best:
+    if not is_complete:
         return found
-    second, found["failed_again"] = raced(
-        {"flatout": own} | {side: requests[side] for side in best.values()}, cycle=row.cycle
-    )
     a_sample = {side: [s / samples[side] for s in taken] for side, taken in second.items()}
     found["a_second"] = {side: 1 / median_estimate(taken).value for side, taken in a_sample.items()}
     found["over_peers"] = {

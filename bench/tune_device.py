@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -134,39 +135,62 @@ def toml_of(levers: list[tuple[str, dict[str, Any]]]) -> str:
     return "\n".join(parts)
 
 
-def raced(sides: dict[str, Request], *, cycle: int = 1) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds a step of each side, stretch by stretch of whole cycles of steps in turn, and why some sides failed."""
-    import msgspec
+class Race:
+    """Sides that stand in processes of their own and take stretches of whole cycles of steps in turn. Use it in a `with`."""
 
-    failed: dict[str, str] = {}
-    with ExitStack() as stack:
-        standing = {}
-        for side, request in sides.items():
+    def __init__(self, sides: dict[str, Request], *, cycle: int = 1) -> None:
+        self.failed: dict[str, str] = {}
+        """Why sides failed."""
+        self._sides, self._cycle = sides, cycle
+        self._stack = ExitStack()
+        self._standing: dict[str, SideProcess] = {}
+
+    def __enter__(self) -> Race:
+        import msgspec
+
+        for side, request in self._sides.items():
             wanted = msgspec.structs.replace(request, num_recorded=8, seed=0)
-            standing[side] = stack.enter_context(SideProcess(wanted))
-        for side in list(standing):
+            self._standing[side] = self._stack.enter_context(SideProcess(wanted))
+        for side in list(self._standing):
             try:
-                answer = standing[side].answer(timeout_s=240.0)
+                answer = self._standing[side].answer(timeout_s=240.0)
                 if answer.what == "ended":
                     raise Failed(answer.error or "it ended")
             except Failed as e:
-                failed[side] = str(e)[:500]
-                del standing[side]
-        seconds: dict[str, list[float]] = {side: [] for side in standing}
-        sizes = dict.fromkeys(standing, max(5, cycle))
+                self._drop(side, str(e))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def seconds(self, only: Collection[str] | None = None) -> dict[str, list[float]]:
+        """Seconds a step of each side, stretch by stretch; `only` are sides that go on, all others end before that."""
+        for side in [s for s in self._standing if only is not None and s not in only]:
+            self._standing.pop(side).end()
+        seconds: dict[str, list[float]] = {side: [] for side in self._standing}
+        sizes = dict.fromkeys(self._standing, max(5, self._cycle))
         for number in range(NUM_STRETCHES + 3):
-            for side in list(standing):
+            for side in list(self._standing):
                 try:
-                    standing[side].order(sizes[side])
-                    taken = standing[side].answer(timeout_s=240.0).seconds / sizes[side]
+                    self._standing[side].order(sizes[side])
+                    taken = self._standing[side].answer(timeout_s=240.0).seconds / sizes[side]
                 except Failed as e:
-                    failed[side] = str(e)[:500]
-                    del standing[side], seconds[side]
+                    self._drop(side, str(e))
                     continue
                 if number >= 3:
                     seconds[side].append(taken)
-                sizes[side] = cycle * max(1, min(500, round(STRETCH_S / taken / cycle)))
-    return {side: taken for side, taken in seconds.items() if taken}, failed
+                sizes[side] = self._cycle * max(1, min(500, round(STRETCH_S / taken / self._cycle)))
+        return {side: seconds[side] for side in self._standing}
+
+    def _drop(self, side: str, why: str) -> None:
+        self.failed[side] = why[:500]
+        self._standing.pop(side).end()
+
+
+def raced(sides: dict[str, Request], *, cycle: int = 1) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds a step of each side, stretch by stretch of whole cycles of steps in turn, and why some sides failed."""
+    with Race(sides, cycle=cycle) as race:
+        return race.seconds(), race.failed
 
 
 def estimate(before: list[float], after: list[float]) -> list[float]:
