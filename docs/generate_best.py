@@ -38,8 +38,8 @@ GPU_HEAD: Final = """\
 
 `python bench/best_device.py OUT` tunes the plain script and races the plan and all settings of the peer; then the plan and the
 fastest setting alone take new stretches of steps. Ratios are medians of paired stretches with 95 % intervals, of samples a
-second: above 1 the plan is faster. Peers, their versions and settings are in `bench/best`. Levers of a plan "by hand" were chosen by us, to see
-what they gain, and not found by `flatout tune`.
+second: above 1 the plan is faster. Peers, their versions and settings are in `bench/best`. Levers of a plan "by hand" were
+chosen by us, to see what they gain, and not found by `flatout tune`.
 """
 CPU_HEAD: Final = """\
 ## On two CPU cores
