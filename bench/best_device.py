@@ -84,6 +84,7 @@ _ACCUMULATED = {"12 x 4 accumulated": (("--batch", "12", "--accumulate", "4"), 4
 _RESNET = ("--bottleneck", "--batch", "256")
 _PPO = 64 * 32 / (10 * 32)
 """Environment steps for each optimizer step."""
+_LONG_PPO = ("--iterations", "100000")
 ROWS = {
     "gpt2": Row(
         "GPT-2 124M, 1024 tokens",
@@ -183,12 +184,14 @@ ROWS = {
     "ppo": Row(
         "PPO, nets of width 64, 64 pendulums",
         GPU / "ppo_naive.py",
-        (),
+        _LONG_PPO,
         "environment steps",
         _PPO,
         {
             "as LeanRL": Peer(
-                BEST / "ppo.py", {graphs: (("--graphs", graphs), _PPO) for graphs in ("own", "inductor", "none")}, 1.2
+                BEST / "ppo.py",
+                {graphs: ((*_LONG_PPO, "--graphs", graphs), _PPO) for graphs in ("own", "inductor", "none")},
+                1.2,
             )
         },
         cycle=320,
@@ -319,8 +322,8 @@ def account(out: Path, request: Request) -> None:
     command = [sys.executable, str(BEST / "account.py"), *plan, str(out), request.target, *request.arguments]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=ACCOUNT_S)
-    except subprocess.TimeoutExpired:  # steps inside a CUDA graph call no optimizer
-        print(f"{out.stem}: no steps were met within {ACCOUNT_S:.0f} s", flush=True)
+    except subprocess.TimeoutExpired:
+        print(f"{out.stem}: not done within {ACCOUNT_S:.0f} s", flush=True)
         return
     print(f"{out.stem}: {(ended.stdout if out.exists() else ended.stderr)[-3000:]}", flush=True)
 

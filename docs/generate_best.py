@@ -122,12 +122,14 @@ def _accounts(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
         found = json.loads(path.read_text(encoding="utf-8"))
         name, _, side = path.stem.removeprefix("account_").rpartition("_")
         title = ROWS[name].title if name in ROWS else name
-        raced_us = _raced_us(results, name, side)
+        is_stretch = found.get("is_stretch", False)
+        raced_us = None if is_stretch else _raced_us(results, name, side)
         step_us = raced_us or 1e6 * found["step_s"]
         idle_us = max(0.0, step_us - 1e6 * found["busy_s"])
         where = "in the race" if raced_us else "while it is profiled"
-        yield from ("", f"### Where a step of {title} goes: {side}", "")
-        yield f"{found['device']}, torch {found['torch']}; a step takes {step_us:,.0f} us {where}."
+        what = "stretch" if is_stretch else "step"
+        yield from ("", f"### Where a {what} of {title} goes: {side}", "")
+        yield f"{found['device']}, torch {found['torch']}; a {what} takes {step_us:,.0f} us {where}."
         yield "The floor is the longer of a kernel's"
         yield f"FLOP at {found['flop_per_s'] / 1e12:.0f} TFLOP/s and its bytes at {found['bytes_per_s'] / 1e9:.0f} GB/s, both"
         yield "measured after the script. Kernels whose bytes are not known count with their own time."

@@ -3,7 +3,9 @@
     python bench/best/account.py [--plan PLAN] OUT SCRIPT [ARGUMENTS]
 
 The script runs unchanged, or with a plan; after WARM optimizer steps three are profiled with the shapes of operators, and the
-median one stands for all. OUT has a row for each operator and compiled kernel (seconds, FLOP, bytes), and sums by family.
+median one stands for all. A script that has not made so many after START_S seconds, and makes no more, has them where no hook
+sees them, in a CUDA graph: of that STRETCH_S seconds are profiled, and are no step. OUT has a row for each operator and compiled
+kernel (seconds, FLOP, bytes), and sums by family.
 
 The floor of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, and its bytes at the rate
 of a copy of 4 GB, both measured here after the script, on random numbers. Rows whose FLOP or bytes are not known count their own
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections import defaultdict
@@ -33,6 +36,7 @@ from flatout.machine.cost.families import family_of
 from flatout.machine.measure.timer import time_call
 
 WARM, STEPS = 30, 3
+START_S, LOOK_S, STRETCH_S = 50.0, 5.0, 0.5
 ON_GPU = torch.cuda.is_available()
 
 
@@ -40,28 +44,58 @@ class StepsProfiled:
     """Profiles the steps after the first WARM, each from the end of an optimizer step to the next, and ends the script then."""
 
     def __init__(self, trace: Path) -> None:
-        self._trace, self._num, self.is_done = trace, 0, False
+        self._trace, self._num, self.is_done, self.is_stretch = trace, 0, False, False
+        self._num_before = 0
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
         self._profile = profile(activities=activities, record_shapes=True)
         self._span: Any = None
 
     def __call__(self, *_: Any) -> None:
+        """Called after each optimizer step."""
+        if self.is_stretch:
+            return
         self._num += 1
         if self._num < WARM:
             return
-        if self._span is not None:
-            self._span.__exit__(None, None, None)
+        self._end_span()
         if self._num == WARM:
-            _wait()
-            self._profile.start()
+            self._start()
         if self._num == WARM + STEPS:
-            _wait()
-            self._profile.stop()
-            self._profile.export_chrome_trace(str(self._trace))
-            self.is_done = True
-            end_script()
+            self._stop()
+        self._begin_span()
+
+    def on_alarm(self, *_: Any) -> None:
+        """Called in the main thread when START_S have passed, then every LOOK_S while steps are met, and after the stretch."""
+        if self.is_stretch:
+            self._end_span()
+            self._stop()
+        elif self._num > self._num_before:
+            self._num_before = self._num
+            signal.setitimer(signal.ITIMER_REAL, LOOK_S)
+        elif self._num < WARM:
+            self.is_stretch = True
+            self._start()
+            self._begin_span()
+            signal.setitimer(signal.ITIMER_REAL, STRETCH_S)
+
+    def _start(self) -> None:
+        _wait()
+        self._profile.start()
+
+    def _stop(self) -> None:
+        _wait()
+        self._profile.stop()
+        self._profile.export_chrome_trace(str(self._trace))
+        self.is_done = True
+        end_script()
+
+    def _begin_span(self) -> None:
         self._span = record_function(f"ProfilerStep#{self._num}")
         self._span.__enter__()
+
+    def _end_span(self) -> None:
+        if self._span is not None:
+            self._span.__exit__(None, None, None)
 
 
 def _wait() -> None:
@@ -138,18 +172,22 @@ def main() -> int:
         trace = Path(folder) / "trace.json"
         steps = StepsProfiled(trace)
         handle = register_optimizer_step_post_hook(steps)
+        signal.signal(signal.SIGALRM, steps.on_alarm)
+        signal.setitimer(signal.ITIMER_REAL, START_S)
         try:
             code = run_script(loaded).exit_code if plan is None else run_planned(plan, loaded, on_progress=print)
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             handle.remove()
         if not steps.is_done:
             print(f"no {WARM + STEPS} optimizer steps were made, the exit code is {code}", file=sys.stderr)
             return code or 1
         evidence = evidence_of_files([trace])
-    found = accounted(evidence, *rates())
+    found = accounted(evidence, *rates()) | {"is_stretch": steps.is_stretch}
     Path(out).write_text(json.dumps(found, indent=1))
+    what = "stretch" if steps.is_stretch else "step"
     print(
-        f"step {1e3 * found['step_s']:.3f} ms, busy {1e3 * found['busy_s']:.3f}, in rows {1e3 * found['in_rows_s']:.3f}"
+        f"{what} {1e3 * found['step_s']:.3f} ms, busy {1e3 * found['busy_s']:.3f}, in rows {1e3 * found['in_rows_s']:.3f}"
     )
     for name, sums in found["families"].items():
         print(
