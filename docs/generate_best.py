@@ -4,7 +4,7 @@ python docs/generate_best.py            writes the page
 python docs/generate_best.py --check    writes nothing; exits with 1 when the page is out of date
 
 Results are those of bench/best_device.py (`best_ROW.json`), bench/best/account.py (`account_ROW_SIDE.json`) and bench/best_cpu.py
-(`best_cpu.json`); which scripts of the manifest a lever was proved on comes from all results of bench/world/tune.py.
+(`best_cpu.json`); which scripts of the manifest a lever was proved on comes from that and all results of bench/world/tune.py.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ A run is a whole process with empty caches, so compiling counts. Ratios are of w
 LEVERS_HEAD: Final = """\
 ## The same levers elsewhere
 
-Nothing in these plans was made for one script. Of the scripts of other people in `bench/world`, each lever was proved on so many:
-equal results within its guarantee, and faster, as `flatout tune` judged it there.
+Nothing in these plans was made for one script. Of the scripts of other people in `bench/world`, each lever was proved on so many,
+by itself or in a plan: equal results within its guarantee, and faster, as `flatout tune` judged it there.
 """
 
 
@@ -177,14 +177,15 @@ def _cpu_part() -> Iterator[str]:
 
 
 def proofs() -> dict[str, dict[str, set[str]]]:
-    """By lever and kind of machine, the manifest's scripts on which it was proved."""
+    """By lever and kind of machine, the manifest's scripts on which it was proved: by itself, or in a plan that was."""
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for path in sorted(RESULTS.glob("*/world_tune*.json")):
-        machine = "GPU" if "h200" in path.parent.name else "CPU"
-        for script in json.loads(path.read_text(encoding="utf-8"))["scripts"]:
-            for tried in script.get("tried") or ():
-                if tried["outcome"] == "proved":
-                    found[tried["lever"]][machine].add(script["name"])
+    for path, rows in (("world_tune*.json", "scripts"), ("best_cpu.json", "rows")):
+        for result in sorted(RESULTS.glob(f"*/{path}")):
+            machine = "GPU" if "h200" in result.parent.name else "CPU"
+            for script in json.loads(result.read_text(encoding="utf-8"))[rows]:
+                proved = [tried["lever"] for tried in script.get("tried") or () if tried["outcome"] == "proved"]
+                for lever in (*proved, *(script.get("levers") or ())):
+                    found[lever][machine].add(script["name"])
     return found
 
 
