@@ -27,6 +27,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 SIZES = {"GPT-2": (48 * 1024, 768), "BERT-base": (32 * 512, 768)}
+SUMMED = [
+    {"ROWS": rows, "BM": bm, "BN": bn, "num_warps": warps}
+    for rows, bm, bn, warps in (
+        (64, 8, 512, 8),
+        (128, 8, 512, 8),
+        (128, 16, 256, 8),
+        (256, 16, 256, 8),
+        (64, 16, 128, 4),
+        (256, 32, 128, 8),
+        (128, 4, 1024, 8),
+    )
+]
+"""Rows and columns of a program that makes the gradient of GELU's input and its sums over rows, the bias's gradient."""
 TILES = [
     {"BM": bm, "BN": bn, "BK": bk, "num_warps": warps, "num_stages": stages, "SPLIT": split}
     for bm, bn, bk, warps, stages in (
@@ -104,6 +117,43 @@ def product_then_slope(  # type: ignore[no-untyped-def]
             out_MN.store([row, col], (acc * slope).to(a_MK.dtype))
 
 
+@triton.jit
+def slope_and_sums(  # type: ignore[no-untyped-def]
+    pre_MN, grad_MN, out_MN, sums_PN, M, N, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    block = tl.program_id(0)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
+    sums = tl.zeros((BN,), tl.float32)
+    for first in range(0, ROWS, BM):
+        rows = block * ROWS + first + tl.arange(0, BM)
+        inside = (rows[:, None] < M) & (cols[None, :] < N)
+        place = rows[:, None].to(tl.int64) * N + cols[None, :]
+        x = tl.load(pre_MN + place, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_MN + place, mask=inside, other=0.0).to(tl.float32)
+        density = tl.exp(-0.5 * x * x)
+        t = 1.0 / (1.0 + 0.3275911 * 0.7071067811865476 * tl.abs(x))
+        tail = (
+            t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))) * density
+        )
+        cumulative = tl.where(x < 0, 0.5 * tail, 1.0 - 0.5 * tail)
+        found = (grad * (cumulative + 0.3989422804014327 * x * density)).to(out_MN.dtype.element_ty)
+        tl.store(out_MN + place, found, mask=inside)
+        sums += tl.sum(found.to(tl.float32), 0)
+    tl.store(sums_PN + block * N + cols, sums, mask=cols < N)
+
+
+def summed(pre: Tensor, grad: Tensor, out: Tensor, tile: dict[str, Any]) -> Callable[[], Tensor]:
+    """The gradient of GELU's input into `out`, and its sums over rows as the result."""
+    (m, n), kernel = pre.shape, slope_and_sums
+    parts = torch.empty(triton.cdiv(m, tile["ROWS"]), n, device=pre.device)
+
+    def run() -> Tensor:
+        kernel[len(parts), triton.cdiv(n, tile["BN"])](pre, grad, out, parts, m, n, **tile)
+        return parts.sum(0)
+
+    return run
+
+
 def _programs(device: torch.device, tiles: int, warps: int) -> int:
     if device.type != "cuda":
         return min(tiles, 3)
@@ -146,6 +196,11 @@ def short_slope(pre: Tensor, grad: Tensor) -> Tensor:
     x = pre.float()
     density = torch.exp(-0.5 * x * x)
     return (grad.float() * (0.5 * (1 + _short_erf(x, density)) + 0.3989422804014327 * x * density)).to(pre.dtype)
+
+
+def slope_then_sums(pre: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    found = gelu_slope(pre, grad)
+    return found, found.float().sum(0)
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -201,6 +256,16 @@ def judged(
         error(gelu(library_pre)[rows], wanted_act),
         error(slope(library_pre, torch.mm(dy, w2))[rows], wanted_grad),
     ]
+    in_two = torch.compile(slope_then_sums) if device.type == "cuda" else slope_then_sums
+    alone["backward"]["compiled, and the bias's gradient"] = lambda: in_two(library_pre, grad)
+    slope_of = library_pre.double().requires_grad_()
+    F.gelu(slope_of).backward((given := drawn(tokens, 4 * width)).double())
+    assert slope_of.grad is not None
+    for tile in SUMMED:
+        label = "with the bias's gradient, " + ", ".join(f"{key} {value}" for key, value in tile.items())
+        run = summed(library_pre, given, out := torch.empty_like(given), tile)
+        found["errors"][label] = [error(run(), slope_of.grad.sum(0)), error(out, slope_of.grad)]
+        alone["backward"][label] = run
     found["errors"]["short erf"] = [
         error(gelu_short(library_pre)[rows], wanted_act),
         error(slope_short(library_pre, torch.mm(dy, w2))[rows], wanted_grad),

@@ -46,7 +46,8 @@ CPU_HEAD: Final = """\
 
 `python bench/best_cpu.py CHECKOUTS OUT` runs ten public scripts, unchanged: as they come, with the plan, and with `torch.compile`
 of each outermost module (its default, max-autotune, and bfloat16). The mode that was fastest in a first round is raced again.
-A run is a whole process with empty caches, so compiling counts. Ratios are of whole runs, the rounds after the first.
+A run is a whole process with empty caches, so compiling counts. Ratios are of whole runs, the rounds after the first. In a
+script of reinforcement learning episodes last as long as their numbers let them, so that compiled runs have other episodes.
 """
 LEVERS_HEAD: Final = """\
 ## The same levers elsewhere
