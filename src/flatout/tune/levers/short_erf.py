@@ -53,7 +53,8 @@ class ShortGelu(torch.autograd.Function):
         (input,) = ctx.saved_tensors
         x = input.float()
         density = torch.exp(-0.5 * x * x)
-        return (gradient.float() * (_cumulative(x, density) + _PEAK * x * density)).to(input.dtype)
+        found: Tensor = gradient.float() * (_cumulative(x, density) + _PEAK * x * density)
+        return found.to(input.dtype)
 
 
 def _cumulative(x: Tensor, density: Tensor) -> Tensor:
