@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from flatout.blocks.parallel.world import World as World
     from flatout.blocks.parallel.world import layout_from_environment as layout_from_environment
     from flatout.blocks.recording.run import Run as Run
-    from flatout.blocks.training.captured_calls import captured as captured
+    from flatout.blocks.training.captured import captured as captured
     from flatout.blocks.training.captured_updates import captured_update as captured_update
     from flatout.blocks.training.checkpoints import Checkpoints as Checkpoints
     from flatout.blocks.training.host_arrays import as_arrays as as_arrays
@@ -100,7 +100,7 @@ _HOMES = {
     "as_arrays": "flatout.blocks.training.host_arrays:as_arrays",
     "attention": "flatout.blocks.kernels.attention.api:attention",
     "call_by_length": "flatout.blocks.data.by_length:call_by_length",
-    "captured": "flatout.blocks.training.captured_calls:captured",
+    "captured": "flatout.blocks.training.captured:captured",
     "captured_update": "flatout.blocks.training.captured_updates:captured_update",
     "check": "flatout.app.session:check",
     "check_layout": "flatout.blocks.parallel.agreement:check_layout",

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flatout.blocks.training.captured_calls import CapturedCalls, captured
+from flatout.blocks.training.captured import captured
+from flatout.blocks.training.captured_calls import CapturedCalls
 from flatout.core.errors import UsageError
 from flatout.core.runtime.own_calls import is_own_call
 
@@ -109,7 +110,7 @@ def test_a_captured_module_learns_what_a_plain_one_learns_and_its_copies_are_pla
         everything.append(CapturedCalls(module, rerun))
         return everything[-1]
 
-    monkeypatch.setattr("flatout.blocks.training.captured_calls.CapturedCalls", with_stand_in)
+    monkeypatch.setattr("flatout.blocks.training.captured.CapturedCalls", with_stand_in)
     policy = fresh()
     assert captured(policy) is policy
     for one, other in zip(expected, learn(policy, policy), strict=True):

@@ -11,7 +11,7 @@ import torch
 from tests.blocks.training.test_captured_calls import needs_device, replays, rerun
 from torch import Tensor
 
-from flatout.blocks.training.captured_calls import captured
+from flatout.blocks.training.captured import captured
 from flatout.blocks.training.captured_state import StateCalls
 
 
