@@ -153,6 +153,16 @@ def test_statistics_over_a_batch_are_left_alone() -> None:
     assert isinstance(refusal, Refusal) and "batch norm" in refusal.because
 
 
+def test_a_model_that_computes_its_loss_is_not_divided() -> None:
+    for function, is_refused in (("GPT.forward", True), ("main", False)):
+        run = ragged()
+        line = run.line("model.py", 40, "loss = F.cross_entropy(logits, targets)", function=function)
+        run.operator("aten.nll_loss_forward", line, op_s=0.001)
+        first = proposed(run)[0]
+        assert isinstance(first, Refusal) is is_refused
+        assert not isinstance(first, Refusal) or "computes the loss" in first.because
+
+
 def test_other_masks_are_drawn_where_the_model_draws() -> None:
     run = ragged()
     run.operator("aten.native_dropout", op_s=0.01, module="model.drop")

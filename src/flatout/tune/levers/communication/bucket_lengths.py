@@ -6,8 +6,8 @@ What        Each call of a root module becomes `flatout.call_by_length`: rows so
 Guarantee   BOUNDED: padding that a model masks adds zeros; sums come in another order. DISTRIBUTION where the model draws
             random masks (dropout): the same distribution, other numbers.
 Refuses     Batches whose rows are nearly as long as the longest; batches of few rows; devices that wait for their host; models
-            with batch norm, whose statistics are those of a whole batch. Models that return a loss, or to which padding is not
-            nothing, are told by the proof.
+            with batch norm, whose statistics are those of a whole batch, and models that compute their loss. Models to which
+            padding is not nothing are told by the proof.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import libcst as cst
 
 from flatout.core.errors import EditError, LeverRefused, PlanError, UsageError
 from flatout.core.parts import lever
-from flatout.core.records.evidence import Evidence, Padding
+from flatout.core.records.evidence import Evidence, Operator, Padding
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
 from flatout.machine.cost.accounting import model_seconds
@@ -44,6 +44,7 @@ _ALIGNED: Final = 8
 _LOW: Final = 0.3
 """Of what is promised, in our judgement: smaller calls, and more of them."""
 _WHOLE_BATCH: Final = ("batch_norm",)
+_LOSSES: Final = ("nll_loss", "mse_loss", "l1_loss", "binary_cross_entropy", "kl_div", "_ctc_loss")
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
@@ -53,6 +54,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         raise LeverRefused("what is computed for padding takes too little of a step")
     if any(part in o.op for o in evidence.operators for part in _WHOLE_BATCH):
         raise LeverRefused("batch norm takes its statistics from a whole batch")
+    if any(_is_loss_in_model(operator, evidence) for operator in evidence.operators):
+        raise LeverRefused("the model computes the loss of its batch itself; groups have losses of their own")
     if evidence.steps.device_s is not None and not evidence.steps.is_device_bound:
         raise LeverRefused("the device waits for its host, and each group has launches of its own")
     rows, width = padding.shape[:2]
@@ -82,6 +85,12 @@ def _uneven(evidence: Evidence) -> Padding:
     if padding.mean_length > _EVEN * padding.longest:
         raise LeverRefused("the rows of a batch are of nearly one length")
     return padding
+
+
+def _is_loss_in_model(operator: Operator, evidence: Evidence) -> bool:
+    line = evidence.source_of(operator.source)
+    is_loss = operator.phase == "forward" and any(name in operator.op for name in _LOSSES)
+    return is_loss and line is not None and line.function.endswith(".forward")
 
 
 def _remaining(padding: Padding, groups: int) -> float:
