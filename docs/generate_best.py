@@ -157,7 +157,7 @@ def _cpu_part() -> Iterator[str]:
     summary, machine = result["summary"], result["machine"]
     low, high = summary["interval"]
     yield from ("", *CPU_HEAD.splitlines(), "")
-    yield f"{machine['cpu_model']}, {result['date']}, torch {machine['torch_version']}, {result['run_seconds']:.0f} s a run:"
+    yield f"{machine['name']}, {result['date']}, torch {machine['torch_version']}, {result['run_seconds']:.0f} s a run:"
     yield f"the geometric mean of {summary['scripts']} scripts is **{summary['sooner_than_best_compile']:.2f}x** of the"
     yield f"best compile ({low:.2f} - {high:.2f}), and {summary['sooner_than_untouched']:.2f}x of the untouched scripts."
     longer = summary.get(f"sooner_than_best_compile_{_cpu.LONG_S:.0f}_s")

@@ -114,7 +114,7 @@ def test_the_scripts_on_a_cpu_have_their_ratios(best: Any, tmp_path: Path) -> No
         {"name": "c", "levers": [], "error": "no"},
     ]
     found = {
-        "machine": {"cpu_model": "a CPU", "torch_version": "2.13.0"},
+        "machine": {"name": "a CPU", "torch_version": "2.13.0"},
         "date": "2026-11-02",
         "run_seconds": 60.0,
         "summary": best._cpu.summarise(rows),
