@@ -42,7 +42,7 @@ class ShortGelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
-        """As F.gelu; sums are float32."""
+        """GELU as F.gelu has it; sums are float32."""
         ctx.save_for_backward(input)
         x = input.float()
         return (x * _cumulative(x, torch.exp(-0.5 * x * x))).to(input.dtype)
