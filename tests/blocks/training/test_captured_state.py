@@ -31,9 +31,9 @@ class Balls:
         over = self.age >= 7
         self.height = torch.where(over, torch.rand_like(self.height), self.height)
         self.age = torch.where(over, torch.zeros_like(self.age), self.age)
-        return self.seen() + noise, over
+        return self.observe() + noise, over
 
-    def seen(self) -> Tensor:
+    def observe(self) -> Tensor:
         return torch.stack([self.height, self.speed], dim=1)
 
     def counted(self, push: Tensor) -> Tensor:
@@ -178,9 +178,12 @@ def test_on_a_device_a_decorated_function_is_the_same() -> None:
         assert torch.equal(function(rewards, last), discounted(rewards, last))
 
 
-def test_an_object_that_was_never_captured_can_go() -> None:
+@pytest.mark.parametrize("num_calls", [1, 6])
+def test_an_object_can_go_with_its_graphs(num_calls: int) -> None:
     calls, balls = StateCalls("step", rerun), Balls()
-    calls.of_method(Balls.step, balls, (torch.ones(4),), {})
+    for _ in range(num_calls):
+        calls.of_method(Balls.step, balls, (torch.ones(4),), {})
+    assert replays(calls._of_object[balls]) == [3] * (num_calls == 6)
     gone = weakref.ref(balls)
     del balls
     gc.collect()

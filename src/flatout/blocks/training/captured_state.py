@@ -28,7 +28,7 @@ class StateCalls:
         self._own: CapturedCalls | None = None
         self._of_object: weakref.WeakKeyDictionary[Any, CapturedCalls] = weakref.WeakKeyDictionary()
         self._holder = nn.Module()
-        """Of no parameters: the tensors are all arguments."""
+        """A module without parameters: the tensors are all arguments."""
 
     def of_function(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
         """A call of a function of its arguments alone, replayed where there is a graph for it."""
@@ -38,22 +38,27 @@ class StateCalls:
         return result
 
     def of_method(self, method: Callable[..., R], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        """A call of a method of `owner`, replayed where there is a graph for it; as it is where `owner` holds no tensors."""
+        """A call of a method of `owner`, replayed where there is a graph for it.
+
+        It runs as it is where `owner` holds no tensors, compares by value, or cannot be referred to weakly.
+        """
         state = getattr(owner, "__dict__", {})
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         if not tensors or not _can_be_known(owner):
             return method(owner, *args, **kwargs)
         if owner not in self._of_object:
             self._of_object[owner] = self._calls()
+        owner_now = weakref.ref(owner)  # a graph keeps the function, and must not keep the object
         others = [value if isinstance(value, SCALARS) else id(value) for n, value in state.items() if n not in tensors]
 
         def function(tensors: dict[str, Tensor], _: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if all(state[name] is tensor for name, tensor in tensors.items()):
-                return method(owner, *args, **kwargs), {}
-            shadow = _shadow(owner, tensors)
+            present = owner_now()
+            if all(vars(present)[name] is tensor for name, tensor in tensors.items()):
+                return method(present, *args, **kwargs), {}
+            shadow = _shadow(present, tensors)
             before = _without_tensors(shadow)
             result = method(shadow, *args, **kwargs)
-            if vars(shadow).keys() != state.keys() or _without_tensors(shadow) != before:
+            if vars(shadow).keys() != vars(present).keys() or _without_tensors(shadow) != before:
                 raise NotCapturable("they change attributes that are no tensors")
             return result, {name: vars(shadow)[name] for name in tensors if vars(shadow)[name] is not tensors[name]}
 

@@ -33,7 +33,7 @@ class Balls:
         self.height = self.height + push
         return self.height
 
-    def told(self):
+    def average(self):
         return self.height.mean().item()
 
     @property
@@ -141,7 +141,7 @@ def test_the_edit_decorates_the_function(name: str) -> None:
     [
         ("Policy.act", "method of a module"),
         ("Balls.__init__", "called by Python itself"),
-        ("Balls.told", r"calls \.item\(\)"),
+        ("Balls.average", r"calls \.item\(\)"),
         ("Balls.low", "no plain method"),
         ("lucky", "calls random.random"),
         ("annealed", "'rate', a global variable that changes"),
