@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from flatout.app.plans import environment_of, read_plan, run_planned
 from flatout.check.traces.ranks import evidence_of_files
 from flatout.core.records.evidence import Evidence
+from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 from flatout.core.runtime.script import end_script, load_script, run_script
 from flatout.machine.cost.families import family_of
 from flatout.machine.measure.timer import time_call
@@ -171,14 +171,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         steps = StepsProfiled(trace)
-        handle = register_optimizer_step_post_hook(steps)
+        listener = OptimizerStepHooks(after=steps)
         signal.signal(signal.SIGALRM, steps.on_alarm)
         signal.setitimer(signal.ITIMER_REAL, START_S)
         try:
             code = run_script(loaded).exit_code if plan is None else run_planned(plan, loaded, on_progress=print)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            handle.remove()
+            listener.remove()
         if not steps.is_done:
             print(f"no {WARM + STEPS} optimizer steps were made, the exit code is {code}", file=sys.stderr)
             return code or 1

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from flatout.core.records.run import StepDigests
+from flatout.core.runtime.dynamo_frames import frame_outside_dynamo, outside_dynamo
 from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 from flatout.core.runtime.patches import Patches
 from flatout.core.tensors.checksum import checksum
@@ -83,12 +84,17 @@ class Fingerprint:
         return __call__
 
     def _watching_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        @frame_outside_dynamo
         def backward(tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
             if get_ident() == self._thread:
-                self._losses += map(checksum, (tensors,) if isinstance(tensors, Tensor) else tensors)
+                self._add_losses((tensors,) if isinstance(tensors, Tensor) else tensors)
             original(tensors, *args, **kwargs)
 
         return backward
+
+    @outside_dynamo
+    def _add_losses(self, tensors: Sequence[Tensor]) -> None:
+        self._losses += map(checksum, tensors)
 
     def _add_inputs(self, module: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled() or next(module.parameters(), None) is None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
+from types import FrameType
 from typing import Any, Final, Protocol
 
 from torch import nn
@@ -23,6 +24,8 @@ from flatout.check.observe.observation import BorderKind, ObservationState
 from flatout.check.observe.operators.padding import name_tensors
 from flatout.check.observe.operators.recorder import storage_of
 from flatout.check.observe.steps.schedule import Mode
+from flatout.core.runtime.dynamo_frames import frame_outside_dynamo, outside_dynamo
+from flatout.core.runtime.step_graphs import is_capturing, note_backward
 from flatout.core.tensors.nests import tensors_in
 
 _INFERENCE_AFTER: Final = 3
@@ -30,6 +33,9 @@ _INFERENCE_AFTER: Final = 3
 _BACKWARDS_AWAITED: Final = 500
 """Backwards after which an optimizer that was constructed is not waited for any longer: derivatives inside a step (a solver's, a
 gradient penalty's) and accumulated gradients are fewer."""
+_UPDATES_UNSEEN: Final = 3
+"""After so many backwards before which parameters had changed an optimizer is taken to step where no hook sees it: in compiled
+code. What changes weights between two backwards of a step (SAM, a line search) is followed by a step that is seen."""
 _LEADER_GONE: Final = 100
 """Calls of other root modules after which the one that began the steps is taken to be over; in a step there are fewer."""
 _UPDATES_OF_ITERATION: Final = 2
@@ -69,6 +75,10 @@ class Events:
         self._roots_without_backward = 0
         self._num_backwards = 0
         """Backwards while no optimizer had stepped."""
+        self._num_updates_unseen = 0
+        """Those of them before which parameters had changed since the backward before."""
+        self._versions: tuple[int, ...] = ()
+        """How often optimizers' parameters had been changed by the last of them."""
         self._leader: RootModule | None = None
         self._calls_of_others = 0
         """Calls of other root modules since the leader's last."""
@@ -190,7 +200,8 @@ class Events:
     @property
     def _is_optimizer_awaited(self) -> bool:
         """Whether a backward was seen and an optimizer exists: its step will end the loop's first step."""
-        return self._observation.optimizing.has_optimizers and 0 < self._num_backwards <= _BACKWARDS_AWAITED
+        is_early = 0 < self._num_backwards <= _BACKWARDS_AWAITED and self._num_updates_unseen < _UPDATES_UNSEEN
+        return self._observation.optimizing.has_optimizers and is_early
 
     @property
     def _between(self) -> str:
@@ -286,44 +297,73 @@ class Events:
     def _end_backward_without_steps(self) -> None:
         """A backward ended and no optimizer has stepped: it ends a step, unless an optimizer is to be expected."""
         self._num_backwards += 1
+        versions = self._observation.optimizing.versions()
+        self._num_updates_unseen += self._num_backwards > 1 and versions != self._versions
+        self._versions = versions
         if not self._is_optimizer_awaited:
             self._borders.restart("manual")
         elif self._observation.kind == "inference":
             self._borders.restart("none")
 
     def watching_backward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @frame_outside_dynamo
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward or get_ident() != self._observation.thread_id:
                 return original(*args, **kwargs)
-            if self._observation.kind == "inference" and self._observation.blocks.is_open:
-                self._borders.cut_block()  # this is no loop of inference any more
-            if not self._observation.calls.is_active:
-                result = original(*args, **kwargs)
-                if self._observation.kind == "manual" and self._observation.blocks.is_open:
-                    self._borders.border()
-                return result
-            self._in_backward = True
-            self._roots_without_backward = 0
-            self._observation.timeline.switch("backward")
-            frame = sys._getframe(1)
-            with self.guarded():
-                for listener in self._backwards:
-                    listener.on_backward_start(name, args, kwargs, frame)
-            if self._observation.deep.recorder is not None:
-                self._observation.deep.recorder.note_backward(frame)
-            del frame
+            if is_capturing():
+                note_backward()
+                return original(*args, **kwargs)
+            is_watched = self._on_backward_start(name, args, kwargs, sys._getframe(1))
             try:
                 return original(*args, **kwargs)
             finally:
-                self._in_backward = False
-                if self._observation.deep.recorder is not None:
-                    self._observation.deep.recorder.note_backward(None)
-                for listener in self._backwards:
-                    listener.on_backward_end()
-                self._observation.timeline.switch("optimizer" if self._in_optimizer else "other")
-                if self._observation.kind in ("none", "inference"):
-                    self._end_backward_without_steps()
-                elif self._observation.kind == "manual":
-                    self._borders.border()
+                self._on_backward_end(is_watched=is_watched)
 
         return watched
+
+    @outside_dynamo
+    def _on_backward_start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> bool:
+        """A backward begins; whether the step that it is in is watched."""
+        observation = self._observation
+        if observation.kind == "inference" and observation.blocks.is_open:
+            self._borders.cut_block()  # this is no loop of inference any more
+        if not observation.calls.is_active:
+            return False
+        self._in_backward = True
+        self._roots_without_backward = 0
+        observation.timeline.switch("backward")
+        with self.guarded():
+            for listener in self._backwards:
+                listener.on_backward_start(name, args, kwargs, frame)
+        if observation.deep.recorder is not None:
+            observation.deep.recorder.note_backward(frame)
+        return True
+
+    def on_backward_replayed(self) -> None:
+        observation = self._observation
+        if observation.kind == "inference" and observation.blocks.is_open:
+            self._borders.cut_block()
+        self._roots_without_backward = 0
+        self._end_step_by_backward(is_watched=observation.calls.is_active)
+
+    @outside_dynamo
+    def _on_backward_end(self, *, is_watched: bool) -> None:
+        observation = self._observation
+        if not is_watched:
+            self._end_step_by_backward(is_watched=False)
+            return
+        self._in_backward = False
+        if observation.deep.recorder is not None:
+            observation.deep.recorder.note_backward(None)
+        for listener in self._backwards:
+            listener.on_backward_end()
+        observation.timeline.switch("optimizer" if self._in_optimizer else "other")
+        self._end_step_by_backward(is_watched=True)
+
+    def _end_step_by_backward(self, *, is_watched: bool) -> None:
+        """A backward has ended, and so has a step where no optimizer of torch's shows steps."""
+        kind = self._observation.kind
+        if is_watched and kind in ("none", "inference"):
+            self._end_backward_without_steps()
+        elif kind == "manual" and (is_watched or self._observation.blocks.is_open):
+            self._borders.border()

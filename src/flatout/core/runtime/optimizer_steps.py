@@ -1,7 +1,9 @@
 """Who listens to the steps of all optimizers may come and go at any time, also from within such a call.
 
 torch walks over its global hooks while it calls them, and raises where one is added or removed meanwhile and another follows. So
-one hook of ours stands there on each side of a step, and calls who listens.
+one hook of ours stands there on each side of a step, and calls who listens. Nobody hears of steps in what `torch.compile`
+compiles: the hook would become part of the graph, or break it. Steps that are captured into a CUDA graph are not run: who
+listens hears of their replays (`StepGraphs`).
 """
 
 from __future__ import annotations
@@ -9,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from flatout.core.runtime.step_graphs import is_capturing, note_step
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 BeforeStep = Callable[[Optimizer, Any, Any], Arguments | None]
@@ -63,6 +68,12 @@ class _Side:
         return not self._depth or hooks is None or next(reversed(hooks), None) == handle.id
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
+        if torch.compiler.is_dynamo_compiling():  # dynamo folds this, so that nothing of ours is in the graph
+            return None
+        if is_capturing():
+            if self is _AFTER:
+                note_step(optimizer)
+            return None
         changed: Arguments | None = None
         self._depth += 1
         try:

@@ -19,6 +19,7 @@ from flatout.core.records.lever import PlannedLever
 from flatout.core.records.plan import T_95, LossSpread
 from flatout.core.records.verdict import Equality
 from flatout.core.registry import lever_of
+from flatout.core.runtime.dynamo_frames import frame_outside_dynamo, outside_dynamo
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.replayed_backwards import listen_to_replays
 from flatout.tune.verify.fork_server import closing_servers
@@ -70,6 +71,7 @@ class FirstLosses:
         self._patches.undo()
 
     def _watching(self, original: Callable[..., None]) -> Callable[..., None]:
+        @frame_outside_dynamo
         def backward(tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
             if self._in_backward or get_ident() != self._thread_id:
                 return original(tensors, *args, **kwargs)
@@ -91,6 +93,7 @@ class FirstLosses:
 
         return scale
 
+    @outside_dynamo
     def _add(self, tensors: Sequence[Any]) -> None:
         if self.num_losses_so_far >= self._num_losses:
             return  # a script that has imported `backward` by name goes on calling this

@@ -24,17 +24,18 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from flatout.check.observe.steps.optimizers import Optimizing
 from flatout.core.records.record import Record
+from flatout.core.runtime.dynamo_frames import frame_outside_dynamo, outside_dynamo
 from flatout.core.runtime.fork_server import die_with_parent
+from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 from flatout.core.runtime.own_calls import is_own_call
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.replayed_backwards import listen_to_replays
 from flatout.core.runtime.script import end_script
 from flatout.core.runtime.source_sites import Sites
+from flatout.core.runtime.step_graphs import is_capturing, note_backward
 from flatout.tune.verify.conditions import SidePrecision
 from flatout.tune.verify.environment_answers import EnvironmentAnswers, Rollouts
 from flatout.tune.verify.recording import Recorder
@@ -128,7 +129,7 @@ class ProofSide:
             on_action=self._add_action,
         )
         self._patches = Patches()
-        self._handles: list[RemovableHandle] = []
+        self._step_listener: OptimizerStepHooks | None = None
         self._stop_listening: Callable[[], None] = lambda: None
         self._thread_id = get_ident()
         self._depth = 0
@@ -150,7 +151,7 @@ class ProofSide:
         self._optimizing.is_active = True
         self._environments.install(self._patches)
         self._patches.set(Optimizer, "__init__", self._finding_environments(Optimizer.__init__))
-        self._handles.append(register_optimizer_step_pre_hook(self._before_update))
+        self._step_listener = OptimizerStepHooks(before=self._before_update)
         self._patches.set(BaseProcess, "start", _noting_thread(BaseProcess.start))
         self._patches.set(BaseProcess, "_bootstrap", _dying_with_parent(BaseProcess._bootstrap))  # type: ignore[attr-defined]
         self._patches.set(nn.Module, "__call__", self._watching_calls(nn.Module.__call__))
@@ -161,8 +162,8 @@ class ProofSide:
         """Stop watching, and undo every patch."""
         self._optimizing.is_active = False
         self._optimizing.remove()
-        for handle in self._handles:
-            handle.remove()
+        if self._step_listener is not None:
+            self._step_listener.remove()
         self._stop_listening()
         self._patches.undo()
 
@@ -189,6 +190,11 @@ class ProofSide:
     def on_closure_end(self) -> None:
         """Nothing changes at the end of a closure either."""
 
+    def on_backward_replayed(self) -> None:
+        """A graph of the script's own has replayed a backward, and no optimizer's step that could be seen."""
+        self._on_backward(())
+        self._on_backward_end()
+
     def on_unwatched_steps(self) -> None:
         """Nothing to do: every step is watched."""
 
@@ -202,8 +208,12 @@ class ProofSide:
                 self._recorder.add_gradients(optimizer)
 
     def _watching_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        @frame_outside_dynamo
         def backward(tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
             if self._in_backward or get_ident() != self._thread_id:
+                return original(tensors, *args, **kwargs)
+            if is_capturing():
+                note_backward()
                 return original(tensors, *args, **kwargs)
             self._on_backward((tensors,) if isinstance(tensors, Tensor) else tensors)
             self._in_backward = True
@@ -211,14 +221,19 @@ class ProofSide:
                 original(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
-            if not self._optimizing.watched:
-                self._backwards_without_update += 1
-                if self._backwards_without_update > _MANUAL_AFTER:
-                    self.kind = "manual"
-                    self._border()
+            self._on_backward_end()
 
         return backward
 
+    @outside_dynamo
+    def _on_backward_end(self) -> None:
+        if not self._optimizing.watched:
+            self._backwards_without_update += 1
+            if self._backwards_without_update > _MANUAL_AFTER:
+                self.kind = "manual"
+                self._border()
+
+    @outside_dynamo
     def _on_backward(self, losses: Sequence[Tensor]) -> None:
         """A backward begins, or a graph has replayed one."""
         self._calls_without_backward = 0

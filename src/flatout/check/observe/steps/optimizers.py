@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.source_sites import Sites
+from flatout.core.runtime.step_graphs import StepGraphs
 
 _HAS_FUSED: Final = ("Adam", "AdamW", "SGD", "Adagrad")
 """torch.optim classes with a fused implementation on CPU and CUDA (torch 2.11 to 2.13 documentation)."""
@@ -45,6 +46,8 @@ class OptimizerListener(Protocol):
     def on_closure_start(self) -> None: ...
 
     def on_closure_end(self) -> None: ...
+
+    def on_backward_replayed(self) -> None: ...
 
 
 class OptimizerWatched:
@@ -117,9 +120,20 @@ class Optimizing:
             for group in optimizer.param_groups if optimizer is not None else ():
                 yield from group["params"]
 
+    def versions(self) -> tuple[int, ...]:
+        """How often the first parameter of each optimizer has been changed in place."""
+        firsts = (p for o in self._constructed for group in o.param_groups[:1] for p in group["params"][:1])
+        return tuple(parameter._version for parameter in firsts if not parameter.is_inference())
+
     def install(self, patches: Patches) -> None:
         """Register torch's global step hooks and note where optimizers are constructed."""
         self._step_listener = OptimizerStepHooks(before=self._before, after=self._after)
+        graphs = StepGraphs(
+            before_step=lambda optimizer: self._before(optimizer, (optimizer,), {}),
+            after_step=lambda optimizer: self._after(optimizer, (optimizer,), {}),
+            on_backward=self._on_backward_replayed,
+        )
+        graphs.install(patches)
         original: Callable[..., None] = Optimizer.__init__
         watch = self
 
@@ -217,6 +231,10 @@ class Optimizing:
         leader = watched if is_successor else self._find_leader()
         changed, self._leader = self._leader is not leader and not is_successor, leader
         self._listener.on_optimizer_end(id(optimizer), is_border=leader is watched, leader_changed=changed)
+
+    def _on_backward_replayed(self) -> None:
+        if get_ident() == self._thread_id:
+            self._listener.on_backward_replayed()
 
     def _note_other(self, optimizer: Optimizer) -> None:
         """Another optimizer than the leader stepped while steps go by unwatched."""

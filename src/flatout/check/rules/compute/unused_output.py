@@ -22,6 +22,8 @@ _READS = frozenset(
     f"aten.{n}"
     for n in ["_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"]
 )
+_COMPILED = "inductor.graph"
+"""What compiled code writes in place, as a compiled optimizer does, is not known."""
 _JUDGED = ("forward", "other", "transfer")
 """Phases whose results must be used by what follows."""
 _SHARDED = ("c10d.", "_c10d_functional.", "fsdp.")
@@ -64,7 +66,7 @@ def _dead_seconds(evidence: Evidence) -> dict[int, float]:
         return {}  # data flow through sharded tensors and collectives is not followed
     escapes = set(trace.escapes)
     used = [
-        c in escapes or operators[row].phase not in _JUDGED or operators[row].op in _READS
+        c in escapes or operators[row].phase not in _JUDGED or operators[row].op in (*_READS, _COMPILED)
         for c, row in enumerate(trace.operator)
     ]
     for call in range(len(used) - 1, -1, -1):

@@ -1,0 +1,35 @@
+"""What watches a script stays out of what `torch.compile` compiles.
+
+Where a graph ends in compiled code, as at `loss.backward()`, Python goes on with Dynamo looking at every function that is called,
+those of ours that stand in for torch's among them. It would compile them, and take what they do to be the script's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def outside_dynamo(function: _Function) -> _Function:
+    """The function itself, which Dynamo does not look at when it is called, nor at what it calls."""
+    return _marked(function, is_recursive=True)
+
+
+def frame_outside_dynamo(function: _Function) -> _Function:
+    """The function itself, which Dynamo does not look at when it is called; what it calls is looked at as ever.
+
+    For what stands in for a function of torch's and calls that, which may call the script's own code.
+    """
+    return _marked(function, is_recursive=False)
+
+
+def _marked(function: _Function, *, is_recursive: bool) -> _Function:
+    frames = torch._C._dynamo.eval_frame
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    strategy = frames._FrameExecStrategy(skip, skip if is_recursive else default)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function

@@ -1,0 +1,102 @@
+"""Steps in CUDA graphs of the script's own: captured once, with a backward or an optimizer's step inside, and then replayed.
+
+A replay runs no Python, so that neither a backward nor an optimizer is called: what watches steps hears of each replay instead.
+What is captured is not run, and counts as no step. Graphs that flatout captures for the script are not watched here: they tell of
+their replays by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from flatout.core.runtime.dynamo_frames import frame_outside_dynamo
+from flatout.core.runtime.own_calls import is_own_call
+from flatout.core.runtime.patches import Patches
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import Optimizer
+
+StepListener = Callable[["Optimizer"], object]
+
+
+class _Captured:
+    """What a graph replays: optimizers' steps, in their order, and backwards."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[Optimizer] = []
+        self.num_backwards = 0
+
+
+_CAPTURES: list[_Captured] = []
+"""Those that are being captured now."""
+
+
+def is_capturing() -> bool:
+    """Whether what is called now is not run but captured, into a graph that is watched."""
+    return bool(_CAPTURES)
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Remember that the graph that is being captured replays this optimizer's step."""
+    _CAPTURES[-1].optimizers.append(optimizer)
+
+
+def note_backward() -> None:
+    """Remember that the graph that is being captured replays a backward."""
+    _CAPTURES[-1].num_backwards += 1
+
+
+class StepGraphs:
+    """Tells of replays: of each optimizer's step before and after it, or of a backward where no optimizer steps in the graph."""
+
+    def __init__(self, *, before_step: StepListener, after_step: StepListener, on_backward: Callable[[], None]) -> None:
+        self._before_step, self._after_step, self._on_backward = before_step, after_step, on_backward
+        self._known: WeakKeyDictionary[Any, _Captured] = WeakKeyDictionary()
+
+    def install(self, patches: Patches, graph_type: type[Any] | None = None) -> None:
+        """Watch what torch's graphs, or those of another type, capture and replay, until the patches are undone."""
+        if graph_type is None:
+            import torch
+
+            graph_type = torch.cuda.CUDAGraph
+        patches.set(graph_type, "capture_begin", self._beginning(graph_type.capture_begin))
+        patches.set(graph_type, "capture_end", self._ending(graph_type.capture_end))
+        patches.set(graph_type, "replay", self._replaying(graph_type.replay))
+
+    def _beginning(self, original: Callable[..., None]) -> Callable[..., None]:
+        @frame_outside_dynamo
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+            original(graph, *args, **kwargs)
+            if not is_own_call():
+                self._known[graph] = _Captured()
+                _CAPTURES.append(self._known[graph])
+
+        return capture_begin
+
+    def _ending(self, original: Callable[..., None]) -> Callable[..., None]:
+        @frame_outside_dynamo
+        def capture_end(graph: Any) -> None:
+            captured = self._known.get(graph)
+            if captured in _CAPTURES:
+                _CAPTURES.remove(captured)
+            original(graph)
+
+        return capture_end
+
+    def _replaying(self, original: Callable[..., None]) -> Callable[..., None]:
+        @frame_outside_dynamo
+        def replay(graph: Any) -> None:
+            captured = self._known.get(graph)
+            if captured is None or _CAPTURES:
+                return original(graph)
+            for optimizer in captured.optimizers:
+                self._before_step(optimizer)
+            original(graph)
+            for optimizer in captured.optimizers:
+                self._after_step(optimizer)
+            if captured.num_backwards and not captured.optimizers:
+                self._on_backward()
+
+        return replay
