@@ -159,7 +159,7 @@ def main() -> None:
             rows, numbers, places = (part.to(device, non_blocking=True) for part in packed)
             places, mask = places[:, :-1], mask_of(args.attention, numbers[:, :-1])
         else:
-            starts = torch.randint(len(tokens) - args.context - 1, (args.batch,)).to(device)
+            starts = torch.randint(len(tokens) - args.context - 1, (args.batch,)).to(device, non_blocking=True)
             rows = tokens[starts[:, None] + offsets]
         with torch.autocast(device, torch.bfloat16):
             loss = model(rows[:, :-1], rows[:, 1:], places, mask)
