@@ -120,6 +120,48 @@ def test_replayed_updates_learn_what_the_updates_learn(kind: str) -> None:
     assert stand_in.num_replays == (13 if has_rates else 4)
 
 
+@pytest.fixture
+def quickly_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile without kernels of its own: graphs, backwards and optimizers are traced as ever."""
+    original = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: original(function, backend="aot_eager", **options)
+    )
+
+
+@pytest.mark.usefixtures("quickly_compiled")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_compiled_updates_learn_what_the_updates_learn(kind: str) -> None:
+    plain = Training(kind)
+    expected = plain.learn(plain.update)
+    training = Training(kind)
+    steps: list[str] = []
+    training.optimizer.register_step_post_hook(lambda *_: steps.append("step"))
+    stand_in = StandIn([training.net], [training.optimizer])
+    captured = CapturedUpdate(training.update, [training.optimizer], stand_in, compiled=True)
+    found = training.learn(lambda *args: captured.run(args, {}), is_annealed=kind == "Adam")
+    if kind == "Adam":
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert (stand_in.num_captures, stand_in.num_replays) == (1, 11), "three plain calls, two compiled ones"
+
+
+@pytest.mark.usefixtures("quickly_compiled")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_updates_step_each_optimizer_once() -> None:
+    training = Training()
+
+    def twice(rows: Tensor, table: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        training.update(rows, table, labels)
+        return training.update(rows, table, labels)
+
+    captured = CapturedUpdate(twice, [training.optimizer], StandIn([training.net], [training.optimizer]), compiled=True)
+    with pytest.warns(UserWarning, match="step each of their optimizers once"):
+        for _ in range(5):
+            captured.run((torch.arange(10), training.table, training.labels), {})
+
+
 def test_those_who_watch_see_each_update_once() -> None:
     def watched(run: Callable[[Training], None]) -> list[str]:
         training, seen = Training(), list[str]()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
+import torch
 from torch import nn
 
 from flatout.blocks.training.captured_calls import CapturedCalls
@@ -62,6 +63,8 @@ def _captured_function(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)  # a part of what is compiled
         owner, *rest = args or (None,)
         if isinstance(owner, nn.Module):
             calls = of_module.get(owner)

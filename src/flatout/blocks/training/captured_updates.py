@@ -33,6 +33,7 @@ from flatout.blocks.training.captured_calls import (
     without_host_waits,
 )
 from flatout.core.errors import UsageError
+from flatout.core.runtime.dynamo_frames import frame_outside_dynamo
 from flatout.core.runtime.own_calls import own_calls
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.replayed_backwards import announce_replay
@@ -43,6 +44,8 @@ R = TypeVar("R")
 
 _CALLS_BEFORE: Final = 3
 """Equal calls that go by before one is captured; the last of them is looked at closely."""
+_COMPILED_CALLS: Final = 2
+"""Calls of compiled code before it is captured: the first compiles, and finds gradients that are not there yet."""
 _FEWEST_REPLAYS: Final = 50
 """Another graph is captured once the one before has been replayed so often, a few times earlier: captures take up to 0.1 s."""
 _FREE_CAPTURES: Final = 8
@@ -53,7 +56,7 @@ _ERRORS: Final = (RuntimeError, TypeError, ValueError, AttributeError, Assertion
 _UPDATES: Final = "_flatout_captured_updates"
 
 
-def captured_update(*optimizers: Optimizer) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def captured_update(*optimizers: Optimizer, compiled: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Replay a function that goes forward and backward and steps these optimizers from one CUDA graph, by decorating it.
 
     It gets as arguments what changes from call to call (NumPy arrays come as tensors on the device), and returns tensors, without
@@ -72,6 +75,9 @@ def captured_update(*optimizers: Optimizer) -> Callable[[Callable[P, R]], Callab
     module's attributes, and where a tensor from elsewhere is another one each time. A global variable that is a number and
     changes must be an argument; learning rates may change. Optimizers are set to `capturable`, which rounds otherwise.
 
+    With `compiled` the function is compiled by `torch.compile` before it is captured, backward and optimizers included: a graph
+    of few kernels in the place of many. Each of the optimizers must step once in it.
+
     Raises:
         UsageError: Without an optimizer.
     """
@@ -82,7 +88,7 @@ def captured_update(*optimizers: Optimizer) -> Callable[[Callable[P, R]], Callab
         known: dict[CodeType, CapturedUpdate] = vars(optimizers[0]).setdefault(_UPDATES, {})
         update = known.get(function.__code__)
         if update is None or not update.is_of(function, optimizers):
-            update = known[function.__code__] = CapturedUpdate(function, optimizers)
+            update = known[function.__code__] = CapturedUpdate(function, optimizers, compiled=compiled)
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -104,9 +110,16 @@ class CapturedUpdate:
     """One function's updates: as they are at first, then replayed."""
 
     def __init__(
-        self, function: Callable[..., Any], optimizers: Sequence[Optimizer], capture: CaptureCall | None = None
+        self,
+        function: Callable[..., Any],
+        optimizers: Sequence[Optimizer],
+        capture: CaptureCall | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         self._function = function
+        self._compiled = torch.compile(function, dynamic=False) if compiled else None
+        self._rates: dict[Hashable, list[_Rate]] = {}
         self._optimizers = tuple(optimizers)
         self._capture = capture
         self._num_calls: Counter[Hashable] = Counter()
@@ -146,6 +159,8 @@ class CapturedUpdate:
             return self._plain(leaves, form)
         if self._num_calls[kind] == _CALLS_BEFORE:
             return self._looked_at(kind, leaves, form)
+        if self._compiled is not None and self._num_calls[kind] <= _CALLS_BEFORE + _COMPILED_CALLS:
+            return self._run_compiled(kind, leaves, form, device)
         graph = self._captured(kind, leaves, form, device)
         if graph is None:
             return self._plain(leaves, form)
@@ -214,27 +229,55 @@ class CapturedUpdate:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
 
-    def _plain(self, leaves: Sequence[Any], form: TreeSpec) -> Any:
+    def _plain(self, leaves: Sequence[Any], form: TreeSpec, function: Callable[..., Any] | None = None) -> Any:
         """The call as it is; on the stream of later captures, since what adds up gradients belongs to the stream it began on."""
+        function = self._function if function is None else function
         args, kwargs = tree_unflatten(leaves, form)
         if self._stream is None:
-            return _detached(self._function(*args, **kwargs))
+            return _detached(function(*args, **kwargs))
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                return _detached(self._function(*args, **kwargs))
+                return _detached(function(*args, **kwargs))
         finally:
             current.wait_stream(self._stream)
+
+    def _run_compiled(self, kind: Hashable, leaves: Sequence[Any], form: TreeSpec, device: torch.device) -> Any:
+        """The call compiled, under all that a capture has, so that nothing is compiled again in that."""
+        rates = self._rates_of(kind, device)
+        for rate in rates:
+            rate.tensor.fill_(float(rate.group["lr"]))
+        with without_autocast_cache(), _on_the_device(rates):
+            results = self._plain(leaves, form, self._compiled)
+        for optimizer in self._optimizers:
+            _call_hooks(optimizer)  # compiled code calls none
+        return results
+
+    def _rates_of(self, kind: Hashable, device: torch.device) -> list[_Rate]:
+        if kind not in self._rates:
+            groups = [group for group in self._groups() if _takes_rates(group)]
+            self._rates[kind] = [
+                _Rate(g, torch.tensor(float(g["lr"]), dtype=torch.float32, device=device)) for g in groups
+            ]
+        return self._rates[kind]
 
     def _looked_at(self, kind: Hashable, leaves: Sequence[Any], form: TreeSpec) -> Any:
         """The call as it is, and what of it no graph would do."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         watch, versions, before = _OuterTensors(tensors), [t._version for t in tensors], self._surroundings()
-        with watch:
-            results = self._plain(leaves, form)
+        stepped: list[Optimizer] = []
+        hooks = [one.register_step_post_hook(lambda o, *_: stepped.append(o)) for one in self._optimizers]
+        try:
+            with watch:
+                results = self._plain(leaves, form)
+        finally:
+            for hook in hooks:
+                hook.remove()
         self._outer[kind] = watch.found
-        if any(ref() is None for ref in watch.found):
+        if self._compiled is not None and [id(o) for o in stepped] != [id(o) for o in self._optimizers]:
+            self._refuse("compiled updates step each of their optimizers once, in the order in which they are given")
+        elif any(ref() is None for ref in watch.found):
             self._refuse("it reads tensors that are made elsewhere for each call: they must be arguments")
         elif [t._version for t in tensors] != versions:
             self._refuse("it changes its arguments in place")
@@ -259,14 +302,12 @@ class CapturedUpdate:
     ) -> _UpdateGraph | None:
         """A graph of this call, which is not run by that; None, with a warning, where there can be none."""
         gradients = [(p, p.grad) for group in self._groups() for p in group["params"]]
-        groups = [group for group in self._groups() if _takes_rates(group)]
-        rates = [_Rate(g, torch.tensor(float(g["lr"]), dtype=torch.float32, device=device)) for g in groups]
+        rates = self._rates_of(kind, device)
+        is_compiled = self._compiled is not None
+        call = _Call(self._compiled or self._function, leaves, form, self._optimizers, is_compiled=is_compiled)
         try:
             with own_calls(), without_autocast_cache(), without_host_waits(), _on_the_device(rates):
-                call = (leaves, form)
-                return _UpdateGraph(
-                    self._function, call, self._optimizers, rates, self._outer[kind], self._begin(device)
-                )
+                return _UpdateGraph(call, rates, self._outer[kind], self._begin(device))
         except _ERRORS as e:  # the call as it is shows what is the script's own fault
             self._refuse(str(e).strip().partition("\n")[0] or type(e).__name__)
             for parameter, gradient in gradients:
@@ -280,32 +321,47 @@ class CapturedUpdate:
         return lambda call: capture_on_device(call, device, stream=self._stream)
 
 
+class _Call(NamedTuple):
+    """A call of an update: its arguments as leaves of a nest, and the optimizers that step in it."""
+
+    function: Callable[..., Any]
+    leaves: Sequence[Any]
+    form: TreeSpec
+    optimizers: Sequence[Optimizer]
+    is_compiled: bool
+
+
 class _UpdateGraph:
     """A captured update: its arguments and results lie where the graph reads and writes them."""
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        call: tuple[Sequence[Any], TreeSpec],
-        optimizers: Sequence[Optimizer],
+        call: _Call,
         rates: Sequence[_Rate],
         outer: Sequence[weakref.ref[Tensor]],
         capture: Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]],
     ) -> None:
-        leaves, form = call
-        own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         self._inputs = [leaf for leaf in own if isinstance(leaf, Tensor)]
         self._last: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self._inputs)
         self._rates: list[tuple[_Rate, float | None]] = [(rate, None) for rate in rates]
         self._is_valid = True
         self._outer = [weakref.ref(tensor, self._on_lost) for ref in outer if (tensor := ref()) is not None]
         self._is_valid = len(self._outer) == len(outer)
-        args, kwargs = tree_unflatten(own, form)
+        args, kwargs = tree_unflatten(own, call.form)
         self._events: list[Sequence[Tensor] | Optimizer] = []
-        with noted(self._events, optimizers):
-            results, self._replay = capture(lambda: function(*args, **kwargs))
+
+        def captured_call() -> tuple[Any, Tensor | None]:
+            results = call.function(*args, **kwargs)
+            return results, _joined(tree_leaves(results))
+
+        with noted(self._events, [] if call.is_compiled else call.optimizers):
+            (results, self._joined), self._replay = capture(captured_call)
+        if call.is_compiled:
+            self._events += call.optimizers
         self._results, self._form = tree_flatten(results)
-        parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+        self._sizes = [r.numel() for r in self._results if isinstance(r, Tensor)]
+        parameters = [p for one in call.optimizers for group in one.param_groups for p in group["params"]]
         self._gradients = [(p, p.grad) for p in parameters]
         self._events = [e if isinstance(e, Optimizer) else [t.detach() for t in e] for e in self._events]
 
@@ -332,13 +388,27 @@ class _UpdateGraph:
             for parameter, gradient in self._gradients:  # those that a call in between left are another call's
                 if parameter.grad is not gradient:
                     parameter.grad = gradient
-            results = [r.detach().clone() if isinstance(r, Tensor) else r for r in self._results]
+            results = self._copied()
         for event in self._events:
             if isinstance(event, Optimizer):
                 _call_hooks(event)
             else:
                 announce_replay(event)
         return tree_unflatten(results, self._form)
+
+    def _copied(self) -> list[Any]:
+        """The results, which the next replay leaves alone: parts of one copy where they are of one type."""
+        if self._joined is None:
+            return [r.detach().clone() if isinstance(r, Tensor) else r for r in self._results]
+        parts = iter(self._joined.clone().split(self._sizes))
+        return [next(parts).view(r.shape) if isinstance(r, Tensor) else r for r in self._results]
+
+
+def _joined(results: Sequence[Any]) -> Tensor | None:
+    """Results as one tensor, one behind the other, to copy them at once; None for one alone, and for several types."""
+    tensors = [r.detach() for r in results if isinstance(r, Tensor)]
+    is_one_type = len({(t.dtype, t.device) for t in tensors}) == 1 and all(t.layout == torch.strided for t in tensors)
+    return torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 and is_one_type else None
 
 
 class _OuterTensors(TorchDispatchMode):
@@ -418,9 +488,13 @@ def _on_the_device(rates: Sequence[_Rate]) -> Iterator[None]:
 
 @contextmanager
 def noted(events: list[Sequence[Tensor] | Optimizer], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Backwards and steps inside are noted; those who watch steps see nothing of them, for a capture updates nothing."""
+    """Backwards and steps inside are noted; those who watch steps see nothing of them, for a capture updates nothing.
+
+    Without optimizers backwards alone are noted: hooks are part of what code is compiled for, and stay as they are.
+    """
     original, patches = torch.autograd.backward, Patches()
 
+    @frame_outside_dynamo
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         events.append([tensors] if isinstance(tensors, Tensor) else list(tensors))
         original(tensors, *args, **kwargs)
@@ -429,8 +503,9 @@ def noted(events: list[Sequence[Tensor] | Optimizer], optimizers: Sequence[Optim
         events.append(optimizer)
 
     patches.set(torch.autograd, "backward", backward)
-    patches.set(optimizers_module, "_global_optimizer_pre_hooks", {0: step})
-    patches.set(optimizers_module, "_global_optimizer_post_hooks", {})
+    if optimizers:
+        patches.set(optimizers_module, "_global_optimizer_pre_hooks", {0: step})
+        patches.set(optimizers_module, "_global_optimizer_post_hooks", {})
     for optimizer in optimizers:
         patches.set(optimizer, "_optimizer_step_pre_hooks", {})
         patches.set(optimizer, "_optimizer_step_post_hooks", {})

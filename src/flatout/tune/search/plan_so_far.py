@@ -35,13 +35,13 @@ class PlanSoFar:
     def displaced(self, candidate: Candidate) -> tuple[PlannedLever, ...]:
         """What of the plan the candidate would replace: what it does not go with, and itself with other parameters.
 
-        A lever at another place is another lever.
+        A lever that changes the text at another place is another lever.
         """
         lever = self._known[candidate.lever]
         return tuple(
             p
             for p in self.levers
-            if (p.id == lever.id and not lever.is_local)
+            if (p.id == lever.id and (not lever.is_local or _place(p.parameters) == _place(candidate.parameters)))
             or p.id in lever.conflicts
             or lever.id in self._known[p.id].conflicts
         )
@@ -136,6 +136,11 @@ def guarantee_of(lever: Lever, candidate: Candidate) -> Guarantee:
 def gain_of(levers: Sequence[PlannedLever]) -> float:
     """What they gained, one on top of the other; 1 where nothing was measured."""
     return math.prod(max(1.0, p.measured[0]) if p.measured is not None else 1.0 for p in levers)
+
+
+def _place(parameters: Parameters) -> tuple[object, ...]:
+    """Where a lever changes the text."""
+    return tuple(parameters.get(part) for part in ("file", "function", "code"))
 
 
 def settings_of(parameters: Parameters) -> str:

@@ -300,9 +300,11 @@ def proposals(tmp_path: Path, text: str, *, device_s: float | None) -> list[Cand
 
 
 def test_it_is_proposed_where_a_device_waits_for_an_update_that_can_be_captured(tmp_path: Path) -> None:
-    [candidate] = proposals(tmp_path, HEAD + PLAIN, device_s=0.03)
-    assert isinstance(candidate, Candidate)
+    candidate, compiled = proposals(tmp_path, HEAD + PLAIN, device_s=0.03)
+    assert isinstance(candidate, Candidate) and isinstance(compiled, Candidate)
     assert candidate.parameters == place()
+    assert compiled.parameters == place() | {"compiled": True} and compiled.saved_s[1] > candidate.saved_s[1]
+    assert "@captured_update(optimizer, compiled=True)\n" in edit(HEAD + PLAIN, compiled.parameters)
     assert 0 < candidate.saved_s[0] < candidate.saved_s[1] <= 0.07 + 1e-9
     for device_s, why in ((None, "no CUDA device"), (0.099, "busy")):
         [refusal] = proposals(tmp_path, HEAD + PLAIN, device_s=device_s)
