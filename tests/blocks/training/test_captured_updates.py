@@ -325,3 +325,26 @@ def test_on_a_device_graphs_learn_what_the_updates_learn(kind: str) -> None:
     assert len(replayed) >= 3
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@needs_device
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_on_a_device_compiled_graphs_learn_what_the_updates_learn(is_fused: bool) -> None:
+    def training() -> Training:
+        made = Training(device="cuda")
+        made.optimizer = torch.optim.Adam(made.net.parameters(), lr=1e-2, capturable=True, fused=is_fused)
+        dropout = made.net[2]
+        assert isinstance(dropout, nn.Dropout)
+        dropout.p = 0.0  # compiled code draws other numbers
+        return made
+
+    plain, twin = training(), training()
+    expected = plain.learn(lambda rows, *rest: plain.update(torch.from_numpy(rows).cuda(), *rest))
+    replayed: list[int] = []
+    stop = listen_to_replays(lambda losses: replayed.append(len(losses)))
+    found = twin.learn(captured_update(twin.optimizer, compiled=True)(twin.update))
+    stop()
+    assert len(replayed) == 11, "three plain calls, two compiled ones"
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
