@@ -130,6 +130,8 @@ class CapturedUpdate:
         self._modules = [m for root in _modules_around(function) for m in root.modules()]
         self._stream: torch.cuda.Stream | None = None
         self._is_prepared = False
+        self._last: tuple[_Kind, _UpdateGraph] | None = None
+        """The last graph and what it stands for, so that calls in a row are looked up by little."""
 
     def is_of(self, function: Callable[..., Any], optimizers: Sequence[Optimizer]) -> bool:
         """Whether this stands for a function of the same text over the same objects: one that is defined anew each epoch."""
@@ -141,8 +143,14 @@ class CapturedUpdate:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One update: replayed where there is a graph for it."""
+        if torch.compiler.is_compiling() or is_capturing():
+            return _detached(self._function(*args, **kwargs))
+        if self._last is not None and not kwargs and self._last[0].fits(args) and self._last[1].is_valid():
+            self._num_replays += 1
+            return self._last[1].run(args)
+        self._last = None
         device = self._device()
-        if device is None or self._refused or torch.compiler.is_compiling() or is_capturing():
+        if device is None or self._refused:
             return _detached(self._function(*args, **kwargs))
         leaves, form = tree_flatten((args, kwargs))
         leaves = [_on_device(leaf, device) for leaf in leaves]
@@ -152,6 +160,8 @@ class CapturedUpdate:
         graph = self._graphs.get(kind)
         if graph is not None and graph.is_valid():
             self._num_replays += 1
+            known = _Kind.of(args, kwargs, list(self._groups()), self._modules)
+            self._last = (known, graph) if known is not None else None
             return graph.run(leaves)
         self._prepare(device)
         self._num_calls[kind] += 1
@@ -199,15 +209,10 @@ class CapturedUpdate:
             else:
                 return None
         for group in self._groups():
-            parts += [
-                (name, value)
-                for name, value in group.items()
-                if name != "params" and (name != "lr" or not _takes_rates(group))
-            ]
+            parts += [(name, value) for name, value in group.items() if _is_of_kind(name, group)]
             parts += [(p.data_ptr(), p.requires_grad) for p in group["params"]]
         parts += [m.training for m in self._modules]
-        if torch.is_autocast_enabled("cuda"):
-            parts.append(torch.get_autocast_dtype("cuda"))
+        parts.append(_autocast_type())
         try:
             hash(found := tuple(parts))
         except TypeError:
@@ -319,6 +324,68 @@ class CapturedUpdate:
             capture = self._capture
             return lambda call: capture(call, device)
         return lambda call: capture_on_device(call, device, stream=self._stream)
+
+
+class _Kind(NamedTuple):
+    """What calls share that are replayed by one graph: `CapturedUpdate._kind` of plain arguments, compared without hashing."""
+
+    arguments: tuple[tuple[Any, ...], ...]
+    """Shape, type and device of a tensor, or type and value."""
+    settings: list[tuple[dict[str, Any], list[tuple[str, Any]]]]
+    parameters: list[tuple[Tensor, int, bool]]
+    modules: list[tuple[nn.Module, bool]]
+    autocast: torch.dtype | None
+
+    @staticmethod
+    def of(
+        args: tuple[Any, ...], kwargs: dict[str, Any], groups: list[dict[str, Any]], modules: Sequence[nn.Module]
+    ) -> _Kind | None:
+        """That of a call; None where an argument is a nest, or an array."""
+        if kwargs or not all(isinstance(one, (Tensor, *SCALARS)) for one in args):
+            return None
+        return _Kind(
+            tuple((a.shape, a.dtype, a.device) if isinstance(a, Tensor) else (type(a), a) for a in args),
+            [(group, [(n, v) for n, v in group.items() if _is_of_kind(n, group)]) for group in groups],
+            [(p, p.data_ptr(), p.requires_grad) for group in groups for p in group["params"]],
+            [(module, module.training) for module in modules],
+            _autocast_type(),
+        )
+
+    def fits(self, args: tuple[Any, ...]) -> bool:
+        """Whether a call without keywords is of this kind."""
+        if len(args) != len(self.arguments) or not torch.is_grad_enabled() or _autocast_type() != self.autocast:
+            return False
+        for one, known in zip(args, self.arguments, strict=True):
+            if isinstance(one, Tensor):
+                if one.requires_grad or len(known) < 3:
+                    return False
+                if one.shape != known[0] or one.dtype is not known[1] or one.device != known[2]:
+                    return False
+            elif len(known) != 2 or type(one) is not known[0] or one != known[1]:
+                return False
+        return (
+            all(p.data_ptr() == pointer and p.requires_grad is required for p, pointer, required in self.parameters)
+            and all(module.training is mode for module, mode in self.modules)
+            and all(_are_settings(group, settings) for group, settings in self.settings)
+        )
+
+
+def _are_settings(group: dict[str, Any], settings: Sequence[tuple[str, Any]]) -> bool:
+    """Whether a group of parameters has these settings, and no others."""
+    for name, value in settings:
+        now = group.get(name, group)
+        if now is not value and (type(now) is not type(value) or isinstance(now, Tensor) or now != value):
+            return False
+    return sum(_is_of_kind(name, group) for name in group) == len(settings)
+
+
+def _is_of_kind(name: str, group: dict[str, Any]) -> bool:
+    """Whether a setting of a group tells kinds of calls apart."""
+    return name != "params" and (name != "lr" or not _takes_rates(group))
+
+
+def _autocast_type() -> torch.dtype | None:
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
 class _Call(NamedTuple):
