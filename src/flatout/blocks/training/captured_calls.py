@@ -247,6 +247,7 @@ class _Replay:
         self._gradients: list[Tensor | None] = []
         if self._has_gradients:
             self._gradients, self._replay_backward = capture(self._backward, call.device)
+        self._inputs = [t.detach() for t in call.inputs]
         self._results = [r.detach() for r in results]
 
     def run(self, tensors: list[Tensor]) -> Any:
@@ -264,11 +265,10 @@ class _Replay:
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies of the results for these tensors, without gradients."""
-        for own, tensor in zip(self._call.inputs, tensors, strict=True):
-            own.detach().copy_(tensor)
+        copy_all(self._inputs, tensors)
         self._replay_forward()
         self._num_calls += 1
-        return [r.clone() for r in self._results]
+        return copies_of(self._results)
 
     def backward(self, num_calls: int, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of the tensors and parameters of the call that was the `num_calls`-th."""
@@ -342,6 +342,27 @@ def _require_leaves(results: list[Tensor], leaves: list[Tensor]) -> None:
         if variable is not None and id(variable) not in known:
             raise NotCapturable("they train tensors that are no parameter of the module")
         todo.extend(next_node for next_node, _ in node.next_functions)
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into others of their shapes: those of one type by one launch."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+        return
+    by_type: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        mine, theirs = by_type.setdefault((target.dtype, source.dtype), ([], []))
+        mine.append(target)
+        theirs.append(source)
+    for mine, theirs in by_type.values():
+        torch._foreach_copy_(mine, theirs)
+
+
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, each in memory of its own: those of one type by one launch."""
+    copies = [torch.empty_like(t) for t in tensors]
+    copy_all(copies, tensors)
+    return copies
 
 
 def is_capturing() -> bool:

@@ -27,6 +27,7 @@ from flatout.blocks.training.captured_calls import (
     SCALARS,
     CaptureCall,
     capture_on_device,
+    copies_of,
     is_capturing,
     storage_key,
     without_autocast_cache,
@@ -417,17 +418,12 @@ class _UpdateGraph:
         self._is_valid = len(self._outer) == len(outer)
         args, kwargs = tree_unflatten(own, call.form)
         self._events: list[Sequence[Tensor] | Optimizer] = []
-
-        def captured_call() -> tuple[Any, Tensor | None]:
-            results = call.function(*args, **kwargs)
-            return results, _joined(tree_leaves(results))
-
         with noted(self._events, [] if call.is_compiled else call.optimizers):
-            (results, self._joined), self._replay = capture(captured_call)
+            results, self._replay = capture(lambda: call.function(*args, **kwargs))
         if call.is_compiled:
             self._events += call.optimizers
         self._results, self._form = tree_flatten(results)
-        self._sizes = [r.numel() for r in self._results if isinstance(r, Tensor)]
+        self._tensors = [r.detach() for r in self._results if isinstance(r, Tensor)]
         parameters = [p for one in call.optimizers for group in one.param_groups for p in group["params"]]
         self._gradients = [(p, p.grad) for p in parameters]
         self._events = [e if isinstance(e, Optimizer) else [t.detach() for t in e] for e in self._events]
@@ -464,18 +460,9 @@ class _UpdateGraph:
         return tree_unflatten(results, self._form)
 
     def _copied(self) -> list[Any]:
-        """The results, which the next replay leaves alone: parts of one copy where they are of one type."""
-        if self._joined is None:
-            return [r.detach().clone() if isinstance(r, Tensor) else r for r in self._results]
-        parts = iter(self._joined.clone().split(self._sizes))
-        return [next(parts).view(r.shape) if isinstance(r, Tensor) else r for r in self._results]
-
-
-def _joined(results: Sequence[Any]) -> Tensor | None:
-    """Results as one tensor, one behind the other, to copy them at once; None for one alone, and for several types."""
-    tensors = [r.detach() for r in results if isinstance(r, Tensor)]
-    is_one_type = len({(t.dtype, t.device) for t in tensors}) == 1 and all(t.layout == torch.strided for t in tensors)
-    return torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 and is_one_type else None
+        """The results, which the next replay leaves alone."""
+        copies = iter(copies_of(self._tensors))
+        return [next(copies) if isinstance(r, Tensor) else r for r in self._results]
 
 
 class _OuterTensors(TorchDispatchMode):

@@ -8,8 +8,8 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.core.errors import EditError
-from flatout.tune.rewrite.enclosing_blocks import Loop, only_small, root_name, scope_of
-from flatout.tune.rewrite.source import Change, SourcePlace, bare_names, code_of, names_in, nodes_of, with_changes
+from flatout.tune.rewrite.enclosing_blocks import Loop, Parents, levels, only_small, parents_of, root_name, scope_of
+from flatout.tune.rewrite.source import SourcePlace, bare_names, code_of, names_in, nodes_of
 from flatout.tune.rewrite.updates import UpdateStatements, names_bound
 
 
@@ -120,12 +120,17 @@ def arguments_of_update(inside: Sequence[cst.BaseStatement], bound: set[str]) ->
 
 def results_of_update(place: SourcePlace, found: UpdateStatements, block: Sequence[cst.BaseStatement]) -> list[str]:
     """Names that the update assigns and that are read elsewhere. Raises EditError where one may not be assigned."""
-    replaced: dict[cst.CSTNode, Change] = dict.fromkeys(block[found.first : found.last + 1], ())
+    replaced = block[found.first : found.last + 1]
     scope = place.module if place.function is None else scope_of(place.module, place.function)
-    rest = with_changes(scope, replaced)
-    targets = [one.target for one in m.findall(rest, m.AssignTarget() | m.For() | m.CompFor())]  # type: ignore[attr-defined]
-    stored = {id(one) for target in targets if isinstance(target, cst.Name) for one in [target]}
-    wanted = {one.value for one in bare_names(rest) if id(one) not in stored} | names_in(found.after)
+    targets = [one.target for one in m.findall(scope, m.AssignTarget() | m.For() | m.CompFor())]  # type: ignore[attr-defined]
+    stored = {id(name) for target in targets for name in _bound_names(target)}
+    own = {id(name) for statement in replaced for name in bare_names(statement)}
+    reads = [one for one in bare_names(scope) if id(one) not in stored and id(one) not in own]
+    parents = parents_of(place.module)
+    update = [*replaced, *(level.statement for level in levels(parents, replaced[0]))]
+    wanted = {one.value for one in reads if not _is_assigned_before(one, parents, scope, update)} | names_in(
+        found.after
+    )
     assigned: dict[str, None] = {}
     for statement in found.inside:
         for name in sorted(names_bound(statement) & wanted - {"_"}, key=lambda n: code_of(statement).find(n)):
@@ -134,6 +139,37 @@ def results_of_update(place: SourcePlace, found: UpdateStatements, block: Sequen
     if bad := [name for name in assigned if name not in certain]:
         raise EditError(f"'{bad[0]}' is assigned in some cases alone, and read after the update")
     return list(assigned)
+
+
+def _bound_names(target: cst.CSTNode) -> Iterator[cst.Name]:
+    """The names that a target of an assignment binds, not those that it reads (`rows[i]`)."""
+    if isinstance(target, cst.Name):
+        yield target
+    elif isinstance(target, (cst.Tuple, cst.List)):
+        for element in target.elements:
+            yield from _bound_names(element.value)
+
+
+def _is_assigned_before(read: cst.Name, parents: Parents, scope: cst.CSTNode, update: Sequence[cst.CSTNode]) -> bool:
+    """Whether a name is always assigned anew between the update and this read: by a statement before it in the same block.
+
+    `update` are the statements of the update, and those that they are in.
+    """
+    node: cst.CSTNode = read
+    while node is not scope and node in parents:
+        above = parents[node]
+        if any(node is one for one in update) or isinstance(node, (cst.FunctionDef, cst.Lambda, cst.ClassDef)):
+            return False  # the update comes round before the read, or the read comes at any time
+        if isinstance(above, (cst.IndentedBlock, cst.Module)):
+            at = next(i for i, one in enumerate(above.body) if one is node)
+            for statement in reversed(above.body[:at]):
+                if any(statement is one for one in update):
+                    return False
+                is_plain = isinstance(statement, (cst.SimpleStatementLine, cst.With, cst.If))
+                if is_plain and read.value in _certain([statement]):
+                    return True
+        node = above
+    return False
 
 
 def _certain(block: Sequence[cst.CSTNode]) -> set[str]:

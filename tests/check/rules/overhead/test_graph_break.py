@@ -37,6 +37,16 @@ def test_breaks_of_a_short_step_are_priced_by_the_trial() -> None:
     assert (finding.where.line, finding.cost_s) == (20, pytest.approx(2e-4))
 
 
+def test_steps_that_replay_what_was_compiled_break_nothing() -> None:
+    run = EvidenceBuilder(step_s=0.001, noise_s=0.00001)
+    run.compiled(CompileEvent(kind="graph-break", source=run.line("model.py", 20), reason="a branch", count=1))
+    line = run.line("train.py", 30, "x = table[rows]")
+    run.operator("aten.index", line, op_s=1e-5)
+    assert not list(RULE.check(tried(run, 1e-4).build()))
+    run.operator("inductor.graph", line, op_s=1e-5)
+    assert only_finding(RULE, run.build()).cost_s > 0
+
+
 def test_breaks_of_a_long_step_are_notes() -> None:
     diagnosis = diagnose(tried(breaking(step_s=0.1), 1e-4).build(), [RULE])
     assert diagnosis.findings == ()

@@ -269,6 +269,42 @@ def test_what_is_not_certain_is_left(body: str, why: str) -> None:
         edit(HEAD + body, place())
 
 
+@pytest.mark.parametrize(
+    ("lines", "results"),
+    [
+        ("        output = net(x)\n        seen.append(output.sum().item())\n", ""),
+        (
+            "        with torch.no_grad():\n            a, (output, *b) = 1, (net(x), 2)\n        seen.append(output)\n",
+            "",
+        ),
+        (
+            "        if x:\n            output = x\n        else:\n            output = y\n        seen.append(output)\n",
+            "",
+        ),
+        ("        if is_clipped:\n            output = x\n        seen.append(output)\n", "output"),
+        ("        for output in y:\n            pass\n        seen.append(output)\n", "output"),
+        ("        seen.append(lambda: output)\n        output = x\n", "output"),
+        ("        seen.append(output)\n        output = x\n", "output"),
+    ],
+)
+def test_only_what_is_read_before_it_is_assigned_again_comes_back(lines: str, results: str) -> None:
+    text = HEAD + dedent("""
+        output = batches[0][1]
+        for epoch in range(2):
+            for x, y in batches:
+        {lines}
+                for _ in range(2):
+                    output = net(x)
+                    loss = criterion(output, y)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+        """).format(lines=lines.rstrip("\n"))
+    new = edit(text, place())
+    returned = [line.strip() for line in new.splitlines() if line.startswith("    return")]
+    assert returned == ([f"return {results}"] if results else [])
+
+
 def test_what_the_loop_counts_or_sums_is_passed_or_waits() -> None:
     body = """
     factor = 1.0

@@ -11,6 +11,7 @@ False alarm  Breaks between large pieces: their price is some tens of microsecon
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence
@@ -18,11 +19,13 @@ from flatout.core.records.finding import Finding, Note
 from flatout.core.records.trial import TimeGraphBreak
 from flatout.machine.cost.accounting import result_of
 
+_GRAPH: Final = "inductor.graph"
+
 
 def check(evidence: Evidence) -> Iterator[Finding]:
     """Yield one finding for all breaks of the step, at the first of them."""
     breaks, result = evidence.compile_events("graph-break"), result_of(evidence, _trial(evidence))
-    if result is None or evidence.steps.is_device_bound:
+    if result is None or evidence.steps.is_device_bound or not _runs_compiled_code(evidence):
         return
     each_s = max(0.0, (result.now_s or 0.0) - (result.cured_s or 0.0))
     calls = max([1.0, *(m.calls for m in evidence.models if m.num_graphs_used)])
@@ -43,6 +46,12 @@ def note(evidence: Evidence) -> Iterator[Note]:
     """Yield a note per line that breaks the graph."""
     for event in evidence.compile_events("graph-break"):
         yield Note(where=evidence.source_of(event.source), text=f"breaks the compiled graph: {event.reason}")
+
+
+def _runs_compiled_code(evidence: Evidence) -> bool:
+    """Whether steps call what was compiled; steps that replay a CUDA graph of it do not."""
+    is_seen = any(o.op == _GRAPH for o in evidence.operators) or any(m.calls > 0 for m in evidence.models)
+    return is_seen or not evidence.operators
 
 
 def _trial(evidence: Evidence) -> TimeGraphBreak | None:
