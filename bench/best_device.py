@@ -296,6 +296,7 @@ def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
         "unit": row.unit,
         "a_second_of_all": rates,
         "failed": race.failed,
+        "peak_gib": {side: round(size / 2**30, 2) for side, size in race.peak_bytes.items()},
         "device": circumstances().device,
         "torch": str(torch.__version__),
         "python": platform.python_version(),

@@ -141,6 +141,8 @@ class Race:
     def __init__(self, sides: dict[str, Request], *, cycle: int = 1) -> None:
         self.failed: dict[str, str] = {}
         """Why sides failed."""
+        self.peak_bytes: dict[str, int] = {}
+        """What sides held of the device at most, in the last stretch that they took."""
         self._sides, self._cycle = sides, cycle
         self._stack = ExitStack()
         self._standing: dict[str, SideProcess] = {}
@@ -173,7 +175,8 @@ class Race:
             for side in list(self._standing):
                 try:
                     self._standing[side].order(sizes[side])
-                    taken = self._standing[side].answer(timeout_s=240.0).seconds / sizes[side]
+                    answer = self._standing[side].answer(timeout_s=240.0)
+                    taken, self.peak_bytes[side] = answer.seconds / sizes[side], answer.device_peak_bytes
                 except Failed as e:
                     self._drop(side, str(e))
                     continue

@@ -92,7 +92,16 @@ def _gpu(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
             "",
             f"Source of {ROWS[name].title}: `{path.relative_to(ROOT)}`, {found['device']}, torch {found['torch']}.",
         )
+        yield from _peaks(found)
     yield from _accounts(results)
+
+
+def _peaks(found: dict[str, Any]) -> Iterator[str]:
+    """What the plan and the best setting of each peer held of the device."""
+    peaks: dict[str, float] = {side: size for side, size in found.get("peak_gib", {}).items() if size}
+    shown = ["flatout", *(one["setting"] for one in found.get("over_peers", {}).values())]
+    if all(side in peaks for side in shown):
+        yield "Peak of device memory: " + ", ".join(f"{side} {peaks[side]:.1f} GiB" for side in shown) + "."
 
 
 def _losses(name: str, losses: dict[str, list[float | None]]) -> Iterator[str]:
@@ -134,6 +143,8 @@ def _accounts(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
         yield "The floor is the longer of a kernel's"
         yield f"FLOP at {found['flop_per_s'] / 1e12:.0f} TFLOP/s and its bytes at {found['bytes_per_s'] / 1e9:.0f} GB/s, both"
         yield "measured after the script. Kernels whose bytes are not known count with their own time."
+        if "causal" not in found and any("scaled_dot_product" in one["op"] for one in found["rows"]):
+            yield "Of attention all pairs count here: where a causal mask hides half of them, its floor is half as long."
         yield from ("", "| kernels | us | floor, us | above |", "|---|---|---|---|")
         families = list(found["families"].items())
         for family, sums in families[:_MOST_FAMILIES]:

@@ -8,8 +8,9 @@ sees them, in a CUDA graph: of that STRETCH_S seconds are profiled, and are no s
 kernel (seconds, FLOP, bytes), and sums by family.
 
 The floor of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, and its bytes at the rate
-of a copy of 4 GB, both measured here after the script, on random numbers. Rows whose FLOP or bytes are not known count their own
-time. What is no kernel is idle. On a CPU, where it can be tried, rates are those of the same operations in float32, and small.
+of a copy of 4 GB, both measured here after the script, on random numbers. Of causal attention half the pairs count. Rows whose
+FLOP or bytes are not known count their own time. What is no kernel is idle. On a CPU, where it can be tried, rates are those of
+the same operations in float32, and small.
 """
 
 from __future__ import annotations
@@ -117,12 +118,28 @@ def rates() -> tuple[float, float]:
     return 2 * size**3 / seconds(lambda: torch.mm(a, b)), 8 * number / seconds(lambda: target.copy_(source))
 
 
-def accounted(evidence: Evidence, flop_per_s: float, bytes_per_s: float) -> dict[str, Any]:
-    """Rows, sums by family, and what is no kernel."""
+def causal_operators(trace: Path) -> set[str]:
+    """Operators of attention that were causal in all of their calls, by what the trace has of their arguments."""
+    found: dict[str, bool] = {}
+    for event in json.loads(trace.read_bytes())["traceEvents"]:
+        name, inputs = event.get("name", ""), event.get("args", {}).get("Concrete Inputs")
+        operator = getattr(torch.ops.aten, name.removeprefix("aten::"), None) if "attention" in name else None
+        if operator is None or not inputs or not name.startswith("aten::"):
+            continue
+        arguments = [argument.name for argument in operator.default._schema.arguments]
+        if "is_causal" in arguments and len(inputs) > (at := arguments.index("is_causal")):
+            key = name.replace("::", ".")
+            found[key] = found.get(key, True) and inputs[at] in ("True", "true")
+    return {name for name, is_causal in found.items() if is_causal}
+
+
+def accounted(evidence: Evidence, flop_per_s: float, bytes_per_s: float, causal: set[str]) -> dict[str, Any]:
+    """Rows, sums by family, and what is no kernel; of operators in `causal` half the FLOP count."""
     rows: list[dict[str, Any]] = []
     for operator in evidence.operators:
         known = bool(operator.flop or operator.bytes)
-        floor_s = operator.num_calls * max((operator.flop or 0) / flop_per_s, operator.bytes / bytes_per_s)
+        flop = (operator.flop or 0) * (0.5 if operator.op in causal else 1.0)
+        floor_s = operator.num_calls * max(flop / flop_per_s, operator.bytes / bytes_per_s)
         rows.append(
             {
                 "op": operator.op,
@@ -148,6 +165,7 @@ def accounted(evidence: Evidence, flop_per_s: float, bytes_per_s: float) -> dict
         "torch": str(torch.__version__),
         "flop_per_s": flop_per_s,
         "bytes_per_s": bytes_per_s,
+        "causal": sorted(causal),
         "step_s": evidence.steps.step_s,
         "busy_s": busy_s,
         "idle_s": evidence.steps.step_s - busy_s,
@@ -182,8 +200,8 @@ def main() -> int:
         if not steps.is_done:
             print(f"no {WARM + STEPS} optimizer steps were made, the exit code is {code}", file=sys.stderr)
             return code or 1
-        evidence = evidence_of_files([trace])
-    found = accounted(evidence, *rates()) | {"is_stretch": steps.is_stretch}
+        evidence, causal = evidence_of_files([trace]), causal_operators(trace)
+    found = accounted(evidence, *rates(), causal) | {"is_stretch": steps.is_stretch}
     Path(out).write_text(json.dumps(found, indent=1))
     what = "stretch" if steps.is_stretch else "step"
     print(
