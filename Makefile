@@ -110,6 +110,7 @@ pages: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_planner.py --check
 	@$(BIN)/python docs/generate_best.py --check
 	@$(BIN)/python docs/generate_architecture.py --check
+	@mkdir -p build
 	@$(BIN)/zensical build --config-file mkdocs.yml --strict >build/site.log 2>&1 || { cat build/site.log; exit 1; }
 
 run-docs: $(VENV)/tools.stamp
@@ -161,6 +162,7 @@ docs: $(VENV)/tools.stamp
 	@$(BIN)/python docs/generate_planner.py
 	@$(BIN)/python docs/generate_best.py
 	@$(BIN)/python docs/generate_architecture.py
+	@mkdir -p build
 	@$(BIN)/zensical build --config-file mkdocs.yml --strict >build/site.log 2>&1 || { cat build/site.log; exit 1; }
 	@echo "the site is in site/index.html"
 
