@@ -143,7 +143,7 @@ def _accounts(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
         yield "The floor is the longer of a kernel's"
         yield f"FLOP at {found['flop_per_s'] / 1e12:.0f} TFLOP/s and its bytes at {found['bytes_per_s'] / 1e9:.0f} GB/s, both"
         yield "measured after the script. Kernels whose bytes are not known count with their own time."
-        if "causal" not in found and any("scaled_dot_product" in one["op"] for one in found["rows"]):
+        if "causal" not in found and any("scaled_dot_product" in one["op"] for one in found.get("rows", ())):
             yield "Of attention all pairs count here: where a causal mask hides half of them, its floor is half as long."
         yield from ("", "| kernels | us | floor, us | above |", "|---|---|---|---|")
         families = list(found["families"].items())

@@ -10,7 +10,7 @@ from flatout.check.observe.steps.optimizers import Optimizing
 from flatout.core.runtime.own_calls import own_calls
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.source_sites import Sites
-from flatout.core.runtime.step_graphs import StepGraphs, is_capturing, note_backward
+from flatout.core.runtime.step_graphs import StepGraphs, is_step_captured, note_backward
 
 
 class Graph:
@@ -64,7 +64,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
     yield steps
     watch.remove()
     patches.undo()
-    assert "replay" in vars(Graph) and not is_capturing()
+    assert "replay" in vars(Graph) and not is_step_captured()
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_graphs_that_flatout_captures_are_not_watched(steps: Steps, update: Call
     graph = Graph()
     with own_calls():
         graph.capture_begin()
-        assert not is_capturing()
+        assert not is_step_captured()
         graph.capture_end()
     graph.replay()
     assert (steps.num_starts, steps.num_backwards, graph.replays) == (0, 0, 1)

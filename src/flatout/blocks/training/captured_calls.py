@@ -268,7 +268,7 @@ class _Replay:
         copy_all(self._inputs, tensors)
         self._replay_forward()
         self._num_calls += 1
-        return copies_of(self._results)
+        return copied_all(self._results)
 
     def backward(self, num_calls: int, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of the tensors and parameters of the call that was the `num_calls`-th."""
@@ -358,7 +358,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(mine, theirs)
 
 
-def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+def copied_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies, each in memory of its own: those of one type by one launch."""
     copies = [torch.empty_like(t) for t in tensors]
     copy_all(copies, tensors)

@@ -27,7 +27,7 @@ from flatout.blocks.training.captured_calls import (
     SCALARS,
     CaptureCall,
     capture_on_device,
-    copies_of,
+    copied_all,
     is_capturing,
     storage_key,
     without_autocast_cache,
@@ -461,7 +461,7 @@ class _UpdateGraph:
 
     def _copied(self) -> list[Any]:
         """The results, which the next replay leaves alone."""
-        copies = iter(copies_of(self._tensors))
+        copies = iter(copied_all(self._tensors))
         return [next(copies) if isinstance(r, Tensor) else r for r in self._results]
 
 

@@ -25,7 +25,7 @@ from flatout.check.observe.operators.padding import name_tensors
 from flatout.check.observe.operators.recorder import storage_of
 from flatout.check.observe.steps.schedule import Mode
 from flatout.core.runtime.dynamo_frames import frame_outside_dynamo, outside_dynamo
-from flatout.core.runtime.step_graphs import is_capturing, note_backward
+from flatout.core.runtime.step_graphs import is_step_captured, note_backward
 from flatout.core.tensors.nests import tensors_in
 
 _INFERENCE_AFTER: Final = 3
@@ -310,7 +310,7 @@ class Events:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward or get_ident() != self._observation.thread_id:
                 return original(*args, **kwargs)
-            if is_capturing():
+            if is_step_captured():
                 note_backward()
                 return original(*args, **kwargs)
             is_watched = self._on_backward_start(name, args, kwargs, sys._getframe(1))

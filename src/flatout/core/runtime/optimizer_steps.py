@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from flatout.core.runtime.step_graphs import is_capturing, note_step
+from flatout.core.runtime.step_graphs import is_step_captured, note_step
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 BeforeStep = Callable[[Optimizer, Any, Any], Arguments | None]
@@ -70,7 +70,7 @@ class _Side:
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         if torch.compiler.is_dynamo_compiling():  # dynamo folds this, so that nothing of ours is in the graph
             return None
-        if is_capturing():
+        if is_step_captured():
             if self is _AFTER:
                 note_step(optimizer)
             return None

@@ -33,7 +33,7 @@ _CAPTURES: list[_Captured] = []
 """Those that are being captured now."""
 
 
-def is_capturing() -> bool:
+def is_step_captured() -> bool:
     """Whether what is called now is not run but captured, into a graph that is watched."""
     return bool(_CAPTURES)
 

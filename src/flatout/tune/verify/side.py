@@ -35,7 +35,7 @@ from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.replayed_backwards import listen_to_replays
 from flatout.core.runtime.script import end_script
 from flatout.core.runtime.source_sites import Sites
-from flatout.core.runtime.step_graphs import is_capturing, note_backward
+from flatout.core.runtime.step_graphs import is_step_captured, note_backward
 from flatout.tune.verify.conditions import SidePrecision
 from flatout.tune.verify.environment_answers import EnvironmentAnswers, Rollouts
 from flatout.tune.verify.recording import Recorder
@@ -212,7 +212,7 @@ class ProofSide:
         def backward(tensors: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> None:
             if self._in_backward or get_ident() != self._thread_id:
                 return original(tensors, *args, **kwargs)
-            if is_capturing():
+            if is_step_captured():
                 note_backward()
                 return original(tensors, *args, **kwargs)
             self._on_backward((tensors,) if isinstance(tensors, Tensor) else tensors)

@@ -50,8 +50,8 @@ def note(evidence: Evidence) -> Iterator[Note]:
 
 def _runs_compiled_code(evidence: Evidence) -> bool:
     """Whether steps call what was compiled; steps that replay a CUDA graph of it do not."""
-    is_seen = any(o.op == _GRAPH for o in evidence.operators) or any(m.calls > 0 for m in evidence.models)
-    return is_seen or not evidence.operators
+    is_called = any(o.op == _GRAPH for o in evidence.operators) or any(m.calls > 0 for m in evidence.models)
+    return is_called or not evidence.operators
 
 
 def _trial(evidence: Evidence) -> TimeGraphBreak | None:
