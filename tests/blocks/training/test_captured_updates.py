@@ -162,6 +162,64 @@ def test_compiled_updates_step_each_optimizer_once() -> None:
             captured.run((torch.arange(10), training.table, training.labels), {})
 
 
+def in_rounds(training: Training, each: Callable[[list[tuple[Any, ...]]], Any], num_epochs: int) -> list[Tensor]:
+    """Epochs of four updates each, at falling rates; what the last of each returned, and what was learnt."""
+    seen: list[Tensor] = []
+    order = np.random.default_rng(0)
+    for epoch in range(num_epochs):
+        training.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + epoch)
+        table, rows = training.table + epoch, torch.from_numpy(order.permutation(40))
+        found = each([(rows[start : start + 10], table, training.labels) for start in range(0, 40, 10)])
+        seen += [v.detach().clone() for v in found.values()]
+    return [*seen, *(v.detach() for v in training.net.state_dict().values())]
+
+
+def one_by_one(training: Training) -> Callable[[list[tuple[Any, ...]]], Any]:
+    return lambda calls: [training.update(*args) for args in calls][-1]
+
+
+@pytest.mark.usefixtures("quickly_compiled")
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_updates_in_a_row_are_one_graph(compiled: bool) -> None:
+    plain = Training()
+    expected = in_rounds(plain, one_by_one(plain), 8)
+    training, steps, backwards = Training(), list[str](), list[int]()
+    training.optimizer.register_step_post_hook(lambda *_: steps.append("step"))
+    stop = listen_to_replays(lambda losses: backwards.append(len(losses)))
+    stand_in = StandIn([training.net], [training.optimizer])
+    captured = CapturedUpdate(training.update, [training.optimizer], stand_in, compiled=compiled)
+    found = in_rounds(training, captured.each, 8)
+    stop()
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert stand_in.num_captures == 2, "one update, and four of them"
+    assert len(backwards) == 8 * 4 - (5 if compiled else 3), "all but the first updates are replayed"
+    assert stand_in.num_replays < 0.65 * len(backwards), "a replay for four updates"
+    assert len(steps) == 8 * 4
+
+
+def test_other_updates_in_a_row_are_what_they_are() -> None:
+    def learnt(training: Training, each: Callable[[list[tuple[Any, ...]]], Any]) -> list[Tensor]:
+        found = []
+        for number in range(12):
+            sizes = (10, 10, 6) if number % 2 else (10, 10)
+            calls = [(torch.arange(size), training.table, training.labels) for size in sizes]
+            found.append(each(calls)["loss"].detach())
+        return found
+
+    plain = Training()
+    assert captured_update(plain.optimizer)(plain.update).each([]) is None
+    expected, training = learnt(plain, one_by_one(plain)), Training()
+    captured = CapturedUpdate(training.update, [training.optimizer], StandIn([training.net], [training.optimizer]))
+    assert captured.each([]) is None
+    found = learnt(training, captured.each)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert [len(rows) for rows in captured._rounds] == [2]
+    assert not [one for one in captured._rounds if len(one) == 3], "calls of two kinds are no graph together"
+
+
 def test_those_who_watch_see_each_update_once() -> None:
     def watched(run: Callable[[Training], None]) -> list[str]:
         training, seen = Training(), list[str]()

@@ -11,11 +11,11 @@ import sys
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from types import CodeType, ModuleType
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Final, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from flatout.blocks.training.captured_calls import (
     CaptureCall,
     capture_on_device,
     copied_all,
+    copy_all,
     is_capturing,
     storage_key,
     without_autocast_cache,
@@ -42,6 +43,8 @@ from flatout.core.tensors.nests import TreeSpec, tree_flatten, tree_iter, tree_l
 
 P = ParamSpec("P")
 R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+_Rows = tuple[tuple[int, ...], ...]
 
 _CALLS_BEFORE: Final = 3
 """Equal calls that go by before one is captured; the last of them is looked at closely."""
@@ -57,7 +60,17 @@ _ERRORS: Final = (RuntimeError, TypeError, ValueError, AttributeError, Assertion
 _UPDATES: Final = "_flatout_captured_updates"
 
 
-def captured_update(*optimizers: Optimizer, compiled: bool = False) -> Callable[[Callable[P, R]], Callable[P, R]]:
+class UpdateFunction(Protocol[P, R_co]):
+    """What `captured_update` makes of a function."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """One update."""
+
+    def each(self, calls: Iterable[tuple[Any, ...]]) -> R_co | None:
+        """An update for each tuple of arguments, in their order, and what the last returns; None without any."""
+
+
+def captured_update(*optimizers: Optimizer, compiled: bool = False) -> Callable[[Callable[P, R]], UpdateFunction[P, R]]:
     """Replay a function that goes forward and backward and steps these optimizers from one CUDA graph, by decorating it.
 
     It gets as arguments what changes from call to call (NumPy arrays come as tensors on the device), and returns tensors, without
@@ -79,13 +92,16 @@ def captured_update(*optimizers: Optimizer, compiled: bool = False) -> Callable[
     With `compiled` the function is compiled by `torch.compile` before it is captured, backward and optimizers included: a graph
     of few kernels in the place of many. Each of the optimizers must step once in it.
 
+    Updates that follow each other are one graph together where they are one call: `update.each((images, part) for part in parts)`
+    instead of a loop. It is as many calls at first; all arguments are there before the first update.
+
     Raises:
         UsageError: Without an optimizer.
     """
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
         raise UsageError("captured_update gets the optimizers that step in the function: @captured_update(optimizer)")
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Callable[P, R]) -> UpdateFunction[P, R]:
         known: dict[CodeType, CapturedUpdate] = vars(optimizers[0]).setdefault(_UPDATES, {})
         update = known.get(function.__code__)
         if update is None or not update.is_of(function, optimizers):
@@ -95,16 +111,25 @@ def captured_update(*optimizers: Optimizer, compiled: bool = False) -> Callable[
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             return cast(R, update.run(args, kwargs))
 
-        return call
+        call.each = update.each  # type: ignore[attr-defined]
+        return cast(UpdateFunction[P, R], call)
 
     return decorate
 
 
-class _Rate(NamedTuple):
-    """The learning rate of a group, on the device where a graph reads it."""
+class _Rate:
+    """The learning rate of a group, on the device where graphs read it."""
 
-    group: dict[str, Any]
-    tensor: Tensor
+    def __init__(self, group: dict[str, Any], device: torch.device) -> None:
+        self.group = group
+        self.tensor = torch.zeros((), dtype=torch.float32, device=device)
+        self._value: float | None = None
+
+    def refresh(self) -> None:
+        """Put on the device what the group has now."""
+        if (now := float(self.group["lr"])) != self._value:
+            self.tensor.fill_(now)
+            self._value = now
 
 
 class CapturedUpdate:
@@ -133,6 +158,9 @@ class CapturedUpdate:
         self._is_prepared = False
         self._last: tuple[_Kind, _UpdateGraph] | None = None
         """The last graph and what it stands for, so that calls in a row are looked up by little."""
+        self._rounds: dict[Hashable, tuple[_Kind, _UpdateGraph]] = {}
+        self._num_rounds: Counter[Hashable] = Counter()
+        self._may_capture_rounds = True
 
     def is_of(self, function: Callable[..., Any], optimizers: Sequence[Optimizer]) -> bool:
         """Whether this stands for a function of the same text over the same objects: one that is defined anew each epoch."""
@@ -181,6 +209,60 @@ class CapturedUpdate:
         self._graphs[kind] = graph
         self._num_captures += 1
         return graph.run(leaves)
+
+    def each(self, calls: Iterable[tuple[Any, ...]]) -> Any:
+        """Updates with these arguments, one after the other: replayed by one graph where one call is; the last one's results."""
+        calls = list(calls)
+        if len(calls) > 1 and self._graphs and not torch.compiler.is_compiling() and not is_capturing():
+            unique, rows = _shared(calls)
+            if rows in self._rounds:
+                known, graph = self._rounds[rows]
+                if known.fits(unique) and graph.is_valid():
+                    self._num_replays += len(calls)
+                    return graph.run(unique)
+                del self._rounds[rows]
+            captured = self._captured_rounds(calls, unique, rows)
+            if captured is not None:
+                self._rounds[rows] = captured
+                return captured[1].run(unique)
+        results = None
+        for args in calls:
+            results = self.run(args, {})
+        return results
+
+    def _captured_rounds(
+        self, calls: Sequence[tuple[Any, ...]], unique: tuple[Any, ...], rows: _Rows
+    ) -> tuple[_Kind, _UpdateGraph] | None:
+        """A graph of these calls together, once one of their kind has a graph, and they come again; else None."""
+        device, groups = self._device(), list(self._groups())
+        one, whole = (_Kind.of(args, {}, groups, self._modules) for args in (calls[0], unique))
+        if device is None or self._refused or one is None or whole is None or not all(map(one.fits, calls)):
+            return None
+        kind = self._kind(*tree_flatten((calls[0], {})))
+        if kind is None or kind not in self._graphs or not self._graphs[kind].is_valid():
+            return None
+        self._num_rounds[rows] += 1
+        if self._num_rounds[rows] < _CALLS_BEFORE or not (self._may_capture_rounds and self._may_capture()):
+            return None
+        function = self._compiled or self._function
+
+        def run_all(*arguments: Any) -> Any:
+            results = None
+            for row in rows:
+                results = function(*(arguments[i] for i in row))
+            return results
+
+        leaves, form = tree_flatten((unique, {}))
+        call = _Call(run_all, leaves, form, self._optimizers, len(rows), is_compiled=self._compiled is not None)
+        graph = self._graph_of(call, kind, device)
+        if isinstance(graph, str):
+            self._may_capture_rounds = False
+            warnings.warn(f"updates by {self._function.__name__} are captured one by one: {graph}", stacklevel=4)
+            return None
+        while len(self._rounds) >= _MOST_GRAPHS:
+            del self._rounds[next(iter(self._rounds))]
+        self._num_captures += 1
+        return whole, graph
 
     def _may_capture(self) -> bool:
         return self._num_captures < _FREE_CAPTURES + self._num_replays // _FEWEST_REPLAYS
@@ -253,19 +335,16 @@ class CapturedUpdate:
         """The call compiled, under all that a capture has, so that nothing is compiled again in that."""
         rates = self._rates_of(kind, device)
         for rate in rates:
-            rate.tensor.fill_(float(rate.group["lr"]))
-        with without_autocast_cache(), _on_the_device(rates):
+            rate.refresh()
+        with without_autocast_cache(), _on_the_device(rates), _hooks_replaced(self._optimizers, {}):
             results = self._plain(leaves, form, self._compiled)
         for optimizer in self._optimizers:
-            _call_hooks(optimizer)  # compiled code calls none
+            _call_hooks(optimizer)
         return results
 
     def _rates_of(self, kind: Hashable, device: torch.device) -> list[_Rate]:
         if kind not in self._rates:
-            groups = [group for group in self._groups() if _takes_rates(group)]
-            self._rates[kind] = [
-                _Rate(g, torch.tensor(float(g["lr"]), dtype=torch.float32, device=device)) for g in groups
-            ]
+            self._rates[kind] = [_Rate(group, device) for group in self._groups() if _takes_rates(group)]
         return self._rates[kind]
 
     def _looked_at(self, kind: Hashable, leaves: Sequence[Any], form: TreeSpec) -> Any:
@@ -307,18 +386,25 @@ class CapturedUpdate:
         self, kind: Hashable, leaves: Sequence[Any], form: TreeSpec, device: torch.device
     ) -> _UpdateGraph | None:
         """A graph of this call, which is not run by that; None, with a warning, where there can be none."""
+        is_compiled = self._compiled is not None
+        call = _Call(self._compiled or self._function, leaves, form, self._optimizers, 1, is_compiled=is_compiled)
+        graph = self._graph_of(call, kind, device)
+        if isinstance(graph, str):
+            self._refuse(graph)
+            return None
+        return graph
+
+    def _graph_of(self, call: _Call, kind: Hashable, device: torch.device) -> _UpdateGraph | str:
+        """A graph of a call, which is not run by that, or why there can be none."""
         gradients = [(p, p.grad) for group in self._groups() for p in group["params"]]
         rates = self._rates_of(kind, device)
-        is_compiled = self._compiled is not None
-        call = _Call(self._compiled or self._function, leaves, form, self._optimizers, is_compiled=is_compiled)
         try:
             with own_calls(), without_autocast_cache(), without_host_waits(), _on_the_device(rates):
                 return _UpdateGraph(call, rates, self._outer[kind], self._begin(device))
         except _ERRORS as e:  # the call as it is shows what is the script's own fault
-            self._refuse(str(e).strip().partition("\n")[0] or type(e).__name__)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            return None
+            return str(e).strip().partition("\n")[0] or type(e).__name__
 
     def _begin(self, device: torch.device) -> Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]:
         if self._capture is not None:
@@ -389,13 +475,22 @@ def _autocast_type() -> torch.dtype | None:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
+def _shared(calls: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], _Rows]:
+    """Arguments of several calls without those that come again, and for each call the indices of its own among them."""
+    numbers: dict[int, int] = {}
+    rows = tuple(tuple(numbers.setdefault(id(one), len(numbers)) for one in args) for args in calls)
+    by_id = {id(one): one for args in calls for one in args}
+    return tuple(by_id[one] for one in numbers), rows
+
+
 class _Call(NamedTuple):
-    """A call of an update: its arguments as leaves of a nest, and the optimizers that step in it."""
+    """A call of an update: its arguments as leaves of a nest, and the optimizers that step in it, in each of its rounds."""
 
     function: Callable[..., Any]
     leaves: Sequence[Any]
     form: TreeSpec
     optimizers: Sequence[Optimizer]
+    num_rounds: int
     is_compiled: bool
 
 
@@ -412,16 +507,18 @@ class _UpdateGraph:
         own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         self._inputs = [leaf for leaf in own if isinstance(leaf, Tensor)]
         self._last: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self._inputs)
-        self._rates: list[tuple[_Rate, float | None]] = [(rate, None) for rate in rates]
+        self._rates = rates
         self._is_valid = True
         self._outer = [weakref.ref(tensor, self._on_lost) for ref in outer if (tensor := ref()) is not None]
         self._is_valid = len(self._outer) == len(outer)
         args, kwargs = tree_unflatten(own, call.form)
         self._events: list[Sequence[Tensor] | Optimizer] = []
-        with noted(self._events, [] if call.is_compiled else call.optimizers):
+        with noted(self._events, call.optimizers, is_compiled=call.is_compiled):
             results, self._replay = capture(lambda: call.function(*args, **kwargs))
         if call.is_compiled:
-            self._events += call.optimizers
+            each = len(self._events) // call.num_rounds
+            rounds = (self._events[number * each :][:each] for number in range(call.num_rounds))
+            self._events = [event for backwards in rounds for event in (*backwards, *call.optimizers)]
         self._results, self._form = tree_flatten(results)
         self._tensors = [r.detach() for r in self._results if isinstance(r, Tensor)]
         parameters = [p for one in call.optimizers for group in one.param_groups for p in group["params"]]
@@ -438,15 +535,17 @@ class _UpdateGraph:
     def run(self, leaves: Sequence[Any]) -> Any:
         """One update: its results, which the next leaves alone."""
         with torch.no_grad():
+            targets: list[Tensor] = []
+            sources: list[Tensor] = []
             for number, tensor in enumerate(leaf for leaf in leaves if isinstance(leaf, Tensor)):
                 last = self._last[number]
                 if last is None or last[0]() is not tensor or last[1] != tensor._version:
-                    self._inputs[number].copy_(tensor, non_blocking=True)
+                    targets.append(self._inputs[number])
+                    sources.append(tensor)
                     self._last[number] = (weakref.ref(tensor), tensor._version)
-            for number, (rate, before) in enumerate(self._rates):
-                if (now := float(rate.group["lr"])) != before:
-                    rate.tensor.fill_(now)
-                    self._rates[number] = (rate, now)
+            copy_all(targets, sources)
+            for rate in self._rates:
+                rate.refresh()
             self._replay()
             for parameter, gradient in self._gradients:  # those that a call in between left are another call's
                 if parameter.grad is not gradient:
@@ -541,10 +640,12 @@ def _on_the_device(rates: Sequence[_Rate]) -> Iterator[None]:
 
 
 @contextmanager
-def noted(events: list[Sequence[Tensor] | Optimizer], optimizers: Sequence[Optimizer]) -> Iterator[None]:
+def noted(
+    events: list[Sequence[Tensor] | Optimizer], optimizers: Sequence[Optimizer], *, is_compiled: bool = False
+) -> Iterator[None]:
     """Backwards and steps inside are noted; those who watch steps see nothing of them, for a capture updates nothing.
 
-    Without optimizers backwards alone are noted: hooks are part of what code is compiled for, and stay as they are.
+    Of compiled code backwards alone are noted: hooks would be a part of it.
     """
     original, patches = torch.autograd.backward, Patches()
 
@@ -557,9 +658,19 @@ def noted(events: list[Sequence[Tensor] | Optimizer], optimizers: Sequence[Optim
         events.append(optimizer)
 
     patches.set(torch.autograd, "backward", backward)
-    if optimizers:
-        patches.set(optimizers_module, "_global_optimizer_pre_hooks", {0: step})
-        patches.set(optimizers_module, "_global_optimizer_post_hooks", {})
+    try:
+        with _hooks_replaced(optimizers, {} if is_compiled else {0: step}):
+            yield
+    finally:
+        patches.undo()
+
+
+@contextmanager
+def _hooks_replaced(optimizers: Sequence[Optimizer], before: dict[int, Any]) -> Iterator[None]:
+    """These hooks are called before steps inside, and no others."""
+    patches = Patches()
+    patches.set(optimizers_module, "_global_optimizer_pre_hooks", before)
+    patches.set(optimizers_module, "_global_optimizer_post_hooks", {})
     for optimizer in optimizers:
         patches.set(optimizer, "_optimizer_step_pre_hooks", {})
         patches.set(optimizer, "_optimizer_step_post_hooks", {})
