@@ -55,6 +55,8 @@ _FEWEST_REPLAYS: Final = 50
 _FREE_CAPTURES: Final = 8
 _MOST_GRAPHS: Final = 4
 """Each has memory of its own: that of whole batches, of an epoch's smaller last one, and of two more kinds."""
+_MOST_ROUNDS: Final = 64
+"""Updates in one graph: more of them gain nothing, and take longer to capture."""
 _ERRORS: Final = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
 """What a capture may fail with, by torch's own doing or where the function takes a number for granted that is a tensor."""
 _UPDATES: Final = "_flatout_captured_updates"
@@ -211,8 +213,13 @@ class CapturedUpdate:
         return graph.run(leaves)
 
     def each(self, calls: Iterable[tuple[Any, ...]]) -> Any:
-        """Updates with these arguments, one after the other: replayed by one graph where one call is; the last one's results."""
-        calls = list(calls)
+        """Updates with these arguments, one after the other, many by one graph where one is; what the last one returns."""
+        every, results = list(calls), None
+        for start in range(0, len(every), _MOST_ROUNDS):
+            results = self._together(every[start : start + _MOST_ROUNDS])
+        return results
+
+    def _together(self, calls: list[tuple[Any, ...]]) -> Any:
         if len(calls) > 1 and self._graphs and not torch.compiler.is_compiling() and not is_capturing():
             unique, rows = _shared(calls)
             if rows in self._rounds:

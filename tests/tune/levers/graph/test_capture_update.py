@@ -269,6 +269,61 @@ def test_what_is_not_certain_is_left(body: str, why: str) -> None:
         edit(HEAD + body, place())
 
 
+IN_A_ROW = """
+table, labels = torch.randn(12, 4), torch.randn(12, 2)
+for epoch in range(3):
+    order = torch.randperm(12)
+    # all of them
+    for start in range(0, len(order), 3):
+        end = start + 3
+        part = order[start:end]
+        loss = criterion(net(table[part]), labels[part])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    seen.append(sum(part for part in [1.0, 2.0]))
+seen.append(net.weight.sum().item())
+"""
+OVER_PARTS = IN_A_ROW.replace("for start in range(0, len(order), 3):", "for part in order.split(3):").replace(
+    "        end = start + 3\n        part = order[start:end]\n", ""
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            IN_A_ROW,
+            "    # all of them\n    update.each([(order[start:(start + 3)],) for start in range(0, len(order), 3)])\n",
+        ),
+        (OVER_PARTS, "    # all of them\n    update.each([(part,) for part in order.split(3)])\n"),
+    ],
+)
+def test_a_loop_over_minibatches_is_one_call(body: str, expected: str) -> None:
+    new = edit(HEAD + body, place())
+    assert expected in new
+    assert ran(new)["seen"] == ran(HEAD + body)["seen"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("        optimizer.step()\n", "        optimizer.step()\n        seen.append(start)\n"),
+        ("seen.append(net.weight.sum().item())", "seen.append(start)"),
+        ("end = start + 3", "end = min(start + 3, int(order.max()))"),
+        ("end = start + 3", "end = seen.append(start) or start + 3"),
+        ("for start in range(0, len(order), 3):", "for start in iter([0, 3]):"),
+        ("        optimizer.step()\n", "        optimizer.step()\n        seen.append(loss.item())\n"),
+    ],
+)
+def test_a_loop_that_does_more_stays_a_loop(before: str, after: str) -> None:
+    body = IN_A_ROW.replace(before, after)
+    assert body != IN_A_ROW
+    new = edit(HEAD + body, place())
+    assert ".each(" not in new and "update(part" in new
+    assert ran(new)["seen"] == ran(HEAD + body)["seen"]
+
+
 @pytest.mark.parametrize(
     ("lines", "results"),
     [

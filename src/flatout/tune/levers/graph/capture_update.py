@@ -1,7 +1,8 @@
 """An update, from the forward to the optimizer's step, is replayed from one CUDA graph.
 
 What        The statements of a loop, or of a function, from the model's call, or `zero_grad`, to `optimizer.step()` become a
-            function before the loop, decorated with `@captured_update(optimizer)` (from flatout), which is called in their place.
+            function before the loop, decorated with `@captured_update(optimizer)` (from flatout), which is called in their place;
+            for a loop over minibatches that does nothing else once, with all their arguments (`update.each`).
             What changes from round to round is passed to it, what is read later comes back, and what the host reads in between
             it reads after it. With `compiled` it is compiled first: a graph of fewer kernels, and minutes of compiling at most.
 Guarantee   BOUNDED: the same kernels, with the optimizer's own that count its steps on the device; compiled ones take sums in
@@ -33,6 +34,7 @@ from flatout.tune.rewrite.enclosing_blocks import (
     levels,
     only_small,
     parents_of,
+    scope_of,
 )
 from flatout.tune.rewrite.imports import with_import
 from flatout.tune.rewrite.source import (
@@ -56,6 +58,7 @@ from flatout.tune.rewrite.update_values import (
     results_of_update,
 )
 from flatout.tune.rewrite.updates import names_bound, update_around
+from flatout.tune.rewrite.updates_in_a_row import in_one_call
 
 _BLOCK: Final = "captured_update"
 _LEAST: Final = 0.3
@@ -167,7 +170,13 @@ def edit(text: str, parameters: Parameters) -> str:
             *found.after,
         ]
         return with_import(with_changes(module, changes), "flatout", _BLOCK).code
-    changes[level.block[found.first]] = [*found.before, call.with_changes(leading_lines=lines), *found.after]
+    scope = module if place.function is None else scope_of(module, place.function)
+    is_alone = bool(loops) and not results and not changing
+    in_a_row = in_one_call(loops, level.block, found, name, arguments, scope) if is_alone else None
+    if in_a_row is not None:
+        changes = {loops[0]: [in_a_row]}
+    else:
+        changes[level.block[found.first]] = [*found.before, call.with_changes(leading_lines=lines), *found.after]
     changed = with_changes(module, changes)
     at = _same_loop(changed, module, around)
     return with_import(_with_before(changed, at, function), "flatout", _BLOCK).code
