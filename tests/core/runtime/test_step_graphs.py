@@ -57,6 +57,7 @@ class Steps:
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
     """What is reported while torch's graphs are the stand-ins."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the stand-in captures on no stream
     steps, patches = Steps(), Patches()
     watch = Optimizing(Sites(user_root=None), steps)
     watch.install(patches)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from flatout.core.runtime.dynamo_frames import frame_outside_dynamo
 from flatout.core.runtime.own_calls import is_own_call
 from flatout.core.runtime.patches import Patches
@@ -35,6 +37,8 @@ _CAPTURES: list[_Captured] = []
 
 def is_step_captured() -> bool:
     """Whether what is called now is not run but captured, into a graph that is watched."""
+    if _CAPTURES and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        _CAPTURES.clear()  # captures that failed, and were never ended
     return bool(_CAPTURES)
 
 
@@ -58,8 +62,6 @@ class StepGraphs:
     def install(self, patches: Patches, graph_type: type[Any] | None = None) -> None:
         """Watch what torch's graphs, or those of another type, capture and replay, until the patches are undone."""
         if graph_type is None:
-            import torch
-
             graph_type = torch.cuda.CUDAGraph
         patches.set(graph_type, "capture_begin", self._beginning(graph_type.capture_begin))
         patches.set(graph_type, "capture_end", self._ending(graph_type.capture_end))
@@ -89,7 +91,7 @@ class StepGraphs:
         @frame_outside_dynamo
         def replay(graph: Any) -> None:
             captured = self._known.get(graph)
-            if captured is None or _CAPTURES:
+            if captured is None or is_step_captured():
                 return original(graph)
             for optimizer in captured.optimizers:
                 self._before_step(optimizer)

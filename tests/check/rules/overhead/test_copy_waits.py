@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.check.rules.device_steps import with_device
 from tests.check.rules.input.uploading import on_gpu
 from tests.evidence_builder import EvidenceBuilder, only_finding
 
 from flatout.check.rules.overhead.copy_waits import RULE
+from flatout.core.records.device import Copy, Gap
 
 SMALL = 2048
 
@@ -35,6 +37,25 @@ def test_all_lines_are_one_finding_at_the_one_that_waits_longest() -> None:
 def test_no_more_is_saved_than_the_device_idles() -> None:
     assert only_finding(RULE, waiting(device_s=0.08).build()).saved_s[1] == pytest.approx(0.02)
     assert not list(RULE.check(waiting(device_s=0.0998).build())), "a device that is busy all the time loses nothing"
+
+
+def test_gaps_between_kernels_that_were_queued_in_time_are_not_its_business() -> None:
+    run = EvidenceBuilder(device_s=0.06)
+    line = run.line("train.py", 20, "x = x.to(device)")
+    copy = Copy(
+        source=line,
+        direction="host-to-device",
+        memory="pageable",
+        is_async=False,
+        num=1,
+        bytes=SMALL,
+        seconds=1e-6,
+        overlapped_s=0.0,
+        host_s=0.03,
+    )
+    gaps = [Gap(source=line, num=9, seconds=s, cause=c) for s, c in ((0.03, "unknown"), (0.008, "host-wait"))]  # type: ignore[arg-type]
+    finding = only_finding(RULE, with_device(run, gaps=gaps, copies=[copy]))
+    assert finding.saved_s[1] == pytest.approx(0.008)
 
 
 def test_reads_that_are_left_have_their_part_of_the_idle_time() -> None:

@@ -34,7 +34,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
     wait_s, step_s = sum(waits.values()), evidence.steps.step_s
     if wait_s < _SMALLEST_FRACTION * step_s:
         return
-    idle_s = idle_seconds(evidence)
+    idle_s = _idle_s(evidence)
     num_reads = sum(r.calls for r in evidence.host_reads if r.on_device)
     # without the waits the step takes the longer of device and host: the idle time is all there is to gain, and each wait that is
     # left has its part of it
@@ -53,6 +53,14 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         also=evidence.sources_of(waits),
         basis="timed",
     )
+
+
+def _idle_s(evidence: Evidence) -> float:
+    """What the device idles because launches come late, not between kernels that were queued in time."""
+    idle_s, step = idle_seconds(evidence), evidence.device_step
+    if step is None or not step.gaps:
+        return idle_s
+    return min(idle_s, sum(gap.seconds for gap in step.gaps if gap.cause != "unknown"))
 
 
 def _is_small(upload: RepeatedUpload) -> bool:
