@@ -28,6 +28,7 @@ NAMED: Final = (
     ("cures*", "bench/world/measure.py"),
     ("world*", "bench/world/run.py"),
     ("generated*", "bench/world/generated.py"),
+    ("best_earlier/*", "bench/best_device.py"),
     ("best_*", "bench/best_device.py"),
     ("account_*", "bench/best/account.py"),
     ("beyond*", "bench/beyond_device.py"),
