@@ -1,6 +1,6 @@
 """Plain scripts of examples/gpu with the plan of `flatout tune`, against the best public ways to train the same, side by side.
 
-    python bench/best_device.py OUT_FOLDER [--only ROW ...] [--plans FOLDER] [--budget 300s] [--losses] [--accounts] [--small]
+    python bench/best_device.py OUT_FOLDER [--only ROW ...] [--plans FOLDER] [--budget 300s] [--losses] [--accounts] [--gpus 2]
 
 Of each row: `flatout tune` of the plain script (or a plan that is there already); then the plan and all of the peer's settings
 stand in processes of their own and take stretches of steps in turn; then the plan and the fastest of these settings alone take
@@ -8,7 +8,8 @@ new stretches, so that the peer is not the luckiest of several. Ratios are media
 samples a second. `--losses` runs 500 steps of both and of the untouched script, on three seeds each, and compares the last
 losses.
 `--accounts` says where a step of the plan and of the fastest peer goes, kernel by kernel (bench/best/account.py).
-`--small` tries it all on a CPU, where the examples are toys; its figures mean nothing.
+`--gpus` races as many rows side by side, each on a GPU of its own. `--small` tries it all on a CPU, where the examples are toys;
+its figures mean nothing.
 
 Peers are in bench/best; nanoGPT's model comes from a checkout that the variable NANOGPT names.
 """
@@ -22,6 +23,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -241,8 +243,11 @@ def main() -> int:
     parser.add_argument("--losses", action="store_true")
     parser.add_argument("--accounts", action="store_true")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--gpus", type=int, default=1)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.gpus > 1:
+        return side_by_side(options)
     for name in options.only:
         row = ROWS[name]
         if row.needs and row.needs not in os.environ and find_spec(row.needs) is None:
@@ -252,6 +257,31 @@ def main() -> int:
         (options.out / f"best_{name}.json").write_text(json.dumps(found, indent=1).replace(f"{ROOT}/", "") + "\n")
         print(json.dumps({k: v for k, v in found.items() if k != "losses"}, indent=1), flush=True)
     return 0
+
+
+def side_by_side(options: argparse.Namespace) -> int:
+    """Rows in processes of their own, the next one on whichever GPU is free; the number of processes that failed."""
+    flags = [flag for flag in ("--losses", "--accounts", "--small") if getattr(options, flag[2:])]
+    flags += [word for name in ("plans", "levers") if (path := getattr(options, name)) for word in (f"--{name}", path)]
+    waiting, num_failed = list(options.only), 0
+    running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
+    while waiting or running:
+        for gpu in range(options.gpus):
+            if gpu not in running and waiting:
+                name = waiting.pop(0)
+                command = [sys.executable, __file__, options.out, "--only", name, "--budget", options.budget, *flags]
+                with (options.out / f"best_{name}.log").open("wb") as log:
+                    process = subprocess.Popen(
+                        command, stdout=log, stderr=log, env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+                    )
+                running[gpu] = name, process
+        for gpu, (name, process) in list(running.items()):
+            if process.poll() is not None:
+                num_failed += bool(process.returncode)
+                print(f"{name}: exit code {process.returncode}, see best_{name}.log", flush=True)
+                del running[gpu]
+        time.sleep(0.5)
+    return num_failed
 
 
 def small(row: Row) -> Row:
@@ -312,8 +342,8 @@ def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.accounts:
         fastest = max(best.values(), key=lambda side: rates[side])
-        account(options.out / f"account_{name}_plan.json", own)
-        account(options.out / f"account_{name}_peer.json", requests[fastest])
+        for side, request in {"plan": own, "peer": requests[fastest]}.items():
+            account(options.out / f"account_{name}_{side}.json", request, is_stretch=row.cycle > 1)
     if options.losses:
         plain = Request(target=str(row.script), arguments=row.arguments)
         found["losses"] = {
@@ -323,10 +353,10 @@ def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def account(out: Path, request: Request) -> None:
-    """Where a step of this side goes, by a run of its own."""
-    plan = ("--plan", request.plan) if request.plan else ()
-    command = [sys.executable, str(BEST / "account.py"), *plan, str(out), request.target, *request.arguments]
+def account(out: Path, request: Request, *, is_stretch: bool) -> None:
+    """Where a step of this side goes, or a stretch of many, by a run of its own."""
+    flags = (*(("--stretch",) if is_stretch else ()), *(("--plan", request.plan) if request.plan else ()))
+    command = [sys.executable, str(BEST / "account.py"), *flags, str(out), request.target, *request.arguments]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=ACCOUNT_S)
     except subprocess.TimeoutExpired:

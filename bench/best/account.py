@@ -1,11 +1,11 @@
 """Where a step of a script goes, kernel by kernel, against what the device could do.
 
-    python bench/best/account.py [--plan PLAN] OUT SCRIPT [ARGUMENTS]
+    python bench/best/account.py [--stretch] [--plan PLAN] OUT SCRIPT [ARGUMENTS]
 
 The script runs unchanged, or with a plan; after WARM optimizer steps three are profiled with the shapes of operators, and the
 median one stands for all. A script that has not made so many after START_S seconds, and makes no more, has them where no hook
-sees them, in a CUDA graph: of that STRETCH_S seconds are profiled, and are no step. OUT has a row for each operator and compiled
-kernel (seconds, FLOP, bytes), and sums by family.
+sees them, in a CUDA graph: of that STRETCH_S seconds are profiled, and are no step. So are they with `--stretch`, for scripts
+that make many steps by one graph. OUT has a row for each operator and compiled kernel (seconds, FLOP, bytes), and sums by family.
 
 The floor of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, and its bytes at the rate
 of a copy of 4 GB, both measured here after the script, on random numbers. Of causal attention half the pairs count. Rows whose
@@ -179,7 +179,8 @@ def accounted(evidence: Evidence, flop_per_s: float, bytes_per_s: float, causal:
 
 
 def main() -> int:
-    words = sys.argv[1:]
+    words = [word for word in sys.argv[1:] if word != "--stretch"]
+    is_stretch = len(words) < len(sys.argv) - 1
     plan = read_plan(Path(words[1])) if words[0] == "--plan" else None
     out, script, *arguments = words[2:] if plan is not None else words
     wanted = environment_of(plan) if plan is not None else {}
@@ -189,7 +190,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         steps = StepsProfiled(trace)
-        listener = OptimizerStepHooks(after=steps)
+        listener = OptimizerStepHooks(after=None if is_stretch else steps)
         signal.signal(signal.SIGALRM, steps.on_alarm)
         signal.setitimer(signal.ITIMER_REAL, START_S)
         try:
