@@ -219,6 +219,7 @@ ROWS = {
                         "default": (),
                         "flash": ("--flash",),
                         "reduce-overhead": ("--compile", "reduce-overhead"),
+                        "tuned": ("--compile", "tuned"),
                     }.items()
                 },
                 1.15,

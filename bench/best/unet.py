@@ -1,6 +1,8 @@
 """The diffusion of examples/gpu/unet_diffusion.py as people train it who know how: bfloat16, channels last, torch.compile.
 
-python bench/best/unet.py [--compile default|reduce-overhead|max-autotune] [--flash] [options of the example]
+python bench/best/unet.py [--compile default|reduce-overhead|tuned|max-autotune] [--flash] [options of the example]
+
+'tuned' is CUDA graphs with the sizes of compiled kernels tried one by one, without max-autotune's convolutions in Triton.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ def main() -> None:
     model = Unet(dim=args.dim, dim_mults=(1, 2, 4, 8), flash_attn=args.flash)
     diffusion = GaussianDiffusion(model, image_size=args.size, timesteps=1000)
     diffusion = diffusion.to(device, memory_format=torch.channels_last)
-    model.compile(mode=None if args.compile == "default" else args.compile)
+    if args.compile == "tuned":
+        model.compile(options={"triton.cudagraphs": True, "coordinate_descent_tuning": True})
+    else:
+        model.compile(mode=None if args.compile == "default" else args.compile)
     optimizer = torch.optim.Adam(diffusion.parameters(), lr=8e-5, betas=(0.9, 0.99), fused=True)
     for step in range(1, args.steps + 1):
         rows = torch.randint(len(images), (args.batch,)).to(device, non_blocking=True)

@@ -141,7 +141,9 @@ def test_a_small_model_on_a_device_that_waits_gets_graphs_first_and_a_busy_one_i
         run.model(run.line("train.py", 5, "net(x)"))
     assert _parameters(small) == [{"mode": "reduce-overhead"}, {"mode": "default"}]
     assert _parameters(waiting) == [{"mode": "default"}, {"mode": "reduce-overhead"}]
-    assert _parameters(busy) == [{"mode": "default"}, {"mode": "max-autotune-no-cudagraphs"}]
+    tuned = {"inductor": ("coordinate_descent_tuning",)}
+    assert _parameters(busy) == [{"mode": "default"}, tuned, {"mode": "max-autotune-no-cudagraphs"}]
+    assert callable(LEVER.effort) and LEVER.effort({}) < LEVER.effort(tuned) < LEVER.effort({"mode": "max-autotune"})
 
 
 def test_a_busy_device_that_would_wait_for_its_host_if_it_were_faster_gets_graphs_too() -> None:
@@ -151,10 +153,11 @@ def test_a_busy_device_that_would_wait_for_its_host_if_it_were_faster_gets_graph
     assert _parameters(run) == [
         {"mode": "default"},
         {"mode": "reduce-overhead"},
+        {"inductor": ("coordinate_descent_tuning",)},
         {"mode": "max-autotune-no-cudagraphs"},
     ]
     first_below_s = [c.first_below_s for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate)]
-    assert first_below_s == [0.0, pytest.approx(1.5 * 0.01), 0.0], (
+    assert first_below_s == [0.0, pytest.approx(1.5 * 0.01), 0.0, 0.0], (
         "graphs come first once launching takes most of a step"
     )
     run.padding()
