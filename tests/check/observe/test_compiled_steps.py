@@ -57,6 +57,7 @@ def test_a_compiled_update_runs_as_without_us_and_its_steps_are_found(loop: str,
     losses = [line for line in checked.stdout.splitlines() if line.replace(".", "").replace("e-", "").isdigit()]
     assert losses == plain.stdout.split()
     assert "INTERNAL ASSERT" not in checked.stderr
+    assert "recompile_limit" not in checked.stderr, "what is tried is not compiled as a part of the script"
 
     evidence = msgspec.json.decode(found.read_bytes())["evidence"]
     assert evidence["steps"]["kind"] == "training"

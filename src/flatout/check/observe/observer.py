@@ -22,6 +22,7 @@ from flatout.check.observe.steps.blocks import WATCHED_ROOT_DEVICE_S, WATCHED_RO
 from flatout.check.observe.steps.schedule import Mode, Schedule, doing_in
 from flatout.check.observe.steps.timeline import PhaseTimeline, has_grown_since_looks
 from flatout.core.records.distributed import Place
+from flatout.core.runtime.dynamo_frames import dynamo_paused
 from flatout.core.runtime.patches import Patches
 from flatout.core.runtime.progress import ProgressFile
 
@@ -407,7 +408,8 @@ class LoopObserver:
         for collector in self.observation.collectors:
             collector.pause()
         try:
-            self._pause()
+            with dynamo_paused():
+                self._pause()
         finally:
             for collector in self.observation.collectors:
                 collector.resume()

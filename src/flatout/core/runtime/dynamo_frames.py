@@ -6,7 +6,8 @@ those of ours that stand in for torch's among them. It would compile them, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,16 @@ def frame_outside_dynamo(function: _Function) -> _Function:
     For what stands in for a function of torch's and calls that, which may call the script's own code.
     """
     return _marked(function, is_recursive=False)
+
+
+@contextmanager
+def dynamo_paused() -> Iterator[None]:
+    """Dynamo looks at no function that is called inside, other than through what `torch.compile` returned."""
+    before = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    try:
+        yield
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(before)
 
 
 def _marked(function: _Function, *, is_recursive: bool) -> _Function:
