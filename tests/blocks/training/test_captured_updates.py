@@ -406,3 +406,30 @@ def test_on_a_device_compiled_graphs_learn_what_the_updates_learn(is_fused: bool
     assert len(replayed) == 11, "three plain calls, two compiled ones"
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@needs_device
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_device_updates_in_a_row_are_one_graph(compiled: bool) -> None:
+    def training() -> Training:
+        made = Training(device="cuda")
+        made.optimizer = torch.optim.Adam(made.net.parameters(), lr=1e-2, capturable=True)
+        dropout = made.net[2]
+        assert isinstance(dropout, nn.Dropout)
+        dropout.p = 0.0
+        return made
+
+    def learnt(training: Training, each: Callable[[list[tuple[Any, ...]]], Any]) -> list[Tensor]:
+        def on_device(calls: list[tuple[Any, ...]]) -> Any:
+            return each([(rows.cuda(), table, labels) for rows, table, labels in calls])
+
+        return in_rounds(training, on_device, 8)
+
+    plain, twin = training(), training()
+    expected = learnt(plain, one_by_one(plain))
+    captured = CapturedUpdate(twin.update, [twin.optimizer], compiled=compiled)
+    found = learnt(twin, captured.each)
+    assert len(captured._rounds) == 1
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
