@@ -40,9 +40,10 @@ def applied(
         if lever.apply is not None:
             lever.apply(hooks, planned.parameters)
         elif lever.edit is not None:
-            from flatout.tune.rewrite.source import pull  # libcst, which a plan without texts needs not
+            from flatout.tune.rewrite.source import changed_places, pull  # libcst, which a plan without texts needs not
 
-            pull(lever.id, hooks, planned.parameters, lever.edit)
+            for parameters in changed_places(planned.parameters):
+                pull(lever.id, hooks, parameters, lever.edit)
         else:
             raise PlanError(f"lever '{lever.id}' has neither an `apply` nor an `edit`; take it out of the plan")
     for file, text in (texts or {}).items():

@@ -7,9 +7,9 @@ their replays by themselves.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,10 +27,12 @@ class _Captured:
     """What a graph replays: optimizers' steps, in their order, and backwards."""
 
     def __init__(self) -> None:
-        self.optimizers: list[Optimizer] = []
+        self.optimizers: list[weakref.ref[Optimizer]] = []
         self.num_backwards = 0
 
 
+_KNOWN: weakref.WeakKeyDictionary[Any, _Captured] = weakref.WeakKeyDictionary()
+"""What graphs replay that were captured while somebody watched; all who watch share it."""
 _CAPTURES: list[_Captured] = []
 """Those that are being captured now."""
 
@@ -44,7 +46,7 @@ def is_step_captured() -> bool:
 
 def note_step(optimizer: Optimizer) -> None:
     """Remember that the graph that is being captured replays this optimizer's step."""
-    _CAPTURES[-1].optimizers.append(optimizer)
+    _CAPTURES[-1].optimizers.append(weakref.ref(optimizer))
 
 
 def note_backward() -> None:
@@ -57,7 +59,6 @@ class StepGraphs:
 
     def __init__(self, *, before_step: StepListener, after_step: StepListener, on_backward: Callable[[], None]) -> None:
         self._before_step, self._after_step, self._on_backward = before_step, after_step, on_backward
-        self._known: WeakKeyDictionary[Any, _Captured] = WeakKeyDictionary()
 
     def install(self, patches: Patches, graph_type: type[Any] | None = None) -> None:
         """Watch what torch's graphs, or those of another type, capture and replay, until the patches are undone."""
@@ -71,16 +72,16 @@ class StepGraphs:
         @frame_outside_dynamo
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
             original(graph, *args, **kwargs)
-            if not is_own_call():
-                self._known[graph] = _Captured()
-                _CAPTURES.append(self._known[graph])
+            if not is_own_call() and _KNOWN.get(graph) not in _CAPTURES:  # another who watches has noted it
+                _KNOWN[graph] = _Captured()
+                _CAPTURES.append(_KNOWN[graph])
 
         return capture_begin
 
     def _ending(self, original: Callable[..., None]) -> Callable[..., None]:
         @frame_outside_dynamo
         def capture_end(graph: Any) -> None:
-            captured = self._known.get(graph)
+            captured = _KNOWN.get(graph)
             if captured in _CAPTURES:
                 _CAPTURES.remove(captured)
             original(graph)
@@ -90,15 +91,16 @@ class StepGraphs:
     def _replaying(self, original: Callable[..., None]) -> Callable[..., None]:
         @frame_outside_dynamo
         def replay(graph: Any) -> None:
-            captured = self._known.get(graph)
+            captured = _KNOWN.get(graph)
             if captured is None or is_step_captured():
                 return original(graph)
-            for optimizer in captured.optimizers:
+            optimizers = [optimizer for one in captured.optimizers if (optimizer := one()) is not None]
+            for optimizer in optimizers:
                 self._before_step(optimizer)
             original(graph)
-            for optimizer in captured.optimizers:
+            for optimizer in optimizers:
                 self._after_step(optimizer)
-            if captured.num_backwards and not captured.optimizers:
+            if captured.num_backwards and not optimizers:
                 self._on_backward()
 
         return replay

@@ -8,6 +8,8 @@ from typing import Final
 from flatout.machine.cost.flops import short_name
 
 OTHER_FAMILY: Final = "other operators"
+COMPILED_GRAPH: Final = "inductor.graph"
+"""The name of an operator that is a compiled graph."""
 BARE_KERNEL: Final = "kernel."
 """Begins the names of rows whose kernels no operator launched: those of CUDA graphs, and of code that launches its own."""
 _PATTERNS: Final = (
@@ -73,7 +75,7 @@ def family_of(op: str) -> str:
     >>> family_of("mine.thing"), family_of("inductor.graph"), family_of("inductor.triton_poi_fused_gelu_3")
     ('other operators', 'compiled graphs', 'compiled kernels')
     """
-    if op == "inductor.graph":
+    if op == COMPILED_GRAPH:
         return "compiled graphs"
     if op.startswith("inductor."):
         return "compiled kernels"

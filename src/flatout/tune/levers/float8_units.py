@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from flatout.core.errors import LeverRefused
 from flatout.core.records.evidence import Evidence
 from flatout.machine.cost.accounting import facts_named
+from flatout.machine.cost.families import COMPILED_GRAPH
 from flatout.machine.cost.matrix_units import waits_for_host
 from flatout.machine.specs import catalog
-
-GRAPH: Final = "inductor.graph"
-"""The name of an operator that is a compiled graph."""
 
 
 def check_gains(evidence: Evidence) -> None:
@@ -63,7 +59,7 @@ def _is_bfloat16(evidence: Evidence) -> bool:
     autocast = [fact.text for fact in facts_named(evidence, "autocast")]
     if autocast:
         return any("bfloat16" in text for text in autocast)
-    products = [o for o in evidence.operators if o.op in ("aten.mm", "aten.addmm", GRAPH)]
+    products = [o for o in evidence.operators if o.op in ("aten.mm", "aten.addmm", COMPILED_GRAPH)]
     return any(t.dtype == "bfloat16" and len(t.shape) == 2 for o in products for t in o.inputs)
 
 

@@ -14,15 +14,7 @@ from flatout.tune.rewrite.updates import UpdateStatements
 
 _LONG: Final = 90
 """Characters of a call, above which its arguments get lines of their own."""
-_PURE: Final = (
-    cst.Name,
-    cst.Integer,
-    cst.BinaryOperation,
-    cst.Subscript,
-    cst.SubscriptElement,
-    cst.Index,
-    cst.Slice,
-)
+_PURE: Final = (cst.Name, cst.Integer, cst.BinaryOperation, cst.Subscript)
 _PARTS: Final = ("split", "chunk")
 
 

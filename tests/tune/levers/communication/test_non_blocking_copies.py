@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,8 +13,11 @@ from tests.lever_tools import ran
 from flatout.check.rules.overhead.copy_waits import RULE
 from flatout.core.errors import EditError
 from flatout.core.records.evidence import Evidence
-from flatout.core.records.lever import Candidate, Parameter, Refusal
+from flatout.core.records.lever import Candidate, Parameter, PlannedLever, Refusal
+from flatout.core.records.plan import Plan
+from flatout.tune.apply import applied
 from flatout.tune.levers.communication.non_blocking_copies import LEVER, edit
+from flatout.tune.rewrite.source import changed_places
 
 SCRIPT = dedent("""\
     import torch
@@ -40,7 +44,9 @@ def at(code: str, **more: Parameter) -> dict[str, Parameter]:
 
 
 def test_all_named_copies_stop_waiting_and_nothing_else_changes() -> None:
-    text = edit(SCRIPT, at(ROWS, more=(f"main: {SCALED}",)))
+    text = SCRIPT
+    for place in changed_places(at(ROWS, also=(f"train.py: main: {SCALED}",))):
+        text = edit(text, place)
     expected = SCRIPT.replace(ROWS, "rows = torch.randint(100, (4,)).to(device, non_blocking=True)").replace(
         "weights.to(device=device)", "weights.to(device=device, non_blocking=True)"
     )
@@ -105,8 +111,30 @@ def test_it_is_proposed_for_all_lines_together(tmp_path: Path, num_bytes: int, i
     seen = evidence(tmp_path, num_bytes=num_bytes)
     [candidate] = LEVER.propose(seen, list(RULE.check(seen)))
     assert isinstance(candidate, Candidate)
-    assert candidate.parameters == at(ROWS, more=(f"main: {SCALED}",)) | ({"pinned": True} if is_pinned else {})
+    assert candidate.parameters == at(ROWS, also=(f"train.py: main: {SCALED}",)) | (
+        {"pinned": True} if is_pinned else {}
+    )
     assert "non_blocking" in edit(SCRIPT, candidate.parameters)
+
+
+def test_a_plan_changes_all_places_of_the_running_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    planned = PlannedLever(id=LEVER.id, guarantee="exact", parameters=at(ROWS, also=(f"train.py: main: {SCALED}",)))
+    with applied(Plan(lever=(planned,)), root=str(tmp_path)) as hooks:
+        code = hooks.code_of(str(tmp_path / "train.py"))
+    assert code is not None and hooks.done == [LEVER.id]
+    left: dict[str, Any] = {"__name__": "train"}
+    exec(code, left)
+    sent: list[bool] = []
+    original = torch.Tensor.to
+
+    def noting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sent.append(kwargs.get("non_blocking", False))
+        return original(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", noting)
+    left["main"]("cpu")
+    assert sum(sent) == 2 * 5, "both lines, in each of five steps"
 
 
 def test_copies_from_memory_that_the_script_pinned_are_refused(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from flatout.check.observe.calls import is_wrapper
 from flatout.core.records.evidence import RepeatedModule
 from flatout.core.runtime.source_sites import Sites
 from flatout.core.tensors.host_bytes import host_bytes
+from flatout.machine.cost.families import COMPILED_GRAPH
 from flatout.machine.cost.flops import operator_flop
 
-GRAPH: Final = "inductor.graph"
 """The name of a row that is a whole graph compiled by Inductor: one call, whatever kernels run in it."""
 CAN_WATCH_COMPILED: Final = hasattr(TorchDispatchMode, "ignore_compile_internals")
 """Whether this torch lets compiled code run as it is under a dispatch mode."""
@@ -269,7 +269,7 @@ class OperatorRecorder(Interception):
         if events:
             events[1].record()
         results = _tensors(out if isinstance(out, (list, tuple)) else (out,))
-        key = OperatorKey(GRAPH, site, module, phase, metas, tuple(map(_meta, results)), "")
+        key = OperatorKey(COMPILED_GRAPH, site, module, phase, metas, tuple(map(_meta, results)), "")
         self.graph_flop[key] = flop
         for result in results:
             storage = storage_of(result)

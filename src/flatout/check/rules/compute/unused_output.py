@@ -16,14 +16,15 @@ from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.machine.cost.accounting import around, group_by, milliseconds
+from flatout.machine.cost.families import COMPILED_GRAPH
 from flatout.machine.cost.lines import function_finder
 
 _READS = frozenset(
     f"aten.{n}"
     for n in ["_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "is_nonzero"]
 )
-_COMPILED = "inductor.graph"
-"""What compiled code writes in place, as a compiled optimizer does, is not known."""
+_USED = _READS | {COMPILED_GRAPH}
+"""Read by Python, or compiled: what such code writes in place, as a compiled optimizer does, is not known."""
 _JUDGED = ("forward", "other", "transfer")
 """Phases whose results must be used by what follows."""
 _SHARDED = ("c10d.", "_c10d_functional.", "fsdp.")
@@ -66,7 +67,7 @@ def _dead_seconds(evidence: Evidence) -> dict[int, float]:
         return {}  # data flow through sharded tensors and collectives is not followed
     escapes = set(trace.escapes)
     used = [
-        c in escapes or operators[row].phase not in _JUDGED or operators[row].op in (*_READS, _COMPILED)
+        c in escapes or operators[row].phase not in _JUDGED or operators[row].op in _USED
         for c, row in enumerate(trace.operator)
     ]
     for call in range(len(used) - 1, -1, -1):

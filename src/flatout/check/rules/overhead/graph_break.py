@@ -11,15 +11,13 @@ False alarm  Breaks between large pieces: their price is some tens of microsecon
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 from flatout.core.parts import rule
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding, Note
 from flatout.core.records.trial import TimeGraphBreak
 from flatout.machine.cost.accounting import result_of
-
-_GRAPH: Final = "inductor.graph"
+from flatout.machine.cost.families import COMPILED_GRAPH
 
 
 def check(evidence: Evidence) -> Iterator[Finding]:
@@ -50,7 +48,7 @@ def note(evidence: Evidence) -> Iterator[Note]:
 
 def _runs_compiled_code(evidence: Evidence) -> bool:
     """Whether steps call what was compiled; steps that replay a CUDA graph of it do not."""
-    is_called = any(o.op == _GRAPH for o in evidence.operators) or any(m.calls > 0 for m in evidence.models)
+    is_called = any(o.op == COMPILED_GRAPH for o in evidence.operators) or any(m.calls > 0 for m in evidence.models)
     return is_called or not evidence.operators
 
 

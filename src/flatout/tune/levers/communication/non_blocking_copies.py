@@ -30,13 +30,13 @@ from flatout.tune.rewrite.source import (
     find,
     nodes_of,
     place_parameters,
+    several_places,
     text_at,
 )
 
 _STAGED_BYTES: Final = 64 << 10
 """Copies to the device of up to this size are asynchronous to the host also from pageable memory (CUDA C++ Programming Guide,
 "Asynchronous Concurrent Execution")."""
-_BETWEEN: Final = ": "
 _COPY: Final = m.Call(func=m.Attribute(attr=m.Name("to") | m.Name("cuda")))
 _HOST: Final = ("cpu", "meta")
 
@@ -56,8 +56,6 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
             continue
         try:
             place = place_parameters(evidence, where)
-            if places and place["file"] != places[0]["file"]:
-                raise EditError("it is in another file")
             edit(text_at(evidence, place), place)
         except EditError as e:
             whys.append(f"line {where.line}: {e}")
@@ -66,9 +64,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         is_large |= upload.bytes > _STAGED_BYTES * upload.num
     if not places:
         raise LeverRefused(whys[0] if whys else "no line of the script's makes the copies")
-    more = tuple(dict.fromkeys(f"{p['function']}{_BETWEEN}{p['code']}" for p in places if p != places[0]))
     yield Candidate(
-        parameters=places[0] | ({"more": more} if more else {}) | ({"pinned": True} if is_large else {}),
+        parameters=several_places(places) | ({"pinned": True} if is_large else {}),
         saved_s=first.saved_s,
         where=first.where,
         because=first.because,
@@ -76,18 +73,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
 
 
 def edit(text: str, parameters: Parameters) -> str:
-    """Write `non_blocking=True` into the copies of the statements that the parameters name."""
-    more = parameters.get("more", ())
-    places = [parameters]
-    for word in more if isinstance(more, tuple) else ():
-        function, _, code = str(word).partition(_BETWEEN)
-        places.append(parameters | {"function": function, "code": code})
-    for place in places:
-        text = _without_wait(text, place)
-    return text
-
-
-def _without_wait(text: str, parameters: Parameters) -> str:
+    """Write `non_blocking=True` into the copies of the statement that the parameters name."""
     place = find(text, parameters)
     if not isinstance(place.statement, cst.SimpleStatementLine):
         raise EditError("the copy is in the head of a block")
@@ -99,7 +85,7 @@ def _without_wait(text: str, parameters: Parameters) -> str:
     if is_pinned:
         module, torch_name = with_torch(module)
         if module is not place.module:
-            return _without_wait(module.code, parameters)
+            return edit(module.code, parameters)
 
     def changed(call: cst.Call) -> cst.Call:
         new = with_argument(call, "non_blocking", true_name())

@@ -25,7 +25,8 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Parameters
 from flatout.machine.cost.accounting import milliseconds
-from flatout.tune.levers.float8_units import GRAPH, check_gains, float8_rate
+from flatout.machine.cost.families import COMPILED_GRAPH
+from flatout.tune.levers.float8_units import check_gains, float8_rate
 from flatout.tune.rewrite.flow import Flow, bound_in
 from flatout.tune.rewrite.imports import with_import, with_torch
 from flatout.tune.rewrite.linear_losses import BLOCK, LinearLoss, fused_call, linear_loss
@@ -70,7 +71,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
 
 def _head(evidence: Evidence) -> _LargeHead:
     """The largest layer over a vocabulary: products observed one by one, else its share of compiled graphs' products."""
-    graphs = [o for o in evidence.operators if o.op == GRAPH]
+    graphs = [o for o in evidence.operators if o.op == COMPILED_GRAPH]
     if not graphs:
         return _observed_head(evidence)
     matrices = {

@@ -30,7 +30,8 @@ from flatout.core.records.evidence import Evidence, Operator
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.accounting import milliseconds
-from flatout.tune.levers.float8_units import GRAPH, check_gains, compiles_graphs, float8_rate
+from flatout.machine.cost.families import COMPILED_GRAPH
+from flatout.tune.levers.float8_units import check_gains, compiles_graphs, float8_rate
 from flatout.tune.rewrite.calls import compiles_models
 from flatout.tune.rewrite.enclosing_blocks import assignment
 from flatout.tune.rewrite.imports import call_name, with_import
@@ -80,7 +81,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
 
 def _products(evidence: Evidence) -> _Float8Products:
     """Products of Linear layers that gain: those that were observed one by one, else those in compiled graphs."""
-    graphs = [o for o in evidence.operators if o.op == GRAPH]
+    graphs = [o for o in evidence.operators if o.op == COMPILED_GRAPH]
     return _in_graphs(evidence, graphs) if graphs else _one_by_one(evidence)
 
 
