@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -220,6 +221,43 @@ def test_other_updates_in_a_row_are_what_they_are() -> None:
     assert not [one for one in captured._rounds if len(one) == 3], "calls of two kinds are no graph together"
 
 
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_groups_that_are_added_and_states_that_are_loaded_count_from_the_next_update(kind: str) -> None:
+    def learnt(training: Training, run: Callable[..., dict[str, Tensor]]) -> list[Tensor]:
+        optimizer, rows, seen = training.optimizer, torch.arange(10), list[Tensor]()
+        late = next(reversed(list(training.net.parameters()))).requires_grad_(False)
+        optimizer.param_groups[0]["params"] = [p for p in training.net.parameters() if p is not late]
+        for number in range(32):
+            if number == 8:
+                optimizer.add_param_group({"params": [late.requires_grad_()], "lr": 0.1})
+            if number == 16:
+                before = copy.deepcopy(optimizer.state_dict())
+            if number == 20:
+                optimizer.load_state_dict(before)
+            if number == 22:
+                optimizer.param_groups[0]["lr"] = 0.05
+            seen.append(run(rows, training.table, training.labels)["loss"].detach())
+        return [*seen, *(p.detach() for p in training.net.parameters())]
+
+    plain = Training(kind)
+    expected, training = learnt(plain, plain.update), Training(kind)
+    stand_in = StandIn([training.net], [training.optimizer])
+    captured = CapturedUpdate(training.update, [training.optimizer], stand_in)
+    found = learnt(training, lambda *args: captured.run(args, {}))
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert stand_in.num_captures >= 3, "another group, and another state, need graphs of their own"
+
+
+def test_a_function_is_compiled_where_that_is_asked_for_later() -> None:
+    training = Training()
+    first = captured_update(training.optimizer)(training.update)
+    again = captured_update(training.optimizer)(training.update)
+    compiled = captured_update(training.optimizer, compiled=True)(training.update)
+    assert again.each.__self__ is first.each.__self__  # type: ignore[attr-defined]
+    assert compiled.each.__self__ is not first.each.__self__  # type: ignore[attr-defined]
+
+
 def test_those_who_watch_see_each_update_once() -> None:
     def watched(run: Callable[[Training], None]) -> list[str]:
         training, seen = Training(), list[str]()
@@ -385,19 +423,21 @@ def test_on_a_device_graphs_learn_what_the_updates_learn(kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def without_dropout(*, is_fused: bool = False) -> Training:
+    """A training on the device that draws nothing, since compiled code draws other numbers."""
+    training = Training(device="cuda")
+    training.optimizer = torch.optim.Adam(training.net.parameters(), lr=1e-2, capturable=True, fused=is_fused)
+    dropout = training.net[2]
+    assert isinstance(dropout, nn.Dropout)
+    dropout.p = 0.0
+    return training
+
+
 @needs_device
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_on_a_device_compiled_graphs_learn_what_the_updates_learn(is_fused: bool) -> None:
-    def training() -> Training:
-        made = Training(device="cuda")
-        made.optimizer = torch.optim.Adam(made.net.parameters(), lr=1e-2, capturable=True, fused=is_fused)
-        dropout = made.net[2]
-        assert isinstance(dropout, nn.Dropout)
-        dropout.p = 0.0  # compiled code draws other numbers
-        return made
-
-    plain, twin = training(), training()
+    plain, twin = without_dropout(is_fused=is_fused), without_dropout(is_fused=is_fused)
     expected = plain.learn(lambda rows, *rest: plain.update(torch.from_numpy(rows).cuda(), *rest))
     replayed: list[int] = []
     stop = listen_to_replays(lambda losses: replayed.append(len(losses)))
@@ -412,21 +452,13 @@ def test_on_a_device_compiled_graphs_learn_what_the_updates_learn(is_fused: bool
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_on_a_device_updates_in_a_row_are_one_graph(compiled: bool) -> None:
-    def training() -> Training:
-        made = Training(device="cuda")
-        made.optimizer = torch.optim.Adam(made.net.parameters(), lr=1e-2, capturable=True)
-        dropout = made.net[2]
-        assert isinstance(dropout, nn.Dropout)
-        dropout.p = 0.0
-        return made
-
     def learnt(training: Training, each: Callable[[list[tuple[Any, ...]]], Any]) -> list[Tensor]:
         def on_device(calls: list[tuple[Any, ...]]) -> Any:
             return each([(rows.cuda(), table, labels) for rows, table, labels in calls])
 
         return in_rounds(training, on_device, 8)
 
-    plain, twin = training(), training()
+    plain, twin = without_dropout(), without_dropout()
     expected = learnt(plain, one_by_one(plain))
     captured = CapturedUpdate(twin.update, [twin.optimizer], compiled=compiled)
     found = learnt(twin, captured.each)

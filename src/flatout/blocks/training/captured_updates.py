@@ -104,10 +104,11 @@ def captured_update(*optimizers: Optimizer, compiled: bool = False) -> Callable[
         raise UsageError("captured_update gets the optimizers that step in the function: @captured_update(optimizer)")
 
     def decorate(function: Callable[P, R]) -> UpdateFunction[P, R]:
-        known: dict[CodeType, CapturedUpdate] = vars(optimizers[0]).setdefault(_UPDATES, {})
-        update = known.get(function.__code__)
+        known: dict[tuple[CodeType, bool], CapturedUpdate] = vars(optimizers[0]).setdefault(_UPDATES, {})
+        key = function.__code__, compiled
+        update = known.get(key)
         if update is None or not update.is_of(function, optimizers):
-            update = known[function.__code__] = CapturedUpdate(function, optimizers, compiled=compiled)
+            update = known[key] = CapturedUpdate(function, optimizers, compiled=compiled)
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -157,7 +158,6 @@ class CapturedUpdate:
         self._outer: dict[Hashable, list[weakref.ref[Tensor]]] = {}
         self._modules = [m for root in _modules_around(function) for m in root.modules()]
         self._stream: torch.cuda.Stream | None = None
-        self._is_prepared = False
         self._last: tuple[_Kind, _UpdateGraph] | None = None
         """The last graph and what it stands for, so that calls in a row are looked up by little."""
         self._rounds: dict[Hashable, tuple[_Kind, _UpdateGraph]] = {}
@@ -191,7 +191,7 @@ class CapturedUpdate:
         graph = self._graphs.get(kind)
         if graph is not None and graph.is_valid():
             self._num_replays += 1
-            known = _Kind.of(args, kwargs, list(self._groups()), self._modules)
+            known = _Kind.of(args, kwargs, self._optimizers, self._modules)
             self._last = (known, graph) if known is not None else None
             return graph.run(leaves)
         self._prepare(device)
@@ -241,8 +241,8 @@ class CapturedUpdate:
         self, calls: Sequence[tuple[Any, ...]], unique: tuple[Any, ...], rows: _Rows
     ) -> tuple[_Kind, _UpdateGraph] | None:
         """A graph of these calls together, once one of their kind has a graph, and they come again; else None."""
-        device, groups = self._device(), list(self._groups())
-        one, whole = (_Kind.of(args, {}, groups, self._modules) for args in (calls[0], unique))
+        device = self._device()
+        one, whole = (_Kind.of(args, {}, self._optimizers, self._modules) for args in (calls[0], unique))
         if device is None or self._refused or one is None or whole is None or not all(map(one.fits, calls)):
             return None
         kind = self._kind(*tree_flatten((calls[0], {})))
@@ -299,6 +299,7 @@ class CapturedUpdate:
             else:
                 return None
         for group in self._groups():
+            parts.append(id(group))  # a loaded state has groups, and tensors, of its own
             parts += [(name, value) for name, value in group.items() if _is_of_kind(name, group)]
             parts += [(p.data_ptr(), p.requires_grad) for p in group["params"]]
         parts += [m.training for m in self._modules]
@@ -311,9 +312,6 @@ class CapturedUpdate:
 
     def _prepare(self, device: torch.device) -> None:
         """Have the optimizers count their steps on the device, where a graph can."""
-        if self._is_prepared:
-            return
-        self._is_prepared = True
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 if "capturable" in group and device.type == "cuda":
@@ -321,7 +319,7 @@ class CapturedUpdate:
             for state in optimizer.state.values():
                 if device.type == "cuda" and isinstance(step := state.get("step"), Tensor):
                     state["step"] = step.to(device)
-        if device.type == "cuda":
+        if device.type == "cuda" and self._stream is None:
             self._stream = torch.cuda.Stream(device)
 
     def _plain(self, leaves: Sequence[Any], form: TreeSpec, function: Callable[..., Any] | None = None) -> Any:
@@ -425,22 +423,22 @@ class _Kind(NamedTuple):
 
     arguments: tuple[tuple[Any, ...], ...]
     """Shape, type and device of a tensor, or type and value."""
-    settings: list[tuple[dict[str, Any], list[tuple[str, Any]]]]
-    parameters: list[tuple[Tensor, int, bool]]
+    optimizers: Sequence[Optimizer]
+    groups: list[_KnownGroup]
     modules: list[tuple[nn.Module, bool]]
     autocast: torch.dtype | None
 
     @staticmethod
     def of(
-        args: tuple[Any, ...], kwargs: dict[str, Any], groups: list[dict[str, Any]], modules: Sequence[nn.Module]
+        args: tuple[Any, ...], kwargs: dict[str, Any], optimizers: Sequence[Optimizer], modules: Sequence[nn.Module]
     ) -> _Kind | None:
         """That of a call; None where an argument is a nest, or an array."""
         if kwargs or not all(isinstance(one, (Tensor, *SCALARS)) for one in args):
             return None
         return _Kind(
             tuple((a.shape, a.dtype, a.device) if isinstance(a, Tensor) else (type(a), a) for a in args),
-            [(group, [(n, v) for n, v in group.items() if _is_of_kind(n, group)]) for group in groups],
-            [(p, p.data_ptr(), p.requires_grad) for group in groups for p in group["params"]],
+            optimizers,
+            [_KnownGroup.of(group) for one in optimizers for group in one.param_groups],
             [(module, module.training) for module in modules],
             _autocast_type(),
         )
@@ -457,20 +455,40 @@ class _Kind(NamedTuple):
                     return False
             elif len(known) != 2 or type(one) is not known[0] or one != known[1]:
                 return False
+        groups = [group for one in self.optimizers for group in one.param_groups]
         return (
-            all(p.data_ptr() == pointer and p.requires_grad is required for p, pointer, required in self.parameters)
+            len(groups) == len(self.groups)
+            and all(known.is_still(group) for known, group in zip(self.groups, groups, strict=True))
             and all(module.training is mode for module, mode in self.modules)
-            and all(_are_settings(group, settings) for group, settings in self.settings)
         )
 
 
-def _are_settings(group: dict[str, Any], settings: Sequence[tuple[str, Any]]) -> bool:
-    """Whether a group of parameters has these settings, and no others."""
-    for name, value in settings:
-        now = group.get(name, group)
-        if now is not value and (type(now) is not type(value) or isinstance(now, Tensor) or now != value):
+class _KnownGroup(NamedTuple):
+    """A group of an optimizer's parameters as it was when a graph was made."""
+
+    group: dict[str, Any]
+    settings: list[tuple[str, Any]]
+    parameters: list[tuple[int, bool]]
+    """Where each lies, and whether it has gradients."""
+
+    @staticmethod
+    def of(group: dict[str, Any]) -> _KnownGroup:
+        """That of a group as it is now."""
+        settings = [(name, value) for name, value in group.items() if _is_of_kind(name, group)]
+        return _KnownGroup(group, settings, [(p.data_ptr(), p.requires_grad) for p in group["params"]])
+
+    def is_still(self, group: dict[str, Any]) -> bool:
+        """Whether a group is this one, with the same settings and parameters."""
+        if group is not self.group or len(group["params"]) != len(self.parameters):
             return False
-    return sum(_is_of_kind(name, group) for name in group) == len(settings)
+        for name, value in self.settings:
+            now = group.get(name, group)
+            if now is not value and (type(now) is not type(value) or isinstance(now, Tensor) or now != value):
+                return False
+        return sum(_is_of_kind(name, group) for name in group) == len(self.settings) and all(
+            p.data_ptr() == pointer and p.requires_grad is required
+            for p, (pointer, required) in zip(group["params"], self.parameters, strict=True)
+        )
 
 
 def _is_of_kind(name: str, group: dict[str, Any]) -> bool:
