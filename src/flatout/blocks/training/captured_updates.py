@@ -12,33 +12,35 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import wraps
 from types import CodeType, ModuleType
-from typing import Any, Final, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizers_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.blocks.training.captured_calls import (
     SCALARS,
     CaptureCall,
     capture_on_device,
-    copied_all,
-    copy_all,
     is_capturing,
     storage_key,
     without_autocast_cache,
     without_host_waits,
 )
+from flatout.blocks.training.update_graph import (
+    Rate,
+    UpdateCall,
+    UpdateGraph,
+    call_hooks,
+    hooks_replaced,
+    rates_on_device,
+)
+from flatout.blocks.training.update_kind import UpdateKind, autocast_type, is_of_kind, takes_rates
 from flatout.core.errors import UsageError
-from flatout.core.runtime.dynamo_frames import frame_outside_dynamo
 from flatout.core.runtime.own_calls import own_calls
-from flatout.core.runtime.patches import Patches
-from flatout.core.runtime.replayed_backwards import announce_replay
 from flatout.core.tensors.nests import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_unflatten
 
 P = ParamSpec("P")
@@ -120,21 +122,6 @@ def captured_update(*optimizers: Optimizer, compiled: bool = False) -> Callable[
     return decorate
 
 
-class _Rate:
-    """The learning rate of a group, on the device where graphs read it."""
-
-    def __init__(self, group: dict[str, Any], device: torch.device) -> None:
-        self.group = group
-        self.tensor = torch.zeros((), dtype=torch.float32, device=device)
-        self._value: float | None = None
-
-    def refresh(self) -> None:
-        """Put on the device what the group has now."""
-        if (now := float(self.group["lr"])) != self._value:
-            self.tensor.fill_(now)
-            self._value = now
-
-
 class CapturedUpdate:
     """One function's updates: as they are at first, then replayed."""
 
@@ -148,19 +135,19 @@ class CapturedUpdate:
     ) -> None:
         self._function = function
         self._compiled = torch.compile(function, dynamic=False) if compiled else None
-        self._rates: dict[Hashable, list[_Rate]] = {}
+        self._rates: dict[Hashable, list[Rate]] = {}
         self._optimizers = tuple(optimizers)
         self._capture = capture
         self._num_calls: Counter[Hashable] = Counter()
-        self._graphs: dict[Hashable, _UpdateGraph] = {}
+        self._graphs: dict[Hashable, UpdateGraph] = {}
         self._num_captures = self._num_replays = 0
         self._refused = ""
         self._outer: dict[Hashable, list[weakref.ref[Tensor]]] = {}
         self._modules = [m for root in _modules_around(function) for m in root.modules()]
         self._stream: torch.cuda.Stream | None = None
-        self._last: tuple[_Kind, _UpdateGraph] | None = None
+        self._last: tuple[UpdateKind, UpdateGraph] | None = None
         """The last graph and what it stands for, so that calls in a row are looked up by little."""
-        self._rounds: dict[Hashable, tuple[_Kind, _UpdateGraph]] = {}
+        self._rounds: dict[Hashable, tuple[UpdateKind, UpdateGraph]] = {}
         self._num_rounds: Counter[Hashable] = Counter()
         self._may_capture_rounds = True
 
@@ -191,7 +178,7 @@ class CapturedUpdate:
         graph = self._graphs.get(kind)
         if graph is not None and graph.is_valid():
             self._num_replays += 1
-            known = _Kind.of(args, kwargs, self._optimizers, self._modules)
+            known = UpdateKind.of(args, kwargs, self._optimizers, self._modules)
             self._last = (known, graph) if known is not None else None
             return graph.run(leaves)
         self._prepare(device)
@@ -239,10 +226,10 @@ class CapturedUpdate:
 
     def _captured_rounds(
         self, calls: Sequence[tuple[Any, ...]], unique: tuple[Any, ...], rows: _Rows
-    ) -> tuple[_Kind, _UpdateGraph] | None:
+    ) -> tuple[UpdateKind, UpdateGraph] | None:
         """A graph of these calls together, once one of their kind has a graph, and they come again; else None."""
         device = self._device()
-        one, whole = (_Kind.of(args, {}, self._optimizers, self._modules) for args in (calls[0], unique))
+        one, whole = (UpdateKind.of(args, {}, self._optimizers, self._modules) for args in (calls[0], unique))
         if device is None or self._refused or one is None or whole is None or not all(map(one.fits, calls)):
             return None
         kind = self._kind(*tree_flatten((calls[0], {})))
@@ -260,7 +247,7 @@ class CapturedUpdate:
             return results
 
         leaves, form = tree_flatten((unique, {}))
-        call = _Call(run_all, leaves, form, self._optimizers, len(rows), is_compiled=self._compiled is not None)
+        call = UpdateCall(run_all, leaves, form, self._optimizers, len(rows), is_compiled=self._compiled is not None)
         graph = self._graph_of(call, kind, device)
         if isinstance(graph, str):
             self._may_capture_rounds = False
@@ -300,10 +287,10 @@ class CapturedUpdate:
                 return None
         for group in self._groups():
             parts.append(id(group))  # a loaded state has groups, and tensors, of its own
-            parts += [(name, value) for name, value in group.items() if _is_of_kind(name, group)]
+            parts += [(name, value) for name, value in group.items() if is_of_kind(name, group)]
             parts += [(p.data_ptr(), p.requires_grad) for p in group["params"]]
         parts += [m.training for m in self._modules]
-        parts.append(_autocast_type())
+        parts.append(autocast_type())
         try:
             hash(found := tuple(parts))
         except TypeError:
@@ -341,15 +328,15 @@ class CapturedUpdate:
         rates = self._rates_of(kind, device)
         for rate in rates:
             rate.refresh()
-        with without_autocast_cache(), _on_the_device(rates), _hooks_replaced(self._optimizers, {}):
+        with without_autocast_cache(), rates_on_device(rates), hooks_replaced(self._optimizers, {}):
             results = self._plain(leaves, form, self._compiled)
         for optimizer in self._optimizers:
-            _call_hooks(optimizer)
+            call_hooks(optimizer)
         return results
 
-    def _rates_of(self, kind: Hashable, device: torch.device) -> list[_Rate]:
+    def _rates_of(self, kind: Hashable, device: torch.device) -> list[Rate]:
         if kind not in self._rates:
-            self._rates[kind] = [_Rate(group, device) for group in self._groups() if _takes_rates(group)]
+            self._rates[kind] = [Rate(group, device) for group in self._groups() if takes_rates(group)]
         return self._rates[kind]
 
     def _looked_at(self, kind: Hashable, leaves: Sequence[Any], form: TreeSpec) -> Any:
@@ -389,23 +376,23 @@ class CapturedUpdate:
 
     def _captured(
         self, kind: Hashable, leaves: Sequence[Any], form: TreeSpec, device: torch.device
-    ) -> _UpdateGraph | None:
+    ) -> UpdateGraph | None:
         """A graph of this call, which is not run by that; None, with a warning, where there can be none."""
         is_compiled = self._compiled is not None
-        call = _Call(self._compiled or self._function, leaves, form, self._optimizers, 1, is_compiled=is_compiled)
+        call = UpdateCall(self._compiled or self._function, leaves, form, self._optimizers, 1, is_compiled=is_compiled)
         graph = self._graph_of(call, kind, device)
         if isinstance(graph, str):
             self._refuse(graph)
             return None
         return graph
 
-    def _graph_of(self, call: _Call, kind: Hashable, device: torch.device) -> _UpdateGraph | str:
+    def _graph_of(self, call: UpdateCall, kind: Hashable, device: torch.device) -> UpdateGraph | str:
         """A graph of a call, which is not run by that, or why there can be none."""
         gradients = [(p, p.grad) for group in self._groups() for p in group["params"]]
         rates = self._rates_of(kind, device)
         try:
-            with own_calls(), without_autocast_cache(), without_host_waits(), _on_the_device(rates):
-                return _UpdateGraph(call, rates, self._outer[kind], self._begin(device))
+            with own_calls(), without_autocast_cache(), without_host_waits(), rates_on_device(rates):
+                return UpdateGraph(call, rates, self._outer[kind], self._begin(device))
         except _ERRORS as e:  # the call as it is shows what is the script's own fault
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -418,175 +405,12 @@ class CapturedUpdate:
         return lambda call: capture_on_device(call, device, stream=self._stream)
 
 
-class _Kind(NamedTuple):
-    """What calls share that are replayed by one graph: `CapturedUpdate._kind` of plain arguments, compared without hashing."""
-
-    arguments: tuple[tuple[Any, ...], ...]
-    """Shape, type and device of a tensor, or type and value."""
-    optimizers: Sequence[Optimizer]
-    groups: list[_KnownGroup]
-    modules: list[tuple[nn.Module, bool]]
-    autocast: torch.dtype | None
-
-    @staticmethod
-    def of(
-        args: tuple[Any, ...], kwargs: dict[str, Any], optimizers: Sequence[Optimizer], modules: Sequence[nn.Module]
-    ) -> _Kind | None:
-        """That of a call; None where an argument is a nest, or an array."""
-        if kwargs or not all(isinstance(one, (Tensor, *SCALARS)) for one in args):
-            return None
-        return _Kind(
-            tuple((a.shape, a.dtype, a.device) if isinstance(a, Tensor) else (type(a), a) for a in args),
-            optimizers,
-            [_KnownGroup.of(group) for one in optimizers for group in one.param_groups],
-            [(module, module.training) for module in modules],
-            _autocast_type(),
-        )
-
-    def fits(self, args: tuple[Any, ...]) -> bool:
-        """Whether a call without keywords is of this kind."""
-        if len(args) != len(self.arguments) or not torch.is_grad_enabled() or _autocast_type() != self.autocast:
-            return False
-        for one, known in zip(args, self.arguments, strict=True):
-            if isinstance(one, Tensor):
-                if one.requires_grad or len(known) < 3:
-                    return False
-                if one.shape != known[0] or one.dtype is not known[1] or one.device != known[2]:
-                    return False
-            elif len(known) != 2 or type(one) is not known[0] or one != known[1]:
-                return False
-        groups = [group for one in self.optimizers for group in one.param_groups]
-        return (
-            len(groups) == len(self.groups)
-            and all(known.is_still(group) for known, group in zip(self.groups, groups, strict=True))
-            and all(module.training is mode for module, mode in self.modules)
-        )
-
-
-class _KnownGroup(NamedTuple):
-    """A group of an optimizer's parameters as it was when a graph was made."""
-
-    group: dict[str, Any]
-    settings: list[tuple[str, Any]]
-    parameters: list[tuple[int, bool]]
-    """Where each lies, and whether it has gradients."""
-
-    @staticmethod
-    def of(group: dict[str, Any]) -> _KnownGroup:
-        """That of a group as it is now."""
-        settings = [(name, value) for name, value in group.items() if _is_of_kind(name, group)]
-        return _KnownGroup(group, settings, [(p.data_ptr(), p.requires_grad) for p in group["params"]])
-
-    def is_still(self, group: dict[str, Any]) -> bool:
-        """Whether a group is this one, with the same settings and parameters."""
-        if group is not self.group or len(group["params"]) != len(self.parameters):
-            return False
-        for name, value in self.settings:
-            now = group.get(name, group)
-            if now is not value and (type(now) is not type(value) or isinstance(now, Tensor) or now != value):
-                return False
-        return sum(_is_of_kind(name, group) for name in group) == len(self.settings) and all(
-            p.data_ptr() == pointer and p.requires_grad is required
-            for p, (pointer, required) in zip(group["params"], self.parameters, strict=True)
-        )
-
-
-def _is_of_kind(name: str, group: dict[str, Any]) -> bool:
-    """Whether a setting of a group tells kinds of calls apart."""
-    return name != "params" and (name != "lr" or not _takes_rates(group))
-
-
-def _autocast_type() -> torch.dtype | None:
-    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-
-
 def _shared(calls: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], _Rows]:
     """Arguments of several calls without those that come again, and for each call the indices of its own among them."""
     numbers: dict[int, int] = {}
     rows = tuple(tuple(numbers.setdefault(id(one), len(numbers)) for one in args) for args in calls)
     by_id = {id(one): one for args in calls for one in args}
     return tuple(by_id[one] for one in numbers), rows
-
-
-class _Call(NamedTuple):
-    """A call of an update: its arguments as leaves of a nest, and the optimizers that step in it, in each of its rounds."""
-
-    function: Callable[..., Any]
-    leaves: Sequence[Any]
-    form: TreeSpec
-    optimizers: Sequence[Optimizer]
-    num_rounds: int
-    is_compiled: bool
-
-
-class _UpdateGraph:
-    """A captured update: its arguments and results lie where the graph reads and writes them."""
-
-    def __init__(
-        self,
-        call: _Call,
-        rates: Sequence[_Rate],
-        outer: Sequence[weakref.ref[Tensor]],
-        capture: Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]],
-    ) -> None:
-        own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
-        self._inputs = [leaf for leaf in own if isinstance(leaf, Tensor)]
-        self._last: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self._inputs)
-        self._rates = rates
-        self._is_valid = True
-        self._outer = [weakref.ref(tensor, self._on_lost) for ref in outer if (tensor := ref()) is not None]
-        self._is_valid = len(self._outer) == len(outer)
-        args, kwargs = tree_unflatten(own, call.form)
-        self._events: list[Sequence[Tensor] | Optimizer] = []
-        with noted(self._events, call.optimizers, is_compiled=call.is_compiled):
-            results, self._replay = capture(lambda: call.function(*args, **kwargs))
-        if call.is_compiled:
-            each = len(self._events) // call.num_rounds
-            rounds = (self._events[number * each :][:each] for number in range(call.num_rounds))
-            self._events = [event for backwards in rounds for event in (*backwards, *call.optimizers)]
-        self._results, self._form = tree_flatten(results)
-        self._tensors = [r.detach() for r in self._results if isinstance(r, Tensor)]
-        parameters = [p for one in call.optimizers for group in one.param_groups for p in group["params"]]
-        self._gradients = [(p, p.grad) for p in parameters]
-        self._events = [e if isinstance(e, Optimizer) else [t.detach() for t in e] for e in self._events]
-
-    def is_valid(self) -> bool:
-        """Whether all tensors from elsewhere that it reads are still there; where parameters lie is part of its kind."""
-        return self._is_valid
-
-    def _on_lost(self, _: weakref.ref[Tensor]) -> None:
-        self._is_valid = False
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        """One update: its results, which the next leaves alone."""
-        with torch.no_grad():
-            targets: list[Tensor] = []
-            sources: list[Tensor] = []
-            for number, tensor in enumerate(leaf for leaf in leaves if isinstance(leaf, Tensor)):
-                last = self._last[number]
-                if last is None or last[0]() is not tensor or last[1] != tensor._version:
-                    targets.append(self._inputs[number])
-                    sources.append(tensor)
-                    self._last[number] = (weakref.ref(tensor), tensor._version)
-            copy_all(targets, sources)
-            for rate in self._rates:
-                rate.refresh()
-            self._replay()
-            for parameter, gradient in self._gradients:  # those that a call in between left are another call's
-                if parameter.grad is not gradient:
-                    parameter.grad = gradient
-            results = self._copied()
-        for event in self._events:
-            if isinstance(event, Optimizer):
-                _call_hooks(event)
-            else:
-                announce_replay(event)
-        return tree_unflatten(results, self._form)
-
-    def _copied(self) -> list[Any]:
-        """The results, which the next replay leaves alone."""
-        copies = iter(copied_all(self._tensors))
-        return [next(copies) if isinstance(r, Tensor) else r for r in self._results]
 
 
 class _OuterTensors(TorchDispatchMode):
@@ -640,78 +464,6 @@ def _on_device(leaf: Any, device: torch.device) -> Any:
     if numpy is not None and isinstance(leaf, numpy.ndarray) and leaf.dtype.kind in "biuf":
         leaf = torch.from_numpy(leaf)
     return leaf.to(device) if isinstance(leaf, Tensor) and leaf.device != device else leaf
-
-
-def _takes_rates(group: dict[str, Any]) -> bool:
-    """Whether the optimizer of a group reads its learning rate from a tensor (torch 2.11: fused ones, and Adam and its kin).
-
-    One that the script keeps in a tensor already is read there.
-    """
-    is_of_adam = "capturable" in group and "betas" in group and "amsgrad" in group
-    return not isinstance(group["lr"], Tensor) and bool(group.get("fused") or is_of_adam)
-
-
-@contextmanager
-def _on_the_device(rates: Sequence[_Rate]) -> Iterator[None]:
-    """Learning rates are tensors inside, and numbers again after it."""
-    before = [rate.group["lr"] for rate in rates]
-    try:
-        for rate in rates:
-            rate.group["lr"] = rate.tensor
-        yield
-    finally:
-        for rate, value in zip(rates, before, strict=True):
-            rate.group["lr"] = value
-
-
-@contextmanager
-def noted(
-    events: list[Sequence[Tensor] | Optimizer], optimizers: Sequence[Optimizer], *, is_compiled: bool = False
-) -> Iterator[None]:
-    """Backwards and steps inside are noted; those who watch steps see nothing of them, for a capture updates nothing.
-
-    Of compiled code backwards alone are noted: hooks would be a part of it.
-    """
-    original, patches = torch.autograd.backward, Patches()
-
-    @frame_outside_dynamo
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        events.append([tensors] if isinstance(tensors, Tensor) else list(tensors))
-        original(tensors, *args, **kwargs)
-
-    def step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        events.append(optimizer)
-
-    patches.set(torch.autograd, "backward", backward)
-    try:
-        with _hooks_replaced(optimizers, {} if is_compiled else {0: step}):
-            yield
-    finally:
-        patches.undo()
-
-
-@contextmanager
-def _hooks_replaced(optimizers: Sequence[Optimizer], before: dict[int, Any]) -> Iterator[None]:
-    """These hooks are called before steps inside, and no others."""
-    patches = Patches()
-    patches.set(optimizers_module, "_global_optimizer_pre_hooks", before)
-    patches.set(optimizers_module, "_global_optimizer_post_hooks", {})
-    for optimizer in optimizers:
-        patches.set(optimizer, "_optimizer_step_pre_hooks", {})
-        patches.set(optimizer, "_optimizer_step_post_hooks", {})
-    try:
-        yield
-    finally:
-        patches.undo()
-
-
-def _call_hooks(optimizer: Optimizer) -> None:
-    """What is called before and after each step of an optimizer, for one that was replayed."""
-    before, after = optimizers_module._global_optimizer_pre_hooks, optimizers_module._global_optimizer_post_hooks
-    for hook in (*before.values(), *optimizer._optimizer_step_pre_hooks.values()):
-        hook(optimizer, (optimizer,), {})
-    for hook in (*optimizer._optimizer_step_post_hooks.values(), *after.values()):
-        hook(optimizer, (optimizer,), {})
 
 
 def _detached(results: Any) -> Any:
