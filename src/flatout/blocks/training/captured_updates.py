@@ -31,7 +31,7 @@ from flatout.blocks.training.captured_calls import (
     without_host_waits,
 )
 from flatout.blocks.training.update_graph import (
-    Rate,
+    LearningRate,
     UpdateCall,
     UpdateGraph,
     call_hooks,
@@ -135,7 +135,7 @@ class CapturedUpdate:
     ) -> None:
         self._function = function
         self._compiled = torch.compile(function, dynamic=False) if compiled else None
-        self._rates: dict[Hashable, list[Rate]] = {}
+        self._rates: dict[Hashable, list[LearningRate]] = {}
         self._optimizers = tuple(optimizers)
         self._capture = capture
         self._num_calls: Counter[Hashable] = Counter()
@@ -178,7 +178,7 @@ class CapturedUpdate:
         graph = self._graphs.get(kind)
         if graph is not None and graph.is_valid():
             self._num_replays += 1
-            known = UpdateKind.of(args, kwargs, self._optimizers, self._modules)
+            known = UpdateKind.from_call(args, kwargs, self._optimizers, self._modules)
             self._last = (known, graph) if known is not None else None
             return graph.run(leaves)
         self._prepare(device)
@@ -229,7 +229,7 @@ class CapturedUpdate:
     ) -> tuple[UpdateKind, UpdateGraph] | None:
         """A graph of these calls together, once one of their kind has a graph, and they come again; else None."""
         device = self._device()
-        one, whole = (UpdateKind.of(args, {}, self._optimizers, self._modules) for args in (calls[0], unique))
+        one, whole = (UpdateKind.from_call(args, {}, self._optimizers, self._modules) for args in (calls[0], unique))
         if device is None or self._refused or one is None or whole is None or not all(map(one.fits, calls)):
             return None
         kind = self._kind(*tree_flatten((calls[0], {})))
@@ -334,9 +334,9 @@ class CapturedUpdate:
             call_hooks(optimizer)
         return results
 
-    def _rates_of(self, kind: Hashable, device: torch.device) -> list[Rate]:
+    def _rates_of(self, kind: Hashable, device: torch.device) -> list[LearningRate]:
         if kind not in self._rates:
-            self._rates[kind] = [Rate(group, device) for group in self._groups() if takes_rates(group)]
+            self._rates[kind] = [LearningRate(group, device) for group in self._groups() if takes_rates(group)]
         return self._rates[kind]
 
     def _looked_at(self, kind: Hashable, leaves: Sequence[Any], form: TreeSpec) -> Any:

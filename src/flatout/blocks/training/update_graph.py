@@ -19,7 +19,7 @@ from flatout.core.runtime.replayed_backwards import announce_replay
 from flatout.core.tensors.nests import TreeSpec, tree_flatten, tree_unflatten
 
 
-class Rate:
+class LearningRate:
     """The learning rate of a group, on the device where graphs read it."""
 
     def __init__(self, group: dict[str, Any], device: torch.device) -> None:
@@ -51,7 +51,7 @@ class UpdateGraph:
     def __init__(
         self,
         call: UpdateCall,
-        rates: Sequence[Rate],
+        rates: Sequence[LearningRate],
         outer: Sequence[weakref.ref[Tensor]],
         capture: Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]],
     ) -> None:
@@ -116,7 +116,7 @@ class UpdateGraph:
 
 
 @contextmanager
-def rates_on_device(rates: Sequence[Rate]) -> Iterator[None]:
+def rates_on_device(rates: Sequence[LearningRate]) -> Iterator[None]:
     """Learning rates are tensors inside, and numbers again after it."""
     before = [rate.group["lr"] for rate in rates]
     try:

@@ -23,16 +23,16 @@ class UpdateKind(NamedTuple):
     autocast: torch.dtype | None
 
     @staticmethod
-    def of(
+    def from_call(
         args: tuple[Any, ...], kwargs: dict[str, Any], optimizers: Sequence[Optimizer], modules: Sequence[nn.Module]
     ) -> UpdateKind | None:
-        """That of a call; None where an argument is a nest, or an array."""
+        """The kind of a call; None where an argument is a nest, or an array."""
         if kwargs or not all(isinstance(one, (Tensor, *SCALARS)) for one in args):
             return None
         return UpdateKind(
             tuple((a.shape, a.dtype, a.device) if isinstance(a, Tensor) else (type(a), a) for a in args),
             optimizers,
-            [KnownGroup.of(group) for one in optimizers for group in one.param_groups],
+            [KnownGroup.from_group(group) for one in optimizers for group in one.param_groups],
             [(module, module.training) for module in modules],
             autocast_type(),
         )
@@ -66,8 +66,8 @@ class KnownGroup(NamedTuple):
     """Where each lies, and whether it has gradients."""
 
     @staticmethod
-    def of(group: dict[str, Any]) -> KnownGroup:
-        """That of a group as it is now."""
+    def from_group(group: dict[str, Any]) -> KnownGroup:
+        """A group as it is now."""
         settings = [(name, value) for name, value in group.items() if is_of_kind(name, group)]
         return KnownGroup(group, settings, [(p.data_ptr(), p.requires_grad) for p in group["params"]])
 
