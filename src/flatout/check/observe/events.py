@@ -24,7 +24,7 @@ from flatout.check.observe.observation import BorderKind, ObservationState
 from flatout.check.observe.operators.padding import name_tensors
 from flatout.check.observe.operators.recorder import storage_of
 from flatout.check.observe.steps.schedule import Mode
-from flatout.core.runtime.dynamo_frames import frame_outside_dynamo, outside_dynamo
+from flatout.core.runtime.dynamo_frames import frame_outside_dynamo, is_in_compiled_call, outside_dynamo
 from flatout.core.runtime.step_graphs import is_step_captured, note_backward
 from flatout.core.tensors.nests import tensors_in
 
@@ -88,6 +88,10 @@ class Events:
         self._updates: Counter[int] = Counter()
         """Steps of each optimizer since the last rollout."""
         self._is_unit_known = False
+        self._is_called_outside = False
+        """Whether environments or loaders are called outside of compiled code, where a step can end."""
+        self._is_end_due = False
+        """Whether a step's backward ended inside of compiled code: the step ends at the next such call."""
         self._is_border_noted = False
         """Whether the border at the call that begins now was the end of unwatched steps."""
         self._batches: tuple[BatchListener, ...] = ()
@@ -210,6 +214,7 @@ class Events:
 
     def on_environment_start(self) -> None:
         with self.guarded():
+            self._on_outside_call()
             self._begin_rollout()
         self._observation.timeline.switch("environment")
 
@@ -236,6 +241,8 @@ class Events:
         self._observation.optimizing.has_news = True
 
     def on_fetch_start(self) -> None:
+        with self.guarded():
+            self._on_outside_call()
         self._observation.timeline.switch("data")
 
     def on_fetch_end(self, batch: Any) -> None:
@@ -313,11 +320,11 @@ class Events:
             if is_step_captured():
                 note_backward()
                 return original(*args, **kwargs)
-            is_watched = self._on_backward_start(name, args, kwargs, sys._getframe(1))
+            is_watched, is_inside = self._on_backward_start(name, args, kwargs, sys._getframe(1)), is_in_compiled_call()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._on_backward_end(is_watched=is_watched)
+                self._on_backward_end(is_watched=is_watched, is_inside=is_inside)
 
         return watched
 
@@ -347,7 +354,7 @@ class Events:
         self._end_step_by_backward(is_watched=observation.calls.is_active)
 
     @outside_dynamo
-    def _on_backward_end(self, *, is_watched: bool) -> None:
+    def _on_backward_end(self, *, is_watched: bool, is_inside: bool) -> None:
         observation = self._observation
         if not is_watched:
             self._end_step_by_backward(is_watched=False)
@@ -358,7 +365,19 @@ class Events:
         for listener in self._backwards:
             listener.on_backward_end()
         observation.timeline.switch("optimizer" if self._in_optimizer else "other")
-        self._end_step_by_backward(is_watched=True)
+        if is_inside and self._is_called_outside:
+            self._is_end_due = True
+        else:
+            self._end_step_by_backward(is_watched=True)
+
+    def _on_outside_call(self) -> None:
+        """Something is called that ends a step whose backward compiled code has made."""
+        if is_in_compiled_call():
+            return
+        self._is_called_outside = True
+        if self._is_end_due:
+            self._is_end_due = False
+            self._end_step_by_backward(is_watched=self._observation.calls.is_active)
 
     def _end_step_by_backward(self, *, is_watched: bool) -> None:
         """A backward has ended, and so has a step where no optimizer of torch's shows steps."""

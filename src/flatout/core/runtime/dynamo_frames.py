@@ -28,6 +28,15 @@ def frame_outside_dynamo(function: _Function) -> _Function:
     return _marked(function, is_recursive=False)
 
 
+def is_in_compiled_call() -> bool:
+    """Whether what runs now was called by compiled code, after a graph's end; asked outside of what Dynamo does not look at.
+
+    When a compiled call returns, it puts back which dispatch keys were on when it began: a TorchDispatchMode that was left inside
+    of it would be on again, without being there (torch 2.11 to 2.13, eval_frame.compile_wrapper).
+    """
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 @contextmanager
 def dynamo_paused() -> Iterator[None]:
     """Dynamo looks at no function that is called inside, other than through what `torch.compile` returned."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from flatout.check.capture import Capture
-from flatout.check.observe.operators.recorder import GRAPH
 from flatout.check.observe.steps.schedule import Schedule
 from flatout.core.records.compilation import Compilation
 from flatout.core.records.evidence import Evidence
 from flatout.core.runtime.patches import Patches, all_suspended
+from flatout.machine.cost.families import COMPILED_GRAPH
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +148,7 @@ def test_as_many_graphs_and_the_same_numbers_as_without_observing(kind: type[Who
 def test_a_compiled_graph_is_one_operator_and_stays_compiled() -> None:
     evidence = observe(lambda: train(Whole(), backend="inductor"))
 
-    graphs = {o.phase: o for o in evidence.operators if o.op == GRAPH}
+    graphs = {o.phase: o for o in evidence.operators if o.op == COMPILED_GRAPH}
     assert set(graphs) == {"forward", "backward"}
     assert all(evidence.sources[o.source].text.startswith("def forward") for o in graphs.values())
     assert graphs["forward"].num_calls == 1
