@@ -1,12 +1,16 @@
 """Plain scripts of examples/gpu with the plan of `flatout tune`, against the best public ways to train the same, side by side.
 
-    python bench/best_device.py OUT_FOLDER [--only ROW ...] [--plans FOLDER] [--budget 300s] [--losses] [--accounts] [--gpus 2]
+    python bench/best_device.py OUT_FOLDER [--only ROW ...] [--budget 300s] [--losses | --only-losses] [--accounts] [--gpus 2]
 
 Of each row: `flatout tune` of the plain script (or a plan that is there already); then the plan and all of the peer's settings
 stand in processes of their own and take stretches of steps in turn; then the plan and the fastest of these settings alone take
 new stretches, so that the peer is not the luckiest of several. Ratios are medians of paired stretches with 95 % intervals, of
-samples a second. `--losses` runs 500 steps of both and of the untouched script, on three seeds each, and compares the last
-losses.
+samples a second. `--plans` names a folder with plans to race instead; `--levers` has levers that were chosen by hand raced, whose
+results are `by_hand_ROW.json`. `--settings-of` names a folder with results: of each peer the setting that was fastest there races
+alone.
+
+`--losses` runs 500 steps of both, and of the untouched script where that does not take many times as long, on three seeds each,
+and compares the last losses; `--only-losses` does nothing else.
 `--accounts` says where a step of the plan and of the fastest peer goes, kernel by kernel (bench/best/account.py).
 `--gpus` races as many rows side by side, each on a GPU of its own. `--small` tries it all on a CPU, where the examples are toys;
 its figures mean nothing.
@@ -24,6 +28,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +61,8 @@ class Row(NamedTuple):
 
     `tuned` are the arguments with which `flatout tune` runs it, where they are others: an untouched script may not fit with the
     batch that is raced. `cycle` optimizer steps belong together, as those of an iteration of PPO do: stretches are whole cycles.
-    `needs` is a variable that names a checkout, or a package.
+    `needs` is a variable that names a checkout, or a package. Where `is_plain_slow`, 500 steps of the untouched script take too
+    long, or more memory than there is.
     """
 
     title: str
@@ -68,6 +75,7 @@ class Row(NamedTuple):
     allow: str = "bounded"
     cycle: int = 1
     needs: str = ""
+    is_plain_slow: bool = False
 
 
 def _llama(settings: tuple[tuple[str, str], ...], *own: str) -> dict[str, tuple[tuple[str, ...], float]]:
@@ -97,6 +105,7 @@ ROWS = {
         {"nanoGPT": Peer(BEST / "gpt2.py", _batches(16, 32, 64) | _ACCUMULATED, 1.12)},
         tuned=("--batch", "16"),
         needs="NANOGPT",
+        is_plain_slow=True,
     ),
     "llama": Row(
         "Llama-like 1B, 4096 tokens",
@@ -110,6 +119,7 @@ ROWS = {
             )
         },
         needs="liger_kernel",
+        is_plain_slow=True,
     ),
     "llama-documents": Row(
         "the same, documents packed",
@@ -125,6 +135,7 @@ ROWS = {
             )
         },
         needs="liger_kernel",
+        is_plain_slow=True,
     ),
     "llama-float8": Row(
         "Llama-like 1B in float8",
@@ -144,6 +155,7 @@ ROWS = {
         },
         allow="quality",
         needs="torchao",
+        is_plain_slow=True,
     ),
     "resnet50": Row(
         "ResNet-50, 224 pixels",
@@ -188,6 +200,7 @@ ROWS = {
             )
         },
         needs="peft",
+        is_plain_slow=True,
     ),
     "ppo": Row(
         "PPO, nets of width 64, 64 pendulums",
@@ -241,7 +254,10 @@ def main() -> int:
         type=Path,
         help="a JSON file of levers by row, chosen by hand, [[id, parameters], ...], to race instead",
     )
+    parser.add_argument("--settings-of", type=Path, help="a folder with results, whose fastest settings alone race")
     parser.add_argument("--losses", action="store_true")
+    parser.add_argument("--only-losses", action="store_true")
+    parser.add_argument("--at-once", type=int, default=1, help="seeds of a side whose losses are run side by side")
     parser.add_argument("--accounts", action="store_true")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--gpus", type=int, default=1)
@@ -254,16 +270,44 @@ def main() -> int:
         if row.needs and row.needs not in os.environ and find_spec(row.needs) is None:
             print(f"{name}: left out, it needs {row.needs}", flush=True)
             continue
-        found = judged(name, small(row) if options.small else row, options)
-        (options.out / f"best_{name}.json").write_text(json.dumps(found, indent=1).replace(f"{ROOT}/", "") + "\n")
-        print(json.dumps({k: v for k, v in found.items() if k != "losses"}, indent=1), flush=True)
+        row = small(row) if options.small else row
+        if options.settings_of is not None:
+            row = with_fastest_settings(name, row, options.settings_of)
+        plan = plan_of(name, row, options)
+        if not options.only_losses:
+            found = judged(name, row, plan, options)
+            stem = "best" if options.levers is None else "by_hand"
+            (options.out / f"{stem}_{name}.json").write_text(json.dumps(found, indent=1).replace(f"{ROOT}/", "") + "\n")
+            print(json.dumps(found, indent=1), flush=True)
+        if options.losses or options.only_losses:
+            losses = losses_of(
+                with_fastest_settings(name, row, options.settings_of or options.out), plan, options.at_once
+            )
+            (options.out / f"losses_{name}.json").write_text(json.dumps(losses, indent=1) + "\n")
+            print(json.dumps(losses, indent=1), flush=True)
     return 0
+
+
+def with_fastest_settings(name: str, row: Row, folder: Path) -> Row:
+    """The row with that setting alone of each peer that was fastest in results of an earlier race."""
+    paths = [path for stem in ("best", "by_hand") if (path := folder / f"{stem}_{name}.json").exists()]
+    if not paths:
+        return row
+    peers = dict(row.peers)
+    for peer, one in json.loads(paths[0].read_text()).get("over_peers", {}).items():
+        label = one["setting"].removeprefix(f"{peer}: ")
+        if label in row.peers[peer].settings:
+            peers[peer] = row.peers[peer]._replace(settings={label: row.peers[peer].settings[label]})
+    return row._replace(peers=peers)
 
 
 def side_by_side(options: argparse.Namespace) -> int:
     """Rows in processes of their own, the next one on whichever GPU is free; the number of processes that failed."""
-    flags = [flag for flag in ("--losses", "--accounts", "--small") if getattr(options, flag[2:])]
-    flags += [word for name in ("plans", "levers") if (path := getattr(options, name)) for word in (f"--{name}", path)]
+    flags = [f"--{n}" for n in ("losses", "only-losses", "accounts", "small") if getattr(options, n.replace("-", "_"))]
+    flags += ["--at-once", str(options.at_once)]
+    for name in ("plans", "levers", "settings-of"):
+        if (path := getattr(options, name.replace("-", "_"))) is not None:
+            flags += [f"--{name}", path]
     waiting, num_failed = list(options.only), 0
     running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
     while waiting or running:
@@ -299,17 +343,10 @@ def small(row: Row) -> Row:
     return row._replace(arguments=without_sizes(row.arguments), tuned=None, samples=1, peers=peers)
 
 
-def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
-    """The plan, its race against all settings of the peers, and then against the best of each peer alone."""
-    plan = plan_of(name, row, options)
-    own = Request(
-        target=str(row.script), arguments=row.arguments, plan=str(plan), environment=environment_of(read_plan(plan))
-    )
+def judged(name: str, row: Row, plan: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The plan's race against all settings of the peers, and then against the best of each peer alone."""
+    own, requests = own_request(row, plan), peer_requests(row)
     settings = {(peer, label): one for peer, p in row.peers.items() for label, one in p.settings.items()}
-    requests = {
-        f"{peer}: {label}": Request(target=str(row.peers[peer].script), arguments=arguments)
-        for (peer, label), (arguments, _) in settings.items()
-    }
     samples = {f"{peer}: {label}": number for (peer, label), (_, number) in settings.items()} | {"flatout": row.samples}
     with Race({"flatout": own} | requests, cycle=row.cycle) as race:
         rates = {side: samples[side] / median_estimate(taken).value for side, taken in race.seconds().items()}
@@ -345,13 +382,34 @@ def judged(name: str, row: Row, options: argparse.Namespace) -> dict[str, Any]:
         fastest = max(best.values(), key=lambda side: rates[side])
         for side, request in {"plan": own, "peer": requests[fastest]}.items():
             account(options.out / f"account_{name}_{side}.json", request, is_stretch=row.cycle > 1)
-    if options.losses:
-        plain = Request(target=str(row.script), arguments=row.arguments)
-        found["losses"] = {
-            side: [last_loss(request, seed) for seed in SEEDS]
-            for side, request in {"untouched": plain, "flatout": own, **{s: requests[s] for s in best.values()}}.items()
-        }
     return found
+
+
+def own_request(row: Row, plan: Path) -> Request:
+    """The plain script with a plan."""
+    environment = environment_of(read_plan(plan))
+    return Request(target=str(row.script), arguments=row.arguments, plan=str(plan), environment=environment)
+
+
+def peer_requests(row: Row) -> dict[str, Request]:
+    """The peers with each of their settings."""
+    return {
+        f"{peer}: {label}": Request(target=str(one.script), arguments=arguments)
+        for peer, one in row.peers.items()
+        for label, (arguments, _) in one.settings.items()
+    }
+
+
+def losses_of(row: Row, plan: Path, num_at_once: int) -> dict[str, list[float | None]]:
+    """The last losses of LOSS_STEPS steps of the plan and of the first setting of each peer, seed by seed."""
+    sides = {} if row.is_plain_slow else {"untouched": Request(target=str(row.script), arguments=row.arguments)}
+    sides["flatout"] = own_request(row, plan)
+    requests = peer_requests(row)
+    for peer, one in row.peers.items():
+        side = f"{peer}: {next(iter(one.settings))}"
+        sides[side] = requests[side]
+    with ThreadPoolExecutor(num_at_once) as pool:
+        return {side: list(pool.map(partial(last_loss, request), SEEDS)) for side, request in sides.items()}
 
 
 def account(out: Path, request: Request, *, is_stretch: bool) -> None:

@@ -3,7 +3,7 @@
 python docs/generate_best.py            writes the page
 python docs/generate_best.py --check    writes nothing; exits with 1 when the page is out of date
 
-Results are those of bench/best_device.py (`best_ROW.json`), bench/best/account.py (`account_ROW_SIDE.json`) and bench/best_cpu.py
+Results are those of bench/best_device.py (`best_ROW.json` of plans that tune wrote, `by_hand_ROW.json`, `losses_ROW.json`), bench/best/account.py (`account_ROW_SIDE.json`) and bench/best_cpu.py
 (`best_cpu.json`); which scripts of the manifest a lever was proved on comes from that and all results of bench/world/tune.py.
 """
 
@@ -38,8 +38,8 @@ GPU_HEAD: Final = """\
 
 `python bench/best_device.py OUT` tunes the plain script and races the plan and all settings of the peer; then the plan and the
 fastest setting alone take new stretches of steps. Ratios are medians of paired stretches with 95 % intervals, of samples a
-second: above 1 the plan is faster. Peers, their versions and settings are in `bench/best`. Levers of a plan "by hand" were
-chosen by us, to see what they gain, and not found by `flatout tune`.
+second: above 1 the plan is faster. Peers, their versions and settings are in `bench/best`. Plans "by hand" are not of
+`flatout tune`: we chose their levers, to see what these gain.
 """
 CPU_HEAD: Final = """\
 ## On two CPU cores
@@ -62,32 +62,43 @@ def newest(pattern: str) -> dict[str, Path]:
     return {path.name: path for path in sorted(RESULTS.glob(f"*/{pattern}"))}
 
 
-def gpu_rows() -> dict[str, tuple[dict[str, Any], Path]]:
-    """The newest result of each row that was raced on a GPU."""
-    found = {path.stem.removeprefix("best_"): path for path in newest("best_*.json").values()}
+def raced_rows(stem: str) -> dict[str, tuple[dict[str, Any], Path]]:
+    """The newest result of each row that was raced on a GPU: `stem` is 'best' for plans of tune, 'by_hand' for others."""
+    found = {path.stem.removeprefix(f"{stem}_"): path for path in newest(f"{stem}_*.json").values()}
     return {name: (json.loads(found[name].read_text(encoding="utf-8")), found[name]) for name in ROWS if name in found}
+
+
+def gpu_rows() -> dict[str, tuple[dict[str, Any], Path]]:
+    """The newest result of each row: of a plan of tune where there is one."""
+    return raced_rows("by_hand") | raced_rows("best")
 
 
 def _gpu(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
     yield from GPU_HEAD.splitlines()
     if not results:
         yield from ("", "No row has been raced on a GPU yet. These are the workloads, and the goal of each:")
-    yield from ("", "| workload | peer | goal | plan over peer | peer, a second | plan |", "|---|---|---|---|---|---|")
+    yield from ("", "| workload | peer | goal | plan over peer | by hand | peer, a second | plan |")
+    yield "|---|---|---|---|---|---|---|"
+    by_hand = raced_rows("by_hand")
     for name, row in ROWS.items():
         found = results[name][0] if name in results else {}
+        is_tuned = found.get("planned_by") == "tune"
         for peer, wanted in row.peers.items():
             raced = found.get("over_peers", {}).get(peer)
             setting, ratio, rate = peer, "not raced yet", _NONE
             if raced is not None:
                 setting = raced["setting"]
-                ratio = _ratio(raced["ratio"])
+                ratio = _ratio(raced["ratio"]) if is_tuned else ratio
                 rate = f"{found['a_second'][setting]:,.0f} {found['unit']}"
+            chosen = by_hand[name][0].get("over_peers", {}).get(peer) if name in by_hand else None
+            hand = _ratio(chosen["ratio"]) if chosen is not None else _NONE
             levers = ", ".join(f"`{lever}`" for lever in found.get("plan", ())) or _NONE
-            levers = f"by hand: {levers}" if found.get("planned_by") == "hand" else levers
-            yield f"| {row.title} | {setting} | {wanted.goal:.2f}x | {ratio} | {rate} | {levers} |"
+            levers = f"by hand: {levers}" if not is_tuned and found else levers
+            yield f"| {row.title} | {setting} | {wanted.goal:.2f}x | {ratio} | {hand} | {rate} | {levers} |"
+    losses = {path.stem.removeprefix("losses_"): path for path in newest("losses_*.json").values()}
     for name, (found, path) in results.items():
-        if "losses" in found:
-            yield from _losses(name, found["losses"])
+        if name in losses:
+            yield from _losses(name, json.loads(losses[name].read_text(encoding="utf-8")))
         yield from (
             "",
             f"Source of {ROWS[name].title}: `{path.relative_to(ROOT)}`, {found['device']}, torch {found['torch']}.",

@@ -30,6 +30,8 @@ NAMED: Final = (
     ("generated*", "bench/world/generated.py"),
     ("best_earlier/*", "bench/best_device.py"),
     ("best_*", "bench/best_device.py"),
+    ("by_hand_*", "bench/best_device.py"),
+    ("losses_*", "bench/best_device.py"),
     ("account_*", "bench/best/account.py"),
     ("beyond*", "bench/beyond_device.py"),
     ("layouts*", "bench/layouts_device.py"),

@@ -40,13 +40,14 @@ RACED = {
     "torch": "2.11.0",
     "a_second": {"nanoGPT: batch 64": 513_000.4, "flatout": 575_000.0},
     "over_peers": {"nanoGPT": {"setting": "nanoGPT: batch 64", "goal": 1.12, "ratio": [1.121, 1.101, 1.139]}},
-    "losses": {"untouched": [3.25, None]},
+    "planned_by": "tune",
 }
 
 
 def test_rows_are_the_newest_of_each_and_the_others_are_still_to_be_raced(best: Any, tmp_path: Path) -> None:
     write(tmp_path / "2026-11-01-h200", "best_gpt2.json", RACED | {"plan": ["memory.fusion"]})
     write(tmp_path / "2026-11-02-h200", "best_gpt2.json", RACED)
+    write(tmp_path / "2026-11-02-h200", "losses_gpt2.json", {"untouched": [3.25, None]})
     write(
         tmp_path / "2026-11-03-h200",
         "world_tune.json",
@@ -63,12 +64,27 @@ def test_rows_are_the_newest_of_each_and_the_others_are_still_to_be_raced(best: 
         "nanoGPT: batch 64",
         "1.12x",
         "1.12x (1.10 - 1.14)",
+        "-",
         "513,000 tokens",
         "`graph.compile` |",
     ]
     assert sum("not raced yet" in line for line in lines) == len([p for r in best.ROWS.values() for p in r.peers]) - 1
     assert "| untouched | 3.2500, - |" in lines
     assert "| [`graph.compile`](levers/graph.compile.md) | 1 | 0 | 1 |" in lines
+
+
+def test_plans_by_hand_are_no_plans_of_tune(best: Any, tmp_path: Path) -> None:
+    by_hand = json.loads(json.dumps(RACED | {"planned_by": "hand", "plan": ["memory.fusion"]}))
+    by_hand["over_peers"]["nanoGPT"]["ratio"] = [1.2, 1.1, 1.3]
+    write(tmp_path / "2026-11-03-h200", "by_hand_gpt2.json", by_hand)
+
+    def gpt2() -> list[str]:
+        [line] = [line for line in best.page().splitlines() if line.startswith("| GPT-2 124M")]
+        return line.split(" | ")[3:]
+
+    assert gpt2() == ["not raced yet", "1.20x (1.10 - 1.30)", "513,000 tokens", "by hand: `memory.fusion` |"]
+    write(tmp_path / "2026-11-02-h200", "best_gpt2.json", RACED)
+    assert gpt2() == ["1.12x (1.10 - 1.14)", "1.20x (1.10 - 1.30)", "513,000 tokens", "`graph.compile` |"]
 
 
 def test_a_step_is_accounted_for_to_its_end(best: Any, tmp_path: Path) -> None:
