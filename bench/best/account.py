@@ -37,7 +37,7 @@ from flatout.machine.cost.families import family_of
 from flatout.machine.measure.timer import time_call
 
 WARM, STEPS = 30, 3
-START_S, LOOK_S, STRETCH_S = 50.0, 5.0, 0.5
+START_S, LOOK_S, STRETCH_S = 150.0, 5.0, 0.5
 ON_GPU = torch.cuda.is_available()
 
 

@@ -19,6 +19,7 @@ from flatout.tune.verify.equality import compare_exact
 from flatout.tune.verify.fork_server import fork_servers
 from flatout.tune.verify.proof import prove_script
 from flatout.tune.verify.proof_terms import ProofTerms
+from flatout.tune.verify.side import SideAnswer
 from flatout.tune.verify.side_process import Request, SideProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
@@ -268,6 +269,58 @@ def _is_running(pid: int) -> bool:
         return False
 
 
+SMALL_DEVICE = """
+import glob
+own = {folder!r} + "/held-" + str(os.getpid())
+
+def hold(held):
+    open(own, "w").write(str(held))
+    pids = {{path: int(path.rpartition("-")[2]) for path in glob.glob({folder!r} + "/held-*")}}
+    if sum(int(open(path).read() or 0) for path, pid in pids.items() if os.path.exists("/proc/%d" % pid)) > {total}:
+        open({folder!r} + "/ran-out", "w")
+        raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+
+for name, value in dict(
+    is_available=True, is_initialized=True, is_current_stream_capturing=False, get_device_name="a device",
+    synchronize=None, reset_peak_memory_stats=None, memory_snapshot=[], max_memory_allocated=100,
+    mem_get_info=({shown}, {shown}),
+).items():
+    setattr(torch.cuda, name, lambda *_, value=value: value)
+torch.cuda.empty_cache = lambda: hold(30)
+"""
+"""A device of which a step holds 100 and what stands 30, or 100 where it caches what its steps held."""
+
+
+def on_small_device(folder: Path, name: str, *, total: int, shown: int) -> Request:
+    setup = SMALL_DEVICE.format(folder=str(folder), total=total, shown=shown)
+    return script(folder, name, setup=setup, change="hold(100)", steps=100000)
+
+
+@pytest.mark.parametrize(("shown", "has_run_out"), [(150, False), (100000, True)])
+def test_two_sides_that_do_not_fit_on_a_device_take_turns_there(folder: Path, shown: int, has_run_out: bool) -> None:
+    """Whether the device's size shows that in time, or one of them runs out of memory."""
+    sides = [on_small_device(folder, name, total=150, shown=shown) for name in ("a.py", "b.py")]
+    found = verdict(*sides, is_timed=True, num_processes=1)
+    assert found.equality.holds and found.speed is not None and found.speed.num_pairs >= 7
+    assert (folder / "ran-out").exists() == has_run_out
+
+
+def test_what_does_not_fit_on_a_device_even_alone_is_an_error(folder: Path) -> None:
+    with pytest.raises(VerificationError, match="CUDA out of memory"):
+        verdict(*(on_small_device(folder, name, total=90, shown=90) for name in ("a.py", "b.py")), is_timed=True)
+
+
+def test_a_lean_order_takes_one_step_that_is_not_timed(folder: Path) -> None:
+    wanted = msgspec.structs.replace(script(folder, "a.py"), num_recorded=2, seed=0)
+    with SideProcess(wanted) as process:
+        process.answer(timeout_s=60.0)
+        numbers = []
+        for is_lean in (True, False, True):
+            process.order(3, is_lean=is_lean)
+            numbers.append(process.answer(timeout_s=60.0).num_steps)
+    assert numbers == [6, 9, 13]
+
+
 def test_outputs_of_an_inference_loop_are_compared(folder: Path) -> None:
     paths = {}
     for name, mode, given in (("a", "no_grad", "x"), ("b", "inference_mode", "x"), ("c", "no_grad", "x * 1.0001")):
@@ -451,7 +504,7 @@ def test_on_a_device_all_that_may_judge_a_change_is_recorded_at_once(folder: Pat
         stack.callback(together.end)
         stack.callback(alone.end)
         together.device = "a device"
-        together.note_memory(1, 8)
+        together.note_memory(SideAnswer(what="recorded", device_peak_bytes=1, device_free_bytes=8))
         together.record_together(keys)
         assert sorted(key[1:3] for key in together._recorded) == sorted(keys)
         for dtype, noise in keys:

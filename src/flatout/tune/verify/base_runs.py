@@ -15,11 +15,14 @@ from flatout.tune.verify.environment_answers import FILE
 from flatout.tune.verify.fork_server import fork_servers
 from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.recording import Step, read_recorded_steps
+from flatout.tune.verify.side import SideAnswer
 from flatout.tune.verify.side_process import Failed, Request, SideProcess
 
 Shared = Literal["", "ordered draws", "answers"]
 """What runs share besides seeds: draws that do not depend on dtype and memory format, or the answers of environments."""
 _SPARED: Final = 0.8
+_TOGETHER: Final = 0.85
+"""Of a device's memory, what two processes may hold at their peaks: allocators round, and each has its kernels there."""
 _WIDE: Final = 2.2
 _NOISY: Final = 1.4
 """What a run in float64, and another under rounding noise, holds at most, by what the script holds: numbers twice as wide, and
@@ -41,6 +44,8 @@ class BaseRuns:
         self._on_progress = on_progress
         self._peak_bytes = self._free_bytes = 0
         """Bytes of the device: what the script holds at its peak, and what is free beside it."""
+        self.is_tight = False
+        """Whether two sides do not run on the device at once: one starts after the other, and what stands caches nothing."""
         self._shared: Shared = ""
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-proof-")
         self._num_folders = 0
@@ -77,9 +82,15 @@ class BaseRuns:
             environment_answers=str(answers or ""),
         )
 
-    def note_memory(self, peak_bytes: int, free_bytes: int) -> None:
-        """What a side held of the device's memory at its peak, and what is free beside it."""
-        self._peak_bytes, self._free_bytes = peak_bytes, free_bytes
+    def note_memory(self, one: SideAnswer, two: SideAnswer | None = None) -> None:
+        """What a side held of the device's memory at its peak, and what is free beside it, and beside another."""
+        self._peak_bytes, self._free_bytes = one.device_peak_bytes, one.device_free_bytes
+        if two is not None and two.device_free_bytes:
+            self._free_bytes = two.device_free_bytes
+        other = one if two is None else two
+        both = one.device_peak_bytes + max(one.device_peak_bytes, other.device_peak_bytes)
+        if one.device_total_bytes and both > _TOGETHER * one.device_total_bytes:
+            self.is_tight = True
 
     def add(self, request: Request) -> None:
         """Keep what a process for this request of the base has recorded, if that is not known yet."""

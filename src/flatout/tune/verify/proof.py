@@ -189,7 +189,24 @@ class ScriptProver:
         )
 
     def _compare_and_race(self, before: Request, after: Request) -> tuple[Equality, Race | None, _Failure]:
-        """Equality, the race if there was one, and what went wrong on the changed side."""
+        """Equality, the race if there was one, and what went wrong on the changed side.
+
+        What was out of memory while both sides ran is tried again with one running after the other.
+        """
+        is_first = not self._runs.is_tight
+        try:
+            found = self._compared_and_raced(before, after)
+        except Failed as e:
+            if not is_first or not is_out_of_memory(str(e)):
+                raise
+        else:
+            if not is_first or not is_out_of_memory(found[2].because):
+                return found
+        self._runs.is_tight = True
+        self._on_progress("out of memory beside each other: once more, one after the other")
+        return self._compared_and_raced(before, after)
+
+    def _compared_and_raced(self, before: Request, after: Request) -> tuple[Equality, Race | None, _Failure]:
         terms = self._terms
         none = Equality(guarantee=terms.guarantee, holds=None, because="nothing was compared")
         with ExitStack() as stack:
@@ -200,7 +217,7 @@ class ScriptProver:
             if one.what == "ended" and (one.error or not one.num_steps):
                 raise Failed(f"'{before.target}' ended after {one.num_steps} steps: {one.error or 'too few'}")
             self._runs.device = one.device
-            self._runs.note_memory(one.device_peak_bytes, one.device_free_bytes)
+            self._runs.note_memory(one)
             if before == self._base:
                 self._runs.add(one_request)
             try:
@@ -209,7 +226,7 @@ class ScriptProver:
                     return none, None, _Failure(f"'{after.target}' ended after {two.num_steps} steps: {two.error}")
             except Failed as e:
                 return none, None, _Failure.of(e)
-            self._runs.note_memory(one.device_peak_bytes, two.device_free_bytes or one.device_free_bytes)
+            self._runs.note_memory(one, two)
             steps = read_recorded_steps(Path(two_request.folder))
             equality = self._judge.judge(after, steps) if terms.is_compared else none
             has_more = "ended" not in (one.what, two.what)
@@ -222,6 +239,7 @@ class ScriptProver:
                 timeout_s=terms.timeout_s,
                 warm_up_steps=terms.warm_up_steps,
                 cycle=terms.cycle,
+                is_lean=self._runs.is_tight,
             )
             race.started(one, two)
             try:
@@ -249,13 +267,13 @@ class ScriptProver:
     def _started(
         self, stack: ExitStack, first: Request, second: Request
     ) -> tuple[SideProcess, SideAnswer, SideProcess]:
-        """Both sides, and what the first answered when it stood. They start at once where a device does the work.
+        """Both sides, and what the first answered when it stood. They start at once where a device does the work and has room.
 
         On a CPU they would wait for each other's threads: the first eight steps of two digit_vae took 12 s at once on two cores,
         and 2 s one after the other.
         """
         one = stack.enter_context(self._runs.process(first))
-        if self._runs.device != "cpu":
+        if self._runs.device != "cpu" and not self._runs.is_tight:
             two = stack.enter_context(self._runs.process(second))
             return one, one.answer(timeout_s=self._terms.timeout_s), two
         answer = one.answer(timeout_s=self._terms.timeout_s)
@@ -288,6 +306,11 @@ class ScriptProver:
     def _is_decided(self, race: Race) -> bool:
         speed, most = race.speed(), self._terms.decisive
         return speed is not None and speed.num_pairs >= FEWEST_PAIRS and (speed.low > most or speed.high < 1 / most)
+
+
+def is_out_of_memory(error: str) -> bool:
+    """Whether a device's memory ran out, by the text of an error."""
+    return "out of memory" in error.lower()
 
 
 def _judged(equality: Equality, speed: Speed | None, failure: _Failure, *, is_timed: bool) -> tuple[Outcome, str]:

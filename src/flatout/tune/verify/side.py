@@ -7,7 +7,6 @@ the seconds they took. So two scripts take turns, and what slows the machine slo
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatout.check.observe.steps.optimizers import Optimizing
-from flatout.core.records.record import Record
+from flatout.core.records.record import Record, from_json
 from flatout.core.runtime.dynamo_frames import frame_outside_dynamo, outside_dynamo
 from flatout.core.runtime.fork_server import die_with_parent
 from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
@@ -64,6 +63,7 @@ class SideAnswer(Record, frozen=True, kw_only=True):
     """Most resident memory; of 'ran' since the first steps, so that neither the start nor recording counts."""
     device_peak_bytes: int = 0
     device_free_bytes: int = 0
+    device_total_bytes: int = 0
     device: str = "cpu"
     kind: Kind = "none"
     error: str = ""
@@ -77,8 +77,16 @@ class SideAnswer(Record, frozen=True, kw_only=True):
     """Steps between the last two rollouts of a policy: 0 as long as that is not known, None without environments."""
 
 
+class Order(Record, frozen=True, kw_only=True):
+    """What a side is to do next; no steps end the script."""
+
+    num_steps: int = 0
+    is_lean: bool = False
+    """Give back the device's memory that is cached when the steps are done. One step that is not timed comes before them."""
+
+
 class Orders:
-    """The two pipes to the parent: orders come in (a number of steps; 0 ends the script), answers go out."""
+    """The two pipes to the parent: orders come in, answers go out."""
 
     def __init__(self, orders: IO[str], answers: IO[str]) -> None:
         self._orders = orders
@@ -97,10 +105,10 @@ class Orders:
             self._answers.write(msgspec.json.encode(answer).decode() + "\n")
             self._answers.flush()
 
-    def wait(self) -> int:
-        """The next order; 0 when the parent has gone."""
+    def wait(self) -> Order:
+        """The next order; to end when the parent has gone."""
         line = self._orders.readline()
-        return int(json.loads(line)) if line.strip() else 0
+        return from_json(line, Order) if line.strip() else Order()
 
 
 class ProofSide:
@@ -138,6 +146,7 @@ class ProofSide:
         self._backwards_without_update = 0
         self._leader: nn.Module | None = None
         self._left = 0
+        self._is_lean = self._is_waking = False
         self._began_s = 0.0
         self._recording_s = 0.0
         self._rollouts = Rollouts()
@@ -340,18 +349,31 @@ class ProofSide:
             answer = self._answer("recorded", seconds=since_s)
             self._end_recording()
             # what other runs of the same script find free while this one stands
-            self._orders.answer(msgspec.structs.replace(answer, device_free_bytes=_device_free_bytes()))
+            free_bytes, total_bytes = _device_bytes()
+            self._orders.answer(
+                msgspec.structs.replace(answer, device_free_bytes=free_bytes, device_total_bytes=total_bytes)
+            )
+        elif self._is_waking:
+            self._is_waking = False
+            _settle()
+            self._began_s = perf_counter()
+            return
         elif self._left > 1:
             self._left -= 1
             return
         else:
             _settle()
-            self._orders.answer(self._answer("ran", seconds=perf_counter() - self._began_s))
+            answer = self._answer("ran", seconds=perf_counter() - self._began_s)
+            if self._is_lean and _is_device():
+                torch.cuda.empty_cache()
+            self._orders.answer(answer)
         with _standing_workers():
-            self._left = self._orders.wait()
-        if not self._left:
+            order = self._orders.wait()
+        if not order.num_steps:
             self.remove()
             end_script()
+        self._left = order.num_steps
+        self._is_lean = self._is_waking = order.is_lean
         self._began_s = perf_counter()
 
     def _end_recording(self) -> None:
@@ -448,8 +470,9 @@ def _is_device() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
-def _device_free_bytes() -> int:
-    return torch.cuda.mem_get_info()[0] if _is_device() else 0
+def _device_bytes() -> tuple[int, int]:
+    """What is free of the device's memory, and all of it."""
+    return torch.cuda.mem_get_info() if _is_device() else (0, 0)
 
 
 def _bytes_of_graphs() -> int:

@@ -14,17 +14,20 @@ from time import monotonic
 from types import TracebackType
 from typing import IO, Final, Literal
 
+import msgspec
+
 from flatout.core.errors import VerificationError
 from flatout.core.files import write_whole_file
 from flatout.core.records.record import Record, from_json, to_json
 from flatout.core.secrets import redacted_text
 from flatout.tune.verify.fork_server import ChildProcess, ForkServers
-from flatout.tune.verify.side import SideAnswer, proc_bytes
+from flatout.tune.verify.side import Order, SideAnswer, proc_bytes
 
 _PATIENCE_S: Final = 5.0
 """What a process has to end by itself, and again after a polite signal."""
 _NUM_LAST_LINES: Final = 12
 """Last lines of a process's output that an error shows."""
+_MOST_OF_A_LINE: Final = 100
 _LOOK_S: Final = 0.25
 """How often a process that has not answered is looked at."""
 _MEMORY_FRACTION: Final = 0.8
@@ -120,10 +123,10 @@ class SideProcess:
             start_new_session=True,  # so that what it starts can be ended with it
         )
 
-    def order(self, num_steps: int) -> None:
-        """Have it take so many steps."""
+    def order(self, num_steps: int, *, is_lean: bool = False) -> None:
+        """Have it take so many steps, and, where `is_lean`, cache no memory of the device after them (see `Order`)."""
         try:
-            os.write(self._orders, f"{num_steps}\n".encode())
+            os.write(self._orders, msgspec.json.encode(Order(num_steps=num_steps, is_lean=is_lean)) + b"\n")
         except OSError as e:
             raise Failed(f"{self._name} ended before it was ordered to: {self._last_lines()}") from e
 
@@ -206,13 +209,18 @@ class SideProcess:
         return f"ended with code {code}"
 
     def _last_lines(self, num_lines: int = _NUM_LAST_LINES) -> str:
-        """The last lines that the process printed, in one, at most 200 characters of each."""
+        """The last lines that the process printed, in one: the first and the last 100 characters of each."""
         try:
             text = self.output()
         except OSError:
             return "it printed nothing"
-        lines = [line.strip()[-200:] for line in text.splitlines() if line.strip()]
+        lines = [_shortened(line.strip()) for line in text.splitlines() if line.strip()]
         return redacted_text(" | ".join(lines[-num_lines:]))[-600:] or "it printed nothing"
+
+
+def _shortened(line: str) -> str:
+    """A line whose middle is left out where it is long: errors begin with what they are, and end with what to do."""
+    return line if len(line) <= 2 * _MOST_OF_A_LINE else f"{line[:_MOST_OF_A_LINE]} ... {line[-_MOST_OF_A_LINE:]}"
 
 
 def _signal(child: ChildProcess, number: int) -> None:

@@ -62,13 +62,15 @@ class Race:
         num_steps: int = 0,
         warm_up_steps: int = 0,
         cycle: int = 0,
+        is_lean: bool = False,
     ) -> None:
         """`budget_s` is for one run of two processes; `precision` the relative half width of the interval that is enough.
 
         `num_steps` is how many steps the scripts have, if that is known: stretches are so short that enough of them fit in.
         `warm_up_steps` go by on the changed side before anything is timed: they fill its caches. A stretch has a multiple of
         `cycle` steps: in reinforcement learning, those between two rollouts. With 0 the sides tell it from the second rollout
-        on; nothing counts before that, or before it would take too long.
+        on; nothing counts before that, or before it would take too long. Where `is_lean`, a side that stands caches no memory of
+        the device, which the other needs.
         """
         self.stretches: list[PairedStretch] = []
         self.has_ended = False
@@ -83,6 +85,7 @@ class Race:
         self._warm_up_steps = warm_up_steps
         self._warmed_s = 0.0
         self._cycle = cycle
+        self._is_lean = is_lean
         self._is_cycle_known = True
         self.num_steps = num_steps
 
@@ -108,7 +111,7 @@ class Race:
             sides = (before, after) if number % 2 == 0 else (after, before)
             answers = {}
             for side in sides:
-                side.order(size)
+                side.order(size, is_lean=self._is_lean)
                 answers[id(side)] = side.answer(timeout_s=self._timeout_s)
             one, two = answers[id(before)], answers[id(after)]
             self.has_ended = "ended" in (one.what, two.what)
@@ -167,7 +170,7 @@ class Race:
         """Take the changed side's steps that come before the race; whether the script has more."""
         if not self._warm_up_steps:
             return True
-        after.order(self._warm_up_steps)
+        after.order(self._warm_up_steps, is_lean=self._is_lean)
         answer = after.answer(timeout_s=self._timeout_s)
         self.has_ended = answer.what == "ended"
         self._warmed_s = 0.0 if self.has_ended else answer.seconds

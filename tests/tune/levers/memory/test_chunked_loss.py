@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import pytest
 import torch
+from tests.check.rules.capacity.memory_evidence import part, remembering
 from tests.evidence_builder import EvidenceBuilder
 
+from flatout.check.rules.capacity.full_logits import RULE
 from flatout.core.errors import EditError
-from flatout.core.records.lever import Refusal
+from flatout.core.records.lever import Candidate, Refusal
 from flatout.tune.levers.memory.chunked_loss import LEVER, edit
 
 _TEXT: Final = """import torch
@@ -48,6 +52,33 @@ def _result(text: str) -> tuple[torch.Tensor, ...]:
     exec(compile(text, "model.py", "exec"), scope)
     results: tuple[torch.Tensor, ...] = scope["run"]()
     return results
+
+
+@pytest.mark.parametrize("device_s", [0.09, None])
+def test_on_a_device_it_may_save_what_passes_over_the_logits_take(device_s: float | None, tmp_path: Path) -> None:
+    """Seven passes of the loss and its gradient take 7 ms; reading the logits and writing their gradients is two of them."""
+    path = tmp_path / "model.py"
+    path.write_text(_TEXT)
+    run, shape = EvidenceBuilder(device_s=device_s), (4096, 16384)
+    number = 1 + _TEXT.splitlines().index(f"        {_AT['code']}")
+    line = run.line(str(path), number, _AT["code"], function="GPT.forward")
+    for op, phase, others in (
+        ("_log_softmax", "forward", 0),
+        ("_log_softmax_backward_data", "backward", 1),
+        ("nll_loss_backward", "backward", 0),
+    ):
+        inputs = [shape] * (1 + others)
+        run.operator(f"aten.{op}", line, inputs=inputs, output=shape, phase=phase, op_s=1e-3 * (2 + others))
+    run.operator("aten.mm", line, inputs=[(4096, 64), (64, 16384)], output=shape, op_s=5e-3, flop=2 * 64 * 4096 * 16384)
+    evidence = remembering(
+        run, parts=(part("activations", 4 * 4096 * 16384, source=line, example="float32[4096, 16384]"),)
+    )
+    workload = msgspec.structs.replace(evidence.workload, command=("python", "model.py"), cwd=str(tmp_path))
+    sources = tuple(msgspec.structs.replace(source, file=str(path)) for source in evidence.sources)
+    evidence = msgspec.structs.replace(evidence, workload=workload, sources=sources)
+    [candidate] = LEVER.propose(evidence, list(RULE.check(evidence)))
+    assert isinstance(candidate, Candidate)
+    assert candidate.saved_s == pytest.approx((0.0, 0.0 if device_s is None else 5e-3))
 
 
 @pytest.mark.parametrize("bias", [", bias=False", ""])

@@ -15,6 +15,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.lever import Candidate, Refusal
 from flatout.core.records.trial import TimeModel, TrialResult
 from flatout.tune.levers.workload.mixed_precision import LEVER, edit
+from flatout.tune.levers.workload.tf32 import LEVER as TF32
 
 
 def _run(*, rate: float = 4.0, product_s: float = 0.06) -> EvidenceBuilder:
@@ -46,6 +47,20 @@ def test_what_the_trial_saved_is_what_is_promised() -> None:
     [candidate] = LEVER.propose(run.build(), ())
     assert isinstance(candidate, Candidate)
     assert candidate.saved_s[0] < 0.06 < candidate.saved_s[1]
+
+
+def test_where_tf32_alone_was_tried_it_promises_no_less() -> None:
+    """Steps of a large model leave no time to try both, and what promises more is taken first."""
+    rates = {"float32": 50e12, "tf32": 400e12, "bfloat16": 700e12}
+    run = EvidenceBuilder(device_s=0.09, machine=msgspec.structs.replace(MACHINE, matmul_flop_per_s=rates))
+    line = run.line("train.py", 5, "out = net(x)")
+    run.model(line)
+    run.operator("aten.mm", line, inputs=[(64, 64), (64, 64)], op_s=0.06)
+    run.trial(TrialResult(trial=TimeModel(model=0, variant="tf32", backward=True), now_s=0.09, cured_s=0.045))
+    [candidate] = LEVER.propose(run.build(), ())
+    [other] = TF32.propose(run.build(), ())
+    assert isinstance(candidate, Candidate) and isinstance(other, Candidate)
+    assert candidate.saved_s[0] >= other.saved_s[0] and candidate.saved_s[1] > other.saved_s[1]
 
 
 def test_a_machine_without_units_a_model_without_products_and_autocast_are_refused() -> None:

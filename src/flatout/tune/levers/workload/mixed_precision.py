@@ -24,8 +24,8 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.accounting import main_model, model_seconds
-from flatout.machine.cost.matrix_units import image_convolutions, is_autocast
-from flatout.tune.levers.proposals import rounded_products
+from flatout.machine.cost.matrix_units import image_convolutions, is_autocast, tried_saving
+from flatout.tune.levers.proposals import RoundedProducts, rounded_products
 from flatout.tune.rewrite.calls import calls_ending
 from flatout.tune.rewrite.enclosing_blocks import enclosing_loops, levels, parents_of
 from flatout.tune.rewrite.imports import with_import
@@ -48,6 +48,10 @@ _FASTER: Final = 1.5
 """What bfloat16 products must gain for the casts around them to be worth it."""
 _CASTS: Final = 0.8
 """Small products on a CPU took up to 1.9 times as long with the casts around them (bench/results, tune_examples)."""
+_UNTRIED: Final = 0.2
+"""Of the seconds that the rates of products promise on a device, what is counted on where nothing was tried, as for TF32."""
+_OF_TF32: Final = 0.7
+"""Of what TF32 saved when it was tried: the least that is counted on there, too."""
 _EFFORT: Final = 3.0
 """The first trial also runs the script under autocast to see what bfloat16 rounds; and exact levers come before coarse ones."""
 
@@ -62,12 +66,18 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     products = rounded_products(evidence, "bfloat16", trial="bf16-autocast", least_rate=_FASTER)
     is_cpu, busy_s = evidence.workload.device == "cpu", model_seconds(evidence)
     most_s = busy_s * (1 - 1 / products.rate)
-    low, high = products.tried_s or (-_CASTS * busy_s if is_cpu else 0.1 * products.seconds, most_s)
+    low, high = products.tried_s or (-_CASTS * busy_s if is_cpu else _least_on_device(evidence, products), most_s)
     if not is_cpu and (image_convolutions(evidence) or not evidence.steps.is_device_bound):
         # kernels transpose NCHW for matrix units, and launches hide what faster kernels gain: others may change both
         high = max(high, min(most_s, 1.1 * products.seconds * (1 - 1 / products.rate)))
     place = _place(evidence)
     yield Candidate(parameters={"dtype": "bfloat16", **place}, saved_s=(low, high), because=products.because)
+
+
+def _least_on_device(evidence: Evidence, products: RoundedProducts) -> float:
+    """Seconds that it saves where it was not tried: as many as TF32, where that was, since its products are no slower."""
+    tf32_s = tried_saving(evidence, "tf32")
+    return max(_UNTRIED * products.seconds * (1 - 1 / products.rate), _OF_TF32 * tf32_s if tf32_s is not None else 0.0)
 
 
 def _place(evidence: Evidence) -> Parameters:
