@@ -62,7 +62,7 @@ class Row(NamedTuple):
     `tuned` are the arguments with which `flatout tune` runs it, where they are others: an untouched script may not fit with the
     batch that is raced. `cycle` optimizer steps belong together, as those of an iteration of PPO do: stretches are whole cycles.
     `needs` is a variable that names a checkout, or a package. Where `is_plain_slow`, 500 steps of the untouched script take too
-    long, or more memory than there is.
+    long, or more memory than there is. `pairs` is the fraction of all pairs that attention's mask has, for accounts.
     """
 
     title: str
@@ -76,6 +76,7 @@ class Row(NamedTuple):
     cycle: int = 1
     needs: str = ""
     is_plain_slow: bool = False
+    pairs: float = 1.0
 
 
 def _llama(settings: tuple[tuple[str, str], ...], *own: str) -> dict[str, tuple[tuple[str, ...], float]]:
@@ -136,6 +137,7 @@ ROWS = {
         },
         needs="liger_kernel",
         is_plain_slow=True,
+        pairs=0.275,
     ),
     "llama-float8": Row(
         "Llama-like 1B in float8",
@@ -230,9 +232,8 @@ ROWS = {
                     name: (options, 32.0)
                     for name, options in {
                         "default": (),
-                        "flash": ("--flash",),
-                        "reduce-overhead": ("--compile", "reduce-overhead"),
-                        "tuned": ("--compile", "tuned"),
+                        "graphs": ("--compile", "graphs"),
+                        "flash, graphs": ("--flash", "--compile", "graphs"),
                     }.items()
                 },
                 1.15,
@@ -381,7 +382,7 @@ def judged(name: str, row: Row, plan: Path, options: argparse.Namespace) -> dict
     if options.accounts:
         fastest = max(best.values(), key=lambda side: rates[side])
         for side, request in {"plan": own, "peer": requests[fastest]}.items():
-            account(options.out / f"account_{name}_{side}.json", request, is_stretch=row.cycle > 1)
+            account(options.out / f"account_{name}_{side}.json", request, row)
     return found
 
 
@@ -412,9 +413,10 @@ def losses_of(row: Row, plan: Path, num_at_once: int) -> dict[str, list[float | 
         return {side: list(pool.map(partial(last_loss, request), SEEDS)) for side, request in sides.items()}
 
 
-def account(out: Path, request: Request, *, is_stretch: bool) -> None:
+def account(out: Path, request: Request, row: Row) -> None:
     """Where a step of this side goes, or a stretch of many, by a run of its own."""
-    flags = (*(("--stretch",) if is_stretch else ()), *(("--plan", request.plan) if request.plan else ()))
+    flags = (*(("--stretch",) if row.cycle > 1 else ()), *(("--pairs", str(row.pairs)) if row.pairs < 1 else ()))
+    flags = (*flags, *(("--plan", request.plan) if request.plan else ()))
     command = [sys.executable, str(BEST / "account.py"), *flags, str(out), request.target, *request.arguments]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=ACCOUNT_S)

@@ -27,8 +27,9 @@ from flatout.app.plans import environment_of, read_plan
 from flatout.core.records.record import to_json
 from flatout.machine.measure.stats import median_estimate, ratio_estimate
 from flatout.tune.apply import circumstances
-from flatout.tune.verify.proof import prove_script
+from flatout.tune.verify.proof import is_out_of_memory, prove_script
 from flatout.tune.verify.proof_terms import ProofTerms
+from flatout.tune.verify.side import SideAnswer
 from flatout.tune.verify.side_process import Failed, Request, SideProcess
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,6 +58,8 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 }
 NUM_STRETCHES = 15
 STRETCH_S = 0.4
+_TOGETHER = 0.85
+"""Of a device's memory, what all sides may hold at their peaks."""
 START_S = 420.0
 """A ResNet-50 whose kernels are tuned one by one makes its first steps after four minutes (H200)."""
 
@@ -148,21 +151,44 @@ class Race:
         self._sides, self._cycle = sides, cycle
         self._stack = ExitStack()
         self._standing: dict[str, SideProcess] = {}
+        self._is_lean = False
+        """Whether sides do not all fit on the device with what they cache: that is given back when they stand."""
 
     def __enter__(self) -> Race:
+        first: list[SideAnswer] = []
+        for side in self._sides:
+            self._start(side)
+        for side in self._sides:
+            first += self._first_answer(side)
+        for side in [
+            s for s, why in self.failed.items() if is_out_of_memory(why)
+        ]:  # once more, beside sides that stand
+            del self.failed[side]
+            self._start(side)
+            first += self._first_answer(side)
+        peaks, total = (
+            sum(one.device_peak_bytes for one in first),
+            max((a.device_total_bytes for a in first), default=0),
+        )
+        self._is_lean = peaks > _TOGETHER * total > 0
+        return self
+
+    def _start(self, side: str) -> None:
         import msgspec
 
-        for side, request in self._sides.items():
-            wanted = msgspec.structs.replace(request, num_recorded=8, seed=0)
-            self._standing[side] = self._stack.enter_context(SideProcess(wanted))
-        for side in list(self._standing):
-            try:
-                answer = self._standing[side].answer(timeout_s=START_S)
-                if answer.what == "ended":
-                    raise Failed(answer.error or "it ended")
-            except Failed as e:
-                self._drop(side, str(e))
-        return self
+        wanted = msgspec.structs.replace(self._sides[side], num_recorded=8, seed=0)
+        self._standing[side] = self._stack.enter_context(SideProcess(wanted))
+
+    def _first_answer(self, side: str) -> list[SideAnswer]:
+        """What a side answers once it stands; nothing, and it is dropped, where it does not come so far."""
+        try:
+            answer = self._standing[side].answer(timeout_s=START_S)
+            if answer.what == "ended":
+                raise Failed(answer.error or "it ended")
+        except Failed as e:
+            self._drop(side, str(e))
+            return []
+        return [answer]
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -176,7 +202,7 @@ class Race:
         for number in range(NUM_STRETCHES + 3):
             for side in list(self._standing):
                 try:
-                    self._standing[side].order(sizes[side])
+                    self._standing[side].order(sizes[side], is_lean=self._is_lean)
                     answer = self._standing[side].answer(timeout_s=240.0)
                     taken, self.peak_bytes[side] = answer.seconds / sizes[side], answer.device_peak_bytes
                 except Failed as e:

@@ -1,21 +1,24 @@
 """Where a step of a script goes, kernel by kernel, against what the device could do.
 
-    python bench/best/account.py [--stretch] [--plan PLAN] OUT SCRIPT [ARGUMENTS]
+    python bench/best/account.py [--stretch] [--pairs FRACTION] [--plan PLAN] OUT SCRIPT [ARGUMENTS]
 
 The script runs unchanged, or with a plan; after WARM optimizer steps three are profiled with the shapes of operators, and the
 median one stands for all. A script that has not made so many after START_S seconds, and makes no more, has them where no hook
 sees them, in a CUDA graph: of that STRETCH_S seconds are profiled, and are no step. So are they with `--stretch`, for scripts
-that make many steps by one graph. OUT has a row for each operator and compiled kernel (seconds, FLOP, bytes), and sums by family.
+that make many steps by one graph. Graphs that torch.compile records are not, else: their kernels would have no operators. The
+same kernels are launched one by one, and a race says how long a step is with graphs. OUT has a row for each operator and compiled
+kernel (seconds, FLOP, bytes), and sums by family.
 
 The floor of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, and its bytes at the rate
-of a copy of 4 GB, both measured here after the script, on random numbers. Of causal attention half the pairs count. Rows whose
-FLOP or bytes are not known count their own time. What is no kernel is idle. On a CPU, where it can be tried, rates are those of
-the same operations in float32, and small.
+of a copy of 4 GB, both measured here after the script, on random numbers. Of causal attention half the pairs count, of
+FlexAttention the fraction that `--pairs` says its mask has. Rows whose FLOP or bytes are not known count their own time. What is
+no kernel is idle. On a CPU, where it can be tried, rates are those of the same operations in float32, and small.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -26,11 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import compile_fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from flatout.app.plans import environment_of, read_plan, run_planned
 from flatout.check.traces.ranks import evidence_of_files
-from flatout.core.records.evidence import Evidence
+from flatout.core.records.evidence import Evidence, Operator
 from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
 from flatout.core.runtime.script import end_script, load_script, run_script
 from flatout.machine.cost.families import family_of
@@ -133,17 +137,31 @@ def causal_operators(trace: Path) -> set[str]:
     return {name for name, is_causal in found.items() if is_causal}
 
 
-def accounted(evidence: Evidence, flop_per_s: float, bytes_per_s: float, causal: set[str]) -> dict[str, Any]:
-    """Rows, sums by family, and what is no kernel; of operators in `causal` half the FLOP count."""
+def flex_flop(operator: Operator, pairs: float) -> float:
+    """FLOP of a call of FlexAttention whose mask has this fraction of pairs: two products forward, five backward; else 0.
+
+    Queries are (B, H, T, D) or (B, T, H, D), T the longest of these.
+    """
+    if "tem_fused" not in operator.op or "flex_attention" not in operator.op or not operator.inputs:
+        return 0.0
+    queries = operator.inputs[0].shape
+    num_products = 5 if "flex_attention_backward" in operator.op else 2
+    return num_products * 2.0 * math.prod(queries) * max(queries) * pairs
+
+
+def accounted(
+    evidence: Evidence, flop_per_s: float, bytes_per_s: float, causal: set[str], pairs: float = 1.0
+) -> dict[str, Any]:
+    """Rows, sums by family, and what is no kernel; of operators in `causal` half the FLOP count, of FlexAttention's `pairs`."""
     rows: list[dict[str, Any]] = []
     for operator in evidence.operators:
         known = bool(operator.flop or operator.bytes)
-        flop = (operator.flop or 0) * (0.5 if operator.op in causal else 1.0)
+        flop = (operator.flop or 0) * (0.5 if operator.op in causal else 1.0) or flex_flop(operator, pairs)
         floor_s = operator.num_calls * max(flop / flop_per_s, operator.bytes / bytes_per_s)
         rows.append(
             {
                 "op": operator.op,
-                "family": family_of(operator.op),
+                "family": "attention" if flex_flop(operator, 1.0) else family_of(operator.op),
                 "phase": operator.phase,
                 "calls": operator.num_calls,
                 "s": operator.op_s,
@@ -166,6 +184,7 @@ def accounted(evidence: Evidence, flop_per_s: float, bytes_per_s: float, causal:
         "flop_per_s": flop_per_s,
         "bytes_per_s": bytes_per_s,
         "causal": sorted(causal),
+        "pairs": pairs,
         "step_s": evidence.steps.step_s,
         "busy_s": busy_s,
         "idle_s": evidence.steps.step_s - busy_s,
@@ -181,12 +200,16 @@ def accounted(evidence: Evidence, flop_per_s: float, bytes_per_s: float, causal:
 def main() -> int:
     words = [word for word in sys.argv[1:] if word != "--stretch"]
     is_stretch = len(words) < len(sys.argv) - 1
+    pairs = float(words[1]) if words[0] == "--pairs" else 1.0
+    words = words[2:] if words[0] == "--pairs" else words
     plan = read_plan(Path(words[1])) if words[0] == "--plan" else None
     out, script, *arguments = words[2:] if plan is not None else words
     wanted = environment_of(plan) if plan is not None else {}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
     loaded = load_script(script, tuple(arguments))
+    if not is_stretch:
+        compile_fx.cudagraphify = lambda compiled, *_, **__: compiled
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         steps = StepsProfiled(trace)
@@ -202,7 +225,7 @@ def main() -> int:
             print(f"no {WARM + STEPS} optimizer steps were made, the exit code is {code}", file=sys.stderr)
             return code or 1
         evidence, causal = evidence_of_files([trace]), causal_operators(trace)
-    found = accounted(evidence, *rates(), causal) | {"is_stretch": steps.is_stretch}
+    found = accounted(evidence, *rates(), causal, pairs) | {"is_stretch": steps.is_stretch}
     Path(out).write_text(json.dumps(found, indent=1))
     what = "stretch" if steps.is_stretch else "step"
     print(

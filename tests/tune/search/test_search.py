@@ -124,6 +124,27 @@ def test_of_two_ways_to_pull_a_lever_one_is_kept() -> None:
     assert [p.parameters for p in result.levers] == [{"n": 1}]
 
 
+@pytest.mark.parametrize(
+    ("words", "tried"), [(("gradient",), [1, 3]), (("signal 11",), [1, 2]), (("of another kind", "gradient"), [1, 3])]
+)
+def test_a_fallback_takes_the_place_of_all_other_ways_once_what_it_is_for_has_shown(
+    words: tuple[str, ...], tried: list[int]
+) -> None:
+    """The first way to pull the lever computes another gradient."""
+    fallback = msgspec.structs.replace(candidate("a", 0.04, n=3), fallback_for=words)
+    ways = [candidate("a", 0.06, n=1), candidate("a", 0.05, n=2), fallback]
+    log = SearchLog()
+    found(World({"a": 0.5}, wrong=["a"]), ways, log=log)
+    assert [attempt.after[-1].parameters["n"] for attempt in log.attempts] == tried
+
+
+def test_no_fallback_is_tried_where_nothing_fails() -> None:
+    fallback = msgspec.structs.replace(candidate("a", 0.09, n=2), fallback_for=("gradient",))
+    result = found(World({"a": 0.5}), [candidate("a", 0.05, n=1), fallback])
+    assert [p.parameters for p in result.levers] == [{"n": 1}]
+    assert not any(t.lever == "a" for t in result.left_out)
+
+
 def test_levers_that_do_not_go_together_are_not_put_together() -> None:
     result = found(World({"a": 0.5, "b": 0.5}), [candidate("a", 0.05), candidate("b", 0.04)], conflicts={"b": ("a",)})
     assert ids(result) == ["a"]

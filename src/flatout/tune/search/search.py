@@ -168,6 +168,8 @@ class _LeverSearch:
         """Why a candidate was left out when it was tried, by its identity: tried again, it gets another reason."""
         self._blamed: list[Candidate] = []
         """Candidates by which a plan of several failed, or that met nothing to change: alone it would be the same."""
+        self._failed: dict[str, list[Verdict]] = {}
+        """Verdicts on ways to pull a lever that failed or computed something else."""
         self._is_complete = True
         self._has_joined = False
 
@@ -218,7 +220,7 @@ class _LeverSearch:
         for candidate in candidates:
             effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
             is_safe = candidate.is_companion or candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
-            if candidate.is_risky or not is_safe or effort > self._goal.cheap:
+            if candidate.is_risky or candidate.fallback_for or not is_safe or effort > self._goal.cheap:
                 continue
             if not candidate.is_companion and self._so_far.is_too_little(candidate):
                 slight.append(candidate)
@@ -332,6 +334,8 @@ class _LeverSearch:
         for number in range(len(candidates)):
             self._put_first(candidates, number)
             candidate = candidates[number]
+            if not self._is_due(candidate, candidates):
+                continue
             if rivals is not None and any(p.id != candidate.lever for p in self._so_far.displaced(candidate)):
                 rivals.append(candidate)
                 continue
@@ -346,6 +350,9 @@ class _LeverSearch:
             plan = self._so_far.levers
             self._bench.expect(self._upcoming([candidate, *candidates[number + 1 :]]))
             verdict = self._add(candidate, "time")
+            if verdict is not None and verdict.outcome == "different":
+                self._failed.setdefault(candidate.lever, []).append(verdict)
+                candidates[number + 1 :] = sorted(candidates[number + 1 :], key=lambda c: not self._is_called_for(c))
             if verdict is None and self._so_far.effort_of(candidate.lever, candidate.parameters) > 1:
                 self._leave_out_unreached([candidate])  # there may be time for a shorter one
                 continue
@@ -358,6 +365,16 @@ class _LeverSearch:
                 doubtful.append((candidate, plan, verdict.speed))
         return doubtful
 
+    def _is_called_for(self, candidate: Candidate) -> bool:
+        """Whether it is a fallback for what another way to pull its lever failed with."""
+        return any(_shows(verdict, candidate.fallback_for) for verdict in self._failed.get(candidate.lever, ()))
+
+    def _is_due(self, candidate: Candidate, candidates: Sequence[Candidate]) -> bool:
+        """Whether it is no fallback, as long as none is called for, or one that is."""
+        if candidate.fallback_for:
+            return self._is_called_for(candidate)
+        return not any(c.lever == candidate.lever and self._is_called_for(c) for c in candidates)
+
     def _upcoming(
         self, candidates: Sequence[Candidate]
     ) -> list[tuple[tuple[PlannedLever, ...], tuple[PlannedLever, ...]]]:
@@ -367,6 +384,7 @@ class _LeverSearch:
             (plan, (*plan, self._so_far.planned(c)))
             for c in candidates
             if not self._so_far.displaced(c)
+            and self._is_due(c, candidates)
             and not self._so_far.is_planned(c)
             and not any(c is one for one in self._blamed)
             and not self._so_far.why_not(c)
@@ -376,9 +394,10 @@ class _LeverSearch:
     def _put_first(self, candidates: list[Candidate], number: int) -> None:
         """Exchange the next candidate for another way to pull its lever that is the better one for steps as short as they are."""
         for other in range(number + 1, len(candidates)):
-            has_same_lever = candidates[other].lever == candidates[number].lever
-            if has_same_lever and self._so_far.step_s < candidates[other].first_below_s:
-                candidates[number], candidates[other] = candidates[other], candidates[number]
+            way = candidates[other]
+            is_first = way.lever == candidates[number].lever and self._so_far.step_s < way.first_below_s
+            if is_first and self._is_due(way, candidates):
+                candidates[number], candidates[other] = way, candidates[number]
                 return
 
     def _add(self, candidate: Candidate, objective: Objective, kind: Literal["add", "again"] = "add") -> Verdict | None:
@@ -427,7 +446,8 @@ class _LeverSearch:
     def _leave_out_unreached(self, candidates: Sequence[Candidate]) -> None:
         """Name what there was no time for, with what it promises."""
         for candidate in candidates:
-            if any(p.id == candidate.lever for p in self._so_far.levers):
+            is_planned = any(p.id == candidate.lever for p in self._so_far.levers)
+            if is_planned or not self._is_due(candidate, candidates):
                 continue
             low, high = self._so_far.predicted(candidate)
             predicted = (
@@ -537,6 +557,12 @@ class _LeverSearch:
 def _may_be_faster(verdict: Verdict) -> bool:
     """Whether a longer race may show that what is equal is faster."""
     return bool(verdict.equality.holds) and verdict.speed is not None and verdict.speed.ratio > _WORTH_A_LONGER_RACE
+
+
+def _shows(verdict: Verdict, words: Sequence[str]) -> bool:
+    """Whether one of these words is in the error of a Verdict, or names what differed."""
+    first = verdict.equality.first
+    return any(word in verdict.because or (first is not None and word == first.what) for word in words)
 
 
 def _peak(verdict: Verdict) -> int:

@@ -59,8 +59,9 @@ def test_nothing_is_compiled_anew_for_an_epochs_smaller_last_batch() -> None:
 
 
 def _parameters(run: EvidenceBuilder) -> list[Parameters]:
-    """Without what all have in common: evaluations stay as they are."""
-    found = [p.parameters for p in LEVER.propose(run.build(), ()) if isinstance(p, Candidate)]
+    """Without what all have in common (evaluations stay as they are), and without fallbacks."""
+    proposed = [p for p in LEVER.propose(run.build(), ()) if isinstance(p, Candidate)]
+    found = [p.parameters for p in proposed if not p.fallback_for]
     assert all(one.get("plain_evaluation") for one in found)
     return [{k: v for k, v in one.items() if k != "plain_evaluation"} for one in found]
 
@@ -156,12 +157,33 @@ def test_a_busy_device_that_would_wait_for_its_host_if_it_were_faster_gets_graph
         {"inductor": ("coordinate_descent_tuning",)},
         {"mode": "max-autotune-no-cudagraphs"},
     ]
-    first_below_s = [c.first_below_s for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate)]
+    proposed = [c for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate) and not c.fallback_for]
+    first_below_s = [c.first_below_s for c in proposed]
     assert first_below_s == [0.0, pytest.approx(1.5 * 0.01), 0.0, 0.0], (
         "graphs come first once launching takes most of a step"
     )
     run.padding()
     assert not any(c.first_below_s for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate))
+
+
+def test_on_a_device_each_way_but_a_tuned_mode_has_one_without_reductions_that_torch_gets_wrong() -> None:
+    run = EvidenceBuilder(device_s=0.099)
+    run.model(run.line("train.py", 5, "net(x)"))
+    run.operator("aten.mm", run.line("train.py", 5, "net(x)"), op_s=0.08, python_s=0.01)
+    off = {"inductor_off": ("triton.mix_order_reduction",)}
+    assert [parameters for parameters, words in _ways(run) if words] == [
+        off,
+        off | {"inductor": ("triton.cudagraphs",)},
+        off | {"inductor": ("coordinate_descent_tuning",)},
+    ]
+    assert not any(words for _, words in _ways(EvidenceBuilder()))
+
+
+def _ways(run: EvidenceBuilder) -> list[tuple[Parameters, tuple[str, ...]]]:
+    if not run.models:
+        run.model(run.line("train.py", 5, "net(x)"))
+    found = [c for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate)]
+    return [({k: v for k, v in c.parameters.items() if k != "plain_evaluation"}, c.fallback_for) for c in found]
 
 
 def test_models_that_draw_random_numbers_draw_them_as_without_compiling() -> None:
@@ -265,6 +287,8 @@ def test_switches_of_inductor_are_passed_on_and_wrong_ones_refused() -> None:
     made, rest = "net = make()\n", "optimizer = SGD(net.parameters())\nnet(x).sum().backward()\n"
     new = edit(made + rest, {"mode": "default", "inductor": ("coordinate_descent_tuning",)})
     assert new == made + "net.compile(options={'coordinate_descent_tuning': True})\n" + rest
+    new = edit(made + rest, {"inductor_off": ("triton.mix_order_reduction",)})
+    assert new == made + "net.compile(options={'triton.mix_order_reduction': False})\n" + rest
     for wrong in ("coordinate_descending", "cpp.threads"):
         with pytest.raises(PlanError, match=f"'{wrong}' is no switch"), pulled(LEVER, inductor=(wrong,)):
             pass

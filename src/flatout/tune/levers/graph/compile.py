@@ -2,7 +2,8 @@
 
 What        `model.compile(...)` at its first call, in place; or each of its repeated blocks alone, which compiles one block for
             all (`regions`: the paths of the containers that hold them). `mode` and `dynamic` are those of torch.compile;
-            `inductor` names switches of Inductor that are turned on instead of a mode (`coordinate_descent_tuning`). With
+            `inductor` names switches of Inductor that are turned on instead of a mode (`coordinate_descent_tuning`),
+            `inductor_off` those that are turned off. With
             `short_erf` compiled GELU of 16-bit numbers on a GPU takes a shorter formula, 1.5e-7 off at most before rounding
             (the text of `flatout edit` leaves that out).
             Shapes that come first after many calls and rarely, as an epoch's smaller last batch, are computed as before (the text
@@ -56,6 +57,8 @@ tune_examples)."""
 _SMALL_S: Final = 0.01
 """Forward and backward of a model on a device that take longer than this lose little at worst, in our judgement."""
 _LITTLE: Final = 0.1
+_FALLBACK: Final = 0.8
+"""Of what a way to compile promises, what it does with kernels that take two passes where one would do."""
 _MOST_FASTER: Final = 20.0
 """What a plan makes of a step at most, in our judgement: a host that takes less than this part of it is never waited for."""
 _MOSTLY_HOST: Final = 1.5
@@ -64,6 +67,11 @@ two thirds of a step went 1.30 times as fast compiled, and 2.05 times with graph
 _KERNELS_TUNED: Final = "coordinate_descent_tuning"
 """Sizes of the compiled kernels are tried one after the other, and no products and convolutions: a ResNet-50 with CUDA graphs
 went 1.04 times as fast as without (H200)."""
+_MIXED_REDUCTIONS: Final = "triton.mix_order_reduction"
+"""One kernel for sums over rows and sums over columns. In torch 2.10 to 2.13 it returns gradients of another shape for weights of
+shape (1, C, 1, 1) after a norm (issue 178080 of pytorch/pytorch), and wrong ones where modulated norms share weights (193061)."""
+_OF_MIXED_REDUCTIONS: Final = ("returned an invalid gradient", "gradient")
+"""How that shows."""
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _RETAINS: Final = re.compile(r"\bretain_graph\s*=\s*True\b")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
@@ -94,6 +102,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
             parameters=usual | option.parameters,
             saved_s=(option.share * low, option.share * high),
             first_below_s=option.first_below_s,
+            fallback_for=option.fallback_for,
             because=f"forward and backward take {busy_s * 1e3:.2f} ms of a step{option.why}",
         )
 
@@ -117,9 +126,32 @@ class _Option(NamedTuple):
     parameters: Parameters
     why: str
     first_below_s: float = 0.0
+    fallback_for: tuple[str, ...] = ()
 
 
 def _options(evidence: Evidence) -> Iterator[_Option]:
+    """The ways to compile, and behind each the same without the reductions that torch gets wrong."""
+    for option in _usual_options(evidence):
+        yield option
+        parameters = _without_mixed_reductions(option.parameters)
+        if parameters is not None and evidence.steps.kind == "training" and evidence.steps.device_s is not None:
+            why = f"{option.why}; without reductions of mixed order, which torch gets wrong here"
+            share = _FALLBACK * option.share
+            yield _Option(share, parameters, why, option.first_below_s, _OF_MIXED_REDUCTIONS)
+
+
+def _without_mixed_reductions(parameters: Parameters) -> Parameters | None:
+    """The same way to compile without these reductions: a mode as the switches that it stands for. None for what has no such."""
+    switches = {"default": (), "reduce-overhead": ("triton.cudagraphs",)}.get(str(parameters.get("mode", "default")))
+    if switches is None or not _has_switch(_MIXED_REDUCTIONS):
+        return None
+    named = parameters.get("inductor", ())
+    switches = (*switches, *(named if isinstance(named, tuple) else ()))
+    rest = {name: value for name, value in parameters.items() if name not in ("mode", "inductor")}
+    return rest | ({"inductor": switches} if switches else {}) | {"inductor_off": (_MIXED_REDUCTIONS,)}
+
+
+def _usual_options(evidence: Evidence) -> Iterator[_Option]:
     is_device, is_ragged = evidence.steps.device_s is not None, has_changing_shapes(evidence)
     is_waiting = is_device and not is_ragged and not evidence.steps.is_device_bound
     # graphs overwrite what they returned before, which loops of many parts do not bear: the plain way comes first there
@@ -151,7 +183,7 @@ def _options(evidence: Evidence) -> Iterator[_Option]:
 def _effort(parameters: Parameters) -> float:
     if str(parameters.get("mode", "")).startswith("max-autotune"):
         return _EFFORT_OF_TUNING
-    return _EFFORT_OF_KERNELS if "inductor" in parameters else _EFFORT
+    return _EFFORT_OF_KERNELS if _KERNELS_TUNED in _names(parameters, "inductor") else _EFFORT
 
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
@@ -198,17 +230,28 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
 
 
 def _switches(parameters: Parameters) -> dict[str, bool]:
-    """Inductor's switches that are turned on; PlanError where they cannot be."""
-    names = parameters.get("inductor", ())
-    if isinstance(names, str) or not isinstance(names, tuple):
-        raise PlanError(
-            f"parameter 'inductor' is {names!r} and must be a list of names, as ['coordinate_descent_tuning']"
-        )
-    if names and parameters.get("mode", "default") != "default":
+    """Inductor's switches that are turned on and off; PlanError where they cannot be."""
+    on, off = _names(parameters, "inductor"), _names(parameters, "inductor_off")
+    if (on or off) and parameters.get("mode", "default") != "default":
         raise PlanError(
             f"mode {parameters['mode']!r} and 'inductor' exclude one another: torch.compile takes one of them"
         )
-    return dict.fromkeys(map(str, names), True)
+    return dict.fromkeys(on, True) | dict.fromkeys(off, False)
+
+
+def _names(parameters: Parameters, key: str) -> tuple[str, ...]:
+    names = parameters.get(key, ())
+    if isinstance(names, str) or not isinstance(names, tuple):
+        raise PlanError(f"parameter '{key}' is {names!r} and must be a list of names, as ['coordinate_descent_tuning']")
+    return tuple(map(str, names))
+
+
+def _has_switch(name: str) -> bool:
+    """Whether Inductor of this torch has it."""
+    try:
+        return isinstance(attrgetter(name)(import_module("torch._inductor.config")), bool)
+    except (AttributeError, ImportError):
+        return False
 
 
 def _check_switches(names: Iterable[str]) -> None:
@@ -216,9 +259,8 @@ def _check_switches(names: Iterable[str]) -> None:
     from torch._inductor import list_options
 
     known = list_options()
-    config = import_module("torch._inductor.config")
     for name in names:
-        if name not in known or not isinstance(attrgetter(name)(config), bool):
+        if name not in known or not _has_switch(name):
             raise PlanError(
                 f"'{name}' is no switch of torch._inductor.config; give the names of such that are True or False"
             )
