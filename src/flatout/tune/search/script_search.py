@@ -76,6 +76,7 @@ class ScriptBench:
         effort_of: Callable[[Lever, Parameters], float],
         on_progress: Callable[[str], None],
         losses_of_a_step: int = 1,
+        run_steps: int = 0,
         workers: Workers | None = None,
         device: str = "",
     ) -> None:
@@ -83,6 +84,7 @@ class ScriptBench:
         self._script = script
         self._plan = plan
         self._terms = terms
+        self._run_steps = run_steps
         self._levers = levers
         self._on_progress = on_progress
         self._prover = ScriptProver(script, terms, on_progress=self._with_time_left)
@@ -132,6 +134,7 @@ class ScriptBench:
             objective=objective,
             at=precision_of(after, self._levers) or self._terms.at,
             warm_up_steps=max((planned.warm_up_steps for planned in after), default=0),
+            run_steps=0 if is_final else self._run_steps,
         )
         if not any(planned.guarantee == "quality" for planned in after):
             return terms
@@ -317,6 +320,7 @@ def search_script(
         effort_of=goal.effort_of,
         on_progress=on_progress,
         losses_of_a_step=_losses_of_a_step(evidence),
+        run_steps=settings.num_steps,
         workers=settings.workers,
         device=evidence.workload.device,
     ) as bench:

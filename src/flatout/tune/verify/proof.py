@@ -30,6 +30,8 @@ _SAME_SIZE: Final = 0.02
 """Peaks of two processes that run the same differ by about this share."""
 _COLD_S: Final = 3.0
 """What was compiled for so long is found in a cache by the next process: that one shows what a run pays at its start."""
+_SOON: Final = 0.1
+"""Of a run: what pays within this part of it, compiled anew, does so all the sooner from a cache."""
 _ROUNDS: Final = 4
 """How often two scripts are started again because their steps ran out before the interval was there."""
 
@@ -256,6 +258,9 @@ class ScriptProver:
         """Start the changed side once more where the only one compiled for long: later runs find that in a cache."""
         speed = race.speed()
         if speed is None or race.num_starts > 1 or speed.later_s < _COLD_S or speed.ratio < 1:
+            return
+        pays_from = speed.pays_from(0.0)
+        if pays_from is not None and pays_from < _SOON * self._terms.run_steps:
             return
         self._on_progress("its start once more, now that its kernels are compiled")
         try:

@@ -41,6 +41,9 @@ class ProofTerms(Record, frozen=True, kw_only=True):
     allowed_loss: Allowance = Allowance()
     warm_up_steps: int = 0
     """Steps of the changed side before the race: until a cache is filled it gains nothing, and what it takes is no leak."""
+    run_steps: int = 0
+    """Steps of the runs that the change is for: what pays within few of them, all that it compiled included, is not started once
+    more to see how soon it pays with that in a cache; 0: not known."""
     cycle: int = 0
     """Steps of a stretch, or a multiple: those between two rollouts, in reinforcement learning; 0: as the scripts show."""
     decisive: float = math.inf

@@ -154,7 +154,7 @@ def test_a_busy_device_that_would_wait_for_its_host_if_it_were_faster_gets_graph
     assert _parameters(run) == [
         {"mode": "default"},
         {"mode": "reduce-overhead"},
-        {"inductor": ("coordinate_descent_tuning",)},
+        {"inductor": ("coordinate_descent_tuning", "triton.cudagraphs")},
         {"mode": "max-autotune-no-cudagraphs"},
     ]
     proposed = [c for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate) and not c.fallback_for]
@@ -163,6 +163,7 @@ def test_a_busy_device_that_would_wait_for_its_host_if_it_were_faster_gets_graph
         "graphs come first once launching takes most of a step"
     )
     run.padding()
+    assert {"inductor": ("coordinate_descent_tuning",)} in _parameters(run)
     assert not any(c.first_below_s for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate))
 
 
@@ -174,7 +175,7 @@ def test_on_a_device_each_way_but_a_tuned_mode_has_one_without_reductions_that_t
     assert [parameters for parameters, words in _ways(run) if words] == [
         off,
         off | {"inductor": ("triton.cudagraphs",)},
-        off | {"inductor": ("coordinate_descent_tuning",)},
+        off | {"inductor": ("coordinate_descent_tuning", "triton.cudagraphs")},
     ]
     assert not any(words for _, words in _ways(EvidenceBuilder()))
 

@@ -72,6 +72,7 @@ _MIXED_REDUCTIONS: Final = "triton.mix_order_reduction"
 shape (1, C, 1, 1) after a norm (issue 178080 of pytorch/pytorch), and wrong ones where modulated norms share weights (193061)."""
 _OF_MIXED_REDUCTIONS: Final = ("returned an invalid gradient", "gradient")
 """How that shows."""
+_GRAPHS: Final = "triton.cudagraphs"
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _RETAINS: Final = re.compile(r"\bretain_graph\s*=\s*True\b")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
@@ -142,7 +143,7 @@ def _options(evidence: Evidence) -> Iterator[_Option]:
 
 def _without_mixed_reductions(parameters: Parameters) -> Parameters | None:
     """The same way to compile without these reductions: a mode as the switches that it stands for. None for what has no such."""
-    switches = {"default": (), "reduce-overhead": ("triton.cudagraphs",)}.get(str(parameters.get("mode", "default")))
+    switches = {"default": (), "reduce-overhead": (_GRAPHS,)}.get(str(parameters.get("mode", "default")))
     if switches is None or not _has_switch(_MIXED_REDUCTIONS):
         return None
     named = parameters.get("inductor", ())
@@ -166,13 +167,15 @@ def _usual_options(evidence: Evidence) -> Iterator[_Option]:
         yield _Option(share_of_graphs, {"mode": "reduce-overhead"}, "; the device waits for its host")
     if is_device and evidence.steps.is_device_bound and not is_ragged:
         host_s = host_seconds(evidence)
+        tuned: tuple[str, ...] = (_KERNELS_TUNED,)
         if host_s > evidence.steps.step_s / _MOST_FASTER:
             why = "; once the device has less to do, it waits for its host"
             # batches that are cut to their longest rows have other shapes each time, and each shape needs graphs of its own
             first_below_s = 0.0 if evidence.paddings else _MOSTLY_HOST * host_s
             yield _Option(0.95, {"mode": "reduce-overhead"}, why, first_below_s)
+            tuned = tuned if evidence.paddings else (*tuned, _GRAPHS)
         busy = "; the device is busy all the time"
-        yield _Option(0.92, {"inductor": (_KERNELS_TUNED,)}, busy)
+        yield _Option(0.92, {"inductor": tuned}, busy)
         yield _Option(0.9, {"mode": "max-autotune-no-cudagraphs"}, busy)
     regions = block_containers(evidence)
     if regions:
