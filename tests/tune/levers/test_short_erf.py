@@ -73,6 +73,9 @@ def test_only_graphs_for_the_device_in_16_bits_have_it() -> None:
     assert F.gelu is original
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.*should not be instantiated:DeprecationWarning"
+)  # dynamo's own
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_device_compiled_gradients_are_those_of_float64() -> None:
     undo = short_gelu_in_graphs()

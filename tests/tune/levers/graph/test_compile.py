@@ -167,6 +167,15 @@ def test_a_busy_device_that_would_wait_for_its_host_if_it_were_faster_gets_graph
     assert not any(c.first_below_s for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate))
 
 
+@pytest.mark.parametrize(("scalars", "is_short"), [("", True), ("approximate='tanh'", False)])
+def test_where_kernels_are_tuned_exact_gelu_is_short(scalars: str, is_short: bool) -> None:
+    run = EvidenceBuilder(device_s=0.099)
+    run.model(run.line("train.py", 5, "net(x)"))
+    run.operator("aten.gelu", run.line("train.py", 5, "net(x)"), op_s=0.01, scalars=scalars)
+    tuned = [way for way in _parameters(run) if "coordinate_descent_tuning" in str(way.get("inductor", ""))]
+    assert [way.get("short_erf", False) for way in tuned] == [is_short]
+
+
 def test_on_a_device_each_way_but_a_tuned_mode_has_one_without_reductions_that_torch_gets_wrong() -> None:
     run = EvidenceBuilder(device_s=0.099)
     run.model(run.line("train.py", 5, "net(x)"))

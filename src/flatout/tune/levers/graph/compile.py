@@ -175,12 +175,18 @@ def _usual_options(evidence: Evidence) -> Iterator[_Option]:
             yield _Option(0.95, {"mode": "reduce-overhead"}, why, first_below_s)
             tuned = tuned if evidence.paddings else (*tuned, _GRAPHS)
         busy = "; the device is busy all the time"
-        yield _Option(0.92, {"inductor": tuned}, busy)
+        short: Parameters = {"short_erf": True} if _has_exact_gelu(evidence) else {}
+        yield _Option(0.92, {"inductor": tuned} | short, busy)
         yield _Option(0.9, {"mode": "max-autotune-no-cudagraphs"}, busy)
     regions = block_containers(evidence)
     if regions:
         places = ", ".join(f"'{r}'" if r else "the model" for r in regions)
         yield _Option(0.85 * share, {"mode": "default", "regions": regions}, f"; the blocks of {places} are alike")
+
+
+def _has_exact_gelu(evidence: Evidence) -> bool:
+    """Whether GELU by the error function is computed: nothing beside float32 products, and some per cent of a compiled step."""
+    return any(o.op == "aten.gelu" and "tanh" not in o.scalars for o in evidence.operators)
 
 
 def _effort(parameters: Parameters) -> float:
