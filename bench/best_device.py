@@ -62,7 +62,8 @@ class Row(NamedTuple):
     `tuned` are the arguments with which `flatout tune` runs it, where they are others: an untouched script may not fit with the
     batch that is raced. `cycle` optimizer steps belong together, as those of an iteration of PPO do: stretches are whole cycles.
     `needs` is a variable that names a checkout, or a package. Where `is_plain_slow`, 500 steps of the untouched script take too
-    long, or more memory than there is. `pairs` is the fraction of all pairs that attention's mask has, for accounts.
+    long, or more memory than there is. `budget_s` is for `flatout tune`. `pairs` is the fraction of all pairs that attention's
+    mask has, for accounts.
     """
 
     title: str
@@ -76,6 +77,7 @@ class Row(NamedTuple):
     cycle: int = 1
     needs: str = ""
     is_plain_slow: bool = False
+    budget_s: float = 400.0
     pairs: float = 1.0
 
 
@@ -92,6 +94,8 @@ def _batches(*sizes: int) -> dict[str, tuple[tuple[str, ...], float]]:
 
 
 _ACCUMULATED = {"12 x 4 accumulated": (("--batch", "12", "--accumulate", "4"), 48 * 1024.0)}
+_SMALL_BATCH = ("--batch", "1")
+"""The untouched Llama takes 2.6 s a step with four rows."""
 _RESNET = ("--bottleneck", "--batch", "256")
 _PPO = 64 * 32 / (10 * 32)
 """Environment steps for each optimizer step."""
@@ -119,6 +123,7 @@ ROWS = {
                 BEST / "llama.py", _llama((("sdpa", "plain"), ("cudnn", "plain"), ("cudnn", "liger"))), 1.10
             )
         },
+        tuned=_SMALL_BATCH,
         needs="liger_kernel",
         is_plain_slow=True,
     ),
@@ -135,6 +140,7 @@ ROWS = {
                 1.25,
             )
         },
+        tuned=("--documents", *_SMALL_BATCH),
         needs="liger_kernel",
         is_plain_slow=True,
         pairs=0.275,
@@ -155,9 +161,11 @@ ROWS = {
                 1.05,
             )
         },
+        tuned=_SMALL_BATCH,
         allow="quality",
         needs="torchao",
         is_plain_slow=True,
+        budget_s=600.0,
     ),
     "resnet50": Row(
         "ResNet-50, 224 pixels",
@@ -172,6 +180,7 @@ ROWS = {
                 1.10,
             )
         },
+        budget_s=900.0,
     ),
     "bert": Row(
         "BERT-base on ragged text",
@@ -201,6 +210,7 @@ ROWS = {
                 1.2,
             )
         },
+        tuned=_SMALL_BATCH,
         needs="peft",
         is_plain_slow=True,
     ),
@@ -240,6 +250,7 @@ ROWS = {
             )
         },
         needs="denoising_diffusion_pytorch",
+        budget_s=600.0,
     ),
 }
 
@@ -248,7 +259,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="*", default=list(ROWS), choices=tuple(ROWS))
-    parser.add_argument("--budget", default="300s")
+    parser.add_argument("--budget", help="for `flatout tune`, as 300s, in place of the row's")
     parser.add_argument("--plans", type=Path, help="a folder with plans to race instead of tuning")
     parser.add_argument(
         "--levers",
@@ -306,7 +317,7 @@ def side_by_side(options: argparse.Namespace) -> int:
     """Rows in processes of their own, the next one on whichever GPU is free; the number of processes that failed."""
     flags = [f"--{n}" for n in ("losses", "only-losses", "accounts", "small") if getattr(options, n.replace("-", "_"))]
     flags += ["--at-once", str(options.at_once)]
-    for name in ("plans", "levers", "settings-of"):
+    for name in ("budget", "plans", "levers", "settings-of"):
         if (path := getattr(options, name.replace("-", "_"))) is not None:
             flags += [f"--{name}", path]
     waiting, num_failed = list(options.only), 0
@@ -315,7 +326,7 @@ def side_by_side(options: argparse.Namespace) -> int:
         for gpu in range(options.gpus):
             if gpu not in running and waiting:
                 name = waiting.pop(0)
-                command = [sys.executable, __file__, options.out, "--only", name, "--budget", options.budget, *flags]
+                command = [sys.executable, __file__, options.out, "--only", name, *flags]
                 with (options.out / f"best_{name}.log").open("wb") as log:
                     process = subprocess.Popen(
                         command, stdout=log, stderr=log, env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
@@ -434,7 +445,16 @@ def plan_of(name: str, row: Row, options: argparse.Namespace) -> Path:
         return plan
     if options.plans is not None:
         return Path(options.plans) / f"best_{name}.toml"
-    command = [*FLATOUT, "tune", "--time-budget", options.budget, "--run-steps", LONG, "--out", str(plan)]
+    command = [
+        *FLATOUT,
+        "tune",
+        "--time-budget",
+        options.budget or f"{row.budget_s:.0f}s",
+        "--run-steps",
+        LONG,
+        "--out",
+        str(plan),
+    ]
     command += ["--allow", row.allow]
     ended = subprocess.run(
         [*command, str(row.script), "--", *(row.arguments if row.tuned is None else row.tuned)],

@@ -26,9 +26,9 @@ class Side:
     def num_done(self) -> int:
         return self._done
 
-    def order(self, num_steps: int) -> None:
+    def order(self, num_steps: int, *, is_lean: bool = False) -> None:
         self._size = num_steps
-        self._done += num_steps
+        self._done += num_steps + is_lean
 
     def answer(self, *, timeout_s: float) -> SideAnswer:
         noise = 1 + 0.5 * self.random.random()
@@ -52,8 +52,8 @@ class Filling(Side):
         return msgspec.structs.replace(answer, seconds=0.04 * self._size) if self._done <= self._num_filling else answer
 
 
-def raced(before: Side, after: Side) -> Race:
-    race = Race(budget_s=12.0, timeout_s=1.0)
+def raced(before: Side, after: Side, *, is_lean: bool = False) -> Race:
+    race = Race(budget_s=12.0, timeout_s=1.0, is_lean=is_lean)
     after.random.seed(1)
     race.run(before, after)  # type: ignore[arg-type]
     return race
@@ -68,8 +68,9 @@ def longest_so_far(num_steps: int) -> float:
     return (400 + 8 * (num_steps // 16)) * MIB
 
 
-def test_the_ratio_is_that_of_the_steps() -> None:
-    speed = raced(Side(0.04, flat), Side(0.02, flat)).speed()
+@pytest.mark.parametrize("is_lean", [False, True])
+def test_the_ratio_is_that_of_the_steps(is_lean: bool) -> None:
+    speed = raced(Side(0.04, flat), Side(0.02, flat), is_lean=is_lean).speed()
     assert speed is not None and speed.is_faster
     assert speed.ratio == pytest.approx(2.0, rel=0.15)
     assert speed.low <= 2.0 <= speed.high
