@@ -394,10 +394,10 @@ class _LeverSearch:
     def _put_first(self, candidates: list[Candidate], number: int) -> None:
         """Exchange the next candidate for another way to pull its lever that is the better one for steps as short as they are."""
         for other in range(number + 1, len(candidates)):
-            way = candidates[other]
-            is_first = way.lever == candidates[number].lever and self._so_far.step_s < way.first_below_s
-            if is_first and self._is_due(way, candidates):
-                candidates[number], candidates[other] = way, candidates[number]
+            rival = candidates[other]
+            is_first = rival.lever == candidates[number].lever and self._so_far.step_s < rival.first_below_s
+            if is_first and self._is_due(rival, candidates):
+                candidates[number], candidates[other] = rival, candidates[number]
                 return
 
     def _add(self, candidate: Candidate, objective: Objective, kind: Literal["add", "again"] = "add") -> Verdict | None:

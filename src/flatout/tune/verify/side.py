@@ -77,7 +77,7 @@ class SideAnswer(Record, frozen=True, kw_only=True):
     """Steps between the last two rollouts of a policy: 0 as long as that is not known, None without environments."""
 
 
-class Order(Record, frozen=True, kw_only=True):
+class StepOrder(Record, frozen=True, kw_only=True):
     """What a side is to do next; no steps end the script."""
 
     num_steps: int = 0
@@ -105,10 +105,10 @@ class Orders:
             self._answers.write(msgspec.json.encode(answer).decode() + "\n")
             self._answers.flush()
 
-    def wait(self) -> Order:
+    def wait(self) -> StepOrder:
         """The next order; to end when the parent has gone."""
         line = self._orders.readline()
-        return from_json(line, Order) if line.strip() else Order()
+        return from_json(line, StepOrder) if line.strip() else StepOrder()
 
 
 class ProofSide:

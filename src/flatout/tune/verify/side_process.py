@@ -21,7 +21,7 @@ from flatout.core.files import write_whole_file
 from flatout.core.records.record import Record, from_json, to_json
 from flatout.core.secrets import redacted_text
 from flatout.tune.verify.fork_server import ChildProcess, ForkServers
-from flatout.tune.verify.side import Order, SideAnswer, proc_bytes
+from flatout.tune.verify.side import SideAnswer, StepOrder, proc_bytes
 
 _PATIENCE_S: Final = 5.0
 """What a process has to end by itself, and again after a polite signal."""
@@ -124,9 +124,9 @@ class SideProcess:
         )
 
     def order(self, num_steps: int, *, is_lean: bool = False) -> None:
-        """Have it take so many steps, and, where `is_lean`, cache no memory of the device after them (see `Order`)."""
+        """Have it take so many steps, and, where `is_lean`, cache no memory of the device after them (see `StepOrder`)."""
         try:
-            os.write(self._orders, msgspec.json.encode(Order(num_steps=num_steps, is_lean=is_lean)) + b"\n")
+            os.write(self._orders, msgspec.json.encode(StepOrder(num_steps=num_steps, is_lean=is_lean)) + b"\n")
         except OSError as e:
             raise Failed(f"{self._name} ended before it was ordered to: {self._last_lines()}") from e
 
