@@ -17,7 +17,7 @@ from flatout.core.records.verdict import Verdict
 from flatout.tune.verify.base_runs import BaseRuns, _num_that_fit
 from flatout.tune.verify.equality import compare_exact
 from flatout.tune.verify.fork_server import fork_servers
-from flatout.tune.verify.proof import prove_script
+from flatout.tune.verify.proof import ScriptProver, prove_script
 from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.side import SideAnswer
 from flatout.tune.verify.side_process import Request, SideProcess
@@ -307,6 +307,30 @@ def test_two_sides_that_do_not_fit_on_a_device_take_turns_there(folder: Path, sh
     found = verdict(*sides, is_timed=True, num_processes=1)
     assert found.equality.holds and found.speed is not None and found.speed.num_pairs >= 7
     assert (folder / "ran-out").exists() == has_run_out
+
+
+@pytest.mark.parametrize(("peak_bytes", "is_at_once"), [(42, True), (43, False)])
+def test_sides_start_at_once_on_a_device_where_what_was_observed_leaves_room(
+    folder: Path, peak_bytes: int, is_at_once: bool
+) -> None:
+    """The second begins before the first has made its steps, or after them."""
+    log = folder / "log"
+    sides = [
+        script(
+            folder, name, setup=f"log = open({str(log)!r}, 'a'); print({name!r}, file=log, flush=True); time.sleep(1)"
+        )
+        for name in ("a.py", "b.py")
+    ]
+    for side in sides:
+        path = Path(side.target)
+        path.write_text(
+            path.read_text().replace("optimizer.step()", "optimizer.step()\n    print('step', file=log, flush=True)")
+        )
+    with ScriptProver(sides[0], ProofTerms(num_steps=4, timeout_s=60.0, is_timed=False)) as prover:
+        prover.expect("a device", peak_bytes, 100)
+        assert prover.prove(*sides).outcome == "proved"
+    lines = log.read_text().splitlines()
+    assert ("b.py" in lines[:2]) == is_at_once
 
 
 def test_what_does_not_fit_on_a_device_even_alone_is_an_error(folder: Path) -> None:

@@ -16,10 +16,12 @@ import msgspec
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Rule
 from flatout.core.records.lever import Lever, Parameters, PlannedLever
+from flatout.core.records.memory import Memory
 from flatout.core.records.plan import Circumstances, LeftOut, Plan, PlanStep, Tuned, digest_of_text
 from flatout.core.records.verdict import Guarantee, Verdict
 from flatout.core.secrets import redacted_arguments
 from flatout.machine.cost.accounting import main_model
+from flatout.machine.cost.memory import main_memory
 from flatout.tune.search.comparisons import ComparisonsAhead, LeverComparison, Workers, request_with
 from flatout.tune.search.goal import Objective, SearchGoal
 from flatout.tune.search.pace import SHORT_RACE, Pace, guessed_start_s
@@ -79,6 +81,7 @@ class ScriptBench:
         run_steps: int = 0,
         workers: Workers | None = None,
         device: str = "",
+        memory: Memory | None = None,
     ) -> None:
         self._effort_of = effort_of
         self._script = script
@@ -88,6 +91,8 @@ class ScriptBench:
         self._levers = levers
         self._on_progress = on_progress
         self._prover = ScriptProver(script, terms, on_progress=self._with_time_left)
+        if memory is not None and memory.measured_peak_bytes and memory.total_bytes:
+            self._prover.expect(device, memory.measured_peak_bytes, memory.total_bytes)
         self._folder = tempfile.TemporaryDirectory(prefix="flatout-tune-")
         self._deadline_s = monotonic() + budget_s
         self._pace = Pace(start_s, terms.budget_s)
@@ -323,6 +328,7 @@ def search_script(
         run_steps=settings.num_steps,
         workers=settings.workers,
         device=evidence.workload.device,
+        memory=main_memory(evidence) if goal.is_on_device else None,
     ) as bench:
         goal = goal._replace(peak_bytes=bench.peak_bytes() if settings.most_bytes else 0)
         found = search_levers(proposed.candidates, known, bench, log, goal, on_progress=bench.describe)

@@ -82,6 +82,11 @@ class BaseRuns:
             environment_answers=str(answers or ""),
         )
 
+    def expect(self, device: str, peak_bytes: int, total_bytes: int) -> None:
+        """What is known of the script before it is run here: its device, what it holds of that, and how much there is."""
+        self.device = device
+        self.is_tight = 2 * peak_bytes > _TOGETHER * total_bytes > 0
+
     def note_memory(self, one: SideAnswer, two: SideAnswer | None = None) -> None:
         """What a side held of the device's memory at its peak, and what is free beside it, and beside another."""
         self._peak_bytes, self._free_bytes = one.device_peak_bytes, one.device_free_bytes

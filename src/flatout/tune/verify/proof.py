@@ -87,6 +87,13 @@ class ScriptProver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._runs.end()
 
+    def expect(self, device: str, peak_bytes: int, total_bytes: int) -> None:
+        """What was observed of the base before: its device, what it holds of that at its peak, and how much there is.
+
+        Both sides of the first comparison start at once then where they have room.
+        """
+        self._runs.expect(device, peak_bytes, total_bytes)
+
     @property
     def recording_s(self) -> float:
         """Seconds spent so far on runs that judge what others compute; each is made once for a seed."""
