@@ -3,8 +3,9 @@
 python docs/generate_best.py            writes the page
 python docs/generate_best.py --check    writes nothing; exits with 1 when the page is out of date
 
-Results are those of bench/best_device.py (`best_ROW.json` of plans that tune wrote, `by_hand_ROW.json`, `losses_ROW.json`), bench/best/account.py (`account_ROW_SIDE.json`) and bench/best_cpu.py
-(`best_cpu.json`); which scripts of the manifest a lever was proved on comes from that and all results of bench/world/tune.py.
+Results are those of bench/best_device.py (`best_ROW.json` of plans of tune, `by_hand_ROW.json`, `losses_ROW.json`), of
+bench/best/account.py (`account_ROW_SIDE.json`) and of bench/best_cpu.py (`best_cpu.json`); which scripts of the manifest a lever
+was proved on comes from that and all results of bench/world/tune.py.
 """
 
 from __future__ import annotations
