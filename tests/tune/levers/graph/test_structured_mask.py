@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from flatout import masks
 from flatout.blocks.kernels.attention import api as front
 from flatout.core.errors import EditError
-from flatout.core.records.lever import Candidate, Refusal
+from flatout.core.records.lever import Candidate, Parameters, Refusal
 from flatout.tune.levers.graph.structured_mask import LEVER
 
 Q = (2, 4, 512, 32)
@@ -119,6 +119,34 @@ def test_compiled_models_skip_what_is_hidden_too(called: list[str]) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # dynamo reads it of a frame's inputs
+@pytest.mark.parametrize("parameters", [{}, {"nested_breaks": True}])
+def test_graphs_end_at_attention_and_with_nested_breaks_nowhere_else(parameters: Parameters) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q * 2, k * 3, v, attn_mask=mask) * 5
+
+    def model(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return attend(q + 7, k, v, mask).square()
+
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append([node.name for node in graph.graph.nodes if node.op in ("call_function", "call_method")])
+        return graph.forward
+
+    q, k, v = operands(torch.float32)
+    expected = model(q, k, v, DENSE["documents"])
+    torch._dynamo.reset()
+    with pulled(LEVER, **parameters):
+        found = torch.compile(model, backend=backend)(q, k, v, DENSE["documents"])
+    torch.testing.assert_close(found, expected)
+    assert torch._dynamo.config.nested_graph_breaks is False
+    with_sum = next(names for names in graphs if any(name.startswith("add") or "iadd" in name for name in names))
+    assert any("mul" in name for name in with_sum) == bool(parameters)
+
+
 def test_under_autocast_it_is_of_autocasts_type() -> None:
     q, k, v = operands(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -129,8 +157,17 @@ def test_under_autocast_it_is_of_autocasts_type() -> None:
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
-def masked(kind: str, share: float) -> EvidenceBuilder:
-    run = EvidenceBuilder()
+def test_on_a_device_nested_breaks_are_another_way_to_pull_it() -> None:
+    ways = [
+        c.parameters
+        for c in LEVER.propose(masked("documents", 0.1, device_s=0.09).build(), ())
+        if isinstance(c, Candidate)
+    ]
+    assert ways == [{}, {"nested_breaks": True}]
+
+
+def masked(kind: str, share: float, *, device_s: float | None = None) -> EvidenceBuilder:
+    run = EvidenceBuilder(device_s=device_s)
     line = run.line("model.py", 12, "y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)")
     run.operator(FLASH, line, inputs=[Q, Q, Q, (512, 512)], output=Q, op_s=0.02)
     run.operator(f"{FLASH}_backward", line, inputs=[Q, Q, Q, Q], output=Q, op_s=0.03, phase="backward")

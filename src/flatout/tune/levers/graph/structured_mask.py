@@ -3,21 +3,23 @@
 What        `scaled_dot_product_attention(..., attn_mask=mask)`, where the values of the mask are a structure (nothing hidden,
             causal, a window, documents) or let only few pairs through: `is_causal=True`, no mask, or `flatout.attention` with the
             structure. Each mask is looked at once, and again after it has changed. Compiled graphs end before such a call, and go
-            on after it.
+            on after it; with `nested_breaks` they do so where the call stands, and not around all functions that it is within.
 Guarantee   BOUNDED: the same sums over the pairs that are seen, in another order.
 Refuses     Biases, padding, masks in which a query sees nothing; dropout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from flatout.core.errors import EditError, LeverRefused
+from flatout.core.errors import EditError, LeverRefused, PlanError
 from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
+from flatout.core.runtime.patches import set_attributes
 from flatout.machine.cost.accounting import facts_named, milliseconds, operator_seconds, operators_at
 from flatout.tune.rewrite.calls import argument, call_in, with_argument, without_argument
 from flatout.tune.rewrite.source import expression, readable_place, with_expression
@@ -31,6 +33,8 @@ _SPARSE: Final = {"documents", "window", "sparse"}
 _FLAGS: Final = {"causal", "all-true"}
 _CALL: Final = ("torch.nn.functional.scaled_dot_product_attention",)
 _POSITION: Final = 3
+_NESTED: Final = 0.99
+"""Of what the lever promises: the way with fewer pieces of graphs is tried once the model is compiled, behind all others."""
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
@@ -64,7 +68,22 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     if len(kinds) == 1 and len(only) == 1 and only <= _FLAGS and where is not None:
         place = readable_place(evidence, where)  # none in a library: there the flag can be set, and not written
         parameters = place | {"kind": next(iter(only))} if place else {}
-    yield Candidate(parameters=parameters, saved_s=(least_s, best_s), where=where, because="; ".join(becauses[:3]))
+    because = "; ".join(becauses[:3])
+    yield Candidate(parameters=parameters, saved_s=(least_s, best_s), where=where, because=because)
+    if evidence.workload.device != "cpu" and not parameters and _can_nest():
+        nested: Parameters = {"nested_breaks": True}
+        because = f"{because}; graphs that end at attention are cut into fewer pieces"
+        yield Candidate(parameters=nested, saved_s=(_NESTED * least_s, _NESTED * best_s), where=where, because=because)
+
+
+def _can_nest() -> bool:
+    """Whether Dynamo of this torch lets graphs end inside of functions (2.9 and later, not by default)."""
+    return hasattr(import_module("torch._dynamo.config"), "nested_graph_breaks")
+
+
+def _nest_breaks() -> Callable[[], None]:
+    """Let compiled graphs end inside of functions; returns how to undo it."""
+    return set_attributes(import_module("torch._dynamo.config"), nested_graph_breaks=True)
 
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
@@ -76,6 +95,10 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
     from flatout.core.errors import NotFused
     from flatout.core.runtime.patches import AttentionCall, attention_function
 
+    if parameters.get("nested_breaks"):
+        if not _can_nest():
+            raise PlanError("Dynamo of this torch has no nested_graph_breaks: leave 'nested_breaks' out of the plan")
+        hooks.at_start(_nest_breaks)
     original = F.scaled_dot_product_attention
     known = _Known()
 
