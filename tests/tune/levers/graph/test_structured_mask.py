@@ -160,7 +160,7 @@ def test_under_autocast_it_is_of_autocasts_type() -> None:
 def test_on_a_device_nested_breaks_are_another_way_to_pull_it() -> None:
     ways = [
         c.parameters
-        for c in LEVER.propose(masked("documents", 0.1, device_s=0.09).build(), ())
+        for c in LEVER.propose(masked("documents", 0.1, device_s=0.099).build(), ())
         if isinstance(c, Candidate)
     ]
     assert ways == [{}, {"nested_breaks": True}]
