@@ -2,11 +2,12 @@
 
     python bench/attention_device.py [--out FILE] [--only PART,...] [--small]
 
-Parts: causal, documents (new lengths every step, building the mask included), window, softcap, irregular (a tree and a graph at
-64 k tokens, and what create_block_mask takes for them), lengths (recompilations over 100 sets of documents). Every variant is
-compared with float64; times are between events on the device, of stretches of 8 calls, in rounds in which variants take turns, on
-random inputs; ratios with their interval are of those rounds. Results are written as they come. With --small on any machine, to
-see that it runs: what needs a GPU says so.
+Parts: causal, documents (new lengths every step, building the mask included), packed (rows of documents whose numbers are given
+token by token, new every step, as a Llama with 32 heads of width 64 has them; cuDNN's kernel of varying lengths beside ours),
+window, softcap, irregular (a tree and a graph at 64 k tokens, and what create_block_mask takes for them), lengths
+(recompilations over 100 sets of documents). Every variant is compared with float64; times are between events on the device, of
+stretches of 8 calls, in rounds in which variants take turns, on random inputs; ratios with their interval are of those rounds.
+Results are written as they come. With --small on any machine, to see that it runs: what needs a GPU says so.
 """
 
 from __future__ import annotations
@@ -288,6 +289,80 @@ def documents(sizes: Sizes, record: Record) -> None:
     record.add("documents, new every step", what)
 
 
+def packed(sizes: Sizes, record: Record) -> None:
+    rows, length = 4, sizes.tokens // 4
+    own = Sizes(sizes.tokens, 2, 32, sizes.rounds) if not ON_GPU else Sizes(sizes.tokens, 32, 64, sizes.rounds)
+    given, generator = drawn(rows, length, own), torch.Generator().manual_seed(0)
+    sets = []
+    for _ in range(16):
+        offsets = [offsets_drawn(length, 3, generator) for _ in range(rows)]
+        ids = torch.stack([torch.arange(3).repeat_interleave(each.diff()) for each in offsets]).to(DEVICE, torch.int32)
+        flat = torch.cat(
+            [each[:-1] + row * length for row, each in enumerate(offsets)] + [torch.tensor([rows * length])]
+        )
+        sets.append((ids, flat))
+    turn = {"ours": 0, "flash": 0, "cudnn": 0}
+
+    def next_of(name: str) -> tuple[Tensor, Tensor]:
+        turn[name] += 1
+        return sets[turn[name] % len(sets)]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flatout.attention(q, k, v, mask=masks.documents(ids=next_of("ours")[0]) & masks.causal())
+
+    def by_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash(next_of("flash")[1])(q, k, v)
+
+    def varying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return by_cudnn(q, k, v, next_of("cudnn")[1])
+
+    variants: dict[str, Attend] = {"ours": ours} | ({"flash": by_flash, "cudnn": varying} if ON_GPU else {})
+    pairs = median(causal_pairs(flat.diff()) for _, flat in sets)
+    what = raced(variants, given, own.rounds, 4 * own.heads * own.width * pairs)
+    what["kernel"] = str(attention_selection(*given[:3], mask=masks.documents(ids=sets[0][0]) & masks.causal()))
+    what["off"] = {name: packed_off(attend, given, sets[0][0], turn, name) for name, attend in variants.items()}
+    record.add("packed rows, new every step", what)
+
+
+def packed_off(attend: Attend, given: Inputs, ids: Tensor, turn: dict[str, int], name: str) -> list[float] | str:
+    turn[name] = -1  # the first set comes next
+    same = ids[:, :, None] == ids[:, None, :]
+    try:
+        return off(attend, given, lambda b: same[b].tril())
+    except Exception as error:  # noqa: BLE001 -- as in a race
+        return f"{type(error).__name__}: {error}"[:300]
+
+
+def by_cudnn(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    """cuDNN's kernel for sequences of varying lengths behind one another, (B, H, S, D) in and out."""
+    batch, _, length, _ = q.shape
+    rows = [t.transpose(1, 2).reshape(batch * length, t.size(1), t.size(3)) for t in (q, k, v)]
+    starts = offsets.to(torch.int32).pin_memory().to(DEVICE, non_blocking=True)
+    out: Tensor = _Varying.apply(*rows, starts, int(offsets.diff().max()))
+    return out.view(batch, length, *out.shape[1:]).transpose(1, 2)
+
+
+class _Varying(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+        found = torch.ops.aten._cudnn_attention_forward(
+            q, k, v, None, starts, starts, longest, longest, True, 0.0, True, False, scale=q.size(-1) ** -0.5
+        )
+        ctx.save_for_backward(q, k, v, found[0], found[1], found[6], found[7], starts)
+        ctx.longest = longest
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, seed, offset, starts = ctx.saved_tensors
+        no_bias, longest = torch.empty(0, device=q.device, dtype=q.dtype), ctx.longest
+        grads = torch.ops.aten._cudnn_attention_backward(
+            grad.contiguous(), q, k, v, out, lse, seed, offset, no_bias, starts, starts, longest, longest, 0.0, True,
+            scale=q.size(-1) ** -0.5,
+        )  # fmt: skip
+        return (*grads, None, None)
+
+
 def irregular(sizes: Sizes, record: Record) -> None:
     length = 65536 if ON_GPU else 2048
     generator = torch.Generator().manual_seed(0)
@@ -355,6 +430,7 @@ def lengths(sizes: Sizes, record: Record) -> None:
 PARTS: dict[str, Callable[[Sizes, Record], None]] = {
     "causal": causal,
     "documents": documents,
+    "packed": packed,
     "window": window,
     "softcap": softcap,
     "irregular": irregular,
