@@ -59,7 +59,7 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 NUM_STRETCHES = 15
 STRETCH_S = 0.4
 _TOGETHER = 0.85
-"""Of a device's memory, what all sides may hold at their peaks."""
+"""The part of a device's memory that all sides may hold at their peaks."""
 START_S = 420.0
 """A ResNet-50 whose kernels are tuned one by one makes its first steps after four minutes (H200)."""
 
@@ -160,16 +160,13 @@ class Race:
             self._start(side)
         for side in self._sides:
             first += self._first_answer(side)
-        for side in [
-            s for s, why in self.failed.items() if is_out_of_memory(why)
-        ]:  # once more, beside sides that stand
+        lost = [side for side, why in self.failed.items() if is_out_of_memory(why)]
+        for side in lost:  # once more, beside sides that stand
             del self.failed[side]
             self._start(side)
             first += self._first_answer(side)
-        peaks, total = (
-            sum(one.device_peak_bytes for one in first),
-            max((a.device_total_bytes for a in first), default=0),
-        )
+        peaks = sum(one.device_peak_bytes for one in first)
+        total = max((one.device_total_bytes for one in first), default=0)
         self._is_lean = peaks > _TOGETHER * total > 0
         return self
 
@@ -214,7 +211,7 @@ class Race:
         return {side: seconds[side] for side in self._standing}
 
     def _drop(self, side: str, why: str) -> None:
-        self.failed[side] = why[:500]
+        self.failed[side] = why
         self._standing.pop(side).end()
 
 

@@ -138,6 +138,14 @@ def test_a_fallback_takes_the_place_of_all_other_ways_once_what_it_is_for_has_sh
     assert [attempt.after[-1].parameters["n"] for attempt in log.attempts] == tried
 
 
+def test_an_error_that_speaks_of_gradients_calls_for_no_fallback_for_others() -> None:
+    world = World({"a": 0.5}, crashing=["a"], error="a variable needed for gradient computation was modified in place")
+    fallback = msgspec.structs.replace(candidate("a", 0.04, n=2), fallback_for=("gradient",))
+    log = SearchLog()
+    found(world, [candidate("a", 0.06, n=1), fallback], log=log)
+    assert [attempt.after[-1].parameters["n"] for attempt in log.attempts] == [1]
+
+
 def test_no_fallback_is_tried_where_nothing_fails() -> None:
     fallback = msgspec.structs.replace(candidate("a", 0.09, n=2), fallback_for=("gradient",))
     result = found(World({"a": 0.5}), [candidate("a", 0.05, n=1), fallback])

@@ -313,13 +313,17 @@ def test_two_sides_that_do_not_fit_on_a_device_take_turns_there(folder: Path, sh
 def test_sides_start_at_once_on_a_device_where_what_was_observed_leaves_room(
     folder: Path, peak_bytes: int, is_at_once: bool
 ) -> None:
-    """The second begins before the first has made its steps, or after them."""
+    """The second begins before the first has made its steps, for which that waits a while, or after them."""
     log = folder / "log"
+    waiting = f"""
+log = open({str(log)!r}, "a")
+print({{name!r}}, file=log, flush=True)
+for _ in range({{looks}}):
+    time.sleep(0.0 if "b.py" in open({str(log)!r}).read() else 0.05)
+"""
     sides = [
-        script(
-            folder, name, setup=f"log = open({str(log)!r}, 'a'); print({name!r}, file=log, flush=True); time.sleep(1)"
-        )
-        for name in ("a.py", "b.py")
+        script(folder, name, setup=waiting.format(name=name, looks=looks))
+        for name, looks in (("a.py", 200), ("b.py", 0))
     ]
     for side in sides:
         path = Path(side.target)

@@ -38,8 +38,8 @@ class Candidate(Record, frozen=True, kw_only=True):
     is_risky: bool = False
     """Whether it may well compute something else here: it is tried alone, so that others do not fail with it."""
     fallback_for: tuple[str, ...] = ()
-    """Words: it is tried only once another way to pull its lever failed with one of them in its error, or differed in what one
-    of them names ('gradient'), and the ways that are no fallback are not tried then."""
+    """Words: it is tried only once another way to pull its lever failed with one of them in its error, or differed first in what
+    one of them names ('gradient': that is looked for in no error), and ways that are no fallback are not tried then."""
     because: str
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, get_args
 
 import msgspec
 
 from flatout.core.records.lever import Candidate, Lever, PlannedLever
 from flatout.core.records.plan import Attempt, AttemptKind, LeftOut
-from flatout.core.records.verdict import GUARANTEES, Guarantee, Speed, Verdict
+from flatout.core.records.verdict import GUARANTEES, Guarantee, Speed, Verdict, What
 from flatout.tune.search.goal import Objective, SearchGoal
 from flatout.tune.search.plan_so_far import PlanSoFar, gain_of, guarantee_of, settings_of
 from flatout.tune.search.search_log import SearchLog
@@ -560,9 +560,10 @@ def _may_be_faster(verdict: Verdict) -> bool:
 
 
 def _shows(verdict: Verdict, words: Sequence[str]) -> bool:
-    """Whether one of these words is in the error of a Verdict, or names what differed."""
+    """Whether what differed is called by one of these words, or its error has one that names no kind of difference."""
     first = verdict.equality.first
-    return any(word in verdict.because or (first is not None and word == first.what) for word in words)
+    differed = first.what if first is not None else ""
+    return any(word == differed if word in get_args(What) else word in verdict.because for word in words)
 
 
 def _peak(verdict: Verdict) -> int:

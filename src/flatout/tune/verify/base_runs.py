@@ -22,7 +22,7 @@ Shared = Literal["", "ordered draws", "answers"]
 """What runs share besides seeds: draws that do not depend on dtype and memory format, or the answers of environments."""
 _SPARED: Final = 0.8
 _TOGETHER: Final = 0.85
-"""Of a device's memory, what two processes may hold at their peaks: allocators round, and each has its kernels there."""
+"""The part of a device's memory that two processes may hold at their peaks: allocators round, and each has its kernels there."""
 _WIDE: Final = 2.2
 _NOISY: Final = 1.4
 """What a run in float64, and another under rounding noise, holds at most, by what the script holds: numbers twice as wide, and

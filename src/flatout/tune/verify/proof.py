@@ -31,7 +31,7 @@ _SAME_SIZE: Final = 0.02
 _COLD_S: Final = 3.0
 """What was compiled for so long is found in a cache by the next process: that one shows what a run pays at its start."""
 _SOON: Final = 0.1
-"""Of a run: what pays within this part of it, compiled anew, does so all the sooner from a cache."""
+"""What pays within this part of a run, compiled anew, does so all the sooner from a cache."""
 _ROUNDS: Final = 4
 """How often two scripts are started again because their steps ran out before the interval was there."""
 

@@ -58,7 +58,7 @@ _SMALL_S: Final = 0.01
 """Forward and backward of a model on a device that take longer than this lose little at worst, in our judgement."""
 _LITTLE: Final = 0.1
 _FALLBACK: Final = 0.8
-"""Of what a way to compile promises, what it does with kernels that take two passes where one would do."""
+"""The part of what a way to compile promises that is left where kernels take two passes and one would do."""
 _MOST_FASTER: Final = 20.0
 """What a plan makes of a step at most, in our judgement: a host that takes less than this part of it is never waited for."""
 _MOSTLY_HOST: Final = 1.5

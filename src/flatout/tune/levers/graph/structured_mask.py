@@ -34,7 +34,7 @@ _FLAGS: Final = {"causal", "all-true"}
 _CALL: Final = ("torch.nn.functional.scaled_dot_product_attention",)
 _POSITION: Final = 3
 _NESTED: Final = 0.99
-"""Of what the lever promises: the way with fewer pieces of graphs is tried once the model is compiled, behind all others."""
+"""The part of the lever's promise with which fewer pieces of graphs are tried behind all others, once the model is compiled."""
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:

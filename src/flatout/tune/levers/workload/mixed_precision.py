@@ -49,9 +49,9 @@ _FASTER: Final = 1.5
 _CASTS: Final = 0.8
 """Small products on a CPU took up to 1.9 times as long with the casts around them (bench/results, tune_examples)."""
 _UNTRIED: Final = 0.2
-"""Of the seconds that the rates of products promise on a device, what is counted on where nothing was tried, as for TF32."""
+"""The part of the seconds promised by rates of products that is counted on where nothing was tried, as for TF32."""
 _OF_TF32: Final = 0.7
-"""Of what TF32 saved when it was tried: the least that is counted on there, too."""
+"""The part of what TF32 saved when it was tried that is counted on at least."""
 _EFFORT: Final = 3.0
 """The first trial also runs the script under autocast to see what bfloat16 rounds; and exact levers come before coarse ones."""
 
@@ -66,7 +66,8 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     products = rounded_products(evidence, "bfloat16", trial="bf16-autocast", least_rate=_FASTER)
     is_cpu, busy_s = evidence.workload.device == "cpu", model_seconds(evidence)
     most_s = busy_s * (1 - 1 / products.rate)
-    low, high = products.tried_s or (-_CASTS * busy_s if is_cpu else _least_on_device(evidence, products), most_s)
+    least_s = -_CASTS * busy_s if is_cpu else min(most_s, _least_on_device(evidence, products))
+    low, high = products.tried_s or (least_s, most_s)
     if not is_cpu and (image_convolutions(evidence) or not evidence.steps.is_device_bound):
         # kernels transpose NCHW for matrix units, and launches hide what faster kernels gain: others may change both
         high = max(high, min(most_s, 1.1 * products.seconds * (1 - 1 / products.rate)))
