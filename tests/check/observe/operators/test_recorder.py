@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatout.check.observe.operators.recorder import TensorMeta, waits_for_device
+from flatout.check.observe.operators.recorder import OperatorRecorder, TensorMeta, waits_for_device
+from flatout.core.runtime.source_sites import Sites
 
 
 def on(device: str) -> TensorMeta:
@@ -29,3 +30,14 @@ def test_a_call_that_reads_back_what_the_device_created_waits_for_it(
     name: str, inputs: list[TensorMeta], outputs: list[TensorMeta], expected: bool
 ) -> None:
     assert waits_for_device(name, inputs, outputs) is expected
+
+
+def test_operators_of_prims_are_recorded_with_what_they_read() -> None:
+    recorder = OperatorRecorder(Sites(), phase=lambda: "other", module=lambda: "", is_device=False)
+    with recorder:
+        recorder.begin()
+        written = torch.ops.prims.mul(torch.ones(4).mul(2), torch.ones(4))
+    names = [call.key.op for call in recorder.step.calls]
+    assert names[-3:] == ["aten.mul", "aten.ones", "prims.mul"]
+    assert recorder.step.calls[-1].producers == (len(names) - 3, len(names) - 2)
+    assert recorder.has_producer(written)

@@ -34,7 +34,7 @@ CAN_WATCH_COMPILED: Final = hasattr(TorchDispatchMode, "ignore_compile_internals
 MAX_CALLS: Final = 60_000
 """Calls recorded in one deep step; a step with more is recorded up to here and marked truncated."""
 
-_SKIPPED_NAMESPACES: Final = ("profiler", "prim")
+_SKIPPED_NAMESPACES: Final = ("profiler.", "prim.")
 _HASH_LIMIT_BYTES: Final = 64 << 20
 _RANDOM: Final = (
     "rand",
