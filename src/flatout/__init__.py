@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from flatout.blocks.kernels.attention import scores as scores
     from flatout.blocks.kernels.attention.api import attention as attention
     from flatout.blocks.kernels.linear_cross_entropy.call import linear_cross_entropy as linear_cross_entropy
+    from flatout.blocks.kernels.lora_linear.call import lora_linear as lora_linear
     from flatout.blocks.kernels.matmul.product import matmul as matmul
     from flatout.blocks.kernels.norm.call import layer_norm as layer_norm
     from flatout.blocks.kernels.norm.call import rms_norm as rms_norm
@@ -115,6 +116,7 @@ _HOMES = {
     "load_ipython_extension": "flatout.app.cell_magic:load_ipython_extension",
     "load_shrunk": "flatout.shrink.compose.saved_model:load_shrunk",
     "lora": "flatout.shrink.adapt.api:lora",
+    "lora_linear": "flatout.blocks.kernels.lora_linear.call:lora_linear",
     "masks": "flatout.blocks.kernels.attention:masks",
     "matmul": "flatout.blocks.kernels.matmul.product:matmul",
     "measure_machine": "flatout.machine.measure.probe:measure_machine",

@@ -18,6 +18,7 @@ from flatout.core.records.evidence import Evidence
 from flatout.core.records.trial import (
     TimeAttentionCall,
     TimeForeach,
+    TimeLoraLinear,
     TimeMergedLinears,
     TimeModel,
     TimeSparseEmbedding,
@@ -42,6 +43,9 @@ ATTENTION = TimeAttentionCall(
     cure="causal",
 )
 LINEARS = TimeMergedLinears(rows=16, in_features=8, out_features=(8, 4), dtype="float32", bias=True, backward=True)
+LORA = TimeLoraLinear(
+    rows=64, in_features=32, out_features=16, rank=2, dtype="float32", bias=True, frozen=True, backward=True
+)
 STACKED = TimeStackedLinears(num=4, rows=16, in_features=8, out_features=4, dtype="float32", bias=True, backward=True)
 
 
@@ -103,7 +107,7 @@ def test_a_variant_of_the_model_is_measured_and_its_switch_thrown_back(variant: 
     assert any(not torch.equal(a, b) for a, b in zip(weights, NET.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("trial", [ATTENTION, LINEARS, STACKED], ids=lambda t: type(t).__name__)
+@pytest.mark.parametrize("trial", [ATTENTION, LINEARS, LORA, STACKED], ids=lambda t: type(t).__name__)
 def test_a_call_and_its_cure_are_measured(trial: Trial) -> None:
     measured(try_on(train_images, lambda _: [trial]))
 

@@ -268,6 +268,21 @@ class TimeMergedLinears(TrialRequest, frozen=True, kw_only=True):
     backward: bool
 
 
+class TimeLoraLinear(TrialRequest, frozen=True, kw_only=True):
+    """A linear layer and its low-rank adapter on one input of (rows, in_features), multiplied apart, against one product with the
+    adapter added to the weight. A `frozen` weight gets no gradient.
+    """
+
+    rows: int
+    in_features: int
+    out_features: int
+    rank: int
+    dtype: str
+    bias: bool
+    frozen: bool
+    backward: bool
+
+
 class TimeStackedLinears(TrialRequest, frozen=True, kw_only=True):
     """`num` linear layers on inputs of (rows, in_features) each, one by one, against one batched product."""
 

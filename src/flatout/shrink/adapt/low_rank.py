@@ -1,6 +1,7 @@
 """Layers with a low-rank pair: the layer keeps its identity, weights and names, and changes its class while it is adapted.
 
-A linear layer or convolution computes the pair beside its own product, so that no gradient of the whole weight is made.
+Linear layers (by `lora_linear`) and convolutions make no gradient of the whole weight; convolutions compute the pair beside their own
+product.
 Attention, recurrent and transposed layers hand their weights to one fused function; there the sum W + s B A is formed in each
 call, at the price of the whole weight's gradient. Reading an adapted `weight` gives that sum, too: fused fast paths of torch
 that never call the layer see what it computes with.
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from flatout.blocks.kernels.lora_linear.call import lora_linear
 from flatout.core.errors import UsageError
 
 LOW_RANK_CHILD: Final = "low_rank"
@@ -174,7 +176,11 @@ class AdaptedLinear(nn.Linear):
     weight = _merged("weight")
 
     def forward(self, x: Tensor) -> Tensor:
-        return _with_pair(self, x, F.linear, F.linear)
+        pair = pair_of(self)
+        if pair is None or pair.length is not None or (pair.dropout and self.training):
+            return _with_pair(self, x, F.linear, F.linear)
+        weight = cast(Tensor, self._parameters["weight"])
+        return lora_linear(x, weight, pair.a, pair.b, self.bias, scale=pair.scale)
 
 
 class AdaptedConv1d(nn.Conv1d):

@@ -155,6 +155,15 @@ class Flow:
         is_it = isinstance(constructor, ast.Call) and self.full_name(constructor.func) == "torch.nn.Linear"
         return constructor if is_it and isinstance(constructor, ast.Call) else None
 
+    def own_class(self, node: ast.expr) -> ast.ClassDef | None:
+        """The class of this file of which the class constructs `self.name`; None for anything else."""
+        constructor = self.attribute(node)
+        name = (
+            constructor.func.id if isinstance(constructor, ast.Call) and isinstance(constructor.func, ast.Name) else ""
+        )
+        found = [s for s in self._tree.body if isinstance(s, ast.ClassDef) and s.name == name]
+        return found[0] if len(found) == 1 else None
+
     def written(self, expr: Expression) -> Expression | None:
         """The value that was assigned to a name last before it is read, in the block; None where that is not one
         assignment.

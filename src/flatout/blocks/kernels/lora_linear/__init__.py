@@ -1,0 +1,1 @@
+"""A linear layer with a low-rank adapter."""
