@@ -1,7 +1,7 @@
 """Layers with a low-rank pair: the layer keeps its identity, weights and names, and changes its class while it is adapted.
 
-Linear layers (by `lora_linear`) and convolutions make no gradient of the whole weight; convolutions compute the pair beside their own
-product.
+Linear layers, by `lora_linear`, and convolutions, which compute the pair beside their own product, make no gradient of the whole
+weight.
 Attention, recurrent and transposed layers hand their weights to one fused function; there the sum W + s B A is formed in each
 call, at the price of the whole weight's gradient. Reading an adapted `weight` gives that sum, too: fused fast paths of torch
 that never call the layer see what it computes with.
