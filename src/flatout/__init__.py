@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from flatout.blocks.training.rows_as_read import compute_rows_as_read as compute_rows_as_read
     from flatout.blocks.training.schedules import set_rate as set_rate
     from flatout.blocks.training.schedules import warm_up_cosine as warm_up_cosine
+    from flatout.blocks.training.skip_padding import skip_padding as skip_padding
     from flatout.blocks.training.snapshot import copied as copied
     from flatout.blocks.training.vectorised_draws import vectorise_draws as vectorise_draws
     from flatout.core.errors import ExpectationFailed as ExpectationFailed
@@ -130,6 +131,7 @@ _HOMES = {
     "scores": "flatout.blocks.kernels.attention:scores",
     "set_rate": "flatout.blocks.training.schedules:set_rate",
     "shrink": "flatout.app.shrink_model:shrink",
+    "skip_padding": "flatout.blocks.training.skip_padding:skip_padding",
     "swiglu": "flatout.blocks.kernels.swiglu.call:swiglu",
     "tune": "flatout.app.tune_script:tune",
     "vectorise_draws": "flatout.blocks.training.vectorised_draws:vectorise_draws",

@@ -176,6 +176,72 @@ def test_where_kernels_are_tuned_exact_gelu_is_short(scalars: str, is_short: boo
     assert [way.get("short_erf", False) for way in tuned] == [is_short]
 
 
+def test_where_tokens_are_padded_the_padding_is_left_out_first() -> None:
+    run = EvidenceBuilder()
+    run.model(run.line("train.py", 5, "net(x)"))
+    run.padding(shape=(32, 512), padding_fraction=0.6)
+    first, second = _parameters(run)
+    assert first == {"skip_padding": 0, "multiple": 256}
+    assert second == {"mode": "default"}
+
+
+@pytest.mark.parametrize(("fraction", "signs"), [(0.1, ("integers",)), (0.6, ())])
+def test_little_padding_and_trailing_zeros_that_may_be_data_are_computed(
+    fraction: float, signs: tuple[str, ...]
+) -> None:
+    run = EvidenceBuilder()
+    run.model(run.line("train.py", 5, "net(x)"))
+    run.padding(padding_fraction=fraction, signs=signs)
+    assert _parameters(run) == [{"mode": "default"}]
+
+
+def test_on_a_device_graphs_for_each_number_of_rows_are_tried_too() -> None:
+    run = EvidenceBuilder(device_s=0.09)
+    run.model(run.line("train.py", 5, "net(x)"))
+    run.padding()
+    assert _parameters(run)[:2] == [
+        {"skip_padding": 0, "multiple": 64},
+        {"skip_padding": 0, "multiple": 64, "inductor": ("triton.cudagraphs",)},
+    ]
+
+
+@pytest.mark.slow
+def test_a_module_computes_without_padding_from_its_first_call_on() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 8), nn.ReLU())
+    tokens = torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0], [4, 5, 6, 7]])
+    expected = net(tokens)
+    with pulled(LEVER, skip_padding=0, multiple=2) as hooks:
+        output = net(tokens)
+        assert hooks.done == [LEVER.id]
+        assert not output[tokens == 0].any()
+    assert net._compiled_call_impl is None
+    torch.testing.assert_close(output[tokens != 0], expected[tokens != 0])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"skip_padding": 0, "multiple": 0},
+        {"skip_padding": 0, "multiple": 8, "mode": "reduce-overhead"},
+        {"skip_padding": 0, "multiple": 8, "regions": ("blocks",)},
+        {"skip_padding": "zero", "multiple": 8},
+    ],
+)
+def test_a_plan_that_packs_tokens_in_no_way_is_refused(parameters: Parameters) -> None:
+    with pytest.raises(PlanError), pulled(LEVER, **parameters):
+        pass
+
+
+def test_the_text_calls_the_block_that_leaves_padding_out() -> None:
+    text = "import torch\nfrom torch import nn\n\nnet = nn.Linear(9, 4)\nnet.train()\nnet(torch.ones(2, 9))\n"
+    after = edit(text, {"skip_padding": 0, "multiple": 64})
+    assert "from flatout import skip_padding\n" in after
+    assert "net.train()\nskip_padding(net, pad=0, multiple=64)\n" in after
+    in_graphs = edit(text, {"skip_padding": 0, "multiple": 64, "inductor": ("triton.cudagraphs",)})
+    assert "skip_padding(net, pad=0, multiple=64, options={'triton.cudagraphs': True})\n" in in_graphs
+
+
 def test_on_a_device_each_way_but_a_tuned_mode_has_one_without_reductions_that_torch_gets_wrong() -> None:
     run = EvidenceBuilder(device_s=0.099)
     run.model(run.line("train.py", 5, "net(x)"))

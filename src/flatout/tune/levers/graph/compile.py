@@ -17,6 +17,7 @@ Refuses     Scripts that compile already; models whose calls are a small part of
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,10 +29,11 @@ from flatout.core.errors import EditError, LeverRefused, PlanError
 from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence, Phase
 from flatout.core.records.finding import Finding
-from flatout.core.records.lever import Candidate, Hooks, Parameters
+from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
 from flatout.machine.cost.accounting import host_seconds, model_seconds
 from flatout.machine.cost.compiling import block_containers, draws_in_model, has_changing_shapes
 from flatout.tune.levers.eager_draws import draw_as_eager
+from flatout.tune.levers.proposals import reads_padding
 from flatout.tune.levers.short_erf import short_gelu_in_graphs
 from flatout.tune.levers.usual_shapes import UsualShapes
 from flatout.tune.rewrite.calls import compiles_models
@@ -57,6 +59,9 @@ tune_examples)."""
 _SMALL_S: Final = 0.01
 """Forward and backward of a model on a device that take longer than this lose little at worst, in our judgement."""
 _LITTLE: Final = 0.1
+_PACKED: Final = 1.05
+"""Of what compiling promises: it comes first, and the other ways are tried in its place."""
+_PACKED_IN_GRAPHS: Final = 1.02
 _FALLBACK: Final = 0.8
 """The part of what a way to compile promises that is left where kernels take two passes and one would do."""
 _MOST_FASTER: Final = 20.0
@@ -73,6 +78,10 @@ shape (1, C, 1, 1) after a norm (issue 178080 of pytorch/pytorch), and wrong one
 _OF_MIXED_REDUCTIONS: Final = ("returned an invalid gradient", "gradient")
 """How that shows."""
 _GRAPHS: Final = "triton.cudagraphs"
+_LEAST_PADDING: Final = 0.12
+"""Of the tokens: where less is padding, taking rows out and putting them back costs about what it saves, in our judgement."""
+_SIZES: Final = 64
+"""Numbers of packed rows are multiples of at least this part of all."""
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _RETAINS: Final = re.compile(r"\bretain_graph\s*=\s*True\b")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
@@ -154,6 +163,7 @@ def _without_mixed_reductions(parameters: Parameters) -> Parameters | None:
 
 def _usual_options(evidence: Evidence) -> Iterator[_Option]:
     is_device, is_ragged = evidence.steps.device_s is not None, has_changing_shapes(evidence)
+    yield from _packed_options(evidence)
     is_waiting = is_device and not is_ragged and not evidence.steps.is_device_bound
     # graphs overwrite what they returned before, which loops of many parts do not bear: the plain way comes first there
     share_of_graphs = 0.0 if not is_waiting else 0.95 if _is_large(evidence) else 1.0
@@ -184,6 +194,23 @@ def _usual_options(evidence: Evidence) -> Iterator[_Option]:
         yield _Option(0.85 * share, {"mode": "default", "regions": regions}, f"; the blocks of {places} are alike")
 
 
+def _packed_options(evidence: Evidence) -> Iterator[_Option]:
+    """Compiling without the padding of tokens."""
+    found = [p for p in evidence.paddings if p.dtype in ("int64", "int32") and p.signs and len(p.shape) == 2]
+    padding = max(found, key=lambda p: p.padding_fraction, default=None)
+    if padding is None or padding.padding_fraction < _LEAST_PADDING or reads_padding(evidence):
+        return
+    rows = padding.shape[0] * padding.shape[1]
+    packed: Parameters = {
+        "skip_padding": int(padding.pad_value),
+        "multiple": 1 << max(3, int(math.log2(rows / _SIZES))),
+    }
+    why = f"; {padding.padding_fraction:.0%} of '{padding.name}' are padding, which linear layers and norms then leave out"
+    yield _Option(_PACKED, packed, why)
+    if evidence.steps.device_s is not None:
+        yield _Option(_PACKED_IN_GRAPHS, packed | {"inductor": (_GRAPHS,)}, f"{why}, in graphs for each number of rows")
+
+
 def _has_exact_gelu(evidence: Evidence) -> bool:
     """Whether GELU by the error function is computed: nothing beside float32 products, and some per cent of a compiled step."""
     return any(o.op == "aten.gelu" and "tanh" not in o.scalars for o in evidence.operators)
@@ -197,6 +224,8 @@ def _effort(parameters: Parameters) -> float:
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
     """Compile each root module, or its blocks, at its first call."""
+    from flatout.blocks.training.skip_padding import packed_call
+
     options: dict[str, Any] = {k: v for k, v in parameters.items() if k in _OPTIONS}
     mode, switches = options.get("mode"), _switches(parameters)
     if mode is not None and mode not in _MODES:
@@ -213,6 +242,7 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
     if parameters.get("short_erf"):
         hooks.at_start(short_gelu_in_graphs)
     is_plain = bool(parameters.get("plain_evaluation"))
+    packing = _packing(parameters)
 
     def compile_it(module: nn.Module) -> Callable[[], None] | None:
         if module._compiled_call_impl is not None:
@@ -220,7 +250,10 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         modules = [module] if "regions" not in parameters else _blocks(module, _paths(parameters))
         before = [(one, one._compiled_call_impl) for one in modules]
         for one in modules:
-            one.compile(**options)
+            if packing is None:
+                one.compile(**options)
+            else:
+                one._compiled_call_impl = packed_call(one, pad=packing[0], multiple=packing[1], options=switches)
             compiled, is_ragged = one._compiled_call_impl, "dynamic" in options
             if compiled is not None and (is_plain or not is_ragged):
                 one._compiled_call_impl = UsualShapes(
@@ -236,6 +269,24 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         return undo
 
     hooks.at_first_call(compile_it)
+
+
+def _packing(parameters: Parameters) -> tuple[int, int] | None:
+    """How tokens are packed: what stands for nothing, and the multiple; None where they are not.
+
+    Raises PlanError where a mode is named beside it, or the multiple is no whole number above zero.
+    """
+    if "skip_padding" not in parameters:
+        return None
+    if parameters.get("mode", "default") != "default" or any(
+        k in parameters for k in ("dynamic", "backend", "regions")
+    ):
+        raise PlanError(
+            "'skip_padding' excludes 'mode', 'dynamic', 'backend' and 'regions'; name switches as 'inductor'"
+        )
+    if (multiple := integer(parameters, "multiple")) < 1:
+        raise PlanError(f"parameter 'multiple' is {multiple} and must be at least 1")
+    return integer(parameters, "skip_padding"), multiple
 
 
 def _switches(parameters: Parameters) -> dict[str, bool]:
@@ -318,6 +369,10 @@ def edit(text: str, parameters: Parameters) -> str:
     arguments = ", ".join(f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in options.items())
     if parameters.get("plain_evaluation"):
         text = with_plain_evaluations(parsed(text)).code
+    if (packing := _packing(parameters)) is not None:
+        named = [f"pad={packing[0]}", f"multiple={packing[1]}", *([f"options={switches}"] if switches else [])]
+        text = behind_models(text, f"skip_padding(model, {', '.join(named)})\n")
+        return with_import(parsed(text), "flatout", "skip_padding").code
     if "regions" not in parameters:
         return behind_models(text, f"model.compile({arguments})\n")
     paths = _paths(parameters)

@@ -1,0 +1,367 @@
+"""A graph of torch's functions on padded batches, made to compute with the rows that are not padding.
+
+Dynamo's graph says of each value what shape it has. Values that begin with [B, T] as the tokens do, and of which each row is made
+of its own row alone (an embedding, linear layers, norms over the last dimensions, pointwise functions), are computed of packed
+rows [N, ...]. Where anything else reads such a value, attention or a sum over positions, it is unpacked, with zeros for padding.
+
+B rows of a batch, T positions, N packed rows
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from flatout.blocks.training.packed_rows import gather_expanded, gather_real, labelled_tokens, spread_real
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_POINTWISE: Final = _words("""
+    abs add clamp clamp_max clamp_min contiguous cos detach div divide elu eq erf erfc exp expm1 ge gelu gt hardtanh le leaky_relu
+    log log1p logsigmoid lt masked_fill maximum minimum mish mul multiply ne neg negative pow reciprocal relu rsqrt rsub selu
+    sigmoid silu sin softplus sqrt square sub subtract tanh true_divide truediv where to type_as float half bfloat16 double
+""")
+_VIEWS: Final = _words("view reshape flatten unflatten unsqueeze squeeze")
+_REDUCTIONS: Final = _words("mean sum var std norm amax amin softmax log_softmax")
+_SPLITS: Final = _words("chunk split tensor_split")
+_PRODUCTS: Final = _words("linear matmul")
+_MOVES: Final = _words("transpose permute swapaxes swapdims movedim moveaxis t T mT adjoint rot90 roll flip")
+_ALIASES: Final = (
+    _VIEWS
+    | _SPLITS
+    | _MOVES
+    | _words("getitem expand narrow select unbind contiguous detach to float type_as relu silu")
+)
+"""Whose result may be a view of their first argument, or that itself."""
+_IN_PLACE: Final = _words("iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift setitem")
+_WITH_SWITCH: Final = _words("relu silu elu leaky_relu hardtanh mish selu")
+"""Whose last argument may have them work in place."""
+_DROPOUTS: Final = frozenset({"dropout"})
+
+
+def compute_packed(graph: fx.GraphModule) -> int:
+    """Have a graph in which tokens are labelled compute of their packed rows; returns the number of products that do so now."""
+    labels = [n for n in graph.graph.nodes if n.target is labelled_tokens or n.target is _PACKET]
+    if len(labels) != 1:
+        return 0
+    return _Packing(graph.graph, labels[0]).run()
+
+
+_PACKET: Final = torch.ops.flatout.labelled_tokens
+
+
+class _Packing:
+    def __init__(self, graph: fx.Graph, label: fx.Node) -> None:
+        self._graph, self._label = graph, label
+        arguments: Any = label.args
+        self._tokens, self._index, self._inverse = arguments
+        self._leads: tuple[Any, Any] = tuple(label.meta["example_value"].shape)
+        self._rows: dict[fx.Node, fx.Node] = {}
+        """Of each value that is computed packed its packed rows, or a tuple of such."""
+        self._packed: dict[fx.Node, fx.Node] = {}
+        """Of values that are not, their rows, taken out."""
+        self._changed: set[fx.Node] = set()
+        self._num_products = 0
+
+    def run(self) -> int:
+        """Add packed values, and put them where padded ones are read."""
+        nodes = list(self._graph.nodes)
+        calls = [n for n in nodes if n.op in ("call_function", "call_method")]
+        self._changed = _changed_in_place(calls)
+        for node in calls if not any(map(self._is_ambiguous, calls)) else ():
+            if node not in self._changed:
+                with self._behind(node):
+                    rows = self._computed(node)
+                if rows is not None:
+                    self._rows[node] = rows
+        if self._num_products:
+            self._put_in(nodes)
+        else:
+            for node in reversed([n for n in self._graph.nodes if n not in set(nodes)]):
+                self._graph.erase_node(node)
+        self._label.replace_all_uses_with(self._tokens)
+        self._graph.erase_node(self._label)
+        return self._num_products
+
+    def _is_ambiguous(self, node: fx.Node) -> bool:
+        """Whether rows or positions change places with a dimension of the same length: shapes do not tell them apart then."""
+        if _name(node) not in _MOVES or not self._is_of(node) or not self._is_of(node.args[0]):
+            return False
+        num = self._value(node).dim()
+        listed = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
+        dims = [d % num for d in listed if isinstance(d, int)]
+        if _name(node) == "permute":
+            return dims[:2] != [0, 1]
+        return len(dims) != 2 or min(dims) < 2
+
+    def _put_in(self, nodes: list[fx.Node]) -> None:
+        own = set(nodes)
+        for node, rows in self._rows.items():
+            readers = [user for user in node.users if user in own and user not in self._rows]
+            if readers and not _is_tuple(node):
+                with self._behind(rows):
+                    dense = self._graph.call_function(spread_real, (rows, self._index, self._inverse))
+                for reader in readers:
+                    reader.replace_input_with(node, dense)
+        for node in reversed(nodes):
+            if node in self._rows and not node.users:
+                self._graph.erase_node(node)
+        # an array whose rows are taken out for a value that nobody reads
+        for node in reversed(list(self._graph.nodes)):
+            if node not in own and not node.users:
+                self._graph.erase_node(node)
+
+    # -- which values are computed of rows ---------------------------------------------------------------------------------
+
+    def _computed(self, node: fx.Node) -> fx.Node | None:
+        """The node's packed rows, computed of packed rows; None where that cannot be."""
+        name, value = _name(node), node.meta.get("example_value")
+        if name == "getitem" and isinstance(node.args[1], int):
+            whole = node.args[0]
+            if isinstance(whole, fx.Node) and whole in self._rows and _is_tuple(whole):
+                return self._graph.call_function(operator.getitem, (self._rows[whole], node.args[1]))
+            return None
+        if name in _SPLITS:
+            return self._split(node)
+        if not isinstance(value, Tensor) or not self._is_padded(value):
+            return None
+        if name == "embedding":
+            return self._embedding(node)
+        if name in _PRODUCTS:
+            return self._product(node)
+        if name == "cat":
+            return self._cat(node, value)
+        if not any(isinstance(a, fx.Node) and a in self._rows for a in node.args):
+            return None
+        first: Any = node.args[0]
+        if name in ("layer_norm", "rms_norm"):
+            is_own = isinstance(node.args[1], (tuple, list, torch.Size)) and len(node.args[1]) <= value.dim() - 2
+            return self._again(node, self._rows[first]) if is_own and first in self._rows else None
+        if name in _REDUCTIONS:
+            return self._reduction(node, value)
+        if name in _VIEWS:
+            return self._view(first, value)
+        if name == "getitem":
+            return self._part(node, value)
+        if name in _POINTWISE or (name in _DROPOUTS and _draws_nothing(node)):
+            return self._pointwise(node, value)
+        return None
+
+    def _embedding(self, node: fx.Node) -> fx.Node | None:
+        tokens: Any = node.args[0]
+        max_norm = node.args[3] if len(node.args) > 3 else node.kwargs.get("max_norm")
+        if max_norm is not None or not self._is_of(tokens, 2):
+            return None
+        return self._again(node, self._of(tokens))
+
+    def _product(self, node: fx.Node) -> fx.Node | None:
+        """A linear layer, also of an array that is not packed yet: products are what padding costs most."""
+        first, second = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs.get("weight")
+        weight = second.meta.get("example_value") if isinstance(second, fx.Node) else None
+        is_plain = isinstance(weight, Tensor) and weight.dim() == 2 and second not in self._rows
+        if not is_plain or not isinstance(first, fx.Node) or not self._is_of(first) or self._value(first).dim() < 3:
+            return None
+        self._num_products += 1
+        return self._again(node, self._of(first))
+
+    def _split(self, node: fx.Node) -> fx.Node | None:
+        first: Any = node.args[0]
+        dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+        if not isinstance(first, fx.Node) or first not in self._rows or not isinstance(dim, int):
+            return None
+        if any(_name(u) != "getitem" or not isinstance(u.args[1], int) for u in node.users):
+            return None
+        if not self._is_own(dim, self._value(first).dim()):
+            return None
+        args = (self._rows[first], node.args[1]) if len(node.args) > 1 else (self._rows[first],)
+        kwargs = {k: v for k, v in node.kwargs.items() if k != "dim"}
+        return self._graph.create_node(node.op, node.target, args, kwargs | {"dim": self._moved(dim)})
+
+    def _cat(self, node: fx.Node, value: Tensor) -> fx.Node | None:
+        parts: Any = node.args[0]
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        if not isinstance(parts, (list, tuple)) or not isinstance(dim, int) or not self._is_own(dim, value.dim()):
+            return None
+        if not any(p in self._rows for p in parts) or not all(self._is_of(p, value.dim()) for p in parts):
+            return None
+        rows = [self._of(p) for p in parts]
+        return self._graph.call_function(torch.cat, (rows,), {"dim": self._moved(dim)})
+
+    def _reduction(self, node: fx.Node, value: Tensor) -> fx.Node | None:
+        """A sum or mean over a row's own dimensions."""
+        first: Any = node.args[0]
+        if first not in self._rows:
+            return None
+        at = 2 if _name(node) == "norm" else 1
+        dims = node.args[at] if len(node.args) > at else node.kwargs.get("dim")
+        listed = dims if isinstance(dims, (list, tuple)) else (dims,)
+        num = self._value(first).dim()
+        if not all(isinstance(d, int) and self._is_own(d, num) for d in listed):
+            return None
+        moved = [self._moved(d) for d in listed]
+        new = moved if isinstance(dims, (list, tuple)) else moved[0]
+        args, kwargs = list(node.args), dict(node.kwargs)
+        args[0] = self._of(first)
+        if len(args) > at:
+            args[at] = new
+        else:
+            kwargs["dim"] = new
+        return self._graph.create_node(node.op, node.target, tuple(args), kwargs)
+
+    def _view(self, first: fx.Node, value: Tensor) -> fx.Node | None:
+        """A view that leaves rows and positions as they are."""
+        own = value.shape[2:]
+        if first not in self._rows or not all(isinstance(n, int) for n in own):
+            return None
+        return self._graph.call_method("reshape", (self._rows[first], (-1, *own)))
+
+    def _part(self, node: fx.Node, value: Tensor) -> fx.Node | None:
+        """A part of a row's own dimensions, of all rows."""
+        arguments: Any = node.args
+        first, index = arguments
+        if first not in self._rows or not isinstance(index, tuple):
+            return None
+        if index[:1] == (...,):
+            num_own = sum(i is not None for i in index[1:])
+            is_simple = all(isinstance(i, (int, slice)) or i is None for i in index[1:])
+            if not is_simple or num_own > self._value(first).dim() - 2:
+                return None
+            return self._graph.call_function(operator.getitem, (self._rows[first], index))
+        if (
+            len(index) > 2
+            and index[:2] == (slice(None), slice(None))
+            and all(isinstance(i, (int, slice)) for i in index[2:])
+        ):
+            return self._graph.call_function(operator.getitem, (self._rows[first], (slice(None), *index[2:])))
+        return None
+
+    def _pointwise(self, node: fx.Node, value: Tensor) -> fx.Node | None:
+        num_own = value.dim() - 2
+
+        def own(arg: Any) -> Any:
+            if not isinstance(arg, fx.Node) or not isinstance(arg.meta.get("example_value"), Tensor):
+                return arg
+            if arg in self._rows or self._is_of(arg, value.dim()):
+                return self._of(arg) if self._value(arg).dim() == value.dim() else None
+            if _name(node) == "type_as" or self._value(arg).dim() <= num_own:
+                return arg
+            if self._value(arg).dim() > value.dim():
+                return None
+            return self._graph.call_function(gather_expanded, (arg, num_own, self._index, self._inverse))
+
+        args = [own(a) for a in node.args]
+        kwargs = {k: own(v) for k, v in node.kwargs.items()}
+        if any(
+            a is None and b is not None
+            for a, b in zip((*args, *kwargs.values()), (*node.args, *node.kwargs.values()), strict=True)
+        ):
+            return None
+        return self._graph.create_node(node.op, node.target, tuple(args), kwargs)
+
+    def _behind(self, node: fx.Node) -> AbstractContextManager[Any]:
+        """New nodes go behind this one, in the order in which they are made, and behind all inputs."""
+        first = node.next
+        while first.op == "placeholder":
+            first = first.next
+        return self._graph.inserting_before(first)
+
+    # -- values -------------------------------------------------------------------------------------------------------------
+
+    def _again(self, node: fx.Node, first: fx.Node) -> fx.Node:
+        """The same call on other rows."""
+        return self._graph.create_node(node.op, node.target, (first, *node.args[1:]), dict(node.kwargs))
+
+    def _of(self, node: fx.Node) -> fx.Node:
+        """The packed rows of a value that begins with [B, T]."""
+        if node in self._rows:
+            return self._rows[node]
+        if node not in self._packed or self._changed:  # taken out where it is read: it may have been changed since
+            self._packed[node] = self._graph.call_function(gather_real, (node, self._index, self._inverse))
+        return self._packed[node]
+
+    @staticmethod
+    def _value(node: Any) -> Tensor:
+        value: Tensor = node.meta["example_value"]
+        return value
+
+    def _is_of(self, node: Any, num_dims: int | None = None) -> bool:
+        """Whether a node is an array that begins with [B, T], of so many dimensions."""
+        value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        return isinstance(value, Tensor) and self._is_padded(value) and num_dims in (None, value.dim())
+
+    def _is_padded(self, value: Tensor) -> bool:
+        return value.dim() >= 2 and all(
+            statically_known_true(a == b) for a, b in zip(value.shape[:2], self._leads, strict=True)
+        )
+
+    @staticmethod
+    def _is_own(dim: int, num_dims: int) -> bool:
+        """Whether it is a dimension of a row's own."""
+        return dim % num_dims >= 2
+
+    @staticmethod
+    def _moved(dim: int) -> int:
+        """A row's own dimension in packed rows."""
+        return dim if dim < 0 else dim - 1
+
+
+def _name(node: fx.Node) -> str:
+    """The bare name of the function or method that a node calls."""
+    if node.op == "call_method":
+        return str(node.target)
+    return str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else ""
+
+
+def _is_tuple(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), (tuple, list))
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Whether a call changes its first argument, or writes into `out`."""
+    name, arguments = _name(node), node.args
+    is_switched = node.kwargs.get("inplace") is True or (name in _WITH_SWITCH and arguments[-1] is True)
+    is_switched |= name in _DROPOUTS and arguments[3:4] == (True,)
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or is_switched or "out" in node.kwargs
+
+
+def _changed_in_place(calls: list[fx.Node]) -> set[fx.Node]:
+    """What is changed in place, and all that it may be a view of."""
+    found: set[fx.Node] = set()
+    for node in filter(_is_in_place, calls):
+        targets = [node.args[0] if node.args else None, node.kwargs.get("out")]
+        while targets:
+            target = targets.pop()
+            if isinstance(target, fx.Node) and target not in found:
+                found.add(target)
+                targets += [target.args[0]] if target.args and _name(target) in _ALIASES else []
+    return found
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Whether a dropout leaves its input as it is."""
+    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    is_training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    return bool(p == 0) or is_training is False
+
+
+Backend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+def packing(backend: Backend) -> Backend:
+    """The backend of torch.compile that packs rows, and hands the graph on."""
+
+    def packed(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compute_packed(graph)
+        graph.recompile()
+        return backend(graph, inputs)
+
+    return packed
