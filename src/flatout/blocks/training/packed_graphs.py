@@ -26,9 +26,9 @@ def _words(text: str) -> frozenset[str]:
 
 
 _POINTWISE: Final = _words("""
-    abs add clamp clamp_max clamp_min contiguous cos detach div divide elu eq erf erfc exp expm1 ge gelu gt hardtanh le leaky_relu
-    log log1p logsigmoid lt masked_fill maximum minimum mish mul multiply ne neg negative pow reciprocal relu rsqrt rsub selu
-    sigmoid silu sin softplus sqrt square sub subtract tanh true_divide truediv where to type_as float half bfloat16 double
+    abs add clamp clamp_max clamp_min contiguous cos detach div divide elu erf erfc exp expm1 gelu hardtanh leaky_relu log log1p
+    logsigmoid masked_fill maximum minimum mish mul multiply neg negative pow reciprocal relu rsqrt rsub selu sigmoid silu sin
+    softplus sqrt square sub subtract tanh true_divide truediv where to type_as float half bfloat16 double
 """)
 _VIEWS: Final = _words("view reshape flatten unflatten unsqueeze squeeze")
 _REDUCTIONS: Final = _words("mean sum var std norm amax amin softmax log_softmax")
@@ -132,7 +132,8 @@ class _Packing:
             return None
         if name in _SPLITS:
             return self._split(node)
-        if not isinstance(value, Tensor) or not self._is_padded(value):
+        # Zeros stand for padding where rows are put back; as a yes or no, a mask for example, they would say something.
+        if not isinstance(value, Tensor) or not self._is_padded(value) or not value.is_floating_point():
             return None
         if name == "embedding":
             return self._embedding(node)
@@ -328,7 +329,7 @@ def _is_tuple(node: fx.Node) -> bool:
 def _is_in_place(node: fx.Node) -> bool:
     """Whether a call changes its first argument, or writes into `out`."""
     name, arguments = _name(node), node.args
-    is_switched = node.kwargs.get("inplace") is True or (name in _WITH_SWITCH and arguments[-1] is True)
+    is_switched = node.kwargs.get("inplace") is True or (name in _WITH_SWITCH and arguments[-1:] == (True,))
     is_switched |= name in _DROPOUTS and arguments[3:4] == (True,)
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or is_switched or "out" in node.kwargs
 
