@@ -50,13 +50,13 @@ _DROPOUTS: Final = frozenset({"dropout"})
 
 def compute_packed(graph: fx.GraphModule) -> int:
     """Have a graph in which tokens are labelled compute of their packed rows; returns the number of products that do so now."""
-    labels = [n for n in graph.graph.nodes if n.target is labelled_tokens or n.target is _PACKET]
+    labels = [n for n in graph.graph.nodes if n.target in _LABELS]
     if len(labels) != 1:
         return 0
     return _Packing(graph.graph, labels[0]).run()
 
 
-_PACKET: Final = torch.ops.flatout.labelled_tokens
+_LABELS: Final = (labelled_tokens, torch.ops.flatout.labelled_tokens, torch.ops.flatout.labelled_tokens.default)
 
 
 class _Packing:

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.blocks.kernels.opaque import opaque
-
 
 class RowPlaces(NamedTuple):
     """Where packed rows come from, and where they go."""
@@ -32,14 +30,15 @@ def packed_rows(tokens: Tensor, *, pad: int, multiple: int) -> RowPlaces:
     return RowPlaces(index, inverse.masked_fill_(~is_real, -1))
 
 
-def _same_shape(tokens: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    return torch.empty_like(tokens)
-
-
-@opaque("labelled_tokens(Tensor tokens, Tensor index, Tensor inverse) -> Tensor", _same_shape)
+@torch.library.custom_op("flatout::labelled_tokens", mutates_args=())
 def labelled_tokens(tokens: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """The tokens, in a graph where it shall be known which rows of them are packed to what."""
     return tokens.clone()
+
+
+@labelled_tokens.register_fake
+def _(tokens: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    return torch.empty_like(tokens)
 
 
 def gather_real(dense: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
