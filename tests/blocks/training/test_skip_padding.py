@@ -278,3 +278,49 @@ def test_what_cannot_be_is_an_error() -> None:
     model.compile(backend="eager")
     with pytest.raises(UsageError, match="compiled already"):
         skip_padding(model)
+
+
+class TorchEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(_WIDTH, _HEADS, 64, batch_first=True)
+        self.token, self.head = nn.Embedding(50, _WIDTH), nn.Linear(_WIDTH, 5)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        padding = tokens == 0
+        x = self.layers(self.token(tokens), src_key_padding_mask=padding)
+        total: Tensor = self.head(x.masked_fill(padding[..., None], 0.0).sum(1) / (~padding).sum(1, keepdim=True))
+        return total
+
+
+def test_torchs_own_encoder_packs_its_mlps_and_draws_the_same_dropout(num_products: list[int]) -> None:
+    plain = TorchEncoder().double()
+    packed = copy.deepcopy(plain)
+    skip_padding(packed, multiple=8, fused=False)
+    for lengths in ([3, 9, 20, 2], [5, 1, 1, 7]):
+        for one, other in zip(results(packed, tokens_of(lengths)), results(plain, tokens_of(lengths)), strict=True):
+            torch.testing.assert_close(one, other)
+    assert num_products == [4]
+
+
+@pytest.mark.slow
+def test_all_products_of_the_bert_of_transformers_are_packed(num_products: list[int]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": _WIDTH, "num_hidden_layers": 2, "num_attention_heads": _HEADS, "intermediate_size": 64}
+    config = transformers.BertConfig(vocab_size=50, max_position_embeddings=_LONGEST, **sizes)
+    plain = transformers.BertForSequenceClassification(config).double()
+    packed = copy.deepcopy(plain)
+    skip_padding(packed, multiple=8, fused=False)
+    for lengths in ([3, 9, 20, 2], [5, 1, 1, 7]):
+        tokens = tokens_of(lengths)
+        pairs = []
+        for model in (packed, plain):
+            model.zero_grad()
+            torch.manual_seed(1)
+            made = model(input_ids=tokens, attention_mask=(tokens != 0).long(), labels=torch.tensor([0, 1, 0, 1]))
+            made.loss.backward()
+            pairs.append([made.logits.detach(), *(p.grad for p in model.parameters())])
+        for one, other in zip(*pairs, strict=True):
+            torch.testing.assert_close(one, other)
+    assert num_products[0] == 12  # queries, keys, values, outputs and both products of the MLP, of two layers
