@@ -63,7 +63,7 @@ def main() -> None:
     model = model.to(device)
     batches = [padded(longest, batch, seed) for seed in range(NUM_BATCHES)]
     real = sum(int((tokens != 0).sum()) for tokens, _ in batches) / sum(tokens.numel() for tokens, _ in batches)
-    ways = made(model, multiple=batch * longest // 64, on_gpu=on_gpu)
+    ways = compiled_models(model, multiple=batch * longest // 64, on_gpu=on_gpu)
     exact = gradients(copy.deepcopy(model).double(), batches[0], device, has_autocast=False)
     calls: dict[str, Callable[[], object]] = {}
     errors = {}
@@ -85,7 +85,9 @@ def main() -> None:
     args.out.write_text(json.dumps(found_all, indent=1) + "\n")
 
 
-def made(model: nn.Module, *, multiple: int, on_gpu: bool) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+def compiled_models(
+    model: nn.Module, *, multiple: int, on_gpu: bool
+) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]:
     """The models by name, and what each does to a batch of tokens first."""
 
     def as_it_is(tokens: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ B rows of a batch, T positions, N packed rows
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Final
@@ -48,11 +49,14 @@ _WITH_SWITCH: Final = _words("relu silu elu leaky_relu hardtanh mish selu")
 _DROPOUTS: Final = frozenset({"dropout"})
 
 
-def compute_packed(graph: fx.GraphModule) -> int:
-    """Have a graph in which tokens are labelled compute of their packed rows; returns the number of products that do so now."""
+def compute_packed(graph: fx.GraphModule) -> int | None:
+    """Have a graph in which tokens are labelled compute of their packed rows.
+
+    Returns the number of products that do so now; None where no tokens are labelled, as behind a graph break.
+    """
     labels = [n for n in graph.graph.nodes if n.target in _LABELS]
     if len(labels) != 1:
-        return 0
+        return None
     return _Packing(graph.graph, labels[0]).run()
 
 
@@ -354,6 +358,10 @@ def _draws_nothing(node: fx.Node) -> bool:
     return bool(p == 0) or is_training is False
 
 
+_NOTHING_PACKED: Final = (
+    "skip_padding leaves no padding out of these shapes: no product of the graph is made of each token alone, or the length "
+    "of the rows is that of another dimension which changes places with it"
+)
 Backend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
@@ -361,7 +369,8 @@ def packing(backend: Backend) -> Backend:
     """The backend of torch.compile that packs rows, and hands the graph on."""
 
     def packed(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        compute_packed(graph)
+        if compute_packed(graph) == 0:
+            warnings.warn(_NOTHING_PACKED, stacklevel=2)
         graph.recompile()
         return backend(graph, inputs)
 

@@ -14,14 +14,12 @@ from flatout.blocks.training.packed_rows import labelled_tokens, packed_rows
 from flatout.core.errors import UsageError
 from flatout.core.tensors.nests import map_tensors, tensors_in
 
-DEFAULT_MULTIPLE = 256
-
 
 def skip_padding(
     model: nn.Module,
     *,
     pad: int = 0,
-    multiple: int = DEFAULT_MULTIPLE,
+    multiple: int = 256,
     fused: bool = True,
     options: dict[str, Any] | None = None,
 ) -> Callable[[], None]:
@@ -35,7 +33,8 @@ def skip_padding(
     as before, so that the random numbers stay the same.
 
     The first tensor of integers with two dimensions among the arguments is taken for the tokens; a call without any is computed
-    as before. On a device the host waits for the number of real tokens in each call.
+    as before. On a device the host waits for the number of real tokens in each call. Where no product can leave padding out,
+    as where rows are as long as there are heads, a warning says so, and results are right all the same.
 
     Args:
         model: Any module; its `forward` is what is compiled.

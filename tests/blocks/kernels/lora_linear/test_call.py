@@ -25,7 +25,7 @@ class _Adapted(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return lora_linear(x, self.layer, self.down, self.up, scale=2.0)
 
-    def apart(self, x: Tensor) -> Tensor:
+    def separate(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x) + 2.0 * self.up(self.down(x))
         return y
 
@@ -46,7 +46,7 @@ def net() -> _Adapted:
 @pytest.mark.parametrize("rows", [(64,), (4, 30), (2,)], ids=str)
 def test_modules_compute_what_they_compute_apart(net: _Adapted, rows: tuple[int, ...]) -> None:
     x = torch.randn(*rows, 32)
-    for one, other in zip(_results(net, net, x), _results(net.apart, net, x), strict=True):
+    for one, other in zip(_results(net, net, x), _results(net.separate, net, x), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -68,10 +68,10 @@ def test_an_adapter_of_zeros_changes_no_bit(net: _Adapted) -> None:
 
 def test_under_autocast_it_is_no_worse_than_apart(net: _Adapted) -> None:
     x = torch.randn(256, 32)
-    exact = _results(net.double().apart, net, x.double())
+    exact = _results(net.double().separate, net, x.double())
     net.float()
     with torch.autocast("cpu", torch.bfloat16):
-        merged, apart = _results(net, net, x), _results(net.apart, net, x)
+        merged, apart = _results(net, net, x), _results(net.separate, net, x)
     assert merged[0].dtype == torch.bfloat16
     assert [g.dtype for g in merged] == [g.dtype for g in apart]
     for one, other, wanted in zip(merged, apart, exact, strict=True):
@@ -82,7 +82,7 @@ def test_under_autocast_it_is_no_worse_than_apart(net: _Adapted) -> None:
 def test_frozen_weights_cost_no_gradient(net: _Adapted) -> None:
     x = torch.randn(256, 32).requires_grad_()
     counts = []
-    for run in (net, net.apart):
+    for run in (net, net.separate):
         with FlopCounterMode(display=False) as counter:
             run(x).sum().backward()
         counts.append(counter.get_total_flops())
@@ -107,7 +107,7 @@ def test_it_trains_as_apart(net: _Adapted) -> None:
     x, y = torch.randn(128, 32), torch.randn(128, 48)
     start = {name: p.detach().clone() for name, p in net.state_dict().items()}
     ends = []
-    for run in (net.forward, net.apart):
+    for run in (net.forward, net.separate):
         net.load_state_dict(start)
         optimizer = torch.optim.AdamW([net.down.weight, net.up.weight], lr=1e-2)
         for _ in range(50):
