@@ -27,10 +27,10 @@ from flatout.app.plans import environment_of, read_plan
 from flatout.core.records.record import to_json
 from flatout.machine.measure.stats import median_estimate, ratio_estimate
 from flatout.tune.apply import circumstances
-from flatout.tune.verify.proof import is_out_of_memory, prove_script
+from flatout.tune.verify.proof import prove_script
 from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.side import SideAnswer
-from flatout.tune.verify.side_process import Failed, Request, SideProcess
+from flatout.tune.verify.side_process import Failed, Request, SideProcess, is_out_of_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 FLATOUT = [sys.executable, "-c", "from flatout.app.cli import main; main()"]

@@ -305,7 +305,8 @@ def test_two_sides_that_do_not_fit_on_a_device_take_turns_there(folder: Path, sh
     """Whether the device's size shows that in time, or one of them runs out of memory."""
     sides = [on_small_device(folder, name, total=150, shown=shown) for name in ("a.py", "b.py")]
     found = verdict(*sides, is_timed=True, num_processes=1)
-    assert found.equality.holds and found.speed is not None and found.speed.num_pairs >= 7
+    assert found.equality.holds and found.speed is not None, found.because
+    assert found.speed.num_pairs >= 7
     assert (folder / "ran-out").exists() == has_run_out
 
 

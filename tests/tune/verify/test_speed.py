@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from flatout.tune.verify.side import SideAnswer
+from flatout.tune.verify.side_process import Failed
 from flatout.tune.verify.speed import Race
 
 MIB = 1 << 20
@@ -216,3 +217,35 @@ def test_a_race_that_is_not_clear_otherwise_takes_the_fewest_pairs() -> None:
     after.random.seed(1)
     race.run(before, after)  # type: ignore[arg-type]
     assert len(race.stretches) == 7
+
+
+class Ending(Side):
+    """Ends after so many steps, by an error where it has one."""
+
+    def __init__(self, num_steps: int, error: str) -> None:
+        super().__init__(0.02, flat)
+        self._num_steps, self._error = num_steps, error
+
+    def answer(self, *, timeout_s: float) -> SideAnswer:
+        answer = super().answer(timeout_s=timeout_s)
+        if self._done < self._num_steps:
+            return answer
+        return SideAnswer(what="ended", num_steps=self._num_steps, error=self._error)
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_side_that_runs_out_of_memory_in_a_race_is_an_error(is_changed: bool) -> None:
+    sides = [Side(0.02, flat), Ending(2, "CUDA out of memory. Tried to allocate 1 GiB")]
+    with pytest.raises(Failed, match="ended after 2 steps of the race: CUDA out of memory"):
+        raced(*sides) if is_changed else raced(*reversed(sides))
+
+
+def test_a_changed_script_that_fails_in_a_race_is_an_error() -> None:
+    with pytest.raises(Failed, match="the changed script ended after 20 steps of the race: ValueError: no"):
+        raced(Side(0.02, flat), Ending(20, "ValueError: no"))
+
+
+@pytest.mark.parametrize("error", ["", "StopIteration"])
+def test_a_script_whose_steps_end_for_both_sides_has_ended(error: str) -> None:
+    race = raced(Ending(200, error), Ending(200, error))
+    assert race.num_steps == 200

@@ -21,7 +21,7 @@ from flatout.tune.verify.proof_terms import ProofTerms
 from flatout.tune.verify.quality import Metric, WholeRuns
 from flatout.tune.verify.recording import read_recorded_steps
 from flatout.tune.verify.side import SideAnswer
-from flatout.tune.verify.side_process import Failed, NoAnswer, Request, SideProcess
+from flatout.tune.verify.side_process import Failed, NoAnswer, Request, SideProcess, is_out_of_memory
 from flatout.tune.verify.speed import Race
 
 _WHOLE_RUN_S: Final = 3600.0
@@ -318,11 +318,6 @@ class ScriptProver:
     def _is_decided(self, race: Race) -> bool:
         speed, most = race.speed(), self._terms.decisive
         return speed is not None and speed.num_pairs >= FEWEST_PAIRS and (speed.low > most or speed.high < 1 / most)
-
-
-def is_out_of_memory(error: str) -> bool:
-    """Whether a device's memory ran out, by the text of an error."""
-    return "out of memory" in error.lower()
 
 
 def _judged(equality: Equality, speed: Speed | None, failure: _Failure, *, is_timed: bool) -> tuple[Outcome, str]:

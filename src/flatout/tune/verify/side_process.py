@@ -218,6 +218,11 @@ class SideProcess:
         return redacted_text(" | ".join(lines[-num_lines:]))[-600:] or "it printed nothing"
 
 
+def is_out_of_memory(error: str) -> bool:
+    """Whether a device's memory ran out, by the text of an error."""
+    return "out of memory" in error.lower()
+
+
 def _shortened(line: str) -> str:
     """A line whose middle is left out where it is long: errors begin with what they are, and end with what to do."""
     return line if len(line) <= 2 * _MOST_OF_A_LINE else f"{line[:_MOST_OF_A_LINE]} ... {line[-_MOST_OF_A_LINE:]}"

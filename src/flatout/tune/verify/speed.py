@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from flatout.core.records.verdict import Footprint, Speed
 from flatout.machine.measure.stats import median_estimate, ratio_estimate
 from flatout.tune.verify.side import SideAnswer
-from flatout.tune.verify.side_process import SideProcess
+from flatout.tune.verify.side_process import Failed, SideProcess, is_out_of_memory
 
 _STRETCH_S: Final = 0.15
 """Of the slower side: long beside a turn, short beside what changes on a machine."""
@@ -95,7 +95,10 @@ class Race:
         self.num_starts += 1
 
     def run(self, before: SideProcess, after: SideProcess) -> None:
-        """Order stretches in turn, the first of each pair alternating; both must have recorded, and stand."""
+        """Order stretches in turn, the first of each pair alternating; both must have recorded, and stand.
+
+        Raises Failed where the changed side alone ends by an error, or either runs out of a device's memory.
+        """
         pairs = self._run(before, after)
         if pairs:
             self._sizes.append(pairs[-1])
@@ -116,6 +119,7 @@ class Race:
             one, two = answers[id(before)], answers[id(after)]
             self.has_ended = "ended" in (one.what, two.what)
             if self.has_ended:
+                _check_how_they_ended(one, two)
                 self.num_steps = min(a.num_steps for a in (one, two) if a.what == "ended")
                 self.has_ended = len(self.stretches) - first < _FEWEST_PAIRS
                 return pairs
@@ -173,6 +177,8 @@ class Race:
         after.order(self._warm_up_steps, is_lean=self._is_lean)
         answer = after.answer(timeout_s=self._timeout_s)
         self.has_ended = answer.what == "ended"
+        if answer.what == "ended" and is_out_of_memory(answer.error):
+            raise _ended_by_error("the changed script", answer)
         self._warmed_s = 0.0 if self.has_ended else answer.seconds
         if self.has_ended:
             self.num_steps = answer.num_steps
@@ -242,6 +248,18 @@ class Race:
     def _is_precise(self) -> bool:
         speed = self.speed()
         return speed is not None and speed.high - speed.low <= 2 * self._precision * speed.ratio
+
+
+def _check_how_they_ended(before: SideAnswer, after: SideAnswer) -> None:
+    """What a script ends with where it has no steps left, both sides end with."""
+    for name, answer, other in (("the script before the change", before, after), ("the changed script", after, before)):
+        is_own = answer is after and other.what != "ended"
+        if answer.what == "ended" and answer.error and (is_own or is_out_of_memory(answer.error)):
+            raise _ended_by_error(name, answer)
+
+
+def _ended_by_error(name: str, answer: SideAnswer) -> Failed:
+    return Failed(f"{name} ended after {answer.num_steps} steps of the race: {answer.error}")
 
 
 def _leak(pairs: list[tuple[SideAnswer, SideAnswer]]) -> str:
