@@ -3,7 +3,8 @@
     python bench/attention_device.py [--out FILE] [--only PART,...] [--small]
 
 Parts: causal, documents (new lengths every step, building the mask included), packed (rows of documents whose numbers are given
-token by token, new every step, as a Llama with 32 heads of width 64 has them; cuDNN's kernel of varying lengths beside ours),
+token by token, new every step, as a Llama with 32 heads of width 64 has them; beside ours the same from a dense mask, cuDNN's
+kernel of varying lengths and FlexAttention),
 window, softcap, irregular (a tree and a graph at 64 k tokens, and what create_block_mask takes for them), lengths
 (recompilations over 100 sets of documents). Every variant is compared with float64; times are between events on the device, of
 stretches of 8 calls, in rounds in which variants take turns, on random inputs; ratios with their interval are of those rounds.
@@ -31,6 +32,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import flatout
 from flatout import masks, scores
 from flatout.blocks.kernels.attention.api import attention_selection
+from flatout.blocks.kernels.attention.dense_masks import attention_by_dense_mask
 from flatout.blocks.kernels.attention.mask import Mask
 from flatout.machine.measure.stats import ratio_estimate
 
@@ -301,7 +303,8 @@ def packed(sizes: Sizes, record: Record) -> None:
             [each[:-1] + row * length for row, each in enumerate(offsets)] + [torch.tensor([rows * length])]
         )
         sets.append((ids, flat))
-    turn = {"ours": 0, "flash": 0, "cudnn": 0}
+    turn = {"ours": 0, "dense mask": 0, "flash": 0, "cudnn": 0, "flex": 0}
+    compiled = torch.compile(flex_attention, dynamic=False)
 
     def next_of(name: str) -> tuple[Tensor, Tensor]:
         turn[name] += 1
@@ -316,7 +319,21 @@ def packed(sizes: Sizes, record: Record) -> None:
     def varying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return by_cudnn(q, k, v, next_of("cudnn")[1])
 
-    variants: dict[str, Attend] = {"ours": ours} | ({"flash": by_flash, "cudnn": varying} if ON_GPU else {})
+    def by_dense_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ids, _ = next_of("dense mask")
+        return attention_by_dense_mask(q, k, v, (ids[:, None, :, None] == ids[:, None, None, :]).tril())
+
+    def by_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ids, _ = next_of("flex")
+
+        def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (ids[b, i] == ids[b, j]) & (i >= j)
+
+        return compiled(q, k, v, block_mask=create_block_mask(mod, rows, None, length, length, device=DEVICE))
+
+    variants: dict[str, Attend] = {"ours": ours, "dense mask": by_dense_mask}
+    if ON_GPU:
+        variants |= {"flash": by_flash, "cudnn": varying, "flex": by_flex}
     pairs = median(causal_pairs(flat.diff()) for _, flat in sets)
     what = raced(variants, given, own.rounds, 4 * own.heads * own.width * pairs)
     what["kernel"] = str(attention_selection(*given[:3], mask=masks.documents(ids=sets[0][0]) & masks.causal()))

@@ -8,7 +8,7 @@ made by code under `once`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Final, TypeVar
 
@@ -25,7 +25,15 @@ Side = Tensor | None
 """A tensor beside the main ones that may be left out: a bias, a weight, a residual, a scale."""
 
 
-def opaque(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+HOST_READS: Final[tuple[torch.Tag, ...]] = tuple(
+    getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)
+)
+"""Tags of an operator that reads numbers of the device: Inductor records no CUDA graph over it (torch 2.9 and later)."""
+
+
+def opaque(
+    schema: str, shapes: Callable[..., Any], *, tags: Sequence[torch.Tag] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator: `torch.ops.flatout.<name>` of this schema, its gradient none of PyTorch's business.
 
     `shapes` takes the same arguments and returns tensors of the right shapes, dtypes and devices. What is decorated becomes the
@@ -34,7 +42,7 @@ def opaque(schema: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., A
 
     def registered(implementation: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
-        _LIBRARY.define(schema)
+        _LIBRARY.define(schema, tags=tuple(tags))
         _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
         torch.library.register_fake(f"flatout::{name}", shapes, lib=_LIBRARY)
         operator: Callable[..., Any] = getattr(torch.ops.flatout, name).default

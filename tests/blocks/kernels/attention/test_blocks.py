@@ -14,6 +14,7 @@ from flatout import UsageError, masks
 from flatout.blocks.kernels.attention.blocks import BlockLists, block_lists
 from flatout.blocks.kernels.attention.flex import bits_mod, block_mask
 from flatout.blocks.kernels.attention.mask import Mask
+from flatout.blocks.kernels.attention.structures import Documents
 
 
 def dense(num: Tensor, index: Tensor, cols: int) -> Tensor:
@@ -189,3 +190,23 @@ def test_what_is_no_mask_is_refused_in_words(make: object, what: str) -> None:
 def test_a_mask_for_other_lengths_is_refused(mask: Mask, what: str) -> None:
     with pytest.raises(UsageError, match=what):
         block_lists(mask, 10, 10)
+
+
+@given(st.data())
+def test_documents_of_samples_begin_where_numbers_change_or_do_not_lie_in_rows(data: st.DataObject) -> None:
+    samples, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
+    is_sorted = data.draw(st.booleans())
+    drawn = [data.draw(st.lists(st.integers(0, 3), min_size=length, max_size=length)) for _ in range(samples)]
+    rows = [sorted(row) if is_sorted else row for row in drawn]
+    mask = masks.documents(ids=torch.tensor(rows))
+    assert isinstance(mask, Documents)
+    begins = [[place for place in range(length) if place == 0 or row[place] != row[place - 1]] for row in rows]
+    is_in_rows = all(len(set(row)) == len(each) for row, each in zip(rows, begins, strict=True))
+    assert mask.is_in_rows == is_in_rows
+    if is_in_rows:
+        flat = [sample * length + place for sample, each in enumerate(begins) for place in each]
+        assert mask.starts(samples).tolist() == flat
+        if samples == 1:
+            twice = mask.starts(2).tolist()
+            assert twice == flat + [place + length for place in flat]
+            assert masks.documents(ids=torch.tensor(rows[0])).starts(2).tolist() == twice

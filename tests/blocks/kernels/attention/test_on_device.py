@@ -10,6 +10,7 @@ import flatout
 from flatout import masks, scores
 from flatout.blocks.kernels.attention import reference
 from flatout.blocks.kernels.attention.api import attention_selection
+from flatout.blocks.kernels.attention.dense_masks import attention_by_dense_mask, when_structure_is_used
 
 pytestmark = [
     pytest.mark.device,
@@ -63,6 +64,7 @@ def test_the_hardware_form_of_softcap_is_within_its_bound() -> None:
         (masks.window(20), "attention.cudnn-window"),
         (masks.documents([0, 50, S]) & masks.causal(), "attention.flash-varlen"),
         (masks.documents([0, 50, S]) & masks.window(9), "attention.flash-varlen"),
+        (masks.documents(ids=torch.arange(S).repeat(2, 1) // 70) & masks.causal(), "attention.flash-varlen"),
         (masks.causal() | masks.prefix(5), "attention.flex"),
     ],
     ids=repr,
@@ -75,6 +77,34 @@ def test_structure_decides_the_kernel(mask: masks.Mask | None, kernel: str) -> N
     assert choice.kernel.id == kernel or (
         kernel == "attention.cudnn-window" and "nvidia-cudnn-frontend is not installed" in str(choice)
     )
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("kind", ["documents", "window", "no structure"])
+def test_a_dense_mask_is_read_as_it_runs(kind: str, is_compiled: bool, key_heads: int) -> None:
+    length = 300
+    ids = torch.stack([torch.arange(length) // 120, torch.arange(length) // 77])
+    dense = {
+        "documents": (masks.documents(ids=ids) & masks.causal()).dense(length, length),
+        "window": masks.window(40).dense(length, length),
+        "no structure": torch.rand(length, length) < 0.7 + 0.3 * torch.eye(length),
+    }[kind].to(GPU)
+    q, k, v = (
+        torch.randn(2, length, heads, 64, device=GPU, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for heads in (4, key_heads, key_heads)
+    )
+    grad, used = torch.randn_like(q), []
+    attend = torch.compile(attention_by_dense_mask, fullgraph=True) if is_compiled else attention_by_dense_mask
+    stop = when_structure_is_used(lambda: used.append(kind))
+    out = attend(q, k, v, dense)
+    stop()
+    assert bool(used) == (kind != "no structure")
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    exact = torch.nn.functional.scaled_dot_product_attention(*wide, dense, enable_gqa=True)
+    found = (out, *torch.autograd.grad(out, (q, k, v), grad))
+    for ours, theirs in zip(found, (exact, *torch.autograd.grad(exact, wide, grad.double())), strict=True):
+        assert float((ours.double() - theirs).norm()) <= 2e-2 * float(theirs.norm())
 
 
 def test_new_documents_and_new_lengths_compile_nothing() -> None:

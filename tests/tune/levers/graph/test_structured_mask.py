@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,32 +120,44 @@ def test_compiled_models_skip_what_is_hidden_too(called: list[str]) -> None:
         torch.testing.assert_close(one, other)
 
 
+def graphs_of(model: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, list[torch.fx.Graph]]:
+    """What the compiled model returns, and the graphs that it is made of."""
+    graphs: list[torch.fx.Graph] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph.graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    return torch.compile(model, backend=backend)(*inputs), graphs
+
+
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # dynamo reads it of a frame's inputs
-@pytest.mark.parametrize("parameters", [{}, {"nested_breaks": True}])
-def test_graphs_end_at_attention_and_with_nested_breaks_nowhere_else(parameters: Parameters) -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q * 2, k * 3, v, attn_mask=mask) * 5
-
+@pytest.mark.parametrize("parameters", [{}, {"without_breaks": True}])
+def test_graphs_end_at_attention_or_hold_an_operator_that_looks_at_the_mask(parameters: Parameters) -> None:
     def model(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return attend(q + 7, k, v, mask).square()
+        return F.scaled_dot_product_attention(q + 7, k * 3, v, attn_mask=mask).square()
 
-    graphs: list[list[str]] = []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> object:
-        graphs.append([node.name for node in graph.graph.nodes if node.op in ("call_function", "call_method")])
-        return graph.forward
-
-    q, k, v = operands(torch.float32)
-    expected = model(q, k, v, DENSE["documents"])
-    torch._dynamo.reset()
+    inputs = (*operands(torch.float32), DENSE["documents"])
+    expected = model(*inputs)
     with pulled(LEVER, **parameters):
-        found = torch.compile(model, backend=backend)(q, k, v, DENSE["documents"])
+        found, graphs = graphs_of(model, *inputs)
     torch.testing.assert_close(found, expected)
-    assert torch._dynamo.config.nested_graph_breaks is False
-    with_sum = next(names for names in graphs if any(name.startswith("add") or "iadd" in name for name in names))
-    assert any("mul" in name for name in with_sum) == bool(parameters)
+    names = [node.name for graph in graphs for node in graph.nodes]
+    assert any("dense_mask" in name for name in names) == bool(parameters)
+    assert len(graphs) == (1 if parameters else 2)
+
+
+@pytest.mark.parametrize("parameters", [{}, {"without_breaks": True}])
+def test_masks_of_padding_end_no_graph(parameters: Parameters) -> None:
+    padding = torch.ones(2, 1, 1, 512, dtype=torch.bool)
+    with pulled(LEVER, **parameters) as hooks:
+        _, graphs = graphs_of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=padding), *operands())
+        assert not hooks.done
+    assert len(graphs) == 1
+    assert not any("dense_mask" in node.name for node in graphs[0].nodes)
 
 
 def test_under_autocast_it_is_of_autocasts_type() -> None:
@@ -157,13 +170,10 @@ def test_under_autocast_it_is_of_autocasts_type() -> None:
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_on_a_device_nested_breaks_are_another_way_to_pull_it() -> None:
-    ways = [
-        c.parameters
-        for c in LEVER.propose(masked("documents", 0.1, device_s=0.099).build(), ())
-        if isinstance(c, Candidate)
-    ]
-    assert ways == [{}, {"nested_breaks": True}]
+@pytest.mark.parametrize(("kind", "parameters"), [("documents", [{}, {"without_breaks": True}]), ("sparse", [{}])])
+def test_on_a_device_documents_may_stay_in_the_graph(kind: str, parameters: list[Parameters]) -> None:
+    found = LEVER.propose(masked(kind, 0.1, device_s=0.099).build(), ())
+    assert [c.parameters for c in found if isinstance(c, Candidate)] == parameters
 
 
 def masked(kind: str, share: float, *, device_s: float | None = None) -> EvidenceBuilder:

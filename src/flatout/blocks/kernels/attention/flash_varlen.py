@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatout.blocks.kernels.attention.mask import Mask
+from flatout.blocks.kernels.attention.mask import Mask, sent
 from flatout.blocks.kernels.attention.scores import Score
 from flatout.blocks.kernels.attention.sdpa import half_refusal
-from flatout.blocks.kernels.attention.structures import Band, band_of
+from flatout.blocks.kernels.attention.structures import Band, Documents, band_of
 from flatout.core.parts import kernel
 
 _forward = torch.ops.aten._flash_attention_forward
@@ -27,63 +27,103 @@ class Spans(NamedTuple):
     longest: int
 
 
+class FlashOptions(NamedTuple):
+    """Keys of the query's document from `left` before it to `right` after it, None for all on that side; scores' factor."""
+
+    spans: Spans
+    left: int | None
+    right: int | None
+    scale: float
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query sees every key up to its own place."""
+        return self.left is None and self.right == 0
+
+    @property
+    def window(self) -> dict[str, int]:
+        """The bounds as the kernel takes them: none where it is causal."""
+        if self.is_causal:
+            return {}
+        left, right = (-1 if bound is None else bound for bound in (self.left, self.right))
+        return {"window_size_left": left, "window_size_right": right}
+
+
 def attend_by_flash(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, *, spans: Spans, left: int | None, right: int | None, scale: float
 ) -> Tensor:
     """(T, H, D): each token on those of its document from `left` before to `right` after it, None for all on that side."""
-    out: Tensor = _Flash.apply(q_THD, k_TGD, v_TGD, spans, left, right, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _Flash.apply(q_THD, k_TGD, v_TGD, FlashOptions(spans, left, right, scale))  # type: ignore[no-untyped-call]
     return out
 
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, left: int | None, right: int | None, scale: float
-    ) -> Tensor:
-        offsets, longest = spans
-        ctx.is_causal = left is None and right == 0
-        bounds = {"window_size_left": -1 if left is None else left, "window_size_right": -1 if right is None else right}
-        window = {} if ctx.is_causal else bounds
-        out, lse, rng, unused, _ = _forward(
-            q, k, v, offsets, offsets, longest, longest, 0.0, ctx.is_causal, False, scale=scale, **window
-        )
-        ctx.save_for_backward(q, k, v, out, lse, rng, unused, offsets)
-        ctx.longest, ctx.window, ctx.scale = longest, window, scale
-        return out  # type: ignore[no-any-return]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: FlashOptions) -> Tensor:
+        out, lse = flash_forward(q, k, v, options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = options
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, rng, unused, offsets = ctx.saved_tensors
-        grads = _backward(
-            grad.contiguous(), q, k, v, out, lse, offsets, offsets, ctx.longest, ctx.longest, 0.0, ctx.is_causal, rng, unused,
-            scale=ctx.scale, **ctx.window,
-        )  # fmt: skip
-        return (*grads, None, None, None, None)
+        q, k, v, out, lse = ctx.saved_tensors
+        return (*flash_backward(grad, q, k, v, out, lse, ctx.options), None)
+
+
+def flash_forward(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, options: FlashOptions) -> tuple[Tensor, Tensor]:
+    """The result of `attend_by_flash`, and the logsumexp of each head's and token's scores, (H, T) float32."""
+    (offsets, longest), is_causal = options.spans, options.is_causal
+    sizes = (offsets, offsets, longest, longest)
+    out, lse, *_ = _forward(q_THD, k_TGD, v_TGD, *sizes, 0.0, is_causal, False, scale=options.scale, **options.window)
+    return out, lse
+
+
+def flash_backward(
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    options: FlashOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values."""
+    offsets, longest = options.spans
+    # nothing is dropped, so that the state of random numbers is not read (as in torch.nn.attention.varlen)
+    rng = torch.zeros(2, dtype=torch.uint64, device=q_THD.device)
+    tensors = (grad_THD.contiguous(), q_THD, k_TGD, v_TGD, out_THD, lse_HT, offsets, offsets)
+    state = (longest, longest, 0.0, options.is_causal, rng, q_THD.new_empty(0))
+    grads: tuple[Tensor, Tensor, Tensor] = _backward(*tensors, *state, scale=options.scale, **options.window)
+    return grads
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None, scale: float) -> Tensor:
     band = band_of(mask)
     assert band is not None
     batch, _, length, _ = q.shape
-    key = ("spans", batch, length, q.device)
-    spans = (band.documents or mask).keep(key, lambda: _spans(band, batch, length, q.device))
+    spans = spans_of(band, mask, batch, length, q.device)
     rows = [t.transpose(1, 2).reshape(batch * length, t.size(1), t.size(3)) for t in (q, k, v)]
     out = attend_by_flash(*rows, spans=spans, left=band.left, right=band.right, scale=scale)
     return out.view(batch, length, *out.shape[1:]).transpose(1, 2)
 
 
-def _spans(band: Band, batch: int, length: int, device: torch.device) -> Spans:
-    """Of the documents of all samples; without documents a sample is one."""
-    offsets = torch.tensor([0, length]) if band.documents is None else band.documents.offsets
-    assert offsets is not None
+def spans_of(band: Band, mask: Mask, batch: int, length: int, device: torch.device) -> Spans:
+    """The documents of all samples, kept with the mask that is this band; without documents a sample is one."""
+    key = ("spans", batch, length, device)
+    return (band.documents or mask).keep(key, lambda: _spans(band.documents, batch, length, device))
+
+
+def _spans(documents: Documents | None, batch: int, length: int, device: torch.device) -> Spans:
+    starts = torch.arange(batch) * length if documents is None else documents.starts(batch)
+    offsets = torch.cat([starts, starts.new_full((1,), batch * length)])
     longest = int(offsets.diff().max())
-    starts = torch.arange(batch)[:, None] * length + offsets[:-1]
-    every = torch.cat([starts.reshape(-1), torch.tensor([batch * length])]).to(torch.int32)
-    return Spans(every.pin_memory().to(device, non_blocking=True), longest)
+    return Spans(sent(offsets.to(torch.int32), device), longest)
 
 
-def _refusal(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None, scale: float) -> str | None:
+def refusal(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None, scale: float) -> str | None:
+    """Why the kernel cannot be taken; None if it can."""
     why = half_refusal(q, k, v, score=score, widest=256)
     if why is not None:
         return why
@@ -102,6 +142,6 @@ KERNEL = kernel(
     "FlashAttention-2 on tokens that lie behind one another",
     _run,
     order=16,
-    refusal=_refusal,
+    refusal=refusal,
     name="flash-varlen",
 )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flatout.blocks.kernels.attention.blocks import BlockLists, block_lists, dense_tiles
-from flatout.blocks.kernels.attention.mask import Mask, MaskMod, Sizes
+from flatout.blocks.kernels.attention.mask import Mask, MaskMod, Sizes, sent
 from flatout.blocks.kernels.attention.scores import Score
 from flatout.core.parts import kernel
 
@@ -172,7 +172,7 @@ def block_mask(lists: BlockLists, mod: MaskMod, device: torch.device) -> Any:
     """A torch BlockMask, there. Lists on the CPU are copied from pinned memory, and nobody waits."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    by_row, full_by_row, by_col, full_by_col = (Side(*(_sent(t, device) for t in s)) for s in sides(lists))
+    by_row, full_by_row, by_col, full_by_col = (Side(*(sent(t, device) for t in s)) for s in sides(lists))
     return BlockMask(
         seq_lengths=(lists.queries, lists.keys),
         kv_num_blocks=by_row.num,
@@ -186,12 +186,6 @@ def block_mask(lists: BlockLists, mod: MaskMod, device: torch.device) -> Any:
         BLOCK_SIZE=(lists.block, lists.block),
         mask_mod=mod,
     )
-
-
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 def bits_mod(mask: Mask, lists: BlockLists, device: torch.device) -> MaskMod:
@@ -215,8 +209,8 @@ def bits_mod(mask: Mask, lists: BlockLists, device: torch.device) -> MaskMod:
     word_indices = torch.zeros(num_rows, lists.num_cols, dtype=torch.int32, device=sizes.device)
     numbers = torch.arange(1, partial.numel() + 1, dtype=torch.int32, device=sizes.device)
     word_indices[lists.row[partial], lists.col[partial]] = numbers
-    word_indices = _sent(word_indices.view(lists.batch, lists.heads, lists.num_rows, lists.num_cols), device)
-    words = _sent(words, device)
+    word_indices = sent(word_indices.view(lists.batch, lists.heads, lists.num_rows, lists.num_cols), device)
+    words = sent(words, device)
     by_sample, by_head = lists.batch > 1, lists.heads > 1
 
     def function(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -159,6 +159,13 @@ def every_index(*sizes: int, device: torch.device) -> tuple[Tensor, Tensor, Tens
     return b[:, None, None, None], h[:, None, None], q[:, None], kv
 
 
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor there. One of the CPU is copied to a GPU from pinned memory, and nobody waits."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, tuple):
         return tuple(_moved(part, device) for part in value)

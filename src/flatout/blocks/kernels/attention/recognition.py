@@ -41,7 +41,7 @@ def recognised(mask_QK: Tensor) -> Recognised:
     in which a query sees nothing has no structure here: what such a query gets depends on the kernel.
     """
     visible = mask_QK if mask_QK.dtype == torch.bool else mask_QK > HIDDEN
-    share = float(visible.float().mean())
+    share = float(visible.sum()) / max(1, visible.numel())  # a mean of floats would make an array four times as large
     if mask_QK.dtype != torch.bool and bool((mask_QK[visible] != 0).any()):
         return Recognised("bias", share)
     visible_BHQK = visible.reshape((1,) * (4 - visible.dim()) + visible.shape)
@@ -82,7 +82,7 @@ def _documents(visible_BHQK: Tensor) -> tuple[Kind, Mask] | None:
     if not bool((visible_BHQK == visible_BHQK[:, :1]).all()):
         return None
     visible = visible_BHQK[:, 0]
-    part = visible.to(torch.uint8).argmax(dim=-1)
+    part = visible.view(torch.uint8).argmax(dim=-1)
     same = part[:, :, None] == part[:, None, :]
     is_whole = torch.equal(visible, same)
     if not is_whole and not torch.equal(visible, same.tril()):

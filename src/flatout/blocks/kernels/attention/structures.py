@@ -87,7 +87,7 @@ class Documents(Mask):
         name = f"documents({'...' if offsets is None else offsets.numel() - 1})"
         super().__init__(name, ("documents", dim), batch=ids.size(0) if ids is not None and dim == 2 else 1)
         self._ids, self.offsets = ids, offsets
-        self.num_tokens = ids.size(-1) if ids is not None else int(offsets[-1])  # type: ignore[index]
+        self.num_tokens = self._length = ids.size(-1) if ids is not None else int(offsets[-1])  # type: ignore[index]
 
     @property
     def ids(self) -> Tensor:
@@ -97,6 +97,31 @@ class Documents(Mask):
             numbers = torch.arange(self.offsets.numel() - 1, dtype=torch.int32, device=self.offsets.device)
             self._ids = numbers.repeat_interleave(self.offsets.diff(), output_size=self.num_tokens)
         return self._ids
+
+    @property
+    def is_in_rows(self) -> bool:
+        """Whether each document lies in a row. Ids on a GPU make the host wait, the first time."""
+        return self.offsets is not None or self._first_tokens() is not None
+
+    def starts(self, batch: int) -> Tensor:
+        """The first tokens of the documents of `batch` samples that lie behind one another, (N,) int64; see `is_in_rows`."""
+        first = self.offsets[:-1] if self.offsets is not None else self._first_tokens()
+        assert first is not None
+        if self.batch > 1:
+            return first
+        samples = torch.arange(batch, device=first.device)[:, None] * self._length
+        return (samples + first).reshape(-1)
+
+    def _first_tokens(self) -> Tensor | None:
+        return self.keep("first tokens", self._found_first_tokens)
+
+    def _found_first_tokens(self) -> Tensor | None:
+        """Where documents begin, counted through all samples that ids are of."""
+        ids = self.ids.reshape(-1, self._length)
+        is_start = _is_start(ids)
+        start = is_start.reshape(-1).nonzero().squeeze(1)
+        names = torch.stack([start // max(1, self._length), ids[is_start].to(torch.int64)])
+        return start if names.unique(dim=1).size(1) == names.size(1) else None
 
     def mod(self) -> MaskMod:
         ids = self.ids
@@ -125,17 +150,23 @@ class Documents(Mask):
 
     def _by_ids(self, sizes: Sizes) -> tuple[Tensor, Tensor] | None:
         ids = self.ids.to(sizes.device).reshape(-1, self.ids.size(-1))
-        is_start = torch.ones_like(ids, dtype=torch.bool)
-        is_start[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        sample, start = is_start.nonzero().unbind(1)
-        names = torch.stack([sample, ids[is_start].to(torch.int64)])
-        if names.unique(dim=1).size(1) < names.size(1):
+        first = self._first_tokens()
+        if first is None:
             return None
+        is_start = _is_start(ids)
+        start = first.to(sizes.device) % self._length
         end = torch.cat([start[1:], start.new_full((1,), sizes.queries)])
         end = end.where(end > 0, sizes.queries)  # the next sample's first document begins at 0
         number = is_start.reshape(-1).cumsum(0) - 1
         shape = (-1, 1, sizes.queries)
         return start[number].view(shape), end[number].view(shape)
+
+
+def _is_start(ids: Tensor) -> Tensor:
+    """Whether a token of (samples, S) has another number than the one before it."""
+    is_start = torch.ones_like(ids, dtype=torch.bool)
+    is_start[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return is_start
 
 
 class Global(Mask):
@@ -288,7 +319,7 @@ def band_of(mask: Mask) -> Band | None:
         is_same_for_all = (left is None or isinstance(left, int)) and (right is None or isinstance(right, int))
         return Band(left, right) if is_same_for_all else None  # type: ignore[arg-type]
     if isinstance(mask, Documents):
-        return Band(documents=mask) if mask.offsets is not None else None
+        return Band(documents=mask) if mask.is_in_rows else None
     if not isinstance(mask, Both):
         return None
     one, two = (band_of(part) for part in mask.parts)

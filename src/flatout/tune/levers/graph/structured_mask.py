@@ -3,23 +3,22 @@
 What        `scaled_dot_product_attention(..., attn_mask=mask)`, where the values of the mask are a structure (nothing hidden,
             causal, a window, documents) or let only few pairs through: `is_causal=True`, no mask, or `flatout.attention` with the
             structure. Each mask is looked at once, and again after it has changed. Compiled graphs end before such a call, and go
-            on after it; with `nested_breaks` they do so where the call stands, and not around all functions that it is within.
+            on after it; with `without_breaks` they hold an operator that looks at the mask as it runs, once a step, and takes
+            FlashAttention for windows and documents.
 Guarantee   BOUNDED: the same sums over the pairs that are seen, in another order.
 Refuses     Biases, padding, masks in which a query sees nothing; dropout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from flatout.core.errors import EditError, LeverRefused, PlanError
+from flatout.core.errors import EditError, LeverRefused
 from flatout.core.parts import lever
 from flatout.core.records.evidence import Evidence
 from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters, string
-from flatout.core.runtime.patches import set_attributes
 from flatout.machine.cost.accounting import facts_named, milliseconds, operator_seconds, operators_at
 from flatout.tune.rewrite.calls import argument, call_in, with_argument, without_argument
 from flatout.tune.rewrite.source import expression, readable_place, with_expression
@@ -28,13 +27,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flatout.blocks.kernels.attention.recognition import Recognised
+    from flatout.core.runtime.patches import AttentionCall
 
 _SPARSE: Final = {"documents", "window", "sparse"}
 _FLAGS: Final = {"causal", "all-true"}
 _CALL: Final = ("torch.nn.functional.scaled_dot_product_attention",)
 _POSITION: Final = 3
-_NESTED: Final = 0.99
-"""The part of the lever's promise with which fewer pieces of graphs are tried behind all others, once the model is compiled."""
+_BANDS: Final = {"documents", "window"}
+"""What FlashAttention takes."""
+_LATER: Final = 0.99
+"""The part of the lever's promise with which graphs without breaks are tried behind all others, once the model is compiled."""
 
 
 def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candidate]:
@@ -70,20 +72,10 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         parameters = place | {"kind": next(iter(only))} if place else {}
     because = "; ".join(becauses[:3])
     yield Candidate(parameters=parameters, saved_s=(least_s, best_s), where=where, because=because)
-    if evidence.workload.device != "cpu" and not parameters and _can_nest():
-        nested: Parameters = {"nested_breaks": True}
-        because = f"{because}; graphs that end at attention are cut into fewer pieces"
-        yield Candidate(parameters=nested, saved_s=(_NESTED * least_s, _NESTED * best_s), where=where, because=because)
-
-
-def _can_nest() -> bool:
-    """Whether Dynamo of this torch lets graphs end inside of functions (2.9 and later, not by default)."""
-    return hasattr(import_module("torch._dynamo.config"), "nested_graph_breaks")
-
-
-def _nest_breaks() -> Callable[[], None]:
-    """Let compiled graphs end inside of functions; returns how to undo it."""
-    return set_attributes(import_module("torch._dynamo.config"), nested_graph_breaks=True)
+    if evidence.workload.device != "cpu" and set().union(*kinds.values()) <= _BANDS:
+        whole: Parameters = {"without_breaks": True}
+        because = f"{because}; compiled graphs need not end at attention"
+        yield Candidate(parameters=whole, saved_s=(_LATER * least_s, _LATER * best_s), where=where, because=because)
 
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
@@ -92,28 +84,33 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
     from torch.nn import functional as F
 
     from flatout.blocks.kernels.attention.api import attention
+    from flatout.blocks.kernels.attention.dense_masks import attention_by_dense_mask, when_structure_is_used
     from flatout.core.errors import NotFused
-    from flatout.core.runtime.patches import AttentionCall, attention_function
+    from flatout.core.runtime.patches import attention_function
 
-    if parameters.get("nested_breaks"):
-        if not _can_nest():
-            raise PlanError("Dynamo of this torch has no nested_graph_breaks: leave 'nested_breaks' out of the plan")
-        hooks.at_start(_nest_breaks)
+    is_whole = bool(parameters.get("without_breaks"))
+    if is_whole:
+        hooks.at_start(lambda: when_structure_is_used(lambda: hooks.note(LEVER.id)))
     original = F.scaled_dot_product_attention
     known = _Known()
 
     def with_structure(call: AttentionCall) -> Tensor:
         is_plain = call.query.dim() == 4 and not call.dropout_p and not call.is_causal
-        if not is_plain or call.attn_mask is None:
+        if not is_plain or call.attn_mask is None or not _is_of_pairs(call, call.attn_mask):
             return call.run(original)
+        if not torch.compiler.is_compiling():
+            return with_mask(call)
+        if is_whole and _is_square(call):
+            return attention_by_dense_mask(call.query, call.key, call.value, call.attn_mask, scale=call.scale)
         # between compiled graphs: a structure is read from the mask's values, which a graph has not got
-        return outside_graphs(call) if torch.compiler.is_compiling() else with_mask(call)
+        out: Tensor = outside_graphs(call)
+        return out
 
     def with_mask(call: AttentionCall) -> Tensor:
         query, key, value = call.query, call.key, call.value
         assert call.attn_mask is not None
-        found = known.look_at(call.attn_mask, (query.size(-2), key.size(-2)))
-        if found is None or found.mask is None:
+        found = known.look_at(call.attn_mask)
+        if found.mask is None:
             return call.run(original)
         if found.kind in _FLAGS:
             hooks.note(LEVER.id)
@@ -129,6 +126,19 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
     hooks.replace(F, "scaled_dot_product_attention", attention_function(with_structure))
 
 
+def _is_of_pairs(call: AttentionCall, mask: Tensor) -> bool:
+    """Whether the mask tells of each query and key, and needs no gradient. That of padding tells of keys."""
+    return (
+        2 <= mask.dim() <= 4 and mask.shape[-2:] == (call.query.size(-2), call.key.size(-2)) and not mask.requires_grad
+    )
+
+
+def _is_square(call: AttentionCall) -> bool:
+    """Whether there are as many queries as keys, and the heads are as torch would take them."""
+    query, key = call.query, call.key
+    return query.size(-2) == key.size(-2) and (query.size(1) == key.size(1) or call.enable_gqa)
+
+
 class _Known:
     """Masks that were looked at, each with the tensor that it is a view of."""
 
@@ -137,12 +147,9 @@ class _Known:
 
         self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def look_at(self, tensor: Tensor, pairs: tuple[int, int]) -> Recognised | None:
-        """None for what is not a mask of these numbers of queries and keys."""
+    def look_at(self, tensor: Tensor) -> Recognised:
         from flatout.blocks.kernels.attention.recognition import recognised
 
-        if tensor.requires_grad or not 2 <= tensor.dim() <= 4 or tensor.shape[-2:] != pairs:
-            return None
         if tensor.is_inference():  # torch does not count its changes
             return recognised(tensor)
         owner = tensor._base if tensor._base is not None else tensor
