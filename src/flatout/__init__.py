@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from flatout.blocks.kernels.matmul.product import matmul as matmul
     from flatout.blocks.kernels.norm.call import layer_norm as layer_norm
     from flatout.blocks.kernels.norm.call import rms_norm as rms_norm
+    from flatout.blocks.kernels.packed.skip_padding import skip_padding as skip_padding
     from flatout.blocks.kernels.rotary.call import rotary as rotary
     from flatout.blocks.kernels.swiglu.call import swiglu as swiglu
     from flatout.blocks.parallel.agreement import check_layout as check_layout
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from flatout.blocks.training.rows_as_read import compute_rows_as_read as compute_rows_as_read
     from flatout.blocks.training.schedules import set_rate as set_rate
     from flatout.blocks.training.schedules import warm_up_cosine as warm_up_cosine
-    from flatout.blocks.training.skip_padding import skip_padding as skip_padding
     from flatout.blocks.training.snapshot import copied as copied
     from flatout.blocks.training.vectorised_draws import vectorise_draws as vectorise_draws
     from flatout.core.errors import ExpectationFailed as ExpectationFailed
@@ -131,7 +131,7 @@ _HOMES = {
     "scores": "flatout.blocks.kernels.attention:scores",
     "set_rate": "flatout.blocks.training.schedules:set_rate",
     "shrink": "flatout.app.shrink_model:shrink",
-    "skip_padding": "flatout.blocks.training.skip_padding:skip_padding",
+    "skip_padding": "flatout.blocks.kernels.packed.skip_padding:skip_padding",
     "swiglu": "flatout.blocks.kernels.swiglu.call:swiglu",
     "tune": "flatout.app.tune_script:tune",
     "vectorise_draws": "flatout.blocks.training.vectorised_draws:vectorise_draws",

@@ -142,7 +142,7 @@ def test_without_a_metric_the_first_losses_tell(tmp_path: Path) -> None:
     terms = ProofTerms(guarantee="quality", num_losses=200, budget_s=1.5, num_processes=1, timeout_s=60.0)
     with ScriptProver(slow, terms) as prover:
         found, worse = (prover.prove(slow, one) for one in (coarse, lazy))
-        for _ in range(3):  # an interval of 95 % leaves out "as fast as itself" in one race of twenty, under load in more
+        for _ in range(3):  # intervals of 95 % leave out "as fast as itself" in one race of twenty
             late = prover.prove(slow, slow)
             if late.outcome == "unknown":
                 break

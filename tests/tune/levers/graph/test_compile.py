@@ -206,7 +206,9 @@ def test_on_a_device_graphs_for_each_number_of_rows_are_tried_too() -> None:
 
 
 def test_a_module_computes_without_padding_from_its_first_call_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flatout.blocks.training.skip_padding._inductor", lambda options: lambda graph, inputs: graph)
+    monkeypatch.setattr(
+        "flatout.blocks.kernels.packed.skip_padding._inductor", lambda options: lambda graph, inputs: graph
+    )
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 8), nn.ReLU())
     tokens = torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0], [4, 5, 6, 7]])

@@ -17,8 +17,9 @@ from flatout.blocks.kernels.attention.mask import Mask
 
 Kind = Literal["all-true", "causal", "window", "documents", "padding", "sparse", "bias", "other"]
 
-HIDDEN: Final = -1e4
-"""A score lowered by more than this is out of the softmax in every dtype."""
+HIDDEN: Final = -9e3
+"""A score lowered by more than this is out of the softmax in every dtype. A mask of -1e4, as BERT's first code has it, is -9984
+in bfloat16."""
 _BLOCK: Final = 128
 _SPARSE: Final = 0.5
 """Share of blocks with a pair that is seen, up to which it pays to skip the others."""

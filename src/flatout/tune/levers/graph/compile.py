@@ -224,7 +224,7 @@ def _effort(parameters: Parameters) -> float:
 
 def apply(hooks: Hooks, parameters: Parameters) -> None:
     """Compile each root module, or its blocks, at its first call."""
-    from flatout.blocks.training.skip_padding import packed_call
+    from flatout.blocks.kernels.packed.skip_padding import packed_call
 
     options: dict[str, Any] = {k: v for k, v in parameters.items() if k in _OPTIONS}
     mode, switches = options.get("mode"), _switches(parameters)

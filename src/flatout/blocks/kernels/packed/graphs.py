@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from flatout.blocks.training.packed_rows import gather_expanded, gather_real, labelled_tokens, spread_real
+from flatout.blocks.kernels.packed import attention
+from flatout.blocks.kernels.packed.masks import Visible, visible_under_mask
+from flatout.blocks.kernels.packed.rows import (
+    gather_expanded,
+    gather_real,
+    labelled_mask,
+    labelled_tokens,
+    offsets_of,
+    spread_real,
+)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -36,6 +45,9 @@ _REDUCTIONS: Final = _words("mean sum var std norm amax amin softmax log_softmax
 _SPLITS: Final = _words("chunk split tensor_split")
 _PRODUCTS: Final = _words("linear matmul")
 _MOVES: Final = _words("transpose permute swapaxes swapdims movedim moveaxis t T mT adjoint rot90 roll flip")
+_SAME: Final = _words("contiguous view reshape")
+"""Which leave the numbers as they are, where the shape stays the same."""
+_SWAPS: Final = _words("transpose swapaxes swapdims")
 _ALIASES: Final = (
     _VIEWS
     | _SPLITS
@@ -49,23 +61,26 @@ _WITH_SWITCH: Final = _words("relu silu elu leaky_relu hardtanh mish selu")
 _DROPOUTS: Final = frozenset({"dropout"})
 
 
-def compute_packed(graph: fx.GraphModule) -> int | None:
-    """Have a graph in which tokens are labelled compute of their packed rows.
+def compute_packed(graph: fx.GraphModule, *, pad: int = 0) -> int | None:
+    """Have a graph in which tokens are labelled compute of their packed rows; padding is where tokens are `pad`.
 
     Returns the number of products that do so now; None where no tokens are labelled, as behind a graph break.
     """
     labels = [n for n in graph.graph.nodes if n.target in _LABELS]
     if len(labels) != 1:
         return None
-    return _Packing(graph.graph, labels[0]).run()
+    return _Packing(graph.graph, labels[0], pad).run()
 
 
 _LABELS: Final = (labelled_tokens, torch.ops.flatout.labelled_tokens, torch.ops.flatout.labelled_tokens.default)
+_LABELLED_MASKS: Final = (labelled_mask, torch.ops.flatout.labelled_mask, torch.ops.flatout.labelled_mask.default)
+_ATTENTION: Final = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+"""The arguments of scaled_dot_product_attention."""
 
 
 class _Packing:
-    def __init__(self, graph: fx.Graph, label: fx.Node) -> None:
-        self._graph, self._label = graph, label
+    def __init__(self, graph: fx.Graph, label: fx.Node, pad: int) -> None:
+        self._graph, self._label, self._pad = graph, label, pad
         arguments: Any = label.args
         self._tokens, self._index, self._inverse = arguments
         self._leads: tuple[Any, Any] = tuple(label.meta["example_value"].shape)
@@ -73,8 +88,13 @@ class _Packing:
         """Of each value that is computed packed its packed rows, or a tuple of such."""
         self._packed: dict[fx.Node, fx.Node] = {}
         """Of values that are not, their rows, taken out."""
+        self._heads: dict[fx.Node, fx.Node] = {}
+        """Of each value [B, H, T, D] that is computed packed its rows [N, H, D]."""
         self._changed: set[fx.Node] = set()
         self._num_products = 0
+        self._visible: dict[fx.Node, Visible | None] = {}
+        self._offsets: fx.Node | None = None
+        self._longest: fx.Node | None = None
 
     def run(self) -> int:
         """Add packed values, and put them where padded ones are read."""
@@ -85,8 +105,11 @@ class _Packing:
             if node not in self._changed:
                 with self._behind(node):
                     rows = self._computed(node)
+                    heads = self._of_heads(node) if rows is None else None
                 if rows is not None:
                     self._rows[node] = rows
+                elif heads is not None:
+                    self._heads[node] = heads
         if self._num_products:
             self._put_in(nodes)
         else:
@@ -108,16 +131,19 @@ class _Packing:
         return len(dims) != 2 or min(dims) < 2
 
     def _put_in(self, nodes: list[fx.Node]) -> None:
-        own = set(nodes)
+        own, unread = set(nodes), set(self._rows)
+        for node in reversed(nodes):
+            if node in self._heads and all(user in unread for user in node.users if user in own):
+                unread.add(node)
         for node, rows in self._rows.items():
-            readers = [user for user in node.users if user in own and user not in self._rows]
+            readers = [user for user in node.users if user in own and user not in unread]
             if readers and not _is_tuple(node):
                 with self._behind(rows):
                     dense = self._graph.call_function(spread_real, (rows, self._index, self._inverse))
                 for reader in readers:
                     reader.replace_input_with(node, dense)
         for node in reversed(nodes):
-            if node in self._rows and not node.users:
+            if node in unread and not node.users:
                 self._graph.erase_node(node)
         # an array whose rows are taken out for a value that nobody reads
         for node in reversed(list(self._graph.nodes)):
@@ -129,6 +155,8 @@ class _Packing:
     def _computed(self, node: fx.Node) -> fx.Node | None:
         """The node's packed rows, computed of packed rows; None where that cannot be."""
         name, value = _name(node), node.meta.get("example_value")
+        if _swaps_heads(node) and node.args[0] in self._heads:
+            return self._heads[node.args[0]]  # type: ignore[index]
         if name == "getitem" and isinstance(node.args[1], int):
             whole = node.args[0]
             if isinstance(whole, fx.Node) and whole in self._rows and _is_tuple(whole):
@@ -272,6 +300,64 @@ class _Packing:
             return None
         return self._graph.create_node(node.op, node.target, tuple(args), kwargs)
 
+    # -- attention ----------------------------------------------------------------------------------------------------------
+
+    def _of_heads(self, node: fx.Node) -> fx.Node | None:
+        """The packed rows of a value [B, H, T, D], as attention takes and returns it."""
+        first: Any = node.args[0] if node.args else None
+        if _swaps_heads(node) and first in self._rows:
+            return self._rows[first]
+        if _name(node) in _SAME and first in self._heads and self._is_as_long(node, first):
+            return self._heads[first]
+        return self._attention(node) if _name(node) == "scaled_dot_product_attention" else None
+
+    def _is_as_long(self, one: fx.Node, other: fx.Node) -> bool:
+        shapes = self._value(one).shape, self._value(other).shape
+        return len(shapes[0]) == len(shapes[1]) and all(
+            statically_known_true(a == b) for a, b in zip(*shapes, strict=True)
+        )
+
+    def _attention(self, node: fx.Node) -> fx.Node | None:
+        arguments: dict[str, Any] = dict(zip(_ATTENTION, node.args, strict=False)) | node.kwargs
+        operands, mask = [arguments.get(name) for name in _ATTENTION[:3]], arguments.get("attn_mask")
+        if not all(isinstance(o, fx.Node) and o in self._heads for o in operands) or not isinstance(mask, fx.Node):
+            return None
+        scale = arguments.get("scale")
+        is_plain = arguments.get("dropout_p", 0.0) == 0 and arguments.get("is_causal", False) is False
+        if not is_plain or not (scale is None or isinstance(scale, (int, float))):
+            return None
+        dtype, values = self._value(node).dtype, [self._value(o) for o in operands]
+        if attention.refusal(*(v.to(dtype) for v in values)) is not None:
+            return None
+        visible = self._visible_under(mask)
+        if visible is None:
+            return None
+        rows = [
+            self._heads[o] if v.dtype == dtype else self._graph.call_method("to", (self._heads[o], dtype))  # type: ignore[index]
+            for o, v in zip(operands, values, strict=True)
+        ]
+        scale = float(scale) if scale is not None else values[0].size(-1) ** -0.5
+        how = (self._index, *self._places(), visible == "before", scale)
+        return self._graph.call_function(attention.attention_of_rows, (*rows, *how))
+
+    def _visible_under(self, mask: fx.Node) -> Visible | None:
+        if mask not in self._visible:
+            known: dict[fx.Node, Any] = {self._label: "tokens"}
+            known |= {n: "is real" for n in self._graph.nodes if n.target in _LABELLED_MASKS}
+            rows, width = (n if isinstance(n, int) else n.node.hint for n in self._leads)
+            is_certain = not any(n in self._changed for n in self._graph.nodes if n in known or n is mask)
+            found = visible_under_mask(mask, known, pad=self._pad, shape=(rows, width)) if is_certain else None
+            self._visible[mask] = found
+        return self._visible[mask]
+
+    def _places(self) -> tuple[fx.Node, fx.Node]:
+        """Where the rows of each sample begin, and the most that one has: all positions."""
+        if self._offsets is None or self._longest is None:
+            with self._behind(self._label):
+                self._offsets = self._graph.call_function(offsets_of, (self._inverse,))
+                self._longest = self._graph.call_method("size", (self._inverse, 1))
+        return self._offsets, self._longest
+
     def _behind(self, node: fx.Node) -> AbstractContextManager[Any]:
         """New nodes go behind this one, in the order in which they are made, and behind all inputs."""
         first = node.next
@@ -326,6 +412,18 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else ""
 
 
+def _swaps_heads(node: fx.Node) -> bool:
+    """Whether positions and heads of [B, T, H, D] or [B, H, T, D] change places, and nothing else happens."""
+    value, name = node.meta.get("example_value"), _name(node)
+    if not isinstance(value, Tensor) or value.dim() != 4:
+        return False
+    listed = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
+    if not all(isinstance(d, int) for d in listed):
+        return False
+    dims = [d % 4 for d in listed]  # type: ignore[operator]
+    return dims == [0, 2, 1, 3] if name == "permute" else name in _SWAPS and sorted(dims) == [1, 2]
+
+
 def _is_tuple(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), (tuple, list))
 
@@ -365,11 +463,11 @@ _NOTHING_PACKED: Final = (
 Backend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
-def packing(backend: Backend) -> Backend:
-    """The backend of torch.compile that packs rows, and hands the graph on."""
+def packing(backend: Backend, *, pad: int = 0) -> Backend:
+    """The backend of torch.compile that packs rows of tokens that are not `pad`, and hands the graph on."""
 
     def packed(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        if compute_packed(graph) == 0:
+        if compute_packed(graph, pad=pad) == 0:
             warnings.warn(_NOTHING_PACKED, stacklevel=2)
         graph.recompile()
         return backend(graph, inputs)

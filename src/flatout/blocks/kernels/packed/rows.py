@@ -41,6 +41,23 @@ def _(tokens: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     return torch.empty_like(tokens)
 
 
+@torch.library.custom_op("flatout::labelled_mask", mutates_args=())
+def labelled_mask(mask: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """The mask [B, T], in a graph where it shall be known that it is 1 where tokens are real, and 0 elsewhere."""
+    return mask.clone()
+
+
+@labelled_mask.register_fake
+def _(mask: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    return torch.empty_like(mask)
+
+
+def offsets_of(inverse: Tensor) -> Tensor:
+    """Where the packed rows of each sample begin, and behind the last, where they end: (B + 1,) int32."""
+    counts = (inverse >= 0).sum(dim=1)
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
 def gather_real(dense: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """The packed rows [N, ...] of an array [B, T, ...]. Those that fill up are a copy of the first, and get no gradient."""
     result: Tensor = _GatherReal.apply(dense, index, inverse)  # type: ignore[no-untyped-call]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from flatout.blocks.training.packed_graphs import compute_packed
-from flatout.blocks.training.packed_rows import gather_real, packed_rows, spread_real
-from flatout.blocks.training.skip_padding import skip_padding
+from flatout.blocks.kernels.packed.graphs import compute_packed
+from flatout.blocks.kernels.packed.rows import gather_real, packed_rows, spread_real
+from flatout.blocks.kernels.packed.skip_padding import skip_padding
 from flatout.core.errors import UsageError
 
 _WIDTH, _HEADS, _LONGEST = 32, 4, 24
@@ -145,11 +145,11 @@ def num_products(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Of each graph, how many products compute of packed rows."""
     found: list[int | None] = []
 
-    def noting(graph: torch.fx.GraphModule) -> int | None:
-        found.append(compute_packed(graph))
+    def noting(graph: torch.fx.GraphModule, *, pad: int) -> int | None:
+        found.append(compute_packed(graph, pad=pad))
         return found[-1]
 
-    monkeypatch.setattr("flatout.blocks.training.packed_graphs.compute_packed", noting)
+    monkeypatch.setattr("flatout.blocks.kernels.packed.graphs.compute_packed", noting)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A model that computes its linear layers, norms and activations of real tokens alone, and pads where positions matter."""
+"""A model that computes its layers of real tokens alone, and pads where positions matter."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.blocks.training.packed_graphs import Backend, packing
-from flatout.blocks.training.packed_rows import labelled_tokens, packed_rows
+from flatout.blocks.kernels.packed.graphs import Backend, packing
+from flatout.blocks.kernels.packed.rows import labelled_mask, labelled_tokens, packed_rows
 from flatout.core.errors import UsageError
 from flatout.core.tensors.nests import map_tensors, tensors_in
 
@@ -27,10 +27,14 @@ def skip_padding(
 
     The model is compiled by `torch.compile` at its first call. In its graphs embeddings, linear layers, norms and pointwise
     functions are computed of the tokens that are not `pad`, packed one behind the other and filled up to a `multiple`, so that
-    few sizes come. What reads other positions, such as attention, gets padded arrays, with zeros where padding is. So results
-    of padding are zeros, where they were numbers that nobody should read: a model that does read them, by a mean over all
-    positions, computes something else, which is for you to know (or for `flatout verify` to tell). Dropout is drawn for padding
-    as before, so that the random numbers stay the same.
+    few sizes come. So is attention without dropout under a mask that hides the padding, and perhaps what comes later, and nothing
+    else: that is tried on many patterns of padding when the model is compiled. It may be made of the tokens, or of a mask [B, T]
+    among the arguments that is 1 where tokens are real. On a GPU FlashAttention takes it, in 16 bits.
+
+    What else reads other positions gets padded arrays, with zeros where padding is. So results of padding are zeros, where they
+    were numbers that nobody should read: a model that does read them, by a mean over all positions, computes something else,
+    which is for you to know (or for `flatout verify` to tell). Dropout is drawn for padding as before, so that the random numbers
+    stay the same.
 
     The first tensor of integers with two dimensions among the arguments is taken for the tokens; a call without any is computed
     as before. On a device the host waits for the number of real tokens in each call. Where no product can leave padding out,
@@ -66,29 +70,41 @@ def packed_call(
 ) -> Callable[..., Any]:
     """The model's call as `skip_padding` makes it; the model is left as it is."""
 
-    def labelled(index: Tensor, inverse: Tensor, args: Any, kwargs: Any) -> Any:
-        tokens = _tokens(args, kwargs)
-        args, kwargs = map_tensors((args, kwargs), lambda t: labelled_tokens(t, index, inverse) if t is tokens else t)
+    def labelled(index: Tensor, inverse: Tensor, masks: tuple[int, ...], args: Any, kwargs: Any) -> Any:
+        tokens, others = _tokens(args, kwargs)
+        shown = [others[number] for number in masks]
+
+        def label(t: Tensor) -> Any:
+            if t is tokens:
+                return labelled_tokens(t, index, inverse)
+            return labelled_mask(t, index, inverse) if any(t is mask for mask in shown) else t
+
+        args, kwargs = map_tensors((args, kwargs), label)
         return model._call_impl(*args, **kwargs)
 
     labelled.__code__ = labelled.__code__.replace()  # Dynamo counts compilations by code: each model has its own
-    compiled = torch.compile(labelled, backend=packing(_inductor(options or {}) if fused else _one_by_one))
+    compiled = torch.compile(labelled, backend=packing(_inductor(options or {}) if fused else _one_by_one, pad=pad))
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        tokens = _tokens(args, kwargs)
+        tokens, others = _tokens(args, kwargs)
         if tokens is None or torch.compiler.is_compiling():
             return model._call_impl(*args, **kwargs)
         index, inverse = packed_rows(tokens, pad=pad, multiple=multiple)
         torch._dynamo.maybe_mark_dynamic(index, 0)
-        return compiled(index, inverse, args, kwargs)
+        masks = tuple(number for number, mask in enumerate(others) if torch.equal(mask, (inverse >= 0).to(mask.dtype)))
+        return compiled(index, inverse, masks, args, kwargs)
 
     return call
 
 
-def _tokens(args: Any, kwargs: Any) -> Tensor | None:
-    """The first integers of two dimensions."""
-    found = (t for t in tensors_in((args, kwargs)) if t.dim() == 2 and t.dtype in (torch.int64, torch.int32))
-    return next(found, None)
+def _tokens(args: Any, kwargs: Any) -> tuple[Tensor | None, list[Tensor]]:
+    """The first integers of two dimensions, and what else has numbers for them that may say which are real."""
+    whole = [t for t in tensors_in((args, kwargs)) if t.dim() == 2 and not t.dtype.is_complex]
+    tokens = next((t for t in whole if t.dtype in (torch.int64, torch.int32)), None)
+    if tokens is None:
+        return None, []
+    shape = tokens.shape
+    return tokens, [t for t in whole if t is not tokens and t.shape == shape and t.device == tokens.device]
 
 
 def _inductor(options: dict[str, Any]) -> Backend:

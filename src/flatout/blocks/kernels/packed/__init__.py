@@ -1,0 +1,1 @@
+"""Padded batches computed of their real tokens alone, packed one behind the other."""
