@@ -158,9 +158,10 @@ BATCHES = [(tokens_of([3, 24, 11, 5]),), (tokens_of([3, 24, 1, 5], is_before=Tru
 )
 def test_a_mask_of_padding_packs_attention(mask: Callable[..., Tensor], graphs: list[list[str]]) -> None:
     assert_as_plain(Model(mask, scale=0.2), *BATCHES)
-    assert len(graphs) == 1
-    assert "attention_of_rows" in graphs[0] and "scaled_dot_product_attention" not in graphs[0]
-    assert sum(name.startswith("spread_real") for name in graphs[0]) == 1  # of the result
+    assert len(graphs) == 2  # of padding behind and elsewhere
+    for names in graphs:
+        assert "attention_of_rows" in names and "scaled_dot_product_attention" not in names
+        assert sum(name.startswith("spread_real") for name in names) == 1  # of the result
 
 
 @pytest.mark.parametrize("mask", [documents, nearby, first_lengths, drawn], ids=lambda m: m.__name__)
@@ -191,6 +192,17 @@ def test_a_mask_among_the_arguments_is_one_of_padding_where_its_numbers_say_so(g
     graphs.clear()
     assert_as_plain(Model(segments), (tokens, real * (1 + torch.arange(T) // 10)))
     assert "attention_of_rows" not in graphs[0]
+
+
+def test_causal_attention_is_packed_where_padding_lies_behind(graphs: list[list[str]]) -> None:
+    model = Model(nothing, is_causal=True)
+    behind, before = (tokens_of([3, 24, 11, 5], is_before=is_before) for is_before in (False, True))
+    assert_as_plain(model, (behind,), (behind.flip(0),))
+    model(before)
+    packed = copy.deepcopy(model)
+    skip_padding(packed, multiple=8, fused=False)
+    packed(before)
+    assert ["attention_of_rows" in names for names in graphs] == [True, False]
 
 
 def test_looking_at_a_mask_draws_no_random_numbers() -> None:
@@ -234,7 +246,7 @@ def test_the_bert_of_transformers_packs_attention(graphs: list[list[str]]) -> No
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_rows_are_attended_as_float64_says(device: str, is_compiled: bool, is_causal: bool, key_heads: int) -> None:
-    index, inverse = packed_rows(tokens_of([3, 24, 0, 11, 5]).to(device), pad=0, multiple=16)
+    index, inverse, _ = packed_rows(tokens_of([3, 24, 0, 11, 5]).to(device), pad=0, multiple=16)
     offsets, generator = offsets_of(inverse), torch.Generator().manual_seed(2)
     dtype = torch.float64 if device == "cpu" else torch.bfloat16
     q, k, v = (
@@ -265,7 +277,8 @@ def test_rows_are_attended_as_float64_says(device: str, is_compiled: bool, is_ca
 
 @given(st.lists(st.integers(0, T), min_size=1, max_size=5))
 def test_offsets_are_those_of_the_rows(lengths: list[int]) -> None:
-    index, inverse = packed_rows(tokens_of(lengths), pad=0, multiple=4)
+    index, inverse, is_trailing = packed_rows(tokens_of(lengths), pad=0, multiple=4)
+    assert is_trailing
     offsets = offsets_of(inverse).tolist()
     assert offsets[0] == 0 and offsets[-1] == sum(lengths)
     for sample, (start, end) in enumerate(pairwise(offsets)):

@@ -255,7 +255,7 @@ def test_compiled_by_inductor_too(make: type[nn.Module], has_autocast: bool) -> 
 )
 def test_rows_come_back_where_they_were(lengths: list[int], multiple: int, width_of_row: int) -> None:
     tokens = tokens_of(lengths, 6)
-    index, inverse = packed_rows(tokens, pad=0, multiple=multiple)
+    index, inverse, _ = packed_rows(tokens, pad=0, multiple=multiple)
     assert len(index) % multiple == 0
     assert 0 < len(index) < sum(lengths) + multiple + 1
     x = torch.randn(*tokens.shape, width_of_row, dtype=torch.float64, requires_grad=True)
@@ -268,7 +268,7 @@ def test_rows_come_back_where_they_were(lengths: list[int], multiple: int, width
 
 
 def test_gradients_can_be_differentiated_again() -> None:
-    index, inverse = packed_rows(tokens_of([2, 0, 3], 4), pad=0, multiple=4)
+    index, inverse, _ = packed_rows(tokens_of([2, 0, 3], 4), pad=0, multiple=4)
     x = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: spread_real(gather_real(x, index, inverse).sin(), index, inverse), x)
 

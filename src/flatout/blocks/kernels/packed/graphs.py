@@ -82,7 +82,7 @@ class _Packing:
     def __init__(self, graph: fx.Graph, label: fx.Node, pad: int) -> None:
         self._graph, self._label, self._pad = graph, label, pad
         arguments: Any = label.args
-        self._tokens, self._index, self._inverse = arguments
+        self._tokens, self._index, self._inverse, self._is_trailing = arguments
         self._leads: tuple[Any, Any] = tuple(label.meta["example_value"].shape)
         self._rows: dict[fx.Node, fx.Node] = {}
         """Of each value that is computed packed its packed rows, or a tuple of such."""
@@ -320,16 +320,15 @@ class _Packing:
     def _attention(self, node: fx.Node) -> fx.Node | None:
         arguments: dict[str, Any] = dict(zip(_ATTENTION, node.args, strict=False)) | node.kwargs
         operands, mask = [arguments.get(name) for name in _ATTENTION[:3]], arguments.get("attn_mask")
-        if not all(isinstance(o, fx.Node) and o in self._heads for o in operands) or not isinstance(mask, fx.Node):
+        if not all(isinstance(o, fx.Node) and o in self._heads for o in operands):
             return None
         scale = arguments.get("scale")
-        is_plain = arguments.get("dropout_p", 0.0) == 0 and arguments.get("is_causal", False) is False
-        if not is_plain or not (scale is None or isinstance(scale, (int, float))):
+        if arguments.get("dropout_p", 0.0) != 0 or not (scale is None or isinstance(scale, (int, float))):
             return None
         dtype, values = self._value(node).dtype, [self._value(o) for o in operands]
         if attention.refusal(*(v.to(dtype) for v in values)) is not None:
             return None
-        visible = self._visible_under(mask)
+        visible = self._visible_under(mask, arguments.get("is_causal", False))
         if visible is None:
             return None
         rows = [
@@ -340,12 +339,17 @@ class _Packing:
         how = (self._index, *self._places(), visible == "before", scale)
         return self._graph.call_function(attention.attention_of_rows, (*rows, *how))
 
-    def _visible_under(self, mask: fx.Node) -> Visible | None:
+    def _visible_under(self, mask: Any, is_causal: Any) -> Visible | None:
+        """What real tokens see; None where that is not certain, or not real tokens alone."""
+        if mask is None:  # what comes before a real token is real where padding lies behind
+            return "before" if is_causal is True and self._is_trailing is True else None
+        if not isinstance(mask, fx.Node) or is_causal is not False:
+            return None
         if mask not in self._visible:
             known: dict[fx.Node, Any] = {self._label: "tokens"}
             known |= {n: "is real" for n in self._graph.nodes if n.target in _LABELLED_MASKS}
             rows, width = (n if isinstance(n, int) else n.node.hint for n in self._leads)
-            is_certain = not any(n in self._changed for n in self._graph.nodes if n in known or n is mask)
+            is_certain = not any(n in self._changed for n in (*known, mask))
             found = visible_under_mask(mask, known, pad=self._pad, shape=(rows, width)) if is_certain else None
             self._visible[mask] = found
         return self._visible[mask]

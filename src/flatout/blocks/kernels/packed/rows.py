@@ -18,6 +18,8 @@ class RowPlaces(NamedTuple):
     """Of each packed row its place among all B * T; -1 for those that only fill up."""
     inverse_BT: Tensor
     """Of each place its packed row; -1 for padding."""
+    is_trailing: bool
+    """Whether padding lies behind all real tokens of its row."""
 
 
 def packed_rows(tokens: Tensor, *, pad: int, multiple: int) -> RowPlaces:
@@ -27,17 +29,18 @@ def packed_rows(tokens: Tensor, *, pad: int, multiple: int) -> RowPlaces:
     filling = -len(places) % multiple or (multiple if not len(places) else 0)
     index = torch.nn.functional.pad(places, (0, filling), value=-1)
     inverse = is_real.flatten().cumsum(0).sub_(1).view_as(tokens)
-    return RowPlaces(index, inverse.masked_fill_(~is_real, -1))
+    is_trailing = not bool((is_real[:, 1:] & ~is_real[:, :-1]).any())
+    return RowPlaces(index, inverse.masked_fill_(~is_real, -1), is_trailing)
 
 
 @torch.library.custom_op("flatout::labelled_tokens", mutates_args=())
-def labelled_tokens(tokens: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """The tokens, in a graph where it shall be known which rows of them are packed to what."""
+def labelled_tokens(tokens: Tensor, index: Tensor, inverse: Tensor, is_trailing: bool) -> Tensor:
+    """The tokens, in a graph where it shall be known which rows of them are packed to what; see RowPlaces."""
     return tokens.clone()
 
 
 @labelled_tokens.register_fake
-def _(tokens: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+def _(tokens: Tensor, index: Tensor, inverse: Tensor, is_trailing: bool) -> Tensor:
     return torch.empty_like(tokens)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.blocks.kernels.packed.graphs import Backend, packing
-from flatout.blocks.kernels.packed.rows import labelled_mask, labelled_tokens, packed_rows
+from flatout.blocks.kernels.packed.rows import RowPlaces, labelled_mask, labelled_tokens, packed_rows
 from flatout.core.errors import UsageError
 from flatout.core.tensors.nests import map_tensors, tensors_in
 
@@ -27,9 +27,10 @@ def skip_padding(
 
     The model is compiled by `torch.compile` at its first call. In its graphs embeddings, linear layers, norms and pointwise
     functions are computed of the tokens that are not `pad`, packed one behind the other and filled up to a `multiple`, so that
-    few sizes come. So is attention without dropout under a mask that hides the padding, and perhaps what comes later, and nothing
-    else: that is tried on many patterns of padding when the model is compiled. It may be made of the tokens, or of a mask [B, T]
-    among the arguments that is 1 where tokens are real. On a GPU FlashAttention takes it, in 16 bits.
+    few sizes come. So is attention without dropout where real tokens see all real ones of their row, or those before them: it is
+    causal and padding lies behind, or its mask hides the padding and nothing else, which is tried on many patterns of padding
+    when the model is compiled. The mask may be made of the tokens, or of a mask [B, T] among the arguments that is 1 where tokens
+    are real. On a GPU FlashAttention takes it, in 16 bits.
 
     What else reads other positions gets padded arrays, with zeros where padding is. So results of padding are zeros, where they
     were numbers that nobody should read: a model that does read them, by a mean over all positions, computes something else,
@@ -70,14 +71,14 @@ def packed_call(
 ) -> Callable[..., Any]:
     """The model's call as `skip_padding` makes it; the model is left as it is."""
 
-    def labelled(index: Tensor, inverse: Tensor, masks: tuple[int, ...], args: Any, kwargs: Any) -> Any:
+    def labelled(places: RowPlaces, masks: tuple[int, ...], args: Any, kwargs: Any) -> Any:
         tokens, others = _tokens(args, kwargs)
         shown = [others[number] for number in masks]
 
         def label(t: Tensor) -> Any:
             if t is tokens:
-                return labelled_tokens(t, index, inverse)
-            return labelled_mask(t, index, inverse) if any(t is mask for mask in shown) else t
+                return labelled_tokens(t, *places)
+            return labelled_mask(t, *places[:2]) if any(t is mask for mask in shown) else t
 
         args, kwargs = map_tensors((args, kwargs), label)
         return model._call_impl(*args, **kwargs)
@@ -89,10 +90,11 @@ def packed_call(
         tokens, others = _tokens(args, kwargs)
         if tokens is None or torch.compiler.is_compiling():
             return model._call_impl(*args, **kwargs)
-        index, inverse = packed_rows(tokens, pad=pad, multiple=multiple)
-        torch._dynamo.maybe_mark_dynamic(index, 0)
-        masks = tuple(number for number, mask in enumerate(others) if torch.equal(mask, (inverse >= 0).to(mask.dtype)))
-        return compiled(index, inverse, masks, args, kwargs)
+        places = packed_rows(tokens, pad=pad, multiple=multiple)
+        torch._dynamo.maybe_mark_dynamic(places.index_N, 0)
+        is_real = places.inverse_BT >= 0
+        masks = tuple(number for number, mask in enumerate(others) if torch.equal(mask, is_real.to(mask.dtype)))
+        return compiled(places, masks, args, kwargs)
 
     return call
 
