@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tune_device import FLATOUT, LONG, ROOT, Race, estimate, neutral, toml_of
+from tune_device import FLATOUT, LONG, ROOT, START_S, Race, estimate, neutral, toml_of
 
 from flatout.app.plans import environment_of, read_plan
 from flatout.machine.measure.stats import median_estimate
@@ -62,8 +62,8 @@ class Row(NamedTuple):
     `tuned` are the arguments with which `flatout tune` runs it, where they are others: an untouched script may not fit with the
     batch that is raced. `cycle` optimizer steps belong together, as those of an iteration of PPO do: stretches are whole cycles.
     `needs` is a variable that names a checkout, or a package. Where `is_plain_slow`, 500 steps of the untouched script take too
-    long, or more memory than there is. `budget_s` is for `flatout tune`. `pairs` is the fraction of all pairs that attention's
-    mask has, for accounts.
+    long, or more memory than there is. `budget_s` is for `flatout tune`, `start_s` for a side's first steps. `pairs` is the
+    fraction of all pairs that attention's mask has, for accounts.
     """
 
     title: str
@@ -78,6 +78,7 @@ class Row(NamedTuple):
     needs: str = ""
     is_plain_slow: bool = False
     budget_s: float = 400.0
+    start_s: float = START_S
     pairs: float = 1.0
 
 
@@ -251,6 +252,7 @@ ROWS = {
         },
         needs="denoising_diffusion_pytorch",
         budget_s=600.0,
+        start_s=560.0,
     ),
 }
 
@@ -360,7 +362,7 @@ def judged(name: str, row: Row, plan: Path, options: argparse.Namespace) -> dict
     own, requests = own_request(row, plan), peer_requests(row)
     settings = {(peer, label): one for peer, p in row.peers.items() for label, one in p.settings.items()}
     samples = {f"{peer}: {label}": number for (peer, label), (_, number) in settings.items()} | {"flatout": row.samples}
-    with Race({"flatout": own} | requests, cycle=row.cycle) as race:
+    with Race({"flatout": own} | requests, cycle=row.cycle, start_s=row.start_s) as race:
         rates = {side: samples[side] / median_estimate(taken).value for side, taken in race.seconds().items()}
         best = {
             peer: max(sides, key=lambda side: rates[side])

@@ -143,12 +143,12 @@ def toml_of(levers: list[tuple[str, dict[str, Any]]]) -> str:
 class Race:
     """Sides that stand in processes of their own and take stretches of whole cycles of steps in turn. Use it in a `with`."""
 
-    def __init__(self, sides: dict[str, Request], *, cycle: int = 1) -> None:
+    def __init__(self, sides: dict[str, Request], *, cycle: int = 1, start_s: float = START_S) -> None:
         self.failed: dict[str, str] = {}
         """Why sides failed."""
         self.peak_bytes: dict[str, int] = {}
         """What sides held of the device at most, in the last stretch that they took."""
-        self._sides, self._cycle = sides, cycle
+        self._sides, self._cycle, self._start_s = sides, cycle, start_s
         self._stack = ExitStack()
         self._standing: dict[str, SideProcess] = {}
         self._is_lean = False
@@ -179,7 +179,7 @@ class Race:
     def _first_answer(self, side: str) -> list[SideAnswer]:
         """What a side answers once it stands; nothing, and it is dropped, where it does not come so far."""
         try:
-            answer = self._standing[side].answer(timeout_s=START_S)
+            answer = self._standing[side].answer(timeout_s=self._start_s)
             if answer.what == "ended":
                 raise Failed(answer.error or "it ended")
         except Failed as e:
