@@ -93,6 +93,10 @@ def nearby(tokens: Tensor) -> Tensor:
     return is_real(tokens) & ((place[:, None] - place[None, :]).abs() < 9)
 
 
+def first_alone(tokens: Tensor) -> Tensor:
+    return (torch.arange(T) == 0).expand(len(tokens), 1, 1, T)
+
+
 def first_lengths(tokens: Tensor) -> Tensor:
     """The same where padding lies behind, and something else where not."""
     return (torch.arange(T) < (tokens != 0).sum(1, keepdim=True))[:, None, None, :]
@@ -164,7 +168,7 @@ def test_a_mask_of_padding_packs_attention(mask: Callable[..., Tensor], graphs: 
         assert sum(name.startswith("spread_real") for name in names) == 1  # of the result
 
 
-@pytest.mark.parametrize("mask", [documents, nearby, first_lengths, drawn], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("mask", [documents, nearby, first_alone, first_lengths, drawn], ids=lambda m: m.__name__)
 def test_other_masks_leave_attention_padded(mask: Callable[..., Tensor], graphs: list[list[str]]) -> None:
     assert_as_plain(Model(mask), *BATCHES[::2])
     assert "scaled_dot_product_attention" in graphs[0] and "attention_of_rows" not in graphs[0]

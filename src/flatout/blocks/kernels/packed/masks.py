@@ -17,6 +17,7 @@ from flatout.blocks.kernels.attention.recognition import HIDDEN
 Visible = Literal["all", "before"]
 """Real tokens see all real ones of their row, or those up to their own place."""
 _MOST_NODES: Final = 200
+_LARGE: Final = 1 << 26
 
 
 def visible_under_mask(
@@ -113,7 +114,7 @@ def _tokens(is_real: Tensor, numbers: set[int], pad: int) -> Iterator[Tensor]:
     named = sorted({*range(pad + 1, pad + 8), *(n for n in numbers if 0 <= n <= largest)} - {pad})
     place = torch.arange(is_real.numel()).view_as(is_real)
     for start in range(0, len(named), max(1, is_real.numel() // 2)):
-        tokens = torch.tensor(named)[(start + place * 3) % len(named)]
+        tokens = torch.tensor(named)[(start + place) % len(named)]
         yield tokens.masked_fill(~is_real, pad)
 
 
@@ -128,10 +129,10 @@ def _input(node: fx.Node, known: Mapping[fx.Node, str], is_real: Tensor, tokens:
 
 
 def _patterns(rows: int, width: int) -> Iterator[Tensor]:
-    """[B, T], yes for a real token: padding behind, before, between and nowhere."""
+    """[B, T], yes for a real token: padding behind, before, between and nowhere. Fewer where a mask of all pairs is large."""
     place, row = torch.arange(width), torch.arange(rows)[:, None]
     yield torch.ones(rows, width, dtype=torch.bool)
-    for number in range(3):
+    for number in range(3 if rows * width**2 <= _LARGE else 1):
         length = 1 + (row * 7 + number * 5 + width // 2) % width
         yield place < length
         yield place >= width - length
@@ -143,18 +144,19 @@ def _visible_tokens(value: Any, is_real: Tensor) -> Visible | None:
     rows, width = is_real.shape
     if not isinstance(value, Tensor) or not 2 <= value.dim() <= 4:
         return None
-    wide = value.cpu()[(None,) * (4 - value.dim())]
-    try:
-        mask = wide.expand(rows, -1, width, width)
-    except RuntimeError:
+    mask, is_real = value[(None,) * (4 - value.dim())], is_real.to(value.device)
+    queries = mask.size(2)  # 1 where the mask is the same for all
+    if mask.size(0) not in (1, rows) or queries not in (1, width) or mask.size(3) not in (1, width):
         return None
     is_hidden = ~mask if mask.dtype == torch.bool else mask <= HIDDEN
     if mask.dtype != torch.bool and bool((mask[~is_hidden] != 0).any()):
         return None
     is_padding = ~is_real[:, None, None, :]
-    is_later = torch.ones(width, width, dtype=torch.bool).triu(1)
-    asked = is_real[:, None, :, None].expand(rows, 1, width, width)
+    if queries == 1:
+        return "all" if bool((is_hidden == is_padding).all()) else None
+    is_later = torch.ones(width, width, dtype=torch.bool, device=value.device).triu(1)
+    is_asked = is_real[:, None, :, None]
     for visible, wanted in (("all", is_padding), ("before", is_padding | is_later)):
-        if bool(((is_hidden == wanted) | ~asked).all()):
+        if bool(((is_hidden == wanted) | ~is_asked).all()):
             return visible  # type: ignore[return-value]
     return None
