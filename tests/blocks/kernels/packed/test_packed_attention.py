@@ -193,6 +193,7 @@ def test_a_mask_among_the_arguments_is_one_of_padding_where_its_numbers_say_so(g
     fewer = real * (torch.arange(T) != 1)
     assert_as_plain(Model(from_argument), (tokens, real), (tokens, fewer), (tokens, real))
     assert ["attention_of_rows" in names for names in graphs] == [True, False]
+    assert not any("labelled" in name for names in graphs for name in names)
     graphs.clear()
     assert_as_plain(Model(segments), (tokens, real * (1 + torch.arange(T) // 10)))
     assert "attention_of_rows" not in graphs[0]

@@ -82,7 +82,7 @@ class _Packing:
     def __init__(self, graph: fx.Graph, label: fx.Node, pad: int) -> None:
         self._graph, self._label, self._pad = graph, label, pad
         arguments: Any = label.args
-        self._tokens, self._index, self._inverse, self._is_trailing = arguments
+        _, self._index, self._inverse, self._is_trailing = arguments
         self._leads: tuple[Any, Any] = tuple(label.meta["example_value"].shape)
         self._rows: dict[fx.Node, fx.Node] = {}
         """Of each value that is computed packed its packed rows, or a tuple of such."""
@@ -115,9 +115,13 @@ class _Packing:
         else:
             for node in reversed([n for n in self._graph.nodes if n not in set(nodes)]):
                 self._graph.erase_node(node)
-        self._label.replace_all_uses_with(self._tokens)
-        self._graph.erase_node(self._label)
+        for node in (self._label, *self._labelled_masks()):
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            self._graph.erase_node(node)
         return self._num_products
+
+    def _labelled_masks(self) -> list[fx.Node]:
+        return [n for n in self._graph.nodes if n.target in _LABELLED_MASKS]
 
     def _is_ambiguous(self, node: fx.Node) -> bool:
         """Whether rows or positions change places with a dimension of the same length: shapes do not tell them apart then."""
@@ -347,7 +351,7 @@ class _Packing:
             return None
         if mask not in self._visible:
             known: dict[fx.Node, Any] = {self._label: "tokens"}
-            known |= {n: "is real" for n in self._graph.nodes if n.target in _LABELLED_MASKS}
+            known |= dict.fromkeys(self._labelled_masks(), "is real")
             rows, width = (n if isinstance(n, int) else n.node.hint for n in self._leads)
             is_certain = not any(n in self._changed for n in (*known, mask))
             found = visible_under_mask(mask, known, pad=self._pad, shape=(rows, width)) if is_certain else None
