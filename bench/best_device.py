@@ -27,7 +27,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from over_gpus import Job, run_over_gpus
 from tune_device import FLATOUT, LONG, ROOT, START_S, Race, estimate, neutral, toml_of
 
 from flatout.app.plans import environment_of, read_plan
@@ -322,25 +322,11 @@ def side_by_side(options: argparse.Namespace) -> int:
     for name in ("budget", "plans", "levers", "settings-of"):
         if (path := getattr(options, name.replace("-", "_"))) is not None:
             flags += [f"--{name}", path]
-    waiting, num_failed = list(options.only), 0
-    running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
-    while waiting or running:
-        for gpu in range(options.gpus):
-            if gpu not in running and waiting:
-                name = waiting.pop(0)
-                command = [sys.executable, __file__, options.out, "--only", name, *flags]
-                with (options.out / f"best_{name}.log").open("wb") as log:
-                    process = subprocess.Popen(
-                        command, stdout=log, stderr=log, env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
-                    )
-                running[gpu] = name, process
-        for gpu, (name, process) in list(running.items()):
-            if process.poll() is not None:
-                num_failed += bool(process.returncode)
-                print(f"{name}: exit code {process.returncode}, see best_{name}.log", flush=True)
-                del running[gpu]
-        time.sleep(0.5)
-    return num_failed
+    jobs = [
+        Job(f"best_{name}", [sys.executable, __file__, str(options.out), "--only", name, *map(str, flags)])
+        for name in options.only
+    ]
+    return run_over_gpus(jobs, options.out, options.gpus)
 
 
 def small(row: Row) -> Row:
