@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from flatout.blocks.kernels.packed.graphs import compute_packed
 from flatout.blocks.kernels.packed.rows import gather_real, packed_rows, spread_real
 from flatout.blocks.kernels.packed.skip_padding import skip_padding
 from flatout.core.errors import UsageError
@@ -130,27 +128,6 @@ def results(model: nn.Module, tokens: Tensor) -> list[Tensor]:
     outputs = made if isinstance(made, tuple) else (made,)
     sum(o.double().square().sum() for o in outputs).backward()
     return [o.detach() for o in outputs] + [p.grad for p in model.parameters() if p.grad is not None]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture
-def num_products(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """Of each graph, how many products compute of packed rows."""
-    found: list[int | None] = []
-
-    def noting(graph: torch.fx.GraphModule, *, pad: int) -> int | None:
-        found.append(compute_packed(graph, pad=pad))
-        return found[-1]
-
-    monkeypatch.setattr("flatout.blocks.kernels.packed.graphs.compute_packed", noting)
-    return found
 
 
 _MODELS = {

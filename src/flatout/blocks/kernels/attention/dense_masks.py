@@ -53,7 +53,7 @@ _listeners: list[Callable[[], None]] = []
 
 
 class _LastMask:
-    """The mask that was read last, and its structure: most masks are those of the step before, or of another layer."""
+    """A copy of the mask that was read last, kept for the next, and its structure: most are as in the step before."""
 
     def __init__(self) -> None:
         self._mask: Tensor | None = None

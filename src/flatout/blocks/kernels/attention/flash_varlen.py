@@ -124,17 +124,22 @@ def _spans(documents: Documents | None, batch: int, length: int, device: torch.d
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score | None, scale: float) -> str | None:
     """Why the kernel cannot be taken; None if it can."""
-    why = half_refusal(q, k, v, score=score, widest=256)
+    why = tensor_refusal(q, k, v, score=score)
     if why is not None:
         return why
-    band = band_of(mask)
-    if band is None:
+    if band_of(mask) is None:
         return f"{mask!r} is more than a window within documents that lie behind one another"
     if q.size(2) != k.size(2):
         return f"there are {q.size(2)} queries and {k.size(2)} keys"
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "the GPU's compute capability is below 8.0"
     return None
+
+
+def tensor_refusal(q: Tensor, k: Tensor, v: Tensor, *, score: Score | None = None) -> str | None:
+    """Why the kernel cannot take such tensors on their device, whatever the mask; None if it can."""
+    why = half_refusal(q, k, v, score=score, widest=256)
+    if why is None and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "the GPU's compute capability is below 8.0"
+    return why
 
 
 KERNEL = kernel(

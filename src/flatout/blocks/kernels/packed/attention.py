@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.blocks.kernels.attention.flash_varlen import FlashOptions, Spans, flash_backward, flash_forward
-from flatout.blocks.kernels.attention.sdpa import half_refusal
+from flatout.blocks.kernels.attention.flash_varlen import (
+    FlashOptions,
+    Spans,
+    flash_backward,
+    flash_forward,
+    tensor_refusal,
+)
 from flatout.blocks.kernels.opaque import composed, once, opaque
 
 _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -25,10 +30,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why packed rows of such queries, keys and values cannot be taken; None if they can. Their numbers are not read."""
     if q.device.type == "cpu":
         return None if q.size(-1) == v.size(-1) else f"widths of {q.size(-1)} and {v.size(-1)} differ"
-    why = half_refusal(q, k, v, score=None, widest=256)
-    if why is None and torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "the GPU's compute capability is below 8.0"
-    return why
+    return tensor_refusal(q, k, v)
 
 
 @composed(

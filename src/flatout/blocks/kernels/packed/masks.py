@@ -18,6 +18,15 @@ Visible = Literal["all", "before"]
 """Real tokens see all real ones of their row, or those up to their own place."""
 _MOST_NODES: Final = 200
 _LARGE: Final = 1 << 26
+_COMPARISONS: Final = frozenset(
+    ["eq", "ne", "lt", "le", "gt", "ge", "equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "bool"]
+)
+_AS_THEY_ARE: Final = frozenset(["unsqueeze", "getitem", "view", "reshape", "expand", "detach", "contiguous", "clone"])
+"""Whose results are the same tokens."""
+_SIZES: Final = frozenset(
+    ["zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "size", "dim"]
+)
+"""Which read no numbers."""
 
 
 def visible_under_mask(
@@ -26,8 +35,8 @@ def visible_under_mask(
     """What real tokens see under a mask that is added or is yes or no; None where that is not certain.
 
     `known` are the inputs that a mask may be made of: the tokens, and masks that are 1 where these are not `pad`, else 0. `shape`
-    is that of the tokens, [B, T]. The mask must come from them alone: any other tensor, or a random number, makes it uncertain.
-    Tokens that are tried are those that the graph names, too, as one that ends a document.
+    is that of the tokens, [B, T]. The mask must come from them alone: any other tensor, or a random number, makes it uncertain,
+    and so does anything that is computed of tokens but comparisons with numbers. The numbers and their neighbours are tried.
     """
     part = _subgraph(mask, known)
     if part is None:
@@ -90,6 +99,8 @@ def _subgraph(mask: fx.Node, known: Mapping[fx.Node, Any]) -> _MaskCode | None:
         if node.op not in ("call_function", "call_method") or len(needed) > _MOST_NODES:
             return None
         waiting += node.all_input_nodes
+    if not _compares_tokens_alone(mask, needed, known):
+        return None
     graph, inputs, copies = fx.Graph(), [], {}
     for node in mask.graph.nodes:
         if node not in needed:
@@ -101,6 +112,21 @@ def _subgraph(mask: fx.Node, known: Mapping[fx.Node, Any]) -> _MaskCode | None:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(copies[mask])
     return _MaskCode(graph, inputs)
+
+
+def _compares_tokens_alone(mask: fx.Node, needed: set[fx.Node], known: Mapping[fx.Node, Any]) -> bool:
+    """Whether all that is computed of tokens are comparisons with numbers, so that few tokens stand for all."""
+    tokens = {node for node, what in known.items() if what == "tokens"}
+    for node in mask.graph.nodes:
+        if node not in needed or node in known or not tokens.intersection(node.all_input_nodes):
+            continue
+        name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", node.target))
+        others = [a for a in (*node.args, *node.kwargs.values()) if a not in tokens]
+        if name in _AS_THEY_ARE:
+            tokens.add(node)
+        elif name not in _SIZES and not (name in _COMPARISONS and all(isinstance(a, (int, float)) for a in others)):
+            return False
+    return mask not in tokens
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -140,7 +166,7 @@ def _patterns(rows: int, width: int) -> Iterator[Tensor]:
 
 
 def _visible_tokens(value: Any, is_real: Tensor) -> Visible | None:
-    """By the pairs of real queries and all keys, whether they are hidden as they should be."""
+    """What a mask shows to real tokens, by all pairs of them and of keys; None where that is something else."""
     rows, width = is_real.shape
     if not isinstance(value, Tensor) or not 2 <= value.dim() <= 4:
         return None
