@@ -65,7 +65,7 @@ def test_only_graphs_for_the_device_in_16_bits_have_it() -> None:
         torch.testing.assert_close(compiled(half), original(half), rtol=2e-2, atol=1e-6)
         torch.testing.assert_close(compiled(single), original(single))
         assert torch.equal(nn.GELU()(half), original(half))  # not compiled
-        assert ["gelu" in text.partition("def forward")[2] for text in calls] == [False, True]
+        assert ["nn.gelu" in text.partition("def forward")[2] for text in calls] == [False, True]
         tanh = torch.compile(nn.GELU(approximate="tanh"), backend=backend)
         torch.testing.assert_close(tanh(half), original(half, approximate="tanh"))
     finally:
@@ -88,3 +88,25 @@ def test_on_a_device_compiled_gradients_are_those_of_float64() -> None:
         undo()
     for one, wanted in zip(found, exact, strict=True):
         assert ((one.double() - wanted).norm() / wanted.norm()).item() < 3e-3
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.*should not be instantiated:DeprecationWarning"
+)  # dynamo's own
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_are_as_exact_and_only_the_input_is_saved(dtype: torch.dtype) -> None:
+    undo = short_gelu_in_graphs("cpu")
+    try:
+        torch._dynamo.reset()
+        x, gradient = (3 * torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(2))).to(dtype)
+        x.requires_grad_()
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = torch.compile(lambda x: F.gelu(x * 2.0))(x)
+        found = [y.detach(), *torch.autograd.grad(y, x, gradient)]
+        assert [(t.dtype, t.shape) for t in saved] == [(dtype, x.shape)]
+        exact = results(lambda x: F.gelu(x * 2.0), x.double(), gradient.double())
+    finally:
+        undo()
+    for one, wanted in zip(found, exact, strict=True):
+        assert ((one.double() - wanted).norm() / wanted.norm()).item() < (3e-3 if dtype == torch.bfloat16 else 4e-4)

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flatout.blocks.kernels.packed import attention
-from flatout.blocks.kernels.packed.masks import Visible, visible_under_mask
+from flatout.blocks.kernels.packed.masks import Visible, bare_name, visible_under_mask
 from flatout.blocks.kernels.packed.rows import (
     gather_expanded,
     gather_real,
@@ -125,12 +125,12 @@ class _Packing:
 
     def _is_ambiguous(self, node: fx.Node) -> bool:
         """Whether rows or positions change places with a dimension of the same length: shapes do not tell them apart then."""
-        if _name(node) not in _MOVES or not self._is_of(node) or not self._is_of(node.args[0]):
+        if bare_name(node) not in _MOVES or not self._is_of(node) or not self._is_of(node.args[0]):
             return False
         num = self._value(node).dim()
         listed = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
         dims = [d % num for d in listed if isinstance(d, int)]
-        if _name(node) == "permute":
+        if bare_name(node) == "permute":
             return dims[:2] != [0, 1]
         return len(dims) != 2 or min(dims) < 2
 
@@ -158,7 +158,7 @@ class _Packing:
 
     def _computed(self, node: fx.Node) -> fx.Node | None:
         """The node's packed rows, computed of packed rows; None where that cannot be."""
-        name, value = _name(node), node.meta.get("example_value")
+        name, value = bare_name(node), node.meta.get("example_value")
         if _swaps_heads(node) and node.args[0] in self._heads:
             return self._heads[node.args[0]]  # type: ignore[index]
         if name == "getitem" and isinstance(node.args[1], int):
@@ -215,7 +215,7 @@ class _Packing:
         dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
         if not isinstance(first, fx.Node) or first not in self._rows or not isinstance(dim, int):
             return None
-        if any(_name(u) != "getitem" or not isinstance(u.args[1], int) for u in node.users):
+        if any(bare_name(u) != "getitem" or not isinstance(u.args[1], int) for u in node.users):
             return None
         if not self._is_own(dim, self._value(first).dim()):
             return None
@@ -238,7 +238,7 @@ class _Packing:
         first: Any = node.args[0]
         if first not in self._rows:
             return None
-        at = 2 if _name(node) == "norm" else 1
+        at = 2 if bare_name(node) == "norm" else 1
         dims = node.args[at] if len(node.args) > at else node.kwargs.get("dim")
         listed = dims if isinstance(dims, (list, tuple)) else (dims,)
         num = self._value(first).dim()
@@ -289,7 +289,7 @@ class _Packing:
                 return arg
             if arg in self._rows or self._is_of(arg, value.dim()):
                 return self._of(arg) if self._value(arg).dim() == value.dim() else None
-            if _name(node) == "type_as" or self._value(arg).dim() <= num_own:
+            if bare_name(node) == "type_as" or self._value(arg).dim() <= num_own:
                 return arg
             if self._value(arg).dim() > value.dim():
                 return None
@@ -311,9 +311,9 @@ class _Packing:
         first: Any = node.args[0] if node.args else None
         if _swaps_heads(node) and first in self._rows:
             return self._rows[first]
-        if _name(node) in _SAME and first in self._heads and self._is_as_long(node, first):
+        if bare_name(node) in _SAME and first in self._heads and self._is_as_long(node, first):
             return self._heads[first]
-        return self._attention(node) if _name(node) == "scaled_dot_product_attention" else None
+        return self._attention(node) if bare_name(node) == "scaled_dot_product_attention" else None
 
     def _is_as_long(self, one: fx.Node, other: fx.Node) -> bool:
         shapes = self._value(one).shape, self._value(other).shape
@@ -413,16 +413,9 @@ class _Packing:
         return dim if dim < 0 else dim - 1
 
 
-def _name(node: fx.Node) -> str:
-    """The bare name of the function or method that a node calls."""
-    if node.op == "call_method":
-        return str(node.target)
-    return str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else ""
-
-
 def _swaps_heads(node: fx.Node) -> bool:
     """Whether positions and heads of [B, T, H, D] or [B, H, T, D] change places, and nothing else happens."""
-    value, name = node.meta.get("example_value"), _name(node)
+    value, name = node.meta.get("example_value"), bare_name(node)
     if not isinstance(value, Tensor) or value.dim() != 4:
         return False
     listed = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
@@ -438,10 +431,10 @@ def _is_tuple(node: fx.Node) -> bool:
 
 def _is_in_place(node: fx.Node) -> bool:
     """Whether a call changes its first argument, or writes into `out`."""
-    name, arguments = _name(node), node.args
+    name, arguments = bare_name(node), node.args
     is_switched = node.kwargs.get("inplace") is True or (name in _WITH_SWITCH and arguments[-1:] == (True,))
     is_switched |= name in _DROPOUTS and arguments[3:4] == (True,)
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or is_switched or "out" in node.kwargs
+    return name in _IN_PLACE or name.endswith("_") or is_switched or "out" in node.kwargs
 
 
 def _changed_in_place(calls: list[fx.Node]) -> set[fx.Node]:
@@ -453,7 +446,7 @@ def _changed_in_place(calls: list[fx.Node]) -> set[fx.Node]:
             target = targets.pop()
             if isinstance(target, fx.Node) and target not in found:
                 found.add(target)
-                targets += [target.args[0]] if target.args and _name(target) in _ALIASES else []
+                targets += [target.args[0]] if target.args and bare_name(target) in _ALIASES else []
     return found
 
 

@@ -57,6 +57,15 @@ def visible_under_mask(
     return found.pop() if len(found) == 1 and not has_drawn else None
 
 
+def bare_name(node: fx.Node) -> str:
+    """The name of the function or method that a node calls, "eq" for `Tensor.__eq__`, too; torch 2.11 writes such."""
+    if node.op == "call_method":
+        name = str(node.target)
+    else:
+        name = str(getattr(node.target, "__name__", node.target)) if node.op == "call_function" else ""
+    return name[2:-2] if name.startswith("__") and name.endswith("__") else name
+
+
 def _random_states(gpus: list[torch.device]) -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]
 
@@ -120,7 +129,7 @@ def _compares_tokens_alone(mask: fx.Node, needed: set[fx.Node], known: Mapping[f
     for node in mask.graph.nodes:
         if node not in needed or node in known or not tokens.intersection(node.all_input_nodes):
             continue
-        name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", node.target))
+        name = bare_name(node)
         others = [a for a in (*node.args, *node.kwargs.values()) if a not in tokens]
         if name in _AS_THEY_ARE:
             tokens.add(node)
