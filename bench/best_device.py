@@ -289,10 +289,12 @@ def main() -> int:
             row = with_fastest_settings(name, row, options.settings_of)
         plan = plan_of(name, row, options)
         if not options.only_losses:
-            found = judged(name, row, plan, options)
+            found = judged(row, plan, planned_by="hand" if options.levers is not None else "tune")
             stem = "best" if options.levers is None else "by_hand"
             (options.out / f"{stem}_{name}.json").write_text(json.dumps(found, indent=1).replace(f"{ROOT}/", "") + "\n")
             print(json.dumps(found, indent=1), flush=True)
+            if options.accounts:
+                accounts(options.out, name, row, plan, found)
         if options.losses or options.only_losses:
             losses = losses_of(
                 with_fastest_settings(name, row, options.settings_of or options.out), plan, options.at_once
@@ -343,7 +345,7 @@ def small(row: Row) -> Row:
     return row._replace(arguments=without_sizes(row.arguments), tuned=None, samples=1, peers=peers)
 
 
-def judged(name: str, row: Row, plan: Path, options: argparse.Namespace) -> dict[str, Any]:
+def judged(row: Row, plan: Path, *, planned_by: str) -> dict[str, Any]:
     """The plan's race against all settings of the peers, and then against the best of each peer alone."""
     own, requests = own_request(row, plan), peer_requests(row)
     settings = {(peer, label): one for peer, p in row.peers.items() for label, one in p.settings.items()}
@@ -360,7 +362,7 @@ def judged(name: str, row: Row, plan: Path, options: argparse.Namespace) -> dict
     found: dict[str, Any] = {
         "title": row.title,
         "plan": [p.id for p in read_plan(plan).lever],
-        "planned_by": "hand" if options.levers is not None else "tune",
+        "planned_by": planned_by,
         "unit": row.unit,
         "a_second_of_all": rates,
         "failed": race.failed,
@@ -378,11 +380,16 @@ def judged(name: str, row: Row, plan: Path, options: argparse.Namespace) -> dict
         for peer, side in best.items()
         if side in a_sample and "flatout" in a_sample
     }
-    if options.accounts:
-        fastest = max(best.values(), key=lambda side: rates[side])
-        for side, request in {"plan": own, "peer": requests[fastest]}.items():
-            account(options.out / f"account_{name}_{side}.json", request, row)
     return found
+
+
+def accounts(out: Path, name: str, row: Row, plan: Path, found: dict[str, Any]) -> None:
+    """Where a step of the plan goes, and one of the fastest peer in these results."""
+    account(out / f"account_{name}_plan.json", own_request(row, plan), row)
+    sides = [one["setting"] for one in found.get("over_peers", {}).values()]
+    if sides:
+        fastest = max(sides, key=lambda side: found["a_second"][side])
+        account(out / f"account_{name}_peer.json", peer_requests(row)[fastest], row)
 
 
 def own_request(row: Row, plan: Path) -> Request:

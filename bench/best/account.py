@@ -10,7 +10,8 @@ same kernels are launched one by one, and a race says how long a step is with gr
 kernel (seconds, FLOP, bytes), and sums by family.
 
 The floor of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, and its bytes at the rate
-of a copy of 4 GB, both measured here after the script, on random numbers. Of causal attention half the pairs count, of
+of a copy of 4 GB, both measured here after the script, on random numbers. Bytes are those of the arrays a kernel is called with,
+each counted once, also where it is changed in place. Of causal attention half the pairs count, of
 FlexAttention the fraction that `--pairs` says its mask has. Rows whose FLOP or bytes are not known count their own time. What is
 no kernel is idle. On a CPU, where it can be tried, rates are those of the same operations in float32, and small.
 """
