@@ -62,8 +62,8 @@ class Row(NamedTuple):
     `tuned` are the arguments with which `flatout tune` runs it, where they are others: an untouched script may not fit with the
     batch that is raced. `cycle` optimizer steps belong together, as those of an iteration of PPO do: stretches are whole cycles.
     `needs` is a variable that names a checkout, or a package. Where `is_plain_slow`, 500 steps of the untouched script take too
-    long, or more memory than there is. `budget_s` is for `flatout tune`, `start_s` for a side's first steps. `pairs` is the
-    fraction of all pairs that attention's mask has, for accounts.
+    long, or more memory than there is. `budget_s` is for `flatout tune`, `start_s` for a side's first steps. `keys` are
+    those that a query sees on average where tokens are packed, for accounts.
     """
 
     title: str
@@ -79,7 +79,7 @@ class Row(NamedTuple):
     is_plain_slow: bool = False
     budget_s: float = 400.0
     start_s: float = START_S
-    pairs: float = 1.0
+    keys: float = 0.0
 
 
 def _llama(settings: tuple[tuple[str, str], ...], *own: str) -> dict[str, tuple[tuple[str, ...], float]]:
@@ -144,7 +144,7 @@ ROWS = {
         tuned=("--documents", *_SMALL_BATCH),
         needs="liger_kernel",
         is_plain_slow=True,
-        pairs=0.275,
+        keys=1126.0,
     ),
     "llama-float8": Row(
         "Llama-like 1B in float8",
@@ -193,6 +193,7 @@ ROWS = {
             "group_by_length, compiled": Peer(BEST / "bert.py", {"groups": (("--way", "groups"), 32.0)}, 1.5),
             "packed, FlashAttention varlen": Peer(BEST / "bert.py", {"varlen": (("--way", "varlen"), 32.0)}, 1.1),
         },
+        keys=164.0,
     ),
     "lora": Row(
         "LoRA on a Llama-like 1B",
@@ -421,7 +422,7 @@ def losses_of(row: Row, plan: Path, num_at_once: int) -> dict[str, list[float | 
 
 def account(out: Path, request: Request, row: Row) -> None:
     """Where a step of this side goes, or a stretch of many, by a run of its own."""
-    flags = (*(("--stretch",) if row.cycle > 1 else ()), *(("--pairs", str(row.pairs)) if row.pairs < 1 else ()))
+    flags = (*(("--stretch",) if row.cycle > 1 else ()), *(("--keys", str(row.keys)) if row.keys else ()))
     flags = (*flags, *(("--plan", request.plan) if request.plan else ()))
     command = [sys.executable, str(BEST / "account.py"), *flags, str(out), request.target, *request.arguments]
     try:

@@ -106,7 +106,7 @@ def _gpu(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
             f"Source of {ROWS[name].title}: `{path.relative_to(ROOT)}`, {found['device']}, torch {found['torch']}.",
         )
         yield from _peaks(found)
-    yield from _accounts(results)
+    yield from _accounts()
 
 
 def _peaks(found: dict[str, Any]) -> Iterator[str]:
@@ -129,9 +129,19 @@ def _losses(name: str, losses: dict[str, list[float | None]]) -> Iterator[str]:
         yield f"| {side} | {', '.join(_NONE if v is None else f'{v:.4f}' for v in values)} |"
 
 
-def _raced_us(results: dict[str, tuple[dict[str, Any], Path]], name: str, side: str) -> float | None:
+def _race_of(account: dict[str, Any], path: Path, name: str) -> dict[str, Any]:
+    """The results of the race beside which this account was made: the one whose plan it is, where it is a plan's."""
+    races = [
+        json.loads(race.read_text(encoding="utf-8"))
+        for stem in ("best", "by_hand")
+        if (race := path.with_name(f"{stem}_{name}.json")).exists()
+    ]
+    return next((race for race in races if account.get("levers") in (None, race["plan"])), {})
+
+
+def _raced_us(race: dict[str, Any], name: str, side: str) -> float | None:
     """Microseconds of a step in the race, where nothing was profiled."""
-    rates = results[name][0].get("a_second", {}) if name in results else {}
+    rates = race.get("a_second", {})
     samples = {"flatout": ROWS[name].samples} if side == "plan" and name in ROWS else {}
     for peer, one in ROWS[name].peers.items() if side == "peer" and name in ROWS else ():
         samples |= {f"{peer}: {label}": number for label, (_, number) in one.settings.items()}
@@ -139,23 +149,26 @@ def _raced_us(results: dict[str, tuple[dict[str, Any], Path]], name: str, side: 
     return 1e6 / max(raced.values()) if raced else None
 
 
-def _accounts(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
+def _accounts() -> Iterator[str]:
     """Where steps go, family by family, beside their floor."""
     for path in newest("account_*.json").values():
         found = json.loads(path.read_text(encoding="utf-8"))
         name, _, side = path.stem.removeprefix("account_").rpartition("_")
         title = ROWS[name].title if name in ROWS else name
         is_stretch = found.get("is_stretch", False)
-        raced_us = None if is_stretch else _raced_us(results, name, side)
+        race = _race_of(found, path, name)
+        raced_us = None if is_stretch else _raced_us(race, name, side)
         step_us = raced_us or 1e6 * found["step_s"]
         idle_us = max(0.0, step_us - 1e6 * found["busy_s"])
         where = "in the race" if raced_us else "while it is profiled"
         what = "stretch" if is_stretch else "step"
-        yield from ("", f"### Where a {what} of {title} goes: {side}", "")
+        is_by_hand = side == "plan" and (race.get("planned_by") == "hand" if race else "levers" in found)
+        yield from ("", f"### Where a {what} of {title} goes: {side}{' by hand' if is_by_hand else ''}", "")
         yield f"{found['device']}, torch {found['torch']}; a {what} takes {step_us:,.0f} us {where}."
         yield "The floor is the longer of a kernel's"
         yield f"FLOP at {found['flop_per_s'] / 1e12:.0f} TFLOP/s and its bytes at {found['bytes_per_s'] / 1e9:.0f} GB/s, both"
         yield "measured after the script. Kernels whose bytes are not known count with their own time."
+        yield "Arrays count once, also those that are changed in place."
         if "causal" not in found and any("scaled_dot_product" in one["op"] for one in found.get("rows", ())):
             yield "Of attention all pairs count here: where a causal mask hides half of them, its floor is half as long."
         yield from ("", "| kernels | us | floor, us | above |", "|---|---|---|---|")

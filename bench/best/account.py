@@ -1,6 +1,6 @@
 """Where a step of a script goes, kernel by kernel, against what the device could do.
 
-    python bench/best/account.py [--stretch] [--pairs FRACTION] [--plan PLAN] OUT SCRIPT [ARGUMENTS]
+    python bench/best/account.py [--stretch] [--keys NUMBER] [--plan PLAN] OUT SCRIPT [ARGUMENTS]
 
 The script runs unchanged, or with a plan; after WARM optimizer steps three are profiled with the shapes of operators, and the
 median one stands for all. A script that has not made so many after START_S seconds, and makes no more, has them where no hook
@@ -11,9 +11,10 @@ kernel (seconds, FLOP, bytes), and sums by family.
 
 The floor of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, and its bytes at the rate
 of a copy of 4 GB, both measured here after the script, on random numbers. Bytes are those of the arrays a kernel is called with,
-each counted once, also where it is changed in place. Of causal attention half the pairs count, of
-FlexAttention the fraction that `--pairs` says its mask has. Rows whose FLOP or bytes are not known count their own time. What is
-no kernel is idle. On a CPU, where it can be tried, rates are those of the same operations in float32, and small.
+each counted once, also where it is changed in place. Of causal attention half the pairs count; of
+FlexAttention, and of FlashAttention on packed tokens, `--keys` for each query, those that it sees on average. Rows whose FLOP or
+bytes are not known count their own time. What is no kernel is idle. On a CPU, where it can be tried, rates are those of the same
+operations in float32, and small.
 """
 
 from __future__ import annotations
@@ -138,31 +139,32 @@ def causal_operators(trace: Path) -> set[str]:
     return {name for name, is_causal in found.items() if is_causal}
 
 
-def flex_flop(operator: Operator, pairs: float) -> float:
-    """FLOP of a call of FlexAttention whose mask has this fraction of pairs: two products forward, five backward; else 0.
+def attention_flop(operator: Operator, keys: float) -> float:
+    """FLOP of a call of FlexAttention, or of FlashAttention on packed tokens, where a query sees so many keys on average; else 0.
 
-    Queries are (B, H, T, D) or (B, T, H, D), T the longest of these.
+    Two products forward, five backward. Queries are (B, H, T, D), (B, T, H, D) or (N, H, D), behind the gradient in the backward
+    pass, which has their shape.
     """
-    if "tem_fused" not in operator.op or "flex_attention" not in operator.op or not operator.inputs:
+    is_flex = "tem_fused" in operator.op and "flex_attention" in operator.op
+    is_packed = "_flash_attention_" in operator.op and len(operator.inputs[0].shape if operator.inputs else ()) == 3
+    if not operator.inputs or not (is_flex or is_packed):
         return 0.0
-    queries = operator.inputs[0].shape
-    num_products = 5 if "flex_attention_backward" in operator.op else 2
-    return num_products * 2.0 * math.prod(queries) * max(queries) * pairs
+    return (5 if "backward" in operator.op else 2) * 2.0 * math.prod(operator.inputs[0].shape) * keys
 
 
 def accounted(
-    evidence: Evidence, flop_per_s: float, bytes_per_s: float, causal: set[str], pairs: float = 1.0
+    evidence: Evidence, flop_per_s: float, bytes_per_s: float, causal: set[str], keys: float = 0.0
 ) -> dict[str, Any]:
-    """Rows, sums by family, and what is no kernel; of operators in `causal` half the FLOP count, of FlexAttention's `pairs`."""
+    """Rows, sums by family, and what is no kernel; half the FLOP of operators in `causal` count, and `keys` a query."""
     rows: list[dict[str, Any]] = []
     for operator in evidence.operators:
         known = bool(operator.flop or operator.bytes)
-        flop = (operator.flop or 0) * (0.5 if operator.op in causal else 1.0) or flex_flop(operator, pairs)
+        flop = (operator.flop or 0) * (0.5 if operator.op in causal else 1.0) or attention_flop(operator, keys)
         floor_s = operator.num_calls * max(flop / flop_per_s, operator.bytes / bytes_per_s)
         rows.append(
             {
                 "op": operator.op,
-                "family": "attention" if flex_flop(operator, 1.0) else family_of(operator.op),
+                "family": "attention" if attention_flop(operator, 1.0) else family_of(operator.op),
                 "phase": operator.phase,
                 "calls": operator.num_calls,
                 "s": operator.op_s,
@@ -185,7 +187,7 @@ def accounted(
         "flop_per_s": flop_per_s,
         "bytes_per_s": bytes_per_s,
         "causal": sorted(causal),
-        "pairs": pairs,
+        "keys": keys,
         "step_s": evidence.steps.step_s,
         "busy_s": busy_s,
         "idle_s": evidence.steps.step_s - busy_s,
@@ -201,8 +203,8 @@ def accounted(
 def main() -> int:
     words = [word for word in sys.argv[1:] if word != "--stretch"]
     is_stretch = len(words) < len(sys.argv) - 1
-    pairs = float(words[1]) if words[0] == "--pairs" else 1.0
-    words = words[2:] if words[0] == "--pairs" else words
+    keys = float(words[1]) if words[0] == "--keys" else 0.0
+    words = words[2:] if words[0] == "--keys" else words
     plan = read_plan(Path(words[1])) if words[0] == "--plan" else None
     out, script, *arguments = words[2:] if plan is not None else words
     wanted = environment_of(plan) if plan is not None else {}
@@ -226,7 +228,9 @@ def main() -> int:
             print(f"no {WARM + STEPS} optimizer steps were made, the exit code is {code}", file=sys.stderr)
             return code or 1
         evidence, causal = evidence_of_files([trace]), causal_operators(trace)
-    found = accounted(evidence, *rates(), causal, pairs) | {"is_stretch": steps.is_stretch}
+    found = accounted(evidence, *rates(), causal, keys) | {"is_stretch": steps.is_stretch}
+    if plan is not None:
+        found = {"levers": [planned.id for planned in plan.lever]} | found
     Path(out).write_text(json.dumps(found, indent=1))
     what = "stretch" if steps.is_stretch else "step"
     print(

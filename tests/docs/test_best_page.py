@@ -118,6 +118,22 @@ def test_a_step_is_accounted_for_to_its_end(best: Any, tmp_path: Path) -> None:
     assert f"| no kernel runs | {step_us - 90_000:,.0f} | 0 | {step_us - 90_000:,.0f} |" in lines
 
 
+def test_an_account_goes_with_the_race_of_its_plan(best: Any, tmp_path: Path) -> None:
+    account = {"device": "a", "torch": "2", "flop_per_s": 8e14, "bytes_per_s": 4e12, "step_s": 0.1, "busy_s": 0.09}
+    account |= {"in_rows_s": 0.09, "families": {}, "levers": ["memory.fusion"]}
+    folder = tmp_path / "2026-11-02-h200"
+    write(folder, "account_gpt2_plan.json", account)
+    write(folder, "best_gpt2.json", RACED)  # of another plan
+    lines = best.page().splitlines()
+    at = lines.index("### Where a step of GPT-2 124M, 1024 tokens goes: plan by hand")
+    assert "a step takes 100,000 us while it is profiled." in lines[at + 2]
+    by_hand = json.loads(json.dumps(RACED | {"planned_by": "hand", "plan": ["memory.fusion"]}))
+    by_hand["a_second"]["flatout"] = 600_000.0
+    write(folder, "by_hand_gpt2.json", by_hand)
+    lines = best.page().splitlines()
+    assert f"a step takes {1e6 * 64 * 1024 / 600_000:,.0f} us in the race." in lines[at + 2]
+
+
 def test_the_scripts_on_a_cpu_have_their_ratios(best: Any, tmp_path: Path) -> None:
     def script(name: str, plan_s: float, levers: list[str]) -> dict[str, Any]:
         taken = {"untouched": [60.0] * 3, "plan": [plan_s] * 3, "compile": [45.0] * 3}

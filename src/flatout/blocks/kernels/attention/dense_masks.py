@@ -3,7 +3,7 @@
 A graph holds one operator that reads the mask and one for each attention. The host waits for what the first has read.
 """
 
-# B batch, H heads, G key heads, T tokens, D width
+# B batch, H heads, G key heads, T tokens, D width, N = B T tokens of all samples
 
 from __future__ import annotations
 
@@ -99,60 +99,49 @@ def _structure(mask: Tensor) -> Tensor:
     return torch.tensor(_structures.add(mask))
 
 
-def _in_rows(batch: int, heads: int, like: Tensor) -> Tensor:
-    """An empty (B, heads, T, D), the numbers of a token next to one another in memory."""
-    return like.new_empty(batch, like.size(2), heads, like.size(3)).transpose(1, 2)
-
-
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, number: Tensor, scale: float) -> list[Tensor]:
-    return [_in_rows(q.size(0), q.size(1), q), q.new_empty(q.shape[:3], dtype=torch.float32)]
-
-
-def _backward_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
-    return [_in_rows(t.size(0), t.size(1), t) for t in (q, k, v)]
-
-
 @opaque(
-    "attention_by_dense_mask_forward(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor number, float scale) -> Tensor[]",
-    _forward_shapes,
+    "attention_by_dense_mask_forward(Tensor q, Tensor k, Tensor v, Tensor mask, Tensor number, SymInt batch, float scale) "
+    "-> Tensor[]",
+    lambda q, *others: [torch.empty_like(q), q.new_empty((q.size(1), q.size(0)), dtype=torch.float32)],
     tags=HOST_READS,
 )
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, number: Tensor, scale: float) -> list[Tensor]:
-    """The result, and the logsumexp of each query's scores where the kernel's backward pass wants it."""
+def _forward(
+    q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, mask: Tensor, number: Tensor, batch: int, scale: float
+) -> list[Tensor]:
+    """The result (N, H, D), and the logsumexp of each query's scores (H, N) where the kernel's backward pass wants it."""
+    q, k, v = (_heads(t, batch) for t in (q_NHD, k_NGD, v_NGD))
     options = _options(q, k, v, _structures.find(number, mask), scale)
     if options is None:
         out = _plain(q, k, v, _as_taken(mask, q), scale=scale, enable_gqa=q.size(1) != k.size(1))
-        return [_with_rows(out), q.new_zeros(q.shape[:3], dtype=torch.float32)]
+        return [_rows(out), q.new_zeros((q.size(1), q_NHD.size(0)), dtype=torch.float32)]
     for listener in _listeners:
         listener()
-    out, lse = flash_varlen.flash_forward(_rows(q), _rows(k), _rows(v), options)
-    lse_BHT = lse.view(q.size(1), q.size(0), q.size(2)).transpose(0, 1).contiguous()
-    return [_heads(out, q.size(0)), lse_BHT]
+    return list(flash_varlen.flash_forward(q_NHD, k_NGD, v_NGD, options))
 
 
 @opaque(
     "attention_by_dense_mask_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor number, Tensor out, "
-    "Tensor lse, float scale) -> Tensor[]",
-    _backward_shapes,
+    "Tensor lse, SymInt batch, float scale) -> Tensor[]",
+    lambda grad, q, k, v, *others: [torch.empty_like(t) for t in (q, k, v)],
     tags=HOST_READS,
 )
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    grad_NHD: Tensor,
+    q_NHD: Tensor,
+    k_NGD: Tensor,
+    v_NGD: Tensor,
     mask: Tensor,
     number: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    out_NHD: Tensor,
+    lse_HN: Tensor,
+    batch: int,
     scale: float,
 ) -> list[Tensor]:
+    grad, q, k, v = (_heads(t, batch) for t in (grad_NHD, q_NHD, k_NGD, v_NGD))
     options = _options(q, k, v, _structures.find(number, mask), scale)
     if options is None:
-        return [_with_rows(t) for t in _computed_again(grad, q, k, v, mask, scale)]
-    lse_HN = lse.transpose(0, 1).reshape(q.size(1), -1)
-    grads = flash_varlen.flash_backward(_rows(grad), _rows(q), _rows(k), _rows(v), _rows(out), lse_HN, options)
-    return [_heads(t, q.size(0)) for t in grads]
+        return [_rows(t) for t in _computed_again(grad, q, k, v, mask, scale)]
+    return list(flash_varlen.flash_backward(grad_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, options))
 
 
 def _options(q: Tensor, k: Tensor, v: Tensor, found: Recognised, scale: float) -> FlashOptions | None:
@@ -178,8 +167,8 @@ def _as_taken(mask: Tensor, q: Tensor) -> Tensor:
 
 
 def _rows(t_BHTD: Tensor) -> Tensor:
-    """Tokens of all samples behind one another, (B T, H, D)."""
-    return t_BHTD.transpose(1, 2).reshape(-1, t_BHTD.size(1), t_BHTD.size(3))
+    """Tokens of all samples behind one another, (N, H, D), contiguous."""
+    return t_BHTD.transpose(1, 2).reshape(-1, t_BHTD.size(1), t_BHTD.size(3)).contiguous()
 
 
 def _heads(t_NHD: Tensor, batch: int) -> Tensor:
@@ -187,23 +176,22 @@ def _heads(t_NHD: Tensor, batch: int) -> Tensor:
     return t_NHD.view(batch, -1, *t_NHD.shape[1:]).transpose(1, 2)
 
 
-def _with_rows(t_BHTD: Tensor) -> Tensor:
-    return t_BHTD.transpose(1, 2).contiguous().transpose(1, 2)
-
-
 class _ByDenseMask(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+        # outside of the operator, so that Inductor has the kernels that make them write them like this
+        q, k, v, batch = _rows(q), _rows(k), _rows(v), q.size(0)
         number = _structure(mask)
-        out, lse = _forward(q, k, v, mask, number, scale)
+        out, lse = _forward(q, k, v, mask, number, batch, scale)
         ctx.save_for_backward(q, k, v, mask, number, out, lse)
-        ctx.scale = scale
-        return out  # type: ignore[no-any-return]
+        ctx.how = batch, scale
+        return _heads(out, batch)
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(grad, *ctx.saved_tensors, ctx.scale), None, None)
+        grads = _backward(_rows(grad), *ctx.saved_tensors, *ctx.how)
+        return (*(_heads(t, ctx.how[0]) for t in grads), None, None)
 
 
 @composed("attention_by_dense_mask(Tensor q, Tensor k, Tensor v, Tensor mask, float scale) -> Tensor")
