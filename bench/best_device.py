@@ -212,9 +212,10 @@ ROWS = {
                 1.2,
             )
         },
-        tuned=_SMALL_BATCH,
+        tuned=("--batch", "2"),
         needs="peft",
         is_plain_slow=True,
+        budget_s=600.0,
     ),
     "ppo": Row(
         "PPO, nets of width 64, 64 pendulums",

@@ -179,6 +179,32 @@ def test_what_would_take_the_place_of_what_was_kept_is_tried_after_the_rest() ->
     assert sorted(ids(result)) == ["b", "c"]
 
 
+def replacing(name: str, saved_s: float, *others: str) -> Candidate:
+    return msgspec.structs.replace(candidate(name, saved_s), replaces=others)
+
+
+def test_what_another_lever_does_as_well_is_not_tried_where_that_one_is_in_the_plan() -> None:
+    log = SearchLog()
+    result = found(World({"a": 0.5, "b": 0.4}), [candidate("b", 0.08), replacing("a", 0.03, "b")], log=log)
+    assert ids(result) == ["a"]
+    assert not any(attempt.lever == "b" for attempt in log.attempts)
+    assert any(t.lever == "b" and "a does its work as well" in t.because for t in result.left_out)
+
+
+def test_what_another_lever_would_have_done_as_well_is_tried_where_that_one_fails() -> None:
+    result = found(World({"a": 0.5, "b": 0.6}, wrong=["a"]), [candidate("b", 0.08), replacing("a", 0.03, "b")])
+    assert ids(result) == ["b"]
+
+
+def test_what_another_lever_does_as_well_is_not_tried_as_one_with_others() -> None:
+    log = SearchLog()
+    world = World(dict.fromkeys("abcd", 0.8), most=2)
+    promised = [candidate("b", 0.02), candidate("c", 0.06), candidate("d", 0.05), replacing("a", 0.07, "b")]
+    found(world, promised, log=log)
+    joined = [a for a in log.attempts if a.kind == "together"]
+    assert [[p.id for p in a.after] for a in joined] == [["a", "c", "d"]]
+
+
 def test_a_guarantee_that_was_not_allowed_is_not_tried() -> None:
     world = World({"a": 0.5, "b": 0.5})
     guarantees: dict[str, Guarantee] = {"a": "quality", "b": "exact"}

@@ -40,6 +40,8 @@ class Candidate(Record, frozen=True, kw_only=True):
     fallback_for: tuple[str, ...] = ()
     """Words: it is tried only once another way to pull its lever failed with one of them in its error, or differed first in what
     one of them names ('gradient': that is looked for in no error), and ways that are no fallback are not tried then."""
+    replaces: tuple[str, ...] = ()
+    """Levers whose work it does as well: they are tried behind it, and do not stand in a plan beside it."""
     because: str
 
 

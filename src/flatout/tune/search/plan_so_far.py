@@ -31,6 +31,7 @@ class PlanSoFar:
         self._goal = goal
         self._promised_s = {(c.lever, settings_of(c.parameters)): c.saved_s[1] for c in candidates}
         """Seconds that levers promise to save at most, by lever and settings."""
+        self._replaces = {(c.lever, settings_of(c.parameters)): c.replaces for c in candidates}
 
     def displaced(self, candidate: Candidate) -> tuple[PlannedLever, ...]:
         """What of the plan the candidate would replace: what it does not go with, and itself with other parameters.
@@ -42,9 +43,13 @@ class PlanSoFar:
             p
             for p in self.levers
             if (p.id == lever.id and (not lever.is_local or _place(p.parameters) == _place(candidate.parameters)))
-            or p.id in lever.conflicts
-            or lever.id in self._known[p.id].conflicts
+            or p.id in (*lever.conflicts, *candidate.replaces)
+            or lever.id in (*self._known[p.id].conflicts, *self._replaced_by(p))
         )
+
+    def _replaced_by(self, planned: PlannedLever) -> tuple[str, ...]:
+        """The levers whose work one of the plan does as well."""
+        return self._replaces.get((planned.id, settings_of(planned.parameters)), ())
 
     def most_gain(self, candidate: Candidate) -> float:
         """How many times as fast a lever could make the step as it is now."""
@@ -114,6 +119,8 @@ class PlanSoFar:
         others = self.displaced(candidate)
         if not others:
             return ""
+        if same := [p.id for p in others if candidate.lever in self._replaced_by(p)]:
+            return f"{same[0]} does its work as well"
         if self.needed & {p.id for p in others}:
             return f"it does not go with {others[0].id}, without which the plan would not fit"
         # of what came in as one with others nothing but its promise is known

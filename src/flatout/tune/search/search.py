@@ -115,7 +115,7 @@ def search_levers(
 
 
 def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever], goal: SearchGoal) -> list[Candidate]:
-    """What promises most for the effort first; other ways to pull a lever, and what is risky, behind all levers.
+    """What promises most for the effort first; behind all levers other ways to pull one, what is risky, and what others replace.
 
     The effort counts by its root: it is in the start of a comparison, and the race after it takes as long for all.
     """
@@ -125,7 +125,11 @@ def _in_order(candidates: Sequence[Candidate], levers: Mapping[str, Lever], goal
     first: dict[str, Candidate] = {}
     for candidate in ordered:
         first.setdefault(candidate.lever, candidate)
-    is_later = {id(c): c.is_risky or (not levers[c.lever].is_local and first[c.lever] is not c) for c in ordered}
+    replaced = {lever for c in candidates for lever in c.replaces}
+    is_later = {
+        id(c): c.is_risky or c.lever in replaced or (not levers[c.lever].is_local and first[c.lever] is not c)
+        for c in ordered
+    }
     return sorted(ordered, key=lambda c: is_later[id(c)])
 
 
@@ -221,6 +225,8 @@ class _LeverSearch:
             effort = self._so_far.effort_of(candidate.lever, candidate.parameters)
             is_safe = candidate.is_companion or candidate.saved_s[0] >= -_SLIGHT * self._goal.step_s
             if candidate.is_risky or candidate.fallback_for or not is_safe or effort > self._goal.cheap:
+                continue
+            if any(candidate.lever in other.replaces for other in candidates):
                 continue
             if not candidate.is_companion and self._so_far.is_too_little(candidate):
                 slight.append(candidate)

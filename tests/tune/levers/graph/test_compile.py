@@ -164,7 +164,8 @@ def test_a_busy_device_that_would_wait_for_its_host_if_it_were_faster_gets_graph
     )
     run.padding()
     assert {"inductor": ("coordinate_descent_tuning",)} in _parameters(run)
-    assert not any(c.first_below_s for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate))
+    proposed = [c for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate)]
+    assert not any(c.first_below_s for c in proposed if "skip_padding" not in c.parameters)
 
 
 @pytest.mark.parametrize(("scalars", "is_short"), [("", True), ("approximate='tanh'", False)])
@@ -201,8 +202,18 @@ def test_on_a_device_graphs_for_each_number_of_rows_are_tried_too() -> None:
     run.padding()
     assert _parameters(run)[:2] == [
         {"skip_padding": 0, "multiple": 64},
-        {"skip_padding": 0, "multiple": 64, "inductor": ("triton.cudagraphs",)},
+        {"skip_padding": 0, "multiple": 128, "inductor": ("triton.cudagraphs",)},
     ]
+
+
+def test_rows_in_graphs_come_first_where_the_host_would_be_waited_for_without_padding() -> None:
+    run = EvidenceBuilder(device_s=0.09)
+    run.model(run.line("train.py", 5, "net(x)"))
+    run.operator("aten.mm", run.line("train.py", 5, "net(x)"), op_s=0.08, python_s=0.01)
+    run.padding(padding_fraction=0.75)
+    packed = [c for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate) and "skip_padding" in c.parameters]
+    assert [c.first_below_s for c in packed if not c.fallback_for] == [0.0, pytest.approx(1.5 * 0.01 / 0.25)]
+    assert all("communication.trim-padding" in c.replaces for c in packed)
 
 
 def test_a_module_computes_without_padding_from_its_first_call_on(monkeypatch: pytest.MonkeyPatch) -> None:

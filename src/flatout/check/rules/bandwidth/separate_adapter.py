@@ -31,6 +31,9 @@ _ITS_OWN: Final = frozenset({*_INPUT_AT, *_ADDS, *_SCALES})
 _LEAST_RATIO: Final = 4
 """Of the layer's smaller side to the rank: the products of a wider pair are no small part of the work."""
 _WORTH_A_TRIAL: Final = 0.02
+_NOT_TOLD: Final = 0.02
+"""Of what was timed: a trial tells times apart to some per cent. In float32 the lever promised a
+Llama-like 1B at most 2 % of the step that mixed precision had left; with four times as many rows it saves 10 % (H200)."""
 
 
 class _AdaptedLayers(NamedTuple):
@@ -69,7 +72,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             where=evidence.source_of(source),
             cost_s=cost_s,
-            saved_s=around(saved_s, 0.3),
+            saved_s=_with_doubt(saved_s, cost_s),
             because=f"{_sizes(items)} and adapters of rank {largest.rank} beside them, {milliseconds(cost_s)} a step; "
             f"with the adapter added to the weight one product takes {1 - saved_s / cost_s:.0%} (tried)",
             edit="flatout.lora_linear(x, layer, down, up, scale=...), which multiplies by W + scale * up @ down and makes no "
@@ -79,6 +82,12 @@ def check(evidence: Evidence) -> Iterator[Finding]:
             operators=tuple(sorted({row for item in items for row in item.suspect.rows})),
             basis="trial",
         )
+
+
+def _with_doubt(saved_s: float, cost_s: float) -> tuple[float, float]:
+    """What is saved, at least and at most: float32 products hide passes over arrays that count once products are in 16 bits."""
+    low, high = around(saved_s, 0.3)
+    return low, max(high, saved_s + _NOT_TOLD * cost_s)
 
 
 def _sizes(items: list[PricedSuspect[_AdaptedLayers]]) -> str:
