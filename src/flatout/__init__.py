@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from flatout.blocks.training.memoise import memoise as memoise
     from flatout.blocks.training.nan_watch import NanWatch as NanWatch
     from flatout.blocks.training.offload import offload_state as offload_state
+    from flatout.blocks.training.pointwise_convolutions import (
+        pointwise_convolutions_as_products as pointwise_convolutions_as_products,
+    )
     from flatout.blocks.training.precision import Precision as Precision
     from flatout.blocks.training.recompute import recompute as recompute
     from flatout.blocks.training.rows_as_read import compute_rows_as_read as compute_rows_as_read
@@ -125,6 +128,9 @@ _HOMES = {
     "offload_state": "flatout.blocks.training.offload:offload_state",
     "parallelize": "flatout.blocks.parallel.layouts:parallelize",
     "prune": "flatout.shrink.prune.pruning:prune",
+    "pointwise_convolutions_as_products": (
+        "flatout.blocks.training.pointwise_convolutions:pointwise_convolutions_as_products"
+    ),
     "recompute": "flatout.blocks.training.recompute:recompute",
     "rms_norm": "flatout.blocks.kernels.norm.call:rms_norm",
     "rotary": "flatout.blocks.kernels.rotary.call:rotary",
