@@ -268,6 +268,22 @@ def test_on_a_device_each_way_but_a_tuned_mode_has_one_without_reductions_that_t
     assert not any(words for _, words in _ways(EvidenceBuilder()))
 
 
+def test_reductions_that_are_known_to_fail_are_not_tried() -> None:
+    run = EvidenceBuilder(device_s=0.099)
+    line = run.line("train.py", 5, "net(x)")
+    run.model(line)
+    run.operator("aten.mul", line, inputs=[(8, 64, 32, 32), (1, 64, 1, 1)])  # a norm over channels
+    ways = _ways(run)
+    assert not any(words for _, words in ways)
+    off = ("triton.mix_order_reduction",)
+    assert [p.get("inductor_off") for p, _ in ways if not str(p.get("mode", "")).startswith("max-autotune")] == [
+        off,
+        off,
+    ]
+    run.operators[-1] = msgspec.structs.replace(run.operators[-1], op="aten.add")  # its gradient is a plain sum
+    assert any(words for _, words in _ways(run))
+
+
 def _ways(run: EvidenceBuilder) -> list[tuple[Parameters, tuple[str, ...]]]:
     if not run.models:
         run.model(run.line("train.py", 5, "net(x)"))

@@ -151,14 +151,37 @@ class _Option(NamedTuple):
 
 
 def _options(evidence: Evidence) -> Iterator[_Option]:
-    """The ways to compile, and behind each the same without the reductions that torch gets wrong."""
+    """The ways to compile, and behind each the same without the reductions that torch gets wrong: in its place where the step has
+    weights for which they are known to fail.
+    """
+    fails = _scales_channels(evidence)
     for option in _usual_options(evidence):
-        yield option
         parameters = _without_mixed_reductions(option.parameters)
-        if parameters is not None and evidence.steps.kind == "training" and evidence.steps.device_s is not None:
+        is_other = parameters is not None and evidence.steps.kind == "training" and evidence.steps.device_s is not None
+        if not (is_other and fails):
+            yield option
+        if parameters is not None and is_other:
             why = f"{option.why}; without reductions of mixed order, which torch gets wrong here"
-            share = _FALLBACK * option.share
-            yield _Option(share, parameters, why, option.first_below_s, _OF_MIXED_REDUCTIONS, option.replaces)
+            yield option._replace(
+                share=option.share if fails else _FALLBACK * option.share,
+                parameters=parameters,
+                why=why,
+                fallback_for=() if fails else _OF_MIXED_REDUCTIONS,
+            )
+
+
+def _scales_channels(evidence: Evidence) -> bool:
+    """Whether images are multiplied by a weight of shape (1, C, 1, 1), as norms over channels do."""
+
+    def is_weight(shape: tuple[int, ...]) -> bool:
+        return len(shape) == 4 and shape[1] > 1 and (shape[0], *shape[2:]) == (1, 1, 1)
+
+    def is_image(shape: tuple[int, ...]) -> bool:
+        return len(shape) == 4 and min(shape) > 1
+
+    products = (o for o in evidence.operators if o.op == "aten.mul" and o.phase == "forward")
+    shapes = ([tuple(t.shape) for t in o.inputs] for o in products)
+    return any(any(map(is_weight, one)) and any(map(is_image, one)) for one in shapes)
 
 
 def _without_mixed_reductions(parameters: Parameters) -> Parameters | None:
