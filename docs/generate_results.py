@@ -32,6 +32,7 @@ NAMED: Final = (
     ("best_*", "bench/best_device.py"),
     ("by_hand_*", "bench/best_device.py"),
     ("losses_*", "bench/best_device.py"),
+    ("search_*", "bench/best_device.py"),
     ("account_*", "bench/best/account.py"),
     ("beyond*", "bench/beyond_device.py"),
     ("layouts*", "bench/layouts_device.py"),
