@@ -186,6 +186,14 @@ def test_where_tokens_are_padded_the_padding_is_left_out_first() -> None:
     assert second == {"mode": "default"}
 
 
+def test_ways_that_come_first_promise_most_also_where_compiling_may_cost_more_than_it_gains() -> None:
+    run = EvidenceBuilder()
+    run.model(run.line("train.py", 5, "net(x)"))
+    run.padding(shape=(32, 512), padding_fraction=0.6)
+    sums = [sum(c.saved_s) for c in LEVER.propose(run.build(), []) if isinstance(c, Candidate)]
+    assert sums[0] < 0 and sums == sorted(sums, reverse=True)
+
+
 @pytest.mark.parametrize(("fraction", "signs"), [(0.1, ("integers",)), (0.6, ())])
 def test_little_padding_and_trailing_zeros_that_may_be_data_are_computed(
     fraction: float, signs: tuple[str, ...]

@@ -119,7 +119,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     for option in _options(evidence):
         yield Candidate(
             parameters=usual | option.parameters,
-            saved_s=(option.share * low, option.share * high),
+            saved_s=(option.share * low if low > 0 else low / option.share, option.share * high),
             first_below_s=option.first_below_s,
             fallback_for=option.fallback_for,
             replaces=option.replaces,
