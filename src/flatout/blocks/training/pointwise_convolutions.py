@@ -23,10 +23,10 @@ class PointwiseConvolution(nn.Conv2d):
         weight_DC = self.weight.flatten(1)
         if input.is_contiguous(memory_format=torch.channels_last):
             return F.linear(input.permute(0, 2, 3, 1), weight_DC, self.bias).permute(0, 3, 1, 2)
-        result = torch.matmul(weight_DC, input.flatten(2))
+        result: Tensor = torch.matmul(weight_DC, input.flatten(2))
         if self.bias is not None:
             result = result + self.bias.to(result.dtype)[:, None]
-        return result.unflatten(2, input.shape[2:])
+        return result.view(*result.shape[:2], *input.shape[2:])
 
 
 def pointwise_convolutions_as_products(model: nn.Module) -> Callable[[], None]:

@@ -63,12 +63,14 @@ class ShortGelu(torch.autograd.Function):
 
 @opaque("short_gelu(Tensor input) -> Tensor", torch.empty_like)
 def _short_gelu(input: Tensor) -> Tensor:
-    return _gelu(torch, float, input.float()).to(input.dtype)
+    found: Tensor = _gelu(torch, float, input.float())
+    return found.to(input.dtype)
 
 
 @opaque("short_gelu_backward(Tensor gradient, Tensor input) -> Tensor", lambda gradient, input: torch.empty_like(input))
 def _short_gelu_backward(gradient: Tensor, input: Tensor) -> Tensor:
-    return (gradient.float() * _slope(torch, float, input.float())).to(input.dtype)
+    slope: Tensor = _slope(torch, float, input.float())
+    return (gradient.float() * slope).to(input.dtype)
 
 
 @cache
