@@ -5,9 +5,9 @@ What        `model.compile(...)` at its first call, in place; or each of its rep
             `inductor` names switches of Inductor that are turned on instead of a mode (`coordinate_descent_tuning`),
             `inductor_off` those that are turned off. `skip_padding` names the token that stands for nothing: what is made of
             each token alone is computed of the others, packed and filled up to a `multiple`, and so is attention that padding is
-            hidden from (`flatout.skip_padding`). With
-            `short_erf` compiled GELU of 16-bit numbers on a GPU takes a shorter formula, 1.5e-7 off at most before rounding
-            (the text of `flatout edit` leaves that out).
+            hidden from (`flatout.skip_padding`); batches are not cut to their longest row beside it. With `short_erf` compiled
+            GELU of 16-bit numbers on a GPU takes a shorter formula, 1.5e-7 off at most before rounding (the text of
+            `flatout edit` leaves that out).
             Shapes that come first after many calls and rarely, as an epoch's smaller last batch, are computed as before (the text
             of `flatout edit` leaves them to torch.compile, which compiles once more), and so are evaluations of a model in
             training (`plain_evaluation`), until they have been many. Where the script retains graphs, buffers of compiled
