@@ -155,7 +155,9 @@ def attention_flop(operator: Operator, keys: float) -> float:
 def accounted(
     evidence: Evidence, flop_per_s: float, bytes_per_s: float, causal: set[str], keys: float = 0.0
 ) -> dict[str, Any]:
-    """Rows, sums by family, and what is no kernel; half the FLOP of operators in `causal` count, and `keys` a query."""
+    """Rows, sums by family, and what is no kernel; operators in `causal` do half their FLOP, a query on packed tokens
+    reads `keys` keys.
+    """
     rows: list[dict[str, Any]] = []
     for operator in evidence.operators:
         known = bool(operator.flop or operator.bytes)

@@ -31,9 +31,9 @@ _ITS_OWN: Final = frozenset({*_INPUT_AT, *_ADDS, *_SCALES})
 _LEAST_RATIO: Final = 4
 """Of the layer's smaller side to the rank: the products of a wider pair are no small part of the work."""
 _WORTH_A_TRIAL: Final = 0.02
-_NOT_TOLD: Final = 0.02
-"""Of what was timed: a trial tells times apart to some per cent. In float32 the lever promised a
-Llama-like 1B at most 2 % of the step that mixed precision had left; with four times as many rows it saves 10 % (H200)."""
+_NOISE: Final = 0.02
+"""The share of what was timed that no trial tells from noise. Without it a trial in float32 promised a Llama-like 1B at most 2 % of
+the step that mixed precision had left; with four times as many rows the lever saves 10 % (H200)."""
 
 
 class _AdaptedLayers(NamedTuple):
@@ -87,7 +87,7 @@ def check(evidence: Evidence) -> Iterator[Finding]:
 def _with_doubt(saved_s: float, cost_s: float) -> tuple[float, float]:
     """What is saved, at least and at most: float32 products hide passes over arrays that count once products are in 16 bits."""
     low, high = around(saved_s, 0.3)
-    return low, max(high, saved_s + _NOT_TOLD * cost_s)
+    return low, max(high, saved_s + _NOISE * cost_s)
 
 
 def _sizes(items: list[PricedSuspect[_AdaptedLayers]]) -> str:

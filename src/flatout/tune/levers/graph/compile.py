@@ -87,10 +87,10 @@ _SIZES: Final = 64
 _SIZES_IN_GRAPHS: Final = 32
 """Where each number is a graph with memory of its own: with 32 a BERT-base held 8.3 GiB in place of 3.5 (H200)."""
 _LEAST_LEFT: Final = 0.1
-"""Of the tokens, when it is asked whether the host or the device is what a step waits for without padding."""
+"""The share of tokens that are taken to be real at least, when it is asked whether a step without padding waits for its host."""
 _CUT_PADDING: Final = ("communication.trim-padding", "communication.bucket-lengths")
-"""Beside packed rows they save nothing, and widths that change need graphs of their own: with both the memory of a BERT-base went
-on growing, and a step took 2.3 times as long as with cut batches alone (H200)."""
+"""Levers that leave padding out of batches. Packed rows do without it, and each width of a batch would need graphs of its own: with
+both the memory of a BERT-base went on growing, and a step took 2.3 times as long as with cut batches alone (H200)."""
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _RETAINS: Final = re.compile(r"\bretain_graph\s*=\s*True\b")
 _OPTIONS: Final = ("mode", "dynamic", "backend")

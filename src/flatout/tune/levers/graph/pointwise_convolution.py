@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _BLOCK: Final = "pointwise_convolutions_as_products"
 _SMALL_PART: Final = 0.02
 _MOST: Final = 0.8
-"""Of these convolutions' time. In a U-Net's step the gradients of 1 x 1 convolutions took up to 14 times as long as their bytes
-(bench/results/2026-11-30-h200, account_unet_plan)."""
+"""The share of these convolutions' time that is promised at most. In a U-Net's step gradients of 1 x 1 convolutions took
+up to 14 times as long as their bytes (bench/results/2026-11-30-h200, account_unet_plan)."""
 _WEIGHT_AT: Final = {"aten.convolution": 1, "aten.convolution_backward": 2, "aten.cudnn_convolution": 1}
 
 
