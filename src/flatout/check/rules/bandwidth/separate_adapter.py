@@ -32,8 +32,8 @@ _LEAST_RATIO: Final = 4
 """Of the layer's smaller side to the rank: the products of a wider pair are no small part of the work."""
 _WORTH_A_TRIAL: Final = 0.02
 _NOISE: Final = 0.02
-"""The share of what was timed that no trial tells from noise. Without it a trial in float32 promised a Llama-like 1B at most 2 % of
-the step that mixed precision had left; with four times as many rows the lever saves 10 % (H200)."""
+"""The share of what was timed that no trial tells from noise. Without it a trial in float32 promised a Llama-like 1B at most 2 %
+of the step that mixed precision had left; with four times as many rows the lever saves 10 % (H200)."""
 
 
 class _AdaptedLayers(NamedTuple):

@@ -89,8 +89,8 @@ _SIZES_IN_GRAPHS: Final = 32
 _LEAST_LEFT: Final = 0.1
 """The share of tokens that are taken to be real at least, when it is asked whether a step without padding waits for its host."""
 _CUT_PADDING: Final = ("communication.trim-padding", "communication.bucket-lengths")
-"""Levers that leave padding out of batches. Packed rows do without it, and each width of a batch would need graphs of its own: with
-both the memory of a BERT-base went on growing, and a step took 2.3 times as long as with cut batches alone (H200)."""
+"""Levers that leave padding out of batches. Packed rows do without it, and each width of a batch would need graphs of its own:
+with both the memory of a BERT-base went on growing, and a step took 2.3 times as long as with cut batches alone (H200)."""
 _MODES: Final = ("default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune")
 _RETAINS: Final = re.compile(r"\bretain_graph\s*=\s*True\b")
 _OPTIONS: Final = ("mode", "dynamic", "backend")
