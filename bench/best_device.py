@@ -129,7 +129,7 @@ ROWS = {
         is_plain_slow=True,
     ),
     "llama-documents": Row(
-        "the same, documents packed",
+        "Llama-like 1B, documents packed",
         GPU / "llama_naive.py",
         ("--documents",),
         "tokens",

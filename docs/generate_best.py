@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, Final
 
+from best_accounts import accounts_part, newest_results
 from generate_results import RESULTS, ROOT, write_or_check
 
 for folder in ("bench", "bench/world"):
@@ -27,7 +28,6 @@ ROWS = import_module("best_device").ROWS
 _cpu = import_module("best_cpu")
 PAGE: Final = ROOT / "docs" / "against-the-best.md"
 _NONE: Final = "-"
-_MOST_FAMILIES: Final = 9
 HEAD: Final = """\
 # Against the best
 
@@ -59,14 +59,9 @@ by itself or in a plan: equal results within its guarantee, and faster, as `flat
 """
 
 
-def newest(pattern: str) -> dict[str, Path]:
-    """Of results with these file names, the newest by name."""
-    return {path.name: path for path in sorted(RESULTS.glob(f"*/{pattern}"))}
-
-
 def raced_rows(stem: str) -> dict[str, tuple[dict[str, Any], Path]]:
     """The newest result of each row that was raced on a GPU: `stem` is 'best' for plans of tune, 'by_hand' for others."""
-    found = {path.stem.removeprefix(f"{stem}_"): path for path in newest(f"{stem}_*.json").values()}
+    found = {path.stem.removeprefix(f"{stem}_"): path for path in newest_results(RESULTS, f"{stem}_*.json").values()}
     return {name: (json.loads(found[name].read_text(encoding="utf-8")), found[name]) for name in ROWS if name in found}
 
 
@@ -97,7 +92,7 @@ def _gpu(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
             levers = ", ".join(f"`{lever}`" for lever in found.get("plan", ())) or _NONE
             levers = f"by hand: {levers}" if not is_tuned and found else levers
             yield f"| {row.title} | {setting} | {wanted.goal:.2f}x | {ratio} | {hand} | {rate} | {levers} |"
-    losses = {path.stem.removeprefix("losses_"): path for path in newest("losses_*.json").values()}
+    losses = {path.stem.removeprefix("losses_"): path for path in newest_results(RESULTS, "losses_*.json").values()}
     for name, (found, path) in results.items():
         if name in losses:
             yield from _losses(name, json.loads(losses[name].read_text(encoding="utf-8")))
@@ -106,7 +101,7 @@ def _gpu(results: dict[str, tuple[dict[str, Any], Path]]) -> Iterator[str]:
             f"Source of {ROWS[name].title}: `{path.relative_to(ROOT)}`, {found['device']}, torch {found['torch']}.",
         )
         yield from _peaks(found)
-    yield from _accounts()
+    yield from accounts_part(RESULTS, ROWS)
 
 
 def _peaks(found: dict[str, Any]) -> Iterator[str]:
@@ -127,62 +122,6 @@ def _losses(name: str, losses: dict[str, list[float | None]]) -> Iterator[str]:
     )
     for side, values in losses.items():
         yield f"| {side} | {', '.join(_NONE if v is None else f'{v:.4f}' for v in values)} |"
-
-
-def _race_of(account: dict[str, Any], path: Path, name: str) -> dict[str, Any]:
-    """The results of the race beside which this account was made: the one whose plan it is, where it is a plan's."""
-    races = [
-        json.loads(race.read_text(encoding="utf-8"))
-        for stem in ("best", "by_hand")
-        if (race := path.with_name(f"{stem}_{name}.json")).exists()
-    ]
-    return next((race for race in races if account.get("levers") in (None, race["plan"])), {})
-
-
-def _raced_us(race: dict[str, Any], name: str, side: str) -> float | None:
-    """Microseconds of a step in the race, where nothing was profiled."""
-    rates = race.get("a_second", {})
-    samples = {"flatout": ROWS[name].samples} if side == "plan" and name in ROWS else {}
-    for peer, one in ROWS[name].peers.items() if side == "peer" and name in ROWS else ():
-        samples |= {f"{peer}: {label}": number for label, (_, number) in one.settings.items()}
-    raced = {label: rates[label] / number for label, number in samples.items() if label in rates}
-    return 1e6 / max(raced.values()) if raced else None
-
-
-def _accounts() -> Iterator[str]:
-    """Where steps go, family by family, beside their floor."""
-    for path in newest("account_*.json").values():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        name, _, side = path.stem.removeprefix("account_").rpartition("_")
-        title = ROWS[name].title if name in ROWS else name
-        is_stretch = found.get("is_stretch", False)
-        race = _race_of(found, path, name)
-        raced_us = None if is_stretch else _raced_us(race, name, side)
-        step_us = raced_us or 1e6 * found["step_s"]
-        idle_us = max(0.0, step_us - 1e6 * found["busy_s"])
-        where = "in the race" if raced_us else "while it is profiled"
-        what = "stretch" if is_stretch else "step"
-        is_by_hand = side == "plan" and (race.get("planned_by") == "hand" if race else "levers" in found)
-        yield from ("", f"### Where a {what} of {title} goes: {side}{' by hand' if is_by_hand else ''}", "")
-        yield f"{found['device']}, torch {found['torch']}; a {what} takes {step_us:,.0f} us {where}."
-        yield "The floor is the longer of a kernel's"
-        yield f"FLOP at {found['flop_per_s'] / 1e12:.0f} TFLOP/s and its bytes at {found['bytes_per_s'] / 1e9:.0f} GB/s, both"
-        yield "measured after the script. Kernels whose bytes are not known count with their own time."
-        yield "Arrays count once, also those that are changed in place."
-        if "causal" not in found and any("scaled_dot_product" in one["op"] for one in found.get("rows", ())):
-            yield "Of attention all pairs count here: where a causal mask hides half of them, its floor is half as long."
-        yield from ("", "| kernels | us | floor, us | above |", "|---|---|---|---|")
-        families = list(found["families"].items())
-        for family, sums in families[:_MOST_FAMILIES]:
-            s, floor_s = 1e6 * sums["s"], 1e6 * sums["floor_s"]
-            yield f"| {family} | {s:,.0f} | {floor_s:,.0f} | {s - floor_s:,.0f} |"
-        others = 1e6 * sum(sums["s"] for _, sums in families[_MOST_FAMILIES:])
-        others_floor = 1e6 * sum(sums["floor_s"] for _, sums in families[_MOST_FAMILIES:])
-        if others:
-            yield f"| other kernels | {others:,.0f} | {others_floor:,.0f} | {others - others_floor:,.0f} |"
-        unnamed = 1e6 * (found["busy_s"] - found["in_rows_s"])
-        yield f"| busy without an operator | {unnamed:,.0f} | {_NONE} | {_NONE} |"
-        yield f"| no kernel runs | {idle_us:,.0f} | 0 | {idle_us:,.0f} |"
 
 
 def _cpu_part() -> Iterator[str]:

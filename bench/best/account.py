@@ -9,12 +9,12 @@ that make many steps by one graph. Graphs that torch.compile records are not, el
 same kernels are launched one by one, and a race says how long a step is with graphs. OUT has a row for each operator and compiled
 kernel (seconds, FLOP, bytes), and sums by family.
 
-The floor of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, and its bytes at the rate
-of a copy of 4 GB, both measured here after the script, on random numbers. Bytes are those of the arrays a kernel is called with,
-each counted once, also where it is changed in place. Of causal attention half the pairs count; of
-FlexAttention, and of FlashAttention on packed tokens, `--keys` for each query, those that it sees on average. Rows whose FLOP or
-bytes are not known count their own time. What is no kernel is idle. On a CPU, where it can be tried, rates are those of the same
-operations in float32, and small.
+The floor of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, or in float8 for products
+of float8, and its bytes at the rate of a copy of 4 GB, all measured here after the script, on random numbers. Bytes are those of
+the arrays a kernel is called with, each counted once, and twice where a compiled kernel changes it in place. Of causal attention
+half the pairs count; of FlexAttention, and of FlashAttention on packed tokens, `--keys` for each query, those that it sees on
+average. Rows whose FLOP or bytes are not known count their own time. What is no kernel is idle. On a CPU, where it can be tried,
+rates are those of the same operations in float32, and small.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._inductor import compile_fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from flatout.app.plans import environment_of, read_plan, run_planned
+from flatout.check.traces.events import ELEMENT_BYTES
 from flatout.check.traces.ranks import evidence_of_files
 from flatout.core.records.evidence import Evidence, Operator
 from flatout.core.runtime.optimizer_steps import OptimizerStepHooks
@@ -110,8 +112,16 @@ def _wait() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def rates() -> tuple[float, float]:
-    """FLOP a second of a large product, bytes a second of a large copy."""
+class Rates(NamedTuple):
+    """FLOP a second of a large product, also of one in float8, and bytes a second of a large copy."""
+
+    flop_per_s: float
+    float8_flop_per_s: float
+    bytes_per_s: float
+
+
+def rates() -> Rates:
+    """Measured here, on random numbers."""
     size, number = (8192, 2**30) if ON_GPU else (1024, 2**24)
     device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -121,7 +131,15 @@ def rates() -> tuple[float, float]:
     def seconds(call: Callable[[], object]) -> float:
         return time_call(call, device=device, min_time_s=0.5).call_s.value
 
-    return 2 * size**3 / seconds(lambda: torch.mm(a, b)), 8 * number / seconds(lambda: target.copy_(source))
+    def scaled() -> torch.Tensor:
+        return torch._scaled_mm(*small, one, one, out_dtype=dtype, use_fast_accum=True)
+
+    flop_per_s = float8_flop_per_s = 2 * size**3 / seconds(lambda: torch.mm(a, b))
+    if ON_GPU and torch.cuda.get_device_capability() >= (8, 9):
+        one = torch.ones((), device=device)
+        small = (a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t())
+        float8_flop_per_s = 2 * size**3 / seconds(scaled)
+    return Rates(flop_per_s, float8_flop_per_s, 8 * number / seconds(lambda: target.copy_(source)))
 
 
 def causal_operators(trace: Path) -> set[str]:
@@ -139,6 +157,27 @@ def causal_operators(trace: Path) -> set[str]:
     return {name for name, is_causal in found.items() if is_causal}
 
 
+def changed_in_place(trace: Path) -> dict[str, tuple[int, ...]]:
+    """Which arguments compiled kernels both read and write, by the source that the trace names: there they are in_out_ptr."""
+    found: dict[str, tuple[int, ...]] = {}
+    for event in json.loads(trace.read_bytes())["traceEvents"]:
+        name, source = event.get("name", ""), event.get("args", {}).get("kernel_file")
+        if not source or name in found or not Path(source).is_file():
+            continue
+        header = re.search(r"^def triton_\w*\(([^)]*)\)", Path(source).read_text(), re.MULTILINE)
+        names = header[1].split(",") if header is not None else []
+        found[name] = tuple(at for at, argument in enumerate(names) if argument.strip().startswith("in_out_ptr"))
+    return {name: places for name, places in found.items() if places}
+
+
+def bytes_in_place(operator: Operator, places: dict[str, tuple[int, ...]]) -> int:
+    """Bytes of the arrays that a compiled kernel changes in place, once."""
+    own = [
+        operator.inputs[at] for at in places.get(operator.op.removeprefix("inductor."), ()) if at < len(operator.inputs)
+    ]
+    return sum(tensor.num_elements * ELEMENT_BYTES.get(tensor.dtype, 1) for tensor in own) if operator.bytes else 0
+
+
 def attention_flop(operator: Operator, keys: float) -> float:
     """FLOP of a call of FlexAttention, or of FlashAttention on packed tokens, where a query sees so many keys on average; else 0.
 
@@ -153,16 +192,22 @@ def attention_flop(operator: Operator, keys: float) -> float:
 
 
 def accounted(
-    evidence: Evidence, flop_per_s: float, bytes_per_s: float, causal: set[str], keys: float = 0.0
+    evidence: Evidence,
+    rates: Rates,
+    causal: set[str],
+    in_place: dict[str, tuple[int, ...]],
+    keys: float = 0.0,
 ) -> dict[str, Any]:
     """Rows, sums by family, and what is no kernel; operators in `causal` do half their FLOP, a query on packed tokens
-    reads `keys` keys.
+    reads `keys` keys, arguments `in_place` count twice.
     """
     rows: list[dict[str, Any]] = []
     for operator in evidence.operators:
         known = bool(operator.flop or operator.bytes)
         flop = (operator.flop or 0) * (0.5 if operator.op in causal else 1.0) or attention_flop(operator, keys)
-        floor_s = operator.num_calls * max(flop / flop_per_s, operator.bytes / bytes_per_s)
+        num_bytes = operator.bytes + bytes_in_place(operator, in_place)
+        flop_per_s = rates.float8_flop_per_s if operator.op == "aten._scaled_mm" else rates.flop_per_s
+        floor_s = operator.num_calls * max(flop / flop_per_s, num_bytes / rates.bytes_per_s)
         rows.append(
             {
                 "op": operator.op,
@@ -186,10 +231,10 @@ def accounted(
     return {
         "device": torch.cuda.get_device_name() if ON_GPU else "cpu",
         "torch": str(torch.__version__),
-        "flop_per_s": flop_per_s,
-        "bytes_per_s": bytes_per_s,
+        **rates._asdict(),
         "causal": sorted(causal),
         "keys": keys,
+        "counts_in_place_twice": True,
         "step_s": evidence.steps.step_s,
         "busy_s": busy_s,
         "idle_s": evidence.steps.step_s - busy_s,
@@ -229,8 +274,8 @@ def main() -> int:
         if not steps.is_done:
             print(f"no {WARM + STEPS} optimizer steps were made, the exit code is {code}", file=sys.stderr)
             return code or 1
-        evidence, causal = evidence_of_files([trace]), causal_operators(trace)
-    found = accounted(evidence, *rates(), causal, keys) | {"is_stretch": steps.is_stretch}
+        evidence, causal, in_place = evidence_of_files([trace]), causal_operators(trace), changed_in_place(trace)
+    found = accounted(evidence, rates(), causal, in_place, keys) | {"is_stretch": steps.is_stretch}
     if plan is not None:
         found = {"levers": [planned.id for planned in plan.lever]} | found
     Path(out).write_text(json.dumps(found, indent=1))

@@ -5,9 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tests.check.traces.kineto_builder import Kineto, training
+from torch.profiler import ProfilerActivity, profile
 
 from flatout.check.traces.kineto import read_trace
+from flatout.check.traces.ranks import evidence_of_files
 from flatout.core.errors import RecordError
 
 
@@ -96,3 +99,36 @@ def test_shapes_of_lists_of_tensors_are_read_one_by_one(tmp_path: Path) -> None:
     kineto.host("aten::cat", 0, 5, **dims)
     [operator] = read_trace(kineto.write(tmp_path / "a.json")).operators
     assert operator.shapes == ((2, 3), (4, 3))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+        torch.float8_e5m2, torch.float8_e8m0fnu,
+    ],
+)  # fmt: skip
+def test_tensors_of_each_dtype_have_their_shape_and_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.empty(3, 5, dtype=dtype)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        tensor.clone()
+    path = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(path))
+
+    [operator] = [o for o in read_trace(path).operators if o.name == "aten::clone"]
+    assert (operator.shapes, operator.dtypes) == (((3, 5),), (str(dtype).removeprefix("torch."),))
+    [row] = [o for o in evidence_of_files([path]).operators if o.op == "aten.clone"]
+    assert row.bytes == tensor.nbytes
+
+
+def test_products_of_float8_have_their_flop(tmp_path: Path) -> None:
+    one = torch.ones(())
+    a, b = torch.ones(32, 64).to(torch.float8_e5m2), torch.ones(48, 64).to(torch.float8_e4m3fn).t()
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
+    path = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(path))
+
+    [row] = [o for o in evidence_of_files([path]).operators if o.op == "aten._scaled_mm"]
+    assert row.flop == 2 * 32 * 64 * 48

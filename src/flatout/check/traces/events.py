@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
+from flatout.check.traces.convolutions import Convolved
 from flatout.core.records.span import Span
 
 WorkKind = Literal["kernel", "copy", "set", "collective"]
 
 
 ELEMENT_BYTES: Final = {
-    "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+    "complex128": 16, "float64": 8, "int64": 8, "uint64": 8, "complex64": 8,
+    "float32": 4, "int32": 4, "uint32": 4, "complex32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint16": 2,
 }  # fmt: skip
 
 
@@ -56,6 +58,7 @@ class HostOp(NamedTuple):
     collective: str = ""
     bytes: int = 0
     group_size: int = 0
+    convolved: Convolved = Convolved()
 
 
 def span_of(

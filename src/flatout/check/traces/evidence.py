@@ -284,7 +284,7 @@ def _notes(trace: TraceFile, found: FoundSteps, rows: OperatorRows, activity: Ac
     elif not trace.has_shapes:
         yield "no FLOP: the trace has no shapes (record_shapes=True records them)"
     elif rows.has_convolutions:
-        yield "no FLOP for convolutions: traces do not hold the shapes of results"
+        yield "no FLOP for some convolutions: the trace does not hold the numbers they were called with"
     yield "no roofline: what the machine of the trace can do is not known here"
     if activity is not None and any(not c.call for c in activity.linked):
         yield "some kernels have no launching call in the trace: what was late before them is not known"

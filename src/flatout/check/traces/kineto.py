@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
+from flatout.check.traces.convolutions import Convolved, convolved
 from flatout.check.traces.events import DeviceFacts, DeviceWork, HostCall, HostOp
 from flatout.check.traces.kernel_names import collective_of, kernel_kind
 from flatout.core.errors import RecordError
@@ -31,10 +32,15 @@ _ANY_BYTES: Final = 64 << 20
 """Unpacked, that is no matter, however small it was."""
 
 _DTYPES: Final = {
-    "float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "long int": "int64",
-    "long": "int64", "int": "int32", "bool": "bool", "unsigned char": "uint8", "signed char": "int8", "short": "int16",
-    "c10::complex<float>": "complex64", "c10::complex<double>": "complex128", "c10::Float8_e4m3fn": "float8_e4m3fn",
+    "float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "bool": "bool",
+    "long int": "int64", "long": "int64", "int": "int32", "short int": "int16", "short": "int16", "signed char": "int8",
+    "long unsigned int": "uint64", "unsigned int": "uint32", "short unsigned int": "uint16", "unsigned char": "uint8",
+    "c10::complex<c10::Half>": "complex32", "c10::complex<float>": "complex64", "c10::complex<double>": "complex128",
+    "c10::Float8_e4m3fn": "float8_e4m3fn", "c10::Float8_e5m2": "float8_e5m2", "c10::Float8_e8m0fnu": "float8_e8m0fnu",
+    "c10::Float8_e4m3fnuz": "float8_e4m3fnuz", "c10::Float8_e5m2fnuz": "float8_e5m2fnuz",
+    "c10::Float4_e2m1fn_x2": "float4_e2m1fn_x2",
 }  # fmt: skip
+"""Names of C++ that the profiler writes for the dtypes of tensors; an argument of another type is no tensor."""
 _ELEMENT_BYTES: Final = {"Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1, "Bool": 1}
 
 _Number = float | int | str | None
@@ -53,6 +59,7 @@ class _Args(msgspec.Struct, gc=False):
     sequence: int = msgspec.field(name="Sequence number", default=-1)
     dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw(b""))
     types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b""))
+    values: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=msgspec.Raw(b""))
     collective: str = msgspec.field(name="Collective name", default="")
     elements: _Number = msgspec.field(name="In msg nelems", default=0)
     dtype: str = ""
@@ -322,7 +329,16 @@ def _host_op(event: _Event, start: int, end: int, thread: int | str) -> HostOp:
         collective=args.collective,
         bytes=_message_bytes(args),
         group_size=_int(args.group_size),
+        convolved=convolved(event.name, shapes, _values(args)) if shapes and "conv" in event.name else Convolved(),
     )
+
+
+def _values(args: _Args) -> list[str]:
+    """The arguments that are no tensors, as text; empty texts in the places of tensors."""
+    try:
+        return msgspec.json.decode(args.values, type=list[str]) if args.values else []
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
 
 
 def _tensors(args: _Args) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:

@@ -16,7 +16,8 @@ from flatout.machine.cost.flops import operator_flop
 
 _READS: Final = ("aten::_local_scalar_dense",)
 _WHOLE: Final = ("aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::convolution_backward")
-"""Known work whose FLOP the trace does not show (it has no shapes of results): one row all the same, with what they call."""
+"""Known work whose FLOP some traces do not show, without what convolutions were called with: one row all the same, with what they
+call."""
 
 _PARTS: Final = re.compile(r"^inductor\..*_(?:embedding|gather|index|scatter|select|slice|split)(?:_|$)")
 """Compiled kernels that may read or write parts of their arguments alone: their bytes are not known."""
@@ -29,6 +30,7 @@ class _Key(NamedTuple):
     phase: str
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
+    out_shapes: tuple[tuple[int, ...], ...]
 
 
 class OperatorRows:
@@ -52,15 +54,16 @@ class OperatorRows:
                     TensorSpec(shape=s, dtype=d or "unknown")
                     for s, d in zip(key.shapes or ((),), key.dtypes or ("",), strict=False)
                 ),
-                # Results are not recorded; nearly all operators' results have the dtype of what they read.
-                outputs=(TensorSpec(shape=(), dtype=next(filter(None, key.dtypes), "unknown")),),
+                # Only those of convolutions are known; nearly all operators' results have the dtype of what they read.
+                outputs=tuple(TensorSpec(shape=s, dtype=_first_dtype(key)) for s in key.out_shapes or ((),)),
                 num_calls=num,
                 op_s=op_ns * 1e-9,
                 python_s=host_ns * 1e-9,
                 flop=round(flop / num),
                 bytes=0
                 if _PARTS.search(key.op)
-                else sum(prod(s) * ELEMENT_BYTES.get(d, 1) for s, d in zip(key.shapes, key.dtypes, strict=False) if d),
+                else sum(prod(s) * ELEMENT_BYTES.get(d, 1) for s, d in zip(key.shapes, key.dtypes, strict=False) if d)
+                + sum(prod(s) * ELEMENT_BYTES.get(_first_dtype(key), 1) for s in key.out_shapes),
                 bound=bound,  # type: ignore[arg-type]
             )
             for key, (num, op_ns, host_ns, flop) in sorted(self._sums.items(), key=lambda i: -i[1][1] - i[1][2])
@@ -69,6 +72,7 @@ class OperatorRows:
     def _add(self, nesting: Nesting) -> None:
         whole: set[int] = set()
         row_of_op: dict[int, int] = {}
+        holds_known = _holders_of_known_flop(nesting)
         for index, event in enumerate(nesting.events):
             parent = nesting.parents[index]
             if parent in whole:
@@ -76,9 +80,13 @@ class OperatorRows:
                 row_of_op[index] = row_of_op[parent]
                 continue
             row_of_op[index] = index
-            if event.shapes and is_operator(event.name) and (_flop(event) is not None or event.name in _WHOLE):
+            if not event.shapes or not is_operator(event.name):
+                continue
+            if _flop(event) is not None:
                 whole.add(index)
-                self.has_convolutions |= event.name in _WHOLE
+            elif event.name in _WHOLE and index not in holds_known:
+                whole.add(index)
+                self.has_convolutions = True
         counted: set[int] = set()
         for index, row in row_of_op.items():
             event = nesting.events[row]
@@ -102,6 +110,7 @@ class OperatorRows:
             self._step.phase_at(event.start_ns),
             event.shapes,
             event.dtypes,
+            event.convolved.out_shapes,
         )
 
 
@@ -132,8 +141,22 @@ def _device_ns(step: HostStep, activity: Activity) -> dict[tuple[int | str, int]
     return found
 
 
+def _first_dtype(key: _Key) -> str:
+    return next(filter(None, key.dtypes), "unknown")
+
+
+def _holders_of_known_flop(nesting: Nesting) -> set[int]:
+    """Events that called, directly or not, a convolution whose FLOP are known."""
+    found: set[int] = set()
+    for index in reversed(range(len(nesting.events))):
+        if index in found or (nesting.events[index].convolved.out_shapes and _flop(nesting.events[index]) is not None):
+            found.add(nesting.parents[index])
+    return found
+
+
 def _flop(event: HostOp) -> int | None:
+    convolved = event.convolved
     try:
-        return operator_flop(event.name, event.shapes)
+        return operator_flop(event.name, event.shapes, convolved.out_shapes, is_transposed=convolved.is_transposed)
     except UsageError:
         return None
