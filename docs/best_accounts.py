@@ -20,8 +20,8 @@ HEAD: Final = """\
 
 A step in microseconds, by kind of kernel, beside its floor. The floor is the longer of a kernel's FLOP at the rate of a large
 matrix product (of float8 where it is one) and its bytes at the rate of a large copy. Rates are measured after the script, on
-random numbers. Arrays count once, and twice where a compiled kernel changes them in place. Kernels whose bytes are not known count
-with their own time. "No kernel runs" is what is left of a step in the race, where nothing was profiled.
+random numbers. Arrays count once, and twice where a compiled kernel changes them in place. Kernels whose bytes are not known
+count with their own time. "No kernel runs" is what is left of a step in the race, where nothing was profiled.
 """
 
 
