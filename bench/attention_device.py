@@ -4,7 +4,7 @@
 
 Parts: causal, documents (new lengths every step, building the mask included), packed (rows of documents whose numbers are given
 token by token, new every step, as a Llama with 32 heads of width 64 has them; beside ours the same from a dense mask, cuDNN's
-kernel of varying lengths and FlexAttention),
+kernel for documents and FlexAttention),
 window, softcap, irregular (a tree and a graph at 64 k tokens, and what create_block_mask takes for them), lengths
 (recompilations over 100 sets of documents). Every variant is compared with float64; times are between events on the device, of
 stretches of 8 calls, in rounds in which variants take turns, on random inputs; ratios with their interval are of those rounds.
@@ -32,8 +32,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import flatout
 from flatout import masks, scores
 from flatout.blocks.kernels.attention.api import attention_selection
+from flatout.blocks.kernels.attention.cudnn_varlen import cudnn_backward, cudnn_forward
 from flatout.blocks.kernels.attention.dense_masks import attention_by_dense_mask
+from flatout.blocks.kernels.attention.flash_varlen import flash_backward, flash_forward
 from flatout.blocks.kernels.attention.mask import Mask
+from flatout.blocks.kernels.attention.spans import SpanOptions, Spans, attend_on_tokens
 from flatout.machine.measure.stats import ratio_estimate
 
 ON_GPU = torch.cuda.is_available()
@@ -240,17 +243,17 @@ def offsets_drawn(tokens: int, num: int, generator: torch.Generator) -> Tensor:
     return torch.cat([cuts.new_zeros(1), cuts, cuts.new_full((1,), tokens)])
 
 
-def flash(offsets: Tensor, window: tuple[int, int] | None = None) -> Attend:
-    """torch's variable-length kernel, called as torch's own wrapper calls it."""
-    from flatout.blocks.kernels.attention.flash_varlen import Spans
-    from flatout.blocks.kernels.attention.flash_varlen import attend_by_flash as kernel
+def flash(
+    offsets: Tensor, window: tuple[int, int] | None = None, *, kernel: Any = (flash_forward, flash_backward)
+) -> Attend:
+    """torch's variable-length kernel, called as torch's own wrapper calls it; or another that takes the same."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spans = Spans(offsets.to(torch.int32).pin_memory().to(DEVICE, non_blocking=True), int(offsets.diff().max()))
         batch, _, length, _ = q.shape
         rows = [t.transpose(1, 2).reshape(batch * length, t.size(1), t.size(3)) for t in (q, k, v)]
         left, right = (None, 0) if window is None else window
-        out = kernel(*rows, spans=spans, left=left, right=right, scale=q.size(-1) ** -0.5)
+        out = attend_on_tokens(*rows, SpanOptions(spans, left, right, q.size(-1) ** -0.5), *kernel)
         return out.view(batch, length, *out.shape[1:]).transpose(1, 2)
 
     return attend
@@ -316,8 +319,8 @@ def packed(sizes: Sizes, record: Record) -> None:
     def by_flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash(next_of("flash")[1])(q, k, v)
 
-    def varying(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return by_cudnn(q, k, v, next_of("cudnn")[1])
+    def by_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash(next_of("cudnn")[1], kernel=(cudnn_forward, cudnn_backward))(q, k, v)
 
     def by_dense_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ids, _ = next_of("dense mask")
@@ -333,7 +336,7 @@ def packed(sizes: Sizes, record: Record) -> None:
 
     variants: dict[str, Attend] = {"ours": ours, "dense mask": by_dense_mask}
     if ON_GPU:
-        variants |= {"flash": by_flash, "cudnn": varying, "flex": by_flex}
+        variants |= {"flash": by_flash, "cudnn": by_cudnn, "flex": by_flex}
     pairs = median(causal_pairs(flat.diff()) for _, flat in sets)
     what = raced(variants, given, own.rounds, 4 * own.heads * own.width * pairs)
     what["kernel"] = str(attention_selection(*given[:3], mask=masks.documents(ids=sets[0][0]) & masks.causal()))
@@ -348,36 +351,6 @@ def packed_off(attend: Attend, given: Inputs, ids: Tensor, turn: dict[str, int],
         return off(attend, given, lambda b: same[b].tril())
     except Exception as error:  # noqa: BLE001 -- as in a race
         return f"{type(error).__name__}: {error}"[:300]
-
-
-def by_cudnn(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """cuDNN's kernel for sequences of varying lengths behind one another, (B, H, S, D) in and out."""
-    batch, _, length, _ = q.shape
-    rows = [t.transpose(1, 2).reshape(batch * length, t.size(1), t.size(3)) for t in (q, k, v)]
-    starts = offsets.to(torch.int32).pin_memory().to(DEVICE, non_blocking=True)
-    out: Tensor = _Varying.apply(*rows, starts, int(offsets.diff().max()))
-    return out.view(batch, length, *out.shape[1:]).transpose(1, 2)
-
-
-class _Varying(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
-        found = torch.ops.aten._cudnn_attention_forward(
-            q, k, v, None, starts, starts, longest, longest, True, 0.0, True, False, scale=q.size(-1) ** -0.5
-        )
-        ctx.save_for_backward(q, k, v, found[0], found[1], found[6], found[7], starts)
-        ctx.longest = longest
-        return found[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, seed, offset, starts = ctx.saved_tensors
-        no_bias, longest = torch.empty(0, device=q.device, dtype=q.dtype), ctx.longest
-        grads = torch.ops.aten._cudnn_attention_backward(
-            grad.contiguous(), q, k, v, out, lse, seed, offset, no_bias, starts, starts, longest, longest, 0.0, True,
-            scale=q.size(-1) ** -0.5,
-        )  # fmt: skip
-        return (*grads, None, None)
 
 
 def irregular(sizes: Sizes, record: Record) -> None:

@@ -12,7 +12,7 @@ kernel (seconds, FLOP, bytes), and sums by family.
 The floor of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, or in float8 for products
 of float8, and its bytes at the rate of a copy of 4 GB, all measured here after the script, on random numbers. Bytes are those of
 the arrays a kernel is called with, each counted once, and twice where a compiled kernel changes it in place. Of causal attention
-half the pairs count; of FlexAttention, and of FlashAttention on packed tokens, `--keys` for each query, those that it sees on
+half the pairs count; of FlexAttention, and of attention on packed tokens, `--keys` for each query, those that it sees on
 average. Rows whose FLOP or bytes are not known count their own time. What is no kernel is idle. On a CPU, where it can be tried,
 rates are those of the same operations in float32, and small.
 """
@@ -47,6 +47,7 @@ from flatout.machine.measure.timer import time_call
 WARM, STEPS = 30, 3
 START_S, LOOK_S, STRETCH_S = 150.0, 5.0, 0.5
 ON_GPU = torch.cuda.is_available()
+_PACKED = ("_flash_attention_", "attention_by_dense_mask_", "attention_of_rows_")
 
 
 class StepsProfiled:
@@ -179,13 +180,15 @@ def bytes_in_place(operator: Operator, places: dict[str, tuple[int, ...]]) -> in
 
 
 def attention_flop(operator: Operator, keys: float) -> float:
-    """FLOP of a call of FlexAttention, or of FlashAttention on packed tokens, where a query sees so many keys on average; else 0.
+    """FLOP of a call of FlexAttention, or of attention on packed tokens, where a query sees so many keys on average; else 0.
 
     Two products forward, five backward. Queries are (B, H, T, D), (B, T, H, D) or (N, H, D), behind the gradient in the backward
     pass, which has their shape.
     """
     is_flex = "tem_fused" in operator.op and "flex_attention" in operator.op
-    is_packed = "_flash_attention_" in operator.op and len(operator.inputs[0].shape if operator.inputs else ()) == 3
+    is_packed = (
+        any(name in operator.op for name in _PACKED) and len(operator.inputs[0].shape if operator.inputs else ()) == 3
+    )
     if not operator.inputs or not (is_flex or is_packed):
         return 0.0
     return (5 if "backward" in operator.op else 2) * 2.0 * math.prod(operator.inputs[0].shape) * keys

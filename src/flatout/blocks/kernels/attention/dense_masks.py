@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from flatout.blocks.kernels.attention import flash_varlen
-from flatout.blocks.kernels.attention.flash_varlen import FlashOptions
 from flatout.blocks.kernels.attention.recognition import Recognised, recognised
+from flatout.blocks.kernels.attention.spans import SpanOptions, spans_of
 from flatout.blocks.kernels.attention.structures import band_of
+from flatout.blocks.kernels.attention.varlen import varlen_backward, varlen_forward
 from flatout.blocks.kernels.opaque import HOST_READS, composed, once, opaque
 
 _plain = torch._C._nn.scaled_dot_product_attention
@@ -116,7 +117,7 @@ def _forward(
         return [_rows(out), q.new_zeros((q.size(1), q_NHD.size(0)), dtype=torch.float32)]
     for listener in _listeners:
         listener()
-    return list(flash_varlen.flash_forward(q_NHD, k_NGD, v_NGD, options))
+    return list(varlen_forward(q_NHD, k_NGD, v_NGD, options))
 
 
 @opaque(
@@ -141,17 +142,17 @@ def _backward(
     options = _options(q, k, v, _structures.find(number, mask), scale)
     if options is None:
         return [_rows(t) for t in _computed_again(grad, q, k, v, mask, scale)]
-    return list(flash_varlen.flash_backward(grad_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, options))
+    return list(varlen_backward(grad_NHD, q_NHD, k_NGD, v_NGD, out_NHD, lse_HN, options))
 
 
-def _options(q: Tensor, k: Tensor, v: Tensor, found: Recognised, scale: float) -> FlashOptions | None:
+def _options(q: Tensor, k: Tensor, v: Tensor, found: Recognised, scale: float) -> SpanOptions | None:
     """How FlashAttention is called; None where it cannot be taken."""
     if found.mask is None or flash_varlen.refusal(q, k, v, mask=found.mask, score=None, scale=scale) is not None:
         return None
     band = band_of(found.mask)
     assert band is not None
-    spans = flash_varlen.spans_of(band, found.mask, q.size(0), q.size(2), q.device)
-    return FlashOptions(spans, band.left, band.right, scale)
+    spans = spans_of(band, found.mask, q.size(0), q.size(2), q.device)
+    return SpanOptions(spans, band.left, band.right, scale)
 
 
 def _computed_again(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Sequence[Tensor]:

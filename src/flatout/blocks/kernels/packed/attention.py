@@ -13,13 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.blocks.kernels.attention.flash_varlen import (
-    FlashOptions,
-    Spans,
-    flash_backward,
-    flash_forward,
-    tensor_refusal,
-)
+from flatout.blocks.kernels.attention.flash_varlen import tensor_refusal
+from flatout.blocks.kernels.attention.spans import SpanOptions, Spans
+from flatout.blocks.kernels.attention.varlen import varlen_backward, varlen_forward
 from flatout.blocks.kernels.opaque import composed, once, opaque
 
 _on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -103,7 +99,7 @@ def _forward(
 ) -> list[Tensor]:
     """The result and the logsumexp of each head's and row's scores, (H, N)."""
     if q.is_cuda:
-        return list(flash_forward(q, k, v, _options(offsets, longest, is_causal, scale)))
+        return list(varlen_forward(q, k, v, _options(offsets, longest, is_causal, scale)))
     out, lse_HN = torch.zeros_like(q), q.new_zeros((q.size(1), q.size(0)), dtype=_wide(q.dtype))
     for at in _samples(offsets):
         one, its_lse = _on_cpu(*_as_batch(q, k, v, at), 0.0, is_causal, scale=scale)
@@ -129,7 +125,7 @@ def _backward(
     scale: float,
 ) -> list[Tensor]:
     if q.is_cuda:
-        return list(flash_backward(grad, q, k, v, out, lse, _options(offsets, longest, is_causal, scale)))
+        return list(varlen_backward(grad, q, k, v, out, lse, _options(offsets, longest, is_causal, scale)))
     grads, num = [torch.zeros_like(t) for t in (q, k, v)], k.size(1)
     for at in _samples(offsets):
         one, its_lse = (t[at].transpose(0, 1)[None] for t in (out, lse.t()[:, :, None]))
@@ -141,8 +137,8 @@ def _backward(
     return grads
 
 
-def _options(offsets: Tensor, longest: int, is_causal: bool, scale: float) -> FlashOptions:
-    return FlashOptions(Spans(offsets, longest), None, 0 if is_causal else None, scale)
+def _options(offsets: Tensor, longest: int, is_causal: bool, scale: float) -> SpanOptions:
+    return SpanOptions(Spans(offsets, longest), None, 0 if is_causal else None, scale)
 
 
 def _samples(offsets: Tensor) -> list[slice]:
