@@ -115,11 +115,16 @@ def test_each_function_whose_operators_the_device_waits_for_is_proposed(tmp_path
         assert 0 < candidate.saved_s[0] < candidate.saved_s[1] < seconds
 
 
+def test_a_function_that_is_a_small_part_now_may_be_a_large_one_later(tmp_path: Path) -> None:
+    [found] = proposals(tmp_path, {"Balls.step": 0.001})
+    assert isinstance(found, Candidate) and found.saved_s[1] < 0.001
+
+
 def test_processors_busy_devices_and_small_parts_are_refused(tmp_path: Path) -> None:
     on_processor, busy, small = (
         proposals(tmp_path, {"Balls.step": 0.02}, device="cpu"),
         proposals(tmp_path, {"Balls.step": 0.02}, device_s=0.099),
-        proposals(tmp_path, {"Balls.step": 0.001}),
+        proposals(tmp_path, {"Balls.step": 0.0002}),
     )
     for found, why in ((on_processor, "no CUDA device"), (busy, "busy"), (small, "no function of tensors takes")):
         [refusal] = found
