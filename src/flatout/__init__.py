@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from flatout.blocks.training.captured import captured as captured
     from flatout.blocks.training.captured_updates import captured_update as captured_update
     from flatout.blocks.training.checkpoints import Checkpoints as Checkpoints
+    from flatout.blocks.training.frozen_weights import hold_frozen_weights as hold_frozen_weights
     from flatout.blocks.training.host_arrays import as_arrays as as_arrays
     from flatout.blocks.training.memoise import memoise as memoise
     from flatout.blocks.training.nan_watch import NanWatch as NanWatch
@@ -114,6 +115,7 @@ _HOMES = {
     "copied": "flatout.blocks.training.snapshot:copied",
     "distil": "flatout.shrink.distil.distillation:distil",
     "expect": "flatout.tune.verify.expect.api:expect",
+    "hold_frozen_weights": "flatout.blocks.training.frozen_weights:hold_frozen_weights",
     "layer_norm": "flatout.blocks.kernels.norm.call:layer_norm",
     "layout_from_environment": "flatout.blocks.parallel.world:layout_from_environment",
     "linear_cross_entropy": "flatout.blocks.kernels.linear_cross_entropy.call:linear_cross_entropy",

@@ -9,7 +9,9 @@ import libcst as cst
 from libcst import matchers as m
 
 from flatout.core.errors import EditError
+from flatout.tune.rewrite.calls import calls_ending
 from flatout.tune.rewrite.enclosing_blocks import assignment, only_small
+from flatout.tune.rewrite.imports import call_name
 from flatout.tune.rewrite.source import (
     code_of,
     names_in,
@@ -73,6 +75,29 @@ def behind_models(text: str, template: str) -> str:
         last = _last_move(construction)
         found.setdefault(last, [last]).extend(with_names(s, {"model": construction.name}) for s in statements(template))
     return with_changes(module, found).code
+
+
+def before_optimizers(module: cst.Module, template: str) -> cst.Module:
+    """The tree with statements before each of torch's optimizers is constructed, for each model whose parameters it is given,
+    which the template calls `model`.
+
+    Raises EditError when there is no such optimizer.
+    """
+    changes: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
+    for place in places_in(module):
+        assigned = assignment(place.statement)
+        if assigned is None or not isinstance(assigned[1], cst.Call):
+            continue
+        if not call_name(module, assigned[1].func).startswith("torch.optim."):
+            continue
+        receivers = (call.func for call in calls_ending(assigned[1], "parameters"))
+        names = dict.fromkeys(code_of(r.value) for r in receivers if isinstance(r, cst.Attribute))
+        new = [with_names(s, {"model": name}) for name in names for s in statements(template)]
+        if new:
+            changes[place.statement] = [*new, cst.ensure_type(place.statement, cst.SimpleStatementLine)]
+    if not changes:
+        raise EditError("no optimizer of a model is constructed here")
+    return with_changes(module, changes)
 
 
 def _assignments(module: cst.Module) -> list[Construction]:

@@ -216,3 +216,42 @@ def test_a_call_whose_result_nobody_reads_is_not_the_models() -> None:
     text = "import torch\nfrom transformers import Trainer\ntrainer = Trainer()\ntrainer.train()\n"
     with pytest.raises(EditError, match="more than the model"):
         edit(text, {"file": "train.py", "function": "<module>", "code": "trainer.train()", "device": "cpu"})
+
+
+def test_frozen_weights_are_held_in_16_bits_where_they_are_most_of_the_model() -> None:
+    run = _run()
+    line = run.line("train.py", 9, "optimizer.step()")
+    run.optimizer(line, num_elements=10)
+    [candidate] = LEVER.propose(run.build(), ())
+    assert isinstance(candidate, Candidate)
+    whole = run.build().models[0].num_parameters
+    assert candidate.parameters.get("frozen") is (True if whole > 20 else None)
+    assert candidate.saved_bytes == 2 * (whole - 10)
+
+    run.optimizer(line, num_elements=whole - 10)  # all but nothing is trained
+    [candidate] = LEVER.propose(run.build(), ())
+    assert isinstance(candidate, Candidate) and "frozen" not in candidate.parameters and candidate.saved_bytes == 0
+    [candidate] = LEVER.propose(_run().build(), ())  # nothing is trained: it only computes
+    assert isinstance(candidate, Candidate) and "frozen" not in candidate.parameters
+
+
+def test_frozen_layers_lie_in_bfloat16_while_the_script_runs() -> None:
+    net = _Net()
+    net.body.requires_grad_(False)
+    with pulled(LEVER, dtype="bfloat16", frozen=True) as hooks:
+        net(torch.randn(64, 32))
+        assert net.body.weight.dtype is torch.bfloat16
+        assert hooks.done == [LEVER.id]
+    assert net.body.weight.dtype is torch.float32
+
+
+def test_the_edit_holds_frozen_weights_before_the_optimizer_is_made() -> None:
+    script = _SCRIPT.replace("optimizer = ", "net.weight.requires_grad_(False)\noptimizer = ")
+    parameters = {"file": "train.py", "function": "<module>", "code": "out = net(x)", "device": "cpu", "frozen": True}
+    changed = edit(script, dict(parameters))
+    assert "from flatout import hold_frozen_weights\n" in changed
+    assert "hold_frozen_weights(net)\noptimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n" in changed
+    names: dict[str, Any] = {}
+    exec(changed, names)
+    with pytest.raises(EditError, match="no optimizer of a model"):
+        edit(script.replace("net.parameters()", "weights"), dict(parameters))

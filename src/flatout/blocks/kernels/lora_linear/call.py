@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.blocks.kernels.selection import kernel_operator
+from flatout.blocks.training.frozen_weights import FrozenLinear
 from flatout.core.errors import UsageError
 
 _lora_linear = kernel_operator(
@@ -49,8 +50,8 @@ def lora_linear(
     >>> lora_linear(x, weight, torch.ones(1, 3), torch.ones(2, 1), scale=2.0)
     tensor([[6., 6.]])
     """
-    weight, own_bias = _weight(layer, "layer")
-    (down, down_bias), (up, up_bias) = _weight(down, "down"), _weight(up, "up")
+    weight, own_bias = _weight(layer, "layer", x)
+    (down, down_bias), (up, up_bias) = _weight(down, "down", x), _weight(up, "up", x)
     if down_bias is not None or up_bias is not None:
         raise UsageError("an adapter has a bias, which this product leaves out; give one without (bias=False)")
     if own_bias is not None and bias is not None:
@@ -63,14 +64,16 @@ def lora_linear(
     return result
 
 
-def _weight(layer: nn.Linear | Tensor, name: str) -> tuple[Tensor, Tensor | None]:
+def _weight(layer: nn.Linear | Tensor, name: str, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of what is one product and nothing else."""
     if isinstance(layer, Tensor):
         return layer, None
-    if type(layer) is not nn.Linear:
+    if type(layer) not in (nn.Linear, FrozenLinear):
         raise UsageError(f"{name} is {type(layer).__name__}; give an nn.Linear, or the weight of one")
     if any(getattr(layer, hooks) for hooks in _HOOKS):
         raise UsageError(f"{name} has hooks, which this product would not run; remove them, or give its weight")
+    if isinstance(layer, FrozenLinear):
+        return layer.weight_for(x), layer.bias_for(x)
     return layer.weight, layer.bias
 
 

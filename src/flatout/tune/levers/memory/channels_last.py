@@ -22,17 +22,13 @@ from flatout.core.records.finding import Finding
 from flatout.core.records.lever import Candidate, Hooks, Parameters
 from flatout.machine.cost.matrix_units import image_convolutions
 from flatout.tune.rewrite.calls import argument, calls_ending, with_argument
-from flatout.tune.rewrite.enclosing_blocks import assignment
-from flatout.tune.rewrite.imports import call_name, with_torch
-from flatout.tune.rewrite.models import constructions_in, definitions_with, plain_classes
+from flatout.tune.rewrite.imports import with_torch
+from flatout.tune.rewrite.models import before_optimizers, constructions_in, definitions_with, plain_classes
 from flatout.tune.rewrite.source import (
     code_of,
     expression,
     nodes_of,
     parsed,
-    places_in,
-    statements,
-    with_changes,
     with_expression,
 )
 
@@ -142,30 +138,14 @@ def edit(text: str, parameters: Parameters) -> str:
             call_args = (a.value for a in one.value.args if isinstance(a.value, cst.Call))
             models += [v for v in call_args if code_of(v.func) in convolving - plain]
     if not models:
-        return _before_optimizers(module, torch).code
+        try:
+            return before_optimizers(module, f"model.to(memory_format={torch}.channels_last)\n").code
+        except EditError as e:
+            raise EditError(f"where a model that convolves images is constructed was not found, and {e}") from e
     layout = expression(f"{torch}.channels_last")
     for model in models:
         module = with_expression(module, model, _converted(model, layout))
     return module.code
-
-
-def _before_optimizers(module: cst.Module, torch: str) -> cst.Module:
-    """The tree with the models of its optimizers converted before those are made: a module is converted in place."""
-    changes: dict[cst.CSTNode, list[cst.BaseStatement]] = {}
-    for place in places_in(module):
-        assigned = assignment(place.statement)
-        if assigned is None or not isinstance(assigned[1], cst.Call):
-            continue
-        if not call_name(module, assigned[1].func).startswith("torch.optim."):
-            continue
-        receivers = (call.func for call in calls_ending(assigned[1], "parameters"))
-        names = dict.fromkeys(code_of(r.value) for r in receivers if isinstance(r, cst.Attribute))
-        new = [s for name in names for s in statements(f"{name}.to(memory_format={torch}.channels_last)")]
-        if new:
-            changes[place.statement] = [*new, cst.ensure_type(place.statement, cst.SimpleStatementLine)]
-    if not changes:
-        raise EditError("neither where a model that convolves images is constructed was found, nor an optimizer of one")
-    return with_changes(module, changes)
 
 
 def _words(node: cst.CSTNode) -> set[str]:

@@ -2,9 +2,10 @@
 
 What        `torch.autocast` around each call of a root module, its outputs as float32 again, so that a loss outside the call is
             computed in float32 as well. Sums of products are kept from being reduced in bfloat16. No gradient scaler: bfloat16
-            has the exponents of float32.
-Guarantee   BOUNDED at bfloat16: no worse than the script as it is under autocast. Weights, their gradients and the optimizer
-            stay in float32.
+            has the exponents of float32. With `frozen`, weights of linear layers that are not trained are held in bfloat16, as
+            autocast rounds them in each call (`flatout.hold_frozen_weights`).
+Guarantee   BOUNDED at bfloat16: no worse than the script as it is under autocast. Weights that are trained, their gradients and
+            the optimizer stay in float32.
 Refuses     Runs under autocast already; machines whose bfloat16 products were not measured to be faster; models with few
             float32 products.
 """
@@ -29,7 +30,7 @@ from flatout.tune.levers.proposals import RoundedProducts, rounded_products
 from flatout.tune.rewrite.calls import calls_ending
 from flatout.tune.rewrite.enclosing_blocks import enclosing_loops, levels, parents_of
 from flatout.tune.rewrite.imports import with_import
-from flatout.tune.rewrite.models import names_of_models
+from flatout.tune.rewrite.models import before_optimizers, names_of_models
 from flatout.tune.rewrite.source import (
     assigned_in,
     code_of,
@@ -55,6 +56,8 @@ _OF_TF32: Final = 0.7
 _EFFORT: Final = 3.0
 """The first trial also runs the script under autocast to see what bfloat16 rounds; and exact levers come before coarse ones."""
 
+_SAVED_BYTES: Final = 2
+_BLOCK: Final = "hold_frozen_weights"
 _READS: Final = ("item", "backward", "step", "detach", "tolist", "numpy")
 """Methods that end what is under autocast."""
 
@@ -71,8 +74,23 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
     if not is_cpu and (image_convolutions(evidence) or not evidence.steps.is_device_bound):
         # kernels transpose NCHW for matrix units, and launches hide what faster kernels gain: others may change both
         high = max(high, min(most_s, 1.1 * products.seconds * (1 - 1 / products.rate)))
-    place = _place(evidence)
-    yield Candidate(parameters={"dtype": "bfloat16", **place}, saved_s=(low, high), because=products.because)
+    frozen = _num_frozen(evidence)
+    yield Candidate(
+        parameters={"dtype": "bfloat16", **({"frozen": True} if frozen else {}), **_place(evidence)},
+        saved_s=(low, high),
+        saved_bytes=_SAVED_BYTES * frozen,
+        because=products.because,
+    )
+
+
+def _num_frozen(evidence: Evidence) -> int:
+    """How many numbers of the model are not trained, where that is most of it; else 0."""
+    model = main_model(evidence)
+    if model is None or not evidence.optimizers:
+        return 0
+    whole = evidence.models[model].num_parameters
+    trained = sum(o.num_elements for o in evidence.optimizers) + sum(u.num_elements for u in evidence.unused_gradients)
+    return whole - trained if whole - trained > whole / 2 else 0
 
 
 def _least_on_device(evidence: Evidence, products: RoundedProducts) -> float:
@@ -111,6 +129,10 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
     def in_float32(module: nn.Module, output: Any) -> Any:
         return map_tensors(output, lambda t: t.float() if t.dtype is torch.bfloat16 else t)
 
+    if parameters.get("frozen"):
+        from flatout.blocks.training.frozen_weights import hold_frozen_weights
+
+        hooks.at_first_call(hold_frozen_weights)
     hooks.at_start(_full_accumulation)
     hooks.around_calls(context)
     hooks.on_outputs(in_float32)
@@ -161,7 +183,10 @@ def edit(text: str, parameters: Parameters) -> str:
         bare = statement.with_changes(leading_lines=())
         changes |= {one: [] for one in inside}
         changes[statement] = [head.with_changes(body=cst.IndentedBlock(body=[bare, *inside[1:]]))]
-    return with_import(with_changes(place.module, changes), "torch").code
+    module = with_import(with_changes(place.module, changes), "torch")
+    if parameters.get("frozen"):
+        module = with_import(before_optimizers(module, f"{_BLOCK}(model)\n"), "flatout", _BLOCK)
+    return module.code
 
 
 def _model_calls(
