@@ -169,12 +169,13 @@ def test_a_busy_device_that_would_wait_for_its_host_if_it_were_faster_gets_graph
 
 
 @pytest.mark.parametrize(("scalars", "is_short"), [("", True), ("approximate='tanh'", False)])
-def test_where_kernels_are_tuned_exact_gelu_is_short(scalars: str, is_short: bool) -> None:
+def test_where_the_device_is_busy_exact_gelu_is_short(scalars: str, is_short: bool) -> None:
     run = EvidenceBuilder(device_s=0.099)
     run.model(run.line("train.py", 5, "net(x)"))
     run.operator("aten.gelu", run.line("train.py", 5, "net(x)"), op_s=0.01, scalars=scalars)
-    tuned = [way for way in _parameters(run) if "coordinate_descent_tuning" in str(way.get("inductor", ""))]
-    assert [way.get("short_erf", False) for way in tuned] == [is_short]
+    ways = _parameters(run)
+    assert {way.get("mode") for way in ways} >= {"default", "max-autotune-no-cudagraphs", None}
+    assert {way.get("short_erf", False) for way in ways} == {is_short}
 
 
 def test_where_tokens_are_padded_the_padding_is_left_out_first() -> None:

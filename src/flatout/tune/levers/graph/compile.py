@@ -206,22 +206,23 @@ def _usual_options(evidence: Evidence) -> Iterator[_Option]:
     elif share_of_graphs == 1:
         yield _Option(1.0, {"mode": "reduce-overhead"}, "; the device waits for its host")
     share = 0.9 if is_ragged or share_of_graphs == 1 else 1.0
-    yield _Option(share, {"mode": "default"}, "")
+    is_busy = is_device and evidence.steps.is_device_bound and not is_ragged
+    short: Parameters = {"short_erf": True} if is_busy and _has_exact_gelu(evidence) else {}
+    yield _Option(share, {"mode": "default"} | short, "")
     if 0 < share_of_graphs < 1:
         yield _Option(share_of_graphs, {"mode": "reduce-overhead"}, "; the device waits for its host")
-    if is_device and evidence.steps.is_device_bound and not is_ragged:
+    if is_busy:
         host_s = host_seconds(evidence)
         tuned: tuple[str, ...] = (_KERNELS_TUNED,)
         if host_s > evidence.steps.step_s / _MOST_FASTER:
             why = "; once the device has less to do, it waits for its host"
             # batches that are cut to their longest rows have other shapes each time, and each shape needs graphs of its own
             first_below_s = 0.0 if evidence.paddings else _MOSTLY_HOST * host_s
-            yield _Option(0.95, {"mode": "reduce-overhead"}, why, first_below_s)
+            yield _Option(0.95, {"mode": "reduce-overhead"} | short, why, first_below_s)
             tuned = tuned if evidence.paddings else (*tuned, _GRAPHS)
         busy = "; the device is busy all the time"
-        short: Parameters = {"short_erf": True} if _has_exact_gelu(evidence) else {}
         yield _Option(0.92, {"inductor": tuned} | short, busy)
-        yield _Option(0.9, {"mode": "max-autotune-no-cudagraphs"}, busy)
+        yield _Option(0.9, {"mode": "max-autotune-no-cudagraphs"} | short, busy)
     regions = block_containers(evidence)
     if regions:
         places = ", ".join(f"'{r}'" if r else "the model" for r in regions)
