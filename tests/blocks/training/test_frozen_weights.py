@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -124,11 +125,29 @@ def test_low_rank_adapters_are_added_to_such_weights() -> None:
     assert flatout.lora_linear(x, wide.layer, wide.down, wide.up).dtype == torch.float32
 
 
-def test_weights_that_are_trained_later_and_other_dtypes_are_refused() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_that_are_trained_later_are_float32_again_before_their_first_gradient(compiled: bool) -> None:
     net, tokens = net_and_tokens()
-    with pytest.raises(UsageError, match=r"neither torch\.bfloat16 nor torch\.float16"):
-        flatout.hold_frozen_weights(net, torch.float32)
     flatout.hold_frozen_weights(net)
-    net.wide.layer.requires_grad_(True)
-    with pytest.raises(UsageError, match="small updates would be lost"):
-        net(tokens)
+    call = torch.compile(net, backend="aot_eager") if compiled else net
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-6)
+    for is_trained in (False, True):
+        net.wide.layer.requires_grad_(is_trained)
+        with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            loss = call(tokens).float().square().mean()
+        assert any("are trained now" in str(one.message) for one in told) == is_trained
+        loss.backward()
+        before = net.wide.layer.weight.detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    weight = net.wide.layer.weight
+    assert type(net.wide.layer) is nn.Linear and weight.dtype == torch.float32
+    assert not torch.equal(weight, before), "an update that 16 bits would have lost"
+    assert (weight.bfloat16() == before.bfloat16()).float().mean() > 0.9
+    assert type(net.narrow.layer) is FrozenLinear
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"neither torch\.bfloat16 nor torch\.float16"):
+        flatout.hold_frozen_weights(nn.Linear(2, 2), torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,27 +17,24 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer whose weights are not trained, and lie in memory in 16 bits; in a state dict they have float32."""
+    """A linear layer whose weights are not trained, and lie in memory in 16 bits; in a state dict they have float32.
+
+    At its first call with weights that are trained it is an `nn.Linear` of float32 again: in 16 bits small updates would be lost.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """What the layer returned before under autocast; elsewhere the same with its weights rounded."""
-        return F.linear(input, self.weight_for(input), self.bias_for(input))
+        return F.linear(input, *self.operands_for(input))
 
-    def weight_for(self, input: Tensor) -> Tensor:
-        """The weight in the dtype in which such inputs are multiplied.
-
-        Raises UsageError where the weight is trained by now: in 16 bits small updates would be lost.
-        """
-        if self.weight.requires_grad:
-            raise UsageError(
-                "a weight that hold_frozen_weights put into 16 bits is trained now, where small updates would be lost: "
-                "call it once all is frozen that stays so, or call what it returned before more is trained"
-            )
-        return self.weight.to(_wanted(input))
-
-    def bias_for(self, input: Tensor) -> Tensor | None:
-        """The bias in that dtype, where there is one."""
-        return None if self.bias is None else self.bias.to(_wanted(input))
+    def operands_for(self, input: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias in the dtype in which such inputs are multiplied."""
+        if self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad):
+            _thaw(self)
+            return self.weight, self.bias
+        kind = input.device.type
+        is_cast = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(kind) if is_cast else input.dtype
+        return self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -45,10 +43,16 @@ class FrozenLinear(nn.Linear):
                 destination[prefix + name] = destination[prefix + name].float()
 
 
-def _wanted(input: Tensor) -> torch.dtype:
-    kind = input.device.type
-    is_cast = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if is_cast else input.dtype
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _thaw(module: nn.Linear) -> None:
+    """Before the first gradient, so that no optimizer has seen the weights in 16 bits."""
+    module.__class__ = nn.Linear
+    _cast(module, torch.float32)
+    warnings.warn(
+        "weights that hold_frozen_weights put into 16 bits are trained now: they are float32 again, rounded as they were. "
+        "Call it once all is frozen that stays so, to keep their digits",
+        stacklevel=2,
+    )
 
 
 def hold_frozen_weights(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
@@ -57,7 +61,8 @@ def hold_frozen_weights(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -
     Those are weights without `requires_grad` (of a model that is fine-tuned by adapters, or of a teacher), in float32, of layers
     that are `nn.Linear` itself. Under autocast to `dtype` results and gradients have the same bits as before, since autocast
     rounds these weights in each call. Elsewhere they are used rounded. What the state dict has of them is in float32, rounded.
-    Call it when all is frozen that stays so, on the device, before the model is compiled.
+    Layers that are trained later are float32 again from their next call on, with a warning. Call it when all is frozen that stays
+    so, on the device, before the model is compiled.
 
     Returns:
         A function that puts float32 in their place; rounded they stay.

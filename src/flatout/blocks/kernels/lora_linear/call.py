@@ -73,7 +73,7 @@ def _weight(layer: nn.Linear | Tensor, name: str, x: Tensor) -> tuple[Tensor, Te
     if any(getattr(layer, hooks) for hooks in _HOOKS):
         raise UsageError(f"{name} has hooks, which this product would not run; remove them, or give its weight")
     if isinstance(layer, FrozenLinear):
-        return layer.weight_for(x), layer.bias_for(x)
+        return layer.operands_for(x)
     return layer.weight, layer.bias
 
 
