@@ -125,7 +125,19 @@ def test_low_rank_adapters_are_added_to_such_weights() -> None:
     assert flatout.lora_linear(x, wide.layer, wide.down, wide.up).dtype == torch.float32
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(
+                tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+                reason="compiled code of torch 2.11 does not see that a weight is trained, of any layer",
+            ),
+        ),
+    ],
+)
 def test_weights_that_are_trained_later_are_float32_again_before_their_first_gradient(compiled: bool) -> None:
     net, tokens = net_and_tokens()
     flatout.hold_frozen_weights(net)
