@@ -44,7 +44,7 @@ class _Side(NamedTuple):
 
 
 def newest_results(folder: Path, pattern: str) -> dict[str, Path]:
-    """Of results with these file names, the newest by name."""
+    """The newest results with these file names, by name."""
     return {path.name: path for path in sorted(folder.glob(f"*/{pattern}"))}
 
 

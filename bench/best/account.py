@@ -186,10 +186,9 @@ def attention_flop(operator: Operator, keys: float) -> float:
     pass, which has their shape.
     """
     is_flex = "tem_fused" in operator.op and "flex_attention" in operator.op
-    is_packed = (
-        any(name in operator.op for name in _PACKED) and len(operator.inputs[0].shape if operator.inputs else ()) == 3
-    )
-    if not operator.inputs or not (is_flex or is_packed):
+    shape = operator.inputs[0].shape if operator.inputs else ()
+    is_packed = any(name in operator.op for name in _PACKED) and len(shape) == 3
+    if not shape or not (is_flex or is_packed):
         return 0.0
     return (5 if "backward" in operator.op else 2) * 2.0 * math.prod(operator.inputs[0].shape) * keys
 

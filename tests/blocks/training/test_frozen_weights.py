@@ -160,6 +160,19 @@ def test_weights_that_are_trained_later_are_float32_again_before_their_first_gra
     assert type(net.narrow.layer) is FrozenLinear
 
 
+def test_weights_that_are_no_plain_tensors_stay_as_they_are() -> None:
+    class Part(Tensor):
+        pass
+
+    layer = nn.Linear(3, 2)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Part), requires_grad=False)
+    layer.bias.requires_grad_(False)
+
+    flatout.hold_frozen_weights(layer)
+
+    assert type(layer) is nn.Linear and layer.weight.dtype == torch.float32
+
+
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(UsageError, match=r"neither torch\.bfloat16 nor torch\.float16"):
         flatout.hold_frozen_weights(nn.Linear(2, 2), torch.float32)

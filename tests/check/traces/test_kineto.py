@@ -122,6 +122,17 @@ def test_tensors_of_each_dtype_have_their_shape_and_bytes(tmp_path: Path, dtype:
     assert row.bytes == tensor.nbytes
 
 
+def test_attention_has_the_flop_of_its_heads_and_lengths(tmp_path: Path) -> None:
+    q, k, v = (torch.ones(2, heads, length, 16) for heads, length in ((4, 6), (2, 10), (2, 10)))
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    path = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(path))
+
+    [row] = [o for o in evidence_of_files([path]).operators if o.op == "aten.scaled_dot_product_attention"]
+    assert row.flop == 2 * (2 * 2 * 4 * 6 * 10 * 16)
+
+
 def test_products_of_float8_have_their_flop(tmp_path: Path) -> None:
     one = torch.ones(())
     a, b = torch.ones(32, 64).to(torch.float8_e5m2), torch.ones(48, 64).to(torch.float8_e4m3fn).t()

@@ -45,7 +45,7 @@ class FrozenLinear(nn.Linear):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _thaw(module: nn.Linear) -> None:
-    """Before the first gradient, so that no optimizer has seen the weights in 16 bits."""
+    """Make it an `nn.Linear` of float32 before its first gradient, so that no optimizer has seen the weights in 16 bits."""
     module.__class__ = nn.Linear
     _cast(module, torch.float32)
     warnings.warn(
@@ -59,10 +59,10 @@ def hold_frozen_weights(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -
     """Hold the frozen weights of a model's linear layers in 16 bits, in place: half the memory, and no cast in each call.
 
     Those are weights without `requires_grad` (of a model that is fine-tuned by adapters, or of a teacher), in float32, of layers
-    that are `nn.Linear` itself. Under autocast to `dtype` results and gradients have the same bits as before, since autocast
-    rounds these weights in each call. Elsewhere they are used rounded. What the state dict has of them is in float32, rounded.
-    Layers that are trained later are float32 again from their next call on, with a warning. Call it when all is frozen that stays
-    so, on the device, before the model is compiled.
+    that are `nn.Linear` itself; weights that are split over ranks stay. Under autocast to `dtype` results and gradients have the
+    same bits as before, since autocast rounds these weights in each call. Elsewhere they are used rounded. What the state dict
+    has of them is in float32, rounded. Layers that are trained later are float32 again from their next call on, with a warning.
+    Call it when all is frozen that stays so, on the device, before the model is compiled.
 
     Returns:
         A function that puts float32 in their place; rounded they stay.
@@ -97,4 +97,5 @@ def _is_frozen(module: nn.Module, uses: Counter[int]) -> bool:
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     own = [p for p in module._parameters.values() if p is not None]
-    return all(not p.requires_grad and p.dtype == torch.float32 and uses[id(p)] == 1 for p in own)
+    is_plain = all(type(p.data) is Tensor for p in own)  # and no part of a weight that lies on several ranks
+    return is_plain and all(not p.requires_grad and p.dtype == torch.float32 and uses[id(p)] == 1 for p in own)

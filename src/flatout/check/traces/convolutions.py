@@ -36,7 +36,7 @@ _ARGUMENTS: Final = {
     "mkldnn_convolution": _LIBRARY,
     "convolution_backward": _Arguments(4, 5, 6, 9, output_padding=8, transposed=7),
 }
-"""By native_functions.yaml of PyTorch 2.13, the same in 2.11."""
+"""Places of arguments in the schemas of native_functions.yaml, the same in PyTorch 2.11 and 2.13."""
 _MASK_AT: Final = 10
 """Where `convolution_backward` has which of its three gradients are made."""
 _NAME: Final = re.compile(r"aten::(\w*conv\w*?)(?:[123]d)?")

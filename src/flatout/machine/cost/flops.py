@@ -170,7 +170,7 @@ def _attention(short: str, shapes: Sequence[Shape]) -> int | None:
     has_offsets = short.startswith("_efficient") and any(len(shape) == 1 for shape in shapes)
     if len(q) != 4 or has_offsets:
         return None  # packed sequences: the lengths are data, not shapes
-    if not short.startswith("_scaled"):  # the inner operators take (batch, length, heads, dim)
+    if "scaled_dot_product" not in short:  # the inner operators take (batch, length, heads, dim)
         q, k, v = ((b, n, t, d) for b, t, n, d in (q, k, v))
     batch, heads, q_len, qk_dim = q
     _, kv_heads, kv_len, _ = k

@@ -1,5 +1,5 @@
 """NVIDIA cuDNN's fused attention on tokens that lie behind one another, through its own front end (the package
-nvidia-cudnn-frontend): PyTorch 2.11 builds a plan anew in each call that has documents (MHA.cpp, `*_nestedtensor`).
+nvidia-cudnn-frontend): PyTorch binds the kernel, but built a plan anew in each call (MHA.cpp, `*_nestedtensor`, as we read it).
 
 Plans are kept by the number of tokens, and by powers of two of the number of documents and of the longest: what is missing up to
 them are empty documents, and places that no query has.
@@ -55,6 +55,7 @@ class _Sizes(NamedTuple):
     left: int | None
     right: int | None
     scale: float
+    is_deterministic: bool
 
     def like(self, num_heads: int, width: int, dtype: torch.dtype | None = None) -> TensorLike:
         """(T, heads, width) as cuDNN wants to hear of it: a batch of documents, each as long as the longest."""
@@ -98,8 +99,6 @@ def _other_refusal(device: torch.device, num_tokens: int, left: int | None, righ
         return f"{num_tokens} tokens are no multiple of {_TOKENS}"
     if right != 0 and (left, right) != (None, None):
         return "it has no windows but those that end at the query"
-    if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms were asked for"
     if not has_cudnn():
         return "nvidia-cudnn-frontend is not installed"
     if _version() < _OLDEST:
@@ -149,6 +148,7 @@ def _sizes(q: Tensor, k: Tensor, options: SpanOptions) -> _Sizes:
         left=options.left,
         right=options.right,
         scale=options.scale,
+        is_deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 
@@ -217,6 +217,7 @@ def _backward_plan(sizes: _Sizes) -> CudnnPlan:
         seq_len_kv=lengths,
         max_total_seq_len_q=sizes.num_tokens,
         max_total_seq_len_kv=sizes.num_tokens,
+        use_deterministic_algorithm=sizes.is_deterministic,
         **bounds_of(sizes.left, sizes.right),
     )
     for gradient, like, start in zip(grads, (sizes.queries, sizes.keys, sizes.keys), (of_q, of_k, of_k), strict=True):

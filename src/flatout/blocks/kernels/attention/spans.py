@@ -37,9 +37,9 @@ class SpanOptions(NamedTuple):
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, SpanOptions], tuple[Tensor, Tensor]]
-"""Of queries, keys and values of tokens behind one another: the result, and what the backward pass wants of the scores."""
+"""What makes the result of queries, keys and values of tokens, and what its backward pass wants of the scores."""
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, SpanOptions], tuple[Tensor, Tensor, Tensor]]
-"""Of the result's gradient, queries, keys, values, the result and what is wanted of the scores: the gradients."""
+"""What makes the gradients of the result's gradient, queries, keys, values, the result and what is wanted of the scores."""
 
 
 class _OnSpans(torch.autograd.Function):

@@ -28,7 +28,7 @@ from flatout.tune.rewrite.imports import with_import
 from flatout.tune.rewrite.source import parsed, place_parameters, text_at
 
 _SMALL_PART: Final = 0.003
-"""Of the untouched step: others make such steps ten times as short (bench/results, PPO), and these functions stay as they are."""
+"""The least part of the untouched step: others make such a step ten times as short, and not these functions (PPO)."""
 _SAVED: Final = (0.3, 0.9)
 """Of what the host takes for its operators, in our judgement: a replay copies arguments and results."""
 
