@@ -58,14 +58,20 @@ demo: $(VENV)/examples.stamp
 	@echo; echo "== proved once more, from nothing"
 	-@$(BIN)/flatout verify --seconds 6 build/demo-plan.toml $(SLOW)
 
+# Tests race real processes and end them at any moment, on cores that others use, too. One that fails runs again, alone; its first
+# failure stays in the output, and one that fails alone fails.
+tests = $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m '$(1)' $(2) || { test $$? = 1 && \
+	  echo "== failed beside others; once more, alone" && \
+	  $(BIN)/python -m pytest -q -m '$(1)' --last-failed --last-failed-no-failures none; }
+
 test: $(VENV)/tools.stamp
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not long' --durations=40 --durations-min=3
+	@$(call tests,not long,--durations=40 --durations-min=3)
 
 long: $(VENV)/tools.stamp
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m long
+	@$(call tests,long)
 
 fast: $(VENV)/tools.stamp
-	@$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m 'not slow and not long'
+	@$(call tests,not slow and not long)
 
 PYTHONS ?= python3.12 python3.13 python3.14
 pythons: pyproject.toml constraints.txt

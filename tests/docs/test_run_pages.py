@@ -133,6 +133,26 @@ def test_a_traceback_is_never_right(tmp_path: Path) -> None:
     assert done.returncode == 1 and "a traceback" in done.stdout
 
 
+def test_a_page_that_was_wrong_beside_another_runs_again_alone(tmp_path: Path) -> None:
+    once, always = tmp_path / "once.md", tmp_path / "always.md"
+    once.write_text(
+        f"<!-- run: measured -->\n```console\n$ test -e {tmp_path}/ran || (touch {tmp_path}/ran; false)\n```\n"
+    )
+    always.write_text("```console\n$ false\n```\n")
+    both = run(always, "--jobs", "2", str(once))
+    assert both.returncode == 1
+    assert [line.partition(":")[0] for line in both.stdout.splitlines() if line.startswith(("ok", "WRONG"))] == [
+        f"WRONG  {once}",
+        f"WRONG  {always}",
+        f"ok     {once}",
+        f"WRONG  {always}",
+    ]
+    (tmp_path / "ran").unlink()
+    assert run(once, "--jobs", "2").returncode == 0
+    (tmp_path / "ran").unlink()
+    assert run(once).returncode == 1
+
+
 RAN = "*Ran on A GPU, torch 2.11.0, 2026-11-28.*"
 FOR_GPU = """\
 ```python

@@ -10,9 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.command_line import Ended, flatout
+from tests.planning_world import verdict
 
 from flatout.core.records.lever import PlannedLever
 from flatout.core.records.plan import Plan, from_toml, to_toml
+from flatout.core.records.verdict import Equality, Speed
 from flatout.core.registry import lever_of
 
 pytestmark = pytest.mark.slow
@@ -244,3 +246,17 @@ def test_the_text_of_a_plan_that_costs_precision_runs_beside_the_plan(tmp_path: 
     assert "PROVED: equal in quality" in judged.out and "over 3 seeds" in " ".join(judged.out.split())
     refused = flatout("verify", "--no-speed", "plan.toml", "train.py", folder=tmp_path)
     assert refused.code == 1 and "DIFFERENT" in refused.out
+
+
+@pytest.mark.parametrize(("speed", "code"), [(0.98, 0), (0.7, 3)])
+def test_beside_its_plan_a_text_may_be_slower_by_what_is_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speed: float, code: int
+) -> None:
+    raced = Speed(ratio=speed, low=speed - 0.01, high=speed + 0.01, num_pairs=20, before_s=1.0, after_s=1 / speed)
+    slower = verdict(Equality(guarantee="bounded", holds=True), raced, "slower", "equal, and slower")
+    monkeypatch.setattr("flatout.tune.verify.proof.prove_script", lambda *_, **__: slower)
+    (tmp_path / "train.py").write_text(textwrap.dedent(LANGUAGE))
+    (tmp_path / "plan.toml").write_bytes(to_toml(Plan(script="train.py", lever=(FLOAT8,), guarantee="quality")))
+    done = verified_edit(tmp_path)
+    assert done.code == code
+    assert ("slower here" in done.out) == (code == 3) and ("as fast as with the plan" in done.err) == (code == 0)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from flatout.tune.edits import Edits
 
 _RACE_S: Final = 6.0
+_AS_FAST_AS_PLAN: Final = 0.9
+"""A text and its plan compute the same: a short race has some percent of noise, and only more than that is slower."""
 
 
 def edit(
@@ -140,11 +142,14 @@ def _verified(found: Edits, target: ScriptTarget, plan: Path, *, timeout_s: floa
             again = prove_script(base, changed, terms) if verdict.outcome == "different" else None
         except FlatoutError as e:
             return str(e)
-    return _doubt(verdict, again)
+    return _doubt(verdict, again, slow=_AS_FAST_AS_PLAN if is_quality else 1.0)
 
 
-def _doubt(verdict: Verdict, again: Verdict | None) -> str:
-    """Why it is not known whether the text is equal and no slower; `again` is a second proof where the first said different."""
+def _doubt(verdict: Verdict, again: Verdict | None, *, slow: float) -> str:
+    """Why it is not known whether the text is equal and no slower.
+
+    `again` is a second proof where the first said different; `slow` the ratio of speeds below which a text is slower.
+    """
     from flatout.report.parts.verdict import deviation_words, verdict_headline
 
     headline = verdict_headline(verdict)
@@ -160,9 +165,10 @@ def _doubt(verdict: Verdict, again: Verdict | None) -> str:
         raise typer.Exit(NEGATIVE)
     if verdict.equality.holds is None:
         return verdict.because
-    if verdict.outcome == "slower":
+    if verdict.outcome == "slower" and (verdict.speed is None or verdict.speed.high < slow):
         return f"equal, but slower here: {headline}"
-    print_lines(f"verified: {headline if verdict.outcome == 'proved' else verdict.because}", stderr=True)
+    because = "equal, and as fast as with the plan within noise" if verdict.outcome == "slower" else verdict.because
+    print_lines(f"verified: {headline if verdict.outcome == 'proved' else because}", stderr=True)
     return ""
 
 
