@@ -8,8 +8,8 @@ from tests.blocks.kernels.against_float64 import name_of, on_device
 from tests.blocks.kernels.interpreted import interpreted
 from torch import Tensor
 
+from flatout.blocks.kernels.float8_formats import float8_of, gradient_step
 from flatout.blocks.kernels.linear_cross_entropy.call import linear_cross_entropy
-from flatout.blocks.kernels.linear_cross_entropy.float8.formats import float8_of, gradient_step
 from flatout.core.errors import UsageError
 from flatout.core.registry import kernels
 

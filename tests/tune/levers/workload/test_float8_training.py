@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.evidence_builder import MACHINE, EvidenceBuilder, tensor
 from tests.lever_tools import edited, pulled, ran
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def _refusal(run: EvidenceBuilder) -> str:
 def test_large_products_in_bfloat16_are_offered_with_half_of_their_time() -> None:
     [candidate] = LEVER.propose(_run().build(), ())
     assert isinstance(candidate, Candidate)
-    assert candidate.parameters == {"recipe": "tensorwise", "compile": True}
+    assert candidate.parameters == {"recipe": "tensorwise", "gated": True, "compile": True}
     assert candidate.saved_s == (pytest.approx(-0.018), pytest.approx(0.03, rel=0.01))
     assert "60.00 ms" in candidate.because
     assert LEVER.guarantee == "quality"
@@ -66,7 +67,7 @@ def test_a_script_that_compiles_is_asked_by_the_weights_of_its_graphs() -> None:
     run.compilation = Compilation(compile_s=1.0, num_frames=1, num_graphs=1)
     [candidate] = LEVER.propose(run.build(), ())
     assert isinstance(candidate, Candidate)
-    assert candidate.parameters == {"recipe": "tensorwise"}
+    assert candidate.parameters == {"recipe": "tensorwise", "gated": True}
     assert candidate.saved_s[1] == pytest.approx(0.02, rel=0.01)
     run.operators.clear()
     run.operator("inductor.graph", inputs=[tensor(64, 64, dtype="bfloat16")], op_s=0.05, flop=flop)
@@ -208,6 +209,35 @@ def test_a_teacher_and_a_small_model_stay() -> None:
         assert not hooks.done
 
 
+class GatedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(16, 2048, bias=False) for _ in range(2))
+        self.down = nn.Linear(2048, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_gated_mlps_are_run_as_one_and_layer_by_layer_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    monkeypatch.setattr(float8, "refusal", lambda _: None)
+    monkeypatch.setattr(float8, "layer_refusal", lambda layer, **_: None if type(layer) is nn.Linear else "other")
+    net, x = GatedNet(), torch.randn(16, 16)
+    expected = net(x)
+    with pulled(LEVER, gated=True):
+        found = net(x)
+        assert "forward" in net.__dict__ and type(net.gate).__name__ == "Float8Linear"
+        found.sum().backward()
+    assert 1e-4 < float(((found - expected).norm() / expected.norm()).detach()) < 0.15
+    assert "forward" not in net.__dict__ and torch.equal(net(x), expected)
+    with pulled(LEVER):
+        net(x)
+        assert "forward" not in net.__dict__
+
+
 @pytest.mark.usefixtures("as_if")
 def test_it_is_pulled_on_a_model_that_is_there() -> None:
     net = Net()
@@ -246,12 +276,16 @@ def test_the_edit_comes_behind_the_move_and_compiles_where_nothing_does() -> Non
     after = edited(LEVER, HEAD + '    model.to("cpu")\n' + TAIL, compile=True)
     assert "from flatout.blocks.training import float8\n" in after
     assert 'model.to("cpu")\nfloat8.convert(model)\nmodel.compile()\n' in after
+    gated = edited(LEVER, HEAD + '    model.to("cpu")\n' + TAIL, compile=True, gated=True)
+    assert "float8.convert(model)\nrun_gated_as_one(model)\nmodel.compile()\n" in gated
+    assert "from flatout.blocks.kernels.float8_gating.layers import run_gated_as_one\n" in gated
     assert 'convert(model, recipe="rowwise")\n' in edited(LEVER, HEAD + TAIL, recipe="rowwise")
 
 
 @pytest.mark.parametrize("statement", ["    model = torch.compile(model)\n", "    model.compile()\n"])
 def test_the_edit_comes_before_what_compiles(statement: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    after = edited(LEVER, HEAD + "    # fused\n" + statement + TAIL, compile=True)
+    after = edited(LEVER, HEAD + "    # fused\n" + statement + TAIL, compile=True, gated=True)
+    assert "float8.convert(model)\nrun_gated_as_one(model)\n" in after
     assert after.index("float8.convert(model)\n") < after.index(statement.strip())
     assert after.count("compile(") == after.count("# fused") == 1
     monkeypatch.setattr(nn.Module, "compile", lambda self: None)

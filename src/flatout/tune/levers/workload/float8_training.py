@@ -3,7 +3,8 @@
 What        `flatout.blocks.training.float8.convert` on a model at its first call, on its device, before it is compiled; with
             `compile` the model is compiled as well, where the script has not: in eager code the casts are kernels of their
             own, and float8 loses. Weights, their gradients and the optimizer stay as they are, under the same names;
-            evaluation runs in float8, too.
+            evaluation runs in float8, too. With `gated`, gated MLPs (`down(silu(gate(x)) * up(x))`) of three such layers are
+            run as one (`flatout.blocks.kernels.float8_gating`): SwiGLU and its gradients are rounded where they are computed.
 Guarantee   QUALITY: the metric tells. Inputs of each product are rounded to 3 bits after the point (e4m3; with one scale a
             tensor the gradients of outputs to 2, e5m2), scaled anew each time; the forward's sums are those of the units'
             fast accumulation, which keeps fewer bits than float32.
@@ -72,7 +73,7 @@ def propose(evidence: Evidence, findings: Sequence[Finding]) -> Iterator[Candida
         raise LeverRefused(f"products that float8 would make faster are {share:.0%} of a step at most")
     compiles, rate = compiles_graphs(evidence), float8_rate(evidence)
     yield Candidate(
-        parameters={"recipe": "tensorwise"} if compiles else {"recipe": "tensorwise", "compile": True},
+        parameters={"recipe": "tensorwise", "gated": True, **({} if compiles else {"compile": True})},
         saved_s=(-_MAY_COST * products.seconds, (1 - 1 / rate) * products.seconds),
         because=f"{products.sizes} take up to {milliseconds(products.seconds)} of a step; in float8 the units are "
         f"{rate:.1f} times as fast" + ("" if compiles else ", once the casts are compiled into their neighbours"),
@@ -139,6 +140,7 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
     def change(module: nn.Module) -> Callable[[], None] | None:
         import torch
 
+        from flatout.blocks.kernels.float8_gating.layers import run_gated_as_one
         from flatout.blocks.training import float8
         from flatout.check.observe.calls import wrapped
 
@@ -148,6 +150,7 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
             return None  # nothing would gain, or it is a teacher
         compiled = bool(parameters.get("compile")) and not _is_compiled(module)
         converted = float8.convert(inner, recipe=recipe)
+        gated = run_gated_as_one(inner) if parameters.get("gated") else None
         hooks.note(LEVER.id)
         if compiled:
             inner.compile()
@@ -155,6 +158,8 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         def undo() -> None:
             if compiled:
                 inner._compiled_call_impl = None
+            if gated is not None:
+                gated.undo()
             float8.revert(inner, converted)
 
         return undo
@@ -180,20 +185,27 @@ def edit(text: str, parameters: Parameters) -> str:
         raise EditError("the file speaks of float8 itself")
     recipe = _recipe(parameters)
     arguments = "" if recipe == "tensorwise" else f', recipe="{recipe}"'
+
+    def converting(name: str) -> str:
+        gated = f"run_gated_as_one({name})\n" if parameters.get("gated") else ""
+        return f"float8.convert({name}{arguments})\n{gated}"
+
     module = parsed(text)
     found = _compiling(module)
     if found is None:
         last = "" if compiles_models(module) or not parameters.get("compile") else "model.compile()\n"
-        module = parsed(behind_model(text, f"float8.convert(model{arguments})\n{last}"))
+        module = parsed(behind_model(text, converting("model") + last))
     else:
         name, statement = found
-        [new] = statements(f"float8.convert({name}{arguments})\n")
-        lines = statement.leading_lines
+        first, *more = statements(converting(name))
         changed: list[cst.BaseStatement] = [
-            new.with_changes(leading_lines=lines),
+            first.with_changes(leading_lines=statement.leading_lines),
+            *more,
             statement.with_changes(leading_lines=()),
         ]
         module = with_changes(module, {statement: changed})
+    if parameters.get("gated"):
+        module = with_import(module, "flatout.blocks.kernels.float8_gating.layers", "run_gated_as_one")
     return with_import(module, "flatout.blocks.training", "float8").code
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.blocks.kernels.linear_cross_entropy.float8.formats import GRADIENT, float8_of, gradient_step
+from flatout.blocks.kernels.float8_formats import GRADIENT, float8_of, gradient_step
 from flatout.blocks.kernels.linear_cross_entropy.gradient import (
     ROWS_ARGUMENTS,
     LossOptions,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatout.blocks.kernels.linear_cross_entropy.float8.formats import (
+from flatout.blocks.kernels.float8_formats import (
     FORWARD,
     GRADIENT,
     LARGEST,
