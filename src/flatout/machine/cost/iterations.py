@@ -117,7 +117,7 @@ def bytes_at_once(evidence: Evidence, rows: Collection[int], *, shared: Collecti
     if num_calls > 1 and all(_makes_gradient_of(operators[i], shared) for i in rows):
         return moved / num_calls
     inputs = _first_inputs(evidence, rows)
-    read = sum(inputs[p].num_elements * _item_bytes(inputs[p].dtype) for p in _shared_positions(evidence, rows))
+    read = sum(inputs[p].num_elements * element_bytes(inputs[p].dtype) for p in _shared_positions(evidence, rows))
     smallest = min((operators[i].bytes for i in rows), default=0)
     return moved - min(read, smallest) * max(0.0, num_calls - 1)
 
@@ -211,10 +211,10 @@ def _is_whole(evidence: Evidence, row: int, position: int, producer: int) -> boo
     return operator.inputs[position].num_elements >= max((t.num_elements for t in outputs), default=0)
 
 
-def _item_bytes(dtype: str) -> int:
+def element_bytes(dtype: str) -> int:
     """Bytes of one element, from the number of bits in the name of the dtype.
 
-    >>> _item_bytes("bfloat16"), _item_bytes("bool")
+    >>> element_bytes("bfloat16"), element_bytes("bool")
     (2, 1)
     """
     bits = re.search(r"\d+", dtype)
