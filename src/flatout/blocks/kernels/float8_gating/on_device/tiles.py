@@ -53,7 +53,8 @@ def rounded_gated(gate_NH, up_NH, largest, gated_NH, scale, total, most, BLOCK: 
     """SwiGLU over its step, in the format of `gated_NH`; the step is written to `scale`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     step = _step(largest, most)
-    tl.store(scale, step)  # every program writes the same number
+    if tl.program_id(0) == 0:
+        tl.store(scale, step)
     gate = tl.load(gate_NH + at, mask=at < total, other=0.0).to(tl.float32)
     up = tl.load(up_NH + at, mask=at < total, other=0.0).to(tl.float32)
     small = (gate * tl.sigmoid(gate) * up * (1.0 / step)).to(gated_NH.dtype.element_ty)
@@ -110,8 +111,9 @@ def rounded_gradients(
     row, column = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * COLUMNS
     w, k = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     gate_step, up_step = _step(largest, most), _step(largest + 1, most)
-    tl.store(scales, gate_step)
-    tl.store(scales + 1, up_step)
+    if row + column == 0:
+        tl.store(scales, gate_step)
+        tl.store(scales + 1, up_step)
     by_gate, by_up, by_gated = 1.0 / gate_step, 1.0 / up_step, 1.0 / tl.load(gated_scale)
     mask = (row + 4 * w < num_rows)[:, None] & (column + k < width)[None, :]
     words_gate = tl.zeros([ROWS // 4, COLUMNS], tl.int32)
