@@ -9,7 +9,7 @@ samples a second. `--plans` names a folder with plans to race instead; `--levers
 results are `by_hand_ROW.json`. `--settings-of` names a folder with results: of each peer the setting that was fastest there races
 alone.
 
-`--losses` runs 500 steps of both, and of the untouched script where that does not take many times as long, on three seeds each,
+`--losses` runs 500 steps of both, and of the untouched script where that does not take many times as long, on `--seeds` each,
 and compares the last losses; `--only-losses` does nothing else.
 `--accounts` says where a step of the plan and of the fastest peer goes, kernel by kernel (bench/best/account.py).
 `--gpus` races as many rows side by side, each on a GPU of its own. `--small` tries it all on a CPU, where the examples are toys;
@@ -44,7 +44,7 @@ from flatout.tune.verify.side_process import Failed, Request, SideProcess
 
 GPU, BEST = ROOT / "examples" / "gpu", ROOT / "bench" / "best"
 LOSS_STEPS = 500
-SEEDS = (11, 12, 13)
+FIRST_SEED = 11
 ACCOUNT_S = 240.0
 
 
@@ -273,6 +273,7 @@ def main() -> int:
     parser.add_argument("--settings-of", type=Path, help="a folder with results, whose fastest settings alone race")
     parser.add_argument("--losses", action="store_true")
     parser.add_argument("--only-losses", action="store_true")
+    parser.add_argument("--seeds", type=int, default=3, help="of each side whose losses are compared")
     parser.add_argument("--at-once", type=int, default=1, help="seeds of a side whose losses are run side by side")
     parser.add_argument("--accounts", action="store_true")
     parser.add_argument("--small", action="store_true")
@@ -298,10 +299,9 @@ def main() -> int:
             if options.accounts:
                 accounts(options.out, name, row, plan, found)
         if options.losses or options.only_losses:
-            losses = losses_of(
-                with_fastest_settings(name, row, options.settings_of or options.out), plan, options.at_once
-            )
-            (options.out / f"losses_{name}.json").write_text(json.dumps(losses, indent=1) + "\n")
+            fastest = with_fastest_settings(name, row, options.settings_of or options.out)
+            out = options.out / f"losses_{name}.json"
+            losses = compare_losses(out, fastest, plan, options.seeds, options.at_once)
             print(json.dumps(losses, indent=1), flush=True)
     return 0
 
@@ -409,16 +409,21 @@ def peer_requests(row: Row) -> dict[str, Request]:
     }
 
 
-def losses_of(row: Row, plan: Path, num_at_once: int) -> dict[str, list[float | None]]:
-    """The last losses of LOSS_STEPS steps of the plan and of the first setting of each peer, seed by seed."""
+def compare_losses(out: Path, row: Row, plan: Path, num_seeds: int, num_at_once: int) -> dict[str, list[float | None]]:
+    """The last losses of LOSS_STEPS steps of the plan and of the first setting of each peer, seed by seed, saved side by side."""
     sides = {} if row.is_plain_slow else {"untouched": Request(target=str(row.script), arguments=row.arguments)}
     sides["flatout"] = own_request(row, plan)
     requests = peer_requests(row)
     for peer, one in row.peers.items():
         side = f"{peer}: {next(iter(one.settings))}"
         sides[side] = requests[side]
+    losses: dict[str, list[float | None]] = {}
     with ThreadPoolExecutor(num_at_once) as pool:
-        return {side: list(pool.map(partial(last_loss, request), SEEDS)) for side, request in sides.items()}
+        for side, request in sides.items():
+            seeds = range(FIRST_SEED, FIRST_SEED + num_seeds)
+            losses[side] = list(pool.map(partial(last_loss, request), seeds))
+            out.write_text(json.dumps(losses, indent=1) + "\n")
+    return losses
 
 
 def account(out: Path, request: Request, row: Row) -> None:
