@@ -259,4 +259,4 @@ def test_beside_its_plan_a_text_may_be_slower_by_what_is_noise(
     (tmp_path / "plan.toml").write_bytes(to_toml(Plan(script="train.py", lever=(FLOAT8,), guarantee="quality")))
     done = verified_edit(tmp_path)
     assert done.code == code
-    assert ("slower here" in done.out) == (code == 3) and ("as fast as with the plan" in done.err) == (code == 0)
+    assert ("slower here" in done.out) == (code == 3) and ("at 0.98x the plan's speed" in done.err) == (code == 0)

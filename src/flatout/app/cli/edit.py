@@ -167,7 +167,9 @@ def _doubt(verdict: Verdict, again: Verdict | None, *, slow: float) -> str:
         return verdict.because
     if verdict.outcome == "slower" and (verdict.speed is None or verdict.speed.high < slow):
         return f"equal, but slower here: {headline}"
-    because = "equal, and as fast as with the plan within noise" if verdict.outcome == "slower" else verdict.because
+    because = verdict.because
+    if verdict.outcome == "slower" and verdict.speed is not None:
+        because = f"equal, at {verdict.speed.ratio:.2f}x the plan's speed in a short race"
     print_lines(f"verified: {headline if verdict.outcome == 'proved' else because}", stderr=True)
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -86,6 +87,14 @@ class Assigned(Gated):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
 
 
+class Aside(Gated):
+    """It does something beside what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        aside = self.act_fn(x)  # noqa: F841
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("kind", [Gated, Named, ByModule])
 def test_a_gated_mlp_is_known_by_its_forward(kind: type[Gated]) -> None:
     assert gated_names(kind()) == GatedNames("w1", "w3", "w2")
@@ -106,7 +115,7 @@ def test_steps_with_names_and_factors_in_another_order_are_followed() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [WithDropout, OtherActivation, Sum, Shifted, OneLayerTwice, Counting, Branching, Assigned],
+    [WithDropout, OtherActivation, Sum, Shifted, OneLayerTwice, Counting, Branching, Assigned, Aside],
 )
 def test_a_forward_that_does_other_or_more_is_not(kind: type[Gated]) -> None:
     assert gated_names(kind()) is None
@@ -118,6 +127,17 @@ def test_another_activation_in_a_child_hooks_and_a_forward_of_its_own_are_seen()
     hooked.register_forward_hook(lambda module, args, output: None)
     own.forward = lambda x: x  # type: ignore[method-assign]
     assert [gated_names(module) for module in (other, hooked, own)] == [None] * 3
+
+
+def test_a_forward_that_was_wrapped_is_not_known_by_what_it_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Gated.forward
+
+    @functools.wraps(plain)
+    def doubled(self: Gated, x: Tensor) -> Tensor:
+        return 2 * plain(self, x)
+
+    monkeypatch.setattr(Gated, "forward", doubled)
+    assert gated_names(Gated()) is None
 
 
 def test_the_mlp_of_transformers_is_known() -> None:
@@ -190,7 +210,22 @@ def test_under_autocast_results_leave_in_its_dtype() -> None:
     run_gated_as_one(net)
     with torch.autocast("cpu", torch.bfloat16):
         assert net.blocks[0](x).dtype == torch.bfloat16
-    assert net.blocks[0](x).dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.usefixtures("as_if")
+def test_what_the_units_do_not_take_runs_layer_by_layer_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, wide, odd = Net().bfloat16(), torch.randn(2, 16, 32), torch.randn(1, 24, 32).bfloat16()
+    float8.convert(net, sizes="any")
+    torch.manual_seed(0)
+    block = net.blocks[0]
+    before = block(odd[:, :16])
+    run_gated_as_one(net)
+    monkeypatch.setattr("flatout.blocks.kernels.float8_gating.layers.float8_gated_mlp", lambda *_: "as one")
+    assert block(odd[:, :16]) == "as one" and before.shape == (1, 16, 32)
+    assert block(odd).shape == odd.shape  # 24 rows
+    assert copy.deepcopy(block).float()(wide).shape == wide.shape == block.float()(wide).shape
 
 
 @pytest.mark.slow

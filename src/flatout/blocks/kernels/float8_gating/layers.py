@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.blocks.kernels.float8_gating.call import float8_gated_mlp
+from flatout.blocks.kernels.float8_gating.triton import HALVES
+from flatout.blocks.training.float8 import MULTIPLE
 from flatout.core.runtime.patches import Undo, replace_forward
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -41,7 +45,8 @@ def run_gated_as_one(model: nn.Module) -> GatedMlps:
     """Run each gated MLP of three layers that torchao multiplies in float8, one scale a tensor, by one function; in place.
 
     Left alone is a module whose forward does more or other than `down(silu(gate(x)) * up(x))`, whose layers have biases, or one
-    with hooks on it or on them. Copies of a module that is run so run layer by layer.
+    with hooks on it or on them. Copies of a module that is run so run layer by layer, and so do calls in float32 and with numbers
+    of rows that float8 products do not take.
     """
     undos: dict[str, Undo] = {}
     for path, module in model.named_modules():
@@ -79,6 +84,8 @@ class _Forward(NamedTuple):
     def of(cls, module: nn.Module) -> _Forward | None:
         """Names that are assigned once in the text are replaced by what was assigned; None where there is more than that."""
         function = type(module).forward
+        if not inspect.isfunction(function) or hasattr(function, "__wrapped__"):
+            return None  # its text would be that of what is wrapped
         try:
             [tree] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
         except (OSError, TypeError, SyntaxError, ValueError):
@@ -89,12 +96,15 @@ class _Forward(NamedTuple):
             return None
         of_self, argument = (a.arg for a in tree.args.args)
         body = [s for s in tree.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+        reads = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
         values: dict[str, ast.expr] = {}
         for statement in body[:-1]:
             target, value = _assigned(statement)
             if target is None or value is None or target in (*values, of_self, argument):
                 return None
             values[target] = _inlined(value, values)
+        if any(reads[name] != 1 for name in values):
+            return None  # what nobody reads is done for something else
         last = body[-1] if body else None
         if not isinstance(last, ast.Return) or last.value is None:
             return None
@@ -138,7 +148,7 @@ class _Forward(NamedTuple):
     def _value(self, expression: ast.expr) -> object | None:
         """What a name, or an attribute of one, stands for; of the module itself children alone."""
         if isinstance(expression, ast.Name):
-            return self.names.get(expression.id)
+            return None if expression.id in (self.of_self, self.argument) else self.names.get(expression.id)
         if not isinstance(expression, ast.Attribute):
             return None
         if isinstance(expression.value, ast.Name) and expression.value.id == self.of_self:
@@ -211,8 +221,12 @@ def _is_plain_float8(layer: nn.Module) -> bool:
 
 
 def _forward(module: nn.Module, names: GatedNames, x: Tensor) -> Tensor:
+    """As one, or layer by layer as before where the units take it only so, or not at all."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
+    if x.dtype not in HALVES or math.prod(x.shape[:-1]) % MULTIPLE:
+        result: Tensor = type(module).forward(module, x)
+        return result
     gate, up, down = (module.get_parameter(f"{name}.weight") for name in names)
     return float8_gated_mlp(x, gate, up, down)

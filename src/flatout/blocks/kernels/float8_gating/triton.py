@@ -34,6 +34,8 @@ _BLOCK: Final = 4096
 """Numbers of a program: 16 a thread with 8 warps."""
 _STRETCH: Final = 8
 """Blocks in which a program looks for the largest magnitude."""
+HALVES: Final = (torch.bfloat16, torch.float16)
+"""What products in float8 leave the units in."""
 _ROWS: Final = 128
 _COLUMNS: Final = 64
 _NUM_WARPS: Final = 4
@@ -48,7 +50,7 @@ def _refusal(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> str | None:
     odd = [size for size in sizes if size % MULTIPLE]
     if odd:
         return f"a size of {odd[0]} is no multiple of {MULTIPLE}, as float8 products want"
-    if x.dtype not in (torch.bfloat16, torch.float16):
+    if x.dtype not in HALVES:
         return f"x is {x.dtype}; products in float8 leave the units in 16 bits"
     return refusal(x.device)
 
