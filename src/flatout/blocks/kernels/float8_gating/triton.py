@@ -1,8 +1,7 @@
 """Products of the units for float8; SwiGLU and its gradients rounded where they are computed, by two Triton kernels a pass.
 
-Left to Inductor, torchao's layers computed SwiGLU's gradients for their largest magnitudes, and once more to round them, in 2.6
-times as long as a pass over their bytes takes, and with float8 exchanged in registers (bench/results/2026-11-29-h200,
-account_llama-float8_peer.json).
+Left to Inductor, torchao's layers computed SwiGLU's gradients once for their largest magnitudes and once more to round them, in
+2.6 and 2.8 times what their inputs' bytes take (bench/results/2026-11-29-h200, account_llama-float8_peer.json).
 
 N rows, I inputs and outputs of the MLP, H hidden width
 """
