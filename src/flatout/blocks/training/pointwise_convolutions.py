@@ -17,16 +17,21 @@ class PointwiseConvolution(nn.Conv2d):
     """A convolution of 1 x 1 with stride 1 as a matrix product; state dict and parameters are those of `nn.Conv2d`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(B, D, H, W) of (B, C, H, W), laid out in memory as the input is: channels last, or else contiguous."""
+        """(B, D, H, W) of (B, C, H, W); channels lie last where those of the input or of the weights do, as in a convolution."""
         if input.dim() != 4:
             return super().forward(input)
         weight_DC = self.weight.flatten(1)
-        if input.is_contiguous(memory_format=torch.channels_last):
+        if input.is_contiguous(memory_format=torch.channels_last) or _channels_lie_last(self.weight):
             return F.linear(input.permute(0, 2, 3, 1), weight_DC, self.bias).permute(0, 3, 1, 2)
         result: Tensor = torch.matmul(weight_DC, input.flatten(2))
         if self.bias is not None:
             result = result + self.bias.to(result.dtype)[:, None]
         return result.view(*result.shape[:2], *input.shape[2:])
+
+
+def _channels_lie_last(weight_DC11: Tensor) -> bool:
+    """Whether weights of 1 x 1 were laid out channels last, which their strides alone say: (C, 1, C, C), not (C, 1, 1, 1)."""
+    return weight_DC11.stride(1) == 1 and weight_DC11.stride(3) == weight_DC11.shape[1] > 1
 
 
 def pointwise_convolutions_as_products(model: nn.Module) -> Callable[[], None]:
