@@ -125,7 +125,7 @@ def test_it_is_taken_where_it_is_asked_for_and_flash_otherwise(
     varlen.varlen_backward(grad, q, k, v, q, q, options)
     assert called == ["forward", "backward"]
 
-    monkeypatch.setenv("FLATOUT_CUDNN_VARLEN", "1")
+    monkeypatch.setattr(cudnn_varlen, "_WORTH_IT", 1)
     monkeypatch.setattr(cudnn_varlen, "half_refusal", lambda *_, **__: None)
     out, stats = varlen.varlen_forward(q, k, v, options)
     varlen.varlen_backward(grad, q, k, v, out, stats, options)
@@ -148,7 +148,7 @@ def test_what_it_does_not_take_is_refused(
     reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("FLATOUT_CUDNN_VARLEN", "1")
+    monkeypatch.setattr(cudnn_varlen, "_WORTH_IT", 1)
     monkeypatch.setattr(cudnn_varlen, "half_refusal", lambda *_, **__: None)
     why = cudnn_varlen.refusal(*drawn(num_tokens)[:3], options_of([num_tokens], *bounds))
     assert why is None if reason is None else reason in str(why)
@@ -160,7 +160,7 @@ def test_as_a_kernel_it_attends_within_documents_of_samples(fake: FakeCudnn, mon
     plain = flatout.attention(q, k, v, mask=mask, enable_gqa=True)
     kernel = cudnn_varlen.KERNEL
     monkeypatch.setattr(cudnn_varlen, "half_refusal", lambda *_, **__: None)
-    monkeypatch.setenv("FLATOUT_CUDNN_VARLEN", "1")
+    monkeypatch.setattr(cudnn_varlen, "_WORTH_IT", 1)
     assert kernel.refusal(q, k, v, mask=mask, score=None, scale=0.25) is None
     assert "documents" in str(kernel.refusal(q, k, v, mask=masks.causal(), score=None, scale=0.25))
 
@@ -176,11 +176,11 @@ def test_as_a_kernel_it_attends_within_documents_of_samples(fake: FakeCudnn, mon
     assert fake.built == ["forward", "backward"]
 
 
-def test_nothing_is_asked_of_cudnn_without_a_gpu_or_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_of_cudnn_without_a_gpu_or_on_short_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v, _ = drawn(128)
     assert "the tensors are on cpu" in str(cudnn_varlen.refusal(q, k, v, options_of([128])))
     monkeypatch.setattr(cudnn_varlen, "half_refusal", lambda *_, **__: None)
-    assert "FLATOUT_CUDNN_VARLEN" in str(cudnn_varlen.refusal(q, k, v, options_of([128])))
+    assert "no document has 1024 tokens" in str(cudnn_varlen.refusal(q, k, v, options_of([128])))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -189,7 +189,7 @@ def test_nothing_is_asked_of_cudnn_without_a_gpu_or_the_variable(monkeypatch: py
 def test_on_a_gpu_it_is_as_near_to_float64_as_flash_attention(
     left: int | None, right: int | None, key_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLATOUT_CUDNN_VARLEN", "1")
+    monkeypatch.setattr(cudnn_varlen, "_WORTH_IT", 1)
     wide = drawn(1024, key_heads)
     options = options_of([1, 300, 64, 600, 59], left, right)
     q, k, v, grad = (t.to("cuda", torch.bfloat16) for t in wide)

@@ -9,7 +9,6 @@ them are empty documents, and places that no query has.
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -36,7 +35,9 @@ _OLDEST: Final = 91_000
 """The first version of cuDNN whose own tests have empty documents (test/python/sdpa of the front end)."""
 _TOKENS: Final = 64
 """The backward pass of cuDNN reserves memory for tokens in such numbers."""
-_VARIABLE: Final = "FLATOUT_CUDNN_VARLEN"
+_WORTH_IT: Final = 1024
+"""Tokens of the longest document: with 4096 of them cuDNN took 0.69 times as long as FlashAttention-2, forward and backward
+(account_llama-documents_plan in bench/results/2026-12-01-h200 and 2026-11-30-h200); on short ones it was not measured."""
 _FEWEST: Final = 8
 _SHORTEST: Final = 128
 
@@ -87,12 +88,14 @@ class _Sizes(NamedTuple):
 def refusal(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, options: SpanOptions) -> str | None:
     """Why cuDNN cannot be taken for these tokens; None if it can."""
     why = half_refusal(*(t[None] for t in (q_THD, k_TGD, v_TGD)), score=None, widest=128)
-    return why or _other_refusal(q_THD.device, q_THD.size(0), options.left, options.right)
+    return why or _other_refusal(q_THD.device, q_THD.size(0), options.spans.longest, options.left, options.right)
 
 
-def _other_refusal(device: torch.device, num_tokens: int, left: int | None, right: int | None) -> str | None:
-    if os.environ.get(_VARIABLE) != "1":
-        return f"{_VARIABLE} is not 1: on documents it was not measured yet"
+def _other_refusal(
+    device: torch.device, num_tokens: int, longest: int, left: int | None, right: int | None
+) -> str | None:
+    if longest < _WORTH_IT:
+        return f"no document has {_WORTH_IT} tokens, as those had on which it was measured"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         return "the GPU's compute capability is below 9.0, where it is no faster"
     if num_tokens % _TOKENS:
@@ -242,7 +245,7 @@ def _kernel_refusal(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, score: Score
     why = half_refusal(q, k, v, score=score, widest=128)
     if why is None and q.size(2) != k.size(2):
         why = f"there are {q.size(2)} queries and {k.size(2)} keys"
-    return why or _other_refusal(q.device, q.size(0) * q.size(2), band.left, band.right)
+    return why or _other_refusal(q.device, q.size(0) * q.size(2), q.size(2), band.left, band.right)
 
 
 KERNEL = kernel(
