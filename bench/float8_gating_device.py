@@ -169,6 +169,7 @@ def kernels(rows: int, hidden: int, *, seconds: float) -> list[dict[str, Any]]:
                 MASKED=False,
                 ROWS=r,
                 COLUMNS=c,
+                INTERPRETED=False,
                 num_warps=warps,
             )
             for r, c, warps in TILES

@@ -17,22 +17,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatout.blocks.kernels.float8_formats import GRADIENT, Rounded, float8_of
+from flatout.blocks.kernels.float8_formats import GRADIENT, Rounded, float8_of, step_of
 from flatout.blocks.kernels.opaque import once, opaque
 from flatout.core.parts import kernel
 
 
 class Float8GatingPasses(NamedTuple):
-    """The three functions that an implementation consists of.
+    """The functions that an implementation consists of.
 
-    `product(a, b, dtype)` of matrices (R, K) and (C, K) is `a @ b.T`. `forward(gate, up)` returns SwiGLU in e4m3 and its scale.
+    `product(a, b, dtype)` of matrices (R, K) and (C, K) is `a @ b.T`. `rounded(grad, scale)` returns a gradient over its scale in
+    e5m2, as it lies and exchanged. `forward(gate, up)` returns SwiGLU in e4m3 and its scale.
     `backward(grad, gate, up, scale)` returns the gradients of gate and up in e5m2, each as it lies and exchanged, SwiGLU
-    exchanged, with that scale, and the scales of the gradients (2,).
+    exchanged, with that scale, and the scales of the two gradients, each a tensor of its own: cuBLAS 13.0 multiplies by no scale
+    whose address is no multiple of 16 bytes (CUBLAS_STATUS_NOT_SUPPORTED).
     """
 
     product: Callable[[Rounded, Rounded, torch.dtype], Tensor]
+    rounded: Callable[[Tensor, Tensor], list[Tensor]]
     forward: Callable[[Tensor, Tensor], list[Tensor]]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor], list[Tensor]]
+
+
+def twice_rounded_shapes(grad: Tensor, scale: Tensor) -> list[Tensor]:
+    """Empty tensors of the shapes of what `rounded` returns."""
+    return [grad.new_empty(shape, dtype=GRADIENT) for shape in (grad.shape, grad.shape[::-1])]
 
 
 def rounded_shapes(gate: Tensor, up: Tensor) -> list[Tensor]:
@@ -46,7 +54,7 @@ def gradient_shapes(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) -> li
     by_rows, exchanged = ((N, H), (H, N))
     of_gradients = [gate.new_empty(shape, dtype=GRADIENT) for shape in (by_rows, exchanged) * 2]
     gated = gate.new_empty(exchanged, dtype=torch.float8_e4m3fn)
-    return [*of_gradients, gated, gate.new_empty(2, dtype=torch.float32)]
+    return [*of_gradients, gated, *(gate.new_empty((), dtype=torch.float32) for _ in range(2))]
 
 
 def gated_mlp(passes: Float8GatingPasses, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -74,11 +82,12 @@ class _GatedMlp(torch.autograd.Function):
         x_NI, gate_HI, up_HI, down_IH, gate_NH, up_NH, gated_scale = ctx.saved_tensors
         passes, dtype = ctx.passes, x_NI.dtype
         needs_x, needs_gate, needs_up, needs_down, _ = ctx.needs_input_grad
-        grad8, product = float8_of(grad_NI, GRADIENT), passes.product
+        grad_scale, product = step_of(grad_NI, GRADIENT), passes.product
+        grad8, grad8_IN = (Rounded(t, grad_scale) for t in passes.rounded(grad_NI, grad_scale))
         to_gated_NH = product(grad8, _exchanged(float8_of(down_IH)), dtype)
-        *small, gated8_HN, scales = passes.backward(to_gated_NH, gate_NH, up_NH, gated_scale)
-        to_gate8, to_gate8_HN = (Rounded(t, scales[0]) for t in small[:2])
-        to_up8, to_up8_HN = (Rounded(t, scales[1]) for t in small[2:])
+        *small, gated8_HN, gate_scale, up_scale = passes.backward(to_gated_NH, gate_NH, up_NH, gated_scale)
+        to_gate8, to_gate8_HN = (Rounded(t, gate_scale) for t in small[:2])
+        to_up8, to_up8_HN = (Rounded(t, up_scale) for t in small[2:])
         of_x = of_gate = of_up = of_down = None
         if needs_x:
             of_x = product(to_gate8, _exchanged(float8_of(gate_HI)), dtype)
@@ -89,7 +98,7 @@ class _GatedMlp(torch.autograd.Function):
             of_up = product(to_up8_HN, x8_IN, dtype).to(up_HI.dtype) if needs_up else None
         if needs_down:
             gated8 = Rounded(gated8_HN, gated_scale)
-            of_down = product(_exchanged(grad8), gated8, dtype).to(down_IH.dtype)
+            of_down = product(grad8_IN, gated8, dtype).to(down_IH.dtype)
         return of_x, of_gate, of_up, of_down, None
 
 
@@ -100,6 +109,12 @@ def _exchanged(matrix: Rounded) -> Rounded:
 def _product(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
     with torch.autocast(a.values.device.type, enabled=False):
         return ((a.values.float() @ b.values.float().t()) * (a.scale * b.scale)).to(dtype)
+
+
+@opaque("float8_gating_reference_rounded(Tensor grad, Tensor scale) -> Tensor[]", twice_rounded_shapes)
+def _rounded(grad: Tensor, scale: Tensor) -> list[Tensor]:
+    small = (grad.float() * scale.reciprocal()).to(GRADIENT)
+    return [small, small.t().contiguous()]
 
 
 @opaque("float8_gating_reference(Tensor gate, Tensor up) -> Tensor[]", rounded_shapes)
@@ -116,13 +131,13 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) -> list[Ten
     to_up = float8_of(grad * F.silu(gate), GRADIENT)
     gated = (F.silu(gate) * up * scale.reciprocal()).to(torch.float8_e4m3fn)
     twice = (to_gate.values, _exchanged(to_gate).values, to_up.values, _exchanged(to_up).values)
-    return [*twice, gated.t().contiguous(), torch.stack((to_gate.scale, to_up.scale))]
+    return [*twice, gated.t().contiguous(), to_gate.scale, to_up.scale]
 
 
 KERNEL = kernel(
     __name__,
     "Products in float32 of numbers that were rounded to float8",
-    partial(gated_mlp, Float8GatingPasses(_product, _forward, _backward)),
+    partial(gated_mlp, Float8GatingPasses(_product, _rounded, _forward, _backward)),
     order=1000,
     guarantee="quality",
 )

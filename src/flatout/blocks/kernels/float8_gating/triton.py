@@ -22,6 +22,7 @@ from flatout.blocks.kernels.float8_gating.reference import (
     gated_mlp,
     gradient_shapes,
     rounded_shapes,
+    twice_rounded_shapes,
 )
 from flatout.blocks.kernels.opaque import opaque
 from flatout.blocks.kernels.selection import no_triton
@@ -60,6 +61,15 @@ def _product(a: Rounded, b: Rounded, dtype: torch.dtype) -> Tensor:
     return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, out_dtype=dtype, use_fast_accum=is_forward)
 
 
+@opaque("float8_gating_triton_rounded(Tensor grad, Tensor scale) -> Tensor[]", twice_rounded_shapes)
+def _rounded(grad: Tensor, scale: Tensor) -> list[Tensor]:
+    small, exchanged = twice_rounded_shapes(grad, scale)
+    _kernels().rounded_twice[_grid(grad)](
+        *(grad.contiguous(), scale, small, exchanged.view(torch.int32)), *grad.shape, **_tile(grad)
+    )
+    return [small, exchanged]
+
+
 @opaque("float8_gating_triton(Tensor gate, Tensor up) -> Tensor[]", rounded_shapes)
 def _forward(gate: Tensor, up: Tensor) -> list[Tensor]:
     values, scale = rounded_shapes(gate, up)
@@ -77,24 +87,33 @@ def _forward(gate: Tensor, up: Tensor) -> list[Tensor]:
 @opaque("float8_gating_triton_backward(Tensor grad, Tensor gate, Tensor up, Tensor scale) -> Tensor[]", gradient_shapes)
 def _backward(grad: Tensor, gate: Tensor, up: Tensor, scale: Tensor) -> list[Tensor]:
     results = gradient_shapes(grad, gate, up, scale)
-    to_gate_NH, to_gate_HN, to_up_NH, to_up_HN, gated_HN, scales = results
+    to_gate_NH, to_gate_HN, to_up_NH, to_up_HN, gated_HN, gate_scale, up_scale = results
     words = [t.view(torch.int32) for t in (to_gate_HN, to_up_HN, gated_HN)]
     inputs = [t.contiguous() for t in (grad, gate, up)]
-    source, (num_rows, width) = _kernels(), gate.shape
+    source = _kernels()
     largest = torch.zeros(2, dtype=torch.int32, device=gate.device)
     total = gate.numel()
     num_programs = math.ceil(total / (_BLOCK * _STRETCH))
     source.largest_gradients[(num_programs,)](*inputs, largest, total, STRETCH=_STRETCH, BLOCK=_BLOCK, num_warps=8)
-    grid = math.ceil(num_rows / _ROWS), math.ceil(width / _COLUMNS)
-    source.rounded_gradients[grid](
-        *(*inputs, largest, scale, to_gate_NH, words[0], to_up_NH, words[1], words[2], scales),
-        *(num_rows, width, LARGEST_GRADIENT),
-        MASKED=bool(num_rows % _ROWS or width % _COLUMNS),
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        num_warps=_NUM_WARPS,
+    source.rounded_gradients[_grid(gate)](
+        *(*inputs, largest, scale, to_gate_NH, words[0], to_up_NH, words[1], words[2], gate_scale, up_scale),
+        *(*gate.shape, LARGEST_GRADIENT),
+        **_tile(gate),
     )
     return results
+
+
+def _grid(matrix: Tensor) -> tuple[int, int]:
+    num_rows, width = matrix.shape
+    return math.ceil(num_rows / _ROWS), math.ceil(width / _COLUMNS)
+
+
+def _tile(matrix: Tensor) -> dict[str, Any]:
+    """Of a program that exchanges a tile. On a CPU it is interpreted: nothing else runs there."""
+    num_rows, width = matrix.shape
+    is_cut = bool(num_rows % _ROWS or width % _COLUMNS)
+    sizes = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "num_warps": _NUM_WARPS}
+    return {"MASKED": is_cut, "INTERPRETED": matrix.device.type == "cpu", **sizes}
 
 
 def _kernels() -> Any:
@@ -104,7 +123,7 @@ def _kernels() -> Any:
 KERNEL = kernel(
     __name__,
     "Products of the units, SwiGLU and its gradients rounded where they are computed",
-    partial(gated_mlp, Float8GatingPasses(_product, _forward, _backward)),
+    partial(gated_mlp, Float8GatingPasses(_product, _rounded, _forward, _backward)),
     order=100,
     refusal=_refusal,
     guarantee="quality",

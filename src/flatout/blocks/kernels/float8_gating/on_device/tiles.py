@@ -2,8 +2,9 @@
 
 Two passes: the first finds the largest magnitudes, the second computes the same numbers again and rounds them. Magnitudes are
 compared by their bits, which order numbers of one sign, and NaN above all. Rows and columns are exchanged in words of four rows:
-exchanged by bytes, Triton 3.6 moves each through shared memory by itself, and mixed up e4m3 numbers
-(bench/results/2026-11-27-h200/float8_loss.txt).
+by bytes, Triton moves each through shared memory by itself. Where one kernel stores the same float8 numbers as they lie and
+exchanged, code of the ptxas that Triton has for Hopper (12.8, 12.9) stores foreign bytes (issue 11111 of triton-lang/triton, and
+bench/results/2026-12-01-h200/float8_gating_mixed_up.json). So an instruction of its own rounds those that are exchanged.
 
 N rows, H width. This folder has no __init__.py, so that the registry's search passes it by.
 """
@@ -80,8 +81,20 @@ def largest_gradients(grad_NH, gate_NH, up_NH, largest, total, STRETCH: tl.const
 
 
 @triton.jit
-def _packed(small, byte: tl.constexpr):
-    return small.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * byte)
+def _packed(number, small, byte: tl.constexpr, INTERPRETED: tl.constexpr):
+    """A number in e5m2, which `small` is, at a byte's place in a word."""
+    if INTERPRETED:
+        word = small.to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        word = tl.inline_asm_elementwise(
+            "{ .reg .b16 pair; cvt.rn.satfinite.e5m2x2.f32 pair, 0f00000000, $1; cvt.u32.u16 $0, pair; }",
+            "=r,f",
+            [number],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return word << (8 * byte)
 
 
 @triton.jit
@@ -96,15 +109,17 @@ def rounded_gradients(
     to_up_NH,
     to_up_HN,
     gated_HN,
-    scales,
+    gate_scale,
+    up_scale,
     num_rows,
     width,
     most,
     MASKED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Both gradients twice, SwiGLU in e4m3 exchanged, and the steps of the gradients, which are written to `scales`.
+    """Both gradients twice, SwiGLU in e4m3 exchanged, and the steps of the gradients, which are written to the scales.
 
     What is exchanged has four rows in a word of 32 bits; `num_rows` is a multiple of 4.
     """
@@ -112,8 +127,8 @@ def rounded_gradients(
     w, k = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
     gate_step, up_step = _step(largest, most), _step(largest + 1, most)
     if row + column == 0:
-        tl.store(scales, gate_step)
-        tl.store(scales + 1, up_step)
+        tl.store(gate_scale, gate_step)
+        tl.store(up_scale, up_step)
     by_gate, by_up, by_gated = 1.0 / gate_step, 1.0 / up_step, 1.0 / tl.load(gated_scale)
     mask = (row + 4 * w < num_rows)[:, None] & (column + k < width)[None, :]
     words_gate = tl.zeros([ROWS // 4, COLUMNS], tl.int32)
@@ -130,17 +145,17 @@ def rounded_gradients(
             gate = tl.load(gate_NH + at).to(tl.float32)
             up = tl.load(up_NH + at).to(tl.float32)
         to_gate, to_up, gated = _gradients(grad, gate, up)
-        to_gate = (to_gate * by_gate).to(to_gate_NH.dtype.element_ty)
-        to_up = (to_up * by_up).to(to_up_NH.dtype.element_ty)
+        to_gate, to_up = to_gate * by_gate, to_up * by_up
+        small_gate, small_up = to_gate.to(tl.float8e5), to_up.to(tl.float8e5)
         if MASKED:
-            tl.store(to_gate_NH + at, to_gate, mask=mask)
-            tl.store(to_up_NH + at, to_up, mask=mask)
+            tl.store(to_gate_NH + at, small_gate, mask=mask)
+            tl.store(to_up_NH + at, small_up, mask=mask)
         else:
-            tl.store(to_gate_NH + at, to_gate)
-            tl.store(to_up_NH + at, to_up)
-        words_gate |= _packed(to_gate, byte)
-        words_up |= _packed(to_up, byte)
-        words_gated |= _packed((gated * by_gated).to(tl.float8e4nv), byte)
+            tl.store(to_gate_NH + at, small_gate)
+            tl.store(to_up_NH + at, small_up)
+        words_gate |= _packed(to_gate, small_gate, byte, INTERPRETED)
+        words_up |= _packed(to_up, small_up, byte, INTERPRETED)
+        words_gated |= (gated * by_gated).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32) << (8 * byte)
     beside = (column + k)[None, :] * (num_rows // 4) + (row // 4 + w)[:, None]
     if MASKED:
         tl.store(to_gate_HN + beside, words_gate, mask=mask)
@@ -150,3 +165,41 @@ def rounded_gradients(
         tl.store(to_gate_HN + beside, words_gate)
         tl.store(to_up_HN + beside, words_up)
         tl.store(gated_HN + beside, words_gated)
+
+
+@triton.jit
+def rounded_twice(
+    grad_NI,
+    scale,
+    small_NI,
+    small_IN,
+    num_rows,
+    width,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A matrix over its scale in e5m2, as it lies and exchanged; `num_rows` is a multiple of 4."""
+    row, column = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1).to(tl.int64) * COLUMNS
+    w, k = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    by = 1.0 / tl.load(scale)
+    mask = (row + 4 * w < num_rows)[:, None] & (column + k < width)[None, :]
+    words = tl.zeros([ROWS // 4, COLUMNS], tl.int32)
+    for byte in tl.static_range(4):
+        at = (row + byte) * width + column + (4 * w[:, None] * width + k[None, :])
+        if MASKED:
+            number = tl.load(grad_NI + at, mask=mask, other=0.0).to(tl.float32) * by
+        else:
+            number = tl.load(grad_NI + at).to(tl.float32) * by
+        small = number.to(tl.float8e5)
+        if MASKED:
+            tl.store(small_NI + at, small, mask=mask)
+        else:
+            tl.store(small_NI + at, small)
+        words |= _packed(number, small, byte, INTERPRETED)
+    beside = (column + k)[None, :] * (num_rows // 4) + (row // 4 + w)[:, None]
+    if MASKED:
+        tl.store(small_IN + beside, words, mask=mask)
+    else:
+        tl.store(small_IN + beside, words)
