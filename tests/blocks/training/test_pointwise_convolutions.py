@@ -111,3 +111,20 @@ def test_others_are_left_as_they_are() -> None:
     plain = nn.Conv2d(4, 6, 1)
     plain.load_state_dict(changed.state_dict())
     torch.testing.assert_close(changed(image), plain(image))
+
+
+@pytest.mark.parametrize("of_input", LAYOUTS)
+@pytest.mark.parametrize("of_weights", LAYOUTS)
+def test_results_are_laid_out_as_those_of_a_convolution(
+    of_weights: torch.memory_format, of_input: torch.memory_format
+) -> None:
+    net = nn.Conv2d(8, 16, 1).to(memory_format=of_weights)  # type: ignore[call-overload]
+    x = torch.randn(2, 8, 5, 7).to(memory_format=of_input).requires_grad_()
+    expected = net(x)
+    grad = torch.randn_like(expected)
+    wanted = torch.autograd.grad(expected, [x, *net.parameters()], grad)
+    flatout.pointwise_convolutions_as_products(net)
+    result = net(x)
+    assert result.stride() == expected.stride()
+    for a, b in zip(torch.autograd.grad(result, [x, *net.parameters()], grad), wanted, strict=True):
+        torch.testing.assert_close(a, b)
