@@ -3,10 +3,10 @@
     python bench/recompute_in_graphs.py OUT.json [--seconds 20] [--only llama,lora,resnet,vit,bert]
 
 Models of examples/gpu and of transformers under autocast to bfloat16, forward and backward of one batch of random numbers, raced
-in turn. `saved` are bytes of what the forward leaves for the backward, without weights, buffers and inputs; `peak` is the
-device's in a step, on a GPU. Ratios are of the way with the lever over the other: of bytes, and of speed (above 1: faster), with
-95 % intervals. `error` is that of all gradients together against the model that is not compiled, in float64, over their norm;
-BERT has dropout, whose masks differ, and so none.
+in turn: `again` is the lever's way, `without chains` that with `"chains": false`. `saved` are bytes of what the forward leaves
+for the backward, without weights, buffers and inputs; `peak` is the device's in a step, on a GPU. Ratios are of a way with the
+lever over the one without: of bytes, and of speed (above 1: faster), with 95 % intervals. `error` is that of all gradients
+together against the model that is not compiled, in float64, over their norm; BERT has dropout, whose masks differ, and so none.
 """
 
 from __future__ import annotations
@@ -133,18 +133,23 @@ def main() -> None:
 
 
 def raced(case: str, *, seconds: float) -> dict[str, Any]:
-    """Both ways for one model."""
+    """All ways for one model."""
     torch.manual_seed(0)
     torch.compiler.reset()
     model, inputs = CASES[case]()
     model, inputs = model.to(DEVICE).train(), tuple(t.to(DEVICE) for t in inputs)
-    models = {"kept": model, "again": copy.deepcopy(model)}
+    # options have their usual values: with them, a model does not get the code that was compiled for another
+    own: dict[str, dict[str, bool]] = {
+        "kept": {},
+        "again": {"epilogue_fusion": True},
+        "without chains": {"epilogue_fusion": True, "pattern_matcher": True},
+    }
+    models = {way: copy.deepcopy(model) for way in own}
     exact = None if case == "bert" else gradients(copy.deepcopy(model).double(), wide(inputs), is_wide=True)
     lines: dict[str, dict[str, Any]] = {}
     for way, one in models.items():
-        undo = recompute_cheap_operators() if way == "again" else lambda: None
-        # the option has its usual value: with it, the second model does not get the code that was compiled for the first
-        one.compile(dynamic=False, options={"epilogue_fusion": True} if way == "again" else {})
+        undo = recompute_cheap_operators(chains=way == "again") if way != "kept" else lambda: None
+        one.compile(dynamic=False, options=own[way])
         saved = saved_bytes(one, inputs)
         undo()
         lines[way] = {"saved": saved, "error": None if exact is None else error(gradients(one, inputs), exact)}
@@ -160,12 +165,12 @@ def raced(case: str, *, seconds: float) -> dict[str, Any]:
         min_time_s=seconds,
         max_time_s=3 * seconds,
     )
-    ratio = times["again"].ratio
+    ratios = {way: t.ratio for way, t in times.items() if t.ratio is not None and way != "kept"}
     return {
         **lines,
         "seconds": {way: t.call_s.value for way, t in times.items()},
-        "saved_ratio": lines["again"]["saved"] / lines["kept"]["saved"],
-        "times_as_fast": None if ratio is None else [1 / ratio.value, 1 / ratio.high, 1 / ratio.low],
+        "saved_ratio": {way: lines[way]["saved"] / lines["kept"]["saved"] for way in ratios},
+        "times_as_fast": {way: [1 / r.value, 1 / r.high, 1 / r.low] for way, r in ratios.items()},
     }
 
 

@@ -202,6 +202,8 @@ class Race:
                     self._standing[side].order(sizes[side], is_lean=self._is_lean)
                     answer = self._standing[side].answer(timeout_s=240.0)
                     taken, self.peak_bytes[side] = answer.seconds / sizes[side], answer.device_peak_bytes
+                    if not answer.is_finite:
+                        raise Failed(f"its weights are no finite numbers any more after {answer.num_steps} steps")
                 except Failed as e:
                     self._drop(side, str(e))
                     continue

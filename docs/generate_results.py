@@ -31,6 +31,7 @@ NAMED: Final = (
     ("best_earlier/*", "bench/best_device.py"),
     ("best_*", "bench/best_device.py"),
     ("by_hand_*", "bench/best_device.py"),
+    ("float8_gating_*", "bench/float8_gating_device.py"),
     ("losses_*", "bench/best_device.py"),
     ("search_*", "bench/best_device.py"),
     ("account_*", "bench/best/account.py"),

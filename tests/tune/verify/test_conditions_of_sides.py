@@ -77,3 +77,28 @@ def test_what_recording_takes_of_a_device_does_not_count(tmp_path: Path) -> None
     request = wide_script(tmp_path, "cuda")
     plain, recorded = last_answer(request), last_answer(msgspec.structs.replace(request, folder=str(tmp_path)))
     assert recorded.device_peak_bytes == plain.device_peak_bytes >= 2 * NUM_BYTES
+
+
+DIVERGING = """
+    import torch
+    from torch import nn
+
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(30):
+        loss = net(torch.ones(2, 4)).sum() * (float("inf") if step == 8 else 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def test_a_side_says_when_its_weights_are_no_longer_finite(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(DIVERGING))
+    with SideProcess(Request(target=str(path), num_recorded=2, seed=0)) as process:
+        answers = [process.answer(timeout_s=60.0)]
+        for size in (4, 6):
+            process.order(size)
+            answers.append(process.answer(timeout_s=60.0))
+    assert [(a.what, a.is_finite) for a in answers] == [("recorded", True), ("ran", True), ("ran", False)]

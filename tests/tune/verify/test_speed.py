@@ -249,3 +249,19 @@ def test_a_changed_script_that_fails_in_a_race_is_an_error() -> None:
 def test_a_script_whose_steps_end_for_both_sides_has_ended(error: str) -> None:
     race = raced(Ending(200, error), Ending(200, error))
     assert race.num_steps == 200
+
+
+class Diverging(Side):
+    """Its weights are no finite numbers from the 20th step on."""
+
+    def answer(self, *, timeout_s: float) -> SideAnswer:
+        return msgspec.structs.replace(super().answer(timeout_s=timeout_s), is_finite=self._done < 20)
+
+
+def test_a_changed_script_whose_weights_become_nan_is_an_error() -> None:
+    with pytest.raises(Failed, match="weights of the changed script are no finite numbers any more after 2"):
+        raced(Side(0.02, flat), Diverging(0.01, flat))
+
+
+def test_where_they_do_in_both_the_race_goes_on() -> None:
+    assert len(raced(Diverging(0.02, flat), Diverging(0.02, flat)).stretches) >= 7

@@ -75,6 +75,8 @@ class SideAnswer(Record, frozen=True, kw_only=True):
     """Levers of its plan that have met nothing to change so far."""
     cycle: int | None = None
     """Steps between the last two rollouts of a policy: 0 as long as that is not known, None without environments."""
+    is_finite: bool = True
+    """Of 'ran': whether the weights that optimizers update are. A GPU computes with NaN at less power, and so faster."""
 
 
 class StepOrder(Record, frozen=True, kw_only=True):
@@ -363,7 +365,8 @@ class ProofSide:
             return
         else:
             _settle()
-            answer = self._answer("ran", seconds=perf_counter() - self._began_s)
+            seconds = perf_counter() - self._began_s
+            answer = msgspec.structs.replace(self._answer("ran", seconds=seconds), is_finite=self._is_finite())
             if self._is_lean and _is_device():
                 torch.cuda.empty_cache()
             self._orders.answer(answer)
@@ -375,6 +378,15 @@ class ProofSide:
         self._left = order.num_steps
         self._is_lean = self._is_waking = order.is_lean
         self._began_s = perf_counter()
+
+    @torch.no_grad()
+    def _is_finite(self) -> bool:
+        optimizers = [watched.optimizer() for watched in self._optimizing.watched.values()]
+        groups = [group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups]
+        weights = {id(p): p for group in groups for p in group["params"] if type(p) is nn.Parameter and p.numel()}
+        plain = [p for p in weights.values() if p.layout == torch.strided and p.is_floating_point()]
+        finite = [torch.linalg.vector_norm(p, float("inf")).isfinite() for p in plain]
+        return all(bool(torch.stack(of_device).all()) for of_device in _by_device(finite))
 
     def _end_recording(self) -> None:
         """Release what recording holds, and start the peaks anew: those of the steps that follow are the script's own."""
@@ -454,6 +466,13 @@ def _send(processes: Sequence[BaseProcess], number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
             if process.pid is not None:
                 os.kill(process.pid, number)
+
+
+def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    devices: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        devices.setdefault(tensor.device, []).append(tensor)
+    return list(devices.values())
 
 
 def _settle() -> None:

@@ -123,6 +123,7 @@ class Race:
                 self.num_steps = min(a.num_steps for a in (one, two) if a.what == "ended")
                 self.has_ended = len(self.stretches) - first < _FEWEST_PAIRS
                 return pairs
+            _check_finite(one, two)
             pairs.append((one, two))
             number += 1
             spent_s += one.seconds + two.seconds
@@ -256,6 +257,14 @@ def _check_how_they_ended(before: SideAnswer, after: SideAnswer) -> None:
         is_own = answer is after and other.what != "ended"
         if answer.what == "ended" and answer.error and (is_own or is_out_of_memory(answer.error)):
             raise _ended_by_error(name, answer)
+
+
+def _check_finite(before: SideAnswer, after: SideAnswer) -> None:
+    if before.is_finite and not after.is_finite:
+        raise Failed(
+            f"weights of the changed script are no finite numbers any more after {after.num_steps} steps of the race; those of "
+            "the script before the change are"
+        )
 
 
 def _ended_by_error(name: str, answer: SideAnswer) -> Failed:

@@ -107,6 +107,12 @@ def test_the_rules_are_put_back() -> None:
     assert before == {name: getattr(config, name) for name in RULES}
 
 
+def test_without_chains_one_rule_goes() -> None:
+    with pulled(LEVER, chains=False):
+        assert [getattr(config, name) for name in RULES] == [True, True, False]
+    assert "recompute_cheap_operators(chains=False)" in edit("import torch\n", {"chains": False})
+
+
 def test_the_edit_calls_it_at_the_start_and_once() -> None:
     text = "import torch\nfrom torch import nn\n\nmodel = nn.Linear(2, 2)\nmodel.compile(backend='eager')\n"
     new = edit(text, {})

@@ -3,6 +3,7 @@
 What        Three rules of thumb of torch.compile's partitioner turned off (`torch._functorch.config.ban_recompute_*`), by which
             it keeps pointwise results for the backward that it could compute again from what is kept anyway: norms, gates,
             sums of residuals. Products, convolutions, attention, reductions and random numbers are not computed again.
+            With `"chains": false`, by hand, it keeps what long chains lead to, as sums of residuals.
 Guarantee   BOUNDED: what is computed again is rounded less often on the way.
 Refuses     Scripts that compile nothing, and those whose compiled graphs keep little for the backward.
 Costs       Time, for pointwise operators that read and write memory once more. Five models kept 0.48 to 0.64 of the bytes for
@@ -13,6 +14,7 @@ Costs       Time, for pointwise operators that read and write memory once more. 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from flatout.core.errors import EditError, LeverRefused
@@ -67,7 +69,7 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
     """Turn the rules off before the script's first line."""
     from flatout.blocks.training.recompute_in_graphs import recompute_cheap_operators
 
-    hooks.at_start(recompute_cheap_operators)
+    hooks.at_start(partial(recompute_cheap_operators, chains=bool(parameters.get("chains", True))))
     hooks.note(LEVER.id)
 
 
@@ -76,7 +78,8 @@ def edit(text: str, parameters: Parameters) -> str:
     if "recompute_cheap_operators" in text or "ban_recompute" in text:
         raise EditError("the file sets what is computed again itself")
     module = with_import(parsed(text), "flatout.blocks.training.recompute_in_graphs", "recompute_cheap_operators")
-    return with_start(module, "recompute_cheap_operators()\n").code
+    chains = "" if parameters.get("chains", True) else "chains=False"
+    return with_start(module, f"recompute_cheap_operators({chains})\n").code
 
 
 LEVER = lever(
