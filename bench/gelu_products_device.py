@@ -15,7 +15,8 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flatout.blocks.kernels.attention.cudnn_plans import (
+    TensorLike,
+    _current_handle,
+    add_tensor,
+    has_cudnn,
+    new_graph,
+    set_output,
+)
+
+NUM_PLANS = 6
+"""Of cuDNN's for each graph."""
 SIZES = {"GPT-2": (48 * 1024, 768), "BERT-base": (32 * 512, 768)}
 SUMMED = [
     {"ROWS": rows, "BM": bm, "BN": bn, "num_warps": warps}
@@ -175,6 +187,45 @@ def fused(a: Tensor, w: Tensor, tile: dict[str, Any], pre: Tensor | None, *outs:
     return lambda: kernel[grid](source, weights, *results, m, n, k, **tile)
 
 
+def cudnn_plans(
+    x: Tensor, w: Tensor, *results: Tensor, bias: Tensor | None = None, pre: Tensor | None = None
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Plans of cuDNN for x @ w: with GELU's input and result; or, where its input is given, with the gradient of that.
+
+    With a bias that is added in the forward; its gradient, float32 (1, N), is the last of the results in the backward.
+    """
+    import cudnn
+
+    def like(t: Tensor) -> TensorLike:
+        return TensorLike((1, *t.shape), (t.numel(), *t.stride()), t.dtype)
+
+    graph = new_graph(x.device, x.dtype)
+    inputs = [t for t in (x, w, bias if pre is None else pre) if t is not None]
+    tensors = [add_tensor(graph, like(t)) for t in inputs]
+    product = graph.matmul(A=tensors[0], B=tensors[1])
+    if pre is None:
+        product = product if bias is None else graph.bias(input=product, bias=tensors[2])
+        outs = [product, graph.gelu(input=product)]
+    else:
+        outs = [graph.gelu_backward(loss=product, input=tensors[2])]
+        if len(results) > 1:
+            outs.append(graph.reduction(input=outs[0], mode=cudnn.reduction_mode.ADD))
+    for tensor, result in zip(outs, results, strict=True):
+        set_output(tensor, like(result))
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    operands = dict(zip([*tensors, *outs], [*inputs, *results], strict=True))
+    for number in range(min(NUM_PLANS, graph.get_execution_plan_count())):
+        try:
+            graph.build_plan_at_index(number)
+        except Exception:  # noqa: BLE001  # the next one may do
+            continue
+        workspace = torch.empty(graph.get_workspace_size_plan_at_index(number) + 16, dtype=torch.uint8, device=x.device)
+        run = partial(graph.execute_plan_at_index, operands, workspace, number, _current_handle(x.device))
+        yield f"cuDNN, plan {number}", run
+
+
 def gelu_slope(pre: Tensor, grad: Tensor) -> Tensor:
     result: Tensor = torch.ops.aten.gelu_backward(grad, pre)
     return result
@@ -281,6 +332,26 @@ def judged(
             found["failed"][label] = f"{type(e).__name__}: {str(e)[:200]}"
             continue
         forward[label], backward[label] = one, two
+    if device.type == "cuda" and has_cudnn():
+        bias, of_bias = torch.zeros(1, 4 * width, device=device, dtype=dtype), torch.empty(1, 4 * width, device=device)
+        settings: dict[str, tuple[dict[str, Callable[[], object]], Callable[[], Any]]] = {
+            "": (forward, lambda: cudnn_plans(x, w1.T, pre, act)),
+            ", with a bias": (forward, lambda: cudnn_plans(x, w1.T, pre, act, bias=bias)),
+            ", backward": (backward, lambda: cudnn_plans(dy, w2, grad, pre=library_pre)),
+            ", backward with the bias's gradient": (
+                backward,
+                lambda: cudnn_plans(dy, w2, grad, of_bias, pre=library_pre),
+            ),
+        }
+        for suffix, (ways, plans) in settings.items():
+            try:
+                for label, run in plans():
+                    run()
+                    wanted, got = (wanted_act, act) if ways is forward else (wanted_grad, grad)
+                    found["errors"][label + suffix] = [error(got[rows], wanted)]
+                    ways[label + suffix] = run
+            except Exception as e:  # noqa: BLE001  # cuDNN has no plan for it
+                found["failed"][f"cuDNN{suffix}"] = f"{type(e).__name__}: {str(e)[:300]}"
     if device.type == "cuda":
         for title, ways in (("forward", forward), ("backward", backward)):
             timed = compare_times(ways | alone[title], device=device, min_time_s=min_time_s)
