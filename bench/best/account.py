@@ -11,7 +11,8 @@ kernel (seconds, FLOP, bytes), and sums by family.
 
 The floor of a row is the longer of its FLOP at the rate of a product of 8192 x 8192 x 8192 in bfloat16, or in float8 for products
 of float8, and its bytes at the rate of a copy of 4 GB, all measured here after the script, on random numbers. Bytes are those of
-the arrays a kernel is called with, each counted once, and twice where a compiled kernel changes it in place. Of causal attention
+the arrays a kernel is called with, each counted once, and twice where a compiled kernel changes it in place; of flatout's own
+operators on tensors alone also those that they return. Of causal attention
 half the pairs count; of FlexAttention, and of attention on packed tokens, `--keys` for each query, those that it sees on
 average. Rows whose FLOP or bytes are not known count their own time. What is no kernel is idle. On a CPU, where it can be tried,
 rates are those of the same operations in float32, and small.
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._inductor import compile_fx
+from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from flatout.app.plans import environment_of, read_plan, run_planned
@@ -47,6 +49,8 @@ from flatout.machine.measure.timer import time_call
 WARM, STEPS = 30, 3
 START_S, LOOK_S, STRETCH_S = 150.0, 5.0, 0.5
 ON_GPU = torch.cuda.is_available()
+NUM_ROWS = 150
+"""Those furthest above their floor."""
 _PACKED = ("_flash_attention_", "attention_by_dense_mask_", "attention_of_rows_")
 
 
@@ -56,11 +60,13 @@ class StepsProfiled:
     def __init__(self, trace: Path) -> None:
         self._trace, self._num, self.is_done, self.is_stretch = trace, 0, False, False
         self._num_before = 0
+        self.is_finite = True
+        """Whether the weights were, of the last optimizer that made a step: with NaN kernels take less time."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
         self._profile = profile(activities=activities, record_shapes=True)
         self._span: Any = None
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """Called after each optimizer step."""
         if self.is_stretch:
             return
@@ -71,7 +77,7 @@ class StepsProfiled:
         if self._num == WARM:
             self._start()
         if self._num == WARM + STEPS:
-            self._stop()
+            self._stop(optimizer)
         self._begin_span()
 
     def on_alarm(self, *_: Any) -> None:
@@ -92,10 +98,13 @@ class StepsProfiled:
         _wait()
         self._profile.start()
 
-    def _stop(self) -> None:
+    def _stop(self, optimizer: Optimizer | None = None) -> None:
         _wait()
         self._profile.stop()
         self._profile.export_chrome_trace(str(self._trace))
+        groups = [] if optimizer is None else optimizer.param_groups
+        weights = [p.detach() for group in groups for p in group["params"] if p.is_floating_point()]
+        self.is_finite = all(bool(p.isfinite().all()) for p in weights)
         self.is_done = True
         end_script()
 
@@ -179,6 +188,19 @@ def bytes_in_place(operator: Operator, places: dict[str, tuple[int, ...]]) -> in
     return sum(tensor.num_elements * ELEMENT_BYTES.get(tensor.dtype, 1) for tensor in own) if operator.bytes else 0
 
 
+def bytes_returned(operator: Operator) -> int:
+    """Bytes of what an operator of flatout's own returns, where all of its arguments are tensors; else 0."""
+    namespace, _, name = operator.op.partition(".")
+    found = getattr(torch.ops.flatout, name, None) if namespace == "flatout" and operator.bytes else None
+    if found is None or len(found.default._schema.arguments) != len(operator.inputs):
+        return 0
+    results = found.default(
+        *(torch.empty(t.shape, dtype=getattr(torch, t.dtype), device="meta") for t in operator.inputs)
+    )
+    tensors = [results] if isinstance(results, torch.Tensor) else results
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
 def attention_flop(operator: Operator, keys: float) -> float:
     """FLOP of a call of FlexAttention, or of attention on packed tokens, where a query sees so many keys on average; else 0.
 
@@ -207,7 +229,7 @@ def accounted(
     for operator in evidence.operators:
         known = bool(operator.flop or operator.bytes)
         flop = (operator.flop or 0) * (0.5 if operator.op in causal else 1.0) or attention_flop(operator, keys)
-        num_bytes = operator.bytes + bytes_in_place(operator, in_place)
+        num_bytes = operator.bytes + bytes_in_place(operator, in_place) + bytes_returned(operator)
         flop_per_s = rates.float8_flop_per_s if operator.op == "aten._scaled_mm" else rates.flop_per_s
         floor_s = operator.num_calls * max(flop / flop_per_s, num_bytes / rates.bytes_per_s)
         rows.append(
@@ -245,7 +267,7 @@ def accounted(
             name: {"s": s, "floor_s": floor, "unknown_s": unknown}
             for name, (s, floor, unknown) in sorted(families.items(), key=lambda item: -item[1][0])
         },
-        "rows": sorted(rows, key=lambda row: row["floor_s"] - row["s"])[:60],
+        "rows": sorted(rows, key=lambda row: row["floor_s"] - row["s"])[:NUM_ROWS],
     }
 
 
@@ -276,6 +298,9 @@ def main() -> int:
         if not steps.is_done:
             print(f"no {WARM + STEPS} optimizer steps were made, the exit code is {code}", file=sys.stderr)
             return code or 1
+        if not steps.is_finite:
+            print("weights were no finite numbers any more: that says nothing of a step", file=sys.stderr)
+            return 1
         evidence, causal, in_place = evidence_of_files([trace]), causal_operators(trace), changed_in_place(trace)
     found = accounted(evidence, rates(), causal, in_place, keys) | {"is_stretch": steps.is_stretch}
     if plan is not None:
