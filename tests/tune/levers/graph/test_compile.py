@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tests.evidence_builder import EvidenceBuilder
+from tests.evidence_builder import EvidenceBuilder, tensor
 from tests.lever_tools import pulled, ran
 from torch import nn
 
@@ -176,6 +176,16 @@ def test_where_the_device_is_busy_exact_gelu_is_short(scalars: str, is_short: bo
     ways = _parameters(run)
     assert {way.get("mode") for way in ways} >= {"default", "max-autotune-no-cudagraphs", None}
     assert {way.get("short_erf", False) for way in ways} == {is_short}
+
+
+def test_where_the_device_is_busy_and_keys_are_repeated_graphs_read_them_once() -> None:
+    run = EvidenceBuilder(device_s=0.099)
+    line = run.line("train.py", 5, "net(x)")
+    run.model(line)
+    run.operator("aten._scaled_dot_product_flash_attention", line, inputs=[tensor(2, 8, 24, 16)], op_s=0.08)
+    assert not any("grouped_keys" in way for way in _parameters(run))
+    run.operator("aten.clone", line, inputs=[tensor(2, 2, 4, 24, 16)], op_s=0.01)
+    assert all(way["grouped_keys"] for way in _parameters(run) if "regions" not in way)
 
 
 def test_where_tokens_are_padded_the_padding_is_left_out_first() -> None:

@@ -6,8 +6,9 @@ What        `model.compile(...)` at its first call, in place; or each of its rep
             `inductor_off` those that are turned off. `skip_padding` names the token that stands for nothing: what is made of
             each token alone is computed of the others, packed and filled up to a `multiple`, and so is attention that padding is
             hidden from (`flatout.skip_padding`); batches are not cut to their longest row beside it. With `short_erf` compiled
-            GELU of 16-bit numbers on a GPU takes a shorter formula, 1.5e-7 off at most before rounding (the text of
-            `flatout edit` leaves that out).
+            GELU of 16-bit numbers on a GPU takes a shorter formula, 1.5e-7 off at most before rounding. With `grouped_keys`
+            attention without a mask reads keys and values once that are repeated for a group of queries (`enable_gqa`). The text
+            of `flatout edit` leaves both out.
             Shapes that come first after many calls and rarely, as an epoch's smaller last batch, are computed as before (the text
             of `flatout edit` leaves them to torch.compile, which compiles once more), and so are evaluations of a model in
             training (`plain_evaluation`), until they have been many. Where the script retains graphs, buffers of compiled
@@ -35,6 +36,7 @@ from flatout.core.records.lever import Candidate, Hooks, Parameters, integer
 from flatout.machine.cost.accounting import host_seconds, model_seconds
 from flatout.machine.cost.compiling import block_containers, draws_in_model, has_changing_shapes
 from flatout.tune.levers.eager_draws import draw_as_eager
+from flatout.tune.levers.grouped_keys import keys_read_once_in_graphs, repeats_keys
 from flatout.tune.levers.proposals import reads_padding
 from flatout.tune.levers.short_erf import short_gelu_in_graphs
 from flatout.tune.levers.usual_shapes import UsualShapes
@@ -207,8 +209,10 @@ def _usual_options(evidence: Evidence) -> Iterator[_Option]:
         yield _Option(1.0, {"mode": "reduce-overhead"}, "; the device waits for its host")
     share = 0.9 if is_ragged or share_of_graphs == 1 else 1.0
     is_busy = is_device and evidence.steps.is_device_bound and not is_ragged
-    short: Parameters = {"short_erf": True} if is_busy and _has_exact_gelu(evidence) else {}
-    yield _Option(share, {"mode": "default"} | short, "")
+    own: Parameters = {"short_erf": True} if is_busy and _has_exact_gelu(evidence) else {}
+    if is_busy and repeats_keys(evidence):
+        own = {**own, "grouped_keys": True}
+    yield _Option(share, {"mode": "default"} | own, "")
     if 0 < share_of_graphs < 1:
         yield _Option(share_of_graphs, {"mode": "reduce-overhead"}, "; the device waits for its host")
     if is_busy:
@@ -218,11 +222,11 @@ def _usual_options(evidence: Evidence) -> Iterator[_Option]:
             why = "; once the device has less to do, it waits for its host"
             # batches that are cut to their longest rows have other shapes each time, and each shape needs graphs of its own
             first_below_s = 0.0 if evidence.paddings else _MOSTLY_HOST * host_s
-            yield _Option(0.95, {"mode": "reduce-overhead"} | short, why, first_below_s)
+            yield _Option(0.95, {"mode": "reduce-overhead"} | own, why, first_below_s)
             tuned = tuned if evidence.paddings else (*tuned, _GRAPHS)
         busy = "; the device is busy all the time"
-        yield _Option(0.92, {"inductor": tuned} | short, busy)
-        yield _Option(0.9, {"mode": "max-autotune-no-cudagraphs"} | short, busy)
+        yield _Option(0.92, {"inductor": tuned} | own, busy)
+        yield _Option(0.9, {"mode": "max-autotune-no-cudagraphs"} | own, busy)
     regions = block_containers(evidence)
     if regions:
         places = ", ".join(f"'{r}'" if r else "the model" for r in regions)
@@ -280,6 +284,8 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         hooks.at_start(_keep_buffers)
     if parameters.get("short_erf"):
         hooks.at_start(short_gelu_in_graphs)
+    if parameters.get("grouped_keys"):
+        hooks.at_start(keys_read_once_in_graphs)
     is_plain = bool(parameters.get("plain_evaluation"))
     packing = _packing(parameters)
 

@@ -1,0 +1,189 @@
+"""Attention in compiled code reads the keys of a group of queries once, where a script repeats them for each head.
+
+Llama-like models have fewer heads of keys and values than of queries. Many repeat them, by `repeat_interleave` or by `expand` and
+`reshape`, and call `scaled_dot_product_attention` on the copies; its kernels take them as they are (`enable_gqa`). Copies of a
+Llama-like model with 8 heads of keys for 32 of queries take 128 MiB a layer (4 x 4096 tokens, heads of 64, bfloat16), which the
+backward keeps, and some 1.2 of 179 ms of a step (bench/results/2026-11-30-h200, account_lora_plan).
+"""
+
+# B batch, G heads of keys, H heads of queries, T keys, D width of a head
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from flatout.core.records.evidence import Evidence
+from flatout.core.runtime.patches import set_attributes
+
+_ATTENTION: Final = F.scaled_dot_product_attention
+_NAMES: Final = ("query", "key", "value", "attn_mask")
+_HALF: Final = (torch.bfloat16, torch.float16)
+_WHOLE: Final = slice(None)
+_NEW_AXIS: Final = (_WHOLE, _WHOLE, None, _WHOLE, _WHOLE)
+
+
+class _Repeated(NamedTuple):
+    """Keys or values whose every head stands so many times in a row, and the calls that made the copies, the last first."""
+
+    source: Node
+    times: int
+    calls: tuple[Node, ...]
+
+
+def repeats_keys(evidence: Evidence) -> bool:
+    """Whether a forward copies something (B, G, count, T, D), as keys for attention with G * count heads are repeated."""
+    heads = {
+        (t.shape[0], t.shape[1], t.shape[3])
+        for o in evidence.operators
+        if "scaled_dot_product" in o.op and o.phase == "forward"
+        for t in o.inputs[:1]
+        if len(t.shape) == 4
+    }
+    copies = [
+        o.inputs[0].shape for o in evidence.operators if o.op == "aten.clone" and o.phase == "forward" and o.inputs
+    ]
+    return any(len(s) == 5 and s[2] > 1 and (s[0], s[1] * s[2], s[4]) in heads for s in copies)
+
+
+def keys_read_once_in_graphs() -> Callable[[], None]:
+    """Have attention in what is compiled from now on read keys and values that the code repeats as they were before.
+
+    Taken are calls without a mask: in 16 bits on a GPU, whose kernels for that know groups, and on a CPU; all others stay. The
+    result is the same; gradients of keys and values are summed over a group by the kernel, in another order.
+
+    Returns:
+        The undo.
+    """
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    before: Any = config.pre_grad_custom_pass
+
+    class KeysReadOnce(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            if before is not None:
+                before(graph)
+            read_keys_once(graph)
+
+        def uuid(self) -> Any | None:
+            other = None if before is None else getattr(before, "uuid", lambda: None)()
+            return None if before is not None and other is None else (get_hash_for_files((__file__,)), other)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (repr(self.uuid() or id(before)),)  # torch 2.11 pickles it for the key of its cache
+
+    return set_attributes(config, pre_grad_custom_pass=KeysReadOnce())
+
+
+def read_keys_once(graph: Graph) -> int:
+    """Change a graph of torch's own functions, before it is differentiated; the number of calls of attention that were."""
+    num_changed = 0
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not _ATTENTION:
+            continue
+        named = dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
+        key, value = (_repeated(named[name]) for name in ("key", "value"))
+        if key is None or value is None or named.get("attn_mask") is not None or named.get("enable_gqa"):
+            continue
+        if key.times != value.times or not _has_kernel(_tensor(node)):
+            continue
+        node.args = (node.args[0], key.source, value.source, *node.args[3:]) if len(node.args) >= 3 else node.args
+        if len(node.args) < 3:
+            node.kwargs = {**node.kwargs, "key": key.source, "value": value.source}
+        node.kwargs = {**node.kwargs, "enable_gqa": True}
+        for call in (*key.calls, *value.calls):
+            if not call.users:
+                graph.erase_node(call)
+        num_changed += 1
+    return num_changed
+
+
+def _has_kernel(result: Tensor | None) -> bool:
+    """By the result: under autocast it is in 16 bits, whatever the keys are before the call."""
+    if result is None or result.dim() != 4:
+        return False
+    return result.device.type == "cpu" or (result.device.type == "cuda" and result.dtype in _HALF)
+
+
+def _repeated(node: Any) -> _Repeated | None:
+    if not isinstance(node, Node):
+        return None
+    calls: list[Node] = []
+    for call in _inwards(node):
+        calls.append(call)
+        source, result = _first(call), _tensor(node)
+        of_source = None if source is None else _tensor(source)
+        if source is None or of_source is None or result is None or of_source.dim() != 4 or result.dim() != 4:
+            continue
+        B, G, T, D = of_source.shape
+        count = result.shape[1] // G if isinstance(G, int) and isinstance(result.shape[1], int) and G else 0
+        if count < 2 or (result.shape[0], *result.shape[2:]) != (B, T, D) or result.shape[1] != count * G:
+            continue
+        if any(map(_writes, source.users)):
+            return None  # perhaps after the copies were made
+        if _is_repeat(call, count) or _are_copies(call, calls, count):
+            return _Repeated(source, count, tuple(calls))
+    return None
+
+
+def _inwards(node: Node) -> Iterator[Node]:
+    """The calls that copies may be made by, from the last on."""
+    current: Node | None = node
+    while current is not None and _name(current) in (
+        "contiguous",
+        "repeat_interleave",
+        "reshape",
+        "view",
+        "expand",
+        "[]",
+    ):
+        yield current
+        current = _first(current)
+
+
+def _writes(call: Node) -> bool:
+    """Whether a call changes its first argument in place, by its name."""
+    name = _name(call)
+    return name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_repeat(call: Node, count: int) -> bool:
+    if _name(call) != "repeat_interleave":
+        return False
+    named = dict(zip(("input", "repeats", "dim"), call.args, strict=False)) | call.kwargs
+    repeats, dim = named.get("repeats"), named.get("dim")
+    return isinstance(repeats, int) and repeats == count and dim in (1, -3)
+
+
+def _are_copies(call: Node, calls: list[Node], count: int) -> bool:
+    """`x[:, :, None, :, :].expand(B, G, count, T, D).reshape(B, G * count, T, D)`: a new axis behind that of the heads."""
+    names = [_name(one) for one in calls if _name(one) != "contiguous"]
+    if names not in (["reshape", "expand", "[]"], ["view", "expand", "[]"]) or call.args[1] != _NEW_AXIS:
+        return False
+    expanded = next((_tensor(one) for one in calls if _name(one) == "expand"), None)
+    return expanded is not None and expanded.dim() == 5 and int(expanded.shape[2]) == count
+
+
+def _name(node: Node) -> str:
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return ""
+    name = getattr(node.target, "__name__", "")
+    return "[]" if name == "getitem" else name
+
+
+def _first(node: Node) -> Node | None:
+    found = node.args[0] if node.args else node.kwargs.get("input")
+    return found if isinstance(found, Node) else None
+
+
+def _tensor(node: Node) -> Tensor | None:
+    found = node.meta.get("example_value")
+    return found if isinstance(found, Tensor) else None

@@ -1,0 +1,130 @@
+"""Attention in compiled code that reads repeated keys once."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.evidence_builder import EvidenceBuilder, tensor
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import fresh_cache
+
+from flatout.tune.levers import grouped_keys
+from flatout.tune.levers.grouped_keys import keys_read_once_in_graphs, repeats_keys
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def expanded(x: Tensor, count: int) -> Tensor:
+    B, G, T, D = x.shape
+    return x[:, :, None, :, :].expand(B, G, count, T, D).reshape(B, G * count, T, D)
+
+
+def by_repeats(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = k.repeat_interleave(4, dim=1), v.repeat_interleave(4, dim=-3)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def by_functions_and_names(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = torch.repeat_interleave(k, repeats=4, dim=1), expanded(v, 4).contiguous()
+    return F.scaled_dot_product_attention(query=q, key=k, value=v, scale=0.3)
+
+
+def by_copies_read_elsewhere(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = expanded(k, 4)
+    return F.scaled_dot_product_attention(q, k, expanded(v, 4)) + k.mean()
+
+
+def under_a_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1), attn_mask=mask)
+
+
+def in_another_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Head h reads keys h modulo G, and not h over the count."""
+    return F.scaled_dot_product_attention(q, k.repeat(1, 4, 1, 1), v.repeat(1, 4, 1, 1))
+
+
+def along_another_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The new axis is that before the heads: copies stand as `repeat` lays them."""
+    B, G, T, D = k.shape
+    k, v = (x[:, None].expand(B, 4, G, T, D).reshape(B, 4 * G, T, D) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def of_keys_that_change(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k = k * 1
+    copies = k.repeat_interleave(4, dim=1)
+    k[:, :, 0] = 0
+    return F.scaled_dot_product_attention(q, copies, v.repeat_interleave(4, dim=1)) + k.mean()
+
+
+@pytest.fixture
+def numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Calls of attention that were changed, graph by graph."""
+    found: list[int] = []
+
+    def noted(graph: torch.fx.Graph, change: Callable[[torch.fx.Graph], int] = grouped_keys.read_keys_once) -> int:
+        found.append(change(graph))
+        return found[-1]
+
+    monkeypatch.setattr(grouped_keys, "read_keys_once", noted)
+    torch._dynamo.reset()
+    undo = keys_read_once_in_graphs()
+    with fresh_cache():  # of a graph that is found there nothing is changed any more
+        yield found
+    undo()
+    assert config.pre_grad_custom_pass is None
+
+
+def results(call: Call, inputs: list[Tensor]) -> list[Tensor]:
+    y = call(*inputs)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "num_changed"),
+    [
+        (by_repeats, 1),
+        (by_functions_and_names, 1),
+        (by_copies_read_elsewhere, 1),
+        (under_a_mask, 0),
+        (in_another_order, 0),
+        (along_another_axis, 0),
+        (of_keys_that_change, 0),
+    ],
+)
+def test_results_and_gradients_stay_and_copies_go(call: Call, num_changed: int, numbers: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, heads, 24, 16, generator=generator).requires_grad_() for heads in (8, 2, 2)]
+    found = results(torch.compile(call), inputs)
+    assert numbers == [num_changed]
+    for a, b in zip(found, results(call, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+def test_a_pass_that_was_there_goes_first(numbers: list[int]) -> None:
+    undo = keys_read_once_in_graphs()  # upon the fixture's, as upon a user's
+    try:
+        torch.compile(by_repeats)(*(torch.randn(1, heads, 8, 16) for heads in (8, 2, 2)))
+    finally:
+        undo()
+    assert numbers == [1, 0]
+    key = pickle.loads(pickle.dumps(config.pre_grad_custom_pass))
+    assert repr(config.pre_grad_custom_pass.uuid()) == key
+
+
+@pytest.mark.parametrize(("copied", "is_told"), [((2, 2, 4, 24, 16), True), ((2, 2, 1, 24, 16), False), (None, False)])
+def test_the_evidence_tells_where_keys_are_repeated(copied: tuple[int, ...] | None, is_told: bool) -> None:
+    builder = EvidenceBuilder()
+    builder.operator("aten._scaled_dot_product_flash_attention", inputs=[tensor(2, 8, 24, 16)] * 3, op_s=0.01)
+    if copied is not None:
+        builder.operator("aten.clone", inputs=[tensor(*copied)], op_s=0.001)
+    assert repeats_keys(builder.build()) is is_told
