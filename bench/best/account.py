@@ -61,7 +61,7 @@ class StepsProfiled:
         self._trace, self._num, self.is_done, self.is_stretch = trace, 0, False, False
         self._num_before = 0
         self.is_finite = True
-        """Whether the weights were, of the last optimizer that made a step: with NaN kernels take less time."""
+        """Whether the weights were, of the last optimizer that made a step: kernels on NaN may take less time."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if ON_GPU else [])]
         self._profile = profile(activities=activities, record_shapes=True)
         self._span: Any = None

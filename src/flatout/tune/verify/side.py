@@ -76,7 +76,7 @@ class SideAnswer(Record, frozen=True, kw_only=True):
     cycle: int | None = None
     """Steps between the last two rollouts of a policy: 0 as long as that is not known, None without environments."""
     is_finite: bool = True
-    """Of 'ran': whether the weights that optimizers update are. A GPU computes with NaN at less power, and so faster."""
+    """Of 'ran': whether the weights that optimizers update are. Kernels on NaN take less power, and may take less time."""
 
 
 class StepOrder(Record, frozen=True, kw_only=True):
