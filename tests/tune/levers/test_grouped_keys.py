@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 
 from flatout.tune.levers import grouped_keys
-from flatout.tune.levers.grouped_keys import keys_read_once_in_graphs, repeats_keys
+from flatout.tune.levers.grouped_keys import keys_read_once_in_graphs, read_keys_once, repeats_keys
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -63,31 +64,12 @@ def of_keys_that_change(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, copies, v.repeat_interleave(4, dim=1)) + k.mean()
 
 
-@pytest.fixture
-def numbers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Calls of attention that were changed, graph by graph."""
-    found: list[int] = []
-
-    def noted(graph: torch.fx.Graph, change: Callable[[torch.fx.Graph], int] = grouped_keys.read_keys_once) -> int:
-        found.append(change(graph))
-        return found[-1]
-
-    monkeypatch.setattr(grouped_keys, "read_keys_once", noted)
-    torch._dynamo.reset()
-    undo = keys_read_once_in_graphs()
-    with fresh_cache():  # of a graph that is found there nothing is changed any more
-        yield found
-    undo()
-    assert config.pre_grad_custom_pass is None
-
-
 def results(call: Call, inputs: list[Tensor]) -> list[Tensor]:
     y = call(*inputs)
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
     return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "num_changed"),
     [
@@ -100,25 +82,50 @@ def results(call: Call, inputs: list[Tensor]) -> list[Tensor]:
         (of_keys_that_change, 0),
     ],
 )
-def test_results_and_gradients_stay_and_copies_go(call: Call, num_changed: int, numbers: list[int]) -> None:
+def test_results_and_gradients_stay_and_copies_go(call: Call, num_changed: int) -> None:
+    numbers: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        numbers.append(read_keys_once(module.graph))
+        module.recompile()
+        return module.forward
+
+    torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, heads, 24, 16, generator=generator).requires_grad_() for heads in (8, 2, 2)]
-    found = results(torch.compile(call), inputs)
+    found = results(torch.compile(call, backend=backend), inputs)
     assert numbers == [num_changed]
     for a, b in zip(found, results(call, inputs), strict=True):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.slow
-def test_a_pass_that_was_there_goes_first(numbers: list[int]) -> None:
-    undo = keys_read_once_in_graphs()  # upon the fixture's, as upon a user's
-    try:
-        torch.compile(by_repeats)(*(torch.randn(1, heads, 8, 16) for heads in (8, 2, 2)))
-    finally:
+def test_inductor_calls_it_behind_a_pass_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    change = grouped_keys.read_keys_once
+    monkeypatch.setattr(grouped_keys, "read_keys_once", lambda graph: calls.append(f"changed {change(graph)}"))
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(1, heads, 8, 16) for heads in (8, 2, 2))
+    # of a graph that is found in a cache nothing is changed any more
+    with fresh_cache(), config.patch(pre_grad_custom_pass=lambda graph: calls.append("the user's")):
+        undo = keys_read_once_in_graphs()
+        own = config.pre_grad_custom_pass
+        torch.testing.assert_close(torch.compile(by_repeats)(q, k, v), by_repeats(q, k, v))
         undo()
-    assert numbers == [1, 0]
-    key = pickle.loads(pickle.dumps(config.pre_grad_custom_pass))
-    assert repr(config.pre_grad_custom_pass.uuid()) == key
+    assert calls == ["the user's", "changed 1"] and config.pre_grad_custom_pass is not own
+    assert copy.deepcopy(own) is own
+
+
+def test_the_key_of_a_cache_tells_it() -> None:
+    undo = keys_read_once_in_graphs()
+    own = config.pre_grad_custom_pass
+    undo()
+    assert config.pre_grad_custom_pass is None
+    assert own.uuid() is not None and pickle.loads(pickle.dumps(own)) == repr(own.uuid())
+    with config.patch(pre_grad_custom_pass=lambda graph: None):  # what it does no key can tell
+        undo = keys_read_once_in_graphs()
+        assert config.pre_grad_custom_pass.uuid() is None
+        undo()
 
 
 @pytest.mark.parametrize(("copied", "is_told"), [((2, 2, 4, 24, 16), True), ((2, 2, 1, 24, 16), False), (None, False)])

@@ -78,6 +78,9 @@ def keys_read_once_in_graphs() -> Callable[[], None]:
         def __reduce__(self) -> tuple[Any, ...]:
             return str, (repr(self.uuid() or id(before)),)  # torch 2.11 pickles it for the key of its cache
 
+        def __deepcopy__(self, memo: dict[int, Any]) -> KeysReadOnce:
+            return self
+
     return set_attributes(config, pre_grad_custom_pass=KeysReadOnce())
 
 
