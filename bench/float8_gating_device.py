@@ -147,6 +147,20 @@ def kernels(rows: int, hidden: int, *, seconds: float) -> list[dict[str, Any]]:
             for block, stretch, warps in BLOCKS
         }
 
+    def over_tiles(kernel: Any, *arguments: Any, last: tuple[float, ...] = ()) -> dict[str, Callable[[], object]]:
+        return {
+            f"{r} x {c}, {warps} warps": partial(
+                kernel[(-(-rows // r), -(-hidden // c))],
+                *(*arguments, rows, hidden, *last),
+                MASKED=False,
+                ROWS=r,
+                COLUMNS=c,
+                INTERPRETED=False,
+                num_warps=warps,
+            )
+            for r, c, warps in TILES
+        }
+
     timed("largest_gated", 4 * total, over_blocks(source.largest_gated, gate, up, largest))
     timed("largest_gradients", 6 * total, over_blocks(source.largest_gradients, grad, gate, up, largest))
     timed(
@@ -162,38 +176,11 @@ def kernels(rows: int, hidden: int, *, seconds: float) -> list[dict[str, Any]]:
             for block, warps in ROUNDING_BLOCKS
         },
     )
-    timed(
-        "rounded_twice",
-        4 * total,
-        {
-            f"{r} x {c}, {warps} warps": partial(
-                source.rounded_twice[(-(-rows // r), -(-hidden // c))],
-                *(grad, scale, results[0], outputs[1], rows, hidden),
-                MASKED=False,
-                ROWS=r,
-                COLUMNS=c,
-                INTERPRETED=False,
-                num_warps=warps,
-            )
-            for r, c, warps in TILES
-        },
+    timed("rounded_twice", 4 * total, over_tiles(source.rounded_twice, grad, scale, results[0], outputs[1]))
+    gradients = over_tiles(
+        source.rounded_gradients, grad, gate, up, largest, scale, *outputs, last=(passes.LARGEST_GRADIENT,)
     )
-    timed(
-        "rounded_gradients",
-        11 * total,
-        {
-            f"{r} x {c}, {warps} warps": partial(
-                source.rounded_gradients[(-(-rows // r), -(-hidden // c))],
-                *(grad, gate, up, largest, scale, *outputs, rows, hidden, passes.LARGEST_GRADIENT),
-                MASKED=False,
-                ROWS=r,
-                COLUMNS=c,
-                INTERPRETED=False,
-                num_warps=warps,
-            )
-            for r, c, warps in TILES
-        },
-    )
+    timed("rounded_gradients", 11 * total, gradients)
     return lines
 
 

@@ -13,6 +13,7 @@ from tests.evidence_builder import EvidenceBuilder, tensor
 from torch import Tensor
 from torch._inductor import config
 from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flatout.tune.levers import grouped_keys
 from flatout.tune.levers.grouped_keys import keys_read_once_in_graphs, read_keys_once, repeats_keys
@@ -57,6 +58,17 @@ def along_another_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def with_heads_reordered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    order = torch.arange(7, -1, -1)
+    k, v = k.repeat_interleave(4, dim=1)[:, order], v.repeat_interleave(4, dim=1)[:, order]
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def of_copies_as_keys_and_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    copies = expanded(k + v, 4)
+    return F.scaled_dot_product_attention(q, copies, copies)
+
+
 def of_keys_that_change(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k = k * 1
     copies = k.repeat_interleave(4, dim=1)
@@ -79,6 +91,8 @@ def results(call: Call, inputs: list[Tensor]) -> list[Tensor]:
         (under_a_mask, 0),
         (in_another_order, 0),
         (along_another_axis, 0),
+        (with_heads_reordered, 0),
+        (of_copies_as_keys_and_values, 1),
         (of_keys_that_change, 0),
     ],
 )
@@ -135,3 +149,21 @@ def test_the_evidence_tells_where_keys_are_repeated(copied: tuple[int, ...] | No
     if copied is not None:
         builder.operator("aten.clone", inputs=[tensor(*copied)], op_s=0.001)
     assert repeats_keys(builder.build()) is is_told
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "capability", "is_known"),
+    [
+        (torch.bfloat16, 64, (9, 0), True),
+        (torch.bfloat16, 256, (9, 0), False),
+        (torch.bfloat16, 64, (7, 5), False),
+        (torch.float32, 64, (9, 0), False),
+    ],
+)
+def test_on_a_gpu_only_calls_stay_fused_for_which_a_kernel_knows_groups(
+    dtype: torch.dtype, width: int, capability: tuple[int, int], is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        result = torch.empty(2, 8, 24, width, dtype=dtype, device="cuda")
+        assert grouped_keys._has_kernel(result) is is_known

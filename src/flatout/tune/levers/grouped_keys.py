@@ -24,6 +24,10 @@ from flatout.core.runtime.patches import set_attributes
 _ATTENTION: Final = F.scaled_dot_product_attention
 _NAMES: Final = ("query", "key", "value", "attn_mask")
 _HALF: Final = (torch.bfloat16, torch.float16)
+_WIDEST: Final = 128
+"""Of a head, for FlashAttention's and cuDNN's kernels on all of these devices."""
+_OLDEST: Final = (8, 0)
+"""The compute capability from which there is a fused kernel that knows groups: the memory-efficient one does not."""
 _WHOLE: Final = slice(None)
 _NEW_AXIS: Final = (_WHOLE, _WHOLE, None, _WHOLE, _WHOLE)
 
@@ -54,8 +58,9 @@ def repeats_keys(evidence: Evidence) -> bool:
 def keys_read_once_in_graphs() -> Callable[[], None]:
     """Have attention in what is compiled from now on read keys and values that the code repeats as they were before.
 
-    Taken are calls without a mask: in 16 bits on a GPU, whose kernels for that know groups, and on a CPU; all others stay. The
-    result is the same; gradients of keys and values are summed over a group by the kernel, in another order.
+    Taken are calls without a mask: in 16 bits with heads of up to 128 on a GPU of compute capability 8.0 or later, whose kernels
+    for that know groups, and on a CPU; all others stay, as torch might compute them without a fused kernel. The result is the
+    same; gradients of keys and values are summed over a group by the kernel, in another order.
 
     Returns:
         The undo.
@@ -100,7 +105,7 @@ def read_keys_once(graph: Graph) -> int:
         if len(node.args) < 3:
             node.kwargs = {**node.kwargs, "key": key.source, "value": value.source}
         node.kwargs = {**node.kwargs, "enable_gqa": True}
-        for call in (*key.calls, *value.calls):
+        for call in dict.fromkeys((*key.calls, *value.calls)):
             if not call.users:
                 graph.erase_node(call)
         num_changed += 1
@@ -111,7 +116,10 @@ def _has_kernel(result: Tensor | None) -> bool:
     """By the result: under autocast it is in 16 bits, whatever the keys are before the call."""
     if result is None or result.dim() != 4:
         return False
-    return result.device.type == "cpu" or (result.device.type == "cuda" and result.dtype in _HALF)
+    if result.device.type != "cuda":
+        return result.device.type == "cpu"
+    is_known = result.dtype in _HALF and result.shape[-1] <= _WIDEST
+    return is_known and torch.cuda.get_device_capability(result.device) >= _OLDEST
 
 
 def _repeated(node: Any) -> _Repeated | None:
@@ -130,7 +138,7 @@ def _repeated(node: Any) -> _Repeated | None:
             continue
         if any(map(_writes, source.users)):
             return None  # perhaps after the copies were made
-        if _is_repeat(call, count) or _are_copies(call, calls, count):
+        if _is_repeat(calls, count) or _are_copies(call, calls, count):
             return _Repeated(source, count, tuple(calls))
     return None
 
@@ -156,8 +164,10 @@ def _writes(call: Node) -> bool:
     return name == "setitem" or (name.endswith("_") and not name.endswith("__"))
 
 
-def _is_repeat(call: Node, count: int) -> bool:
-    if _name(call) != "repeat_interleave":
+def _is_repeat(calls: list[Node], count: int) -> bool:
+    """`x.repeat_interleave(count, dim=1)`, behind which nothing reorders the heads."""
+    *later, call = calls
+    if _name(call) != "repeat_interleave" or any(_name(one) != "contiguous" for one in later):
         return False
     named = dict(zip(("input", "repeats", "dim"), call.args, strict=False)) | call.kwargs
     repeats, dim = named.get("repeats"), named.get("dim")
