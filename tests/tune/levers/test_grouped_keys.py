@@ -58,6 +58,13 @@ def along_another_axis(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
+def transposed_behind(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As Llama's own code: copies of (B, T, G, D), then the heads come first."""
+    (B, G, T, D), (k, v) = k.shape, (x.transpose(1, 2) for x in (k, v))
+    k = k[:, :, :, None, :].expand(B, T, G, 4, D).reshape(B, T, G * 4, D)
+    return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.repeat_interleave(4, dim=2).transpose(1, 2))
+
+
 def with_heads_reordered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     order = torch.arange(7, -1, -1)
     k, v = k.repeat_interleave(4, dim=1)[:, order], v.repeat_interleave(4, dim=1)[:, order]
@@ -91,6 +98,7 @@ def results(call: Call, inputs: list[Tensor]) -> list[Tensor]:
         (under_a_mask, 0),
         (in_another_order, 0),
         (along_another_axis, 0),
+        (transposed_behind, 1),
         (with_heads_reordered, 0),
         (of_copies_as_keys_and_values, 1),
         (of_keys_that_change, 0),
@@ -142,7 +150,10 @@ def test_the_key_of_a_cache_tells_it() -> None:
         undo()
 
 
-@pytest.mark.parametrize(("copied", "is_told"), [((2, 2, 4, 24, 16), True), ((2, 2, 1, 24, 16), False), (None, False)])
+@pytest.mark.parametrize(
+    ("copied", "is_told"),
+    [((2, 2, 4, 24, 16), True), ((2, 24, 2, 4, 16), True), ((2, 2, 1, 24, 16), False), (None, False)],
+)
 def test_the_evidence_tells_where_keys_are_repeated(copied: tuple[int, ...] | None, is_told: bool) -> None:
     builder = EvidenceBuilder()
     builder.operator("aten._scaled_dot_product_flash_attention", inputs=[tensor(2, 8, 24, 16)] * 3, op_s=0.01)

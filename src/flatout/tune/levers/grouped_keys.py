@@ -28,8 +28,6 @@ _WIDEST: Final = 128
 """Of a head, for FlashAttention's and cuDNN's kernels on all of these devices."""
 _OLDEST: Final = (8, 0)
 """The compute capability from which there is a fused kernel that knows groups: the memory-efficient one does not."""
-_WHOLE: Final = slice(None)
-_NEW_AXIS: Final = (_WHOLE, _WHOLE, None, _WHOLE, _WHOLE)
 
 
 class _Repeated(NamedTuple):
@@ -37,11 +35,16 @@ class _Repeated(NamedTuple):
 
     source: Node
     times: int
+    axis: int
+    """Of the heads in the source: 1, or 2 where the copies are transposed behind it."""
     calls: tuple[Node, ...]
 
 
 def repeats_keys(evidence: Evidence) -> bool:
-    """Whether a forward copies something (B, G, count, T, D), as keys for attention with G * count heads are repeated."""
+    """Whether a forward copies something as keys of G heads are repeated for attention with G * count heads.
+
+    Copies are (B, G, count, T, D), or (B, T, G, count, D).
+    """
     heads = {
         (t.shape[0], t.shape[1], t.shape[3])
         for o in evidence.operators
@@ -52,7 +55,8 @@ def repeats_keys(evidence: Evidence) -> bool:
     copies = [
         o.inputs[0].shape for o in evidence.operators if o.op == "aten.clone" and o.phase == "forward" and o.inputs
     ]
-    return any(len(s) == 5 and s[2] > 1 and (s[0], s[1] * s[2], s[4]) in heads for s in copies)
+    by_heads = any(len(s) == 5 and s[2] > 1 and (s[0], s[1] * s[2], s[4]) in heads for s in copies)
+    return by_heads or any(len(s) == 5 and s[3] > 1 and (s[0], s[2] * s[3], s[4]) in heads for s in copies)
 
 
 def keys_read_once_in_graphs() -> Callable[[], None]:
@@ -101,15 +105,27 @@ def read_keys_once(graph: Graph) -> int:
             continue
         if key.times != value.times or not _has_kernel(_tensor(node)):
             continue
-        node.args = (node.args[0], key.source, value.source, *node.args[3:]) if len(node.args) >= 3 else node.args
-        if len(node.args) < 3:
-            node.kwargs = {**node.kwargs, "key": key.source, "value": value.source}
+        with graph.inserting_before(node):
+            by_heads = [_with_heads_first(graph, one) for one in (key, value)]
+        if len(node.args) >= 3:
+            node.args = (node.args[0], *by_heads, *node.args[3:])
+        else:
+            node.args, node.kwargs = node.args[:1], {**node.kwargs, "key": by_heads[0], "value": by_heads[1]}
         node.kwargs = {**node.kwargs, "enable_gqa": True}
         for call in dict.fromkeys((*key.calls, *value.calls)):
             if not call.users:
                 graph.erase_node(call)
         num_changed += 1
     return num_changed
+
+
+def _with_heads_first(graph: Graph, found: _Repeated) -> Node:
+    if found.axis == 1:
+        return found.source
+    node, tensor = graph.call_method("transpose", (found.source, 1, 2)), _tensor(found.source)
+    if tensor is not None:
+        node.meta["example_value"] = tensor.transpose(1, 2)
+    return node
 
 
 def _has_kernel(result: Tensor | None) -> bool:
@@ -125,6 +141,16 @@ def _has_kernel(result: Tensor | None) -> bool:
 def _repeated(node: Any) -> _Repeated | None:
     if not isinstance(node, Node):
         return None
+    found = _copied(node, 1)
+    if found is None and _name(node) == "transpose" and node.args[1:] in ((1, 2), (2, 1)):
+        copies = _first(node)
+        found = None if copies is None else _copied(copies, 2)
+        found = None if found is None else found._replace(calls=(node, *found.calls))
+    return found
+
+
+def _copied(node: Node, axis: int) -> _Repeated | None:
+    """What the copies are of, if their heads lie on this axis."""
     calls: list[Node] = []
     for call in _inwards(node):
         calls.append(call)
@@ -132,14 +158,16 @@ def _repeated(node: Any) -> _Repeated | None:
         of_source = None if source is None else _tensor(source)
         if source is None or of_source is None or result is None or of_source.dim() != 4 or result.dim() != 4:
             continue
-        B, G, T, D = of_source.shape
-        count = result.shape[1] // G if isinstance(G, int) and isinstance(result.shape[1], int) and G else 0
-        if count < 2 or (result.shape[0], *result.shape[2:]) != (B, T, D) or result.shape[1] != count * G:
+        shape, copied = list(of_source.shape), list(result.shape)
+        is_known = isinstance(shape[axis], int) and isinstance(copied[axis], int) and shape[axis]
+        count = copied[axis] // shape[axis] if is_known else 0
+        shape[axis] *= count
+        if count < 2 or copied != shape:
             continue
         if any(map(_writes, source.users)):
             return None  # perhaps after the copies were made
-        if _is_repeat(calls, count) or _are_copies(call, calls, count):
-            return _Repeated(source, count, tuple(calls))
+        if _is_repeat(calls, count, axis) or _are_copies(calls, count, axis):
+            return _Repeated(source, count, axis, tuple(calls))
     return None
 
 
@@ -164,23 +192,26 @@ def _writes(call: Node) -> bool:
     return name == "setitem" or (name.endswith("_") and not name.endswith("__"))
 
 
-def _is_repeat(calls: list[Node], count: int) -> bool:
-    """`x.repeat_interleave(count, dim=1)`, behind which nothing reorders the heads."""
+def _is_repeat(calls: list[Node], count: int, axis: int) -> bool:
+    """`x.repeat_interleave(count, dim=axis)`, behind which nothing reorders the heads."""
     *later, call = calls
     if _name(call) != "repeat_interleave" or any(_name(one) != "contiguous" for one in later):
         return False
     named = dict(zip(("input", "repeats", "dim"), call.args, strict=False)) | call.kwargs
     repeats, dim = named.get("repeats"), named.get("dim")
-    return isinstance(repeats, int) and repeats == count and dim in (1, -3)
+    return isinstance(repeats, int) and repeats == count and dim in (axis, axis - 4)
 
 
-def _are_copies(call: Node, calls: list[Node], count: int) -> bool:
+def _are_copies(calls: list[Node], count: int, axis: int) -> bool:
     """`x[:, :, None, :, :].expand(B, G, count, T, D).reshape(B, G * count, T, D)`: a new axis behind that of the heads."""
     names = [_name(one) for one in calls if _name(one) != "contiguous"]
-    if names not in (["reshape", "expand", "[]"], ["view", "expand", "[]"]) or call.args[1] != _NEW_AXIS:
+    if names not in (["reshape", "expand", "[]"], ["view", "expand", "[]"]):
+        return False
+    index = [slice(None)] * 4
+    if calls[-1].args[1] != (*index[: axis + 1], None, *index[axis + 1 :]):
         return False
     expanded = next((_tensor(one) for one in calls if _name(one) == "expand"), None)
-    return expanded is not None and expanded.dim() == 5 and int(expanded.shape[2]) == count
+    return expanded is not None and expanded.dim() == 5 and int(expanded.shape[axis + 1]) == count
 
 
 def _name(node: Node) -> str:
