@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from flatout.core.records.evidence import Evidence
-from flatout.core.runtime.patches import set_attributes
+from flatout.tune.levers.graph_passes import change_graphs, changes_first, first_of, name_of, tensor_of
 
 _ATTENTION: Final = F.scaled_dot_product_attention
 _NAMES: Final = ("query", "key", "value", "attn_mask")
@@ -69,28 +69,7 @@ def keys_read_once_in_graphs() -> Callable[[], None]:
     Returns:
         The undo.
     """
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    before: Any = config.pre_grad_custom_pass
-
-    class KeysReadOnce(CustomGraphPass):
-        def __call__(self, graph: Graph) -> None:
-            if before is not None:
-                before(graph)
-            read_keys_once(graph)
-
-        def uuid(self) -> Any | None:
-            other = None if before is None else getattr(before, "uuid", lambda: None)()
-            return None if before is not None and other is None else (get_hash_for_files((__file__,)), other)
-
-        def __reduce__(self) -> tuple[Any, ...]:
-            return str, (repr(self.uuid() or id(before)),)  # torch 2.11 pickles it for the key of its cache
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> KeysReadOnce:
-            return self
-
-    return set_attributes(config, pre_grad_custom_pass=KeysReadOnce())
+    return change_graphs(read_keys_once, __file__)
 
 
 def read_keys_once(graph: Graph) -> int:
@@ -103,7 +82,7 @@ def read_keys_once(graph: Graph) -> int:
         key, value = (_repeated(named[name]) for name in ("key", "value"))
         if key is None or value is None or named.get("attn_mask") is not None or named.get("enable_gqa"):
             continue
-        if key.times != value.times or not _has_kernel(_tensor(node)):
+        if key.times != value.times or not _has_kernel(tensor_of(node)):
             continue
         with graph.inserting_before(node):
             by_heads = [_with_heads_first(graph, one) for one in (key, value)]
@@ -122,7 +101,7 @@ def read_keys_once(graph: Graph) -> int:
 def _with_heads_first(graph: Graph, found: _Repeated) -> Node:
     if found.axis == 1:
         return found.source
-    node, tensor = graph.call_method("transpose", (found.source, 1, 2)), _tensor(found.source)
+    node, tensor = graph.call_method("transpose", (found.source, 1, 2)), tensor_of(found.source)
     if tensor is not None:
         node.meta["example_value"] = tensor.transpose(1, 2)
     return node
@@ -142,8 +121,8 @@ def _repeated(node: Any) -> _Repeated | None:
     if not isinstance(node, Node):
         return None
     found = _copied(node, 1)
-    if found is None and _name(node) == "transpose" and node.args[1:] in ((1, 2), (2, 1)):
-        copies = _first(node)
+    if found is None and name_of(node) == "transpose" and node.args[1:] in ((1, 2), (2, 1)):
+        copies = first_of(node)
         found = None if copies is None else _copied(copies, 2)
         found = None if found is None else found._replace(calls=(node, *found.calls))
     return found
@@ -154,8 +133,8 @@ def _copied(node: Node, axis: int) -> _Repeated | None:
     calls: list[Node] = []
     for call in _inwards(node):
         calls.append(call)
-        source, result = _first(call), _tensor(node)
-        of_source = None if source is None else _tensor(source)
+        source, result = first_of(call), tensor_of(node)
+        of_source = None if source is None else tensor_of(source)
         if source is None or of_source is None or result is None or of_source.dim() != 4 or result.dim() != 4:
             continue
         shape, copied = list(of_source.shape), list(result.shape)
@@ -164,7 +143,7 @@ def _copied(node: Node, axis: int) -> _Repeated | None:
         shape[axis] *= count
         if count < 2 or copied != shape:
             continue
-        if any(map(_writes, source.users)):
+        if any(map(changes_first, source.users)):
             return None  # perhaps after the copies were made
         if _is_repeat(calls, count, axis) or _are_copies(calls, count, axis):
             return _Repeated(source, count, axis, tuple(calls))
@@ -174,7 +153,7 @@ def _copied(node: Node, axis: int) -> _Repeated | None:
 def _inwards(node: Node) -> Iterator[Node]:
     """The calls that copies may be made by, from the last on."""
     current: Node | None = node
-    while current is not None and _name(current) in (
+    while current is not None and name_of(current) in (
         "contiguous",
         "repeat_interleave",
         "reshape",
@@ -183,19 +162,13 @@ def _inwards(node: Node) -> Iterator[Node]:
         "[]",
     ):
         yield current
-        current = _first(current)
-
-
-def _writes(call: Node) -> bool:
-    """Whether a call changes its first argument in place, by its name."""
-    name = _name(call)
-    return name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+        current = first_of(current)
 
 
 def _is_repeat(calls: list[Node], count: int, axis: int) -> bool:
     """`x.repeat_interleave(count, dim=axis)`, behind which nothing reorders the heads."""
     *later, call = calls
-    if _name(call) != "repeat_interleave" or any(_name(one) != "contiguous" for one in later):
+    if name_of(call) != "repeat_interleave" or any(name_of(one) != "contiguous" for one in later):
         return False
     named = dict(zip(("input", "repeats", "dim"), call.args, strict=False)) | call.kwargs
     repeats, dim = named.get("repeats"), named.get("dim")
@@ -204,30 +177,11 @@ def _is_repeat(calls: list[Node], count: int, axis: int) -> bool:
 
 def _are_copies(calls: list[Node], count: int, axis: int) -> bool:
     """`x[:, :, None, :, :].expand(B, G, count, T, D).reshape(B, G * count, T, D)`: a new axis behind that of the heads."""
-    names = [_name(one) for one in calls if _name(one) != "contiguous"]
+    names = [name_of(one) for one in calls if name_of(one) != "contiguous"]
     if names not in (["reshape", "expand", "[]"], ["view", "expand", "[]"]):
         return False
     index = [slice(None)] * 4
     if calls[-1].args[1] != (*index[: axis + 1], None, *index[axis + 1 :]):
         return False
-    expanded = next((_tensor(one) for one in calls if _name(one) == "expand"), None)
+    expanded = next((tensor_of(one) for one in calls if name_of(one) == "expand"), None)
     return expanded is not None and expanded.dim() == 5 and int(expanded.shape[axis + 1]) == count
-
-
-def _name(node: Node) -> str:
-    if node.op == "call_method":
-        return str(node.target)
-    if node.op != "call_function":
-        return ""
-    name = getattr(node.target, "__name__", "")
-    return "[]" if name == "getitem" else name
-
-
-def _first(node: Node) -> Node | None:
-    found = node.args[0] if node.args else node.kwargs.get("input")
-    return found if isinstance(found, Node) else None
-
-
-def _tensor(node: Node) -> Tensor | None:
-    found = node.meta.get("example_value")
-    return found if isinstance(found, Tensor) else None

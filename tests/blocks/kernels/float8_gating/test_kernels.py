@@ -216,7 +216,8 @@ def test_on_a_device_compiled_training_has_the_gradients_of_the_reference(option
 
     compiled = torch.compile(between, options=options)
     for a, b in zip(_results(compiled, leaves), _results(between, leaves), strict=True):
-        assert a.dtype == b.dtype and _error(a, b) < 0.05
+        # Compiled neighbours round less often, so that other numbers of float8 come out; foreign bytes are errors of 1 and more.
+        assert a.dtype == b.dtype and _error(a, b) < 0.15
 
 
 @on_device

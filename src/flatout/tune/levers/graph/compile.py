@@ -7,8 +7,9 @@ What        `model.compile(...)` at its first call, in place; or each of its rep
             each token alone is computed of the others, packed and filled up to a `multiple`, and so is attention that padding is
             hidden from (`flatout.skip_padding`); batches are not cut to their longest row beside it. With `short_erf` compiled
             GELU of 16-bit numbers on a GPU takes a shorter formula, 1.5e-7 off at most before rounding. With `grouped_keys`
-            attention without a mask reads keys and values once that are repeated for a group of queries (`enable_gqa`). The text
-            of `flatout edit` leaves both out.
+            attention without a mask reads keys and values once that are repeated for a group of queries (`enable_gqa`). With
+            `written_attention` attention without a mask that a library writes out in products and a softmax is one fused
+            kernel. The text of `flatout edit` leaves these three out.
             Shapes that come first after many calls and rarely, as an epoch's smaller last batch, are computed as before (the text
             of `flatout edit` leaves them to torch.compile, which compiles once more), and so are evaluations of a model in
             training (`plain_evaluation`), until they have been many. Where the script retains graphs, buffers of compiled
@@ -40,6 +41,7 @@ from flatout.tune.levers.grouped_keys import keys_read_once_in_graphs, repeats_k
 from flatout.tune.levers.proposals import reads_padding
 from flatout.tune.levers.short_erf import short_gelu_in_graphs
 from flatout.tune.levers.usual_shapes import UsualShapes
+from flatout.tune.levers.written_attention import hides_attention, written_attention_in_graphs
 from flatout.tune.rewrite.calls import compiles_models
 from flatout.tune.rewrite.evaluations import with_plain_evaluations
 from flatout.tune.rewrite.imports import with_import, with_start
@@ -75,13 +77,17 @@ _MOSTLY_HOST: Final = 1.5
 two thirds of a step went 1.30 times as fast compiled, and 2.05 times with graphs (H200)."""
 _KERNELS_TUNED: Final = "coordinate_descent_tuning"
 """Sizes of the compiled kernels are tried one after the other, and no products and convolutions: a ResNet-50 with CUDA graphs
-went 1.04 times as fast as without (H200)."""
+went 1.04 times as fast as without (H200). Graphs also help where the host is never waited for: LoRA's steps of 179 ms on a
+Llama-like model took 178 ms so (bench/results/2026-12-01-h200,
+by_hand_lora and best_earlier/by_hand_lora_without_graphs)."""
 _MIXED_REDUCTIONS: Final = "triton.mix_order_reduction"
 """One kernel for sums over rows and sums over columns. In torch 2.10 to 2.13 it returns gradients of another shape for weights of
 shape (1, C, 1, 1) after a norm (issue 178080 of pytorch/pytorch), and wrong ones where modulated norms share weights (193061)."""
 _OF_MIXED_REDUCTIONS: Final = ("returned an invalid gradient", "gradient")
 """How that shows."""
 _GRAPHS: Final = "triton.cudagraphs"
+_OF_GRAPHS: Final = ("CUDAGraphs", "cudagraph", "out of memory", "its memory grows")
+"""What goes wrong with graphs: their memory is not shared, and each call writes over what the one before returned."""
 _LEAST_PADDING: Final = 0.12
 """Of the tokens: where less is padding, taking rows out and putting them back costs about what it saves, in our judgement."""
 _SIZES: Final = 64
@@ -162,13 +168,13 @@ def _options(evidence: Evidence) -> Iterator[_Option]:
         is_other = parameters is not None and evidence.steps.kind == "training" and evidence.steps.device_s is not None
         if not (is_other and fails):
             yield option
-        if parameters is not None and is_other:
+        if parameters is not None and is_other and (fails or not option.fallback_for):
             why = f"{option.why}; without reductions of mixed order, which torch gets wrong here"
             yield option._replace(
                 share=option.share if fails else _FALLBACK * option.share,
                 parameters=parameters,
                 why=why,
-                fallback_for=() if fails else _OF_MIXED_REDUCTIONS,
+                fallback_for=option.fallback_for if fails else _OF_MIXED_REDUCTIONS,
             )
 
 
@@ -212,20 +218,25 @@ def _usual_options(evidence: Evidence) -> Iterator[_Option]:
     own: Parameters = {"short_erf": True} if is_busy and _has_exact_gelu(evidence) else {}
     if is_busy and repeats_keys(evidence):
         own = {**own, "grouped_keys": True}
+    if is_busy and hides_attention(evidence):
+        own = {**own, "written_attention": True}
     yield _Option(share, {"mode": "default"} | own, "")
     if 0 < share_of_graphs < 1:
         yield _Option(share_of_graphs, {"mode": "reduce-overhead"}, "; the device waits for its host")
     if is_busy:
         host_s = host_seconds(evidence)
-        tuned: tuple[str, ...] = (_KERNELS_TUNED,)
         if host_s > evidence.steps.step_s / _MOST_FASTER:
             why = "; once the device has less to do, it waits for its host"
             # batches that are cut to their longest rows have other shapes each time, and each shape needs graphs of its own
             first_below_s = 0.0 if evidence.paddings else _MOSTLY_HOST * host_s
             yield _Option(0.95, {"mode": "reduce-overhead"} | own, why, first_below_s)
-            tuned = tuned if evidence.paddings else (*tuned, _GRAPHS)
         busy = "; the device is busy all the time"
-        yield _Option(0.92, {"inductor": tuned} | own, busy)
+        tuned = _Option(0.92, {"inductor": (_KERNELS_TUNED,)} | own, busy)
+        if not evidence.paddings:
+            why = f"{busy}, and between the kernels of a graph it pauses less"
+            yield tuned._replace(parameters={"inductor": (_KERNELS_TUNED, _GRAPHS)} | own, why=why)
+            tuned = tuned._replace(fallback_for=_OF_GRAPHS)
+        yield tuned
         yield _Option(0.9, {"mode": "max-autotune-no-cudagraphs"} | own, busy)
     regions = block_containers(evidence)
     if regions:
@@ -286,6 +297,8 @@ def apply(hooks: Hooks, parameters: Parameters) -> None:
         hooks.at_start(short_gelu_in_graphs)
     if parameters.get("grouped_keys"):
         hooks.at_start(keys_read_once_in_graphs)
+    if parameters.get("written_attention"):
+        hooks.at_start(written_attention_in_graphs)
     is_plain = bool(parameters.get("plain_evaluation"))
     packing = _packing(parameters)
 
