@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatout.blocks.training.few_channels import padding
+from flatout.blocks.training.layer_classes import is_plain_convolution, with_class
+
 _ONE = (1, 1)
 
 
@@ -22,11 +25,19 @@ class PointwiseConvolution(nn.Conv2d):
             return super().forward(input)
         weight_DC = self.weight.flatten(1)
         if input.is_contiguous(memory_format=torch.channels_last) or _channels_lie_last(self.weight):
-            return F.linear(input.permute(0, 2, 3, 1), weight_DC, self.bias).permute(0, 3, 1, 2)
+            return self._channels_last(input.permute(0, 2, 3, 1), weight_DC).permute(0, 3, 1, 2)
         result: Tensor = torch.matmul(weight_DC, input.flatten(2))
         if self.bias is not None:
             result = result + self.bias.to(result.dtype)[:, None]
         return result.view(*result.shape[:2], *input.shape[2:])
+
+    def _channels_last(self, input_BHWC: Tensor, weight_DC: Tensor) -> Tensor:
+        surplus = padding(self.out_channels) if input_BHWC.is_cuda else 0
+        if not surplus:
+            return F.linear(input_BHWC, weight_DC, self.bias)
+        bias = self.bias if self.bias is None else F.pad(self.bias, (0, surplus))
+        result = F.linear(input_BHWC, F.pad(weight_DC, (0, 0, 0, surplus)), bias)
+        return result[..., : self.out_channels].contiguous()
 
 
 def _channels_lie_last(weight_DC11: Tensor) -> bool:
@@ -45,18 +56,10 @@ def pointwise_convolutions_as_products(model: nn.Module) -> Callable[[], None]:
     Returns:
         A function that puts back what was there before.
     """
-    found = [module for module in model.modules() if _is_pointwise(module)]
-    for module in found:
-        module.__class__ = PointwiseConvolution
-
-    def undo() -> None:
-        for module in found:
-            module.__class__ = nn.Conv2d
-
-    return undo
+    return with_class([module for module in model.modules() if _is_pointwise(module)], PointwiseConvolution)
 
 
 def _is_pointwise(module: nn.Module) -> bool:
-    if type(module) is not nn.Conv2d or "forward" in vars(module):
+    if not is_plain_convolution(module):
         return False
-    return (module.kernel_size, module.stride, module.groups) == (_ONE, _ONE, 1) and module.padding in ((0, 0), "valid")
+    return (module.kernel_size, module.stride) == (_ONE, _ONE) and module.padding in ((0, 0), "valid")

@@ -45,8 +45,8 @@ def change_graphs(change: Callable[[Graph], object], *files: str) -> Callable[[]
     return set_attributes(config, pre_grad_custom_pass=Changed())
 
 
-def name_of(node: Node) -> str:
-    """Of the function or method that a node calls; '[]' where it indexes."""
+def called_name(node: Node) -> str:
+    """The function or method that a node calls, by name; '[]' where it indexes."""
     if node.op == "call_method":
         return str(node.target)
     if node.op != "call_function":
@@ -55,13 +55,13 @@ def name_of(node: Node) -> str:
     return "[]" if name == "getitem" else name
 
 
-def first_of(node: Node) -> Node | None:
+def first_argument(node: Node) -> Node | None:
     """Its first argument, where that is a node."""
     found = node.args[0] if node.args else node.kwargs.get("input")
     return found if isinstance(found, Node) else None
 
 
-def tensor_of(node: Node) -> Tensor | None:
+def fake_result(node: Node) -> Tensor | None:
     """What it returns, without numbers."""
     found = node.meta.get("example_value")
     return found if isinstance(found, Tensor) else None
@@ -69,5 +69,5 @@ def tensor_of(node: Node) -> Tensor | None:
 
 def changes_first(call: Node) -> bool:
     """Whether a call changes its first argument in place, by its name."""
-    name = name_of(call)
+    name = called_name(call)
     return name == "setitem" or (name.endswith("_") and not name.endswith("__"))

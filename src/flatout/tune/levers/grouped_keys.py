@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from flatout.core.records.evidence import Evidence
-from flatout.tune.levers.graph_passes import change_graphs, changes_first, first_of, name_of, tensor_of
+from flatout.tune.levers.graph_passes import called_name, change_graphs, changes_first, fake_result, first_argument
 
 _ATTENTION: Final = F.scaled_dot_product_attention
 _NAMES: Final = ("query", "key", "value", "attn_mask")
@@ -82,7 +82,7 @@ def read_keys_once(graph: Graph) -> int:
         key, value = (_repeated(named[name]) for name in ("key", "value"))
         if key is None or value is None or named.get("attn_mask") is not None or named.get("enable_gqa"):
             continue
-        if key.times != value.times or not _has_kernel(tensor_of(node)):
+        if key.times != value.times or not _has_kernel(fake_result(node)):
             continue
         with graph.inserting_before(node):
             by_heads = [_with_heads_first(graph, one) for one in (key, value)]
@@ -101,7 +101,7 @@ def read_keys_once(graph: Graph) -> int:
 def _with_heads_first(graph: Graph, found: _Repeated) -> Node:
     if found.axis == 1:
         return found.source
-    node, tensor = graph.call_method("transpose", (found.source, 1, 2)), tensor_of(found.source)
+    node, tensor = graph.call_method("transpose", (found.source, 1, 2)), fake_result(found.source)
     if tensor is not None:
         node.meta["example_value"] = tensor.transpose(1, 2)
     return node
@@ -121,8 +121,8 @@ def _repeated(node: Any) -> _Repeated | None:
     if not isinstance(node, Node):
         return None
     found = _copied(node, 1)
-    if found is None and name_of(node) == "transpose" and node.args[1:] in ((1, 2), (2, 1)):
-        copies = first_of(node)
+    if found is None and called_name(node) == "transpose" and node.args[1:] in ((1, 2), (2, 1)):
+        copies = first_argument(node)
         found = None if copies is None else _copied(copies, 2)
         found = None if found is None else found._replace(calls=(node, *found.calls))
     return found
@@ -133,8 +133,8 @@ def _copied(node: Node, axis: int) -> _Repeated | None:
     calls: list[Node] = []
     for call in _inwards(node):
         calls.append(call)
-        source, result = first_of(call), tensor_of(node)
-        of_source = None if source is None else tensor_of(source)
+        source, result = first_argument(call), fake_result(node)
+        of_source = None if source is None else fake_result(source)
         if source is None or of_source is None or result is None or of_source.dim() != 4 or result.dim() != 4:
             continue
         shape, copied = list(of_source.shape), list(result.shape)
@@ -153,7 +153,7 @@ def _copied(node: Node, axis: int) -> _Repeated | None:
 def _inwards(node: Node) -> Iterator[Node]:
     """The calls that copies may be made by, from the last on."""
     current: Node | None = node
-    while current is not None and name_of(current) in (
+    while current is not None and called_name(current) in (
         "contiguous",
         "repeat_interleave",
         "reshape",
@@ -162,13 +162,13 @@ def _inwards(node: Node) -> Iterator[Node]:
         "[]",
     ):
         yield current
-        current = first_of(current)
+        current = first_argument(current)
 
 
 def _is_repeat(calls: list[Node], count: int, axis: int) -> bool:
     """`x.repeat_interleave(count, dim=axis)`, behind which nothing reorders the heads."""
     *later, call = calls
-    if name_of(call) != "repeat_interleave" or any(name_of(one) != "contiguous" for one in later):
+    if called_name(call) != "repeat_interleave" or any(called_name(one) != "contiguous" for one in later):
         return False
     named = dict(zip(("input", "repeats", "dim"), call.args, strict=False)) | call.kwargs
     repeats, dim = named.get("repeats"), named.get("dim")
@@ -177,11 +177,11 @@ def _is_repeat(calls: list[Node], count: int, axis: int) -> bool:
 
 def _are_copies(calls: list[Node], count: int, axis: int) -> bool:
     """`x[:, :, None, :, :].expand(B, G, count, T, D).reshape(B, G * count, T, D)`: a new axis behind that of the heads."""
-    names = [name_of(one) for one in calls if name_of(one) != "contiguous"]
+    names = [called_name(one) for one in calls if called_name(one) != "contiguous"]
     if names not in (["reshape", "expand", "[]"], ["view", "expand", "[]"]):
         return False
     index = [slice(None)] * 4
     if calls[-1].args[1] != (*index[: axis + 1], None, *index[axis + 1 :]):
         return False
-    expanded = next((tensor_of(one) for one in calls if name_of(one) == "expand"), None)
+    expanded = next((fake_result(one) for one in calls if called_name(one) == "expand"), None)
     return expanded is not None and expanded.dim() == 5 and int(expanded.shape[axis + 1]) == count

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 
 from flatout.core.records.evidence import Evidence
 from flatout.machine.cost.accounting import operator_seconds
-from flatout.tune.levers.graph_passes import change_graphs, changes_first, first_of, name_of, tensor_of
+from flatout.tune.levers.graph_passes import called_name, change_graphs, changes_first, fake_result, first_argument
 
 _HALF: Final = (torch.bfloat16, torch.float16)
 _WIDEST: Final = 256
@@ -37,7 +37,7 @@ _PRODUCTS: Final = ("matmul", "bmm", "__matmul__")
 _MOVES: Final = ("transpose", "permute", "squeeze", "unsqueeze", "swapaxes", "movedim")
 
 
-class _Attention(NamedTuple):
+class _SoftmaxOfProducts(NamedTuple):
     query: Node
     key: Node
     value: Node
@@ -100,14 +100,14 @@ def fuse_attention(graph: Graph) -> int:
     return num_changed
 
 
-def _replace(graph: Graph, node: Node, found: _Attention) -> None:
+def _replace(graph: Graph, node: Node, found: _SoftmaxOfProducts) -> None:
     def call(name: str, source: Node, *args: Any) -> Node:
-        made, tensor = graph.call_method(name, (source, *args)), tensor_of(source)
+        new, tensor = graph.call_method(name, (source, *args)), fake_result(source)
         if tensor is not None:
-            made.meta["example_value"] = getattr(tensor, name)(*args)
-        return made
+            new.meta["example_value"] = getattr(tensor, name)(*args)
+        return new
 
-    result = tensor_of(node)
+    result = fake_result(node)
     key = call("transpose", found.key, -2, -1) if found.is_transposed else found.key
     inputs = [found.query, key, found.value]
     is_single = result is not None and result.dim() == 3
@@ -125,23 +125,23 @@ def _replace(graph: Graph, node: Node, found: _Attention) -> None:
 
 def _is_viewed(node: Node) -> bool:
     """Whether a later call takes the layout that the product has for granted."""
-    return any(name_of(u) == "view" or (name_of(u) in _MOVES and _is_viewed(u)) for u in node.users)
+    return any(called_name(u) == "view" or (called_name(u) in _MOVES and _is_viewed(u)) for u in node.users)
 
 
-def _attention(node: Node) -> _Attention | None:
+def _attention(node: Node) -> _SoftmaxOfProducts | None:
     """The attention whose last product this is."""
     product = _product(node, _VALUES)
     if product is None:
         return None
     weights, value, _ = product
     calls: list[Node] = []
-    while (name := name_of(weights)) in ("dropout", "to", "type_as", "contiguous"):
-        source = first_of(weights)
+    while (name := called_name(weights)) in ("dropout", "to", "type_as", "contiguous"):
+        source = first_argument(weights)
         if source is None or len(weights.users) != 1 or (name == "dropout" and not _is_off(weights)):
             return None
         calls.append(weights)
         weights = source
-    scores = first_of(weights)
+    scores = first_argument(weights)
     if name != "softmax" or scores is None or len(weights.users) != 1 or not _is_over_keys(weights):
         return None
     calls.append(weights)
@@ -153,14 +153,14 @@ def _attention(node: Node) -> _Attention | None:
     if before is None:
         return None
     query, key, is_transposed = before
-    found = _Attention(query, key, value, scale, is_transposed, (*calls, scores))
+    found = _SoftmaxOfProducts(query, key, value, scale, is_transposed, (*calls, scores))
     return found if _is_known(node, found) else None
 
 
-def _is_known(node: Node, found: _Attention) -> bool:
+def _is_known(node: Node, found: _SoftmaxOfProducts) -> bool:
     """Whether shapes are those of attention, a kernel computes it, and nothing writes to what it reads."""
-    tensors = [tensor_of(one) for one in (found.query, found.key, found.value)]
-    result, scores = tensor_of(node), tensor_of(found.calls[-1])
+    tensors = [fake_result(one) for one in (found.query, found.key, found.value)]
+    result, scores = fake_result(node), fake_result(found.calls[-1])
     if result is None or scores is None or any(one is None for one in tensors):
         return False
     query, key, value = (one for one in tensors if one is not None)
@@ -171,7 +171,7 @@ def _is_known(node: Node, found: _Attention) -> bool:
     return is_shaped and not _is_written_between(node, found) and _has_kernel(result, scores)
 
 
-def _is_written_between(node: Node, found: _Attention) -> bool:
+def _is_written_between(node: Node, found: _SoftmaxOfProducts) -> bool:
     """Whether something is changed in place after scores are computed: what the fused kernel reads may be."""
     call = found.calls[-1].next
     while call is not node:
@@ -191,7 +191,7 @@ def _has_kernel(result: Tensor, scores: Tensor) -> bool:
 
 def _product(node: Node, equations: Sequence[str]) -> tuple[Node, Node, bool] | None:
     """The operands of a batched product, and whether the right one of scores is (..., D, S)."""
-    is_scores, name = equations is _SCORES, name_of(node)
+    is_scores, name = equations is _SCORES, called_name(node)
     if name == "einsum":
         equation, *operands = node.args
         if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
@@ -223,7 +223,7 @@ def _renamed(equation: str, like: Sequence[str]) -> str:
 
 def _factor(node: Node) -> tuple[Node, float] | None:
     """What scores are multiplied with, and what of."""
-    name = name_of(node).strip("_")
+    name = called_name(node).strip("_")
     if name not in ("mul", "div", "truediv", "multiply", "divide") or node.kwargs or len(node.args) != 2:
         return None
     left, right = node.args
@@ -236,10 +236,11 @@ def _factor(node: Node) -> tuple[Node, float] | None:
 
 
 def _is_over_keys(node: Node) -> bool:
-    tensor, named = tensor_of(node), dict(zip(("input", "dim"), node.args, strict=False)) | node.kwargs
-    return tensor is not None and named.get("dim") in (-1, tensor.dim() - 1)
+    tensor, named = fake_result(node), dict(zip(("input", "dim"), node.args, strict=False)) | node.kwargs
+    dim = named.get("dim")
+    return tensor is not None and isinstance(dim, int) and dim in (-1, tensor.dim() - 1)
 
 
 def _is_off(dropout: Node) -> bool:
     named = dict(zip(("input", "p", "training"), dropout.args, strict=False)) | dropout.kwargs
-    return named.get("p", 0.5) == 0.0 or named.get("training", True) is False
+    return bool(named.get("p", 0.5) == 0.0 or named.get("training", True) is False)

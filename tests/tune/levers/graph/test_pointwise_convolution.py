@@ -12,13 +12,17 @@ from flatout.tune.levers.graph.pointwise_convolution import LEVER, edit
 
 
 def run(
-    *, device_s: float | None = 0.099, weight: tuple[int, ...] = (16, 8, 1, 1), op_s: float = 0.02
+    *,
+    device_s: float | None = 0.099,
+    weight: tuple[int, ...] = (16, 8, 1, 1),
+    op_s: float = 0.02,
+    channels: int = 8,
 ) -> EvidenceBuilder:
     """A step of 100 ms with a convolution, forward and backward."""
     built = EvidenceBuilder(device_s=device_s)
     line = built.line("train.py", 5, "out = net(x)")
     built.model(line)
-    image, result = (4, 8, 32, 32), (4, 16, 32, 32)
+    image, result = (4, channels, 32, 32), (4, weight[0], 32, 32)
     built.operator("aten.convolution", line, inputs=[image, weight], output=result, op_s=op_s)
     built.operator("aten.convolution_backward", line, inputs=[result, image, weight], op_s=op_s, phase="backward")
     return built
